@@ -35,7 +35,8 @@ TRAFFIC_ROWS = 150
 # fmt: off
 BIGGEST = (
     "docs", "tasks", "container_start", "served_architectures", "engine_graphs", "examples", "cli",
-    "precision_tasks", "ensemble", "container_stop", "engine", "gpu_peer_run", "verify", "choose",
+    "precision_tasks", "ensemble", "container_stop", "engine", "gpu_benchmark_run", "verify",
+    "choose",
     "gate_broken", "tune", "generation_vllm", "fleet", "engine_path", "architectures", "baselines",
     "build", "bench", "precise", "hostile", "export", "hooks", "client_errors", "golden",
 )
@@ -53,7 +54,7 @@ PURE = (
     "engine_runner", "expected_cost", "explained", "fake_tensorrt", "fleet_envoy",
     "gate", "gate_remedy",
     "gate_result", "generation_engines", "generation_gate", "generation_load",
-    "generation_requests", "generation_spec", "generation_stream", "golden_deploy", "gpu_peer",
+    "generation_requests", "generation_spec", "generation_stream", "golden_deploy", "gpu_benchmark",
     "gpu_plan",
     "history", "hook_checks", "labeled", "lint", "lint_pains", "live_verdict", "load_report",
     "load_report_terminal", "load_values", "make_engine", "metrics", "mirror", "new_traffic",

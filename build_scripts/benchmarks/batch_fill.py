@@ -1,4 +1,4 @@
-"""How full the core's batches are compared with its queue, from a trace that Triton writes."""
+"""Fill ratio of the core's batches compared with its queue, from a trace that Triton writes."""
 
 from __future__ import annotations
 

@@ -161,24 +161,28 @@ def make_parser(
         seconds: Default duration of a measurement, in seconds; None for one without a duration.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    add_measuring_options(parser, CACHE / f"{name}.json", rounds, seconds)
+    if rounds is not None:
+        parser.add_argument(
+            "--max-minutes", type=_positive, default=math.inf, help="no round begins after it"
+        )
+    return parser
+
+
+def add_measuring_options(
+    parser: argparse.ArgumentParser, output: Path, rounds: int | None, seconds: float | None
+) -> None:
+    """Add ``--rounds``, ``--seconds``, ``--output`` and ``--publish``; see `make_parser`."""
     if rounds is not None:
         parser.add_argument("--rounds", type=_positive_int, default=rounds, help="number of rounds")
-        parser.add_argument(
-            "--max-minutes",
-            type=_positive,
-            default=math.inf,
-            help="duration after which no round begins",
-        )
     if seconds is not None:
         parser.add_argument(
             "--seconds", type=_positive, default=seconds, help="duration of a measurement"
         )
-    output = CACHE / f"{name}.json"
     parser.add_argument("--output", type=Path, default=output, help="JSON file of the result")
     parser.add_argument(
         "--publish", action="store_true", help="store the tables and write RESULTS.md again"
     )
-    return parser
 
 
 def add_only(parser: argparse.ArgumentParser) -> None:

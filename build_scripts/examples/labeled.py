@@ -1,4 +1,4 @@
-"""Writes the examples' ``eval.jsonl``: the held-out rows, as the accuracy gate reads them.
+"""Write the examples' ``eval.jsonl``: the held-out rows, as the accuracy gate reads them.
 
 Usage: ``python build_scripts/examples/labeled.py`` rewrites ``pipelines/*/eval.jsonl``.
 """
@@ -13,13 +13,13 @@ from examples.train import EXAMPLES, PIPELINES, read_records
 
 
 def render(name: str) -> str:
-    """The lines of an example's ``eval.jsonl``: its ``data/test.jsonl``, no row left out."""
+    """Return ``eval.jsonl`` of an example: all rows of its ``data/test.jsonl``."""
     records = read_records(PIPELINES / name / "data" / "test.jsonl")
-    rows = [{"text": record["text"], **_truth(record)} for record in records]
+    rows = [{"text": record["text"], **_labels(record)} for record in records]
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def _truth(record: Record) -> dict[str, Any]:
+def _labels(record: Record) -> dict[str, Any]:
     if "label" in record:
         return {"label": record["label"]}
     return {

@@ -11,13 +11,13 @@ from examples.fitting import Row, Schedule
 TYPES = ("NAME", "EMAIL", "PHONE", "ADDRESS", "ID")
 LABELS = ("O", *(f"{mark}-{kind}" for kind in TYPES for mark in "BI"))
 AGGREGATION = "max"
-"""As in the pipeline's own ``pipeline.yaml``."""
+"""Aggregation strategy, the same as in ``pipeline.yaml``."""
 
 Span = tuple[int, int, str]
 
 
 def encode(tokenizer: Any, records: Sequence[Record]) -> list[Row]:
-    """One tag a token: B for the first token of a span, I for its others."""
+    """Tag each token: B for the first token of a span, I for the others."""
     rows = []
     for record in records:
         encoding = tokenizer(record["text"], return_offsets_mapping=True)
@@ -32,7 +32,7 @@ def encode(tokenizer: Any, records: Sequence[Record]) -> list[Row]:
 
 
 def _tag(begin: int, end: int, spans: Iterable[Sequence[Any]]) -> Span | None:
-    """The span that a token lies in."""
+    """Return the span that contains a token."""
     for start, stop, kind in spans:
         if begin < stop and end > start:
             return start, stop, kind
@@ -40,7 +40,7 @@ def _tag(begin: int, end: int, spans: Iterable[Sequence[Any]]) -> Span | None:
 
 
 def measure(folder: str, records: Sequence[Record]) -> dict[str, Any]:
-    """Exact-match figures of whole spans, through transformers' own pipeline."""
+    """Return exact-match metrics of whole spans, measured with transformers' own pipeline."""
     from transformers import pipeline
 
     tag = pipeline(

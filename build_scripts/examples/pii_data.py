@@ -1,4 +1,4 @@
-"""Writes the PII example's data: sentence frames filled, by a seeded draw, from lists of values.
+"""Write the PII example's data: sentence frames, filled at random from lists of values.
 
 Usage: ``python build_scripts/examples/pii_data.py`` rewrites ``pipelines/pii/data/*.jsonl``.
 """
@@ -19,21 +19,21 @@ LANGUAGES = ("en", "de")
 NUMBERS = {"en": ("date", "amount"), "de": ("datum", "betrag")}
 _SLOT = re.compile(r"\{([A-Za-z.]+)(?:=([^}]*))?\}")
 _COPIES = {"train": (4, 3), "dev": (3, 2), "test": (2, 1)}
-"""How often a frame, and a frame without PII, is filled."""
+"""Number of times that a frame, and a frame without PII, is filled."""
 _JOINED = {"train": 0.2, "dev": 0.15, "test": 0.1}
-"""Share of rows that get a second sentence."""
+"""Ratio of rows with a second sentence."""
 _ROUGH = 0.25
-"""Share of the training rows with a slip of the pen."""
+"""Ratio of training rows with a typing error."""
 _FOREIGN_NAMES = 0.15
 _COMPOSED = 0.5
-"""Share of values put together from a start and an end, where a split has such sections."""
+"""Ratio of values composed of a start and an end, for splits with such sections."""
 _SPELLED_OUT = {"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss", "Ä": "Ae", "Ö": "Oe", "Ü": "Ue"}
 _LETTERS = str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss", "\u0131": "i", "ł": "l"})
 
 
 @dataclass(frozen=True)
 class Marked:
-    """A text and its PII: (first character, one past the last, type)."""
+    """A text and its PII spans: (first character, end, type)."""
 
     text: str
     spans: list[tuple[int, int, str]]
@@ -41,7 +41,7 @@ class Marked:
 
 
 def read_frames(path: Path) -> dict[str, list[str]]:
-    """The sections of a frames file; a list of values may stand on one line, comma separated."""
+    """Read the sections of a frames file; values are separated by lines or commas."""
     sections: dict[str, list[str]] = {}
     lines: list[str] = []
     by_line = False
@@ -56,7 +56,7 @@ def read_frames(path: Path) -> dict[str, list[str]]:
 
 
 def generate(split: str, sections: Mapping[str, Sequence[str]]) -> list[Marked]:
-    """Every row of a split, in a seeded order; the written sentences occur once each."""
+    """Generate every row of a split in a seeded order; each written sentence occurs once."""
     draw = random.Random(f"pii {split}")
     frame_copies, negative_copies = _COPIES[split]
     rows = []
@@ -84,7 +84,7 @@ def _join(first: Marked, second: Marked) -> Marked:
 
 
 def _roughen(row: Marked, draw: random.Random) -> Marked:
-    """The row with spelled-out umlauts, a space or sign left out, or a letter missing."""
+    """Return the row with replaced umlauts, or without a space, a sign or a letter."""
     pieces = list(row.text)
     outside = [
         index
@@ -110,7 +110,7 @@ def _roughen(row: Marked, draw: random.Random) -> Marked:
 
 
 class _Filler:
-    """Fills the slots of one language's frames."""
+    """Filler of the slots in the frames of one language."""
 
     def __init__(
         self, sections: Mapping[str, Sequence[str]], language: str, draw: random.Random
@@ -127,7 +127,7 @@ class _Filler:
         }
 
     def fill(self, frame: str) -> Marked:
-        """The frame's text with its spans."""
+        """Return the text of the frame with its spans."""
         text, spans, end = "", [], 0
         for slot in _SLOT.finditer(frame):
             text += frame[end : slot.start()]
@@ -209,13 +209,13 @@ class _Filler:
 
 
 def _ascii(name: str) -> str:
-    """A name as it stands in an e-mail address."""
+    """Return a name in the form of an e-mail address."""
     plain = unicodedata.normalize("NFKD", name.lower().translate(_LETTERS))
     return re.sub(r"[^a-z]", "", plain)
 
 
 def render(split: str) -> str:
-    """The lines of a split's jsonl file."""
+    """Return the content of a split's jsonl file."""
     rows = generate(split, read_frames(DATA / f"{split}.frames.txt"))
     return "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows)
 

@@ -12,7 +12,7 @@ LABELS = ("account", "billing", "cancellation", "delivery", "feedback", "returns
 
 
 def encode(tokenizer: Any, records: Sequence[Record]) -> list[Row]:
-    """One label a row."""
+    """Tokenize the texts; each row has one label."""
     ids = tokenizer([record["text"] for record in records])["input_ids"]
     return [
         {"input_ids": row, "labels": [LABELS.index(record["label"])]}
@@ -21,7 +21,7 @@ def encode(tokenizer: Any, records: Sequence[Record]) -> list[Row]:
 
 
 def measure(folder: str, records: Sequence[Record]) -> dict[str, Any]:
-    """Accuracy, macro F1 and the figures of every class, through transformers' own pipeline."""
+    """Return accuracy, macro F1 and metrics of every class, by transformers' own pipeline."""
     from transformers import pipeline
 
     classify = pipeline("text-classification", model=folder, device="cpu")

@@ -1,4 +1,4 @@
-"""Trains an example pipeline's model and measures it on the held-out data.
+"""Train an example pipeline's model and measure it on the held-out data.
 
 Usage: ``python build_scripts/examples/train.py ticket_routing`` (or ``pii``).
 """
@@ -19,7 +19,8 @@ from examples.fitting import base_model, fit, pin_randomness
 from examples.pii import PII
 from examples.ticket_routing import TICKET_ROUTING
 
-# Read when torch is loaded. Threads that spin while they wait slow a busy machine down many times.
+# torch reads the variable when it is loaded. Threads that spin while they wait slow down a busy
+# machine many times.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
@@ -27,22 +28,21 @@ EXAMPLES = {"ticket_routing": TICKET_ROUTING, "pii": PII}
 
 
 def read_records(path: Path) -> list[Record]:
-    """The lines of a jsonl file."""
+    """Return the lines of a jsonl file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def train(name: str, output: Path, steps: int | None = None) -> dict[str, Any]:
-    """Train the example `name` and put its model and ``quality.json`` into `output`.
+    """Train an example and write its model and ``quality.json`` to `output`.
 
-    An earlier model there stays in place until the new one is complete.
+    An existing model is replaced once the new one is complete.
 
     Args:
-        name: key of `EXAMPLES`.
-        output: the model's folder.
-        steps: optimizer steps at most; the whole schedule if None.
+        name: Key of `EXAMPLES`.
+        steps: Maximum number of optimizer steps; None for the whole schedule.
 
     Returns:
-        The held-out quality, as in ``quality.json``.
+        Quality on the held-out data, as in ``quality.json``.
     """
     from transformers.utils import logging
 
@@ -85,15 +85,15 @@ def _train_into(folder: Path, example: Example, records: list[Record], steps: in
 
 
 def main() -> None:
-    """Train what the command line names."""
+    """Train the example that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=sorted(EXAMPLES))
     parser.add_argument("--output", type=Path, help="model folder; pipelines/NAME/model by default")
-    parser.add_argument("--steps", type=int, help="stop after so many optimizer steps")
-    asked = parser.parse_args()
-    output = asked.output or PIPELINES / asked.name / "model"
+    parser.add_argument("--steps", type=int, help="maximum number of optimizer steps")
+    options = parser.parse_args()
+    output = options.output or PIPELINES / options.name / "model"
     begun = time.perf_counter()
-    quality = train(asked.name, output, asked.steps)
+    quality = train(options.name, output, options.steps)
     weights = hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest()
     print(json.dumps(quality, indent=2))
     print(f"{output}: trained and measured in {time.perf_counter() - begun:.0f} s")

@@ -1,1 +1,1 @@
-"""What only a GPU can tell: engines built, checked, timed against others, served; see README.md."""
+"""GPU test: engines built, checked, timed with other systems, and served; see README.md."""

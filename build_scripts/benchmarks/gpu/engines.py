@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.feeds import feeds_of
-from benchmarks.gpu.subjects import Subject, write_pipeline
+from benchmarks.gpu.feeds import make_feeds
+from benchmarks.gpu.pipelines import GpuPipeline, write_pipeline
 from triptych.base.errors import Progress
 from triptych.base.onnx_graph import MODEL_FILE
 from triptych.base.tensors import TokenRow
@@ -31,23 +31,21 @@ from triptych.spec.spec import load_spec
 from triptych.spec.tasks.accuracy import metrics_of
 
 ACCEPTED = "measured only, never served"
-"""Why a graph that fails its gate is built all the same: the table says that it failed."""
+"""Reason to build a graph that fails its gate; the table shows the failure."""
 
 
 @dataclass
-class Built:
-    """A pipeline of the test and what became of it.
+class BuiltPipeline:
+    """A pipeline of the test with its results.
 
     Attributes:
-        subject: what it is.
-        inputs: its plan and rows, in the layout that it was built in.
-        repository: it is in.
-        graph_failures: of the gate of the ONNX graph on the CPU.
-        engine: the lock's record of the engine; None until it is built.
-        parity: the gate's result of the engine; None until it was checked.
+        inputs: Plan and rows, in the layout that was built.
+        graph_failures: Failures of the ONNX graph in the gate on the CPU.
+        engine: Record of the engine in the manifest; None until it is built.
+        parity: Result of the engine in the gate; None until it is checked.
     """
 
-    subject: Subject
+    pipeline: GpuPipeline
     inputs: PipelineInputs
     repository: Path
     graph_failures: tuple[str, ...]
@@ -56,51 +54,51 @@ class Built:
 
     @property
     def plan(self) -> Plan:
-        """Of the pipeline."""
+        """Plan of the pipeline."""
         return self.inputs.plan
 
     @property
     def graph(self) -> Path:
-        """Its ``model.onnx``."""
+        """File ``model.onnx``."""
         return self.repository / self.plan.step("core") / "1" / MODEL_FILE
 
     @property
     def expected(self) -> Path:
-        """What PyTorch in fp32 makes of the rows: a Python without PyTorch needs only this."""
-        return self.repository.parent / "expected" / f"{self.subject.name}.npz"
+        """File with the vectors of PyTorch fp32, for a Python without PyTorch."""
+        return self.repository.parent / "expected" / f"{self.pipeline.name}.npz"
 
     @property
     def rows(self) -> list[TokenRow]:
-        """Rows of the traffic."""
+        """Rows of the traffic without synthetic ones."""
         real = [request for request in self.inputs.requests if not request.edge]
         return [row for row in rows_of(real) if isinstance(row, TokenRow)]
 
 
-def build_graph(subject: Subject, home: Path, progress: Progress, *, reuse: bool) -> Built:
-    """The pipeline in the repository below `home`; with its engine where one can be built.
+def build_graph(
+    pipeline: GpuPipeline, home: Path, progress: Progress, *, reuse: bool
+) -> BuiltPipeline:
+    """Build the pipeline into the repository below `home`.
 
     Args:
-        subject: what to build.
-        home: folder of models, pipelines and repository.
-        progress: told each stage.
-        reuse: take what another machine has built, and only read it.
+        home: Folder of models, pipelines and repository.
+        reuse: Whether to read the graph that another machine has built.
 
     Raises:
-        UserError: it cannot be built.
-        LookupError: nothing, or something of another model, is there to be reused.
+        UserError: The pipeline cannot be built.
+        LookupError: The repository has no such pipeline, or one of another model.
     """
     repository = home / "repository"
-    folder = write_pipeline(subject, home)
+    folder = write_pipeline(pipeline, home)
     inputs = read_inputs(load_spec(folder), progress)
     if not reuse:
-        with suppress(EngineFailure):  # the graph is there then, and `build_engine` tells
+        with suppress(EngineFailure):  # the graph exists then, and `build_engine` reports it
             build(inputs, repository, progress, accept=ACCEPTED)
-    lock = find_manifest(repository, subject.name)
-    if lock is None:
-        raise LookupError(f"{repository} has no {subject.name}")
-    if lock.model_sha256 != inputs.plan.facts.sha256:
-        raise LookupError(f"{subject.name} in {repository} was built of other weights")
-    built = Built(subject, inputs.as_built(repository), repository, lock.gate.failures)
+    manifest = find_manifest(repository, pipeline.name)
+    if manifest is None:
+        raise LookupError(f"{repository} has no {pipeline.name}")
+    if manifest.model_sha256 != inputs.plan.facts.sha256:
+        raise LookupError(f"{pipeline.name} in {repository} was built of other weights")
+    built = BuiltPipeline(pipeline, inputs.as_built(repository), repository, manifest.gate.failures)
     if not reuse:
         built.expected.parent.mkdir(exist_ok=True)
         requests = built.inputs.requests
@@ -108,29 +106,27 @@ def build_graph(subject: Subject, home: Path, progress: Progress, *, reuse: bool
     return built
 
 
-def build_engine(built: Built, progress: Progress) -> None:
-    """Build the engine as `triptych engine` does, unless it is there; note what it came to.
+def build_engine(built: BuiltPipeline, progress: Progress) -> None:
+    """Build the engine like `triptych engine`, unless it exists, and store its record.
 
     Raises:
-        UserError: TensorRT refuses it.
-        EngineFailure: it computes something else than its graph.
+        UserError: TensorRT refuses the graph.
+        EngineFailure: The engine does not compute the same as its graph.
     """
-    built.engine = plain_record(engine_stage(built.repository, built.subject.name, progress).record)
+    built.engine = plain_record(
+        engine_stage(built.repository, built.pipeline.name, progress).record
+    )
 
 
-def open_runner(built: Built, *, graphs: bool) -> EngineRunner:
-    """The engine ready to run.
-
-    Args:
-        built: with an engine.
-        graphs: with its CUDA graphs.
+def open_runner(built: BuiltPipeline, *, graphs: bool) -> EngineRunner:
+    """Return the engine, ready to run, with or without its CUDA graphs.
 
     Raises:
-        EngineError: the GPU refuses it.
+        EngineError: The GPU refuses the engine.
     """
-    plan = read_manifest(built.repository, built.subject.name).plan.engine
+    plan = read_manifest(built.repository, built.pipeline.name).plan.engine
     if plan is None:
-        raise ValueError(f"{built.subject.name} has a core without an engine")
+        raise ValueError(f"{built.pipeline.name} has a core without an engine")
     file = built.repository / built.plan.step("core") / "1" / PLAN_FILE
     return EngineRunner(
         file.read_bytes(),
@@ -140,14 +136,14 @@ def open_runner(built: Built, *, graphs: bool) -> EngineRunner:
     )
 
 
-def check_parity(built: Built) -> None:
-    """Hold the engine to the gate's limits against PyTorch fp32, through the GPU.
+def check_parity(built: BuiltPipeline) -> None:
+    """Compare the engine with PyTorch fp32 by the limits of the gate.
 
     Raises:
-        EngineError: the GPU refuses the engine.
+        EngineError: The GPU refuses the engine.
     """
     inputs, plan = built.inputs, built.plan
-    precision = built.subject.precision
+    precision = built.pipeline.precision
     with open_runner(built, graphs=True) as runner:
         result = check(
             run_batch(runner, plan),
@@ -164,16 +160,16 @@ def check_parity(built: Built) -> None:
 
 
 def run_batch(runner: EngineRunner, plan: Plan) -> RunBatch:
-    """A function from a batch of rows to what the engine makes of each, in their order."""
+    """Return a function from a batch of rows to the outputs of each row, in the same order."""
     names = [tensor.name for tensor in plan.core.outputs]
 
     def run(samples: Sequence[Sample]) -> list[RowOutputs]:
         rows = [sample for sample in samples if isinstance(sample, TokenRow)]
-        found: dict[int, RowOutputs] = {}
-        for places, feed in feeds_of(rows, plan):
+        outputs_by_row: dict[int, RowOutputs] = {}
+        for indices, feed in make_feeds(rows, plan):
             outputs = runner.run(feed)
-            for index, place in enumerate(places):
-                found[place] = {name: outputs[name][index] for name in names}
-        return [found[place] for place in range(len(rows))]
+            for position, index in enumerate(indices):
+                outputs_by_row[index] = {name: outputs[name][position] for name in names}
+        return [outputs_by_row[index] for index in range(len(rows))]
 
     return run

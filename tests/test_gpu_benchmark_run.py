@@ -18,12 +18,12 @@ import pytest
 
 import engine_cases
 import served_engines
-from benchmarks.gpu import contenders, engine_speed, engines, report, run, served
+from benchmarks.gpu import engine_speed, engines, report, run, served, systems
 from benchmarks.gpu.ledger import Ledger
 from benchmarks.gpu.machine import PARTS, Machine, Seams, read_machine
-from benchmarks.gpu.report import ALL_MET, BAD, INCOMPLETE, Findings
-from benchmarks.gpu.run import Options
-from benchmarks.gpu.subjects import LAYOUTS, Model
+from benchmarks.gpu.pipelines import LAYOUTS, GpuModel
+from benchmarks.gpu.report import ALL_MET, BAD, INCOMPLETE, GpuResults
+from benchmarks.gpu.run import GpuOptions
 from conftest import ROOT
 from triptych.container.machine import find_gpus
 from triptych.core.engine.runner import EngineError
@@ -31,12 +31,12 @@ from triptych.core.gate.runs import open_core
 from triptych.repository.config import CONFIG_FILE, print_config, read_config
 from triptych.serving.server import Server
 
-pytestmark = pytest.mark.long  # all of it on fakes: loads, servers, every contender
+pytestmark = pytest.mark.long  # all of it on fakes: loads, servers, every system
 FAKES = ("tensorrt", "cuda")
 NO_COMPILER = "it compiles for minutes"
 
 
-def peers_gpu(*words: str) -> subprocess.CompletedProcess[str]:
+def run_gpu_test(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "build_scripts/benchmarks/gpu"), *words]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
@@ -45,7 +45,7 @@ def peers_gpu(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU here")
 def test_without_a_gpu_the_check_says_so_for_each_part_and_exits_with_3() -> None:
-    done = peers_gpu("--check")
+    done = run_gpu_test("--check")
     assert done.returncode == INCOMPLETE, done.stderr
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line)
     assert lines["GPU"] == "none"
@@ -58,7 +58,7 @@ def test_without_a_gpu_the_check_says_so_for_each_part_and_exits_with_3() -> Non
     "words", [["--rounds", "0"], ["--minutes", "0"], ["--output", "x.txt"], ["--models", "gpt"]]
 )
 def test_a_mistake_in_what_is_asked_exits_with_2(words: list[str]) -> None:
-    done = peers_gpu(*words)
+    done = run_gpu_test(*words)
     assert done.returncode == 2
     assert "error:" in done.stderr
 
@@ -93,9 +93,9 @@ class Done(NamedTuple):
     """A run in whole, and what it wrote."""
 
     trt: Any
-    options: Options
+    options: GpuOptions
     machine: Machine
-    found: Findings
+    found: GpuResults
     ledger: Ledger
     code: int
     page: str
@@ -106,8 +106,8 @@ class Done(NamedTuple):
 def done(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Done]:
     """All of it for a tiny model: PyTorch and ONNX Runtime on the CPU, the engines on the fakes."""
     base = tmp_path_factory.mktemp("gpu")
-    tiny = Model("tiny", "tiny, RANDOM weights", True, lambda folder: str(tiny_model), 60)
-    options = Options(
+    tiny = GpuModel("tiny", "tiny, RANDOM weights", True, lambda folder: str(tiny_model), 60)
+    options = GpuOptions(
         models=[tiny],
         precisions=("fp16",),
         rounds=2,
@@ -139,7 +139,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
         )
 
 
-def write_to(output: Path, ledger: Ledger, so_far: Findings) -> None:
+def write_to(output: Path, ledger: Ledger, so_far: GpuResults) -> None:
     report.write(so_far, ledger, output)
 
 
@@ -155,8 +155,8 @@ def test_engines_of_both_layouts_are_built_and_held_to_pytorch(done: Done) -> No
 
 
 @pytest.mark.server
-def test_every_contender_is_timed_under_every_load_in_every_round(done: Done) -> None:
-    names = list(dict.fromkeys(one.contender for one in done.found.speeds))
+def test_every_system_is_timed_under_every_load_in_every_round(done: Done) -> None:
+    names = list(dict.fromkeys(one.system for one in done.found.speeds))
     assert names == [
         "engine fp16 packed",
         "engine fp16 bucketed, CUDA graphs",
@@ -166,7 +166,7 @@ def test_every_contender_is_timed_under_every_load_in_every_round(done: Done) ->
         "onnxruntime-gpu fp16",
     ]
     for name in names:
-        own = [one for one in done.found.speeds if one.contender == name]
+        own = [one for one in done.found.speeds if one.system == name]
         assert {(one.batch_size, one.lengths) for one in own} == {
             (size, lengths) for size in (1, 8) for lengths in ("mixed", "equal")
         }
@@ -231,20 +231,20 @@ def test_building_alone_needs_no_gpu_and_judges_nothing(done: Done) -> None:
 
 @pytest.mark.server
 @pytest.mark.parametrize("kind", ["torch fp32", "torch fp16", "onnxruntime"])
-def test_contenders_compute_what_the_engine_does(kind: str, done: Done) -> None:
+def test_systems_compute_what_the_engine_does(kind: str, done: Done) -> None:
     built = next(one for one in done.found.built if not one.plan.packed)
     rows, (output,) = built.rows[:9], built.plan.core.outputs
     wanted = np.stack([row[output.name] for row in open_core(built.graph, built.plan)(rows)])
     if kind == "onnxruntime":
         provider = "CPUExecutionProvider"
-        contender = contenders.onnxruntime(kind, built.graph, built.plan, provider=provider)
-        (got,) = cast("list[Any]", contender.prepare(rows)())
+        system = systems.open_onnxruntime(kind, built.graph, built.plan, provider=provider)
+        (got,) = cast("list[Any]", system.prepare(rows)())
     else:
-        precision: contenders.TorchType = "fp32" if kind.endswith("fp32") else "fp16"
-        contender = contenders.torch_model(
+        precision: systems.TorchType = "fp32" if kind.endswith("fp32") else "fp16"
+        system = systems.open_torch(
             kind, built.inputs, device="cpu", precision=precision, compiled=False
         )
-        got = contender.prepare(rows)()
+        got = system.prepare(rows)()
     np.testing.assert_allclose(got, wanted, atol=2e-3)
 
 
@@ -265,7 +265,7 @@ def test_an_engine_that_fails_is_told_and_the_others_are_still_timed(
     found = run.run(options, machine, seams, ledger, lambda so_far: None)
     assert [one.reason for one in ledger.failed]
     assert all("no memory left" in one.reason for one in ledger.failed)
-    assert "torch eager fp32" in [one.contender for one in found.speeds]
+    assert "torch eager fp32" in [one.system for one in found.speeds]
     assert report.exit_code(found, ledger) == BAD
 
 
@@ -284,8 +284,8 @@ def test_an_engine_that_computes_something_else_is_told_and_its_graph_still_meas
     seams = Seams(device="cpu", provider="CPUExecutionProvider", fakes=FAKES)
     found = run.run(options, machine, seams, ledger, lambda so_far: None)
     assert [one.what for one in ledger.failed] == ["engine of tiny_fp16_bucketed"]
-    assert "does not compute what its graph does" in ledger.failed[0].reason
-    assert {one.contender for one in found.speeds} == {"onnxruntime-gpu fp16"}
+    assert "differ from its graph" in ledger.failed[0].reason
+    assert {one.system for one in found.speeds} == {"onnxruntime-gpu fp16"}
     assert report.exit_code(found, ledger) == BAD
 
 
@@ -301,7 +301,7 @@ def test_only_random_weights_whose_graph_is_off_too_are_not_held_to_the_gate(
     done: Done,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def check_parity(built: engines.Built) -> None:
+    def check_parity(built: engines.BuiltPipeline) -> None:
         built.graph_failures = graph_failures
         built.parity = {"failures": ["mean_cosine is 0.1"], "verdicts": []}
 
@@ -327,9 +327,9 @@ def test_a_machine_without_anything_names_every_part_and_all_targets_as_not_run(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     machine = Machine({"GPU": "none"}, dict.fromkeys(PARTS, "not here"))
-    tiny = Model("tiny", "tiny", True, lambda folder: str(tiny_model), 60)
+    tiny = GpuModel("tiny", "tiny", True, lambda folder: str(tiny_model), 60)
     ledger = Ledger(lambda line: None)
-    options = Options(models=[tiny], home=tmp_path)
+    options = GpuOptions(models=[tiny], home=tmp_path)
     found = run.run(options, machine, Seams(), ledger, lambda so_far: None)
     assert [one.what.split(" (")[0] for one in ledger.not_run] == [*PARTS, "tiny"]
     assert [target.status for target in found.targets] == ["not run"] * 3
@@ -340,9 +340,9 @@ def test_graphs_of_another_machine_are_taken_only_if_they_are_there(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     lacks = {part: "not here" for part in PARTS if part != "graphs"}
-    tiny = Model("tiny", "tiny", True, lambda folder: str(tiny_model), 60)
+    tiny = GpuModel("tiny", "tiny", True, lambda folder: str(tiny_model), 60)
     ledger = Ledger(lambda line: None)
-    options = Options(models=[tiny], precisions=("fp16",), home=tmp_path, reuse=True)
+    options = GpuOptions(models=[tiny], precisions=("fp16",), home=tmp_path, reuse=True)
     found = run.run(options, Machine({}, lacks), Seams(), ledger, lambda so_far: None)
     assert found.built == []
     assert f"{tmp_path / 'repository'} has no tiny_fp16_packed" in [
