@@ -209,5 +209,5 @@ def test_a_model_of_sound_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"texts or images.*WhisperModel, which takes input_feat"):
         load_model(tmp_path, "AutoModel")
     transformers.WhisperFeatureExtractor(feature_size=16).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"texts or images.*preprocessor of sound"):
+    with pytest.raises(UserError, match=r"text or image model.*audio model"):
         read_facts(tmp_path)

@@ -16,8 +16,7 @@ from triptych.repository.config import core_config, parse_config, print_config
 from triptych.repository.render import render
 from triptych.spec.plan import Plan, make_plan
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks.text_embedding import TEXT_EMBEDDING
-from triptych.spec.tasks.token_classification import TOKEN_CLASSIFICATION
+from triptych.spec.tasks.catalog import TEXT_EMBEDDING, TOKEN_CLASSIFICATION
 from triptych.spec.traffic import Lengths
 
 CONFIGS = ROOT / "tests/data/configs"

@@ -263,10 +263,10 @@ def choices(annotation: Any) -> set[Any]:
 def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
     from triptych.base.errors import UserError
     from triptych.building.auto import RUNS
-    from triptych.spec.fields import Core, check_runs
+    from triptych.spec.fields import CoreSettings, check_runs
 
     rows = {row["precision"]: row for row in table("Precision")}
-    assert set(rows) == choices(Core.model_fields["precision"].annotation)
+    assert set(rows) == choices(CoreSettings.model_fields["precision"].annotation)
 
     def runs(precision: str, backend: str, device: str) -> bool:
         if precision == "auto":

@@ -12,7 +12,7 @@ from triptych.spec.engine_plan import RowCost, row_cost
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.plan import make_plan
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks.text_embedding import TEXT_EMBEDDING
+from triptych.spec.tasks.catalog import TEXT_EMBEDDING
 from triptych.spec.traffic import Lengths
 
 FACTS = ModelFacts(

@@ -20,9 +20,9 @@ from triptych.core.gate.reference import reference_outputs
 from triptych.core.gate.runs import RunBatch, open_onnx
 from triptych.spec.model_source import read_facts
 from triptych.spec.tasks.accuracy import CORE_METRICS, default_limits
+from triptych.spec.tasks.catalog import TEXT_EMBEDDING
 from triptych.spec.tasks.metrics_vectors import COSINES
 from triptych.spec.tasks.task import Core
-from triptych.spec.tasks.text_embedding import TEXT_EMBEDDING
 
 INPUTS = {
     "bucketed": (INPUT_IDS, ROW_LENGTH),

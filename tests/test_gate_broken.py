@@ -29,7 +29,7 @@ from triptych.runtime.row_types import pack_metadata, unpack_metadata
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import METRICS, metrics_of, thresholds
 from triptych.spec.tasks.compare import read_entities
-from triptych.spec.tasks.metrics_labels import LabeledRow
+from triptych.spec.tasks.labeled import LabeledRow
 
 GRAVE = "caught at the limits of int8, too"
 KINDS = (
@@ -195,4 +195,4 @@ def test_labeled_rows_show_offsets_that_both_sides_have_wrong(
     wrong = tuple(shifted(request) for request in requests)
     result = bench.check(bench.open(), labeled=Labeled(labels, wrong, expected, 0.0))
     fallen.append(f"{'tags: both sides off':24} {result.failures}")
-    assert "do the labels match" in result.failures[0]
+    assert "Check that the labels match" in result.failures[0]

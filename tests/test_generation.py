@@ -66,7 +66,7 @@ def test_what_was_built_is_in_order(repository: Path) -> None:
     assert run_checks(repository) == []
     assert check_repository(repository, None) == []
     lock = json.loads((repository / "quick/triptych.lock.json").read_bytes())
-    with pytest.raises(UserError, match="must be one that this verb knows"):
+    with pytest.raises(UserError, match="is not supported by this command"):
         read_manifest(repository, "quick")
     assert lock["spec"]["core"]["backend"] == "scripted"
     assert lock["gate"] is None

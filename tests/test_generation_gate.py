@@ -20,9 +20,8 @@ from triptych.repository.records import GateResult
 from triptych.runtime import engine_vllm
 from triptych.runtime.engine_scripted import Engine
 from triptych.spec.tasks.compare import Outputs
+from triptych.spec.tasks.labeled import LabeledRow, compare_labeled
 from triptych.spec.tasks.metrics_generated import GENERATED, exact_match, rouge_l
-from triptych.spec.tasks.metrics_labeled import compare_labeled
-from triptych.spec.tasks.metrics_labels import LabeledRow
 
 
 def test_the_reference_states_the_limits() -> None:

@@ -30,13 +30,13 @@ def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
         ("parameters.stops=a", "parameters.stops is not known"),
         ("adapters={a/b: x}", "should match pattern"),
         ("adapters={a: {source: x, rank: 8}}", "Given: rank. Remove it"),
-        ("parameters.adapter=a", "must be one of the adapters: there are none. Given: a"),
+        ("parameters.adapter=a", "is not an adapter of the pipeline. Given: a"),
         ("serving.triton='24.01'", "serving.triton must be 24.10 or later"),
     ):
         with pytest.raises(UserError) as caught:
             load_generation_spec(folder, [override])
         assert said in caught.value.message, override
-    with pytest.raises(UserError, match=r"`adapters` need core\.backend vllm"):
+    with pytest.raises(UserError, match=r"`adapters` are only supported for core\.backend vllm"):
         load_generation_spec(folder, ["core.backend=tensorrt_llm", "adapters={a: x}"])
     with pytest.raises(UserError) as caught:
         load_spec(folder)

@@ -15,9 +15,7 @@ from triptych.spec.memory import batch_mib
 from triptych.spec.model_facts import ImageFacts, ModelFacts
 from triptych.spec.plan import Plan, make_plan
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks.image_classification import IMAGE_CLASSIFICATION
-from triptych.spec.tasks.reranking import RERANKING
-from triptych.spec.tasks.text_embedding import TEXT_EMBEDDING
+from triptych.spec.tasks.catalog import IMAGE_CLASSIFICATION, RERANKING, TEXT_EMBEDDING
 from triptych.spec.traffic import Lengths
 
 LENGTHS = Lengths.of([5, 9, 12, 17, 30, 31, 60, 200], max_length=256)
@@ -150,11 +148,11 @@ def test_tensorrt_means_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["core.backend=tensorrt", "core.device=cpu"], "runs on a gpu only"),
-        (["core.engine.refit=true"], "core.engine is for the tensorrt backend"),
+        (["core.backend=tensorrt", "core.device=cpu"], "core.device must be gpu"),
+        (["core.engine.refit=true"], "core.engine is only supported for the tensorrt"),
         (["core.accelerator=tensorrt"], "onnxruntime backend on a gpu"),
         (["core.backend=tensorrt", "core.accelerator=tensorrt"], "onnxruntime backend on a gpu"),
-        (["core.device=gpu", "core.threads=2"], "for a core on the cpu"),
+        (["core.device=gpu", "core.threads=2"], "only supported for device cpu"),
         (["core.backend=tensorrt", "core.engine.optimization_level=6"], "optimization_level"),
     ],
 )

@@ -28,9 +28,15 @@ from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.compare import rank_correlation
 from triptych.spec.tasks.custom import custom_task
 from triptych.spec.tasks.eval_file import first_rows, read_labels
-from triptych.spec.tasks.metrics_bootstrap import LOSSES_TO_SHOW, difference_interval, ratio
-from triptych.spec.tasks.metrics_labeled import LABEL_ACCURACY, LabeledResult, compare_labeled
-from triptych.spec.tasks.metrics_labels import LabeledRow
+from triptych.spec.tasks.labeled import (
+    LABEL_ACCURACY,
+    LOSSES_TO_SHOW,
+    LabeledResult,
+    LabeledRow,
+    compare_labeled,
+    difference_interval,
+    ratio,
+)
 
 FIELDS = {
     "question-answering": ("text", "text_pair"),
@@ -114,12 +120,12 @@ def test_a_question_may_have_no_answer(tmp_path: Path) -> None:
         (
             "token-classification",
             {"entities": [{"entity": "A", "start": 0, "end": 8}]},
-            "must have places within the text's 7 characters",
+            "must have positions within the text's 7 characters",
         ),
         (
             "token-classification",
             {"entities": [{"entity": "A", "start": 4, "end": 4}]},
-            "must have places within the text's 7 characters",
+            "must have positions within the text's 7 characters",
         ),
         ("question-answering", {"answers": "Rome"}, "must have a list of right answers"),
         ("question-answering", {"text_pair": 3}, "must have a string as `text_pair`"),
@@ -154,11 +160,11 @@ def test_what_is_no_object_is_named(line: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "rows", "words"),
     [
-        ("text-classification", [], "must have rows"),
+        ("text-classification", [], "has no rows"),
         ("reranking", [LINES["reranking"][0]] * 2, "must have a query"),
         ("text-embedding", [LINES["text-embedding"][0]] * 2, "pairs with different scores"),
         ("token-classification", [{"text": "a", "entities": []}], "a row with an entity"),
-        ("custom", [{"text": "a"}], "must not be there for task custom"),
+        ("custom", [{"text": "a"}], "is not supported for task custom"),
     ],
 )
 def test_rows_that_cannot_judge_are_refused(
@@ -170,7 +176,7 @@ def test_rows_that_cannot_judge_are_refused(
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.jsonl` must exist"):
+    with pytest.raises(UserError, match=r"nowhere\.jsonl` does not exist"):
         read(tmp_path / "nowhere.jsonl", "reranking")
 
 
@@ -275,7 +281,7 @@ def test_outputs_have_to_be_one_a_request() -> None:
 def test_a_reference_that_is_never_right_proves_nothing() -> None:
     got = [labels(("LABEL_1", 0.9))] * 3
     result = judge_pair("text-classification", rows_of("good", "bad", "good"), got, got)
-    assert "do the labels match the model's?" in result.failure
+    assert "Check that the labels match the model's" in result.failure
 
 
 @pytest.mark.parametrize("rows", [[], rows_of(True, True)], ids=len)

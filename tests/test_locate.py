@@ -45,7 +45,7 @@ def test_a_hub_that_is_not_reached_is_told_in_words(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     commit = "0123456789abcdef0123456789abcdef01234567"
     for offline, words, other in (
-        (True, "HF_HUB_OFFLINE forbids to ask the Hub", "; or unset HF_HUB_OFFLINE"),
+        (True, "HF_HUB_OFFLINE forbids requests to the Hub", "; or unset HF_HUB_OFFLINE"),
         (False, "the Hub cannot be reached (", "local folder"),
     ):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)

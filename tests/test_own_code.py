@@ -47,7 +47,7 @@ def test_code_of_a_model_is_refused_and_never_runs(
         path = model / name
         before = path.read_bytes() if path.is_file() else None
         change(path, **entries)
-        with pytest.raises(UserError, match="code of its own") as caught:
+        with pytest.raises(UserError, match="without its own code") as caught:
             locate(source, tmp_path)
         assert name in caught.value.given
         # Nor does it run where nobody looked at the folder before.

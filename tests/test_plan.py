@@ -12,7 +12,7 @@ from conftest import write_pipeline
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.plan import Plan, bucket_of, choose_edges, make_plan
 from triptych.spec.spec import PipelineSpec, load_spec
-from triptych.spec.tasks.text_embedding import TEXT_EMBEDDING
+from triptych.spec.tasks.catalog import TEXT_EMBEDDING
 from triptych.spec.traffic import Lengths
 
 FACTS = ModelFacts(

@@ -147,11 +147,11 @@ def test_the_samples_are_images_that_a_server_takes() -> None:
 def test_what_exists_is_never_overwritten(tmp_path: Path) -> None:
     folder = write(tmp_path, "reranking")
     before = contents(tmp_path)
-    with pytest.raises(UserError, match="nothing is ever overwritten"):
+    with pytest.raises(UserError, match="are never overwritten"):
         write(tmp_path, "fill-mask", with_hooks=True)
     assert contents(tmp_path) == before
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="nothing is ever overwritten"):
+    with pytest.raises(UserError, match="are never overwritten"):
         write(tmp_path, "fill-mask", "link")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", folder.name]
 
@@ -222,11 +222,11 @@ def test_traffic_gets_the_mask_token_of_a_local_model(tmp_path: Path, token: obj
         (["new", "Mine", "reranking"], "lower-case letters"),
         (["new", "../mine", "reranking"], "--pipelines"),
         (["new", "..", "reranking"], "lower-case letters"),
-        (["new", "", "reranking"], "name of a folder"),
+        (["new", "", "reranking"], "name without a path"),
         (["new", "mine", "translation"], "reranking, text-classification"),
         (["new", "mine", ".."], "Choose one of: custom, fill-mask"),
-        (["new", "mine", "reranking", "--model", "./gone"], "no such folder here"),
-        (["new", "mine", "reranking", "--pipelines", "file"], "can be written"),
+        (["new", "mine", "reranking", "--model", "./gone"], "no such folder"),
+        (["new", "mine", "reranking", "--pipelines", "file"], "writable folder"),
         (["test", "mine"], "Pipelines here: none"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -135,8 +135,8 @@ def test_an_unknown_task_lists_those_known() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", ["must have rows"]),
-        (b"\n\n", ["must have rows"]),
+        (b"", ["has no rows"]),
+        (b"\n\n", ["has no rows"]),
         (b'{"text": "a"}\nnope\n', [":2", "JSON object"]),
         (b'{"text": 5}', [":1", "string"]),
         (b'{"txt": "a"}', [":1", '"text"']),

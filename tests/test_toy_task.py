@@ -19,12 +19,10 @@ from triptych.runtime.row_types import RowMaker, TextRowMaker
 from triptych.runtime.rows_image import ImageRowMaker as ImageRowMaker
 from triptych.runtime.rows_text import PlainTextRowMaker as PlainTextRowMaker
 from triptych.spec.tasks.accuracy import metrics_of, thresholds
+from triptych.spec.tasks.catalog import RERANKING
 from triptych.spec.tasks.compare import Comparison, numbers
 from triptych.spec.tasks.eval_file import first_rows, read_labels
-from triptych.spec.tasks.metrics_bootstrap import ratio
-from triptych.spec.tasks.metrics_labeled import LabeledMetric
-from triptych.spec.tasks.metrics_labels import Truth
-from triptych.spec.tasks.reranking import RERANKING
+from triptych.spec.tasks.labeled import LabeledMetric, Truth, ratio
 from triptych.spec.tasks.task import Task
 
 
@@ -62,7 +60,7 @@ def test_a_new_task_is_judged_by_what_its_value_says(tmp_path: Path) -> None:
     limits = thresholds(SIGNS, "fp16", {})
     assert limits.keys() == set(metrics_of(SIGNS))
     assert limits["exact_match"] == 0.98
-    with pytest.raises(UserError, match="must be a metric of signs"):
+    with pytest.raises(UserError, match="is not a metric of signs"):
         thresholds(SIGNS, "fp16", {"entity_f1": 1.0})
 
     case = make("scores")

@@ -57,7 +57,7 @@ def test_what_is_proposed_is_as_if_it_stood_in_the_file(folder: Path) -> None:
     proposed = Tuned({"core.layout": "bucketed"}, {"expected": "less work"})
     before = load_spec(folder, tuned=proposed.overrides)
     text = tuned_text(folder.name, proposed, spec_file="pipeline.yaml", measured=False)
-    assert "unmeasured" in text
+    assert "not measured" in text
     (folder / TUNED_FILE).write_text(text, encoding="utf-8")
     assert (read_tuned(folder), load_spec(folder)) == (proposed, before)
     assert load_spec(folder, tuned={}).core.layout == "packed"
@@ -92,18 +92,18 @@ def test_a_pipeline_that_generates_text_is_tuned_alike(tmp_path: Path) -> None:
     said = describe_tuned(folder, tuned, spec_file="pipeline.yaml")
     assert "has changed since: run `triptych tune talk` again" in said
     (folder / TUNED_FILE).write_text("set: {core.max_batch_size: 8}")
-    with pytest.raises(UserError, match=r"must be a field that tuning may set.*max_num_seqs"):
+    with pytest.raises(UserError, match=r"is not a field that tuning may set.*max_num_seqs"):
         load_generation_spec(folder)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("set: [", "must be YAML"),
+        ("set: [", "is not valid YAML"),
         ("[]", "must have a mapping `set`"),
         ("set: 3", "must have a mapping `set`"),
-        ("set: {task: reranking}", "must be a field that tuning may set"),
-        ("set: {core.max_batch_size: many}", "tuned.yaml: core.max_batch_size. must be valid"),
+        ("set: {task: reranking}", "is not a field that tuning may set"),
+        ("set: {core.max_batch_size: many}", "tuned.yaml: core.max_batch_size. is not valid"),
     ],
 )
 def test_a_file_of_another_form_is_refused(folder: Path, text: str, words: str) -> None:
@@ -113,7 +113,7 @@ def test_a_file_of_another_form_is_refused(folder: Path, text: str, words: str) 
 
 
 def test_the_spec_cannot_claim_to_be_tuned(folder: Path) -> None:
-    with pytest.raises(UserError, match="is given by the pipeline's folder"):
+    with pytest.raises(UserError, match="it is taken from the folder"):
         load_spec(folder, ["tuned={core.threads: 2}"])
 
 
@@ -129,7 +129,7 @@ def test_an_slo_is_read_from_the_command_line_else_from_the_spec() -> None:
 
 @pytest.mark.parametrize("text", ["p99", "50ms", "p98=5ms", "p99=5", "p99=0ms", "p99=-1ms"])
 def test_an_slo_of_another_form_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="must be a percentile"):
+    with pytest.raises(UserError, match="must have the form"):
         parse_slo([text], None, Slo())
 
 

@@ -31,7 +31,7 @@ from triptych.serving.bench import perf_analyzer
 from triptych.serving.doctor import processor
 from triptych.serving.endpoint import UNSAMPLED
 from triptych.serving.server import Server
-from triptych.spec.fields import Core, Precision, check_runs
+from triptych.spec.fields import CoreSettings, Precision, check_runs
 
 ROUNDS = 3
 WINDOW_S = 1.5
@@ -152,7 +152,7 @@ WriteRepository = Callable[[CheckedCore, Path], object]
 """Writes a repository with the pipeline around a core into a folder, engine included."""
 
 
-def check_possible(core: Core) -> None:
+def check_possible(core: CoreSettings) -> None:
     """The precision that the spec asks for can be built and, if open, measured here.
 
     Raises:
@@ -201,7 +201,7 @@ def choose(
     return replace(cores[best], gate=gate)
 
 
-def _candidates_of(core: Core) -> tuple[Precision, ...]:
+def _candidates_of(core: CoreSettings) -> tuple[Precision, ...]:
     known = RUNS.get((core.backend, core.device))
     missing = missing_for_engines() if core.backend == "tensorrt" else ""
     if known is None or missing:

@@ -21,7 +21,7 @@ from triptych.spec.spec import SPEC_FILE, PipelineSpec
 from triptych.spec.tasks import Task, find_task
 from triptych.spec.tasks.custom import custom_task
 from triptych.spec.tasks.eval_file import EVAL_FILE, first_rows, read_labels
-from triptych.spec.tasks.metrics_labels import LabeledRow
+from triptych.spec.tasks.labeled import LabeledRow
 from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
 

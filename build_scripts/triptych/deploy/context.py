@@ -17,7 +17,7 @@ from triptych.deploy.options import DeployOptions, check_options
 from triptych.deploy.rules import SloObjective, encoder_facts, encoder_objectives
 from triptych.deploy.scaling import Trigger, encoder_triggers
 from triptych.repository.manifest import BuildManifest, build_id, read_manifest
-from triptych.spec.fields import Sample
+from triptych.spec.fields import SamplingSettings
 
 VERSION_DIGITS = 12
 PRODUCT = "nvidia.com/gpu.product"
@@ -83,7 +83,7 @@ class DeploymentContext:
     limits_ms: Sequence[float] = ()
     environment: Mapping[str, ExplainedValue] = field(default_factory=dict)
     concurrency: ExplainedValue | None = None
-    sample: Sample | None = None
+    sample: SamplingSettings | None = None
     candidate: Candidate | None = None
     baseline: str | None = None
 

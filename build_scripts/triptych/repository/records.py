@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, TypeAdapter
 from triptych.spec.engine_plan import ShapeRange
 from triptych.spec.fields import Precision
 from triptych.spec.renamed import METRICS
-from triptych.spec.tasks.metrics_labeled import LabeledResult
+from triptych.spec.tasks.labeled import LabeledResult
 
 
 def json_text(value: Any) -> str:

@@ -2,9 +2,9 @@
 
 **Admission.** A request is rejected with UNAVAILABLE and a retry hint if
 
-- ``serving.queue.max_size`` requests are in flight,
-- the requests in flight take longer than ``serving.queue.max_wait_ms``, or longer than 70 % of the
-  time that the request's own deadline leaves, at the measured rate, or
+- ``serving.queue.max_in_flight`` requests are in flight,
+- the requests in flight take longer than ``serving.queue.max_backlog_ms``, or longer than 70 % of
+  the time that the request's own deadline leaves, at the measured rate, or
 - the server is stopping.
 
 At least `MIN_REQUESTS` requests are admitted whatever the rate. The queue limits of Triton's

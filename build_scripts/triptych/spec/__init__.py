@@ -1,1 +1,1 @@
-"""What a pipeline is: its spec, its model, its tasks and the plan that follows from them."""
+"""Definition of a pipeline: spec, model information, tasks, and the plan derived from them."""

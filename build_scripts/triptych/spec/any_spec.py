@@ -1,4 +1,4 @@
-"""Specs of every kind of pipeline: how each is loaded, and how its SLO is read from options."""
+"""Specs of every kind of pipeline: loaders and SLO options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AnySpec = PipelineSpec | GenerationSpec | Text2TextSpec
 
 @dataclass(frozen=True)
 class SpecReader:
-    """How the specs of one kind are read.
+    """Reader of the specs of one kind.
 
     Attributes:
         model: Class of the specs.

@@ -1,14 +1,10 @@
-"""What a row is expected to cost on the traffic, in either layout: an estimate to choose by.
+"""Expected cost of a row in both layouts, and the plan of a TensorRT engine.
 
-Arithmetic only: products of the encoder's layers, attention between tokens, and what starting a
-run costs. Measuring is `bench`'s and `tune`'s job; this is for where nothing can be measured yet.
-
-What a TensorRT engine is built from: shapes of its profiles, CUDA graphs, precision, options.
-
-Pure data, derived by `plan` and kept in the lock, so that the engine can be built where neither
-the model, the traffic nor the spec is: in the image that will serve it.
-
-What a TensorRT core needs besides: optimization profiles and CUDA graphs.
+The cost is an estimate from arithmetic: products of the encoder's layers, attention between
+tokens, and the start of a run. `bench` and `tune` measure; the estimate serves where nothing can
+be
+measured yet. The plan of an engine is plain data in the lock, so that the engine can be built
+without the model, the traffic and the spec.
 """
 
 from __future__ import annotations
@@ -28,19 +24,19 @@ from triptych.spec.traffic import Lengths
 USUAL_LAYERS = 12
 USUAL_HEAD_SIZE = 64
 USUAL_WIDENING = 4
-"""Feed-forward size over hidden size, of nearly every encoder."""
+"""Ratio of feed-forward size to hidden size in nearly every encoder."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What computes, in round numbers.
+    """Cost model of a device, in round numbers.
 
     Attributes:
-        flops: operations a second that large products reach.
-        pair_weight: what attention between two tokens costs beside its operations: its scores
-            are written and read, and memory is slower than arithmetic.
-        run_us: starting one run, a microsecond a kernel and more where no CUDA graph holds them.
-        graph_us: the same where one does.
+        flops: Operations per second in large products.
+        pair_weight: Cost of attention between two tokens relative to its operations. It includes
+            writing and reading the scores, because memory is slower than arithmetic.
+        run_us: Time in µs to start a layer without a CUDA graph.
+        graph_us: Time in µs to start a layer within a CUDA graph.
     """
 
     flops: float
@@ -50,20 +46,21 @@ class Device:
 
 
 CPU = Device(flops=1e11, pair_weight=1.0, run_us=90.0, graph_us=90.0)
-"""Two cores with AVX-512, fp32. A row of 4 tokens took 184 us through 2 layers of size 128."""
+"""Two cores with AVX-512 in fp32. A row of 4 tokens took 184 µs in 2 layers of size 128."""
 
 GPU = Device(flops=1e14, pair_weight=6.0, run_us=60.0, graph_us=10.0)
-"""Of the middle class (an A10 to an A100, half precision); `run_us` and `graph_us` are a layer's:
-about 20 kernels of 3 us each to launch, or a graph's node of half a microsecond."""
+"""GPU of the middle class (A10 to A100) in half precision. Without a graph a layer launches about
+20 kernels of 3 µs each; a node of a graph takes half a microsecond.
+"""
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """Microseconds of the device that a row of the traffic takes, in full batches.
+    """Expected time in µs that the device needs for a row of the traffic, in full batches.
 
     Attributes:
-        packed: rows end to end: a token is compared with as many as the batch's longest row has.
-        bucketed: rows padded to the planned lengths: a batch has rows of one length only.
+        packed: Rows end to end: each token attends to as many tokens as the longest row has.
+        bucketed: Rows padded to planned lengths: the rows of a batch have one length.
     """
 
     packed: float
@@ -84,10 +81,16 @@ def row_cost(
     longest: float,
     graphs: bool,
 ) -> RowCost:
-    """The estimate for both layouts.
+    """Return the estimate for both layouts.
 
-    A full batch has `rows` rows, the longest of `longest` tokens. In the bucketed layout rows are
-    padded to `edges`, and CUDA graphs may be captured for a batch.
+    Args:
+        facts: Information about the model.
+        lengths: Token lengths of the traffic.
+        edges: Padded lengths of the bucketed layout.
+        on_gpu: Whether the core runs on a GPU.
+        rows: Number of rows in a full batch.
+        longest: Length of the longest row of a full batch in tokens.
+        graphs: Whether CUDA graphs are captured.
     """
     device = GPU if on_gpu else CPU
     layers = facts.layers or USUAL_LAYERS
@@ -98,17 +101,17 @@ def row_cost(
         for low, edge in pairwise((0, *edges))
     ]
     bucketed = sum(share * _row_us(facts, device, edge, edge) for edge, share in shares)
-    # Rows of one length share a run: a batch makes as many runs as it has lengths.
+    # A batch has one run per padded length among its rows.
     runs = sum(1 - (1 - share) ** rows for _, share in shares)
     each = device.graph_us if graphs else device.run_us
     return RowCost(packed, bucketed + each * layers * runs / rows)
 
 
 def _row_us(facts: ModelFacts, device: Device, tokens: float, attended: float) -> float:
-    """Microseconds for one row of `tokens`, each of which attends to `attended` tokens."""
+    """Return the time in µs for a row of `tokens`, each of which attends to `attended` tokens."""
     hidden = facts.hidden_size
     widened = facts.intermediate_size or USUAL_WIDENING * hidden
-    # Two operations a weight: four square products of attention, two of the feed-forward part.
+    # Two operations per weight: four square products of attention, two feed-forward products.
     products = 2 * (4 * hidden * hidden + 2 * hidden * widened)
     attention = 4 * hidden * attended * device.pair_weight
     layers = facts.layers or USUAL_LAYERS
@@ -120,7 +123,7 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ShapeRange:
-    """Shapes that one input may have within a profile, batch dimension included.
+    """Shapes of an input within a profile, with the batch dimension.
 
     Kernels are chosen for the optimum.
     """
@@ -132,12 +135,12 @@ class ShapeRange:
 
 @dataclass(frozen=True)
 class GraphSpec:
-    """One CUDA graph: captured for one shape, used for all batches down to a lower bound.
+    """CUDA graph captured for one shape and used for smaller batches too.
 
     Attributes:
-        batch_size: rows it computes.
-        lowest_batch_size: fewest rows it is used for; the others are computed for nothing.
-        inputs: by input: its dims without the batch dimension.
+        batch_size: Number of rows that the graph computes.
+        lowest_batch_size: Smallest batch that uses the graph; the other rows are computed in vain.
+        inputs: Dims of each input without the batch dimension.
     """
 
     batch_size: int
@@ -147,14 +150,14 @@ class GraphSpec:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """All that decides an engine besides the ONNX file, the TensorRT release and the GPU.
+    """Inputs of an engine build besides the ONNX file, the TensorRT release and the GPU.
 
     Attributes:
-        precision: of the matrix multiplications, as `core.precision` names it.
-        profiles: optimization profiles in order, each by input name; a profile's place is its name
-            in ``instance_group.profile``.
-        graph_specs: CUDA graphs; none to capture none.
-        options: `core.engine` of the spec, as plain data.
+        precision: Precision of matrix multiplications, as in `core.precision`.
+        profiles: Optimization profiles, each a shape range by input. The index of a profile is its
+            name in ``instance_group.profile``.
+        graph_specs: CUDA graphs; empty for none.
+        options: `core.engine` of the spec as plain data.
     """
 
     precision: str
@@ -163,18 +166,18 @@ class EnginePlan:
     options: Mapping[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """For the lock: data that JSON gives back as it is, and that `from_dict` reads."""
-        from pydantic import TypeAdapter  # not where an engine only runs
+        """Return data for the lock that `from_dict` reads."""
+        from pydantic import TypeAdapter  # imported late: running an engine does not need pydantic
 
         plain: dict[str, Any] = TypeAdapter(EnginePlan).dump_python(self, mode="json")
         return plain
 
     @staticmethod
     def from_dict(data: object) -> EnginePlan:
-        """The plan that a lock holds.
+        """Read the plan in a lock.
 
         Raises:
-            TypeError: a field is missing, or of another kind.
+            TypeError: A field is missing or has the wrong type.
         """
         from pydantic import TypeAdapter
 
@@ -192,10 +195,15 @@ def engine_plan(
     max_length: int,
     most: int,
 ) -> EnginePlan:
-    """What the engine of a core is built from, whose batches have at most `most` rows.
+    """Return the plan of the engine for a core.
 
-    `inputs` are without what the server adds; `packed` are the lengths of the traffic's rows where
-    rows come end to end, `edges` the padded lengths where they are padded.
+    Args:
+        spec: Spec of the pipeline.
+        inputs: Inputs of the core, without those that the server adds.
+        packed: Token lengths of the traffic for the packed layout; None for other layouts.
+        edges: Padded lengths of the bucketed layout.
+        max_length: Maximum number of tokens in a row.
+        most: Maximum number of rows in a batch.
     """
     options = spec.core.engine
     best = min(options.opt_batch_size or most, most)
@@ -209,7 +217,7 @@ def engine_plan(
     if packed is not None:
         profiles = [_packed_profile(inputs, best, most, packed, max_length)]
     graphs = packed is None and options.cuda_graphs
-    # What else the spec says of an engine is in its profiles and the config.
+    # These options are part of the profiles and of config.pbtxt.
     elsewhere = {"cuda_graphs", "opt_batch_size", "context_memory"}
     return EnginePlan(
         precision=spec.core.precision,
@@ -222,7 +230,7 @@ def engine_plan(
 def _packed_profile(
     inputs: Sequence[Tensor], best: int, most: int, lengths: Lengths, max_length: int
 ) -> dict[str, ShapeRange]:
-    """The one profile that spans all packed batches: tokens and rows vary, each by itself."""
+    """Return the profile of all packed batches; numbers of tokens and rows vary independently."""
     typical = max(1, round(best * lengths.mean))
     tokens = ShapeRange((1,), (min(typical, most * max_length),), (most * max_length,))
     profile = {
@@ -235,13 +243,13 @@ def _packed_profile(
         INPUT_IDS.name: tokens,
         ROW_SPAN.name: ShapeRange((1,), (best * usual,), (most * longest,)),
         ROW_STRIDE.name: ShapeRange((1,), (best,), (most,)),
-        # A request of n rows may exceed its longest one by n - 1.
+        # The span of a request of n rows may exceed its longest row by n - 1.
         LONGEST.name: ShapeRange((1,), (usual,), (longest + most - 1,)),
     }
 
 
 def _graphs(inputs: Sequence[Tensor], edges: Sequence[int], most: int) -> list[GraphSpec]:
-    """One for each length and power of two: it also takes the batches down to the last one's."""
+    """Return a graph for each padded length and each power of two up to the batch size."""
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
     return [
         GraphSpec(
@@ -255,7 +263,7 @@ def _graphs(inputs: Sequence[Tensor], edges: Sequence[int], most: int) -> list[G
 
 
 def _shapes(inputs: Sequence[Tensor], edge: int) -> list[tuple[Tensor, Dims]]:
-    """Each input's dims, the axis that varies being `edge`."""
+    """Return each input with its dims; `edge` replaces the variable axis."""
     return [
         (tensor, tuple(edge if dim == -1 else dim for dim in tensor.config_dims))
         for tensor in inputs

@@ -1,7 +1,4 @@
-"""The fields of ``pipeline.yaml``, group by group: frozen, every default in this one place.
-
-The precisions a core can have, and which backend computes in which.
-"""
+"""Fields of ``pipeline.yaml`` by group, with their defaults, and precisions by backend."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from triptych.base.releases import OLDEST
 from triptych.spec.slo import Slo
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int8_dynamic", "fp8"]
-"""Of the core's weights and activations. ``int8``: activation ranges are fixed at build, by
-calibration rows; ``int8_dynamic``: each token has a range of its own, found while serving."""
+"""Precision of the core's weights and activations. ``int8`` has activation ranges fixed by
+calibration rows at build; ``int8_dynamic`` computes a range for each token while serving."""
 
 
 _REFUSED: dict[tuple[str, str], dict[str, str]] = {
@@ -30,27 +27,27 @@ _REFUSED: dict[tuple[str, str], dict[str, str]] = {
         "fp8": "ONNX Runtime takes fp8 for int8 where it fuses; fp16 is the fast one there",
     },
 }
-"""Backend and device to the precisions that would not be served right there, and why."""
+"""Backend and device to the precisions that they cannot compute correctly, each with its reason."""
 
 
 def check_runs(precision: str, backend: str, device: str) -> None:
-    """The backend computes in `precision` on the device.
+    """Check that a backend can compute in a precision on a device.
 
     Raises:
-        UserError: it does not.
+        UserError: It cannot.
     """
     reason = _REFUSED.get((backend, device), {}).get(precision)
     if reason is not None:
         raise UserError(
             "core.precision",
-            f"must be one that {backend} runs on a {device}",
+            f"is not supported by {backend} on a {device}",
             given=precision,
             remedy=reason[0].upper() + reason[1:],
         )
 
 
 MAX_WAIT_MS = (1000, 5000)
-"""A request waits so long where a shorter latency is promised, and where none is."""
+"""Default of `Queue.max_backlog_ms`: its lower limit if the SLO limits latency, else its value."""
 
 Positive = Annotated[int, Field(ge=1)]
 Distance = Annotated[float, Field(gt=0)]
@@ -58,24 +55,24 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Frozen(BaseModel):
-    """Values that nothing changes, and no fields but those declared."""
+    """Immutable values; fields that are not declared are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 def check_release(triton: str) -> None:
-    """Raises a `ValueError` where a release (``YY.MM``) is older than any that is supported."""
+    """Raise a `ValueError` if a release (``YY.MM``) is older than the oldest supported one."""
     if triton < str(OLDEST):  # two digits each: texts are ordered as releases are
         raise ValueError(f"serving.triton must be {OLDEST} or later")
 
 
 class ModelSource(Frozen):
-    """Where the model's files come from.
+    """Location of the model's files.
 
     Attributes:
-        source: ``package:<module>/<folder>``, a local folder (relative to the pipeline's own
-            folder, or absolute), or a Hub id ``owner/name``.
-        revision: commit, tag or branch of a Hub id.
+        source: ``package:<module>/<folder>``, a local folder (absolute, or relative to the folder
+            of the pipeline), or a Hub id ``owner/name``.
+        revision: Commit, tag or branch of a Hub id.
     """
 
     source: str
@@ -83,12 +80,14 @@ class ModelSource(Frozen):
 
 
 class Tokenizer(Frozen):
-    """Limits on what is tokenized.
+    """Limits on tokenized text.
 
     Attributes:
-        max_length: tokens a row may have, special tokens included; None takes the model's own.
-        truncation: what becomes of a longer row.
-        max_text_bytes: a longer text is refused whole, so that one request cannot hold up a batch.
+        max_length: Maximum number of tokens in a row, including special tokens. None: the model's
+            own limit.
+        truncation: Whether a longer row is truncated or its request rejected.
+        max_text_bytes: Maximum size of a text in bytes. Longer texts are rejected before they are
+            tokenized, so that one request cannot delay a batch.
     """
 
     max_length: Annotated[int, Field(ge=3)] | None = None
@@ -97,32 +96,33 @@ class Tokenizer(Frozen):
 
 
 class Image(Frozen):
-    """Limits on what is decoded, so that one request cannot hold up or exhaust the server.
+    """Limits on decoded images, so that one request cannot exhaust the server.
 
     Attributes:
-        max_bytes: a larger file is refused.
-        max_pixels: an image that would be larger when decoded is refused before it is.
+        max_bytes: Maximum size of an image file in bytes.
+        max_pixels: Maximum number of pixels, checked before the image is decoded.
     """
 
     max_bytes: Positive = 20_000_000
     max_pixels: Positive = 50_000_000
 
 
-class Engine(Frozen):
-    """How TensorRT builds the core's engine, and how it is run; see ``core.backend: tensorrt``.
+class EngineSettings(Frozen):
+    """Build and run options of a TensorRT engine (``core.backend: tensorrt``).
 
     Attributes:
-        workspace_mib: scratch memory a kernel may use, in MiB; None leaves it to TensorRT.
-        optimization_level: 0 builds fastest, 5 searches longest; None takes TensorRT's own.
-        opt_batch_size: rows that kernels are chosen for; None takes a full batch.
-        version_compatible: the plan also runs on newer releases of TensorRT, if slower.
-        hardware: other GPUs that the plan runs on, if slower.
-        refit: weights can be replaced in the plan.
-        weight_streaming: weights may stay in host memory where the GPU is too small for them.
-        tf32: fp32 multiplications may round their inputs to 10 bits of mantissa.
-        cuda_graphs: launch each planned shape as one recorded graph; bucketed only.
-        context_memory: scratch memory of a profile is held ``static`` for the largest, or found
-            anew ``on_profile_change``: less memory for many profiles, on servers from 25.05.
+        workspace_mib: Maximum scratch memory of a kernel in MiB. None: TensorRT decides.
+        optimization_level: Builder effort from 0 (fastest build) to 5. None: TensorRT's default.
+        opt_batch_size: Number of rows that kernels are optimized for. None: a full batch.
+        version_compatible: Whether newer TensorRT releases can run the engine, possibly slower.
+        hardware: Other GPUs that can run the engine, possibly slower.
+        refit: Whether weights of the engine can be replaced.
+        weight_streaming: Whether weights may stay in host memory if the GPU has too little.
+        tf32: Whether fp32 multiplications may round their inputs to 10 bits of mantissa.
+        cuda_graphs: Whether each planned shape is launched as a recorded CUDA graph. Applies to
+            the bucketed layout only.
+        context_memory: Allocation of scratch memory: ``static``, for the largest profile, or
+            ``on_profile_change``, which needs less for many profiles and a server from 25.05.
     """
 
     workspace_mib: Positive | None = None
@@ -137,28 +137,27 @@ class Engine(Frozen):
     context_memory: Literal["static", "on_profile_change"] = "static"
 
 
-class Core(Frozen):
-    """The compiled model.
+class CoreSettings(Frozen):
+    """Options of the compiled model.
 
     Attributes:
-        backend: Triton's name of what runs it.
-        device: ``gpu`` asks Triton for KIND_GPU instances; ``tensorrt`` runs there only.
-        precision: of weights and activations. ``int8_dynamic`` finds the range of each token while
-            serving, ``int8`` has them fixed by calibration; ``auto`` builds and measures all that
-            run here and takes the fastest that passes the gate.
-        layout: how rows of different length share a batch; a model whose rows cannot be packed
-            without changing results is built bucketed. ``auto`` takes what the traffic's rows are
-            expected to cost less in.
-        shared_from: pipeline of the same repository and model whose core serves this one, too.
-        max_batch_size: rows Triton may put into one batch, and a client into one request.
-        max_batch_mib: memory in MiB that the largest batch may take beside the weights; the plan
-            lowers the number of rows until a batch of rows of the maximum length stays within it.
-        bucket_count: number of padded lengths of the bucketed layout.
+        backend: Name of the Triton backend.
+        device: ``gpu`` uses instances of KIND_GPU; ``tensorrt`` supports no other device.
+        precision: See `Precision`. ``auto`` builds and measures every precision that runs on this
+            machine, and uses the fastest one that passes the gate.
+        layout: Batch layout of rows of different length. A model whose rows cannot be packed
+            without changing results is built bucketed. ``auto`` uses the layout with the lower
+            expected cost for the traffic.
+        shared_from: Pipeline of the same repository and model whose core this pipeline uses.
+        max_batch_size: Maximum number of rows in a batch, and in one request.
+        max_batch_mib: Maximum memory of the largest batch in MiB, without the weights. The plan
+            lowers the number of rows until a batch of rows of maximum length fits.
+        bucket_count: Number of padded lengths in the bucketed layout.
         threads: Number of threads that share the work of one operator, in each instance
             (``intra_op_thread_count`` of the backend). None: one per physical core.
-        accelerator: of ONNX Runtime on a GPU: its own CUDA kernels, or TensorRT where it takes the
-            model's operators, built when the model loads.
-        engine: how TensorRT builds and runs its engine.
+        accelerator: Kernels of ONNX Runtime on a GPU: its own CUDA kernels, or TensorRT for the
+            operators that TensorRT supports, built when the model loads.
+        engine: Options of the TensorRT engine.
     """
 
     backend: Literal["onnxruntime", "tensorrt"] = "onnxruntime"
@@ -171,31 +170,33 @@ class Core(Frozen):
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     shared_from: str | None = None
     accelerator: Literal["cuda", "tensorrt"] = "cuda"
-    engine: Engine = Engine()
+    engine: EngineSettings = EngineSettings()
 
     @model_validator(mode="before")
     @classmethod
     def _gpu_for_tensorrt(cls, given: Any) -> Any:
-        """TensorRT runs on nothing else: who asks for it need not say so."""
+        """Set `device` to gpu for the tensorrt backend, the only device it supports."""
         if isinstance(given, dict) and given.get("backend") == "tensorrt":
             return {"device": "gpu", **given}
         return given
 
     @model_validator(mode="after")
-    def _fits(self) -> Core:
+    def _fits(self) -> CoreSettings:
         if self.backend == "tensorrt" and self.device != "gpu":
-            raise ValueError("the tensorrt backend runs on a gpu only: leave core.device out")
+            raise ValueError("core.device must be gpu for the tensorrt backend: remove core.device")
         if self.device == "gpu" and self.threads is not None:
-            raise ValueError("core.threads is only supported for a core on the cpu")
+            raise ValueError("core.threads is only supported for device cpu")
         if self.accelerator != "cuda" and (self.backend, self.device) != ("onnxruntime", "gpu"):
-            raise ValueError("core.accelerator is for the onnxruntime backend on a gpu")
-        if self.backend != "tensorrt" and self.engine != Engine():
-            raise ValueError("core.engine is for the tensorrt backend")
+            raise ValueError(
+                "core.accelerator is only supported for the onnxruntime backend on a gpu"
+            )
+        if self.backend != "tensorrt" and self.engine != EngineSettings():
+            raise ValueError("core.engine is only supported for the tensorrt backend")
         return self
 
 
 class Instances(Frozen):
-    """Instances of each step; each is a process of its own for Python steps."""
+    """Number of instances of each step. Each instance of a Python step is a process."""
 
     preprocess: Annotated[int, Field(ge=1, le=64)] = 1
     core: Positive = 1
@@ -203,15 +204,17 @@ class Instances(Frozen):
 
 
 class Queue(Frozen):
-    """How requests wait.
+    """Limits on waiting requests.
 
     Attributes:
-        max_delay_us: how long the core may hold a batch open for more rows.
-        max_in_flight: requests that may be under way; one more is refused at once (Unavailable).
-        max_backlog_ms: how long the requests under way may take at the rate measured; one more is
-            refused at once (Unavailable). None: see `Serving.longest_wait_ms`.
-        timeout_ms: a request that has waited longer for the core is refused; None waits on. Give
-            the core two instances then: a lone one with such a policy wakes up late.
+        max_delay_us: Maximum time in µs that the core waits for more rows of a batch.
+        max_in_flight: Maximum number of requests in flight. Further requests are rejected with
+            UNAVAILABLE.
+        max_backlog_ms: Maximum time in ms to finish all requests in flight at the measured rate.
+            Further requests are rejected with UNAVAILABLE. None: see `Serving.longest_wait_ms`.
+        timeout_ms: Maximum time in ms that a request waits for the core before it is rejected.
+            None: no limit. Use two instances of the core with it: with one instance Triton
+            notices expired requests late.
     """
 
     max_delay_us: Annotated[int, Field(ge=0, le=10_000_000)] = 0
@@ -221,15 +224,17 @@ class Queue(Frozen):
 
 
 class Transfers(Frozen):
-    """How tensors get to a GPU core and back.
+    """Transfer of tensors to a core on a GPU and back.
 
     Attributes:
-        pinned_input: gather a batch in memory that the GPU copies from directly.
-        pinned_output: the same for results.
-        output_copy_stream: copy results back on a stream of their own, beside the next batch.
-        gather_kernel_buffer_threshold: from so many buffers on, one kernel gathers a batch instead
-            of a copy each; 0 for never, None takes the plan's.
-        eager_batching: gather the next batch while one runs; smaller batches, shorter waits.
+        pinned_input: Whether a batch is gathered in memory that the GPU copies from directly.
+        pinned_output: Whether results are copied to such memory.
+        output_copy_stream: Whether results are copied on a CUDA stream of their own, in parallel
+            with the next batch.
+        gather_kernel_buffer_threshold: Minimum number of buffers that are gathered by one kernel
+            instead of one copy each. 0: never. None: chosen by the plan.
+        eager_batching: Whether the next batch is gathered while one runs, which gives smaller
+            batches and shorter waits.
     """
 
     pinned_input: bool = True
@@ -240,12 +245,12 @@ class Transfers(Frozen):
 
 
 class Resource(Frozen):
-    """Something that instances of several models share, as Triton's rate limiter counts it.
+    """A resource shared by instances of several models, as Triton's rate limiter counts it.
 
     Attributes:
-        name: the same for all who share it.
-        count: that an instance of the core needs to run.
-        shared: one pool for the whole server, instead of one a device (``global``).
+        name: Name that all models of the resource use.
+        count: Amount that an instance of the core needs to run.
+        shared: Whether the server has one pool instead of one per device (``global``).
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -254,30 +259,32 @@ class Resource(Frozen):
 
 
 class RateLimiter(Frozen):
-    """When the core may run, where the server limits rates (``--rate-limit``).
+    """Order of the core's executions, if the server limits rates (``--rate-limit``).
 
     Attributes:
-        resources: that an instance needs.
-        priority: 1 runs first; a model of 2 gets half the turns of one of 1.
+        resources: Resources that an instance needs.
+        priority: 1 runs first; a model of priority 2 runs half as often as one of priority 1.
     """
 
     resources: list[Resource] = []
     priority: Annotated[int, Field(ge=1, le=1000)] = 1
 
 
-class Sample(Frozen):
-    """Which rows the server keeps with their answers, for `watch` and `traffic`.
+class SamplingSettings(Frozen):
+    """Rows that the server stores with their outputs, for monitoring and as traffic.
 
-    They lie where the server's environment says (``TRIPTYCH_SAMPLES``), in files of its own user.
+    They are written below the folder that ``TRIPTYCH_SAMPLES`` names in the server's environment,
+    in files that only the server's user can read.
 
     Attributes:
-        rate: share of the rows.
-        max_rows: in the folder; the oldest make room.
-        max_bytes: of the folder, likewise; a window of time holds a tenth of either, at most.
-        retention_hours: after which a row is deleted.
-        window_s: seconds that a file is of.
-        redact: ``hooks.redact`` for a function of the pipeline's own, called on each row before it
-            is written: it returns inputs and answer, or None to drop the row.
+        rate: Fraction of rows that are sampled.
+        max_rows: Maximum number of rows in the folder; the oldest are removed.
+        max_bytes: Maximum size of the folder in bytes; the oldest files are removed. One window
+            may use a tenth of `max_rows` and of `max_bytes`.
+        retention_hours: Age in hours at which a row is deleted.
+        window_s: Length of the time window of one file, in seconds.
+        redact: ``hooks.redact`` to call that function of the pipeline for each row before it is
+            written. It returns inputs and outputs, or None to drop the row.
     """
 
     rate: Share = 0.001
@@ -289,18 +296,17 @@ class Sample(Frozen):
 
 
 class Serving(Frozen):
-    """How Triton runs the steps.
+    """Options of the steps on the server.
 
     Attributes:
-        triton: the oldest release (``YY.MM``) the repository must load on. 24.10 is the embedded
-            server's; fields newer than it are left out.
-        gpus: device ids when ``core.device`` is ``gpu``; `instances.core` run on each.
-        transfers: to and from the GPU.
-        rate_limiter: turns that the core takes with other models; None for no limit.
-        max_inflight_requests: requests that each step works on at a time; None for no limit. Needs
-            a server of 25.11 or later.
-        slo: what `bench` and `tune` hold the pipeline to, where their options say nothing else.
-        sample: rows that are kept for `watch`; None for none.
+        triton: Oldest release (``YY.MM``) that must be able to load the repository. Fields that
+            this release does not know are left out. 24.10 is the release of the local server.
+        gpus: Device ids if ``core.device`` is ``gpu``; `instances.core` run on each.
+        rate_limiter: Order of executions with other models; None for no limit.
+        max_inflight_requests: Maximum number of requests that each step processes at a time. None:
+            no limit. Needs a server of 25.11 or later.
+        slo: SLO that `bench` and `tune` use unless their options give one.
+        sample: Rows that are sampled for monitoring; None for none.
     """
 
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
@@ -311,14 +317,14 @@ class Serving(Frozen):
     rate_limiter: RateLimiter | None = None
     max_inflight_requests: Positive | None = None
     slo: Slo = Slo()
-    sample: Sample | None = None
+    sample: SamplingSettings | None = None
 
     @property
     def longest_wait_ms(self) -> float:
-        """`queue.max_backlog_ms`, else what is promised, within `MAX_WAIT_MS`."""
-        least, most = MAX_WAIT_MS
-        promised = max(self.slo.limits_us.values(), default=most * 1e3) / 1e3
-        return self.queue.max_backlog_ms or max(promised, least)
+        """`queue.max_backlog_ms` or its default, the largest latency limit of the SLO."""
+        lowest, without_slo = MAX_WAIT_MS
+        largest = max(self.slo.limits_us.values(), default=without_slo * 1e3) / 1e3
+        return self.queue.max_backlog_ms or max(largest, lowest)
 
     @model_validator(mode="after")
     def _is_supported(self) -> Serving:
@@ -327,10 +333,10 @@ class Serving(Frozen):
 
 
 class Accuracy(Frozen):
-    """Overrides of the gate's limits, by the metrics of `tasks.accuracy`; None keeps the default.
+    """Limits of the accuracy gate by metric, in place of the defaults in `tasks.accuracy`.
 
     Attributes:
-        max_drop: how much worse than the original the model may be on ``eval.jsonl``.
+        max_drop: Maximum loss of the labeled measure on ``eval.jsonl`` against the original model.
     """
 
     max_difference: Distance | None = None
@@ -358,9 +364,9 @@ class CustomOutput(Frozen):
     """An output of a custom task.
 
     Attributes:
-        name: as the client reads it.
-        dtype: Triton's name of the element type.
-        dims: one entry an axis, without the batch; -1 for one of variable size.
+        name: Name that clients read.
+        dtype: Triton data type of the elements.
+        dims: Size of each axis without the batch; -1 for a variable size.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
@@ -369,14 +375,14 @@ class CustomOutput(Frozen):
 
 
 class Custom(Frozen):
-    """A task of the pipeline's own: `decode` in its ``hooks.py`` makes the outputs.
+    """A task whose outputs are computed by `decode` in the pipeline's ``hooks.py``.
 
     Attributes:
         inputs: ``text``, or ``text`` and ``text_pair``.
-        auto_class: class of transformers that loads the model with its head.
-        head_input: what of the encoder's result the head works on.
-        core_output: what leaves the core.
-        outputs: of the ensemble.
+        auto_class: Class of transformers that loads the model with its head.
+        head_input: Part of the encoder's result that the head uses.
+        core_output: Output of the core.
+        outputs: Outputs of the ensemble.
     """
 
     inputs: Annotated[list[Literal["text", "text_pair"]], Field(min_length=1)] = ["text"]

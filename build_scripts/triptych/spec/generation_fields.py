@@ -1,9 +1,6 @@
-"""What a user may write in ``pipeline.yaml`` of a pipeline that generates text.
+"""Fields of ``pipeline.yaml`` of pipelines that generate text, and their loaders.
 
 >>> spec = load_generation_spec(Path("pipelines/chat"), overrides=["core.max_num_seqs=8"])
-
-What a user may write in ``pipeline.yaml`` of a pipeline that summarizes or translates.
-
 >>> spec = load_text2text_spec(Path("pipelines/summaries"), overrides=["core.num_beams=4"])
 """
 
@@ -25,7 +22,7 @@ from triptych.spec.spec import load_as, with_present_names
 from triptych.spec.tuned import TUNABLE_GENERATION, read_tuned
 
 Device = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
-"""A GPU's UUID, as ``nvidia-smi -L`` says it."""
+"""UUID of a GPU as ``nvidia-smi -L`` prints it."""
 
 AdapterName = Annotated[
     str, Field(pattern=rf"^[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARACTERS - 1}}}$")
@@ -34,17 +31,17 @@ AdapterSource = Annotated[
     ModelSource,
     BeforeValidator(lambda given: {"source": given} if isinstance(given, str) else given),
 ]
-"""A model's source; the text alone will do."""
+"""Source of a LoRA adapter; the source as text is enough."""
 
 MiB = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class KvCache(Frozen):
-    """Keys and values of the tokens that are under way.
+    """Memory for keys and values of the tokens in flight.
 
     Attributes:
-        memory_mib: that it may take; what running requests hold together must fit into it.
-        dtype: ``auto`` is that of what is computed, two bytes or four; ``fp8`` is one.
+        memory_mib: Size in MiB. All running requests together must fit.
+        dtype: ``auto`` uses the data type of the computation, ``fp8`` one byte per number.
     """
 
     memory_mib: MiB = 1024
@@ -52,24 +49,24 @@ class KvCache(Frozen):
 
 
 class GenerationCore(Frozen):
-    """The engine.
+    """Options of the engine for text generation. Names are those of vLLM's engine arguments.
 
     Attributes:
-        backend: ``vllm``, ``tensorrt_llm``; or ``scripted``, which has no model and repeats the
+        backend: ``vllm``, ``tensorrt_llm``, or ``scripted``, which has no model and repeats the
             prompt, for tests.
-        precision: what is computed in; of ``int8`` and ``fp8``, products of 8-bit weights and
-            activations, the rest in bf16: an ordinary model is converted. Weights that are
-            quantized already are taken as they are: ``awq``, ``gptq``, ``int8``, ``fp8`` name what
-            they must be, fp16 and bf16 what is computed in.
-        max_num_seqs: requests that share a batch; others wait.
-        max_num_batched_tokens: that the engine computes at a time: a longer prompt takes several
-            turns, between which running answers go on.
-        max_model_len: tokens of a prompt and its answer together; None takes the model's own limit.
-        kv_cache: its memory.
-        enable_prefix_caching: whether prompts that begin alike share what was computed of it.
-        tensor_parallel_size: GPUs that share each layer.
-        pipeline_parallel_size: groups of GPUs that have some of the layers each.
-        token_delay_ms: that the scripted engine takes for a token.
+        precision: Precision of the computation. ``int8`` and ``fp8`` compute products of 8-bit
+            weights and activations and the rest in bf16; unquantized weights are converted.
+            Quantized weights are used as they are: ``awq``, ``gptq``, ``int8`` and ``fp8`` must
+            match them, ``fp16`` and ``bf16`` set the precision of the computation.
+        max_num_seqs: Maximum number of requests in a batch; further requests wait.
+        max_num_batched_tokens: Maximum number of tokens computed in one step. A longer prompt
+            takes several steps, between which running requests continue.
+        max_model_len: Maximum number of tokens of a prompt and its response. None: the model's
+            limit.
+        enable_prefix_caching: Whether prompts with a common prefix share its computation.
+        tensor_parallel_size: Number of GPUs that share each layer.
+        pipeline_parallel_size: Number of groups of GPUs, each with a part of the layers.
+        token_delay_ms: Time per token of the scripted engine in ms.
     """
 
     LENGTH_FIELD: ClassVar = "max_model_len"
@@ -87,7 +84,7 @@ class GenerationCore(Frozen):
 
     @property
     def parts(self) -> int:
-        """GPUs that one copy of the model is on."""
+        """Number of GPUs for one copy of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @model_validator(mode="after")
@@ -95,36 +92,37 @@ class GenerationCore(Frozen):
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError("core.max_num_batched_tokens must be at least core.max_num_seqs")
         if self.token_delay_ms is not None and self.backend != "scripted":
-            raise ValueError("core.token_delay_ms is for the scripted backend")
+            raise ValueError("core.token_delay_ms is only supported for the scripted backend")
         quantized = self.precision not in ("fp32", "fp16", "bf16")
         if self.backend == "tensorrt_llm" and (quantized or self.kv_cache.dtype != "auto"):
             raise ValueError(
-                "core.backend tensorrt_llm computes in fp32, fp16 or bf16 here: what it reads of "
-                "quantized weights and KV caches was never tried"
+                "core.backend tensorrt_llm only supports fp32, fp16 and bf16: quantized weights "
+                "and KV caches were never tested with it"
             )
         return self
 
 
 class GenerationQueue(Frozen):
-    """How requests wait.
+    """Limits on waiting requests.
 
     Attributes:
-        max_in_flight: requests that may be under way; one more is refused at once (Unavailable).
+        max_in_flight: Maximum number of requests in flight. Further requests are rejected with
+            UNAVAILABLE.
     """
 
     max_in_flight: Annotated[int, Field(ge=1, le=1_000_000)] = 256
 
 
 class GenerationServing(Frozen):
-    """How Triton runs the steps.
+    """Options of the steps on the server.
 
     Attributes:
-        triton: the oldest release (``YY.MM``) the repository must load on.
-        queue: how requests wait.
-        preprocess_instances: processes that make token ids of prompts.
-        stream_interval: fewest tokens of a streamed response; the first and the last never wait.
-        gpus: of the engine, by number or UUID; None: those that the server sees.
-        slo: what `bench` holds the pipeline to, where its options say nothing else.
+        triton: Oldest release (``YY.MM``) that must be able to load the repository.
+        preprocess_instances: Number of processes that tokenize prompts.
+        stream_interval: Minimum number of tokens in a streamed response; the first and the last
+            response are sent at once.
+        gpus: GPUs of the engine, by number or UUID. None: all GPUs that the server sees.
+        slo: SLO that `bench` and `tune` use unless their options give one.
     """
 
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
@@ -141,12 +139,12 @@ class GenerationServing(Frozen):
 
 
 class GenerationAccuracy(Frozen):
-    """How ``eval.jsonl`` is judged.
+    """Evaluation on ``eval.jsonl``.
 
     Attributes:
-        metric: of its answers.
-        max_drop: how much worse than the original the model may be.
-        max_tokens: of an answer, at most.
+        metric: Measure of a response against the reference answers.
+        max_drop: Maximum loss of the measure against the original model.
+        max_tokens: Maximum number of tokens in a response.
     """
 
     metric: Literal["exact_match", "rouge_l"] = "rouge_l"
@@ -155,15 +153,13 @@ class GenerationAccuracy(Frozen):
 
 
 class GeneratingSpec(Frozen):
-    """What pipelines that generate text have in common.
+    """Fields that all pipelines for text generation have.
 
     Attributes:
-        name: of its folder.
-        folder: where it was read; a lock does not keep it.
-        tuned: fields whose values come from ``tuned.yaml``, and so from measurements.
-        parameters: sampling parameters of a request that does not give them itself.
-        max_text_bytes: a longer prompt is refused unread.
-        accuracy: how ``eval.jsonl`` is judged.
+        folder: Folder of the pipeline; not part of a lock.
+        tuned: Fields whose values come from ``tuned.yaml``.
+        parameters: Default sampling parameters of requests.
+        max_text_bytes: Maximum size of a prompt in bytes; longer prompts are rejected unread.
     """
 
     name: str
@@ -210,10 +206,10 @@ class GeneratingSpec(Frozen):
 
 
 class GenerationSpec(GeneratingSpec):
-    """One pipeline that goes on with a text or a conversation, as declared.
+    """Spec of a pipeline that continues a prompt or a conversation.
 
     Attributes:
-        adapters: LoRA adapters by the name that requests give them.
+        adapters: LoRA adapters by the name that requests give.
     """
 
     task: Literal["text-generation"]
@@ -240,15 +236,15 @@ class GenerationSpec(GeneratingSpec):
 def load_generation_spec(
     folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False
 ) -> GenerationSpec:
-    """Read ``folder/pipeline.yaml``, then ``tuned.yaml`` where there is one, then the overrides.
+    """Read ``folder/pipeline.yaml``, then ``tuned.yaml`` if it exists, then the overrides.
 
     Args:
-        folder: the pipeline's.
+        folder: Folder of the pipeline.
         overrides: ``KEY=VALUE`` each: dotted keys, YAML values.
-        untuned: leave ``tuned.yaml`` out.
+        untuned: Whether to ignore ``tuned.yaml``.
 
     Raises:
-        UserError: a missing file, bad YAML, an unknown key or a value out of range.
+        UserError: The file is missing or not YAML, a key is unknown or a value out of range.
     """
     found = None if untuned else read_tuned(folder, TUNABLE_GENERATION)
     tuned = {} if found is None else found.overrides
@@ -256,40 +252,43 @@ def load_generation_spec(
     if spec.adapters and spec.core.backend == "tensorrt_llm":
         raise UserError(
             "adapters",
-            "need core.backend vllm: TensorRT-LLM gets none here",
-            given=", ".join(spec.adapters),
-            remedy="Choose vllm, or merge the adapter into the model",
+            "are only supported for core.backend vllm",
+            given=f"{', '.join(spec.adapters)}, with tensorrt_llm",
+            remedy="Use vllm, or merge the adapter into the model",
         )
     check_chosen_adapter(spec)
     return spec
 
 
 def check_chosen_adapter(spec: GeneratingSpec) -> None:
-    """Raises a `UserError` where `parameters` name an adapter that the pipeline does not have."""
+    """Raise a `UserError` if `parameters` name an adapter that the pipeline does not have."""
     chosen = spec.parameters.get(ADAPTER)
     if chosen and chosen not in spec.adapter_names:
         raise UserError(
             f"parameters.{ADAPTER}",
-            f"must be one of the adapters: {', '.join(spec.adapter_names) or 'there are none'}",
+            "is not an adapter of the pipeline",
             given=chosen,
-            remedy=f"{closest(chosen, spec.adapter_names)}Correct it, or leave it out",
+            remedy=f"{closest(chosen, spec.adapter_names)}Adapters: "
+            f"{', '.join(spec.adapter_names) or 'none'}",
         )
 
 
 class Text2TextCore(Frozen):
-    """The engine. What says "None: the model's own" takes it from ``generation_config.json``.
+    """Options of the engine for text2text. Names are those of transformers.
+
+    A search option that is None takes the value in the model's ``generation_config.json``.
 
     Attributes:
-        precision: of the weights; with ``int8`` products are computed in it, the rest in fp32.
-        max_num_seqs: texts that share a batch; a batch runs to its end.
-        max_length: tokens of a text; None: the model's own.
-        max_new_tokens: tokens of an answer, at most.
-        num_beams: of the search; 1 is greedy, and streams token by token. None: the model's own.
-        length_penalty: above 0 prefers longer answers, with several beams. None: the model's own.
-        no_repeat_ngram_size: no so many tokens come twice in an answer; 0 lets them. None: the
-            model's own.
-        min_new_tokens: tokens of an answer, at least. None: the model's own.
-        threads: that share the work of a batch; None: as many as there are cores, at most 4.
+        precision: Precision of the weights; ``int8`` computes products in int8, the rest in fp32.
+        max_num_seqs: Maximum number of texts in a batch. A batch runs to its end.
+        max_length: Maximum number of tokens in an input text. None: the model's limit.
+        max_new_tokens: Maximum number of tokens in a response.
+        num_beams: Number of beams; 1 searches greedily and streams token by token.
+        length_penalty: Exponent for the length of a response with several beams; values above 0
+            prefer longer responses.
+        no_repeat_ngram_size: Size of n-grams that must not repeat in a response; 0 allows all.
+        min_new_tokens: Minimum number of tokens in a response.
+        threads: Number of threads per batch. None: the number of cores, at most 4.
     """
 
     LENGTH_FIELD: ClassVar = "max_length"
@@ -307,10 +306,10 @@ class Text2TextCore(Frozen):
 
 
 class Text2TextSpec(GeneratingSpec):
-    """One pipeline that makes one text of another, as declared.
+    """Spec of a pipeline that generates a text from a text: a summary, a translation.
 
     Attributes:
-        prefix: what the model wants before each text, for example ``summarize: ``.
+        prefix: Text that the model expects before each input, for example ``summarize: ``.
     """
 
     task: Literal["text2text-generation"]
@@ -335,7 +334,7 @@ def load_text2text_spec(
     `untuned` has no effect: no field of such a pipeline can be tuned.
 
     Raises:
-        UserError: a missing file, bad YAML, an unknown key or a value out of range.
+        UserError: The file is missing or not YAML, a key is unknown or a value out of range.
     """
     spec = load_as(Text2TextSpec, folder, overrides, {}, {})
     check_chosen_adapter(spec)

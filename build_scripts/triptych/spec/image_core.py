@@ -28,7 +28,7 @@ class ImageCore(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
 
     def values(self, pixels: torch.Tensor) -> torch.Tensor:
-        """The model's input: UINT8 ``[rows, height, width, channels]`` to FP32, channels first."""
+        """Return UINT8 pixels, ``[rows, height, width, channels]``, as FP32 with channels first."""
         # To floats first: TensorRT takes bytes as an input, but nothing computes on them.
         values = pixels.to(torch.float32).permute(0, 3, 1, 2)
         # Not folded into one multiplication and addition: this is the processor's own order.
@@ -45,7 +45,7 @@ class ImageCore(nn.Module):
 
 
 def model_input(pixels: NDArray[np.uint8], image: ImageFacts) -> NDArray[np.float32]:
-    """What the core hands the model: UINT8 ``[rows, height, width, channels]`` to FP32."""
+    """Return what the core passes to the model for UINT8 ``[rows, height, width, channels]``."""
     core = ImageCore(nn.Identity(), image)
     values: NDArray[np.float32] = core.values(torch.tensor(pixels)).numpy()
     return values

@@ -1,4 +1,4 @@
-"""A model's own image processor -> `ImageFacts`, proved against the processor itself."""
+"""Read a model's image processor as `ImageFacts`, verified against the processor itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triptych.spec.model_facts import ImageFacts, Resize
 from triptych.spec.model_text import read_json
 
 MAX_DIFFERENCE = 1e-5
-"""Of any element from the processor's, relative to its largest one where that is above 1."""
+"""Maximum difference from the processor's result, relative to its largest element above 1."""
 
 _FIELD = "model.source"
 _REMEDY = "Choose a model whose image processor resizes, crops, rescales and normalizes, no more"
@@ -42,7 +42,7 @@ _RULE = "must have an image processor "
 
 
 class _Probe(NamedTuple):
-    """An image as the runtime opens it, and the processor's result for the same bytes."""
+    """Test image as the runtime opens it, with the processor's result for the same bytes."""
 
     name: str
     image: Any
@@ -50,7 +50,7 @@ class _Probe(NamedTuple):
 
 
 class _Geometry(NamedTuple):
-    """One reading of what a processor's settings say about sizes; see `ImageFacts`."""
+    """Interpretation of a processor's settings about sizes; see `ImageFacts`."""
 
     resize: Resize
     edges: tuple[int, ...]
@@ -58,13 +58,13 @@ class _Geometry(NamedTuple):
 
 
 def read_image_facts(folder: Path) -> ImageFacts:
-    """The settings of the image processor in `folder`, proved to be all that it does.
+    """Read the settings of the image processor in `folder` and verify them.
 
-    What a setting means differs from processor to processor: each sensible reading is tried until
-    one gives the processor's own results for images of many kinds.
+    Processors interpret the same setting differently. Each plausible interpretation is tried until
+    one reproduces the processor's results for images of many kinds.
 
     Raises:
-        UserError: there is no processor, its results vary in size, or no reading fits it.
+        UserError: There is no processor, its results vary in size, or no interpretation matches.
     """
     processor = _load(folder)
     name = type(processor).__name__
@@ -79,10 +79,12 @@ def read_image_facts(folder: Path) -> ImageFacts:
         if furthest[0] <= MAX_DIFFERENCE:
             return reading
         closest = furthest if closest is None else min(closest, furthest)
-    differs = "" if closest is None else f", closest reading {closest[0]:.3g} off at {closest[1]}"
+    differs = (
+        "" if closest is None else f", closest interpretation {closest[0]:.3g} off at {closest[1]}"
+    )
     raise UserError(
         _FIELD,
-        _RULE + "whose settings say all that it does",
+        _RULE + "whose settings describe it completely",
         given=f"{name}{differs}",
         remedy=_REMEDY,
     )
@@ -99,8 +101,8 @@ def _load(folder: Path) -> Any:
         if "sampling_rate" in read_json(folder / "preprocessor_config.json", default={}):
             raise UserError(
                 _FIELD,
-                "must be a model of texts or images",
-                given="a preprocessor of sound in preprocessor_config.json",
+                "must be a text or image model",
+                given="an audio model, by preprocessor_config.json",
                 remedy="Choose another model",
             ) from error
         raise UserError(
@@ -141,7 +143,7 @@ def _probe(processor: Any, height: int, width: int, mode: str) -> _Probe:
 
 
 def _size(name: str, probes: Sequence[_Probe]) -> tuple[int, int]:
-    """Height and width of every result."""
+    """Return height and width of every result."""
     shapes = list(dict.fromkeys(probe.expected.shape for probe in probes))
     if len(shapes) > 1 or len(shapes[0]) != 4 or shapes[0][:2] != (1, _CHANNELS):
         raise UserError(
@@ -159,7 +161,7 @@ def _setting(processor: Any, name: str) -> Any:
 
 
 def _facts(processor: Any, height: int, width: int) -> ImageFacts:
-    """All but the geometry."""
+    """Return all settings except the geometry."""
     from PIL import Image
 
     setting = partial(_setting, processor)
@@ -211,7 +213,7 @@ def _geometries(processor: Any) -> Iterator[_Geometry]:
 
 
 def _furthest(facts: ImageFacts, probes: Sequence[_Probe]) -> tuple[float, str]:
-    """The largest difference of any probe from the processor's result, and which probe's."""
+    """Return the largest difference from the processor's results, and the name of its probe."""
     from triptych.runtime.rows_image import to_pixels
     from triptych.spec.image_core import model_input
 

@@ -1,4 +1,4 @@
-"""Memory that a batch of a text core takes while it is computed: an estimate from shapes."""
+"""Estimate the memory of a batch of a text core from its shapes."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from triptych.spec.engine_plan import USUAL_HEAD_SIZE, USUAL_WIDENING
 from triptych.spec.model_facts import ModelFacts
 
 ELEMENT_BYTES = {"fp32": 4}
-"""Bytes of an element of activations by precision; 2 in all others. On a CPU they are fp32."""
+"""Size of an activation in bytes by precision; 2 for all others. On a CPU activations are fp32."""
 
 MEASURED_SHARE = 1.1
-"""Memory that ONNX Runtime took, divided by that of the tensors which are alive at once. Measured
-on BERT, RoBERTa and MiniLM in fp32, batches of 8 and 32 rows of 128 to 512 tokens: 1.0 to 1.17."""
+"""Ratio of the memory of ONNX Runtime to that of the live tensors. Measured with BERT, RoBERTa
+and MiniLM in fp32, batches of 8 and 32 rows of 128 to 512 tokens: 1.0 to 1.17.
+"""
 
 
 SCORE_TENSORS = {True: 2, False: 4}
-"""Tensors of attention scores that are alive at once, where rows are packed and where they are not:
-the bucketed layout has PyTorch's own attention, whose scaling and masks take more."""
+"""Number of live tensors of attention scores, for packed rows (True) and padded rows (False).
+PyTorch's own attention, used by the bucketed layout, needs more for scaling and masks.
+"""
 
 
 def batch_mib(
     facts: ModelFacts, *, rows: int, tokens: int, precision: str, on_gpu: bool, packed: bool
 ) -> float:
-    """Return the MiB that a batch of `rows` rows of `tokens` tokens each takes beside the weights.
+    """Return the memory in MiB of a batch of rows of equal length, without the weights.
 
-    Alive at once are either `SCORE_TENSORS` and four tensors of the hidden size, or three
-    of the feed-forward size and two of the hidden size. Measured on a CPU, encoders with another
-    attention take more: 1.5 times as much where masks or a bias differ from layer to layer
-    (ModernBERT, MPNet, Qwen3), 4 times as much with DeBERTa's relative positions.
+    Live tensors are either `SCORE_TENSORS` and four tensors of the hidden size, or three of the
+    feed-forward size and two of the hidden size. Measured on a CPU, encoders with other attention
+    need more: 1.5 times if masks or a bias differ between layers (ModernBERT, MPNet, Qwen3), 4
+    times with DeBERTa's relative positions.
     """
     size = ELEMENT_BYTES.get(precision, 2) if on_gpu else 4
     slots, hidden = slots_of(tokens), facts.hidden_size
@@ -41,9 +43,10 @@ def batch_mib(
 def rows_within(
     facts: ModelFacts, *, limit_mib: float, tokens: int, precision: str, on_gpu: bool
 ) -> int:
-    """Return how many rows of `tokens` tokens a batch within `limit_mib` may have, at least 1.
+    """Return the maximum number of rows of `tokens` tokens in a batch within `limit_mib`.
 
-    It is the same number for both layouts: which one a model can have is known later.
+    The result is at least 1. It is the same for both layouts, because the
+    layout is chosen later.
     """
     each = batch_mib(facts, rows=1, tokens=tokens, precision=precision, on_gpu=on_gpu, packed=False)
     return max(1, int(limit_mib / each))

@@ -1,4 +1,4 @@
-"""What is known of a model from its own files, as `model.source` reads it."""
+"""Information about a model from its own files; see `model_source`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ Resize = Literal["none", "exact", "shorter"]
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """The settings of an image processor, its defaults filled in.
+    """Settings of an image processor, with defaults filled in.
 
-    From an RGB image to the model's input, in this order: resize, crop, reverse the channels (so
-    far `runtime.rows_image.to_pixels`), rescale, normalize (`model.image_core.ImageCore`).
+    An RGB image becomes the model's input by these steps: resize, crop, reverse channels (in
+    `runtime.rows_image.to_pixels`), then rescale and normalize (in `image_core.ImageCore`).
 
     Attributes:
-        resize: what `edges` means: both edges exactly, the shorter edge with the longer one in
-            proportion, or no resizing at all.
-        edges: in pixels: height and width, the shorter edge alone, or nothing.
-        resample: name of Pillow's filter, in lower case.
-        crop: height and width cut out of the middle, filled up with zeros where the image is
-            smaller; None for no crop.
-        reverse_channels: whether the model's channels are blue, green, red.
-        rescale_factor: multiplies the pixels, which count from 0 to 255; None for no rescaling.
-        mean: subtracted from each channel after that; None for no normalization.
-        std: divides each channel after that; None for no normalization.
-        height: of every result, in pixels; likewise `width` and `channels`.
+        resize: Meaning of `edges`: both sides exactly, the shorter side with the aspect ratio
+            kept, or no resizing.
+        edges: Sides in pixels: height and width, the shorter side, or empty.
+        resample: Name of Pillow's filter in lower case.
+        crop: Height and width cut from the center, padded with zeros for smaller images; None for
+            no crop.
+        reverse_channels: Whether the model's channels are blue, green, red.
+        rescale_factor: Factor for pixel values from 0 to 255; None for no rescaling.
+        mean: Value subtracted from each channel; None for no normalization.
+        std: Divisor of each channel; None for no normalization.
+        height: Height of the model's input in pixels.
+        width: Width of the model's input in pixels.
     """
 
     resize: Resize
@@ -46,11 +47,11 @@ class ImageFacts:
 
 @dataclass(frozen=True)
 class Dense:
-    """A linear layer after pooling.
+    """Linear layer after pooling.
 
     Attributes:
-        folder: of its weights, relative to the model.
-        activation: dotted name of the torch module applied after it.
+        folder: Folder of the weights, relative to the model.
+        activation: Dotted name of the torch module applied to the result.
     """
 
     folder: str
@@ -62,34 +63,34 @@ class Dense:
 
 @dataclass(frozen=True)
 class Normalize:
-    """Scale each vector to length 1."""
+    """Scaling of each vector to length 1."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model as its files describe it; None stands for what its config does not say.
+    """Information about a model; None for values that its config does not give.
 
     Attributes:
-        sha256: hash over names and contents of the files that decide the result.
-        architecture: class name in ``config.json``.
-        hidden_size: elements of a token's vector.
-        max_length: tokens a row may have, special tokens included, by the model's own files.
-        pad_token_id: fills a row up; its value never reaches a result.
-        lowercase: texts are lower-cased before they are tokenized.
-        pooling: ways a row's token vectors become one, concatenated in this order.
-        head: what follows pooling, in order.
-        prompts: name to text put before each input.
-        default_prompt: name of the prompt used when a request names none; None for no prompt.
-        labels: what each output of a classifying head stands for, by index.
-        activation: turns a classifying head's logits into scores.
-        segments: kinds of segment the model tells apart (token types); 1 where it does not.
-        mask_token: stands for the word to be filled in; None where the tokenizer has none.
-        vocabulary: tokens the model knows.
-        unk_token_id: of what is not in the vocabulary; None where nothing is unknown.
-        image: settings of the model's image processor; None for models of text.
-        layers: of the encoder, one after the other.
-        heads: of attention, in a layer.
-        intermediate_size: elements between a layer's two feed-forward products.
+        sha256: Hash of names and contents of the files that determine the model's results.
+        architecture: Class name in ``config.json``.
+        hidden_size: Size of a token's vector.
+        max_length: Maximum number of tokens in a row, including special tokens.
+        pad_token_id: Id of the padding token; it never affects results.
+        lowercase: Whether texts are lower-cased before tokenization.
+        pooling: Poolings of token vectors, concatenated in this order.
+        head: Modules after pooling, in order.
+        prompts: Text put before each input by name of the prompt.
+        default_prompt: Name of the prompt for requests that name none; None for no prompt.
+        labels: Label of each output of a classifying head, by index.
+        activation: Function from logits to scores.
+        segments: Number of token types that the model distinguishes; 1 for none.
+        mask_token: Token for the word to be filled in; None if the tokenizer has none.
+        vocabulary: Number of tokens in the vocabulary.
+        unk_token_id: Id of the token for unknown text; None if every text is known.
+        image: Settings of the image processor; None for text models.
+        layers: Number of layers in the encoder.
+        heads: Number of attention heads in a layer.
+        intermediate_size: Size between the two feed-forward products of a layer.
     """
 
     sha256: str
@@ -116,12 +117,12 @@ class ModelFacts:
 
     @property
     def of_core(self) -> dict[str, Any]:
-        """All that decides the core, as plain data: prompts do not, nor do estimates of cost."""
+        """Fields that affect the core, as plain data, without prompts and estimates of cost."""
         aside = ("prompts", "default_prompt", "layers", "heads", "intermediate_size")
         return {key: value for key, value in asdict(self).items() if key not in aside}
 
     @property
     def embedding_size(self) -> int:
-        """Elements of the final vector."""
+        """Size of the final vector."""
         sizes = [module.out_features for module in self.head if isinstance(module, Dense)]
         return sizes[-1] if sizes else self.hidden_size * len(self.pooling)

@@ -1,12 +1,7 @@
-"""Where a model's files are, and what they say: `ModelSource` -> local folder -> `ModelFacts`.
+"""Locate a model's files and read its information: `ModelSource` to folder to `ModelFacts`.
 
-Under which license a model's own files say that it is.
-
-A model of the Hugging Face Hub: fetched into the ordinary cache, or found there.
-
-Refusing a model folder that brings code of its own: Triptych runs none of it.
-
-What a model's files say, read once: transformers, which reads them, takes seconds to load.
+Models that bring their own code are rejected, because Triptych never runs it. Results are cached,
+because transformers takes seconds to load.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ _HEAD = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 
 def read_license(folder: Path) -> str:
-    """The `license` of the card in a model's folder, as it names it; empty where it names none."""
+    """Return the `license` that the model card in a folder names; empty if it names none."""
     try:
         head = _HEAD.match((folder / CARD).read_text(encoding="utf-8").replace("\r\n", "\n"))
         fields = parse_yaml(head[1]) if head else None
@@ -59,14 +54,14 @@ FOREIGN = ("onnx/*", "openvino/*", "*.onnx")
 
 
 def hub_folder(model: ModelSource) -> Path:
-    """The local folder of a model that is named by its Hub id.
+    """Return the local folder of a model on the Hugging Face Hub, downloading it if necessary.
 
     Raises:
-        UserError: the Hub has none, or cannot be reached and none is cached.
+        UserError: The Hub has no such model, or cannot be reached and the cache has none.
     """
     from huggingface_hub import snapshot_download
 
-    # A full commit never changes: what is cached of it needs no look at the Hub.
+    # A full commit never changes, so the cache is valid without a request to the Hub.
     cached_first = model.revision is not None and len(model.revision) == 40
 
     def fetch(*patterns: str) -> Path:
@@ -86,7 +81,7 @@ def hub_folder(model: ModelSource) -> Path:
         except Exception as first:
             try:
                 return download(local=not cached_first)
-            except Exception as second:  # what the Hub said tells more than an empty cache
+            except Exception as second:  # the Hub's error explains more than an empty cache
                 raise (second if cached_first else first) from None
 
     try:
@@ -113,19 +108,19 @@ def _not_found(model: ModelSource, error: Exception) -> UserError:
     if isinstance(error, LocalEntryNotFoundError):
         cause = " ".join(str(error.__cause__ or "").split())[:100]
         why = (
-            "HF_HUB_OFFLINE forbids to ask the Hub"
+            "HF_HUB_OFFLINE forbids requests to the Hub"
             if constants.is_offline_mode()
             else f"the Hub cannot be reached ({cause or 'no answer'})"
         )
         reason = f"{why}, and {constants.HF_HUB_CACHE} does not have it"
         remedy = (
-            "Name a local folder as model.source; or fetch it where there is a network, copy the "
-            "cache and let HF_HOME name it"
+            "Set model.source to a local folder; or download the model on another machine, copy "
+            "the cache and set HF_HOME"
             + ("; or unset HF_HUB_OFFLINE" if constants.is_offline_mode() else "")
         )
     return UserError(
         "model.source",
-        "must be a model the Hugging Face Hub has, or one cached before",
+        "must be a model on the Hugging Face Hub, or in its cache",
         given=f"{wanted}: {reason}",
         remedy=remedy,
     )
@@ -135,23 +130,23 @@ _LIBRARY = "sentence_transformers."
 
 
 def refuse_own_code(folder: Path) -> None:
-    """Raises a `UserError` where the files in `folder` name code outside the libraries.
+    """Raise a `UserError` if files in `folder` name code outside the libraries.
 
-    transformers would ask on the terminal and run it, or take a class of its own instead, whose
-    numbers need not be the model's.
+    transformers would ask on the terminal and run it, or use a class of its own whose results may
+    differ from the model's.
     """
     for path, entry in _own_code(folder):
         raise UserError(
             "model.source",
-            "must be a model without code of its own, which is never run",
+            "must be a model without its own code, because such code is never run",
             given=f"{entry} in {path}",
-            remedy="Choose a model that transformers itself has; if it has this one, remove that "
+            remedy="Choose a model that transformers supports; if it supports this one, remove the "
             "entry from a copy of the folder",
         )
 
 
 def _own_code(folder: Path) -> Iterator[tuple[Path, str]]:
-    """The files and the entries in them that name code."""
+    """Yield files and the entries in them that name code."""
     for path in sorted(folder.glob("*config.json")):
         for entry in _entries(read_json(path)):
             yield path, entry
@@ -177,35 +172,35 @@ OUT_OF_REACH = 1 << 30
 
 
 def locate(model: ModelSource, pipeline_folder: Path) -> Path:
-    """The local folder with the model's files; a Hub model is fetched into the ordinary cache.
+    """Return the local folder with the model's files, downloading a Hub model into the cache.
 
     Raises:
-        UserError: nothing there, not a model, or one with code of its own.
+        UserError: The folder is missing, is not a model, or has its own code.
     """
     folder = find_folder(model, pipeline_folder)
     if not (folder / "config.json").is_file():
         raise UserError(
             "model.source",
-            "must hold a Hugging Face model (config.json, weights, tokenizer)",
-            given=f"{model.source}: no config.json in it",
-            remedy="Name the folder that `save_pretrained` wrote",
+            "must contain a Hugging Face model (config.json, weights, tokenizer)",
+            given=f"{model.source} without config.json",
+            remedy="Use the folder that `save_pretrained` wrote",
         )
     if not has_weights(folder):
         raise UserError(
             "model.source",
-            "must hold weights (*.safetensors or pytorch_model*.bin)",
-            given=f"{model.source}: none in it",
-            remedy="Save the model with `save_pretrained`, or fetch its weights",
+            "must contain weights (*.safetensors or pytorch_model*.bin)",
+            given=f"{model.source} without weights",
+            remedy="Save the model with `save_pretrained`, or download its weights",
         )
     refuse_own_code(folder)
     return folder
 
 
 def find_folder(model: ModelSource, pipeline_folder: Path) -> Path:
-    """The local folder that a source names, whatever is in it.
+    """Return the local folder that a source names, whatever it contains.
 
     Raises:
-        UserError: there is none.
+        UserError: There is no such folder.
     """
     if model.source.startswith("package:"):
         return _package_folder(model.source)
@@ -216,7 +211,7 @@ def find_folder(model: ModelSource, pipeline_folder: Path) -> Path:
             "model.source",
             "must be a folder, a Hub id `owner/name`, or `package:<module>/<folder>`",
             given=model.source,
-            remedy="A relative folder is looked up from the pipeline's own folder",
+            remedy="Correct the path; relative paths start at the folder of the pipeline",
         )
     return hub_folder(model)
 
@@ -229,7 +224,7 @@ def _package_folder(source: str) -> Path:
             "model.source",
             "must name an installed package",
             given=source,
-            remedy=f"pip install the package of `{module}`, or name a folder or a Hub id",
+            remedy=f"Install the package of `{module}`, or use a folder or a Hub id",
         )
     return Path(next(iter(spec.submodule_search_locations))) / inner
 
@@ -242,14 +237,14 @@ class _TransformerConfig(TypedDict, total=False):
 
 
 def read_facts(folder: Path, sha256: str | None = None) -> ModelFacts:
-    """What the files in `folder` say of the model.
+    """Read information about the model from the files in `folder`.
 
     Args:
-        folder: of the model.
-        sha256: its `hash_model`, where that is known: weights take long to read.
+        folder: Folder of the model.
+        sha256: `hash_model` of the folder if known; reading weights takes long.
 
     Raises:
-        UserError: a setting that changes results and is not known here.
+        UserError: A setting that affects results is not supported.
     """
     config: ModelConfig = read_json(folder / "config.json")
     transformer: _TransformerConfig = read_json(folder / "sentence_bert_config.json", default={})
@@ -290,7 +285,7 @@ def read_facts(folder: Path, sha256: str | None = None) -> ModelFacts:
 
 
 def read_tokenizer(folder: Path) -> str:
-    """The model's tokenizer as the text of a ``tokenizer.json``, without padding.
+    """Return the model's tokenizer as the text of a ``tokenizer.json``, without padding.
 
     Where it cuts long texts at their beginning, the text says so, with a limit out of reach;
     otherwise it says nothing of truncation. It is loaded through transformers, which applies
@@ -396,7 +391,7 @@ def _hidden_size(folder: Path, config: ModelConfig) -> int:
 
 
 def _setting(folder: Path, config: ModelConfig, name: str) -> Any:
-    """A setting by its usual name: transformers knows each model's own one, and its default."""
+    """Return a setting by its usual name; transformers knows each model's own name and default."""
     own: Mapping[str, object] = config
     if name in own:
         return own[name]
@@ -415,10 +410,12 @@ def _setting(folder: Path, config: ModelConfig, name: str) -> Any:
 
 
 def _max_length(folder: Path, config: ModelConfig, transformer: _TransformerConfig) -> int:
-    """The tightest of the limits the files give; positions that padding takes are not counted."""
+    """Return the smallest limit in the files, without positions that padding uses."""
     tokenizer = read_json(folder / "tokenizer_config.json", default={})
     positions = config.get("max_position_embeddings")
-    if positions and positions % 8:  # RoBERTa and its kin: positions up to the pad's are not used
+    if (
+        positions and positions % 8
+    ):  # RoBERTa's family: positions up to the padding token's are unused
         positions -= (config.get("pad_token_id") or 0) + 1
     limits = (transformer.get("max_seq_length"), tokenizer.get("model_max_length"), positions)
     known = [int(limit) for limit in limits if limit and limit < 1_000_000]
@@ -426,7 +423,7 @@ def _max_length(folder: Path, config: ModelConfig, transformer: _TransformerConf
 
 
 def hash_model(folder: Path) -> str:
-    """Hash over names and contents of the files that decide a model's results, in hex."""
+    """Return the hash of names and contents of the files that determine results, in hex."""
     digest = hashlib.sha256()
     patterns = (*FILES, *WEIGHTS[1:], "*/*.json", "*/*.safetensors", "*/pytorch_model.bin")
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
@@ -439,12 +436,12 @@ CODE = ("spec/model_*.py", "spec/image_*.py", "spec/model_text.py")
 
 
 def read_model(folder: Path, progress: Progress) -> tuple[ModelFacts, Path | None]:
-    """The facts of the model in `folder`, and the runtime's ``tokenizer.json`` in the cache.
+    """Return the information about the model in `folder` and the cached ``tokenizer.json``.
 
-    A model of images has no tokenizer.
+    An image model has no tokenizer.
 
     Raises:
-        UserError: a setting that changes results and is not known here; no fast tokenizer.
+        UserError: A setting that affects results is not supported, or there is no fast tokenizer.
     """
     sha256 = hash_model(folder)
     inputs = {

@@ -1,7 +1,4 @@
-"""What the files of sentence-transformers say of pooling and of what follows it.
-
-What a model's config says of its classes: their names, and what turns logits into scores.
-"""
+"""Pooling and modules of sentence-transformers models; labels and activation of classifiers."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from triptych.base.errors import UserError
 from triptych.spec.model_facts import Activation, Dense, Normalize
 
 CLASSIFIES = "Classification"
-"""Part of the class name of every model of transformers with a classifying head."""
+"""Part of the class name of every transformers model with a classifying head."""
 
 LABELS_BY_DEFAULT = 2
-"""Classes of a config that says nothing of them: transformers does not write those down."""
+"""Number of classes if the config gives none: transformers does not write this default."""
 
 CROSS_ENCODER = "CrossEncoder"
 
@@ -25,7 +22,7 @@ CROSS_ENCODER_ACTIVATIONS: Mapping[str, Activation] = {"Identity": "none", "Sigm
 
 
 class ModelConfig(TypedDict, total=False):
-    """Fields of ``config.json``, as far as they are read by name."""
+    """Fields of ``config.json`` that are read by name."""
 
     architectures: list[str] | None
     model_type: str
@@ -50,10 +47,10 @@ class SentenceConfig(TypedDict, total=False):
 
 
 def read_labels(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the classes by index; empty for a model without a classifying head.
+    """Return labels by index; empty for a model without a classifying head.
 
     Raises:
-        UserError: the names are not numbered from 0 on.
+        UserError: The labels are not numbered from 0.
     """
     names = config.get("id2label")
     architectures = config.get("architectures")
@@ -69,7 +66,7 @@ def read_labels(config: ModelConfig) -> tuple[str, ...]:
     if sorted(by_index) != list(range(len(names))):
         raise UserError(
             "id2label in config.json",
-            "must name every class by its number, from 0 on",
+            "must number the classes from 0 without gaps",
             given=names,
             remedy="Correct the model's config.json",
         )
@@ -77,14 +74,14 @@ def read_labels(config: ModelConfig) -> tuple[str, ...]:
 
 
 def read_activation(config: ModelConfig, sentence: SentenceConfig, classes: int) -> Activation:
-    """What turns the logits of so many classes into scores, as transformers' pipelines decide it.
+    """Return the function from logits to scores, as transformers' pipelines choose it.
 
-    A model with one output may be a cross-encoder of sentence-transformers: then its settings
-    decide. With more outputs they do not, as their default there is no activation at all, which
-    holds for no pipeline of transformers.
+    A model with one output may be a cross-encoder of sentence-transformers, whose settings then
+    decide. With more outputs the settings are ignored: their default is no activation, which no
+    pipeline of transformers uses.
 
     Raises:
-        UserError: a cross-encoder's activation is neither the identity nor a sigmoid.
+        UserError: The activation of a cross-encoder is neither the identity nor a sigmoid.
     """
     named = _cross_encoder_activation(config, sentence)
     if classes == 1 and named is not None:
@@ -106,7 +103,7 @@ def read_activation(config: ModelConfig, sentence: SentenceConfig, classes: int)
 
 
 def _cross_encoder_activation(config: ModelConfig, sentence: SentenceConfig) -> str | None:
-    """Dotted name of the torch module, from where each version of the library wrote it."""
+    """Return the dotted name of the torch module, stored in a place that depends on the version."""
     return (
         (sentence.get("activation_fn") if is_cross_encoder(sentence) else None)
         or (config.get("sentence_transformers") or {}).get("activation_fn")
@@ -127,11 +124,11 @@ POOLING = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Flags of a sentence-transformers pooling config, in the order their vectors are joined."""
+"""Flags in the pooling config of sentence-transformers, in the order of concatenation."""
 
 
 class _Module(TypedDict):
-    """An entry of ``modules.json``: a dotted class name and the folder of its settings."""
+    """Entry of ``modules.json``: a dotted class name and the folder of its settings."""
 
     type: str
     path: str
@@ -147,13 +144,12 @@ class _DenseConfig(TypedDict, total=False):
 def read_modules(
     folder: Path, sentence: SentenceConfig
 ) -> tuple[tuple[str, ...], tuple[Dense | Normalize, ...]]:
-    """Pooling modes and what follows pooling, by ``modules.json`` and the files it names.
+    """Return pooling modes and modules after pooling, from ``modules.json``.
 
-    A model without that file is pooled by the mean, not normalized, as sentence-transformers
-    itself does.
+    A model without that file is mean-pooled and not normalized, as in sentence-transformers.
 
     Raises:
-        UserError: a module, or a setting of one, that changes results and is not known here.
+        UserError: A module, or a setting of one, affects results and is not supported.
     """
     modules: list[_Module] = read_json(folder / "modules.json", default=[])
     if is_cross_encoder(sentence):
@@ -185,10 +181,10 @@ def read_modules(
 
 
 def read_json(path: Path, default: Any = None) -> Any:
-    """Content of a JSON file; `default`, unless it is None, where there is no file.
+    """Return the content of a JSON file; `default`, unless it is None, if there is no file.
 
     Raises:
-        UserError: not JSON.
+        UserError: The file is not JSON.
     """
     if default is not None and not path.is_file():
         return default
@@ -196,14 +192,14 @@ def read_json(path: Path, default: Any = None) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(
-            str(path), "must be JSON", given=str(error), remedy="Fetch the model again"
+            str(path), "is not valid JSON", given=str(error), remedy="Download the model again"
         ) from error
 
 
 def _check_cross_encoder(
     folder: Path, modules: Sequence[_Module], sentence: SentenceConfig
 ) -> None:
-    """Beside its classifying head, nothing else may change a cross-encoder's scores."""
+    """Check that nothing but the classifying head affects a cross-encoder's scores."""
     kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
     if kinds not in ([], ["Transformer"]):
         raise UserError(

@@ -1,4 +1,4 @@
-"""All derived numbers of a pipeline: a pure function of (spec, model facts, traffic lengths)."""
+"""Plan of a pipeline: numbers derived from the spec, the model and the lengths of the traffic."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ from triptych.spec.tasks import Core, Task
 from triptych.spec.traffic import Lengths
 
 TENSOR_CORE_MULTIPLE = 8
-"""Padded lengths on a GPU are multiples of this: tensor cores work on blocks of 8."""
+"""Multiple of padded lengths on a GPU: tensor cores work on blocks of 8."""
 
 GATHER_BUFFERS = 8
-"""Buffers from which on a kernel that gathers them starts faster than a copy each."""
+"""Minimum number of buffers for which one gather kernel starts faster than copies."""
 
 Layout = Literal["packed", "bucketed", "fixed"]
-"""How rows share a batch; ``fixed``: all rows have the same shape, as images have."""
+"""Layout of a batch. ``packed``: rows end to end without padding (sequence packing). ``bucketed``:
+rows padded to planned lengths. ``fixed``: rows of equal shape (images).
+"""
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """One request the server makes before it reports ready: `rows` rows of `tokens` tokens."""
+    """Request that the server computes before it is ready: `rows` rows of `tokens` tokens each."""
 
     rows: int
     tokens: int
@@ -49,20 +51,20 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything the repository is written from.
+    """Numbers from which the repository is written.
 
     Attributes:
-        parameters: of requests, with the pipeline's defaults.
-        layout: how rows share a batch.
-        lengths: of the traffic's core rows, in tokens; None for images.
-        max_length: tokens a core row may have.
-        max_batch_size: rows a batch of the core may have.
-        request_rows: rows a request may have.
-        bucket_edges: padded lengths, ascending, the last one `max_length`; empty unless bucketed.
-        core_inputs: of the core's config, without the batch dimension.
-        engine: what TensorRT builds, beforehand or inside ONNX Runtime; None where it does not.
-        cost: expected, of a row in either layout; None for images.
-        gives_inputs: whether the request's inputs go past the core, for `hooks.after`.
+        parameters: Request parameters with the pipeline's defaults.
+        lengths: Token lengths of the traffic's model rows; None for images.
+        max_length: Maximum number of tokens in a model row.
+        max_batch_size: Maximum number of rows in a batch of the core.
+        request_rows: Maximum number of rows in a request.
+        bucket_edges: Padded lengths in ascending order, ending with `max_length`; empty unless the
+            layout is bucketed.
+        core_inputs: Inputs in the core's config, without the batch dimension.
+        engine: Plan of the TensorRT engine, built ahead or inside ONNX Runtime; None without one.
+        cost: Expected cost of a row in both layouts; None for images.
+        gives_inputs: Whether the request's inputs are forwarded to postprocess, for `hooks.after`.
     """
 
     spec: PipelineSpec
@@ -88,31 +90,31 @@ class Plan:
 
     @property
     def past_core(self) -> tuple[Tensor, ...]:
-        """What goes from preprocess to postprocess without passing through the core."""
+        """Tensors that preprocess sends to postprocess without passing through the core."""
         carry = (CARRY,) if self.task.carries else ()
         inputs = self.task.inputs if self.gives_inputs else ()
         ticket = TICKET if self.spec.serving.sample is None else SAMPLED_TICKET
         return (ticket, *carry, *(replace(t, name=FORWARDED_PREFIX + t.name) for t in inputs))
 
     def step(self, name: str) -> str:
-        """Triton's name of the model that is this pipeline's step `name`."""
+        """Return the Triton model name of a step."""
         owner = self.spec.core.shared_from if name == "core" else None
         return f"{owner or self.spec.name}_{name}"
 
     @property
     def builds_engine(self) -> bool:
-        """The core is a TensorRT plan, made by the engine stage."""
+        """Whether the core is a TensorRT engine that the engine stage builds."""
         return self.spec.core.backend == "tensorrt"
 
     @property
     def gather_threshold(self) -> int:
-        """From so many buffers on, one kernel gathers a batch; 0 for never."""
+        """Minimum number of buffers for the gather kernel; 0 for never."""
         threshold = self.spec.serving.transfers.gather_kernel_buffer_threshold
         return GATHER_BUFFERS if threshold is None else threshold
 
     @property
     def rows_at_once(self) -> int:
-        """Rows that all instances of the core compute at once, in full batches."""
+        """Number of rows that all instances of the core compute at once in full batches."""
         serving = self.spec.serving
         gpus = len(serving.gpus) if self.spec.core.device == "gpu" else 0
         return self.max_batch_size * serving.instances.core * max(gpus, 1)
@@ -123,7 +125,7 @@ class Plan:
 
     @property
     def batch_mib(self) -> float | None:
-        """Estimated MiB that the largest batch takes beside the weights; None for images."""
+        """Estimated memory in MiB of the largest batch, without the weights; None for images."""
         if self.lengths is None:
             return None
         core = self.spec.core
@@ -138,7 +140,7 @@ class Plan:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Number to why it is what it is, for `inspect`."""
+        """Reason of each number, for `inspect`."""
         spec, task, allowed = self.spec, self.task, self.facts.max_length
         own = spec.tokenizer.max_length
         if own is not None and own < allowed:
@@ -173,7 +175,7 @@ class Plan:
 
     @property
     def padding_share(self) -> float:
-        """Computed tokens that are padding, over all computed tokens, for the traffic."""
+        """Fraction of computed tokens that are padding, for the traffic."""
         if self.lengths is None or not self.bucket_edges:
             return 0.0
         computed = sum(bucket_of(n, self.bucket_edges) * c for n, c in self.lengths.counts.items())
@@ -181,26 +183,26 @@ class Plan:
 
 
 def max_length_of(spec: PipelineSpec, facts: ModelFacts, task: Task) -> int:
-    """Tokens a core row may have: the spec's limit, else the task's, at most the model's own."""
+    """Return the maximum number of tokens in a row, by the spec, the task and the model."""
     return min(spec.tokenizer.max_length or task.max_length or facts.max_length, facts.max_length)
 
 
 def request_rows_of(max_batch_size: int, task: Task) -> int:
-    """Rows a request may have, of a core that takes so many."""
+    """Return the maximum number of rows in a request for a core with this batch size."""
     return min(max_batch_size, task.request_rows or max_batch_size)
 
 
 def core_rows_of(spec: PipelineSpec, facts: ModelFacts, task: Task) -> int:
-    """Rows that a request may become, before it is known whether rows can be packed."""
+    """Return the maximum number of model rows of a request, before the layout is known."""
     if facts.image is not None:
         return spec.core.max_batch_size
     return max_rows(spec, facts, max_length_of(spec, facts, task))
 
 
 def max_rows(spec: PipelineSpec, facts: ModelFacts, max_length: int) -> int:
-    """Return how many rows a batch may have: as the spec says, within its limit of memory.
+    """Return the maximum number of rows in a batch within the spec's limits on rows and memory.
 
-    Triton's batcher counts rows, not tokens, so all rows of a batch may have `max_length` tokens.
+    Triton's batcher counts rows, not tokens, so every row of a batch may have `max_length` tokens.
     """
     core = spec.core
     within = rows_within(
@@ -214,7 +216,7 @@ def max_rows(spec: PipelineSpec, facts: ModelFacts, max_length: int) -> int:
 
 
 def inputs_of(facts: ModelFacts, task: Task) -> tuple[Tensor, ...]:
-    """The core's inputs, without what the server adds."""
+    """Return the core's inputs, without those that the server adds."""
     if facts.image is not None:
         image = facts.image
         return (Tensor("pixels", "UINT8", (image.height, image.width, image.channels)),)
@@ -226,7 +228,7 @@ def inputs_of(facts: ModelFacts, task: Task) -> tuple[Tensor, ...]:
 def row_settings(
     spec: PipelineSpec, facts: ModelFacts, task: Task, *, max_core_rows: int
 ) -> dict[str, object]:
-    """What the task's row maker needs to know, but for the padded lengths.
+    """Return the settings of the task's batch encoder, except the padded lengths.
 
     A request may become `max_core_rows` rows.
     """
@@ -263,9 +265,9 @@ def make_plan(
     *,
     layout: Layout | None = None,
 ) -> Plan:
-    """Derive every number the repository needs, of the traffic's `lengths`; None for images.
+    """Return the plan for the token lengths of the traffic (None for images).
 
-    `layout` is instead of the spec's, where that has turned out impossible.
+    `layout` overrides the spec's layout, for models that cannot be packed.
     """
     max_length = max_length_of(spec, facts, task)
     core, on_gpu = spec.core, spec.core.device == "gpu"
@@ -315,7 +317,7 @@ def expected_cost(
     edges: tuple[int, ...],
     max_length: int,
 ) -> RowCost:
-    """What a row of such lengths is expected to cost, packed, and padded to `edges`."""
+    """Return the expected cost of a row of the traffic, packed and padded to `edges`."""
     core, on_gpu = spec.core, spec.core.device == "gpu"
     rows = max_rows(spec, facts, max_length)
     return row_cost(
@@ -324,13 +326,13 @@ def expected_cost(
         edges,
         on_gpu=on_gpu,
         rows=rows,
-        longest=lengths.quantile(0.5 ** (1 / rows)),  # the median of a batch's longest row
+        longest=lengths.quantile(0.5 ** (1 / rows)),  # median of the longest row of a batch
         graphs=core.backend == "tensorrt" and core.engine.cuda_graphs,
     )
 
 
 def _warm_ups(lengths: Lengths | None, edges: tuple[int, ...], most: int) -> tuple[WarmUp, ...]:
-    """Each planned length, or a usual and a long row; alone, and on a GPU in a full batch, too."""
+    """Return warm-ups for each padded length, or for a median and a long row."""
     tokens = edges or (1,)
     if lengths is not None and not edges:
         tokens = tuple(sorted({lengths.quantile(0.5), lengths.quantile(0.99)}))
@@ -338,23 +340,24 @@ def _warm_ups(lengths: Lengths | None, edges: tuple[int, ...], most: int) -> tup
 
 
 def bucket_of(length: int, edges: tuple[int, ...]) -> int:
-    """The smallest edge that holds `length` tokens."""
+    """Return the smallest padded length that fits `length` tokens."""
     return next(edge for edge in edges if edge >= length)
 
 
 def choose_edges(
     lengths: Lengths, max_length: int, *, count: int, multiple: int = 1
 ) -> tuple[int, ...]:
-    """The at most `count` padded lengths that minimize the traffic's expected padded tokens.
+    """Return up to `count` padded lengths that minimize padding for the traffic.
 
-    Exact, by dynamic programming over the histogram: an optimal edge is always an observed
-    length (rounded up to `multiple`), so only those and `max_length` are candidates.
+    Uses dynamic programming over the length histogram, so the result is exact. An optimal padded
+    length is an observed length (rounded up to `multiple`), so only those and `max_length` are
+    candidates.
 
     Args:
-        lengths: of the traffic, in tokens, none above `max_length`.
-        max_length: the last edge, whatever the traffic shows: any row must have a bucket.
-        count: most edges wanted.
-        multiple: edges other than the last are multiples of this.
+        lengths: Token lengths of the traffic, at most `max_length`.
+        max_length: Largest padded length; always part of the result.
+        count: Maximum number of padded lengths.
+        multiple: Multiple to which all padded lengths but the last are rounded up.
     """
     rounded: dict[int, int] = {}
     for length, rows in lengths.counts.items():

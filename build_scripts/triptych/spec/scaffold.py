@@ -1,7 +1,7 @@
-"""New pipelines: a task's templates, filled in and written whole or not at all.
+"""Create new pipelines from the templates of a task, atomically.
 
-``templates/<task>/`` holds what a new folder gets, ``templates/<task>/hooks/`` what it gets besides
-where hooks are asked for. Python files end in ``.txt`` there: they are no modules of this package.
+``templates/TASK/`` has the files of a new folder, ``templates/TASK/hooks/`` those added with
+hooks. Python files there end in ``.txt``, so that they are not modules of this package.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ HOOKS = "hooks"
 STAGING = ".new"
 MASK_TOKEN = "<mask>"
 LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-"""What configurations of models call the tokens that they take."""
+"""Config keys under which models store their maximum sequence length."""
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
 class Scaffold:
-    """A pipeline that was written.
+    """Result of creating a pipeline.
 
     Attributes:
-        files: in the folder, relative to it.
-        commands: what to run next, in this order.
+        files: Paths of the files, relative to the folder.
+        commands: Commands to run next, in order.
     """
 
     folder: str
@@ -47,44 +47,42 @@ class Scaffold:
     commands: list[str]
 
     def as_dict(self) -> dict[str, object]:
-        """For ``--json``."""
+        """Return plain data for ``--json``."""
         return asdict(self)
 
 
 def scaffold(
     name: str, *, task: str | None, model: str | None, with_hooks: bool, pipelines: Path
 ) -> Scaffold:
-    """Write the folder ``pipelines/name`` with a spec, traffic and, if asked for, hooks.
+    """Create the folder ``pipelines/name`` with a spec, traffic and, optionally, hooks.
 
     Args:
-        name: of the pipeline.
-        task: which templates to take.
-        model: source of the model: a Hub id, ``package:…``, or a folder as seen from the working
-            directory; None takes a public model that does the task.
-        with_hooks: whether to add ``hooks.py`` and its tests, where the task does not need them
-            anyway.
-        pipelines: folder of the pipelines; made where there is none.
+        name: Name of the pipeline.
+        task: Task whose templates are used.
+        model: Source of the model: a Hub id, ``package:…``, or a folder relative to the working
+            directory. None: a public model for the task.
+        with_hooks: Whether to add ``hooks.py`` and its tests if the task does not need them.
+        pipelines: Folder of the pipelines; created if missing.
 
     Raises:
-        UserError: a name or task that will not do, a model folder that is not there, or a pipeline
-            that exists.
+        UserError: The name or task is invalid, the model folder is missing, or the pipeline exists.
     """
     folder = pipelines / name
     if folder.name != name:
         raise UserError(
             "NAME",
-            "must be the name of a folder alone",
+            "must be a name without a path",
             given=name,
-            remedy="Name the folder it goes into with --pipelines",
+            remedy="Give the parent folder with --pipelines",
         )
     if task is None or task not in tasks():
         raise UserError(
             "TASK",
-            "must be a known task",
+            "is not a known task" if task else "is required",
             given=task or "nothing",
             remedy=f"{closest(task or '', tasks())}Choose one of: {', '.join(tasks())}",
         )
-    # Of the two things it looks at, the spec's file is the template so far: the name is left.
+    # The spec does not exist yet: the template's spec takes its place in the check.
     check_folder(folder, TEMPLATES / task / SPEC_FILE)
     local = None if model is None else _local_folder(model)
     marks = {
@@ -101,7 +99,7 @@ def scaffold(
         if local is not None and Path(model).expanduser().is_absolute():
             source = str(local)
         elif local is not None:
-            # Links resolved: `..` of a linked folder is not what its path says.
+            # `..` of a linked folder is not its parent in the path, so links are resolved.
             source = os.path.relpath(local.resolve(), pipelines.resolve() / name)
         line = f"  source: {_yaml_scalar(source)}"
         spec = re.sub(r"(?m)^  source: \S+", lambda _: line, spec, count=1)
@@ -116,12 +114,12 @@ def scaffold(
 
 
 def tasks() -> list[str]:
-    """The tasks there are templates for."""
+    """Return the tasks that have templates."""
     return sorted(path.parent.name for path in TEMPLATES.glob(f"*/{SPEC_FILE}"))
 
 
 def _fill(template: Path, *, with_hooks: bool, marks: Mapping[str, str]) -> dict[str, bytes]:
-    """The template's files, marks replaced: path in the new folder to content."""
+    """Return path and content of each new file, with the template's placeholders replaced."""
     files = {}
     for source in sorted(path for path in template.rglob("*") if path.is_file()):
         path, content = source.relative_to(template), source.read_bytes()
@@ -137,7 +135,7 @@ def _fill(template: Path, *, with_hooks: bool, marks: Mapping[str, str]) -> dict
 
 
 def _local_folder(model: str) -> Path | None:
-    """The folder that `model` names, or None for a Hub id or a package."""
+    """Return the folder that `model` names; None for a Hub id or a package."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -145,14 +143,14 @@ def _local_folder(model: str) -> Path | None:
         raise UserError(
             "--model",
             "must be a folder, a Hub id `owner/name`, or `package:<module>/<folder>`",
-            given=f"{model}: no such folder here",
-            remedy="A relative folder is looked up from where the command runs",
+            given=f"{model}: no such folder",
+            remedy="Correct the path; relative paths start at the working directory",
         )
     return None
 
 
 def _yaml_scalar(value: str) -> str:
-    """`value` as YAML, quoted where it would be read as something else."""
+    """Return `value` as YAML, quoted if YAML would read it as something else."""
     try:
         if parse_yaml(f"source: {value}") == {"source": value}:
             return value
@@ -162,7 +160,7 @@ def _yaml_scalar(value: str) -> str:
 
 
 def _mask_token(folder: Path | None) -> str | None:
-    """The mask token by the tokenizer's files in `folder`; None where they do not say."""
+    """Return the mask token from the tokenizer's files in `folder`, or None."""
     for file in TOKENIZER_FILES if folder is not None else ():
         token = _read_object(Path(folder or "") / file).get("mask_token")
         if isinstance(token, dict):  # an AddedToken
@@ -201,15 +199,15 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write `contents` (path in the folder -> bytes) elsewhere and rename it to `folder`."""
+    """Write `contents`, bytes by path, into a temporary folder and rename it to `folder`."""
     try:
         with _only_writer(folder.parent) as staging:
             if folder.exists() or folder.is_symlink():
                 raise UserError(
                     str(folder),
-                    "must not exist: nothing is ever overwritten",
-                    given="it is there",
-                    remedy="Choose another name, or remove it yourself",
+                    "already exists, and existing folders are never overwritten",
+                    given="a folder of that name",
+                    remedy="Choose another name, or remove the folder",
                 )
             for path, content in contents.items():
                 (staging / path).parent.mkdir(parents=True, exist_ok=True)
@@ -217,13 +215,16 @@ def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
             staging.rename(folder)
     except OSError as error:
         raise UserError(
-            "--pipelines", "must be a folder that can be written", given=error
+            "--pipelines",
+            "is not a writable folder",
+            given=error,
+            remedy="Change its permissions, or give another folder",
         ) from error
 
 
 @contextmanager
 def _only_writer(pipelines: Path) -> Iterator[Path]:
-    """A folder to write into, held by one process; what a killed one left in it is gone."""
+    """Lock a temporary folder for one process, without leftovers of killed processes."""
     pipelines.mkdir(parents=True, exist_ok=True)
     lock = os.open(pipelines, os.O_RDONLY | os.O_DIRECTORY)
     staging = pipelines / STAGING

@@ -1,6 +1,6 @@
-"""What a user promises: latency percentiles at most, requests a second at least.
+"""Service level objectives (SLO): limits on latency percentiles, minimum throughput.
 
-`Slo` is of a pipeline that answers at once, `GenerationSlo` of one that streams its answers.
+`Slo` applies to pipelines with one response, `GenerationSlo` to pipelines that stream.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from triptych.base.errors import UserError
 
 PERCENTILES = ("p50", "p90", "p95", "p99", "p99_9")
-"""Names of the latency percentiles, as everywhere: in results with ``_us``, in limits ``_ms``."""
+"""Names of latency percentiles. Results have the suffix ``_us``, limits ``_ms``."""
 
 MOMENTS = {"ttft": "time to first token", "itl": "inter-token latency", "e2e": "whole answer"}
-"""What is timed of a streamed answer: to its first token, between two responses, to its end."""
+"""Latency metrics of a streamed response."""
 
 _TIME = r"(\d+(?:\.\d+)?)\s*(us|ms|s)"
 _RELATION = r"\s*(?:<=|<|=)\s*"
 _MAX_MS = 3_600_000
 LIMIT = rf"p(50|90|95|99|99\.9){_RELATION}{_TIME}"
-"""How a limit is written on the command line."""
+"""Pattern of a limit on the command line: ``p99=50ms``."""
 
 GENERATION_LIMIT = rf"({'|'.join(MOMENTS)})_p(50|90|95|99){_RELATION}{_TIME}"
-"""The same of a streamed answer: ``ttft_p99=500ms``."""
+"""Pattern of a limit for a streamed response: ``ttft_p99=500ms``."""
 
 Milliseconds = Annotated[float, Field(gt=0, le=_MAX_MS)]
 
 
 def _milliseconds(text: str) -> float:
-    """``500ms``, ``0.5s`` or ``500000us`` in milliseconds.
+    """Return ``500ms``, ``0.5s`` or ``500000us`` in milliseconds.
 
     Raises:
-        ValueError: a time of another form, or out of range.
+        ValueError: The text is not a time, or out of range.
     """
     found = re.fullmatch(_TIME, text)
     value = float(found[1]) * {"us": 1e-3, "ms": 1.0, "s": 1e3}[found[2]] if found else 0.0
     if not 0 < value <= _MAX_MS:
-        raise ValueError("a time above 0 and up to an hour, as 500ms or 0.5s")
+        raise ValueError("must be a time greater than 0, at most 1 hour, such as 500ms or 0.5s")
     return value
 
 
@@ -50,14 +50,14 @@ def _is_time(text: str) -> str:
 
 
 Time = Annotated[str, AfterValidator(_is_time)]
-"""A time with its unit, kept as it is written."""
+"""Time with its unit, stored as written."""
 
 
 class Promise(BaseModel):
-    """Service level objective; empty where nothing is promised.
+    """Base of SLOs; empty if nothing is limited.
 
     Attributes:
-        throughput: fewest requests that must be answered a second.
+        throughput: Minimum number of requests per second.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -66,12 +66,12 @@ class Promise(BaseModel):
 
     @property
     def limits_ms(self) -> dict[str, float]:
-        """Name of each limited percentile to its limit, in milliseconds."""
+        """Limits in ms by name of the percentile."""
         raise NotImplementedError
 
     @property
     def limits_us(self) -> dict[str, float]:
-        """See `limits_ms`; in microseconds."""
+        """Limits in µs by name of the percentile."""
         return {name: limit * 1e3 for name, limit in self.limits_ms.items()}
 
     @property
@@ -79,17 +79,17 @@ class Promise(BaseModel):
         return not self.limits_us and self.throughput is None
 
     def strain(self, latencies_us: Mapping[str, float]) -> float:
-        """The largest measured latency over its limit: up to 1 the limits hold; 0 without any.
+        """Return the largest ratio of a measured latency to its limit: above 1 the SLO is missed.
 
         Args:
-            latencies_us: by the names of `limits_ms`; one that is not there was not measured, as
-                the time between tokens of answers with one token each.
+            latencies_us: Latencies in µs by the names of `limits_ms`. A missing one counts as 0,
+                such as the inter-token latency of responses with one token.
         """
         limits = self.limits_us.items()
         return max((latencies_us.get(name, 0.0) / most for name, most in limits), default=0)
 
     def __str__(self) -> str:
-        """``p99 <= 50 ms, at least 100/s``."""
+        """Return a text such as ``p99 <= 50 ms, at least 100/s``."""
         parts = [
             f"{name.replace('_9', '.9').replace('_', ' ')} <= {most / 1e3:g} ms"
             for name, most in self.limits_us.items()
@@ -100,15 +100,10 @@ class Promise(BaseModel):
 
 
 class Slo(Promise):
-    """What is promised of a pipeline that answers at once.
+    """SLO of a pipeline with one response per request.
 
     Attributes:
-        p50_ms: most milliseconds that half of the requests may take, seen by the client.
-        p90_ms: see `p50_ms`, and so on.
-        p95_ms: see `p50_ms`.
-        p99_ms: see `p50_ms`.
-        p99_9_ms: see `p50_ms`.
-        throughput: see `Promise`.
+        p50_ms: Maximum median latency in ms, measured by the client; the other percentiles alike.
     """
 
     p50_ms: Milliseconds | None = None
@@ -119,28 +114,17 @@ class Slo(Promise):
 
     @property
     def limits_ms(self) -> dict[str, float]:
-        """Name of each limited percentile to its limit, in milliseconds."""
         given = {name: getattr(self, f"{name}_ms") for name in PERCENTILES}
         return {name: limit for name, limit in given.items() if limit is not None}
 
 
 class GenerationSlo(Promise):
-    """What is promised of a pipeline that streams its answers; times with their unit: ``500ms``.
+    """SLO of a pipeline that streams; times have a unit: ``500ms``.
 
     Attributes:
-        ttft_p50: most time that half of the requests may wait for their first token.
-        ttft_p90: see `ttft_p50`, and so on.
-        ttft_p95: see `ttft_p50`.
-        ttft_p99: see `ttft_p50`.
-        itl_p50: the same between two responses of an answer, after the first.
-        itl_p90: see `itl_p50`.
-        itl_p95: see `itl_p50`.
-        itl_p99: see `itl_p50`.
-        e2e_p50: the same of the whole answer.
-        e2e_p90: see `e2e_p50`.
-        e2e_p95: see `e2e_p50`.
-        e2e_p99: see `e2e_p50`.
-        throughput: see `Promise`.
+        ttft_p50: Maximum median time to the first token; the other percentiles alike.
+        itl_p50: Maximum median inter-token latency: time between two responses of a stream.
+        e2e_p50: Maximum median time to the end of the response.
     """
 
     ttft_p50: Time | None = None
@@ -158,7 +142,6 @@ class GenerationSlo(Promise):
 
     @property
     def limits_ms(self) -> dict[str, float]:
-        """``ttft_p99`` and the like to the limit, in milliseconds."""
         given = self.model_dump(exclude={"throughput"}, exclude_none=True)
         return {name: _milliseconds(limit) for name, limit in given.items()}
 
@@ -167,15 +150,15 @@ AnySlo = Slo | GenerationSlo
 
 
 def parse_slo(limits: Sequence[str], throughput: float | None, default: Slo) -> Slo:
-    """`default`, or what was asked for in place of it.
+    """Return the SLO given by options, or `default` if there is none.
 
     Args:
         limits: ``p99=50ms`` each, in ms, s or us.
-        throughput: requests a second.
-        default: of the spec; nothing of it is left where anything is asked for.
+        throughput: Minimum number of requests per second.
+        default: SLO of the spec.
 
     Raises:
-        UserError: a limit of another form.
+        UserError: A limit has another form.
     """
     given: dict[str, float] = {} if throughput is None else {"throughput": throughput}
     for text in limits:
@@ -183,9 +166,9 @@ def parse_slo(limits: Sequence[str], throughput: float | None, default: Slo) -> 
         if found is None or not 0 < float(found[2]) < 1e9:
             raise UserError(
                 "--slo",
-                "must be a percentile (p50, p90, p95, p99, p99.9) and a time",
+                "must have the form PERCENTILE=TIME with percentile p50, p90, p95, p99 or p99.9",
                 given=text,
-                remedy="Write for example --slo p99=50ms",
+                remedy="Example: --slo p99=50ms",
             )
         scale = {"us": 1e-3, "ms": 1.0, "s": 1e3}[found[3]]
         given[f"p{found[1].replace('.', '_')}_ms"] = float(found[2]) * scale
@@ -196,7 +179,7 @@ def parse_slo(limits: Sequence[str], throughput: float | None, default: Slo) -> 
 def parse_generation_slo(
     limits: Sequence[str], throughput: float | None, default: GenerationSlo
 ) -> GenerationSlo:
-    """As `parse_slo`, of ``ttft_p99=500ms``, ``itl_p99=50ms`` or ``e2e_p95=20s`` each."""
+    """Return the SLO given by options such as ``ttft_p99=500ms``; see `parse_slo`."""
     given: dict[str, str] = {}
     for text in limits:
         found = re.fullmatch(GENERATION_LIMIT, text)
@@ -206,9 +189,10 @@ def parse_generation_slo(
         except ValueError as error:
             raise UserError(
                 "--slo",
-                f"must be of {', '.join(MOMENTS)} a percentile (p50, p90, p95, p99) and a time",
+                "must have the form METRIC_PERCENTILE=TIME with metric "
+                f"{', '.join(MOMENTS)} and percentile p50, p90, p95 or p99",
                 given=text,
-                remedy="Write for example --slo ttft_p99=500ms --slo itl_p99=50ms",
+                remedy="Example: --slo ttft_p99=500ms --slo itl_p99=50ms",
             ) from error
         given[f"{found[1]}_p{found[2]}"] = time  # type: ignore[index]
     _check_throughput(throughput)
@@ -219,4 +203,9 @@ def parse_generation_slo(
 
 def _check_throughput(given: float | None) -> None:
     if given is not None and given <= 0:
-        raise UserError("--min-throughput", "must be above 0", given=given)
+        raise UserError(
+            "--min-throughput",
+            "must be greater than 0",
+            given=given,
+            remedy="Give requests per second, such as 100",
+        )

@@ -1,4 +1,4 @@
-"""What a user may write in ``pipeline.yaml``: frozen, complete, every default in this one place.
+"""Reader of ``pipeline.yaml`` and the spec of pipelines with an encoder.
 
 >>> spec = load_spec(Path("pipelines/minilm"), overrides=["core.layout=bucketed"])
 """
@@ -17,7 +17,7 @@ from triptych.base.errors import UserError, closest, warn_renamed
 from triptych.base.files import parse_yaml
 from triptych.spec.fields import (
     Accuracy,
-    Core,
+    CoreSettings,
     Custom,
     Frozen,
     Image,
@@ -32,26 +32,23 @@ from triptych.spec.tuned import TUNED_FILE, read_tuned
 SPEC_FILE = "pipeline.yaml"
 GENERATING = (GENERATION, TEXT2TEXT)
 _REMEDIES = {
-    GENERATION: "They can be tested, inspected, built, linted, served, verified, asked, measured, "
-    "tuned and deployed",
-    TEXT2TEXT: "They can be tested, inspected, built, linted, served, verified, asked, measured "
-    "and deployed",
+    GENERATION: "Use test, inspect, build, lint, serve, verify, infer, bench, tune or deploy",
+    TEXT2TEXT: "Use test, inspect, build, lint, serve, verify, infer, bench or deploy",
 }
 
 RESERVED = ("name", "folder", "tuned")
-"""Fields that no file sets by name."""
+"""Fields that no file sets."""
 Spec = TypeVar("Spec", bound=BaseModel)
 
 
 class PipelineSpec(BaseModel):
-    """One pipeline as declared.
+    """Spec of a pipeline whose core is an encoder with a head.
 
     Attributes:
-        name: of its folder.
-        folder: where it was read; a lock does not keep it.
-        tuned: fields whose values come from ``tuned.yaml``, and so from measurements.
-        parameters: defaults of request parameters, instead of the task's own.
-        custom: where `task` is ``custom``.
+        folder: Folder of the pipeline; not part of a lock.
+        tuned: Fields whose values come from ``tuned.yaml``.
+        parameters: Default request parameters, in place of the task's defaults.
+        custom: Declaration of the task if `task` is ``custom``.
     """
 
     model_config = Frozen.model_config
@@ -65,7 +62,7 @@ class PipelineSpec(BaseModel):
     custom: Custom | None = None
     tokenizer: Tokenizer = Tokenizer()
     image: Image = Image()
-    core: Core = Core()
+    core: CoreSettings = CoreSettings()
     serving: Serving = Serving()
     accuracy: Accuracy = Accuracy()
 
@@ -94,17 +91,17 @@ def load_spec(
     untuned: bool = False,
     tuned: Mapping[str, Any] | None = None,
 ) -> PipelineSpec:
-    """Read ``folder/pipeline.yaml``, then ``tuned.yaml`` where there is one, then the overrides.
+    """Read ``folder/pipeline.yaml``, then ``tuned.yaml`` if it exists, then the overrides.
 
     Args:
-        folder: the pipeline's.
+        folder: Folder of the pipeline.
         overrides: ``KEY=VALUE`` each: dotted keys, YAML values.
-        untuned: leave ``tuned.yaml`` out.
-        tuned: what it might set, instead of what it does.
+        untuned: Whether to ignore ``tuned.yaml``.
+        tuned: Values in place of those in ``tuned.yaml``.
 
     Raises:
-        UserError: a missing file, bad YAML, an unknown key or a value out of range; a pipeline that
-            generates text, which not every verb knows.
+        UserError: The file is missing or not YAML, a key is unknown or a value out of range; or the
+            pipeline generates text.
     """
     task = task_of(folder)
     if task in GENERATING:
@@ -116,20 +113,20 @@ def load_spec(
 
 
 def not_known_here(field: str, task: str) -> UserError:
-    """What a verb says that does not know pipelines that generate text."""
+    """Return the error of a command that does not support pipelines for text generation."""
     return UserError(
         field,
-        "must be one that this verb knows",
+        "is not supported by this command",
         given=task,
         remedy=_REMEDIES[task],
     )
 
 
 def task_of(folder: Path) -> str:
-    """The task that the pipeline in `folder` names; empty where it names none.
+    """Return the task that the pipeline in `folder` names; empty if it names none.
 
     Raises:
-        UserError: a missing file, or bad YAML.
+        UserError: The file is missing or not YAML.
     """
     return str(_read_document(folder).get("task", ""))
 
@@ -144,14 +141,14 @@ def load_as(
     """Read ``folder/pipeline.yaml`` as one kind of spec.
 
     Args:
-        model: the kind.
-        folder: the pipeline's.
-        overrides: as `load_spec`.
-        measured: values of ``tuned.yaml``, by dotted key.
-        given: fields that no file sets, beside `name` and `folder`.
+        model: Class of the spec.
+        folder: Folder of the pipeline.
+        overrides: See `load_spec`.
+        measured: Values of ``tuned.yaml`` by dotted key.
+        given: Fields that no file sets, besides `name` and `folder`.
 
     Raises:
-        UserError: as `load_spec`.
+        UserError: See `load_spec`.
     """
     path = folder / SPEC_FILE
     document = _read_document(folder)
@@ -166,7 +163,7 @@ def load_as(
         if reserved in document:
             raise UserError(
                 f"{path}: {reserved}",
-                "is given by the pipeline's folder and what lies in it",
+                "cannot be set in a file: it is taken from the folder of the pipeline",
                 given=document[reserved],
                 remedy=f"Remove `{reserved}`; rename the folder to rename the pipeline",
             )
@@ -187,28 +184,30 @@ def _read_document(folder: Path) -> dict[str, Any]:
     try:
         document = parse_yaml(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too
-        raise UserError(str(path), "must be YAML", given=error, remedy="Mend the line") from error
+        raise UserError(
+            str(path), "is not valid YAML", given=error, remedy="Fix the line"
+        ) from error
     if not isinstance(document, dict):
         raise UserError(
             str(path),
-            "must be a mapping of `task` and `model` at least",
+            "must be a mapping with at least `task` and `model`",
             given=type(document).__name__,
-            remedy="See pipelines/README.md, or start with `triptych new`",
+            remedy="See pipelines/README.md, or create a pipeline with `triptych new`",
         )
     return document
 
 
 def check_folder(folder: Path, path: Path) -> None:
-    """`folder` may be a pipeline's, and has the spec `path`.
+    """Check that `folder` can be a pipeline's folder and contains the spec `path`.
 
     Raises:
-        UserError: there is no such file, or the folder's name cannot be a pipeline's.
+        UserError: The file is missing, or the folder has a name that no pipeline may have.
     """
     if not path.is_file():
         siblings = sorted(p.parent.name for p in folder.parent.glob(f"*/{SPEC_FILE}"))
         raise UserError(
             str(folder),
-            f"must be a pipeline's folder with a {SPEC_FILE}",
+            f"must be the folder of a pipeline, with a {SPEC_FILE}",
             given="no such folder" if not folder.is_dir() else f"a folder without {SPEC_FILE}",
             remedy=closest(folder.name, siblings)
             + f"Pipelines here: {', '.join(siblings) or 'none'}",
@@ -216,16 +215,17 @@ def check_folder(folder: Path, path: Path) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_-]{0,63}", folder.name):
         raise UserError(
             str(folder),
-            "must be named with lower-case letters, digits, `_`, `-`, a letter first (64 at most)",
+            "must have a name of at most 64 lower-case letters, digits, `_` and `-` that begins "
+            "with a letter",
             given=folder.name,
-            remedy="Rename the folder: Triton's model names derive from it",
+            remedy="Rename the folder: the names of Triton's models are derived from it",
         )
     if folder.name.endswith(("_preprocess", "_core", "_postprocess")):
         raise UserError(
             str(folder),
-            "must not end like the name of a step (_preprocess, _core, _postprocess)",
+            "must not end with the name of a step (_preprocess, _core, _postprocess)",
             given=folder.name,
-            remedy="Rename the folder: it could be taken for a step of another pipeline",
+            remedy="Rename the folder, so that it differs from the steps of other pipelines",
         )
 
 
@@ -234,9 +234,9 @@ def _apply_override(document: dict[str, Any], override: str, former: Mapping[str
     if not separator or not all(key.split(".")):
         raise UserError(
             "--set",
-            "must be KEY=VALUE with a dotted key",
+            "must have the form KEY=VALUE with a dotted key",
             given=override,
-            remedy="Write for example --set core.layout=bucketed",
+            remedy="Example: --set core.layout=bucketed",
         )
     try:
         value = parse_yaml(text)
@@ -257,16 +257,16 @@ def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None
         if not isinstance(child, dict):
             raise UserError(
                 f"{source}{key}",
-                "must name a field of the spec",
-                given=f"`{part}` is a plain value",
-                remedy="See `triptych inspect NAME --json` for the fields",
+                "is not a field of the spec",
+                given=f"`{part}` has no fields",
+                remedy='See "All fields" in pipelines/reference.md',
             )
         node = child
     node[last] = value
 
 
 def _as_user_error(model: type[BaseModel], source: str, error: ValidationError) -> UserError:
-    """The first problem as field, rule, given, remedy; the others are counted."""
+    """Return the first problem as a `UserError`; the others are counted."""
     problems = error.errors(include_url=False)
     first = problems[0]
     location = ".".join(str(part) for part in first["loc"])
@@ -282,16 +282,16 @@ def _as_user_error(model: type[BaseModel], source: str, error: ValidationError) 
         rule, given, remedy = "is required", "nothing", "Add it; see pipelines/README.md"
     else:
         message = first["msg"]
-        rule = "must be valid: " + message[0].lower() + message[1:]
+        rule = "is not valid: " + message[0].lower() + message[1:]
         given, remedy = first["input"], "Correct the value"
     return UserError(f"{source}{location}", rule, given=given, remedy=remedy + more)
 
 
 def _meant(model: type[BaseModel], location: Sequence[int | str], known: Sequence[str]) -> str:
-    """``Did you mean `…`? ``: a field beside it, or one of the same name elsewhere."""
+    """Return ``Did you mean `…`? ``: a field near the wrong one, or one of its name elsewhere."""
     wrong = str(location[-1])
-    if said := closest(wrong, known):
-        return said
+    if suggestion := closest(wrong, known):
+        return suggestion
     everywhere = _dotted_fields(model)
     same = [field for field in everywhere if field.rpartition(".")[2] == wrong]
     if len(same) == 1:
@@ -300,7 +300,7 @@ def _meant(model: type[BaseModel], location: Sequence[int | str], known: Sequenc
 
 
 def _dotted_fields(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every field of the spec that a file may set: ``core.layout``."""
+    """Return dotted names of every field that a file may set: ``core.layout``."""
     found = []
     for name, field in model.model_fields.items():
         if prefix or name not in RESERVED:

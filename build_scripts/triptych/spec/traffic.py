@@ -1,4 +1,4 @@
-"""`traffic.jsonl`, the pipeline's real requests, and the token lengths they make."""
+"""Reader of ``traffic.jsonl``, a pipeline's real requests, and their token lengths."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class TrafficRow(NamedTuple):
     """One line of the traffic.
 
     Attributes:
-        line: its number, from 1.
-        inputs: a string for each of the task's inputs; of an image the path of its file.
-        parameters: request parameters of this row alone.
+        line: Line number, from 1.
+        inputs: String for each input of the task; the path of the file for an image.
+        parameters: Request parameters of this row.
     """
 
     line: int
@@ -32,11 +32,11 @@ class TrafficRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Lengths:
-    """Token lengths of the traffic as the core will see them.
+    """Token lengths of the traffic's model rows.
 
     Attributes:
-        counts: length in tokens to number of rows, ascending.
-        truncated_rows: those longer than the limit before truncation.
+        counts: Number of rows by length in tokens, in ascending order.
+        truncated_rows: Number of rows that exceed the limit before truncation.
     """
 
     counts: dict[int, int]
@@ -45,7 +45,7 @@ class Lengths:
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, max_length: int) -> Lengths:
-        """Count `lengths` (tokens, not yet truncated) against the limit."""
+        """Count token lengths before truncation against the limit."""
         clipped = Counter(min(length, max_length) for length in lengths)
         return cls(
             counts=dict(sorted(clipped.items())),
@@ -62,7 +62,7 @@ class Lengths:
         return self.truncated_rows / self.rows
 
     def quantile(self, q: float) -> int:
-        """Smallest length that at least the share `q` of the rows does not exceed."""
+        """Return the smallest length that at least the fraction `q` of rows does not exceed."""
         reached = zip(self.counts, accumulate(self.counts.values()), strict=True)
         return next((n for n, rows in reached if rows >= q * self.rows), max(self.counts))
 
@@ -70,18 +70,21 @@ class Lengths:
 def read_traffic(
     folder: Path, fields: Sequence[str], *, file: str = TRAFFIC_FILE
 ) -> list[TrafficRow]:
-    """Read ``folder/traffic.jsonl``: one JSON object a line with a string for each of `fields`.
+    """Read ``folder/traffic.jsonl``: a JSON object per line with a string for each of `fields`.
 
-    An object may also have `parameters`: those of its request.
+    An object may also have `parameters`, the request parameters of that row.
 
     Raises:
-        UserError: a missing or empty file, or a line that is not such an object.
+        UserError: The file is missing or empty, or a line is not such an object.
     """
     path = folder / file
     form = "{" + ", ".join(f'"{name}": "…"' for name in fields) + "}"
     if not path.is_file():
         raise UserError(
-            str(path), "must exist", given="no such file", remedy=f"Write real requests: {form}"
+            str(path),
+            "does not exist",
+            given="no such file",
+            remedy=f"Create it with real requests, a line each: {form}",
         )
     rows = []
     for number, line, row in read_lines(path):
@@ -105,17 +108,17 @@ def read_traffic(
         rows.append(TrafficRow(number, {name: row[name] for name in fields}, parameters))
     if not rows:
         raise UserError(
-            str(path), "must have rows", given="none", remedy=f"Add real requests: {form}"
+            str(path), "has no rows", given="an empty file", remedy=f"Add real requests: {form}"
         )
     return rows
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
-    """Each line that is not blank: its number from 1, its text, and the JSON object it is.
+    """Yield line number (from 1), text and JSON object of each line that is not blank.
 
-    The object is None where the line is something else, or has text that is no Unicode.
+    The object is None if the line is not a JSON object, or contains invalid Unicode.
     """
-    # Split at line feeds alone: a JSON string may hold other line separators as they are.
+    # Only line feeds separate lines: a JSON string may contain other line separators.
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():
             try:

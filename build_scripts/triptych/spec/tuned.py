@@ -1,6 +1,6 @@
-"""`tuned.yaml` beside a spec: the numbers that measured best, with where they come from.
+"""Reader and writer of ``tuned.yaml``: values found by measurements, with their provenance.
 
-It is read after ``pipeline.yaml`` and wins over it; deleting it brings the old numbers back.
+The file is read after ``pipeline.yaml`` and has precedence. Deleting it restores the old values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TUNABLE = (
     "serving.instances.preprocess",
     "serving.queue.max_delay_us",
 )
-"""Fields of the spec that change how fast a pipeline is and not what it answers."""
+"""Fields that affect the speed of a pipeline but not its outputs."""
 
 TUNABLE_GENERATION = (
     "core.kv_cache.memory_mib",
@@ -41,19 +41,23 @@ TUNABLE_GENERATION = (
     "serving.preprocess_instances",
     "serving.stream_interval",
 )
-"""The same of a pipeline that generates text, but for its KV cache's precision, which is gated."""
+"""Fields that affect the speed of text generation but not its outputs, except
+``core.kv_cache.dtype``, which the gate checks.
+"""
 
 _HEAD = """\
-# Written by `triptych {verb}`: what {why}. `triptych build {name}` picks it up.
-# Delete this file to go back to the numbers of {spec} and the defaults.
+# Written by `triptych {verb}`: {why}. `triptych build {name}` reads it.
+# Delete this file to use the values of {spec} and the defaults again.
 """
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """Dotted keys of the spec with their values, and the machine, load and figures behind them.
+    """Content of ``tuned.yaml``.
 
-    ``spec_sha256`` is among the latter.
+    Attributes:
+        overrides: Dotted keys of the spec with their values.
+        provenance: Machine, load and measured figures behind the values, and ``spec_sha256``.
     """
 
     overrides: Mapping[str, Any]
@@ -61,14 +65,14 @@ class Tuned:
 
 
 def read_tuned(folder: Path, tunable: Sequence[str] = TUNABLE) -> Tuned | None:
-    """The tuned numbers of the pipeline in `folder`; None where there are none.
+    """Return the tuned values of the pipeline in `folder`, or None if there are none.
 
     Args:
-        folder: the pipeline's.
-        tunable: fields that the file of such a pipeline may set.
+        folder: Folder of the pipeline.
+        tunable: Fields that the file may set.
 
     Raises:
-        UserError: the file is not of the form that `write_tuned` gives it.
+        UserError: The file does not have the form that `write_tuned` gives it.
     """
     path = folder / TUNED_FILE
     if not path.is_file():
@@ -77,13 +81,13 @@ def read_tuned(folder: Path, tunable: Sequence[str] = TUNABLE) -> Tuned | None:
     try:
         document = parse_yaml(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(str(path), "must be YAML", given=error, remedy=remedy) from error
+        raise UserError(str(path), "is not valid YAML", given=error, remedy=remedy) from error
     parts = document if isinstance(document, dict) else {}
     overrides, provenance = parts.get("set"), parts.get("provenance", {})
     if not isinstance(overrides, dict) or not isinstance(provenance, dict):
         raise UserError(
             str(path),
-            "must have a mapping `set` of fields to values",
+            "must have a mapping `set` from fields to values",
             given=f"{document!r:.100}",
             remedy=remedy,
         )
@@ -93,9 +97,9 @@ def read_tuned(folder: Path, tunable: Sequence[str] = TUNABLE) -> Tuned | None:
     if strange:
         raise UserError(
             f"{path}: {strange[0]}",
-            "must be a field that tuning may set",
+            "is not a field that tuning may set",
             given=strange[0],
-            remedy=f"Remove it, or put it into pipeline.yaml. Fields here: {', '.join(tunable)}",
+            remedy=f"Move it to pipeline.yaml, or remove it. Allowed: {', '.join(tunable)}",
         )
     for key in overrides.keys() - present.keys():
         warn_renamed(f"{path}: {key}", former[key])
@@ -103,14 +107,14 @@ def read_tuned(folder: Path, tunable: Sequence[str] = TUNABLE) -> Tuned | None:
 
 
 def write_tuned(folder: Path, tuned: Tuned, *, spec_file: str) -> Path:
-    """Write the file, whole or not at all; returns its path."""
+    """Write the file atomically and return its path."""
     text = tuned_text(folder.name, tuned, spec_file=spec_file)
     write_files(folder, {TUNED_FILE: text})
     return folder / TUNED_FILE
 
 
 def describe_tuned(folder: Path, tuned: Tuned, *, spec_file: str) -> str:
-    """What it sets, and whether it was measured for another spec."""
+    """Return the values of the file as text, with a note if they were measured for another spec."""
     changes = ", ".join(f"{key}={value}" for key, value in tuned.overrides.items())
     measured_for = tuned.provenance.get("spec_sha256")
     if measured_for in (None, sha256_of(folder / spec_file)):
@@ -120,18 +124,18 @@ def describe_tuned(folder: Path, tuned: Tuned, *, spec_file: str) -> str:
 
 
 def tuned_text(pipeline: str, tuned: Tuned, *, spec_file: str, measured: bool = True) -> str:
-    """The content of the file.
+    """Return the content of the file.
 
     Args:
-        pipeline: its name.
-        tuned: what the file says.
-        spec_file: name of the spec's.
-        measured: whether `tune` found it; else `watch` proposed it.
+        pipeline: Name of the pipeline.
+        tuned: Values and their provenance.
+        spec_file: Name of the file of the spec.
+        measured: Whether `tune` measured the values; else monitoring proposed them.
     """
     document = {"set": dict(tuned.overrides), "provenance": dict(tuned.provenance)}
     plain = json.loads(json.dumps(document))
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    verb, why = f"tune {pipeline}", "measured best"
+    verb, why = f"tune {pipeline}", "the values that performed best"
     if not measured:
-        verb, why = f"watch {pipeline} --apply", "should suit new traffic, unmeasured"
+        verb, why = f"monitor {pipeline} --apply", "values proposed for new traffic, not measured"
     return _HEAD.format(verb=verb, why=why, name=pipeline, spec=spec_file) + text

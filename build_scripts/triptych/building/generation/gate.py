@@ -44,7 +44,7 @@ from triptych.repository.records import GateResult, Verdict, WorstRow
 from triptych.runtime.generation_messages import ADAPTERS_FOLDER
 from triptych.runtime.text_stream import BROKEN, TextStream
 from triptych.serving.environment import environment_python, read_versions
-from triptych.spec.tasks.metrics_labeled import LabeledResult
+from triptych.spec.tasks.labeled import LabeledResult
 
 _MAX_SHOWN = 80
 

@@ -17,9 +17,8 @@ from triptych.building.generation.inputs import (
 )
 from triptych.building.generation.reference import answer_tokens
 from triptych.spec.tasks.eval_file import EVAL_FILE
+from triptych.spec.tasks.labeled import LabeledResult, LabeledRow, compare_labeled
 from triptych.spec.tasks.metrics_generated import GENERATED, OUTPUT, TEXTS
-from triptych.spec.tasks.metrics_labeled import LabeledResult, compare_labeled
-from triptych.spec.tasks.metrics_labels import LabeledRow
 
 MAX_ROWS = 200
 """Of more rows, only the first ones are answered."""

@@ -33,8 +33,7 @@ from triptych.core.gate.verdicts import judge_metrics, say_failures, worst_rows
 from triptych.core.samples import FEW_ROWS, Expected, GateRequest, by_request, rows_of
 from triptych.repository.records import GateResult
 from triptych.spec.fields import Precision
-from triptych.spec.tasks.metrics_labeled import LabeledResult, compare_labeled
-from triptych.spec.tasks.metrics_labels import LabeledRow
+from triptych.spec.tasks.labeled import LabeledResult, LabeledRow, compare_labeled
 from triptych.spec.tasks.task import Core
 
 NOT_FINITE = "results are not all finite"

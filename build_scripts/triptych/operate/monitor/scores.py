@@ -13,7 +13,7 @@ from triptych.core.gate.verify import ALIKE, MIN_ALIKE
 from triptych.repository.records import GateResult
 from triptych.spec.tasks.accuracy import METRICS
 from triptych.spec.tasks.compare import Outputs
-from triptych.spec.tasks.metrics_bootstrap import difference_interval, ratio
+from triptych.spec.tasks.labeled import difference_interval, ratio
 
 ROW_MEAN_METRICS = (
     "label_agreement",

@@ -23,7 +23,7 @@ from triptych.repository.records import GateResult, plain_data
 from triptych.serving.bench.comparison import Weight, change_between, core_ms, gpu_ms
 from triptych.serving.bench.results import Measurement
 from triptych.spec.tasks.compare import Outputs
-from triptych.spec.tasks.metrics_bootstrap import difference_interval, ratio
+from triptych.spec.tasks.labeled import difference_interval, ratio
 
 State = Literal["within limit", "better", "worse", "over limit", "inconclusive"]
 

@@ -1,4 +1,4 @@
-"""What the accuracy gate measures and demands: the metrics, and their limits."""
+"""Metrics and limits of the accuracy gate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from triptych.base.errors import UserError
 from triptych.spec.tasks.task import Task
 
 Tolerance = Literal["exact", "close", "quantized"]
-"""How near the reference a core can be: as fp32 is; with a shorter mantissa; with few levels."""
+"""Closeness to the reference: that of fp32, of a shorter mantissa, or of few levels."""
 
 TOLERANCES: dict[str, Tolerance] = {
     "fp32": "exact",
@@ -20,17 +20,17 @@ TOLERANCES: dict[str, Tolerance] = {
     "int8_dynamic": "quantized",
     "fp8": "quantized",
 }
-"""By precision of the core."""
+"""Tolerance by precision of the core."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure that compares a candidate with the reference.
+    """A figure that compares a candidate with the reference.
 
     Attributes:
-        name: as pipeline.yaml, the lock and the report have it.
-        better: which values are.
-        says: what it is, in a few words.
+        name: Name in pipeline.yaml, the lock and the report.
+        better: Direction of better values.
+        says: Short description.
     """
 
     name: str
@@ -38,35 +38,43 @@ class Metric:
     says: str
 
     def meets(self, value: float, limit: float) -> bool:
-        """Whether `value` is at the limit or on its better side; NaN never is."""
+        """Return whether `value` is at the limit or on its better side; False for NaN."""
         return value >= limit if self.better == "higher" else value <= limit
 
 
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        Metric("max_difference", "lower", "largest difference of any element the core returns"),
-        Metric("batch_sensitivity", "lower", "largest change of any element by batch neighbors"),
-        Metric("edge_error", "lower", "largest relative error of a made-up row"),
+        Metric("max_difference", "lower", "largest difference of an element of the core's output"),
+        Metric(
+            "batch_sensitivity",
+            "lower",
+            "largest change of an element by the other rows of a batch",
+        ),
+        Metric("edge_error", "lower", "largest relative error of a synthetic row"),
         Metric("min_cosine", "higher", "lowest cosine of a vector with the reference's"),
         Metric("mean_cosine", "higher", "mean cosine of the vectors with the reference's"),
         Metric(
             "nearest_neighbor_agreement",
             "higher",
-            "texts with the same nearest neighbor, or one as near",
+            "texts with the same nearest neighbor, or an equally near one",
         ),
-        Metric("mean_neighbor_loss", "lower", "mean similarity lost by other nearest neighbors"),
-        Metric("max_neighbor_loss", "lower", "largest similarity lost by another neighbor"),
+        Metric(
+            "mean_neighbor_loss", "lower", "mean similarity lost by a different nearest neighbor"
+        ),
+        Metric(
+            "max_neighbor_loss", "lower", "largest similarity lost by a different nearest neighbor"
+        ),
         Metric("similarity_rank_correlation", "higher", "Spearman of the similarities of pairs"),
         Metric("label_agreement", "higher", "same first label"),
         Metric("max_probability_difference", "lower", "largest difference of a label's score"),
         Metric("confidence_shift", "lower", "difference of the mean score of the first label"),
         Metric("entity_f1", "higher", "F1 of entities against the reference's"),
-        Metric("exact_match", "higher", "same answer at the same place"),
+        Metric("exact_match", "higher", "same answer at the same position"),
         Metric("answer_f1", "higher", "F1 of the answers' words against the reference's"),
         Metric("rank_correlation", "higher", "Spearman of the scores"),
         Metric("top1_agreement", "higher", "queries with the same first passage"),
-        Metric("top_k_overlap", "higher", "of the reference's tokens, those also returned"),
+        Metric("top_k_overlap", "higher", "fraction of the reference's tokens that are returned"),
     )
 }
 
@@ -91,17 +99,17 @@ _LIMITS: dict[str, tuple[float, float, float | None]] = {
     "top1_agreement": (1.0, 0.98, 0.95),
     "top_k_overlap": (1.0, 0.95, 0.9),
 }
-"""By metric: exact, close, quantized; None where only an override sets a limit.
+"""Limits by metric for the tolerances exact, close and quantized; None for no default limit.
 
-`max_difference` and `batch_sensitivity` are relative to the reference's largest element where that
-is above 1. Batches of another shape add up in another order, which moves fp32 by 2e-7; what is then
-rounded to few levels moves by whole levels. So MiniLM shows, without any influence of neighbors,
-2e-4 in fp16, 2e-3 in bf16 and 1.2e-2 with int8 activations of a scale per row; with a scale per
-batch, where neighbors do have influence, 5.6e-2.
+`max_difference` and `batch_sensitivity` are relative to the reference's largest element if that
+is above 1. Batches of another shape add numbers in another order, which changes fp32 by 2e-7;
+rounding to few levels then changes whole levels. Without any influence of other rows, MiniLM
+shows 2e-4 in fp16, 2e-3 in bf16 and 1.2e-2 with int8 activations of a scale per row. With a scale
+per batch, where other rows do have influence, it shows 5.6e-2.
 
-`edge_error` is of whole rows, relative to each row's own reference. Made-up rows are what no
-calibration has seen: int8 MiniLM is off by 0.07 to 0.3, and by 0.48 where one word fills a row. No
-answer at all would be off by 1, that of an unrelated row by 1.4.
+`edge_error` is relative to each row's own reference. Calibration has not seen synthetic rows: int8
+MiniLM is off by 0.07 to 0.3, and by 0.48 if one word fills a row. A missing output would be off
+by 1, the output of an unrelated row by 1.4.
 """
 
 _PROBE_LIMITS: dict[str, tuple[float, float]] = {
@@ -122,20 +130,19 @@ _PROBE_LIMITS: dict[str, tuple[float, float]] = {
     "top1_agreement": (0.95, 0.9),
     "top_k_overlap": (0.95, 0.85),
 }
-"""By metric, on the general probe: close, quantized.
+"""Limits by metric on the general probe for the tolerances close and quantized.
 
-What MiniLM shows there, converted as a whole on its own traffic, is about half as far from 1 (or
-from 0): bf16 has a mean cosine of 0.99993 and all neighbors; int8 and int8_dynamic have mean
-cosines of 0.995 and 0.997, 0.948 and 0.957 of the neighbors, a mean loss of 5e-4 and 8e-4, and
-single texts as low as 0.94 and 0.90. Fitted to traffic of one phrase with a number, int8_dynamic
-has 0.987, 0.918, 2.3e-3 and 0.865; int8 0.921, 0.758, 1.2e-2 and 0.60. Labels, spans and ranks have
-about twice the room that they have on the traffic: far from what a model was trained on, it decides
-by less.
+MiniLM, converted completely on its own traffic, is about half as far from 1 (or from 0): bf16 has
+a mean cosine of 0.99993 and all neighbors; int8 and int8_dynamic have mean cosines of 0.995 and
+0.997, 0.948 and 0.957 of the neighbors, a mean loss of 5e-4 and 8e-4, and single texts as low as
+0.94 and 0.90. Fitted to traffic of one phrase with a number, int8_dynamic has 0.987, 0.918, 2.3e-3
+and 0.865; int8 0.921, 0.758, 1.2e-2 and 0.60. Labels, spans and ranks have about twice the
+tolerance of the traffic, because a model decides by smaller differences far from its training data.
 """
 
 ROUNDING_MULTIPLE = 3
-"""A limit is at least so many times PyTorch's own rounding: the artifact rounds as much as the
-reference does, so that they differ by twice that, and rounding is measured on a part of the rows.
+"""Minimum ratio of a limit to PyTorch's own rounding. The artifact rounds as much as the reference,
+so they differ by twice the rounding, which is measured on a part of the rows only.
 """
 
 _ROUNDED = (
@@ -144,40 +151,40 @@ _ROUNDED = (
     "max_probability_difference",
     "confidence_shift",
 )
-"""Metrics that are differences of the core's own numbers."""
+"""Metrics that are differences of the core's numbers."""
 
 _COLUMNS: dict[Tolerance, int] = {"exact": 0, "close": 1, "quantized": 2}
 
 
 def metrics_of(task: Task) -> tuple[str, ...]:
-    """Names of the metrics of a task, those of the core first."""
+    """Return names of a task's metrics, those of the core first."""
     return CORE_METRICS + task.metrics
 
 
 def default_limits(metrics: Iterable[str], precision: str) -> dict[str, float]:
-    """The limit of each of `metrics` that has one for a core in `precision`."""
+    """Return the default limit of each metric that has one for a precision."""
     column = _COLUMNS[TOLERANCES[precision]]
     limits = {name: _LIMITS[name][column] for name in metrics}
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def thresholds(task: Task, precision: str, overrides: Mapping[str, float]) -> dict[str, float]:
-    """The limit of each metric that a candidate has to meet.
+    """Return the limit of each metric for a candidate.
 
     Args:
-        task: which decides what is measured.
-        precision: of the candidate, as `TOLERANCES` has it.
-        overrides: ``accuracy`` of the spec: metric to limit, instead of the default.
+        task: Task, which determines the metrics.
+        precision: Precision of the candidate, a key of `TOLERANCES`.
+        overrides: Limits in ``accuracy`` of the spec by metric, in place of the defaults.
 
     Raises:
-        UserError: an override of what is no metric of the task.
+        UserError: An override names a metric that the task does not have.
     """
     names = metrics_of(task)
     for name, limit in overrides.items():
         if name not in names:
             raise UserError(
                 f"accuracy.{name}",
-                f"must be a metric of {task.name}",
+                f"is not a metric of {task.name}",
                 given=limit,
                 remedy=f"Choose from: {', '.join(names)}",
             )
@@ -186,14 +193,14 @@ def thresholds(task: Task, precision: str, overrides: Mapping[str, float]) -> di
 
 
 def probe_limits(task: Task, precision: str, overrides: Mapping[str, float]) -> dict[str, float]:
-    """The limit of each metric that a candidate has to meet on the general probe.
+    """Return the limit of each metric for a candidate on the general probe.
 
-    An override that is looser than the probe's own limit counts there, too.
+    An override that is looser than the probe's limit applies to the probe too.
 
     Args:
-        task: which decides what is measured.
-        precision: of the candidate, not fp32.
-        overrides: as `thresholds` takes them.
+        task: Task, which determines the metrics.
+        precision: Precision of the candidate, other than fp32.
+        overrides: See `thresholds`.
     """
     column = _COLUMNS[TOLERANCES[precision]] - 1
     limits = {name: _PROBE_LIMITS[name][column] for name in ("edge_error", *task.metrics)}
@@ -210,13 +217,13 @@ def _is_looser(metric: str, overrides: Mapping[str, float], limit: float) -> boo
 def above_rounding(
     limits: Mapping[str, float], rounding: float | None, overrides: Mapping[str, float]
 ) -> dict[str, float]:
-    """`limits`, but no default below what PyTorch's own rounding allows.
+    """Return `limits` with defaults raised to what PyTorch's own rounding explains.
 
     Args:
-        limits: as `thresholds` gives them.
-        rounding: see `GateResult`; None where it is not known.
-        overrides: as `thresholds` takes them: what a user asked for stays as it is.
+        limits: Result of `thresholds`.
+        rounding: See `GateResult`; None if not measured.
+        overrides: See `thresholds`; limits set by the user are not raised.
     """
-    least = ROUNDING_MULTIPLE * (rounding or 0.0)
+    lowest = ROUNDING_MULTIPLE * (rounding or 0.0)
     raised = set(_ROUNDED) - overrides.keys()
-    return {name: max(limit, least) if name in raised else limit for name, limit in limits.items()}
+    return {name: max(limit, lowest) if name in raised else limit for name, limit in limits.items()}

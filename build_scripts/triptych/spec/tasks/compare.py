@@ -1,12 +1,6 @@
-"""Lists of labels (or tokens) with scores, best first: a candidate's against the reference's.
+"""Comparison of a candidate's decoded outputs with the reference's, for each kind of output.
 
-Reading the decoded outputs of one request, whatever a candidate made; what comparing gives.
-
-Ranks and their correlation (Spearman), of rows as they are or drawn several times.
-
-Passages with a score each, ranked by query; and outputs of which nothing is known.
-
-Entities and answers in a text: a candidate's against the reference's, or against the truth.
+Labels or tokens with scores, ranked passages, entities, answers, and outputs of unknown meaning.
 """
 
 from __future__ import annotations
@@ -23,18 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 Outputs = Mapping[str, NDArray[Any]]
-"""What the ensemble returns for one request, by name, each ``[1, ...]``."""
+"""Outputs of the ensemble for one request by name, each ``[1, ...]``."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A candidate against the reference.
+    """Result of comparing a candidate with the reference.
 
     Attributes:
-        values: metric to value, as `tasks.accuracy.METRICS` has them; never NaN. A metric that
-            these requests cannot show (neighbors of a single text) is absent.
-        badness: of each request, 0 where it is equal and higher the worse it is; infinite where
-            an output is not finite or missing. Comparable within one task.
+        values: Values of metrics in `tasks.accuracy.METRICS`; never NaN. A metric that these
+            requests
+            cannot show (neighbors of a single text) is absent.
+        badness: Error of each request: 0 if equal, infinite if an output is missing or not finite.
+            Comparable within one task.
     """
 
     values: Mapping[str, float]
@@ -42,22 +37,22 @@ class Comparison:
 
 
 Compare = Callable[[Sequence[Outputs], Sequence[Outputs], Sequence[str]], Comparison]
-"""Compares a candidate's outputs with the reference's, one or more requests; last, the input
-``text`` of each, by which passages are grouped.
+"""Function that compares a candidate's outputs with the reference's for one or more requests. The
+last argument is the input ``text`` of each request, by which passages are grouped.
 
-What is not finite never passes: such a request disagrees, its difference is infinite, and a
-correlation over it is -1. Scores within `ranks.TIE` of the reference's best are as good.
+Values that are not finite never pass: such a request disagrees, its difference is infinite, and a
+correlation over it is -1. Scores within `TIE` of the reference's best are equally good.
 """
 
 
 def texts(outputs: Outputs, name: str) -> list[str]:
-    """The elements of a BYTES output, none where it is missing."""
+    """Return the elements of a BYTES output; empty if it is missing."""
     values = outputs[name].ravel().tolist() if name in outputs else []
     return [v.decode("utf-8", "replace") if isinstance(v, bytes) else str(v) for v in values]
 
 
 def numbers(outputs: Outputs, name: str) -> NDArray[np.float64]:
-    """The elements of a numeric output, flat; none where it is missing."""
+    """Return the elements of a numeric output, flat; empty if it is missing."""
     values = outputs[name] if name in outputs else np.empty(0)
     return np.asarray(values, dtype=np.float64).ravel()
 
@@ -68,26 +63,26 @@ def finite(values: NDArray[Any]) -> bool:
 
 Floats = NDArray[np.float64]
 Statistic = Callable[[Floats], Floats]
-"""A figure over units, from how often each unit is taken: ``[samples, units]`` to ``[samples]``."""
+"""Function from how often each unit is drawn, ``[samples, units]``, to a figure, ``[samples]``."""
 
 TIE = 1e-5
-"""Scores no further apart than this are equal up to rounding: either may come first."""
+"""Maximum difference of scores that counts as equal up to rounding."""
 
 
 def spearman(got: Floats, wanted: Floats) -> float | None:
-    """Rank correlation of a candidate's values with the reference's.
+    """Return the rank correlation of a candidate's values with the reference's.
 
-    A value that differs from the reference's by no more than a tie counts as the reference's, so
-    that ties there do not become an order by chance here.
+    A value within a tie of the reference's counts as equal, so that ties do not become an order by
+    chance.
 
     Args:
-        got: the candidate's, ``[n]``.
-        wanted: the reference's, ``[n]``.
+        got: Values of the candidate, ``[n]``.
+        wanted: Values of the reference, ``[n]``.
 
     Returns:
-        1.0 where all agree, 0.0 where the candidate tells nothing apart, -1.0 where a value is not
-        finite; None where there is no order to keep (under two values, or a constant reference
-        that the candidate does not share).
+        1.0 if all agree, 0.0 if the candidate's values are constant, -1.0 if a value is not
+        finite. None
+        if there is no order: fewer than two values, or a constant reference that differs.
     """
     if len(wanted) < 2:
         return None
@@ -102,12 +97,12 @@ def spearman(got: Floats, wanted: Floats) -> float | None:
 
 
 def tie_of(wanted: Floats) -> float:
-    """What counts as a tie among scores as large as these."""
+    """Return the maximum difference that counts as a tie among scores of this magnitude."""
     return TIE * max(1.0, float(np.abs(wanted).max(initial=0.0)))
 
 
 def rank_correlation(some: Floats, others: Floats) -> Statistic:
-    """Spearman's correlation of two values of each unit, 0.0 where either is constant.
+    """Return Spearman's correlation of two values per unit; 0.0 if either is constant.
 
     Equal values share their mean rank.
     """
@@ -125,7 +120,7 @@ def rank_correlation(some: Floats, others: Floats) -> Statistic:
 
 
 def _ranking(values: Floats) -> Callable[[Floats], Floats]:
-    """A function from how often each unit is taken to the mean rank of each, same shape."""
+    """Return a function from how often each unit is drawn to its mean rank, same shape."""
     order = np.argsort(values, kind="stable")
     begins = np.append(True, np.diff(values[order]) != 0)
     level = np.empty(len(values), dtype=np.intp)
@@ -141,17 +136,17 @@ def _ranking(values: Floats) -> Callable[[Floats], Floats]:
 
 
 Name = tuple[str, int]
-"""A label, and which of those that are written the same."""
+"""Label, and its index among labels that are written the same."""
 
 LABEL_METRICS = ("label_agreement", "max_probability_difference", "confidence_shift")
 
 
 class Choices(NamedTuple):
-    """One request's list.
+    """List of labels of one request.
 
     Attributes:
-        first: the best label; empty where there is none.
-        scores: of each label, best first; none at all where they are not finite.
+        first: Best label; empty if there is none.
+        scores: Score of each label, best first; empty if they are not finite.
     """
 
     first: str
@@ -163,12 +158,12 @@ class Choices(NamedTuple):
 
     @property
     def last(self) -> float:
-        """The lowest score: no label that is left out has a higher one."""
+        """Lowest score; labels that are left out have at most this score."""
         return min(self.scores.values(), default=-np.inf)
 
 
 def read_choices(outputs: Outputs, name: str) -> Choices:
-    """The list under `name` (``label`` or ``token``), empty where it cannot be used."""
+    """Return the list under `name` (``label`` or ``token``); empty if it cannot be used."""
     labels, scores = texts(outputs, name), numbers(outputs, "score")
     if not labels or len(labels) != len(scores) or not finite(scores):
         return Choices("", {})
@@ -183,10 +178,11 @@ def read_choices(outputs: Outputs, name: str) -> Choices:
 def compare_labels(
     got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
 ) -> Comparison:
-    """`LABEL_METRICS`; badness is the difference of a score, plus 1 by a label.
+    """Return `LABEL_METRICS`; badness is the difference of a score, plus 1 for another first label.
 
-    Scores that are no probabilities (of a regression) may be large: differences are relative to
-    the reference's largest score where that is above 1.
+    Scores of a regression may be large: differences are relative to the reference's largest score
+    if
+    that is above 1.
     """
     pairs = _read(got, wanted, "label")
     scale = max([1.0, *(abs(score) for _, w in pairs for score in w.scores.values())])
@@ -206,7 +202,7 @@ def compare_labels(
 def compare_tokens(
     got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
 ) -> Comparison:
-    """The metrics of fill-mask; badness adds the share of tokens that are missing."""
+    """Return the metrics of fill-mask; badness includes the fraction of missing tokens."""
     pairs = _read(got, wanted, "token")
     agrees = [_same_first(g, w) for g, w in pairs]
     overlaps = [_overlap(g, w) for g, w in pairs]
@@ -226,12 +222,12 @@ def _read(
 
 
 def _same_first(got: Choices, wanted: Choices) -> bool:
-    """Whether the reference's score of the candidate's first label is as good as its best."""
+    """Return whether the reference's score of the candidate's first label is its best."""
     return bool(got.scores) and wanted.scores.get((got.first, 0), -np.inf) >= wanted.best - TIE
 
 
 def _difference(got: Choices, wanted: Choices) -> float:
-    """Largest difference of a label's score; of one in a single list, as far as that tells."""
+    """Return the largest difference of a label's score, with bounds for labels in one list only."""
     if not got.scores or not wanted.scores:
         return np.inf
     differences = [0.0]
@@ -247,7 +243,7 @@ def _difference(got: Choices, wanted: Choices) -> float:
 
 
 def _overlap(got: Choices, wanted: Choices) -> float:
-    """Share of the reference's tokens that the candidate has, or one that ties with the last."""
+    """Return the fraction of the reference's tokens that the candidate has, up to ties."""
     if not got.scores or not wanted.scores:
         return 0.0
     end = wanted.last + TIE
@@ -262,7 +258,7 @@ def _overlap(got: Choices, wanted: Choices) -> float:
 def compare_scores(
     got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
 ) -> Comparison:
-    """The metrics of reranking; badness is the difference of the scores."""
+    """Return the metrics of reranking; badness is the difference of the scores."""
     some, others = (np.array([_score(row) for row in rows]) for rows in (got, wanted))
     values = {}
     correlation = spearman(some, others)
@@ -279,7 +275,7 @@ def compare_scores(
 
 
 def group(queries: Sequence[str]) -> list[list[int]]:
-    """Places of the rows of each query, in the order of their first."""
+    """Return row indexes of each query, in the order of first occurrence."""
     places: dict[str, list[int]] = {}
     for place, query in enumerate(queries):
         places.setdefault(query, []).append(place)
@@ -292,7 +288,7 @@ def _score(outputs: Outputs) -> float:
 
 
 def _first_agrees(got: Floats, wanted: Floats) -> float:
-    """Of the passages the candidate puts first, the share that the reference does, too."""
+    """Return the fraction of the candidate's first passages that the reference puts first too."""
     if not (np.isfinite(got).all() and np.isfinite(wanted).all()):
         return 0.0
     first = got == got.max()
@@ -302,7 +298,7 @@ def _first_agrees(got: Floats, wanted: Floats) -> float:
 def compare_anything(
     got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
 ) -> Comparison:
-    """No metrics: only the pipeline knows what its outputs mean. Badness is how far they differ."""
+    """Return no metrics, for outputs of unknown meaning; badness is the largest difference."""
     return Comparison({}, [_unlikeness(*pair) for pair in zip(got, wanted, strict=True)])
 
 
@@ -326,16 +322,16 @@ def _unlikeness(got: Outputs, wanted: Outputs) -> float:
 
 
 Span = tuple[str, int, int]
-"""An entity's label, its first character and the one after its last."""
+"""Label of an entity, its first character and the one after its last."""
 
 
 class Entities(NamedTuple):
-    """What was found in one text.
+    """Entities found in one text.
 
     Attributes:
-        spans: how often each was found.
-        scores: of each.
-        broken: outputs that are no entities: they count as spans that nobody wanted.
+        spans: Number of occurrences of each span.
+        scores: Score of each span.
+        broken: Number of malformed entities; they count as wrong spans.
     """
 
     spans: Counter[Span]
@@ -344,7 +340,7 @@ class Entities(NamedTuple):
 
 
 class ReadAnswer(NamedTuple):
-    """One request's answer; `usable` is false where its score is not finite."""
+    """Answer of one request; not `usable` if its score is not finite."""
 
     text: str
     place: tuple[float, ...]
@@ -353,7 +349,7 @@ class ReadAnswer(NamedTuple):
 
 
 def read_entities(outputs: Outputs) -> Entities:
-    """The JSON list under ``entities``; a span without a score is broken, as is other text."""
+    """Return the JSON list under ``entities``; spans without a score are broken."""
     spans: Counter[Span] = Counter()
     scores: dict[Span, float] = {}
     broken = 0
@@ -373,14 +369,14 @@ def read_entities(outputs: Outputs) -> Entities:
 
 
 def span_counts(got: Entities, wanted: Counter[Span]) -> tuple[int, int]:
-    """Spans that both have, and spans of both together: F1 is twice the first over the second."""
+    """Return the number of common spans and of all spans; F1 is twice the first over the second."""
     return (got.spans & wanted).total(), got.spans.total() + got.broken + wanted.total()
 
 
 def compare_entities(
     got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
 ) -> Comparison:
-    """``entity_f1`` over all texts; badness counts the spans missed or made up."""
+    """Return ``entity_f1`` over all texts; badness counts missing and additional spans."""
     shared = every = 0
     badness = []
     for mine, reference in zip(map(read_entities, got), map(read_entities, wanted), strict=True):
@@ -396,7 +392,7 @@ def compare_entities(
 
 
 def read_answer(outputs: Outputs) -> ReadAnswer:
-    """The answer of one request, unusable where parts are missing or not finite."""
+    """Return the answer of one request; unusable if parts are missing or not finite."""
     text, score = texts(outputs, "answer"), numbers(outputs, "score")
     place = (*numbers(outputs, "start"), *numbers(outputs, "end"))
     if not text or not len(score) or not finite(score):
@@ -407,7 +403,7 @@ def read_answer(outputs: Outputs) -> ReadAnswer:
 def compare_answers(
     got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
 ) -> Comparison:
-    """The metrics of question-answering; badness adds what both and the score lack."""
+    """Return the metrics of question-answering; badness adds the loss of each and of the score."""
     matches, overlaps, badness = [], [], []
     for mine, reference in zip(map(read_answer, got), map(read_answer, wanted), strict=True):
         usable = mine.usable and reference.usable
@@ -422,9 +418,9 @@ def compare_answers(
 
 
 def word_f1(got: str, wanted: str) -> float:
-    """F1 of the words of two answers, as SQuAD counts them: no case, punctuation or articles.
+    """Return F1 of the words of two answers as in SQuAD, without case, punctuation and articles.
 
-    Texts without a word are equal where both have none; two that are the same are always equal.
+    Equal texts, and two texts without words, have 1.0.
     """
     some, others = _words(got), _words(wanted)
     if got == wanted or not (some or others):

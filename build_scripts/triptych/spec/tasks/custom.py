@@ -1,4 +1,4 @@
-"""A task of a pipeline's own, from what its spec declares; its ``hooks.py`` decodes."""
+"""Tasks declared by a pipeline; `decode` in its ``hooks.py`` computes the outputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from triptych.spec.tasks.task import TEXT, TEXT_PAIR, Core, Parameters, Task, la
 RESERVED = {"text", "text_pair", "input_ids", "row_length", "first_segment", "carry", "ticket"} | {
     FORWARDED_PREFIX + name for name in ("text", "text_pair")
 }
-"""Names of the tensors between the steps."""
+"""Names of tensors between the steps."""
 
 RETURNS = {"row": ("logits", "scores"), "tokens": ("token_scores",), "pooled": ("vector",)}
-"""What may leave the core, by what its head reads."""
+"""Possible outputs of the core by the input of its head."""
 
 METRICS = {
     "vector": COSINES,
@@ -25,19 +25,19 @@ METRICS = {
     "token_scores": ("label_agreement",),
     "logits": (),
 }
-"""What is measured of the core's outputs, by what they are."""
+"""Metrics by output of the core."""
 
 
 def custom_task(custom: Custom) -> Task:
-    """The task that `custom` declares.
+    """Return the task that a spec declares.
 
     Raises:
-        UserError: parts of it that do not go together.
+        UserError: Fields of the declaration contradict each other.
     """
     if custom.core_output not in RETURNS[custom.head_input]:
         raise UserError(
             "custom.core_output",
-            f"must be {' or '.join(RETURNS[custom.head_input])} where custom.head_input is "
+            f"must be {' or '.join(RETURNS[custom.head_input])} if custom.head_input is "
             f"{custom.head_input}",
             given=custom.core_output,
             remedy="Change one of the two",
@@ -47,7 +47,7 @@ def custom_task(custom: Custom) -> Task:
     if "text" not in custom.inputs or (pairs and custom.head_input == "tokens"):
         raise UserError(
             "custom.inputs",
-            "must be [text], or [text, text_pair] where custom.head_input is not tokens",
+            "must be [text], or [text, text_pair] if custom.head_input is not tokens",
             given=", ".join(custom.inputs),
             remedy="Change one of the two",
         )
@@ -57,15 +57,15 @@ def custom_task(custom: Custom) -> Task:
         if taken or (output.dtype == "BYTES" and len(output.dims) > 1):
             raise UserError(
                 f"custom.outputs: {output.name}",
-                "must have a name of its own, and one dimension where its dtype is BYTES",
+                "must have a unique name, and one dimension if its dtype is BYTES",
                 given=f"{output.dtype} {output.dims}",
-                remedy="Rename it, or return a JSON text for what is nested",
+                remedy="Rename it, or return nested data as a JSON text",
             )
 
     def core(facts: ModelFacts, parameters: Parameters) -> Core:
         size = facts.embedding_size if custom.head_input == "pooled" else len(facts.labels)
         dims = ("tokens", size) if custom.head_input == "tokens" else (size,)
-        # Not named like what it holds: the exporter uses such names for values inside the graph.
+        # The exporter uses names such as `logits` for values inside the graph.
         output = Tensor(f"core_{custom.core_output}", "FP32", dims)
         return Core(custom.auto_class, custom.head_input, custom.core_output, (output,))
 

@@ -1,4 +1,4 @@
-"""Reading `eval.jsonl`: requests with what is right."""
+"""Reader of ``eval.jsonl``: requests with their ground truth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from triptych.base.errors import UserError
 from triptych.spec.tasks.compare import group
-from triptych.spec.tasks.metrics_labels import LabeledRow, Truth
+from triptych.spec.tasks.labeled import LabeledRow, Truth
 from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import PARAMETERS, read_lines
 
@@ -16,23 +16,26 @@ EVAL_FILE = "eval.jsonl"
 
 
 def read_labels(path: Path, task: Task) -> list[LabeledRow]:
-    """Read labeled rows: one JSON object a line with the task's inputs and the truth.
+    """Read labeled rows: a JSON object per line with the task's inputs and the truth.
 
     Raises:
-        UserError: a missing or empty file, a line that is no such object, rows that cannot tell
-            a good model from a bad one, or a task without a metric for labeled rows.
+        UserError: The file is missing or empty, a line is not such an object, the rows cannot show
+            a difference, or the task has no metric for labeled rows.
     """
     if task.labeled is None:
         raise UserError(
             str(path),
-            f"must not be there for task {task.name}, whose outputs only the pipeline can judge",
-            remedy="Remove it; test the pipeline's own measure in its tests",
+            f"is not supported for task {task.name}, whose outputs have no known measure",
+            remedy="Remove the file; check your own measure in test_hooks.py",
         )
     truth, fields = task.labeled.truth, [tensor.name for tensor in task.inputs]
     form = _form(truth, fields)
     if not path.is_file():
         raise UserError(
-            str(path), "must exist", given="no such file", remedy=f"Write labeled rows: {form}"
+            str(path),
+            "does not exist",
+            given="no such file",
+            remedy=f"Create it with labeled rows, a line each: {form}",
         )
     rows = []
     for number, line, row in read_lines(path):
@@ -45,7 +48,7 @@ def read_labels(path: Path, task: Task) -> list[LabeledRow]:
             )
         rows.append(_read_row(f"{path}:{number}", number, row, truth, fields))
     if not rows:
-        raise UserError(str(path), "must have rows", given="none", remedy=f"Add rows: {form}")
+        raise UserError(str(path), "has no rows", given="an empty file", remedy=f"Add rows: {form}")
     fault = truth.fault(rows)
     if fault:
         raise UserError(str(path), fault, remedy="Add such rows")
@@ -53,7 +56,7 @@ def read_labels(path: Path, task: Task) -> list[LabeledRow]:
 
 
 def first_rows(rows: Sequence[LabeledRow], task: Task, most: int) -> list[LabeledRow]:
-    """The first `most` rows; where passages are ranked, those of whole queries, one at least."""
+    """Return the first `most` rows; for rankings, those of whole queries, at least one query."""
     if task.labeled is None or not task.labeled.truth.by_query:
         return list(rows[:most])
     taken: list[int] = []

@@ -1,4 +1,4 @@
-"""Generated texts against right answers: exact match and ROUGE-L."""
+"""Measures of generated texts against right answers: exact match and ROUGE-L."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from triptych.spec.tasks.compare import Outputs, Statistic, texts
-from triptych.spec.tasks.metrics_bootstrap import ratio
-from triptych.spec.tasks.metrics_labeled import LabeledMetric, Measure
-from triptych.spec.tasks.metrics_labels import LabeledRow, Truth
+from triptych.spec.tasks.labeled import LabeledMetric, LabeledRow, Measure, Truth, ratio
 
 OUTPUT = "text_output"
 
 
 def exact_match(got: str, wanted: str) -> float:
-    """1 where the words are the same in the same order: no case, punctuation or articles, as SQuAD.
+    """Return 1 if the words are equal, as in SQuAD: without case, punctuation and articles.
 
-    Texts without a word must be the same as they are.
+    Texts without words must be identical.
     """
     some, others = _words(got), _words(wanted)
     articles = {"a", "an", "the"}
@@ -27,7 +25,7 @@ def exact_match(got: str, wanted: str) -> float:
 
 
 def rouge_l(got: str, wanted: str) -> float:
-    """F1 of the longest common subsequence of words, without case (ROUGE-L, Lin 2004)."""
+    """Return F1 of the longest common subsequence of words, without case (ROUGE-L, Lin 2004)."""
     some, others = _words(got), _words(wanted)
     if not some and not others:
         return 1.0
@@ -35,7 +33,7 @@ def rouge_l(got: str, wanted: str) -> float:
 
 
 def _common_subsequence(some: Sequence[str], others: Sequence[str]) -> int:
-    """Length of the longest; a row of the table at a time."""
+    """Return the length of the longest common subsequence."""
     lengths = [0] * (len(others) + 1)
     for word in some:
         diagonal = 0
@@ -51,7 +49,7 @@ def _words(text: str) -> list[str]:
 
 
 def _best(score: Callable[[str, str], float]) -> Measure:
-    """The mean over rows of the score with the nearest of the right answers."""
+    """Return the measure that averages the score with the closest right answer over rows."""
 
     def measure(rows: Sequence[LabeledRow], outputs: Sequence[Outputs]) -> tuple[Statistic, int]:
         values = [

@@ -1,4 +1,4 @@
-"""Embeddings of a candidate against the reference's: cosines, neighbors, similarities of pairs."""
+"""Comparison of embeddings with the reference's: cosines, neighbors, similarities of pairs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from triptych.spec.tasks.compare import Comparison, Floats, Outputs, finite, num
 COSINES = ("min_cosine", "mean_cosine")
 NEIGHBORS = ("nearest_neighbor_agreement", "mean_neighbor_loss", "max_neighbor_loss")
 NEIGHBOR_TOLERANCE = 0.002
-"""Similarity that a text's nearest neighbor may lose and still count as the right one: the more
-texts there are, the more of them are as near as that, and it hardly matters which one is found."""
+"""Similarity that a nearest neighbor may lose and still count as right. Among many texts, more are
+that near, and it matters little which one is found.
+"""
 
 FARTHEST = 2.0
-"""What the neighbor of a vector that is not finite loses: as much as two cosines can differ."""
+"""Loss of the neighbor of a vector that is not finite: the largest difference of two cosines."""
 
 MAX_PAIRS = 200_000
-"""Pairs of rows whose similarities are ranked; of more, as many are drawn."""
+"""Maximum number of pairs of rows whose similarities are ranked; random pairs beyond that."""
 
 _ROWS, _PAIRS = 1024, 16_384
 _SEED = 0
 
 
 class _Vector(NamedTuple):
-    """What a request got: its numbers, and how they are encoded."""
+    """Vector of a request with its encoding."""
 
     encoding: Literal["float", "int8", "bits"]
     values: Floats
@@ -36,11 +37,11 @@ class _Vector(NamedTuple):
 def compare_vectors(
     got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
 ) -> Comparison:
-    """The metrics of text-embedding, and one minus the cosine of each request.
+    """Return the metrics of text-embedding; badness is one minus the cosine.
 
-    Neighbors and pairs are looked for among vectors of one encoding and size, at least three of
-    them; bits are left out there, as an element near zero may have either sign. The metrics of
-    neighbors and pairs are absent where there are no such vectors.
+    Neighbors and pairs are compared among three or more vectors of one encoding and size; without
+    them their metrics are absent. Bits are left out there, because an element near zero may have
+    either sign.
     """
     binary = _binary_widths(wanted)
     pairs = [(_vector(g, binary), _vector(w, binary)) for g, w in zip(got, wanted, strict=True)]
@@ -72,9 +73,9 @@ def compare_vectors(
 
 
 def row_cosines(got: NDArray[np.floating[Any]], wanted: NDArray[np.floating[Any]]) -> Floats:
-    """Cosine of each row with the same row of the reference, ``[n, d]`` both: exactly 1 if equal.
+    """Return the cosine of each row with the reference's row, ``[n, d]`` both; 1 for equal rows.
 
-    Two vectors of zeros have 1, one has 0 with any other, and a row that is not finite -1.
+    Two zero vectors have 1, a zero vector and another 0, and a row that is not finite -1.
     """
     some, others = unit_rows(got), unit_rows(wanted)
     cosines = 1 - ((some - others) ** 2).sum(axis=1) / 2
@@ -84,7 +85,7 @@ def row_cosines(got: NDArray[np.floating[Any]], wanted: NDArray[np.floating[Any]
 
 
 def unit_rows(rows: NDArray[np.floating[Any]]) -> Floats:
-    """Each row scaled to length 1; zeros stay zeros, and a row that is not finite becomes NaN."""
+    """Return rows scaled to length 1; zeros stay zeros, and rows that are not finite become NaN."""
     rows = rows.astype(np.float64)
     rows[~np.isfinite(rows).all(axis=1)] = np.nan
     length = np.linalg.norm(rows, axis=1, keepdims=True)
@@ -92,7 +93,7 @@ def unit_rows(rows: NDArray[np.floating[Any]]) -> Floats:
 
 
 def similarity(outputs: Sequence[Outputs], others: Sequence[Outputs]) -> Floats:
-    """Cosine of the vectors of each two requests; -1 where they cannot be compared."""
+    """Return the cosine of the vectors of each two requests; -1 if they cannot be compared."""
     binary = _binary_widths([*outputs, *others])
     return np.array(
         [
@@ -103,7 +104,7 @@ def similarity(outputs: Sequence[Outputs], others: Sequence[Outputs]) -> Floats:
 
 
 def _binary_widths(rows: Sequence[Outputs]) -> set[int]:
-    """Sizes of encoded vectors that hold bits: INT8 ones reach 127 and never -128."""
+    """Return sizes of encoded vectors that hold bits: INT8 ones reach 127 and never -128."""
     widths = set()
     for row in rows:
         encoded = numbers(row, "embedding_int8")
@@ -124,7 +125,7 @@ def _vector(outputs: Outputs, binary: set[int]) -> _Vector:
 
 
 def _cosine(got: _Vector, wanted: _Vector) -> float:
-    """Of bits, the angle that so many different signs make; one may differ by chance."""
+    """Return the cosine; for bits, that of the angle of the changed signs, ignoring one change."""
     if got.encoding != wanted.encoding or len(got.values) != len(wanted.values):
         return -1.0
     if wanted.encoding == "bits":
@@ -138,9 +139,9 @@ def _of_width(values: Floats, width: int) -> Floats:
 
 
 def _neighbor_losses(rows: Floats, reference: Floats) -> Floats:
-    """For each row, by how much the other row it is nearest to is farther than the nearest one.
+    """Return the similarity that each row loses by a different nearest neighbor.
 
-    Both as the reference has it, in cosines; 0 where it is the same neighbor or one as near.
+    Similarities are the reference's cosines; an equal or equally near neighbor loses 0.
     """
     some, others = unit_rows(rows), unit_rows(reference)
     losses = np.empty(len(rows))
@@ -157,7 +158,7 @@ def _neighbor_losses(rows: Floats, reference: Floats) -> Floats:
 
 
 def _pairs_of(rows: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Places of both rows of each pair: all pairs, or `MAX_PAIRS` drawn."""
+    """Return indexes of both rows of each pair: all pairs, or `MAX_PAIRS` random ones."""
     if rows * (rows - 1) // 2 <= MAX_PAIRS:
         return np.triu_indices(rows, 1)
     rng = np.random.default_rng(_SEED)

@@ -1,7 +1,4 @@
-"""What a task is.
-
-Parts that tasks share: inputs, outputs, cores that choose classes, checks of a model.
-"""
+"""Definition of a task."""
 
 from __future__ import annotations
 
@@ -13,39 +10,41 @@ from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.tasks.compare import Compare, Comparison, Outputs
-from triptych.spec.tasks.metrics_labeled import LabeledMetric
+from triptych.spec.tasks.labeled import LabeledMetric
 
 Reads = Literal["pooled", "row", "mask", "tokens", "image"]
-"""What of the encoder's result the head works on: the pooled vector that sentence-transformers
-files describe; what the model's own head reads of a row (its first token, say); the mask token;
-every token; or an image instead of tokens."""
+"""Input of the head: the vector pooled as sentence-transformers files describe (``pooled``), what
+the model's own head reads of a row, such as its first token (``row``), the mask token, every
+token, or an image.
+"""
 
 Returns = Literal["vector", "logits", "scores", "choices", "token_choices", "token_scores", "spans"]
-"""What leaves the core, a row: a vector; the head's logits; their activation; the best classes and
-their scores, best first; and a token: the best class and its score; the scores of all classes; the
-logits of a span's start and of its end."""
+"""Output of the core per row: a vector; logits; scores (activated logits); the best classes with
+scores, best first (``choices``). Per token: the best class with its score (``token_choices``);
+scores of all classes (``token_scores``); logits of a span's start and end (``spans``).
+"""
 
 Parameters = Mapping[str, Any]
-"""Request parameters with a value each: the pipeline's own, where a request names none."""
+"""Request parameters with the pipeline's defaults."""
 
 ViewKind = Literal["choices", "entities", "answer", "vectors", "outputs"]
-"""What a person sees of an answer: labels with bars for their scores; the text of `text` with its
-entities marked; `text_pair` with the answer in it marked; vectors and how alike two are; or the
-outputs as they are."""
+"""View of outputs on the demo page: labels with bars for their scores; `text` with its entities
+marked; `text_pair` with the answer marked; vectors and their similarity; or plain outputs.
+"""
 
 MAX_TOP_K = 64
-"""Most choices that leave the core: a request cannot ask for more."""
+"""Maximum number of choices that the core returns, and that a request may ask for."""
 
 
 @dataclass(frozen=True)
 class Core:
-    """What the core computes and returns.
+    """Computation and outputs of the core.
 
     Attributes:
-        auto_class: class of transformers that loads the model with its head.
-        reads: what of the encoder's result the head works on.
-        returns: what leaves the core.
-        outputs: by name, without the batch dimension, in the order `returns` says.
+        auto_class: Class of transformers that loads the model with its head.
+        reads: Input of the head.
+        returns: Kind of output.
+        outputs: Output tensors without the batch dimension, in the order of `returns`.
     """
 
     auto_class: str
@@ -66,14 +65,14 @@ class Core:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a request parameter may be, as `runtime.parameters` checks it.
+    """Rule for a request parameter, checked by `runtime.parameters`.
 
     Attributes:
-        type: of its value.
-        default: taken where neither the request nor the pipeline gives one; None for nothing.
-        min: smallest number.
-        max: largest number.
-        choices: the values it may have.
+        type: Type of the value.
+        default: Value if neither request nor pipeline gives one; None for none.
+        min: Smallest number.
+        max: Largest number.
+        choices: Allowed values.
     """
 
     type: Literal["bool", "int", "float", "str", "list"]
@@ -83,7 +82,7 @@ class Rule:
     choices: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
-        """For a step's parameters; what does not apply is left out."""
+        """Return data for a step's parameters, without fields that do not apply."""
         choices = list(self.choices) or None
         fields = {"type": self.type, "min": self.min, "max": self.max, "choices": choices}
         return {name: value for name, value in fields.items() if value is not None}
@@ -91,12 +90,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class View:
-    """How the demo page shows a task's answers.
+    """View of a task's outputs on the demo page.
 
     Attributes:
-        kind: what is shown.
-        asks: parameters that the page asks for where its user names none, as far as the pipeline's
-            limits allow.
+        asks: Parameters that the page sends if its user gives none, within the pipeline's limits.
     """
 
     kind: ViewKind
@@ -105,30 +102,31 @@ class View:
 
 @dataclass(frozen=True)
 class Task:
-    """One kind of inference.
+    """Definition of a task: inputs, outputs, core, parameters and metrics.
 
     Attributes:
-        name: as the spec writes it.
-        inputs: of the ensemble, without the batch dimension.
-        outputs: of the ensemble.
-        rows: Module and class in `triptych.runtime` that make the model's rows from a request.
-        decode: Module and class in `triptych.runtime` that make the outputs from the core's.
-        core: what the core computes, from the model's facts and the pipeline's parameters.
-        metrics: what is measured beside the core's own: names in `accuracy.METRICS`.
-        compare_outputs: makes the metrics of decoded outputs.
-        labeled: what is measured on labeled rows; None where there can be none.
-        decodes_answers: whether the gate compares decoded answers. Where only the pipeline knows
-            what they mean, the core alone is judged.
-        parameters: what a request may ask for: name to rule.
-        settings: more that the two files need to know, as JSON can hold it.
-        pairs: whether a core row has two segments.
-        carries: whether each core row brings data past the core (`tensors.CARRY`).
-        decodes_tokens: whether postprocess needs the tokenizer.
-        max_length: tokens of a core row unless the spec says otherwise; None for the model's own.
-        request_rows: most rows of a request; None for as many as a batch holds.
-        view: how the demo page shows an answer.
-        example: of outputs whose JSON has a form: what one row may hold, for `triptych test`.
-        check: raises `UserError` where a model does not fit the task.
+        name: Name in the spec.
+        inputs: Inputs of the ensemble, without the batch dimension.
+        outputs: Outputs of the ensemble.
+        rows: Module and class in `triptych.runtime` of the batch encoder.
+        decode: Module and class in `triptych.runtime` of the decoder.
+        core: Returns the core for a model and the pipeline's parameters.
+        metrics: Names in `accuracy.METRICS` besides those of the core.
+        compare_outputs: Computes the metrics of decoded outputs.
+        labeled: Measure on labeled rows; None if there can be none.
+        decodes_answers: Whether the gate compares decoded outputs. If only the pipeline knows
+            their
+            meaning, the gate compares the core alone.
+        parameters: Rules of request parameters by name.
+        settings: Further settings of both classes, as JSON values.
+        pairs: Whether a model row has two segments.
+        carries: Whether each model row has row metadata (`tensors.CARRY`).
+        decodes_tokens: Whether postprocess needs the tokenizer.
+        max_length: Default maximum number of tokens in a model row; None for the model's limit.
+        request_rows: Maximum number of rows in a request; None for the batch size.
+        view: View of outputs on the demo page.
+        example: Example of a row's value for outputs with JSON, for `triptych test`.
+        check: Raises `UserError` if a model does not fit the task.
     """
 
     name: str
@@ -154,7 +152,7 @@ class Task:
 
     @property
     def output_settings(self) -> list[dict[str, Any]]:
-        """The outputs as postprocess, decoders and `runtime.hooking.RowForm` read them."""
+        """Outputs as postprocess, decoders and `runtime.hooking.RowForm` read them."""
         return [
             {"name": t.name, "dtype": t.dtype, "dims": t.config_dims, "json": t.content == "json"}
             for t in self.outputs
@@ -163,15 +161,15 @@ class Task:
     def compare(
         self, got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
     ) -> Comparison:
-        """Compare the decoded outputs of the same requests.
+        """Compare decoded outputs of the same requests.
 
         Args:
-            got: the candidate's outputs, one a request, each ``[1, ...]``.
-            wanted: the reference's.
-            queries: the input ``text`` of each request, by which passages are grouped.
+            got: Outputs of the candidate, one item per request, each ``[1, ...]``.
+            wanted: Outputs of the reference.
+            queries: Input ``text`` of each request, by which passages are grouped.
 
         Raises:
-            ValueError: not as many of one as of the other.
+            ValueError: The numbers of items differ.
         """
         if not len(got) == len(wanted) == len(queries):
             raise ValueError(
@@ -188,7 +186,7 @@ SEQUENCE_CLASSIFIER = "AutoModelForSequenceClassification"
 
 
 def choosing_core(auto_class: str, reads: Reads, classes: int) -> Core:
-    """A core that returns the best of `classes` with their scores, best first."""
+    """Return a core that returns the best of `classes` with their scores, best first."""
     kept = min(classes, MAX_TOP_K)
     outputs = (Tensor("class_id", "INT32", (kept,)), Tensor("class_score", "FP32", (kept,)))
     return Core(auto_class=auto_class, reads=reads, returns="choices", outputs=outputs)

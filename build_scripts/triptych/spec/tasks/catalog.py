@@ -1,0 +1,330 @@
+"""The tasks that `task` in ``pipeline.yaml`` can name. A new task is one more value here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from triptych.base.errors import UserError
+from triptych.base.tensors import Tensor
+from triptych.spec.model_facts import ModelFacts
+from triptych.spec.tasks.compare import (
+    LABEL_METRICS,
+    compare_answers,
+    compare_entities,
+    compare_labels,
+    compare_scores,
+    compare_tokens,
+)
+from triptych.spec.tasks.labeled import (
+    ANSWER_F1,
+    ENTITY_F1,
+    LABEL_ACCURACY,
+    RECIPROCAL_RANK,
+    SIMILARITY_CORRELATION,
+    TOKEN_ACCURACY,
+)
+from triptych.spec.tasks.metrics_vectors import COSINES, NEIGHBORS, compare_vectors
+from triptych.spec.tasks.task import (
+    BEST_CHOICES,
+    CHOICES,
+    MAX_TOP_K,
+    SEQUENCE_CLASSIFIER,
+    TEXT,
+    TEXT_PAIR,
+    Core,
+    Parameters,
+    Rule,
+    Task,
+    View,
+    choosing_core,
+    has_labels,
+    labels,
+    top_k,
+)
+
+
+def _text_embedding_core(facts: ModelFacts, parameters: Parameters) -> Core:
+    # Not called `embedding`: the exporter uses that name for a value inside the graph.
+    vector = Tensor("sentence_embedding", "FP32", (facts.embedding_size,))
+    return Core(auto_class="AutoModel", reads="pooled", returns="vector", outputs=(vector,))
+
+
+def _text_embedding_parameters(facts: ModelFacts) -> Mapping[str, Rule]:
+    rules = {
+        "dimensions": Rule("int", min=1, max=facts.embedding_size),
+        "encoding": Rule("str", default="float", choices=("float", "int8", "binary")),
+    }
+    if facts.prompts:
+        names = tuple(sorted(facts.prompts))
+        rules["prompt_name"] = Rule("str", default=facts.default_prompt, choices=names)
+    return rules
+
+
+TEXT_EMBEDDING = Task(
+    name="text-embedding",
+    inputs=(TEXT,),
+    # Variable axes: the request parameters `dimensions` and `encoding` decide.
+    outputs=(
+        Tensor("embedding", "FP32", ("dimensions",)),
+        Tensor("embedding_int8", "INT8", ("bytes",)),
+    ),
+    rows="rows_text.PlainTextRowMaker",
+    decode="decode_rows.EmbeddingDecoder",
+    core=_text_embedding_core,
+    metrics=(*COSINES, *NEIGHBORS, "similarity_rank_correlation"),
+    compare_outputs=compare_vectors,
+    labeled=SIMILARITY_CORRELATION,
+    parameters=_text_embedding_parameters,
+    view=View("vectors"),
+    settings=lambda facts: {"prompts": dict(facts.prompts)},
+)
+
+
+TEXT_CLASSIFICATION = Task(
+    name="text-classification",
+    inputs=(TEXT,),
+    outputs=CHOICES,
+    rows="rows_text.PlainTextRowMaker",
+    decode="decode_rows.ClassDecoder",
+    core=lambda facts, _: choosing_core(SEQUENCE_CLASSIFIER, "row", len(facts.labels)),
+    metrics=LABEL_METRICS,
+    compare_outputs=compare_labels,
+    labeled=LABEL_ACCURACY,
+    parameters=lambda facts: top_k(len(facts.labels), default=1),
+    settings=labels,
+    view=BEST_CHOICES,
+    check=has_labels,
+)
+
+
+_ENTITY_EXAMPLE = {"entity": "PER", "score": 0.9, "text": "Ada", "start": 0, "end": 3}
+AGGREGATIONS = ("none", "simple", "first", "max", "average")
+
+
+def _token_classification_core(facts: ModelFacts, parameters: Parameters) -> Core:
+    auto_class = "AutoModelForTokenClassification"
+    if parameters["aggregation"] == "average":  # needs the scores of every class
+        scores = Tensor("token_scores", "FP32", ("tokens", len(facts.labels)))
+        return Core(auto_class, reads="tokens", returns="token_scores", outputs=(scores,))
+    best = Tensor("token_class", "INT32", ("tokens",)), Tensor("token_score", "FP32", ("tokens",))
+    return Core(auto_class, reads="tokens", returns="token_choices", outputs=best)
+
+
+TOKEN_CLASSIFICATION = Task(
+    name="token-classification",
+    inputs=(TEXT,),
+    outputs=(Tensor("entities", "BYTES", (1,), content="json"),),
+    rows="rows_spans.OffsetRowMaker",
+    decode="decode_entities.EntityDecoder",
+    core=_token_classification_core,
+    metrics=("entity_f1", "label_agreement"),
+    compare_outputs=compare_entities,
+    labeled=ENTITY_F1,
+    parameters=lambda facts: {"aggregation": Rule("str", default="simple", choices=AGGREGATIONS)},
+    settings=labels,
+    carries=True,
+    view=View("entities"),
+    example={"entities": [_ENTITY_EXAMPLE]},
+    check=has_labels,
+)
+
+
+_QUESTION_ANSWERING_CORE = Core(
+    "AutoModelForQuestionAnswering",
+    reads="tokens",
+    returns="spans",
+    outputs=(Tensor("start_logit", "FP32", ("tokens",)), Tensor("end_logit", "FP32", ("tokens",))),
+)
+
+QUESTION_ANSWERING = Task(
+    name="question-answering",
+    inputs=(TEXT, TEXT_PAIR),
+    outputs=(
+        Tensor("answer", "BYTES", (1,)),
+        Tensor("score", "FP32", (1,)),
+        Tensor("start", "INT32", (1,)),
+        Tensor("end", "INT32", (1,)),
+    ),
+    rows="rows_spans.WindowRowMaker",
+    decode="decode_answers.AnswerDecoder",
+    pairs=True,
+    core=lambda facts, _: _QUESTION_ANSWERING_CORE,
+    metrics=("exact_match", "answer_f1"),
+    compare_outputs=compare_answers,
+    labeled=ANSWER_F1,
+    parameters=lambda facts: {
+        "max_answer_tokens": Rule("int", default=15, min=1, max=512),
+        "impossible_answer": Rule("bool", default=False),
+    },
+    carries=True,
+    view=View("answer"),
+    max_length=384,  # as transformers' pipeline has it
+)
+
+
+_RELEVANCE = Tensor("relevance", "FP32", (1,))
+
+
+def _check_reranking(facts: ModelFacts) -> None:
+    if len(facts.labels) != 1:
+        raise UserError(
+            "model.source",
+            "must be a cross-encoder with a single output (num_labels 1)",
+            given=f"{len(facts.labels)} outputs",
+            remedy="Choose a reranking model, or task text-classification",
+        )
+
+
+RERANKING = Task(
+    name="reranking",
+    inputs=(TEXT, TEXT_PAIR),
+    outputs=(Tensor("score", "FP32", (1,)),),
+    rows="rows_text.PlainTextRowMaker",
+    decode="decode_rows.ScoreDecoder",
+    pairs=True,
+    core=lambda facts, _: Core(SEQUENCE_CLASSIFIER, "row", "scores", (_RELEVANCE,)),
+    metrics=("rank_correlation", "top1_agreement"),
+    compare_outputs=compare_scores,
+    labeled=RECIPROCAL_RANK,
+    check=_check_reranking,
+)
+
+
+def _check_fill_mask(facts: ModelFacts) -> None:
+    if facts.mask_token_id is None:
+        raise UserError(
+            "model.source",
+            "must have a mask token",
+            given=f"{facts.architecture} with a tokenizer without one",
+            remedy="Choose a masked language model",
+        )
+
+
+FILL_MASK = Task(
+    name="fill-mask",
+    inputs=(TEXT,),
+    outputs=(Tensor("token", "BYTES", ("choices",)), Tensor("score", "FP32", ("choices",))),
+    rows="rows_text.MaskRowMaker",
+    decode="decode_rows.MaskDecoder",
+    core=lambda facts, _: choosing_core("AutoModelForMaskedLM", "mask", MAX_TOP_K),
+    metrics=("top_k_overlap", "label_agreement"),
+    compare_outputs=compare_tokens,
+    labeled=TOKEN_ACCURACY,
+    parameters=lambda facts: top_k(MAX_TOP_K, default=5),
+    settings=lambda facts: {"mask_token": facts.mask_token, "mask_token_id": facts.mask_token_id},
+    decodes_tokens=True,
+    view=BEST_CHOICES,
+    check=_check_fill_mask,
+)
+
+
+def _zero_shot_classification_core(facts: ModelFacts, parameters: Parameters) -> Core:
+    logits = Tensor("inference_logits", "FP32", (len(facts.labels),))
+    return Core(SEQUENCE_CLASSIFIER, reads="row", returns="logits", outputs=(logits,))
+
+
+def _entailment(facts: ModelFacts) -> int | None:
+    named = (i for i, label in enumerate(facts.labels) if label.lower().startswith("entail"))
+    return next(named, None)
+
+
+def _zero_shot_classification_settings(facts: ModelFacts) -> Mapping[str, object]:
+    entailment = _entailment(facts)
+    # As transformers takes it: the far end of the labels stands for contradiction.
+    return {
+        "entailment": entailment,
+        "contradiction": len(facts.labels) - 1 if entailment == 0 else 0,
+    }
+
+
+def _check_zero_shot_classification(facts: ModelFacts) -> None:
+    if _entailment(facts) is None or len(facts.labels) < 2:
+        raise UserError(
+            "model.source",
+            "must be a model of natural language inference (a label `entailment` in id2label)",
+            given=", ".join(facts.labels) or "no labels",
+            remedy="Choose a model fine-tuned on NLI data",
+        )
+
+
+ZERO_SHOT_CLASSIFICATION = Task(
+    name="zero-shot-classification",
+    inputs=(TEXT,),
+    outputs=CHOICES,
+    rows="rows_text.HypothesisRowMaker",
+    decode="decode_rows.ZeroShotDecoder",
+    pairs=True,
+    core=_zero_shot_classification_core,
+    metrics=LABEL_METRICS,
+    compare_outputs=compare_labels,
+    labeled=LABEL_ACCURACY,
+    parameters=lambda facts: {
+        "labels": Rule("list"),
+        "multi_label": Rule("bool", default=False),
+        "hypothesis_template": Rule("str", default="This example is {}."),
+    },
+    settings=_zero_shot_classification_settings,
+    view=View("choices"),
+    check=_check_zero_shot_classification,
+)
+
+
+def _image_classification_core(facts: ModelFacts, parameters: Parameters) -> Core:
+    return choosing_core("AutoModelForImageClassification", "image", len(facts.labels))
+
+
+def _check_image_classification(facts: ModelFacts) -> None:
+    has_labels(facts)
+    if facts.image is None:
+        raise UserError(
+            "model.source",
+            "must hold an image processor (preprocessor_config.json)",
+            given=f"{facts.architecture} without one",
+            remedy="Save the model's image processor into the folder",
+        )
+
+
+IMAGE_CLASSIFICATION = Task(
+    name="image-classification",
+    inputs=(Tensor("image", "BYTES", (1,), content="image"),),
+    outputs=CHOICES,
+    rows="rows_image.ImageRowMaker",
+    decode="decode_rows.ClassDecoder",
+    core=_image_classification_core,
+    metrics=LABEL_METRICS,
+    compare_outputs=compare_labels,
+    labeled=LABEL_ACCURACY,
+    parameters=lambda facts: top_k(len(facts.labels), default=5),
+    settings=labels,
+    view=BEST_CHOICES,
+    request_rows=8,  # decoding takes long: a request with many images would hold up the others
+    check=_check_image_classification,
+)
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        TEXT_EMBEDDING,
+        TEXT_CLASSIFICATION,
+        TOKEN_CLASSIFICATION,
+        QUESTION_ANSWERING,
+        RERANKING,
+        FILL_MASK,
+        ZERO_SHOT_CLASSIFICATION,
+        IMAGE_CLASSIFICATION,
+    )
+}
+
+
+def find_task(name: str) -> Task:
+    """Return the task called `name`.
+
+    Raises:
+        UserError: No task has that name.
+    """
+    if name not in TASKS:
+        raise UserError(
+            "task", "is not a known task", given=name, remedy=f"Choose one of: {', '.join(TASKS)}"
+        )
+    return TASKS[name]
