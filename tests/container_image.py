@@ -14,7 +14,7 @@ import psutil
 
 from container_cases import copy_of_the_images_files
 from test_server import eventually
-from triptych.container.steps import STARVED
+from triptych.container.supervisor import STARVED
 from triptych.serving.embedded import find_installation
 from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, new_process_tag, remove_orphans
 from triptych.serving.ports import reserve_ports

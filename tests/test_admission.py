@@ -18,7 +18,12 @@ import pytest
 
 from client_toy import wait_until
 from triptych.runtime import in_flight as module
-from triptych.runtime.flow_control import LAST_CALL_S, MIN_REQUESTS, PATIENCE_S, Admission
+from triptych.runtime.flow_control import (
+    MIN_REQUESTS,
+    PATIENCE_S,
+    SHUTDOWN_GRACE_S,
+    Admission,
+)
 from triptych.runtime.in_flight import InFlight, Ticket
 from triptych.runtime.request_errors import Overloaded, Stopping
 
@@ -72,7 +77,7 @@ def serve(counts: InFlight, clock: Clock, tickets: list[Ticket], row_s: float) -
     """Answer the requests, one row each, one after the other."""
     for ticket in tickets:
         clock.now += row_s
-        assert counts.settle(ticket, 1)
+        assert counts.mark_finished(ticket, 1)
 
 
 @pytest.mark.usefixtures("clock")
@@ -80,7 +85,7 @@ def test_so_many_are_let_in_and_no_more(in_flight: InFlight) -> None:
     admission = Admission(in_flight, 3, 1.0)
     tickets = ask(admission, 5)
     assert len(tickets) == 3
-    assert in_flight.settle(tickets[0], 1)
+    assert in_flight.mark_finished(tickets[0], 1)
     assert len(ask(admission, 5)) == 1
 
 
@@ -88,16 +93,16 @@ def test_so_many_are_let_in_and_no_more(in_flight: InFlight) -> None:
 def test_the_limit_holds_over_all_instances(in_flight: InFlight) -> None:
     first, second = (Admission(other, 4, 1.0) for other in (in_flight, InFlight(PIPELINE)))
     tickets = [*ask(first), *ask(second, 2)]
-    assert in_flight.settle(tickets[2], 1)
+    assert in_flight.mark_finished(tickets[2], 1)
     assert len(ask(first, 9)) == 3  # the second instance has two tickets, settled with its last
 
 
 def test_what_got_lost_is_forgotten_with_the_next_that_comes_through(in_flight: InFlight) -> None:
     tickets = ask(Admission(in_flight, 10, 1.0), 9, rows=2)
     assert (in_flight.under_way(), in_flight.rows_under_way()) == (9, 18)
-    in_flight.settle(tickets[8], 2)  # the eight before it failed in the core, or their clients left
+    in_flight.mark_finished(tickets[8], 2)  # earlier ones failed, or their clients left
     assert (in_flight.under_way(), in_flight.rows_under_way()) == (0, 0)
-    in_flight.settle(tickets[3], 2)  # late, out of order: takes nothing back
+    in_flight.mark_finished(tickets[3], 2)  # late, out of order: takes nothing back
     assert in_flight.under_way() == 0
 
 
@@ -111,7 +116,7 @@ def test_a_full_pipeline_that_lost_everything_opens_again(
     probes = ask(admission, 5)
     assert len(probes) == 1  # to find out, not a flood
     assert not ask(admission)
-    in_flight.settle(probes[0], 1)
+    in_flight.mark_finished(probes[0], 1)
     assert len(ask(admission, 5)) == 2
 
 
@@ -170,7 +175,7 @@ def answered(
         else:
             clock.now = start + done_s
             for ticket, arrived_s in batch:
-                counts.settle(ticket, 1)
+                counts.mark_finished(ticket, 1)
                 latencies.append(done_s - arrived_s)
             batch.clear()
         if not batch and queue:
@@ -214,7 +219,7 @@ def test_rows_count_not_requests(in_flight: InFlight, clock: Clock) -> None:
     admission = Admission(in_flight, 1000, 2.0)
     for ticket in ask(admission, 10, rows=16):
         clock.now += 16 * 0.02
-        in_flight.settle(ticket, 16)
+        in_flight.mark_finished(ticket, 16)
     assert len(ask(admission, 100, rows=16)) == pytest.approx(7, abs=1)
 
 
@@ -226,7 +231,7 @@ def test_what_got_lost_tells_little_of_the_rate(in_flight: InFlight, clock: Cloc
         for _ in range(20):
             tickets = ask(admission, 40)
             clock.now += taken_s
-            in_flight.settle(tickets[-1], 1)
+            in_flight.mark_finished(tickets[-1], 1)
 
     serve(in_flight, clock, ask(admission, 100), 0.02)
     lose_all_but_one(0.4)
@@ -276,7 +281,7 @@ def test_a_core_that_says_nothing_is_given_little_more_at_first(
         clock.now += backlog_module.MIN_PATIENCE_S + 0.01
         given += more
         assert is_given(given)
-    in_flight.settle(tickets[31], 1)  # it was slow, and goes on
+    in_flight.mark_finished(tickets[31], 1)  # it was slow, and goes on
     clock.now += backlog_module.MIN_PATIENCE_S - 0.01
     assert is_given(given - 32)
     sender.has_left = True
@@ -292,9 +297,9 @@ def test_a_forged_ticket_settles_nothing(in_flight: InFlight) -> None:
         Ticket(-1, -1, -1, -1),
         ticket._replace(number=ticket.number + 3),
         ticket._replace(rows=ticket.rows + 3),
-        ticket._replace(seal=ticket.seal ^ 1),
+        ticket._replace(mac=ticket.mac ^ 1),
     ):
-        assert not in_flight.settle(forged, 1)
+        assert not in_flight.mark_finished(forged, 1)
     assert in_flight.under_way() == 4
 
 
@@ -303,8 +308,8 @@ def test_what_waited_is_let_in_when_the_server_stops(in_flight: InFlight, clock:
     ask(idle)
     busy.begin()
     clock.now += 1.0
-    in_flight.close()
-    clock.now += LAST_CALL_S / 2
+    in_flight.stop_admitting()
+    clock.now += SHUTDOWN_GRACE_S / 2
     assert ask(idle)
     clock.now += 1.0
     busy.end()  # what came meanwhile has waited in its queue

@@ -17,8 +17,8 @@ from triptych.base.releases import TRITON_VERSIONS, Release
 from triptych.container.entrypoint import find_release, flags_for, main
 from triptych.container.flags import ServerFlags, Trace, production_flags
 from triptych.container.machine import Machine, VisibleGpu
+from triptych.container.manifests import MAX_MIB, TEXTS_A_REQUEST, largest_request_mib
 from triptych.container.settings import read_settings
-from triptych.container.sizes import MAX_MIB, TEXTS_A_REQUEST, largest_request_mib
 from triptych.serving.embedded import find_installation
 
 OLD, NEW = Release(24, 10), Release(26, 8)
@@ -287,7 +287,7 @@ def test_a_missing_server_is_a_mistake(
     monkeypatch.setenv("TRIPTYCH_TRITON", "26.08")
     monkeypatch.setenv("TRIPTYCH_SERVER", "no-such-server")
     assert main([]) == 2
-    assert "`TRIPTYCH_SERVER` must be a program that is there" in capsys.readouterr().err
+    assert "`TRIPTYCH_SERVER` is not an installed program" in capsys.readouterr().err
 
 
 BARE = """

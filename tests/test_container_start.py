@@ -29,7 +29,7 @@ from triptych.container.entrypoint import flags_for
 from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.container.lock_check import check_repository
 from triptych.container.machine import read_machine
-from triptych.container.sizes import largest_request_mib
+from triptych.container.manifests import largest_request_mib
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.targets import make_manifests

@@ -16,9 +16,8 @@ from container_image import image_of, server_of
 from test_server import eventually
 from test_server_failures import STOPPED_IN_INITIALIZE, write_model
 from triptych.client import Client, PipelineNotReadyError, ServerUnreachableError
-from triptych.container.steps import STARVED, step_processes
-from triptych.container.supervisor import EXIT_DEAD
-from triptych.runtime.flow_control import LAST_CALL_S
+from triptych.container.supervisor import EXIT_DEAD, STARVED, step_processes
+from triptych.runtime.flow_control import SHUTDOWN_GRACE_S
 from triptych.runtime.in_flight import InFlight
 from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE
 
@@ -62,7 +61,7 @@ def test_sigterm_loses_nothing(alone: Path, tmp_path: Path) -> None:
                 asked_at = time.monotonic()
                 assert counts.under_way() > 0
                 assert eventually(lambda: counts.closed_at > 0)
-                time.sleep(2 * LAST_CALL_S)
+                time.sleep(2 * SHUTDOWN_GRACE_S)
                 with pytest.raises((PipelineNotReadyError, ServerUnreachableError)):
                     client.embed([TEXT])
                 assert [answer.result(timeout=60).shape for answer in answers] == [(1, 384)] * 64
@@ -101,4 +100,4 @@ def test_a_server_that_would_load_for_ever_ends_the_container(tmp_path: Path) ->
         finally:
             process.kill()
     assert process.returncode == EXIT_DEAD
-    assert f"error: step would load for ever ({STARVED})" in said
+    assert f"error: step never finishes loading ({STARVED})" in said

@@ -314,7 +314,7 @@ def test_a_full_queue_refuses_and_a_stopping_server_answers(server: Server, slow
         answers = [one.result() for one in asked]
         refused = [one.error for one in answers if one.error]
         assert len(refused) in range(1, 5)
-        assert all("takes at most 12 requests at a time" in error for error in refused)
+        assert all("The limit of 12 requests in flight is reached" in error for error in refused)
         assert all(one.text == TEXTS[0] for one in answers if not one.error)
         wait_until(server, "slow", running=0, waiting=0)
         last = pool.submit(slow.ask, text_input=LONG)

@@ -9,12 +9,12 @@ from pathlib import Path
 from triptych.runtime import engine_vllm
 from triptych.runtime.engine_ctranslate2 import next_batch
 from triptych.runtime.engine_scripted import Engine
-from triptych.runtime.generation_messages import Delta, Load
+from triptych.runtime.generation_messages import Delta, EngineLoad
 from triptych.runtime.sampling_parameters import DEFAULTS
 
 
 def test_the_scripted_engine_batches_reports_and_gives_up() -> None:
-    loads: list[Load] = []
+    loads: list[EngineLoad] = []
     settings = {"token_delay_ms": 1.0, "max_sequences": 1, "max_length": 10}
     sampling = {**DEFAULTS, "max_tokens": 3, "logprobs": 1}
 
@@ -41,7 +41,7 @@ def test_the_scripted_engine_batches_reports_and_gives_up() -> None:
     assert [delta.token_ids for delta in deltas] == [[7], [8], [9]]
     assert deltas[-1].finish == "length"
     assert deltas[1].logprobs == [[8, -1.0, [[8, -1.0]]]]
-    assert loads[-1] == Load()
+    assert loads[-1] == EngineLoad()
 
 
 def test_texts_of_like_length_share_a_batch_and_none_waits_for_ever() -> None:

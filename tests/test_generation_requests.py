@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from generation_cases import TEMPLATE, byte_pairs
-from triptych.runtime.generation_messages import Chunk, Opening, Order, Place
+from triptych.runtime.generation_messages import CoreChunk, Opening, Order, Place
 from triptych.runtime.prompts import ChatTemplate, Prompts
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.sampling_parameters import DEFAULTS, FLAGS, NUMBERS, check_sampling
@@ -112,7 +112,7 @@ def test_what_travels_between_the_steps_arrives() -> None:
     opening = Opening(True, ["ü"], [1, 2], 3)
     place = Place(3, 9)
     for chunk in (
-        Chunk("k", "i", place, opening),
-        Chunk("k", "i", place, None, "stop", 2, [[1, -0.5, []]]),
+        CoreChunk("k", "i", place, opening),
+        CoreChunk("k", "i", place, None, "stop", 2, [[1, -0.5, []]]),
     ):
-        assert Chunk.unpack(chunk.pack().encode()) == chunk
+        assert CoreChunk.unpack(chunk.pack().encode()) == chunk

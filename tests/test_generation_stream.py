@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from generation_cases import TEXTS, byte_pairs, metaspace
-from triptych.runtime.generation_messages import CONTEXT_TOKENS, Delta, Waiting
+from triptych.runtime.generation_messages import CONTEXT_TOKENS, Delta, PendingTokens
 from triptych.runtime.text_stream import MAX_WAITING, StopStrings, TextStream
 
 
@@ -66,7 +66,7 @@ def test_text_ends_before_a_stop_string_wherever_it_is_split() -> None:
 
 def test_tokens_share_responses_but_the_first_and_the_last_never_wait() -> None:
     def shared(tokens: int, *sizes: int) -> list[Delta]:
-        found, waiting = [], Waiting(tokens)
+        found, waiting = [], PendingTokens(tokens)
         for place, size in enumerate(sizes):
             ids = [10 * place + one for one in range(size)]
             end = "stop" if place + 1 == len(sizes) else ""

@@ -28,7 +28,7 @@ from test_cli import endpoints_of, serving
 from test_server import eventually
 from triptych.client import Client, InferenceError
 from triptych.client.wire import infer_request
-from triptych.container.steps import step_processes
+from triptych.container.supervisor import step_processes
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server

@@ -39,7 +39,7 @@ from task_models import text_classifier
 from triptych.base.errors import Progress, UserError
 from triptych.building.build import Built, build
 from triptych.client import Client
-from triptych.container.steps import step_processes
+from triptych.container.supervisor import step_processes
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.interface.cli import app
 from triptych.repository.manifest import build_id

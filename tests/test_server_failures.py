@@ -230,7 +230,7 @@ STOPPED_IN_INITIALIZE = STOP_ONCE + initializing_with(STOPPING)
     ("code", "said"),
     [
         pytest.param(STOPPED_AT_IMPORT, "boost::interprocess::lock_exception", id="aborts"),
-        pytest.param(STOPPED_IN_INITIALIZE, "step would load for ever", id="waits for ever"),
+        pytest.param(STOPPED_IN_INITIALIZE, "step never finishes loading", id="waits for ever"),
     ],
 )
 def test_a_server_is_started_again_where_a_step_gets_no_cpu(

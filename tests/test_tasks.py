@@ -18,7 +18,7 @@ from task_models import MODELS
 from task_reference import answer_spans, image_bytes
 from triptych.client import Client, InvalidRequestError
 from triptych.container.health import QUESTION_FILE, find_fault
-from triptych.container.locks import find_pipelines
+from triptych.container.manifests import find_pipelines
 from triptych.interface.page.page import answer, open_pipeline
 from triptych.spec.spec import load_spec
 

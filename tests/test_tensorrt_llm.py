@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from triptych.runtime.engine_tensorrt_llm import Engine
-from triptych.runtime.generation_messages import Delta, Load
+from triptych.runtime.generation_messages import Delta, EngineLoad
 from triptych.runtime.sampling_parameters import DEFAULTS
 
 LLM_ARGUMENTS = {
@@ -123,7 +123,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fake")
 def test_it_is_asked_as_its_source_takes_it() -> None:
-    loads: list[Load] = []
+    loads: list[EngineLoad] = []
 
     async def run() -> list[Delta]:
         engine = Engine(SETTINGS, Path("model"), loads.append)
@@ -152,4 +152,4 @@ def test_it_is_asked_as_its_source_takes_it() -> None:
     assert (greedy.top_k, greedy.temperature, greedy.logprobs) == (1, None, 1)
     assert (sampled.top_k, sampled.temperature, sampled.top_p) == (None, 0.7, 0.9)
     assert (greedy.end_id, greedy.stop_token_ids) == (2, [7])
-    assert loads[0] == Load(2, 1, 0.25)
+    assert loads[0] == EngineLoad(2, 1, 0.25)

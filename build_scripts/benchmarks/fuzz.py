@@ -28,7 +28,7 @@ import psutil
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from triptych.client import Client
-from triptych.container.locks import find_pipelines
+from triptych.container.manifests import find_pipelines
 from triptych.serving.server import Server
 
 DEADLINE_S = 20.0

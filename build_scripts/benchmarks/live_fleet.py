@@ -20,8 +20,7 @@ from queue import SimpleQueue
 
 from benchmarks.prometheus_tools import running
 from triptych.container.health import find_fault
-from triptych.container.locks import find_pipelines
-from triptych.container.sizes import largest_request_mib
+from triptych.container.manifests import find_pipelines, largest_request_mib
 from triptych.serving.fleet.envoy import Listen, proxy_settings
 from triptych.serving.fleet.proxy import Proxy
 from triptych.serving.ports import reserve_ports

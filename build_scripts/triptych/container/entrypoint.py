@@ -1,14 +1,15 @@
-"""From a container's start to tritonserver: check the locks, make the flags, run the server.
+"""Entry point of the container: check the build manifests, make the flags, run the server.
 
 Usage: ``python3 -m triptych.container.entrypoint [FLAG…]``; flags given here come last and win.
 Exit codes before the server runs: 1 a pipeline cannot be served on this machine, 2 a setting is
-wrong or there is no repository or server. Afterwards: 0 it was told to stop, else the server or
-one of its steps has died: what runs the container should start another.
+wrong or there is no repository or server. Afterwards: 0 after a stop signal, else the server or
+one of its steps has died, and the container should be restarted.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,10 +27,32 @@ from triptych.container.lock_check import (
     has_version_compatible_plans,
 )
 from triptych.container.machine import Machine, read_machine
+from triptych.container.manifests import largest_request_mib
 from triptych.container.settings import KEY_VARIABLE, Settings, read_settings
-from triptych.container.shell import PLAIN, check_model_names, is_plain
-from triptych.container.sizes import largest_request_mib
 from triptych.container.supervisor import supervise
+
+PLAIN = "letters, digits and any of @%+=:,./_-"
+
+
+def is_plain(text: str | Path) -> bool:
+    """Whether a shell reads `text` as one word without quoting.
+
+    The Python backend (24.10 at least) passes the path of each step to ``bash -c``.
+    """
+    return shlex.quote(str(text)) == str(text)
+
+
+def check_model_names(repository: Path) -> None:
+    """Raise `UserError` for the first model's folder whose name needs quoting in a shell."""
+    for folder in sorted(repository.iterdir()):
+        if folder.is_dir() and not is_plain(folder.name):
+            raise UserError(
+                "repository",
+                f"must hold models whose names are of {PLAIN}",
+                given=repr(folder.name),
+                remedy="Rename the folder, or move it out of the repository",
+            )
+
 
 # Each step is a process of its own: threads of tokenizers would fight over the cores.
 _STEPS = {"TOKENIZERS_PARALLELISM": "false"}
@@ -37,18 +60,18 @@ _VERSION_FILE = Path("/opt/tritonserver/TRITON_VERSION")
 
 
 def server_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the server and of its steps, which must not have the operators' key."""
+    """Return the environment of the server and its steps, without the operators' key."""
     kept = {name: value for name, value in variables.items() if name != KEY_VARIABLE}
     return {**kept, **_STEPS}
 
 
 def find_release(variables: Mapping[str, str], version_file: Path = _VERSION_FILE) -> Release:
-    """The release of the image's server, from its variables or the server's own file.
+    """Return the release of the image's server, from its variables or the server's own file.
 
     NVIDIA sets ``NVIDIA_TRITON_SERVER_VERSION``, this project's images ``TRIPTYCH_TRITON``.
 
     Raises:
-        UserError: nothing says it, or what says it is not a release.
+        UserError: The release is not set, or is not a release.
     """
     named = variables.get("NVIDIA_TRITON_SERVER_VERSION")
     if not named and version_file.is_file():
@@ -66,7 +89,7 @@ def find_release(variables: Mapping[str, str], version_file: Path = _VERSION_FIL
 def flags_for(
     repository: Path, options: ServerFlags, machine: Machine, release: Release
 ) -> list[str]:
-    """The production flags; what the repository's configs and plans ask for is switched on."""
+    """Return the production flags, with those that the repository's configs and plans need."""
     complete = replace(
         options,
         gpus=tuple(range(len(machine.gpus))),
@@ -78,10 +101,10 @@ def flags_for(
 
 
 def command(settings: Settings, machine: Machine, release: Release) -> list[str]:
-    """The server's whole command line but for the flags that the operator adds.
+    """Return the server's command line without the flags that the operator adds.
 
     Raises:
-        UserError: there is no such program, or a name in the repository cannot be served.
+        UserError: The program does not exist, or a model's name cannot be served.
     """
     if not is_plain(settings.repository):
         raise UserError(
@@ -95,7 +118,7 @@ def command(settings: Settings, machine: Machine, release: Release) -> list[str]
     if program is None:
         raise UserError(
             "TRIPTYCH_SERVER",
-            "must be a program that is there",
+            "is not an installed program",
             given=settings.server,
             remedy="Use an image of tritonserver",
         )
@@ -112,13 +135,13 @@ def command(settings: Settings, machine: Machine, release: Release) -> list[str]
 
 
 def warn_of(release: Release) -> None:
-    """Prints what may end a server of this release, if anything is known."""
+    """Print the known risk of this release, if there is one."""
     if risk := risk_of(release):
         print(f"warning: {risk} (docker/README.md)", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the server, with these flags added, until it is told to stop or a step dies."""
+    """Run the server with additional flags until a stop signal comes or a step dies."""
     try:
         settings = read_settings()
         machine = read_machine()

@@ -24,12 +24,12 @@ RESTRICTED = (
 # has the requests of others logged, or loads code. Statistics are for `bench`.
 CLOSED = tuple(service for service in RESTRICTED if service != "statistics")
 FREE_REQUESTS = "--grpc-infer-allocation-pool-size=0"
-"""For every server: else it keeps the memory of the eight largest requests that came over gRPC."""
+"""Flag of every server; without it the memory of the eight largest gRPC requests is never freed."""
 _MIB = 2**20
 
 
 class Trace(NamedTuple):
-    """Where one request in `rate` is traced: ``http[s]://`` of a collector, else a file."""
+    """Target of traces, an ``http[s]://`` collector or a file, and the requests per trace."""
 
     target: str
     rate: int
@@ -37,10 +37,10 @@ class Trace(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerFlags:
-    """What an operator may decide (docker/README.md), and what the repository asks for.
+    """Settings of the operator (docker/README.md) and of the repository, as flags of the server.
 
-    Sizes are in MiB, where None leaves Triton's own; each of the `gpus` gets a CUDA pool. Who sends
-    `restricted_key` may use the restricted services: one that nobody knows shuts them.
+    Sizes are in MiB; None leaves Triton's default. Each of the `gpus` gets a CUDA pool. Clients
+    that send `restricted_key` may use the restricted services; a random key closes them.
     """
 
     restricted_key: str
@@ -58,19 +58,19 @@ class ServerFlags:
 
 
 def production_flags(release: Release, options: ServerFlags) -> list[str]:
-    """The flags, without those that the release of the server does not know."""
+    """Return the flags that the release of the server supports."""
     return [flag for flag in _flags(options) if not flags_newer_than([flag], release)]
 
 
 def restricted_flags(services: Sequence[str], key: str) -> Iterator[str]:
-    """Shuts services to all who do not send the key. `conceal` hides it from the command line."""
+    """Yield flags that close services to clients without the key; see `conceal_keys`."""
     rule = f"{','.join(services)}:{RESTRICTED_HEADER}={key}"
     yield f"--grpc-restricted-protocol={rule}"
     yield f"--http-restricted-api={rule}"
 
 
 def uses_rate_limiter(repository: Path) -> bool:
-    """Whether a model's config asks for it; Triton ignores it unless told otherwise."""
+    """Whether a model's config asks for the rate limiter, which Triton ignores by default."""
     return any(
         "rate_limiter" in config.read_text(encoding="utf-8", errors="replace")
         for config in repository.glob("*/config.pbtxt")

@@ -1,8 +1,8 @@
 """The health check: the server is up, and every ensemble answers a question in time.
 
 Usage: ``python3 -m triptych.container.health``. One line; exit code 0 healthy, 1 not. The models'
-own readiness is not enough: that a Python step has died is told by it from Triton 25.12 on, and
-that one is frozen never is. The question is a row of the pipeline's own traffic.
+own readiness is not enough: it reports a dead Python step only since Triton 25.12, and a frozen
+step never. The request is a row of the pipeline's own traffic.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from triptych.base.errors import UserError
-from triptych.container.locks import ServedPipeline, find_pipelines
+from triptych.container.manifests import ServedPipeline, find_pipelines
 from triptych.container.settings import read_settings
 from triptych.runtime.request_errors import OVERLOADED, read_step_error
 
 QUESTION_FILE = "health.request"
-"""In an ensemble's folder: a request as Triton takes it over HTTP, its JSON in the first line."""
+"""File in an ensemble's folder with a request for Triton's HTTP API; the first line is JSON."""
 
 COMMAND = ("python3", "-m", "triptych.container.health")
-"""As the image's health check and an orchestrator's probes run it."""
+"""Command of the image's health check and of an orchestrator's probes."""
 
 _TIMEOUT_S = 3.0
 
 
 def find_fault(url: str, pipelines: list[ServedPipeline]) -> str | None:
-    """What is not in order at the server of `url`, in a few words; None where all is."""
+    """Return the fault of the server at `url` in a few words; None if it is healthy."""
     if not pipelines:
         return "the repository holds no ensemble"
     models = dict.fromkeys(name for p in pipelines for name in (p.name, *p.steps))
@@ -43,7 +43,7 @@ def find_fault(url: str, pipelines: list[ServedPipeline]) -> str | None:
 
 
 def find_server_fault(url: str) -> str | None:
-    """The same of the server alone, which is ready when all of its models have loaded."""
+    """Return the fault of the server itself, which is ready once all models are loaded."""
     live = _fault("the server", f"{url}/v2/health/live")
     return live or _fault("the server", f"{url}/v2/health/ready")
 
@@ -90,7 +90,7 @@ def error_code(body: str) -> str | None:
 
 
 def main() -> int:
-    """Prints one line; returns the exit code."""
+    """Print one line and return the exit code."""
     try:
         settings = read_settings()
         pipelines = find_pipelines(settings.repository)

@@ -1,7 +1,7 @@
-"""The start-up check: are files as they were built, and engines such as this machine can run?
+"""Startup check: files must be as they were built, and engines must run on this machine.
 
-Usage: ``python3 -m triptych.container.lock_check [REPOSITORY]``. One line a pipeline that something
-is wrong with, on standard error. Exit codes: 0 all can be served (there may be warnings), 1 at
+Usage: ``python3 -m triptych.container.lock_check [REPOSITORY]``. One line
+for each problem, on standard error. Exit codes: 0 all can be served (there may be warnings), 1 at
 least one cannot, 2 there is no repository or a setting is wrong.
 """
 
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from triptych.base.errors import UserError, inert
-from triptych.container.lock_files import find_wrong_files
-from triptych.container.locks import (
+from triptych.container.machine import Machine, VisibleGpu, read_machine, version_numbers
+from triptych.container.manifests import (
     EngineTarget,
     ManifestError,
     ServedPipeline,
     StartupManifest,
     find_pipelines,
+    find_wrong_files,
 )
-from triptych.container.machine import Machine, VisibleGpu, read_machine, version_numbers
 from triptych.container.settings import Settings, read_settings
 
 EXIT_REFUSED = 1
@@ -32,7 +32,7 @@ _NEXT_MAJOR = {8: 10, 10: 11}
 
 
 class ManifestProblem(NamedTuple):
-    """What is wrong with one pipeline, an error where it cannot be served; with the remedy."""
+    """Problem of one pipeline with its remedy; an error if the pipeline cannot be served."""
 
     pipeline: str
     severity: Literal["error", "warning"]
@@ -45,15 +45,15 @@ class ManifestProblem(NamedTuple):
 def check_repository(
     repository: Path, machine: Machine | None, *, hashes: bool = True
 ) -> list[ManifestProblem]:
-    """What is wrong with the pipelines, one problem at most for each.
+    """Return the problems of the pipelines, at most one for each.
 
     Args:
-        repository: folder of the models.
-        machine: that engines are compared with; None leaves that to the server.
-        hashes: whether files are read whole: about a second for each GiB of the largest.
+        repository: Folder of the models.
+        machine: Machine to compare engines with; None leaves that to the server.
+        hashes: Whether files are hashed, which takes about a second per GiB of the largest.
 
     Raises:
-        UserError: there is no repository.
+        UserError: The repository does not exist.
     """
     if not repository.is_dir():
         raise UserError(
@@ -82,7 +82,7 @@ def check_repository(
 
 
 def has_version_compatible_plans(repository: Path) -> bool:
-    """Whether an engine brings a TensorRT runtime of its own, which Triton loads only if told."""
+    """Whether an engine contains a TensorRT runtime, which Triton loads only with a flag."""
     for pipeline in find_pipelines(repository):
         try:
             lock = pipeline.read_manifest()
@@ -94,10 +94,10 @@ def has_version_compatible_plans(repository: Path) -> bool:
 
 
 def enforce(settings: Settings, machine: Machine | None) -> bool:
-    """Prints what is wrong; returns whether the server may start. For `machine` see above.
+    """Print the problems and return whether the server may start.
 
     Raises:
-        UserError: there is no repository.
+        UserError: The repository does not exist.
     """
     if settings.lock_check == "off":
         return True
@@ -114,7 +114,7 @@ def _check(
     machine: Machine | None,
     wrong: Mapping[str, str],
 ) -> Iterator[ManifestProblem]:
-    """Worst first; only the first one is told."""
+    """Yield problems, worst first; only the first one is reported."""
     if machine is not None and lock.needs_engine:
         for line in _errors(pipeline, lock, machine):
             yield ManifestProblem(pipeline.name, "error", line)
@@ -140,7 +140,7 @@ def _rebuild(pipeline: ServedPipeline) -> str:
 
 
 def _errors(pipeline: ServedPipeline, lock: StartupManifest, machine: Machine) -> Iterator[str]:
-    """Why the engine cannot be run here."""
+    """Yield the reasons why the engine cannot run here."""
     rebuild = _rebuild(pipeline)
     engine = lock.engine
     if engine is None:
@@ -182,7 +182,7 @@ def _warnings(lock: StartupManifest, machine: Machine) -> Iterator[str]:
 
 def _fits_tensorrt(engine: EngineTarget, here: str | None) -> bool:
     if here is None:
-        return True  # told as a warning
+        return True  # reported as a warning
     built, found = version_numbers(engine.tensorrt), version_numbers(here)
     shared = min(len(built), len(found))
     if built[:shared] == found[:shared]:
@@ -205,7 +205,7 @@ def _major(version: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Checks one repository; returns the exit code."""
+    """Check one repository and return the exit code."""
     try:
         settings = read_settings(repository=arguments[0] if arguments else None)
         return 0 if enforce(settings, read_machine()) else EXIT_REFUSED

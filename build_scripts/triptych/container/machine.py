@@ -1,4 +1,4 @@
-"""What this machine has that an engine depends on: TensorRT, GPUs, driver. Read without loading it.
+"""TensorRT, GPUs and driver of this machine, on which an engine depends, without loading TensorRT.
 
 The TensorRT library alone takes seconds to load, so its version comes from the name of its file.
 """
@@ -27,7 +27,7 @@ _DRIVER_FILES = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
 
 
 class VisibleGpu(NamedTuple):
-    """One GPU that this process may use; `compute_capability` is as ``(9, 0)``."""
+    """GPU that this process may use; `compute_capability` is a pair such as ``(9, 0)``."""
 
     name: str
     compute_capability: tuple[int, int]
@@ -37,7 +37,7 @@ class VisibleGpu(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The facts that the check of the locks compares with; None for what was not found.
+    """Machine that build manifests are compared with; None for anything that was not found.
 
     `tensorrt` is as long as it is known (``10.16.1`` or ``10.16.1.11``); the GPUs are in the order
     of their ids.
@@ -49,14 +49,14 @@ class Machine(NamedTuple):
 
 
 def read_machine(variables: Mapping[str, str] = os.environ) -> Machine:
-    """Looks at this machine for a server with these variables; loads only the driver's library."""
+    """Return this machine as a server with these variables sees it."""
     return Machine(find_tensorrt(variables), find_gpus(), find_driver())
 
 
 def find_tensorrt(
     variables: Mapping[str, str], folders: tuple[str, ...] = _LIBRARY_FOLDERS
 ) -> str | None:
-    """The version of the library that would be loaded, else of an installed wheel.
+    """Return the version of the library that would be loaded, else of an installed wheel.
 
     ``LD_LIBRARY_PATH`` of the variables is searched first, as the loader does, then the folders.
     """
@@ -84,12 +84,12 @@ def _wheel_versions() -> Iterator[str]:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """``10.16.1`` as numbers; empty where it is no version."""
+    """Return a version such as ``10.16.1`` as numbers; empty if it is not a version."""
     return tuple(map(int, version.split("."))) if re.fullmatch(r"\d+(\.\d+)*", version) else ()
 
 
 def find_gpus(library: str = "libcuda.so.1") -> tuple[VisibleGpu, ...]:
-    """The GPUs that the driver's library shows to this process, in the order of their ids."""
+    """Return the GPUs that the driver shows to this process, in the order of their ids."""
     try:
         cuda = ctypes.CDLL(library)
     except OSError:
@@ -111,7 +111,7 @@ def _describe(cuda: ctypes.CDLL, ordinal: int) -> VisibleGpu:
 
 
 def find_driver(files: tuple[str, ...] = _DRIVER_FILES) -> str | None:
-    """The version of the NVIDIA driver, from the kernel's files, any of which may name it."""
+    """Return the version of the NVIDIA driver from the kernel's files."""
     for file in files:
         try:
             text = Path(file).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What an operator sets, read from ``TRIPTYCH_*`` variables; docker/README.md lists them."""
+"""Settings of the operator, read from ``TRIPTYCH_*`` variables; docker/README.md lists them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TRACE_RATE = 1000
 
 
 class Settings(NamedTuple):
-    """The settings, checked; docker/README.md says what each does."""
+    """Checked settings; docker/README.md describes each."""
 
     repository: Path
     server: str
@@ -45,12 +45,12 @@ class Settings(NamedTuple):
 def read_settings(
     variables: Mapping[str, str] = os.environ, *, repository: str | None = None
 ) -> Settings:
-    """The settings of this environment; an empty variable counts as not set.
+    """Return the settings of this environment; an empty variable counts as not set.
 
-    `repository` takes the place of ``TRIPTYCH_REPOSITORY``.
+    `repository` replaces ``TRIPTYCH_REPOSITORY``.
 
     Raises:
-        UserError: a variable has a value that makes no sense.
+        UserError: A variable has an invalid value.
     """
     given = {name: value for name, value in variables.items() if value}
     return Settings(
@@ -82,7 +82,7 @@ def _read_options(given: Mapping[str, str]) -> ServerFlags:
 
 
 def _read_key(given: Mapping[str, str]) -> str:
-    """The key of the file or variable; where that is empty or not set, one that nobody knows."""
+    """Return the key of the file or variable; a random key if it is empty or not set."""
     file = given.get("TRIPTYCH_RESTRICTED_KEY_FILE")
     name, key = KEY_VARIABLE, given.get(KEY_VARIABLE)
     if file:

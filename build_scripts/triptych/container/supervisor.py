@@ -1,21 +1,181 @@
-"""A server in a container: it ends with the first of its steps, and loses nothing that it took."""
+"""Supervision of a server: hide its keys, watch its Python steps, drain it before it stops.
+
+Triton 24.10 never restarts a step whose process has died, and still reports that it is ready.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
-from triptych.container.conceal import conceal_keys
-from triptych.container.steps import EndlessLoad, dead_steps, drain, step_processes
+from triptych.runtime.in_flight import InFlight
+
+_KEY = re.compile(rb"(?<=-restricted-)(protocol|api)([=\0][^=\0]*=)([^\0]+)")
+_ARGUMENTS_START = 45  # of what follows the program's name in /proc/PID/stat
+_HIDE_POLL_S = 0.005
+
+
+def conceal_keys(pid: int, timeout_s: float = 30.0) -> bool:
+    """Overwrite the keys in the command line of a starting server, which all users can read.
+
+    Triton takes its keys only as flags and copies them before it starts its first thread.
+    Afterwards a process that may trace the server can overwrite the command line.
+
+    Returns:
+        False if the server is gone or the kernel does not allow it.
+    """
+    process = Path(f"/proc/{pid}")
+    deadline = time.monotonic() + timeout_s
+    try:
+        while len(list((process / "task").iterdir())) == 1:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_HIDE_POLL_S)
+        fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        start, end = (int(field) for field in fields[_ARGUMENTS_START : _ARGUMENTS_START + 2])
+        with (process / "mem").open("r+b", buffering=0) as memory:
+            memory.seek(start)
+            words = memory.read(end - start)
+            memory.seek(start)
+            memory.write(_KEY.sub(lambda found: found[1] + found[2] + b"*" * len(found[3]), words))
+    except OSError:
+        return False
+    return True
+
+
+STUB = "triton_python_backend_stub"
+"""Program that runs a Python step."""
+
+STARVED = (
+    "Triton does so where a step gets no CPU for a second, when it loads most of all before 25.08: "
+    "give the steps the CPUs that they take"
+)
+"""Explanation for a server that ended or never finishes loading for this reason."""
+
+_DRAIN_POLL_S = 0.02
+# After the last answer was made it still has to be written, by processes that may have to wait for
+# the CPU: much longer than it takes, where there was one.
+_QUIET_S = 0.2
+_LAST_WRITE_S = 2.0
+_LOOK_S = 1.0
+# A step that was told to end does so within this time, also on a busy machine.
+_MAX_END_S = 15.0
+_WAIT4 = {"x86_64": "61", "aarch64": "260"}
+
+
+def step_processes(server: int) -> dict[int, str]:
+    """Return the model of each living step of a server by process id."""
+    found = {}
+    for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()):
+        if not _is_child(pid, server):
+            continue
+        with suppress(OSError):  # gone meanwhile
+            words = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
+            if Path(words[0]).name == STUB:
+                found[pid] = Path(words[1]).parts[-3]  # MODEL/VERSION/FILE
+    return found
+
+
+def dead_steps(server: int, steps: Mapping[int, str]) -> dict[int, str]:
+    """Return the steps of `step_processes` whose process has ended."""
+    return {pid: model for pid, model in steps.items() if not _is_child(pid, server)}
+
+
+class EndlessLoad:
+    """Detector of a server that waits forever for the end of a step while models load.
+
+    Triton takes a step that loads for dead where it got no CPU for a second, and waits for the end
+    of its process without having asked for it (`StubLauncher::WaitForStubProcess`, seen in 24.10).
+    Nothing is detected if the system does not show the system calls of threads.
+    """
+
+    def __init__(self) -> None:
+        self._awaited: dict[int, float] = {}
+        self._looked_at = -_LOOK_S
+
+    def steps(self, server: int) -> dict[int, str]:
+        """Return the model of each step that the server waits for, by process id.
+
+        Must be called repeatedly while models load; it checks once per second.
+        """
+        now = time.monotonic()
+        if now < self._looked_at + _LOOK_S:
+            return {}
+        self._looked_at = now
+        awaited = _awaited_children(server)
+        self._awaited = {pid: self._awaited.get(pid, now) for pid in awaited}
+        endless = {pid for pid, since in self._awaited.items() if now - since > _MAX_END_S}
+        living = step_processes(server) if endless else {}
+        return {pid: model for pid, model in living.items() if pid in endless}
+
+    def told(self, server: int) -> str:
+        """Return a message about a server with such steps, else an empty text."""
+        models = list(self.steps(server).values())
+        return f"{models[0]} never finishes loading ({STARVED})" if models else ""
+
+
+def _awaited_children(pid: int) -> set[int]:
+    """Return the children for whose end threads of a process wait, from their system calls."""
+    wanted = _WAIT4.get(platform.machine())
+    found = set()
+    with suppress(OSError):  # gone meanwhile
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # ended meanwhile, or not to be seen
+                number, *arguments = (thread / "syscall").read_text().split()
+                if number == wanted:
+                    found.add(int(arguments[0], 16))
+    return found
+
+
+def _is_child(pid: int, parent: int) -> bool:
+    """Whether the process is alive and `parent` is its parent."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] != "Z" and int(fields[1]) == parent
+
+
+def drain(server: int, grace_s: float, prefix: str = "") -> bool:
+    """Stop admission to the pipelines of a server and wait until all requests are answered.
+
+    After a stop signal Triton itself rejects the next step of requests in flight.
+
+    Args:
+        server: Process id of the server.
+        grace_s: Maximum wait in seconds.
+        prefix: Prefix of the server's files in shared memory, if it differs from this process.
+
+    Returns:
+        Whether no request is in flight in any pipeline.
+    """
+    deadline = time.monotonic() + grace_s
+    pipelines = InFlight.of_server(server, prefix)
+    for pipeline in pipelines:
+        pipeline.stop_admitting()
+    quiet_until = time.monotonic() + _QUIET_S
+    while time.monotonic() < quiet_until:
+        if any(pipeline.under_way() > 0 for pipeline in pipelines):
+            quiet_until = time.monotonic() + _LAST_WRITE_S
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_DRAIN_POLL_S)
+    return True
+
 
 EXIT_DEAD = 3
 _POLL_S = 0.2
 EXIT_S = 5.0
-"""Of what Triton waits for once nothing is under way: it would wait for idle connections, too."""
+"""Maximum seconds for Triton's exit after draining: it also waits for idle connections."""
 STACK_BYTES = 1 << 30
 """Stack of the server's threads. Triton reads JSON by recursion: a body of 300,000 ``[`` is more
 than the usual 8 MiB hold, and ends the server. Only what is used takes memory."""
@@ -37,7 +197,7 @@ def supervise(
     """Run a server until SIGTERM, SIGINT or the first death of the server or one of its steps.
 
     Args:
-        command: of tritonserver.
+        command: Command line of tritonserver.
         variables: its environment.
         is_ready: whether it has loaded all of its models.
         grace_s: how long an orderly stop may take.

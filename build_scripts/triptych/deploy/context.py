@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue, reasons_of
-from triptych.container.locks import find_pipelines
+from triptych.container.manifests import find_pipelines
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.numbers import Measured, Sizes, measured_of, sizes_of
 from triptych.deploy.options import DeployOptions, check_options

@@ -12,7 +12,7 @@ from typing import cast
 
 from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue
-from triptych.container.sizes import STEP_SHM_MIB, largest_request_mib
+from triptych.container.manifests import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
 from triptych.deploy.context import (
     VERSION_DIGITS,

@@ -11,8 +11,8 @@ from typing import Any
 from triptych.base.cache import CACHE_VARIABLE
 from triptych.base.explained import ExplainedValue, render_files, render_yaml
 from triptych.container.health import COMMAND
+from triptych.container.manifests import largest_request_mib
 from triptych.container.settings import read_settings
-from triptych.container.sizes import largest_request_mib
 from triptych.deploy.context import DeploymentContext, Manifests
 from triptych.deploy.dashboard import Rows, lay_out
 from triptych.deploy.metrics import quantile_of

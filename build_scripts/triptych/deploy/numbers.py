@@ -13,7 +13,7 @@ from pathlib import Path
 from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue
 from triptych.container.flags import ServerFlags as ServerOptions
-from triptych.container.sizes import STEP_SHM_MIB, largest_request_mib
+from triptych.container.manifests import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
 from triptych.deploy.options import DeployOptions
 from triptych.repository.manifest import BuildManifest

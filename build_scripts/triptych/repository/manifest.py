@@ -13,6 +13,8 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from triptych.base.errors import UserError
+from triptych.container.manifests import MANIFEST_FILE as MANIFEST_FILE
+from triptych.container.manifests import ManifestError, read_manifest_file
 from triptych.repository.records import DryRun, EngineRecord, GateResult, plain_data
 from triptych.spec.any_spec import READERS, AnySpec
 from triptych.spec.engine_plan import EnginePlan
@@ -21,7 +23,6 @@ from triptych.spec.plan import Layout, Plan
 from triptych.spec.spec import GENERATING, PipelineSpec, not_known_here
 from triptych.spec.tasks.task import Core
 
-MANIFEST_FILE = "triptych.lock.json"
 PLAN_FILE = "model.plan"
 """Of a TensorRT core, beside the ONNX file it was built from."""
 
@@ -251,10 +252,9 @@ def find_built_spec(repository: Path, pipeline: str) -> AnySpec | None:
 def read_manifest_data(repository: Path, pipeline: str) -> dict[str, Any]:
     """Return the lock of a build of any kind as plain data; empty where it cannot be read."""
     try:
-        content = json.loads((repository / pipeline / MANIFEST_FILE).read_bytes())
-    except (OSError, ValueError):
+        return read_manifest_file(repository / pipeline / MANIFEST_FILE)
+    except ManifestError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def build_id(repository: Path, pipeline: str) -> str:

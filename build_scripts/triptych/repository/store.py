@@ -32,6 +32,7 @@ from typing import Any, Literal, get_args
 from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
 from triptych.base.files import clear_scratch, scratch_folder, sync, sync_folder, told_to_user
+from triptych.container.manifests import ManifestError, read_manifest_file
 from triptych.repository.manifest import FIGURES_FILE, MANIFEST_FILE, build_id
 from triptych.repository.render import Content
 
@@ -70,7 +71,7 @@ class BuildRecord:
 def read_build(folder: Path, pipeline: str) -> BuildRecord | None:
     """The record of the build in a folder of models; None where there is none to be read."""
     try:
-        lock = json.loads((folder / pipeline / MANIFEST_FILE).read_bytes())
+        lock = read_manifest_file(folder / pipeline / MANIFEST_FILE)
         core = lock["spec"]["core"]
         return BuildRecord(
             built_at=str(lock["built_at"]),
@@ -81,7 +82,7 @@ def read_build(folder: Path, pipeline: str) -> BuildRecord | None:
             lacks_engine=lock["plan"].get("engine") is not None and lock.get("engine") is None,
             gate=lock.get("gate") or {},
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ManifestError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -152,7 +152,7 @@ class Histogram:
             )
 
     def observe(self, values: NDArray[Any] | Sequence[float]) -> None:
-        """Count `values`."""
+        """Add values to their buckets."""
         indices = self._bounds.searchsorted(values)  # the first bound that is not below the value
         self._buckets += np.bincount(indices, minlength=len(self._buckets))
         self._sum += float(np.sum(values))

@@ -110,7 +110,7 @@ def _stack_kinds(carries: Metadata) -> NDArray[np.uint8]:
 
 
 def _starts(row: NDArray[np.intp], begins: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """Where pieces begin, of at least one: at `begins`, and at the first of each row."""
+    """Return the indices of first pieces: those in `begins` and the first of each row."""
     first = begins.copy()
     first[0] = True
     first[1:] |= row[1:] != row[:-1]

@@ -19,7 +19,7 @@ class EmbeddingDecoder:
         pass
 
     def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
-        """Shorten, normalize and encode each vector.
+        """Truncate each vector and encode it as the request's `dimensions` and `encoding` ask.
 
         Returns:
             ``embedding`` FP32 ``[n, d]`` and ``embedding_int8`` INT8 ``[n, b]``: the encoding
@@ -38,14 +38,14 @@ class EmbeddingDecoder:
 
 
 def shorten(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
-    """The first `dimensions` elements of each row, scaled to length 1 (Matryoshka)."""
+    """Return the first `dimensions` elements of each row, scaled to length 1 (Matryoshka)."""
     kept = vectors[:, :dimensions]
     length = np.linalg.norm(kept, axis=1, keepdims=True)
     return np.ascontiguousarray(kept / np.maximum(length, 1e-12), dtype=np.float32)
 
 
 def to_int8(vectors: NDArray[np.float32]) -> NDArray[np.int8]:
-    """Each row scaled by itself so that its largest element is 127 or -127; zeros stay zeros."""
+    """Return each row scaled so that its largest element is 127 or -127; zeros stay zeros."""
     largest = np.abs(vectors).max(axis=1, keepdims=True)
     # A divisor first, a factor of 127 second: the factor alone overflows for tiny vectors.
     scaled = vectors / np.where(largest > 0, largest, 1) * np.float32(127)
@@ -54,7 +54,7 @@ def to_int8(vectors: NDArray[np.float32]) -> NDArray[np.int8]:
 
 
 def to_sign_bits(vectors: NDArray[np.float32]) -> NDArray[np.int8]:
-    """One bit an element (set where above 0), 8 a byte from the highest down, minus 128.
+    """Return one bit per element, set if above 0, 8 per byte from the highest down, minus 128.
 
     As the ``binary`` precision of sentence-transformers.
     """

@@ -1,4 +1,4 @@
-"""Which waiting prompts share a batch: as many as may, of like length, the oldest among them."""
+"""CTranslate2 as the engine: encoder-decoder models, in batches of prompts of similar length."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .generation_messages import Delta, Load, OnLoad
+from .generation_messages import Delta, EngineLoad, OnLoad
 from .sampling_parameters import DEFAULTS, SCHEMA
 
 
 def next_batch(lengths: Sequence[int], kinds: Sequence[Hashable], *, most: int) -> list[int]:
-    """Places in the queue, shortest prompt first; empty where nothing waits.
+    """Return the queue indices of the next batch, shortest prompt first; empty if nothing waits.
+
+    The batch contains the oldest prompt and prompts of similar length.
 
     Args:
-        lengths: tokens of each waiting prompt, oldest first.
-        kinds: prompts of another kind than the oldest's wait for a batch of their own.
-        most: prompts of a batch.
+        lengths: Number of tokens of each waiting prompt, oldest first.
+        kinds: Kind of each prompt; only prompts of the oldest one's kind share its batch.
+        most: Maximum number of prompts in a batch.
     """
     like = [place for place, kind in enumerate(kinds) if kind == kinds[0]]
     order = sorted(like, key=lambda place: lengths[place])
@@ -38,7 +40,7 @@ def next_batch(lengths: Sequence[int], kinds: Sequence[Hashable], *, most: int) 
 
 
 VOCABULARY_FILE = "shared_vocabulary.json"
-"""Of a converted model: its tokens in the order of their ids. CTranslate2 itself speaks tokens."""
+"""File of a converted model with its tokens in the order of their ids."""
 
 COMPUTE_TYPES = {"fp32": "float32", "int8": "int8_float32"}
 UNKNOWN = (
@@ -53,7 +55,7 @@ UNKNOWN = (
 """Sampling parameters that CTranslate2 has not, or not for a request."""
 
 SHARED = ("temperature", "top_p", "top_k", "repetition_penalty")
-"""What the requests of one batch have in common."""
+"""Sampling parameters that all requests of a batch must share."""
 
 
 class _Job:
@@ -78,7 +80,7 @@ class _Job:
 
 
 class Engine:
-    """CTranslate2's `Translator`. A batch runs to its end; who comes meanwhile waits for the next.
+    """Engine of CTranslate2's `Translator`. Later requests wait for the next batch.
 
     Tokens come one by one with one beam, all at once with several.
     """
@@ -248,4 +250,4 @@ class Engine:
 
     def _tell(self) -> None:
         running = sum(not job.given_up for job in self._running)
-        self._on_load(Load(running, len(self._waiting)))
+        self._on_load(EngineLoad(running, len(self._waiting)))

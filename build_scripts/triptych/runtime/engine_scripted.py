@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .generation_messages import Delta, Load, OnLoad
+from .generation_messages import Delta, EngineLoad, OnLoad
 from .sampling_parameters import ADAPTER, SCHEMA
 
 
@@ -74,4 +74,4 @@ class Engine:
 
     def _tell(self) -> None:
         share = sum(self._held.values()) / self._capacity
-        self._on_load(Load(len(self._held), self._waiting, share))
+        self._on_load(EngineLoad(len(self._held), self._waiting, share))

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .generation_messages import Delta, Load, OnLoad, plain_logprobs
+from .generation_messages import Delta, EngineLoad, OnLoad, plain_logprobs
 from .sampling_parameters import SCHEMA
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -132,7 +132,7 @@ class Engine:
                 cache = stats.get("kvCacheStats") or {}
                 blocks = cache.get("maxNumBlocks", 0)
                 self._on_load(
-                    Load(
+                    EngineLoad(
                         stats.get("numActiveRequests", 0),
                         stats.get("numQueuedRequests", 0),
                         cache.get("usedNumBlocks", 0) / blocks if blocks else 0.0,

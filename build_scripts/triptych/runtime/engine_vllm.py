@@ -14,7 +14,7 @@ from .generation_messages import (
     ADAPTERS_FOLDER,
     TOKENIZER_FILE,
     Delta,
-    Load,
+    EngineLoad,
     OnLoad,
     plain_logprobs,
 )
@@ -27,10 +27,10 @@ PRIVATE = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}
 """vLLM's processes talk to each other on one machine, and to nobody else."""
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Of adapters, that vLLM makes room for: what `max_lora_rank` may be."""
+"""Values of `max_lora_rank` that vLLM accepts."""
 
 DTYPES = {"fp32": "float32", "fp16": "float16"}
-"""Of what is computed; all else is bfloat16, as with quantized weights, which say what they are."""
+"""Data type of the computation by precision; other precisions compute in bfloat16."""
 
 
 class Engine:
@@ -161,7 +161,7 @@ def room_for_adapters(ranks: Mapping[str, int], *, spare: bool) -> dict[str, Any
     """The engine's arguments for adapters of these ranks: all are in memory at once.
 
     Args:
-        ranks: by the adapters' names.
+        ranks: Rank of each adapter.
         spare: leave a place empty. On a processor vLLM gives tokens without an adapter the one in
             the last place, where others of the batch have one (vllm#48421): an empty one is none.
     """
@@ -181,7 +181,7 @@ def _check_there() -> None:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """What vLLM raises for a request that it does not take: newer releases, a kind of their own."""
+    """Return the exceptions that vLLM raises for invalid requests, which depend on its release."""
     from vllm import exceptions
 
     return ValueError, getattr(exceptions, "VLLMClientError", ValueError)
@@ -200,7 +200,7 @@ def _find_packages() -> None:
 
 
 def _load_teller(on_load: OnLoad) -> Any:
-    """What vLLM makes a logger of: it hands on what the scheduler tells of each step."""
+    """Return a factory of vLLM loggers that report the scheduler's load after each step."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class LoadTeller(StatLoggerBase):  # type: ignore[misc]  # vLLM has its own environment
@@ -210,7 +210,7 @@ def _load_teller(on_load: OnLoad) -> Any:
         def record(self, scheduler_stats: Any, *_others: Any, **_named: Any) -> None:
             if scheduler_stats is not None:
                 on_load(
-                    Load(
+                    EngineLoad(
                         scheduler_stats.num_running_reqs,
                         scheduler_stats.num_waiting_reqs,
                         scheduler_stats.kv_cache_usage,

@@ -30,35 +30,36 @@ from .request_errors import Overloaded, Stopping
 from .triton_io import error_response, send
 
 MIN_REQUESTS = 8
-"""So many may be under way however slow the pipeline is: what one call of the client sends."""
+"""Number of requests that may always be in flight: one call of the client sends this many."""
 
-KNOWN_DEPTHS = 2.0
-"""The rate holds for up to so many times the rows that it was measured with. More of them may make
-larger batches, which take less time a row: they count as no time more until that is measured."""
+RATE_VALID_UP_TO = 2.0
+"""Multiple of the measured number of rows up to which the rate is valid. Additional rows may form
+larger batches, which take less time per row, so they add no time until that is measured."""
 
 DEADLINE_SHARE = 0.7
-"""Of the time until its sender gives up a request may spend so much behind others: the rate that
-was measured may be a little too high, and work that nobody waits for is lost to everybody."""
+"""Share of a request's remaining time that it may wait behind other requests. The measured rate may
+be a little too high, and a result that comes too late wastes the work for all clients."""
 
 PATIENCE_S = 1.0
-"""A full pipeline without any progress for so long has lost what it counts: let one pass."""
+"""Seconds without progress after which a full pipeline admits one request, because its count may be
+wrong."""
 
-LAST_CALL_S = 0.05
-"""What reaches preprocess so soon after the server was told to stop had been sent before."""
+SHUTDOWN_GRACE_S = 0.05
+"""Seconds after the stop signal in which requests are still admitted: they were sent before it."""
 
 MIN_HINT_MS = 20
 
 
 class Admission:
-    """Decides on requests, and counts those it lets in.
+    """Admission of requests, and the count of those admitted.
 
     Args:
-        in_flight: counts of the pipeline.
-        most_requests: that may be under way.
-        longest_wait_s: that the requests under way may take, at the rate measured.
+        in_flight: Counts of the pipeline.
+        most_requests: Maximum number of requests in flight.
+        longest_wait_s: Maximum time that the requests in flight may take at the measured rate.
 
     Attributes:
-        slot: of `in_flight` that this instance counts in.
+        slot: Slot of `in_flight` that belongs to this instance.
     """
 
     def __init__(self, in_flight: InFlight, most_requests: int, longest_wait_s: float) -> None:
@@ -73,30 +74,30 @@ class Admission:
         self._row_s = self._known_rows = 0.0
 
     def begin(self) -> None:
-        """Look at the counts once for all requests that are decided on together."""
+        """Read the counts once for all requests that are checked together."""
         self._began_at, before, ended_at = time.monotonic(), self._began_at, self._ended_at
         counts = self._in_flight
         self._closed = False
         if closed_at := counts.closed_at:
-            # What waited while the requests before were being worked on had been sent before, too.
+            # Requests that waited while the previous ones were processed were also sent before.
             waited = before <= closed_at < ended_at
-            self._closed = not waited and self._began_at > closed_at + LAST_CALL_S
+            self._closed = not waited and self._began_at > closed_at + SHUTDOWN_GRACE_S
         self._requests = counts.under_way()
         self._rows, self._rows_in_core = counts.rows_under_way(), counts.rows_in_core()
         self._rows_a_request = counts.rows_a_request()
-        self._row_s, self._known_rows = counts.row_s, KNOWN_DEPTHS * counts.depth
+        self._row_s, self._known_rows = counts.row_s, RATE_VALID_UP_TO * counts.depth
         idle = self._requests <= 0
         self._progress_at = self._began_at if idle else max(self._progress_at, counts.departed_at)
 
     def check(self, left_s: float | None) -> None:
-        """Let the next request in.
+        """Admit the next request.
 
         Args:
-            left_s: until its sender gives up; None where that is not known.
+            left_s: Seconds until the deadline of the request; None if it has none.
 
         Raises:
-            Overloaded: there is no room for it.
-            Stopping: the server is about to stop.
+            Overloaded: A limit is reached.
+            Stopping: The server is stopping.
         """
         if self._closed:
             raise Stopping
@@ -111,13 +112,13 @@ class Admission:
             if late:
                 whose = ", by the deadline of the request" if limit_s == own_s else ""
                 raise Overloaded(
-                    f"The requests under way take {1e3 * wait_s:.0f} ms; the limit is "
+                    f"The requests in flight take {1e3 * wait_s:.0f} ms; the limit is "
                     f"{1e3 * limit_s:.0f} ms{whose}. {again}, or raise "
                     "serving.queue.max_backlog_ms in the pipeline.",
                     hint_ms,
                 )
             raise Overloaded(
-                f"The pipeline takes at most {self._most} requests at a time. {again}, or raise "
+                f"The limit of {self._most} requests in flight is reached. {again}, or raise "
                 "serving.queue.max_in_flight in the pipeline.",
                 hint_ms,
             )
@@ -126,20 +127,20 @@ class Admission:
         self._rows_in_core += self._rows_a_request
 
     def admit(self, rows: int) -> Ticket:
-        """The ticket of a request that was let in, with so many rows of the core."""
+        """Return the ticket of an admitted request with this number of model rows."""
         return self._in_flight.admit(self.slot, rows)
 
     def end(self) -> None:
-        """All requests that were decided on together are on their way."""
+        """Note that the requests that were checked together have been forwarded."""
         self._ended_at = time.monotonic()
 
     def _wait_s(self) -> float:
-        """How long all rows under way take: those beyond what is known make batches larger."""
+        """Return the seconds that all rows in flight take; rows beyond the known depth add none."""
         known = min(self._known_rows / max(self._rows_in_core, 1.0), 1.0)
         return max(self._rows, 0.0) * self._row_s * known
 
     def _lost_count(self) -> bool:
-        """Whether nothing has moved for so long that one may pass to find out."""
+        """Whether there was no progress for so long that one request is admitted as a test."""
         patience_s = max(PATIENCE_S, 3 * self._row_s * self._rows_a_request)
         lost = self._began_at - self._progress_at > patience_s
         if lost:
@@ -148,29 +149,29 @@ class Admission:
 
 
 WINDOW_S = 0.25
-"""Work that the core is given at a time, at the rate measured."""
+"""Seconds of work that the core holds at a time, at the measured rate."""
 WINDOW_BATCHES = 2
-"""And at least so many of its largest batches for each instance: one computed, one queued."""
+"""Minimum number of largest batches per core instance: one is computed, one is queued."""
 SEEN_S = 0.05
-"""Before the rate is measured, that of so many seconds stands for it."""
+"""Seconds over which the rate is estimated until it has been measured."""
 MAX_WINDOWS = 8
-"""Who lost a window after another has left in numbers: each time twice as much is given next, up to
-so many windows. But a core that only has no CPU for a while looks the same at first."""
+"""Maximum number of windows to forward after lost windows. Many clients may have left at once, so
+the number doubles with each lost window; a core without CPU for a while looks the same."""
 POLL_S = 0.002
-"""How often the thread looks for room, while something waits."""
+"""Seconds between two checks for free capacity while requests wait."""
 MIN_PATIENCE_S = 0.25
-"""When nothing was answered for so long, nor for the time that the window takes, what the core was
-given is lost: its senders have left, and Triton drops a request between two steps."""
+"""Minimum seconds without an answer after which forwarded rows count as lost. Triton drops a
+request between two steps once its client has left."""
 
 
 class Ready(NamedTuple):
-    """A request whose core rows are made.
+    """A request whose model rows are ready.
 
     Attributes:
-        request: Triton's.
-        rows: of the core.
-        left_s: seconds until its sender gives up; None where that is not known.
-        respond: makes the response that goes to the core, with a ticket.
+        request: Triton's request.
+        rows: Number of model rows.
+        left_s: Seconds until the deadline; None if there is none.
+        respond: Function that makes the response for the core, with a ticket.
     """
 
     request: Any
@@ -179,14 +180,13 @@ class Ready(NamedTuple):
     respond: Callable[[], Any]
 
 
-class Waiting(NamedTuple):
-    """One that waits.
+class QueuedRequest(NamedTuple):
+    """A request that waits in preprocess.
 
     Attributes:
-        sender: Triton's, of its one response.
-        ready: the request.
-        since: when it began to wait, on the clock of `time.monotonic`.
-        until: when its sender gives up, likewise; infinite where that is not known.
+        sender: Triton's sender of its one response.
+        since: Start of the wait, by `time.monotonic`.
+        until: Deadline, by `time.monotonic`; infinite if there is none.
     """
 
     sender: Any
@@ -199,10 +199,10 @@ class Backlog:
     """The waiting requests of one preprocess instance, first in, first out.
 
     Args:
-        in_flight: counts of the pipeline.
-        slot: this instance's, in `in_flight`.
-        batch_rows: rows that the core's instances compute at once.
-        longest_wait_s: a request that has waited for so long is refused.
+        in_flight: Counts of the pipeline.
+        slot: Slot of this instance in `in_flight`.
+        batch_rows: Number of rows that the core's instances compute at once.
+        longest_wait_s: Maximum wait; afterwards a request is rejected.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Backlog:
         self._slot = slot
         self._least_rows = WINDOW_BATCHES * batch_rows
         self._longest_s = longest_wait_s
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: deque[QueuedRequest] = deque()
         self._changed = threading.Condition()
         self._given_at = self._departed_at = 0.0
         self._lost_rows, self._windows = 0, 1
@@ -225,14 +225,14 @@ class Backlog:
         threading.Thread(target=self._run, daemon=True).start()
 
     def take(self, requests: Sequence[Ready]) -> list[Any]:
-        """The response of each request that goes to the core at once; None for one that waits.
+        """Return the response of each request for the core at once; None for one that waits.
 
-        Responses are made by one thread at a time.
+        Only one thread makes responses at a time.
         """
         responses: list[Any] = []
         now = time.monotonic()
         with self._changed:
-            room = 0.0 if self._waiting else self._room(now)
+            room = 0.0 if self._waiting else self._free_rows(now)
             for ready in requests:
                 if room > 0 and not self._waiting:
                     room -= ready.rows
@@ -240,7 +240,7 @@ class Backlog:
                     continue
                 until = now + (float("inf") if ready.left_s is None else ready.left_s)
                 sender = ready.request.get_response_sender()
-                self._waiting.append(Waiting(sender, ready, now, until))
+                self._waiting.append(QueuedRequest(sender, ready, now, until))
                 self._in_flight.wait(self._slot, 1, ready.rows)
                 responses.append(None)
             if self._waiting:
@@ -254,23 +254,23 @@ class Backlog:
                     self._changed.wait()
                 responses = list(self._release())
             for sender, response in responses:
-                # Triton may have let go of a request whose sender has left: the others must go on.
+                # Triton may have dropped a request whose client has left; the others must continue.
                 with contextlib.suppress(Exception):
                     send(sender, response)
             time.sleep(POLL_S)
 
     def _release(self) -> Iterator[tuple[Any, Any]]:
-        """Sender and response of each request that need not wait any longer."""
+        """Yield sender and response of each request whose wait is over."""
         now = time.monotonic()
-        room = self._room(now)
+        room = self._free_rows(now)
         while self._waiting:
             one = self._waiting[0]
             if _has_left(one.sender) or now > one.until:
-                response = self._refusal(one, now)
+                response = self._make_rejection(one, now)
             elif room <= 0:
                 return
             elif now - one.since > self._longest_s:
-                response = self._refusal(one, now)
+                response = self._make_rejection(one, now)
             else:
                 room -= one.ready.rows
                 response = self._give(one.ready)
@@ -278,11 +278,11 @@ class Backlog:
             self._in_flight.wait(self._slot, -1, -one.ready.rows)
             yield one.sender, response
 
-    def _room(self, now: float) -> float:
-        """Rows that the core may still be given; a request goes to it whole while this is > 0."""
+    def _free_rows(self, now: float) -> float:
+        """Return the rows that the core may still get; requests are forwarded while it is > 0."""
         counts = self._in_flight
         row_s = counts.row_s
-        rows_per_s = 1 / row_s if row_s else self._seen_per_s(now)
+        rows_per_s = 1 / row_s if row_s else self._recent_rows_per_s(now)
         window_rows = max(WINDOW_S * rows_per_s, self._least_rows)
         read_forwarded = counts.rows_in_core()
         if counts.departed_at > self._departed_at:
@@ -294,8 +294,8 @@ class Backlog:
             self._lost_rows = read_forwarded
         return self._windows * window_rows - (read_forwarded - self._lost_rows)
 
-    def _seen_per_s(self, now: float) -> float:
-        """Rows answered a second of late: what the pipeline can do at least, before it is busy."""
+    def _recent_rows_per_s(self, now: float) -> float:
+        """Return the recent rows per second, a lower bound before the pipeline is busy."""
         settled = self._in_flight.rows_settled()
         if now - self._seen_at >= SEEN_S:
             self._seen_rate = (settled - self._seen_rows) / (now - self._seen_at)
@@ -309,12 +309,12 @@ class Backlog:
         except Exception as error:
             return error_response(error)
 
-    def _refusal(self, one: Waiting, now: float) -> Any:
+    def _make_rejection(self, one: QueuedRequest, now: float) -> Any:
         again_ms = 500 * self._longest_s
         return error_response(
             Overloaded(
                 f"The request waited for {1e3 * (now - one.since):.0f} ms; the limit is "
-                f"{1e3 * self._longest_s:.0f} ms, or the time that its sender waits. Try again in "
+                f"{1e3 * self._longest_s:.0f} ms, or the deadline of the request. Try again in "
                 f"{again_ms:.0f} ms, or raise serving.queue.max_backlog_ms in the pipeline.",
                 again_ms,
             )
@@ -322,7 +322,7 @@ class Backlog:
 
 
 def _has_left(sender: Any) -> bool:
-    """Whether nobody waits for the answer, as far as Triton tells a step of an ensemble."""
+    """Whether the client has left, as far as Triton reports it to a step of an ensemble."""
     try:
         return bool(sender.is_cancelled())
     except Exception:

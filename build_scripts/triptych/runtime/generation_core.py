@@ -23,13 +23,13 @@ from .generation_messages import (
     NOTHING,
     REFUSED,
     CancelInbox,
-    Chunk,
+    CoreChunk,
     Delta,
-    Load,
+    EngineLoad,
     Opening,
     Order,
+    PendingTokens,
     Place,
-    Waiting,
 )
 from .generation_metrics import GenerationMetrics, RequestClock
 from .in_flight import InFlight
@@ -51,13 +51,13 @@ RETRY_MS = 1000
 _MAX_FAULT = 300
 
 
-class _Stream:
-    """One request on its way.
+class _RequestStream:
+    """State of one request in the core.
 
     Attributes:
-        name: by which a later request may cancel it; None for none.
-        told_at: when its last chunk was sent, on the clock of `time.monotonic`.
-        number: of that chunk, among those of all streams; 0 before.
+        name: Id by which a later request may cancel it; None if it has none.
+        told_at: Time of its last chunk, by `time.monotonic`.
+        number: Number of that chunk among those of all streams; 0 before the first.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class _Stream:
         self.sender = sender
         self.told_at = time.monotonic()
         self.number = 0
-        self.waiting = Waiting(tokens)
+        self.waiting = PendingTokens(tokens)
         self.clock = RequestClock(streamed=opening.stream)
         self.prompt_tokens = opening.prompt_tokens
         self._opening: Opening | None = opening
@@ -78,7 +78,7 @@ class _Stream:
         """The next response."""
         self.told_at = time.monotonic()
         self.number = place.number
-        chunk = Chunk(
+        chunk = CoreChunk(
             self.key,
             self._cancel_at,
             place,
@@ -112,9 +112,9 @@ class TritonPythonModel:
         self._slot = self._in_flight.take_slot()
         self._sent = 0  # chunks of all requests
         self._unsettled = 0  # requests that have ended, and postprocess does not know
-        self._load = Load()
+        self._load = EngineLoad()
         self._metrics = GenerationMetrics(settings["pipeline"], settings["latency_bounds_ms"])
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _RequestStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._keys: dict[str, str] = {}  # by name, of the requests that have one
         self._early: dict[str, float] = {}  # names that were cancelled and are not known, and when
@@ -137,7 +137,7 @@ class TritonPythonModel:
                 prompt = inputs["prompt_ids"].as_numpy().ravel().tolist()
                 order = Order.unpack(inputs["order"].as_numpy().ravel()[0])
                 if order.cancel:
-                    stream = _Stream(sender, Opening(False, [], [], 0), self._inbox.name)
+                    stream = _RequestStream(sender, Opening(False, [], [], 0), self._inbox.name)
                     self._loop.call_soon_threadsafe(self._cancel_named, stream, order.cancel)
                     continue
                 self._check_room()
@@ -150,7 +150,9 @@ class TritonPythonModel:
                 # An answer sent as a whole is decoded as one, unless a stop string may end it.
                 in_pieces = order.stream or order.sampling["stop"]
                 tokens = self._stream_interval if in_pieces else order.sampling["max_tokens"]
-                stream = _Stream(sender, opening, self._inbox.name, request.request_id(), tokens)
+                stream = _RequestStream(
+                    sender, opening, self._inbox.name, request.request_id(), tokens
+                )
                 self._streams[stream.key] = stream
                 self._in_flight.wait(self._slot, 1, 1)
                 self._loop.call_soon_threadsafe(self._begin, stream, prompt, order)
@@ -189,12 +191,12 @@ class TritonPythonModel:
             raise Stopping
         if len(self._streams) >= self._most_requests:
             raise Overloaded(
-                f"The pipeline takes at most {self._most_requests} requests at a time. Try again "
+                f"The limit of {self._most_requests} requests in flight is reached. Try again "
                 "later, or raise serving.queue.max_in_flight in the pipeline.",
                 RETRY_MS,
             )
 
-    def _begin(self, stream: _Stream, prompt: list[int], order: Order) -> None:
+    def _begin(self, stream: _RequestStream, prompt: list[int], order: Order) -> None:
         work = self._generate(stream, prompt, order)
         self._tasks[stream.key] = self._loop.create_task(work)
         if stream.name is not None:
@@ -202,7 +204,7 @@ class TritonPythonModel:
             if self._early.pop(stream.name, None) is not None:
                 self._cancel(stream.key)
 
-    async def _generate(self, stream: _Stream, prompt: list[int], order: Order) -> None:
+    async def _generate(self, stream: _RequestStream, prompt: list[int], order: Order) -> None:
         answer = self._engine.generate(stream.key, prompt, order.sampling)
         finished = False
         try:
@@ -234,7 +236,7 @@ class TritonPythonModel:
             self._unsettled += 1
             self._settle(stream)
 
-    def _settle(self, stream: _Stream) -> None:
+    def _settle(self, stream: _RequestStream) -> None:
         """Count a request as answered once postprocess has its end: who stops the server waits."""
         if self._is_clear(stream):
             self._unsettled -= 1
@@ -248,8 +250,8 @@ class TritonPythonModel:
             # Not at once: a task that has not begun yet would end without its last response.
             self._loop.call_soon(task.cancel)
 
-    def _cancel_named(self, stream: _Stream, name: str) -> None:
-        """What the request of `stream` asks for; it is answered at once."""
+    def _cancel_named(self, stream: _RequestStream, name: str) -> None:
+        """Cancel the request with this name, and answer the request of `stream` at once."""
         if name in self._keys:
             self._cancel(self._keys[name])
         else:
@@ -257,7 +259,7 @@ class TritonPythonModel:
         self._send(stream, finish=CANCELLED)
         self._outbox.put((stream.sender, None))
 
-    def _send_waiting(self, stream: _Stream) -> bool:
+    def _send_waiting(self, stream: _RequestStream) -> bool:
         """Send what waits, if it is enough; never two chunks of a request at once, but the last.
 
         So where the engine is faster than the way to the client, chunks get longer, not more.
@@ -270,13 +272,13 @@ class TritonPythonModel:
             self._send(stream, delta)
         return True
 
-    def _is_clear(self, stream: _Stream) -> bool:
+    def _is_clear(self, stream: _RequestStream) -> bool:
         """Whether postprocess has taken the last chunk; or never will."""
         is_taken = self._in_flight.taken(self._slot) >= stream.number
         return is_taken or time.monotonic() - stream.told_at > LOST_S
 
     def _send(
-        self, stream: _Stream, delta: Delta = NOTHING, *, finish: str = "", error: str = ""
+        self, stream: _RequestStream, delta: Delta = NOTHING, *, finish: str = "", error: str = ""
     ) -> None:
         self._sent += 1
         place = Place(self._slot, self._sent)
@@ -292,7 +294,7 @@ class TritonPythonModel:
             else:
                 sender.send(response)
 
-    def _note(self, load: Load) -> None:
+    def _note(self, load: EngineLoad) -> None:
         self._load = load
 
     async def _tick(self) -> None:
@@ -306,7 +308,7 @@ class TritonPythonModel:
                     self._send(stream)
             self._early = {name: at for name, at in self._early.items() if now - at < EARLY_S}
             # An engine that nothing is asked of takes no steps, and tells of none.
-            load = self._load if self._streams else Load()
+            load = self._load if self._streams else EngineLoad()
             if sending is None or sending.done():
                 due = self._metrics.take_due(load, len(self._streams))
                 if due:  # the server is waited for elsewhere
@@ -317,5 +319,5 @@ class TritonPythonModel:
 
 
 def _words(error: Exception) -> str:
-    """What an engine says, in one line, without its own sources' places."""
+    """Return an engine's message in one line, without positions in its sources."""
     return re.sub(r"\[[\d:]+\] \S+?:\d+: ", "", " ".join(str(error).split()))[:_MAX_FAULT]

@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 MODEL_FOLDER = "weights"
-"""Beside the core's files: what the engine reads."""
+"""Folder beside the core's files with the files of the engine's model."""
 ADAPTERS_FOLDER = "adapters"
-"""In it: a folder for each LoRA adapter, by its name."""
+"""Folder in `MODEL_FOLDER` with one folder for each LoRA adapter."""
 
 
 class Delta(NamedTuple):
     """New tokens of one answer.
 
     Attributes:
-        token_ids: at least one, unless the answer ends.
-        finish: ``stop`` or ``length`` where the answer ends here; else empty.
-        cached_tokens: of the prompt, found in the prefix cache.
-        logprobs: see `generation_wire.Chunk`.
+        token_ids: New token ids; at least one, unless the answer ends.
+        finish: ``stop`` or ``length`` if the answer ends here; else empty.
+        cached_tokens: Number of prompt tokens found in the prefix cache.
+        logprobs: Log-probabilities in the form of `CoreChunk.logprobs`.
     """
 
     token_ids: Sequence[int]
@@ -38,7 +38,7 @@ class Delta(NamedTuple):
     logprobs: Sequence[Sequence[Any]] | None = None
 
     def then(self, other: Delta) -> Delta:
-        """This one and the next of the same answer as one."""
+        """Return this delta and the next one of the same answer as one."""
         known = [one for one in (self.logprobs, other.logprobs) if one is not None]
         return Delta(
             [*self.token_ids, *other.token_ids],
@@ -51,12 +51,12 @@ class Delta(NamedTuple):
 NOTHING = Delta([])
 
 
-class Waiting:
-    """What an engine made of an answer, until it is sent.
+class PendingTokens:
+    """New tokens of an answer that have not been sent.
 
     Args:
-        tokens: that are sent at a time, or more; the first goes at once, and the end waits for
-            none.
+        tokens: Minimum number of tokens to send at a time. The first token and the end of the
+            answer are sent at once.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -69,27 +69,27 @@ class Waiting:
 
     @property
     def enough(self) -> bool:
-        """Whether it is time to send it."""
+        """Whether there are enough tokens to send."""
         return self.ends or len(self._delta.token_ids) >= self._wanted
 
     @property
     def ends(self) -> bool:
-        """Whether the answer ends with it."""
+        """Whether the answer ends with these tokens."""
         return bool(self._delta.finish)
 
     def take(self) -> Delta:
-        """All of it."""
+        """Return all tokens and remove them."""
         delta, self._delta, self._wanted = self._delta, NOTHING, self._tokens
         return delta
 
 
-class Load(NamedTuple):
-    """What an engine has to do.
+class EngineLoad(NamedTuple):
+    """Load of an engine.
 
     Attributes:
-        running: requests in its batch.
-        waiting: requests that have no place in it yet.
-        kv_cache_usage_ratio: of the KV cache that running requests hold, 0 to 1.
+        running: Number of requests in its batch.
+        waiting: Number of requests that wait for a place in the batch.
+        kv_cache_usage_ratio: Share of the KV cache that running requests hold, 0 to 1.
     """
 
     running: int = 0
@@ -97,56 +97,57 @@ class Load(NamedTuple):
     kv_cache_usage_ratio: float = 0.0
 
 
-OnLoad = Callable[[Load], None]
+OnLoad = Callable[[EngineLoad], None]
 
 
 class GenerationEngine(Protocol):
     """One engine; all its methods are called on one asyncio loop.
 
     Args:
-        settings: of the core, see `generation.render`.
-        folder: of the model's files.
-        on_load: told the engine's load whenever it changes, on any thread.
+        settings: Settings of the core.
+        folder: Folder with the model's files.
+        on_load: Function called with the engine's load when it changes, on any thread.
     """
 
     def __init__(self, settings: Mapping[str, Any], folder: Path, on_load: OnLoad) -> None: ...
 
     async def start(self) -> None:
-        """Load the model; the engine is ready afterwards."""
+        """Load the model."""
 
     def generate(
         self, key: str, prompt: Sequence[int], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[Delta, None]:
-        """The answer to a prompt, token by token; whoever closes it ends the work on it.
+        """Yield the answer to a prompt, token by token; closing the generator ends the work.
 
         Raises:
-            ValueError: the engine cannot take the request.
+            ValueError: The engine cannot process the request.
         """
 
     def close(self) -> None:
-        """Give up all work and end."""
+        """Cancel all work and stop the engine."""
 
 
 TOKENIZER_FILE = "tokenizer.json"
 CONTEXT_TOKENS = 6
-"""Of the prompt, that an answer is decoded behind where it goes on with it: see `text_stream`."""
+"""Number of prompt tokens with which an answer is decoded; see `text_stream`."""
 
 CANCELLED = "cancelled"
-"""Finish reason of an answer that nobody waits for any more; else ``stop`` or ``length``."""
+"""Finish reason of an answer whose client has left; else ``stop`` or ``length``."""
 MIN_NAME, MAX_NAME = 16, 128
-"""Characters of a request's id by which it can be cancelled: others may have shorter ones, too."""
+"""Minimum and maximum number of characters of a request id that can be canceled. Shorter ids may
+not be unique."""
 REFUSED = "refused"
-"""Finish reason between the steps of a request that the engine does not take."""
+"""Finish reason, between the steps, of a request that the engine rejects."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What preprocess asks the core for, beside the prompt's ids.
+    """Request from preprocess to the core, beside the prompt's ids.
 
     Attributes:
-        sampling: every parameter, checked.
-        stream: whether the answer is sent piece by piece.
-        cancel: id of another request, to give up; then there is nothing else to do. Else empty.
+        sampling: All sampling parameters, checked.
+        stream: Whether the answer is streamed.
+        cancel: Id of another request to cancel; empty for a generation.
     """
 
     sampling: Mapping[str, Any]
@@ -154,7 +155,7 @@ class Order:
     cancel: str = ""
 
     def pack(self) -> str:
-        """As one string."""
+        """Return the order as JSON."""
         return json.dumps(vars(self))
 
     @classmethod
@@ -164,11 +165,11 @@ class Order:
 
 @dataclass(frozen=True)
 class Opening:
-    """What postprocess must know of a request, once.
+    """Data of a request that postprocess needs once.
 
     Attributes:
-        stops: strings that end the answer.
-        context: the last ids of the prompt, see `text_stream`.
+        stops: Strings that end the answer.
+        context: Last ids of the prompt; see `text_stream`.
     """
 
     stream: bool
@@ -178,11 +179,11 @@ class Opening:
 
 
 class Place(NamedTuple):
-    """Of a chunk among all that the core sends: postprocess tells the core how far it is.
+    """Position of a chunk among all chunks of the core, by which postprocess acknowledges it.
 
     Attributes:
-        slot: of the core, see `in_flight`.
-        number: of the chunk.
+        slot: Slot of the core; see `in_flight`.
+        number: Number of the chunk.
     """
 
     slot: int
@@ -190,18 +191,18 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """What the core sends of one request at a time, beside new token ids.
+class CoreChunk:
+    """Message of the core about one request, beside new token ids.
 
     Attributes:
-        key: names the request between the steps; nobody else can guess it.
-        cancel_at: where the core listens for keys of requests to give up, see `cancelling`.
-        opening: with the first chunk.
-        finish: why the answer ends here; empty before.
-        cached_tokens: of the prompt, that the engine need not compute.
-        logprobs: for each new token its logarithm of probability and those of the likeliest:
-            ``[id, value, [[id, value], …]]``; None where they were not asked for.
-        error: why the engine gives the request up; empty where it does not.
+        key: Secret key of the request between the steps.
+        cancel_at: Name of the socket on which the core receives keys of requests to cancel.
+        opening: Data of the request; only in its first chunk.
+        finish: Finish reason in the last chunk; else empty.
+        cached_tokens: Number of prompt tokens found in the prefix cache.
+        logprobs: Log-probability of each new token and of the most probable ones,
+            ``[id, value, [[id, value], …]]``; None if not requested.
+        error: Reason why the engine failed; else empty.
     """
 
     key: str
@@ -214,12 +215,12 @@ class Chunk:
     error: str = ""
 
     def pack(self) -> str:
-        """As one string."""
+        """Return the chunk as JSON."""
         fields = asdict(self)
         return json.dumps({name: value for name, value in fields.items() if value})
 
     @classmethod
-    def unpack(cls, text: str | bytes) -> Chunk:
+    def unpack(cls, text: str | bytes) -> CoreChunk:
         fields = json.loads(text)
         opening = fields.pop("opening", None)
         place = Place(*fields.pop("place"))
@@ -230,10 +231,12 @@ MAX_KEY = 256
 
 
 class CancelInbox:
-    """Where the core hears of requests to give up.
+    """Socket on which the core receives the keys of requests to cancel.
+
+    Triton does not report canceled requests to the later steps of an ensemble.
 
     Args:
-        on_key: called on the loop with each key.
+        on_key: Function called on the loop with each key.
     """
 
     def __init__(self, on_key: Callable[[str], None]) -> None:
@@ -244,7 +247,7 @@ class CancelInbox:
         self._on_key = on_key
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Hear from now on; to be called on the loop."""
+        """Start to receive; must be called on the loop."""
         loop.add_reader(self._socket, self._read)
 
     def _read(self) -> None:
@@ -257,14 +260,14 @@ class CancelInbox:
 
 
 class CancelSender:
-    """Tells cores which requests to give up."""
+    """Sender of the keys of requests to cancel."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
 
     def send(self, inbox: str, key: str) -> None:
-        """Tell once; an inbox that is full just now is told with the request's next chunk."""
+        """Send a key once. If the inbox is full, the key is sent again with the next chunk."""
         with suppress(OSError):
             self._socket.sendto(key.encode("ascii"), _address(inbox))
 
@@ -276,12 +279,12 @@ def _address(name: str) -> bytes:
 def plain_logprobs(
     ids: Sequence[int], found: Any, count: int | None
 ) -> Sequence[Sequence[Any]] | None:
-    """For each token its own and those of the `count` likeliest.
+    """Return log-probabilities in the form of `CoreChunk.logprobs`.
 
     Args:
-        ids: of the new tokens.
-        found: for each of them, token to an object with `logprob` and `rank`; None for none.
-        count: as the request has it; None where it asks for none.
+        ids: Ids of the new tokens.
+        found: Mappings from token id to an object with `logprob` and `rank`, one per new token.
+        count: Number of most probable tokens that the request asks for; None for no logprobs.
     """
     if not found or count is None:
         return None

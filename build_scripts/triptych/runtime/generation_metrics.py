@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from .counters import Deprecated, Histogram, MetricSet, Series
-from .generation_messages import Delta, Load
+from .generation_messages import Delta, EngineLoad
 
 FLUSH_S, GAUGES_S = 5.0, 0.2
 """Seconds between two updates of counters, and of gauges."""
@@ -158,7 +158,7 @@ class GenerationMetrics:
         outcome = outcome if outcome in OUTCOMES else "error"
         self._counted[f"{PREFIX}_requests_total", outcome] += 1
 
-    def take_due(self, load: Load, in_flight: int) -> Mapping[Series, float]:
+    def take_due(self, load: EngineLoad, in_flight: int) -> Mapping[Series, float]:
         """Return the values to send now: gauges that changed, and from time to time all counts."""
         now = time.monotonic()
         if now < self._gauges_at:

@@ -15,7 +15,14 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
-from .generation_messages import CANCELLED, REFUSED, TOKENIZER_FILE, CancelSender, Chunk, Opening
+from .generation_messages import (
+    CANCELLED,
+    REFUSED,
+    TOKENIZER_FILE,
+    CancelSender,
+    CoreChunk,
+    Opening,
+)
 from .in_flight import InFlight
 from .text_stream import StopStrings, TextStream
 from .triton_io import error_response, inputs_of, make_private, settings_of
@@ -42,7 +49,7 @@ class _Answer:
         self._unsent_logprobs: list[dict[str, Any]] = []
         self.looked_at = time.monotonic()
 
-    def add(self, ids: list[int], chunk: Chunk) -> str:
+    def add(self, ids: list[int], chunk: CoreChunk) -> str:
         """Take a chunk; why the answer ends with it, empty where it goes on."""
         self._cached_tokens = max(self._cached_tokens, chunk.cached_tokens)
         logprobs = chunk.logprobs or ()
@@ -64,7 +71,7 @@ class _Answer:
         return chunk.finish
 
     def response(self, finish: str) -> Any | None:
-        """What there is to send; None for nothing yet."""
+        """Return the next response; None if there is nothing to send."""
         if not finish and (not self._opening.stream or not self._unsent_ids):
             return None
         usage = logprobs = ""
@@ -142,7 +149,7 @@ class TritonPythonModel:
 
     def _take(self, request: Any, sender: Any) -> Any | None:
         inputs = inputs_of(request)
-        chunk = Chunk.unpack(inputs["chunk"].as_numpy().ravel()[0])
+        chunk = CoreChunk.unpack(inputs["chunk"].as_numpy().ravel()[0])
         self._in_flight.take(*chunk.place)
         if chunk.opening is not None:
             self._answers[chunk.key] = _Answer(self._tokenizer, chunk.opening)

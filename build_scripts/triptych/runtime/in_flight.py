@@ -1,11 +1,11 @@
-"""What is under way in one pipeline on one server: counts that its steps share in a small file.
+"""Shared-memory counters of the requests in flight in one pipeline on one server.
 
-Every request carries a ticket from preprocess past the core to postprocess. The core's queue is
-first in, first out, so a ticket that arrives there tells that all earlier ones are answered, or
-lost to an error or a client that left: nothing that gets lost is counted for long.
+A ticket goes with every request from preprocess past the core to postprocess. The core's queue is
+first in, first out. When a ticket arrives in postprocess, all earlier requests have been answered,
+or were lost to an error or to a client that left. Lost requests are not counted for long.
 
-The file also holds how fast requests are answered, and whether the server is about to stop: who
-stops it says so here (`close`) and waits until nothing is under way.
+The file also holds the rate at which rows are answered, and whether the server is stopping. The
+process that stops the server calls `stop_admitting` and waits until no request is in flight.
 """
 
 from __future__ import annotations
@@ -17,59 +17,105 @@ import mmap
 import os
 import struct
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 SHARED_MEMORY = Path("/dev/shm")
 SLOTS = 64
-"""Most preprocess instances of a pipeline."""
+"""Maximum number of preprocess instances of a pipeline."""
 
 PREFIX_VARIABLE = "TRIPTYCH_SERVER_MARK"
-"""Who starts a server may set it, and then remove what in shared memory begins with its value."""
+"""Variable with a prefix for the files in shared memory, so that they can be removed later."""
 
 SLOT_BITS = 48
 RATE_WINDOW_S = 0.1
-"""Busy seconds that one sample of the rate is taken over, at least."""
+"""Minimum busy seconds in one sample of the rate."""
 BATCH_GAP_S = 0.005
 BATCH_ROWS = 64
-"""Requests of a batch are answered one right after the other: a sample ends with the last of them,
-which is told by a gap, or by so many rows."""
+"""Gap in seconds, and number of rows, either of which ends a sample. The requests of a batch are
+answered one right after the other, so a sample must end with the last of them."""
 NEWEST = 0.3
 """Weight of the newest sample in the rate."""
 COMPARABLE = 0.5
-"""A rate measured with fewer than this share of the rows under way tells nothing about the other:
-a core that computes batches takes longer for one row the fewer there are."""
+"""Minimum ratio of rows in flight at which two rates are comparable: a core that computes batches
+takes longer per row when there are fewer rows."""
 
-_HEADER = 10
+_HEADER = 11
 _FIELDS = 8
 _KEY = slice(0, 2)
 _CLOSED_AT, _DEPARTED_AT, _ROW_S, _DEPTH = range(2, 6)
 _WINDOW_S, _WINDOW_ROWS, _WINDOW_ANSWERED, _WINDOW_WAIT_S = range(6, 10)
+_FIRST_S = 10
 _SIGNED = struct.Struct("<3q")
 
 
 class Ticket(NamedTuple):
-    """What postprocess gives back of an admitted request.
+    """Proof that a request was admitted, returned by postprocess.
 
     Attributes:
-        number: of the request, counted by slot, with the slot above `SLOT_BITS`.
-        rows: of the core that the slot has admitted up to and with this request.
-        admitted_ns: on the clock of `time.monotonic_ns`.
-        seal: tells that this server made the ticket.
+        number: Number of the request within its slot, with the slot above `SLOT_BITS`.
+        rows: Model rows that the slot has admitted up to and including this request.
+        admitted_ns: Time of the admission, by `time.monotonic_ns`.
+        mac: Message authentication code; only this server can make it.
     """
 
     number: int
     rows: int
     admitted_ns: int
-    seal: int
+    mac: int
+
+
+@dataclass
+class RowTime:
+    """Estimate of the seconds that a busy pipeline takes per row.
+
+    A pipeline with little to do takes longer per row than it could. A sample with far fewer rows in
+    flight than the last one therefore counts only if it is faster. Lost rows may have been computed
+    or not, so a sample is a range, and the value in it that changes the estimate least is used.
+
+    Attributes:
+        seconds: Seconds per row; 0 until two samples are known.
+        depth: Rows in flight while `seconds` was measured.
+        first_s: First sample. It is not used alone: a server's first requests may be slower.
+    """
+
+    seconds: float = 0.0
+    depth: float = 0.0
+    first_s: float = 0.0
+
+    def learn(self, taken_s: float, settled: int, answered: int, wait_s: float) -> None:
+        """Add a sample.
+
+        Args:
+            taken_s: Busy seconds of the sample.
+            settled: Rows that were answered or lost.
+            answered: Rows that were answered.
+            wait_s: Sum of the seconds that all settled rows took.
+        """
+        fastest_s, slowest_s = taken_s / settled, taken_s / answered
+        depth = wait_s / taken_s  # Little's law
+        if not self.seconds:
+            sample_s = math.sqrt(fastest_s * slowest_s)
+        elif self.seconds > slowest_s:
+            sample_s, depth = slowest_s, depth * answered / settled
+        else:
+            sample_s = max(self.seconds, fastest_s)
+        if not self.first_s:
+            self.first_s, self.depth = sample_s, depth
+        elif not self.seconds or sample_s < self.seconds:
+            self.seconds, self.depth = sample_s, depth
+        elif depth >= COMPARABLE * self.depth:
+            self.seconds += NEWEST * (sample_s - self.seconds)
+            self.depth = depth
 
 
 class InFlight:
     """Counts shared by all processes of one pipeline on one server.
 
-    Eight numbers a slot: the process that holds it, requests and rows of the core that it gave
-    tickets to, those of the last ticket seen of it, those that still wait for a ticket in it, the
-    last chunk of a generation that was taken from it.
+    A slot has eight numbers: the process that holds it; requests and rows with a ticket; requests
+    and rows up to the last ticket that came back; requests and rows that wait for a ticket; and the
+    last chunk of a generation that postprocess has taken.
     """
 
     def __init__(self, pipeline: str) -> None:
@@ -87,9 +133,9 @@ class InFlight:
 
     @classmethod
     def of_server(cls, pid: int, prefix: str = "") -> list[InFlight]:
-        """The counts of each pipeline of the server with this process id.
+        """Return the counts of each pipeline of the server with this process id.
 
-        `prefix` is that of the server's environment, where it is not that of this process.
+        `prefix` is the one in the server's environment, if it differs from this process.
         """
         found = []
         for path in sorted(
@@ -112,10 +158,10 @@ class InFlight:
         self._waiting, self._waiting_rows, self._taken = fields[5:]
 
     def take_slot(self) -> int:
-        """A slot of the calling process's own, for `admit`; that of a dead one is used again.
+        """Reserve a slot for the calling process; the slot of a dead process is reused.
 
         Raises:
-            RuntimeError: every slot is held by a living process.
+            RuntimeError: Every slot is held by a living process.
         """
         with self.path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -129,42 +175,41 @@ class InFlight:
         raise RuntimeError(f"a pipeline has at most {SLOTS} preprocess instances")
 
     def admit(self, slot: int, rows: int) -> Ticket:
-        """Count a request with its rows of the core."""
+        """Count a request and its model rows, and return its ticket."""
         number = self._requests[slot] + 1
         self._requests[slot] = number
         self._rows[slot] += rows
         facts = slot << SLOT_BITS | number, self._rows[slot], time.monotonic_ns()
-        return Ticket(*facts, self._seal(*facts))
+        return Ticket(*facts, self._make_mac(*facts))
 
     def wait(self, slot: int, requests: int, rows: int) -> None:
-        """So many more requests wait in a slot for a ticket; fewer where the numbers are < 0."""
+        """Add to the requests and rows that wait in a slot for a ticket."""
         self._waiting[slot] += requests
         self._waiting_rows[slot] += rows
 
     def take(self, slot: int, number: int) -> None:
-        """Chunks that a core of generated text sent from its slot have arrived, up to `number`."""
+        """Note that the chunks of a generation core have arrived up to `number`."""
         self._taken[slot] = number
 
     def taken(self, slot: int) -> int:
-        """The number of the last chunk that has arrived from a slot; 0 before."""
+        """Return the number of the last chunk that has arrived from a slot; 0 before the first."""
         return self._taken[slot]
 
-    def gave(self, ticket: Ticket) -> bool:
-        """Whether the ticket is one of this server's."""
-        return ticket.seal == self._seal(*ticket[:3])
+    def is_valid(self, ticket: Ticket) -> bool:
+        """Whether this server made the ticket."""
+        return ticket.mac == self._make_mac(*ticket[:3])
 
-    def settle(self, ticket: Ticket, rows: int, came_at: float | None = None) -> bool:
-        """Count a request as answered, and those of its slot before it as answered or lost.
+    def mark_finished(self, ticket: Ticket, rows: int, came_at: float | None = None) -> bool:
+        """Count a request as answered, and earlier ones of its slot as answered or lost.
 
         Args:
-            ticket: the request's.
-            rows: of the core that it has.
-            came_at: when postprocess got it, on the clock of `time.monotonic`; None for now.
+            rows: Number of its model rows.
+            came_at: Arrival in postprocess, by `time.monotonic`; None for now.
 
         Returns:
-            False where the ticket is none of this server's.
+            False if this server did not make the ticket.
         """
-        if not self.gave(ticket):
+        if not self.is_valid(ticket):
             return False
         slot, number = ticket.number >> SLOT_BITS, ticket.number & ((1 << SLOT_BITS) - 1)
         settled = 0
@@ -177,68 +222,60 @@ class InFlight:
         return True
 
     def admitted(self) -> int:
-        """Requests admitted so far, over all slots."""
+        """Return the number of requests with a ticket so far, over all slots."""
         return sum(self._requests)
 
     def under_way(self) -> int:
-        """Requests let in and not settled, over all slots."""
+        """Return the number of requests admitted and not finished, over all slots."""
         return self.admitted() - sum(self._settled) + sum(self._waiting)
 
     def rows_under_way(self) -> int:
-        """Rows of the core, likewise."""
+        """Return the number of model rows of the requests in flight."""
         return self.rows_in_core() + sum(self._waiting_rows)
 
     def rows_in_core(self) -> int:
-        """Rows with a ticket that are not settled, over all slots."""
+        """Return the number of rows with a ticket that are not finished, over all slots."""
         return sum(self._rows) - self.rows_settled()
 
     def rows_settled(self) -> int:
-        """Rows of all requests that are answered, or known to be lost."""
+        """Return the number of rows that were answered or are known to be lost."""
         return sum(self._settled_rows)
 
     def rows_a_request(self) -> float:
-        """Rows of the core that an admitted request had, on average; 1 before the first."""
+        """Return the mean number of model rows per admitted request; 1 before the first."""
         return sum(self._rows) / (self.admitted() or 1) or 1.0
 
     @property
     def row_s(self) -> float:
-        """Seconds that the pipeline takes for a row with `depth` of them; 0 while not known."""
-        return max(self._times[_ROW_S], 0.0)
+        """Seconds per row while `depth` rows are in flight; 0 until measured."""
+        return self._times[_ROW_S]
 
     @property
     def depth(self) -> float:
-        """Rows with a ticket that were under way, on average, while `row_s` was measured."""
+        """Mean number of rows in the core while `row_s` was measured."""
         return self._times[_DEPTH]
 
     @property
     def departed_at(self) -> float:
-        """When the last request was answered, on the clock of `time.monotonic`; 0 before."""
+        """Time of the last answer, by `time.monotonic`; 0 before the first."""
         return self._times[_DEPARTED_AT]
 
-    def close(self) -> None:
-        """Let preprocess refuse what comes from now on."""
+    def stop_admitting(self) -> None:
+        """Make preprocess reject all further requests."""
         self._times[_CLOSED_AT] = time.monotonic()
 
     @property
     def closed_at(self) -> float:
-        """When `close` was called, on the clock of `time.monotonic`; 0 before."""
+        """Time of `stop_admitting`, by `time.monotonic`; 0 before."""
         return self._times[_CLOSED_AT]
 
-    def _seal(self, number: int, rows: int, admitted_ns: int) -> int:
+    def _make_mac(self, number: int, rows: int, admitted_ns: int) -> int:
         data = _SIGNED.pack(number, rows, admitted_ns)
         digest = hashlib.blake2b(data, key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
     def _measure(self, settled: int, answered: int, admitted_at: float, now: float) -> None:
-        """Take a departure into the rate: the time since the one before, idle time left out.
-
-        A pipeline that has little to do answers slower than it could. So each sample comes with the
-        rows that were under way (Little's law: their waits together by the time taken), and one of
-        fewer rows than the rate known is of counts only where it is faster.
-
-        Rows that got lost may have been computed or not, which nobody tells: a sample lies between
-        that of all rows settled and that of those answered.
-        """
+        """Add an answer to the current sample of the rate; `gap_s` leaves idle time out."""
         times, words = self._times, self._words
         gap_s = max(now - max(times[_DEPARTED_AT], admitted_at), 0.0)
         times[_DEPARTED_AT] = max(times[_DEPARTED_AT], now)
@@ -255,29 +292,10 @@ class InFlight:
         words[_WINDOW_ANSWERED] += answered
 
     def _learn(self, taken_s: float, settled: int, answered: int, wait_s: float) -> None:
-        """Believe of what a sample leaves open what moves the rate known the least."""
-        known_s, depth = self._times[_ROW_S], wait_s / taken_s
-        shortest_s, longest_s = taken_s / settled, taken_s / answered
-        if known_s <= 0:
-            self._believe(math.sqrt(shortest_s * longest_s), depth)
-        elif known_s > longest_s:
-            self._believe(longest_s, depth * answered / settled)
-        else:
-            self._believe(max(known_s, shortest_s), depth)
-
-    def _believe(self, sample_s: float, depth: float) -> None:
         times = self._times
-        known_s = times[_ROW_S]
-        if not known_s:
-            # Not believed yet: the first requests of a server may be slower than all others.
-            times[_ROW_S] = -sample_s
-        elif known_s < 0 or sample_s < known_s:
-            times[_ROW_S] = sample_s
-        elif depth >= COMPARABLE * times[_DEPTH]:
-            times[_ROW_S] = known_s + NEWEST * (sample_s - known_s)
-        else:
-            return
-        times[_DEPTH] = depth
+        rate = RowTime(times[_ROW_S], times[_DEPTH], times[_FIRST_S])
+        rate.learn(taken_s, settled, answered, wait_s)
+        times[_ROW_S], times[_DEPTH], times[_FIRST_S] = rate.seconds, rate.depth, rate.first_s
 
 
 def _prefix() -> str:
@@ -285,7 +303,7 @@ def _prefix() -> str:
 
 
 def _identify(pid: int) -> str:
-    """A process's id with its start time, so that a later process with the id is another one."""
+    """Return a process id with its start time, because ids are reused."""
     try:
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -55,7 +55,7 @@ class TritonPythonModel:
             inputs = inputs_of(request)
             sent = inputs["ticket"].as_numpy()
             ticket = Ticket(*sent[0, : len(Ticket._fields)].tolist())
-            if not self._in_flight.gave(ticket):
+            if not self._in_flight.is_valid(ticket):
                 raise RequestError(
                     "ticket",
                     "must be one that this server's preprocess step gave out",
@@ -84,7 +84,7 @@ class TritonPythonModel:
             return error_response(error)
         finally:
             if ticket is not None:  # who stops the server waits until here
-                self._in_flight.settle(ticket, len(sent), came_at)
+                self._in_flight.mark_finished(ticket, len(sent), came_at)
 
     def _read_given(self, inputs: Inputs, count: int) -> list[Row] | None:
         if self._given is None:

@@ -151,7 +151,7 @@ class SourcePieces:
 
 
 class CharacterMap:
-    """What sentencepiece makes of characters before it looks for pieces.
+    """Character normalization of sentencepiece, applied before it splits a text into pieces.
 
     `tokenizers` has a normalizer of that name, which leaves some as they are.
 

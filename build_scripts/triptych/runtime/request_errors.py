@@ -27,7 +27,7 @@ class StepError(Exception):
     """Error of a step with a code for programs.
 
     Args:
-        text: What happened and what to do about it.
+        text: Description of the error and its remedy.
         numbers: Values of the code, such as ``row`` or ``retry_after_ms``; each at least 0.
 
     Attributes:

@@ -25,11 +25,11 @@ def find_class(name: str) -> Any:
 
 
 class RowInputs(NamedTuple):
-    """One request, ready for a row maker.
+    """Inputs and parameters of one request, ready for a row maker.
 
     Attributes:
-        columns: input name to one value a row: `str` for texts, `bytes` for images.
-        parameters: checked, with the defaults filled in.
+        columns: One value per row for each input: `str` for texts, `bytes` for images.
+        parameters: Checked parameters with defaults.
     """
 
     columns: Mapping[str, list[Any]]
@@ -37,12 +37,12 @@ class RowInputs(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One core row of tokens.
+    """One model row of tokens.
 
     Attributes:
-        ids: of the tokens.
-        first_segment: how many of them come before the second segment.
-        carry: what goes past the core, as `carry.pack` makes it; empty where the task has none.
+        ids: Token ids.
+        first_segment: Number of tokens before the second segment.
+        metadata: Packed `RowMetadata`; empty if the task has none.
     """
 
     ids: Sequence[int]
@@ -51,12 +51,12 @@ class Row(NamedTuple):
 
 
 class CoreRows(NamedTuple):
-    """What the core gets for one request.
+    """Model rows of one request.
 
     Attributes:
-        tensors: by the name of the core's input, each ``[core rows, ...]``.
-        carries: one a core row, as `carry.pack` makes them; empty where the task has none.
-        width: places of the widest row after padding: what the bucketed layout sorts by.
+        tensors: Inputs of the core by name, ``[model rows, ...]`` each.
+        metadata: Packed `RowMetadata` of each model row; empty if the task has none.
+        width: Padded length of the rows, by which the bucketed layout sorts.
     """
 
     tensors: dict[str, NDArray[Any]]
@@ -65,46 +65,45 @@ class CoreRows(NamedTuple):
 
     @property
     def row_count(self) -> int:
-        """Core rows."""
+        """Number of model rows."""
         return len(next(iter(self.tensors.values())))
 
 
 class RowMaker(Protocol):
-    """What makes a task's core rows: the class `RowMaker` of each ``rows_*.py``."""
+    """Batch encoder of a task: a class in ``rows_*.py``."""
 
     def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
-        """The core's tensors for each request, or its fault."""
+        """Return the core's tensors of each request, or its error."""
         ...
 
 
 class TextRowMaker(RowMaker, Protocol):
-    """One whose rows are of tokens."""
+    """Batch encoder whose rows consist of tokens."""
 
     max_length: int
-    """Most tokens of a core row."""
+    """Maximum number of tokens of a model row."""
 
     tokenizer: Any
     """A `tokenizers.Tokenizer`."""
 
     def token_rows(self, requests: Sequence[RowInputs]) -> list[list[Row] | Exception]:
-        """The core rows of each request, or its fault."""
+        """Return the model rows of each request, or its error."""
         ...
 
 
 OUTSIDE, WORD_START, WORD_INSIDE = 0, 1, 2
-"""A token that is not of the text (a special one, or of the question); one that begins a word;
-one that goes on with the word of the token before."""
+"""Kinds of tokens: outside the text (special tokens, the question), first and later of a word."""
 
 _HEADER = struct.Struct("<iii")
 
 
 class RowMetadata(NamedTuple):
-    """What one core row brings.
+    """Metadata of one model row, used to find its results in the text.
 
     Attributes:
-        row: the request's row it is made of, from 0.
-        text: what the offsets count in; empty where an earlier core row of the same row has it.
-        offsets: INT32 ``[tokens, 2]``, first character of each token and the one after its last.
+        row: Index of the request's row that it belongs to.
+        text: Text of the offsets; empty if an earlier model row of the same row has it.
+        offsets: INT32 ``[tokens, 2]``, start and end character of each token.
         kinds: UINT8 ``[tokens]``: OUTSIDE, WORD_START or WORD_INSIDE.
     """
 
@@ -115,7 +114,7 @@ class RowMetadata(NamedTuple):
 
 
 Arrays = Mapping[str, NDArray[Any]]
-"""A decoder's outputs of the core, ``[core rows, ...]`` each, or of the ensemble, ``[n, ...]``."""
+"""Outputs of the core, ``[model rows, ...]`` each, or of the ensemble, ``[n, ...]`` each."""
 
 Parameters = Mapping[str, Any]
 
@@ -137,14 +136,11 @@ def unpack_metadata(data: bytes) -> RowMetadata:
 
 
 FORWARDED_PREFIX = "given_"
-"""Before an input's name: what its tensor is called between preprocess and postprocess."""
+"""Prefix of the tensors with forwarded inputs between preprocess and postprocess."""
 
 
 def make_forwarded(columns: Mapping[str, Sequence[Any]], count: int) -> dict[str, NDArray[Any]]:
-    """`columns` of inputs, str or bytes, as BYTES ``[count, 1]`` each; the request's rows first.
-
-    The core has at least as many rows as the request; the rest is empty.
-    """
+    """Return the inputs as BYTES ``[count, 1]`` each: the request's rows, then empty values."""
     tensors = {}
     for name, values in columns.items():
         tensor = np.full((count, 1), b"", dtype=np.object_)
@@ -157,12 +153,12 @@ def make_forwarded(columns: Mapping[str, Sequence[Any]], count: int) -> dict[str
 def read_forwarded(
     columns: Mapping[str, Sequence[bytes]], contents: Mapping[str, str], count: int
 ) -> list[dict[str, Any]]:
-    """The request's `count` rows of what `make_forwarded` made: bytes for images, else str.
+    """Return the request's rows of forwarded inputs: bytes for images, else str.
 
     Args:
-        columns: by the input's name, one value a core row.
-        contents: of each input: ``text`` or ``image``.
-        count: rows of the request.
+        columns: One value per model row for each input.
+        contents: ``text`` or ``image`` for each input.
+        count: Number of rows of the request.
     """
     return [
         {
@@ -174,11 +170,11 @@ def read_forwarded(
 
 
 def joined_widths(requests: Sequence[CoreRows], *, batch_tokens: int) -> list[int]:
-    """The width of each request: its own, or a wider one's where that costs less than a batch.
+    """Return the padded length of each request: its own, or a longer one that saves a batch.
 
     Args:
-        requests: at least one, each with a width of its own.
-        batch_tokens: a batch takes as much time as so many tokens more in another one.
+        requests: One or more requests.
+        batch_tokens: Cost of one more batch, in tokens of another batch.
     """
     rows: Counter[int] = Counter()
     for request in requests:
@@ -196,7 +192,7 @@ def joined_widths(requests: Sequence[CoreRows], *, batch_tokens: int) -> list[in
 
 
 def widened(request: CoreRows, width: int, pad_token_id: int) -> CoreRows:
-    """The request with rows of `width`, filled up on the right."""
+    """Return the request with rows padded to `width` on the right."""
     missing = width - request.width
     if not missing:
         return request

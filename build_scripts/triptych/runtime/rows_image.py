@@ -40,7 +40,7 @@ _ASPECT = "must not be so much longer than wide, or wider than long, that resizi
 
 
 class Limits(NamedTuple):
-    """What an image may cost: bytes as encoded, and pixels as sent and as resized."""
+    """Limits of an image: bytes as encoded, and pixels as sent and as resized."""
 
     image_bytes: int
     pixels: int
@@ -82,7 +82,7 @@ def open_image(data: bytes, limits: Limits, row: int) -> Image.Image:
 
 
 def to_pixels(image: Image.Image, facts: Mapping[str, Any]) -> NDArray[np.uint8]:
-    """What the core takes of an RGB image: UINT8 ``[height, width, channels]``.
+    """Return the pixels of an RGB image for the core, UINT8 ``[height, width, channels]``.
 
     `facts` are `ImageFacts` as plain data.
     """

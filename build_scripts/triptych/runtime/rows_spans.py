@@ -26,17 +26,17 @@ def make_kinds(
     subword_prefix: str | None,
     unk_id: int | None,
 ) -> NDArray[np.uint8]:
-    """The kind of each token of a text, as transformers' token-classification tells words apart.
+    """Return the kind of each token; words are those of transformers' token-classification.
 
-    The first four arguments are fields of a `tokenizers.Encoding`: plain lists, looked at one by
-    one, because making arrays of them costs more than the comparisons.
+    The first four arguments are fields of a `tokenizers.Encoding`. They stay lists because
+    converting them to arrays costs more than the comparisons.
 
     Args:
-        tokens: as the vocabulary writes them.
-        offsets: first character of each token and the one after its last.
-        special: 1 for tokens that are not of the text.
-        ids: of the tokens.
-        text: what the offsets count in.
+        tokens: Tokens as in the vocabulary.
+        offsets: Start and end character of each token.
+        special: 1 for tokens outside the text.
+        ids: Token ids.
+        text: Text of the offsets.
         subword_prefix: ``continuing_subword_prefix`` of the tokenizer's model: with one, a token
             whose length is not that of its characters goes on with a word; without (None or
             empty), one that has no space before it does.
@@ -62,15 +62,15 @@ def make_kinds(
 def word_offsets(
     offsets: Sequence[tuple[int, int]] | NDArray[np.int32], word_ids: Sequence[int | None]
 ) -> NDArray[np.int32]:
-    """The characters of each token's whole word, for answers that end where words do.
+    """Return the start and end character of each token's whole word.
 
-    For question-answering, whose carries hold these instead of the tokens' own offsets. To be
-    made window by window: of a word that a window cuts, only the tokens in the window count.
+    Question answering uses these offsets so that answers end at word boundaries. Must be called for
+    each window, because only tokens in the window belong to a word at its edge.
 
     Args:
-        offsets: of one window's tokens.
-        word_ids: of the same tokens, as `tokenizers.Encoding.word_ids` has them; a token without
-            a word keeps its own offsets.
+        offsets: Offsets of one window's tokens.
+        word_ids: `tokenizers.Encoding.word_ids` of the same tokens; a token without a word keeps
+            its own offsets.
 
     Returns:
         INT32 ``[tokens, 2]``.
@@ -89,7 +89,7 @@ def word_offsets(
 
 
 class OffsetRowMaker(TokenRowMaker):
-    """Texts as they are; the carry of a row is its text, offsets and kinds of tokens."""
+    """Row maker of texts; the metadata of a row is its text, offsets and token kinds."""
 
     offsets = True
 
@@ -125,7 +125,7 @@ MAX_STRIDE = 128
 
 
 class WindowRowMaker(TokenRowMaker):
-    """Pairs of question and context; the carry of a window is where its words stand."""
+    """Row maker of questions and contexts; metadata of a window is the position of its words."""
 
     strategy = "only_second"
     offsets = True
@@ -135,7 +135,7 @@ class WindowRowMaker(TokenRowMaker):
         super().__init__(settings, folder)
 
     def configure(self) -> None:
-        """Windows are made whatever becomes of long texts: see `finish`."""
+        """Enable windows for all settings of truncation; see `finish`."""
         self.tokenizer.enable_truncation(
             self.max_length, stride=self.stride, strategy=self.strategy
         )
@@ -158,7 +158,7 @@ class WindowRowMaker(TokenRowMaker):
         return list(zip(request.columns["text"], request.columns["text_pair"], strict=True))
 
     def _encode_all(self, inputs: Sequence[Any]) -> list[Any]:
-        """Question and context of each pair by themselves; equal texts are tokenized once."""
+        """Encode questions and contexts separately; equal texts are tokenized once."""
         if isinstance(inputs[0], str):
             return super()._encode_all(inputs)
         texts = list(dict.fromkeys(text for pair in inputs for text in pair))
@@ -166,7 +166,7 @@ class WindowRowMaker(TokenRowMaker):
         return [(encodings[question], encodings[context]) for question, context in inputs]
 
     def finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
-        """As many core rows a pair as it has windows."""
+        """Return one model row for each window of each pair."""
         self._check_sizes([(len(one.ids), len(two.ids)) for one, two in encodings])
         rows = []
         for number, (pair, (question, context)) in enumerate(zip(inputs, encodings, strict=True)):
@@ -188,9 +188,9 @@ class WindowRowMaker(TokenRowMaker):
         return rows
 
     def _check_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Refuse pairs, by tokens of question and context, that the windows would be too many of.
+        """Raise `RequestError` for pairs that would need too many windows.
 
-        Before they are made: beside a long question there may be thousands.
+        Beside a long question there may be thousands, so this is checked before they are made.
         """
         windows = 0
         for number, (question, context) in enumerate(sizes):

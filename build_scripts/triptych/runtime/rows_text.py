@@ -20,10 +20,10 @@ Input = str | tuple[str, str]
 
 
 class TokenRowMaker(ABC):
-    """What the row makers of all text tasks share; a task's own says `inputs` and `finish`."""
+    """Base of the row makers of all text tasks, which define `inputs` and `finish`."""
 
     strategy = "longest_first"
-    """Which of two segments is cut where both together are too long."""
+    """Truncation strategy of pairs, with the meaning of the tokenizers library."""
 
     offsets = False
     """Whether `finish` needs character offsets, which cost time."""
@@ -60,17 +60,17 @@ class TokenRowMaker(ABC):
 
     @abstractmethod
     def inputs(self, request: RowInputs) -> list[Input]:
-        """What to tokenize for one request.
+        """Return the texts or pairs to tokenize for one request.
 
         Raises:
-            RequestError: the request is at fault.
+            RequestError: The request is invalid.
         """
 
     def finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
-        """The core rows of one request, one an input unless the task says otherwise.
+        """Return the model rows of one request; by default one for each input.
 
         Raises:
-            RequestError: the request is at fault.
+            RequestError: The request is invalid.
         """
         return [self.row(encoding) for encoding in encodings]
 
@@ -81,7 +81,7 @@ class TokenRowMaker(ABC):
         ]
 
     def token_rows(self, requests: Sequence[RowInputs]) -> list[list[Row] | Exception]:
-        """The core rows of each request, or its fault; all are tokenized in one call."""
+        """Return the model rows of each request, or its error; all are tokenized in one call."""
         asked: list[list[Input] | Exception] = [
             _attempt(self.inputs, request) for request in requests
         ]
@@ -95,7 +95,7 @@ class TokenRowMaker(ABC):
         ]
 
     def row(self, encoding: Any, carry: bytes = b"") -> Row:
-        """An encoding as a core row; one of a pair is one already."""
+        """Return an encoding as a model row; pairs are model rows already."""
         if isinstance(encoding, Row):
             return encoding
         ids = encoding.ids
@@ -110,7 +110,7 @@ class TokenRowMaker(ABC):
                     raise encoding
                 if isinstance(encoding, Exception):
                     raise RequestError(
-                        "text", "must be text the tokenizer takes", encoding, "Correct it", number
+                        "text", "cannot be tokenized", encoding, "Correct it", number
                     )
             rows = self.finish(inputs, encodings)
             self._check(rows)
@@ -119,7 +119,7 @@ class TokenRowMaker(ABC):
         return rows
 
     def check_count(self, rows: int) -> None:
-        """Refuse a request that comes to more core rows than a batch holds."""
+        """Raise `RequestError` if a request needs more model rows than a batch holds."""
         if rows > self.max_core_rows:
             raise RequestError(
                 "request",
@@ -149,7 +149,7 @@ class TokenRowMaker(ABC):
                 )
 
     def _encode(self, inputs: Sequence[Input]) -> list[Any]:
-        """An encoding for each input, or the exception that this input alone raised."""
+        """Return an encoding for each input, or the exception of this input alone."""
         if not inputs:
             return []
         try:
@@ -205,7 +205,7 @@ class TokenRowMaker(ABC):
 
 
 def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> NDArray[np.int32]:
-    """Lists of int as one INT32 array ``[len(rows), width]``, filled up on the right."""
+    """Return lists of int as INT32 ``[len(rows), width]``, padded on the right with `fill`."""
     if len(rows) == 1 and len(rows[0]) == width:
         return np.array(rows, dtype=np.int32)
     padded = np.full((len(rows), width), fill, dtype=np.int32)
@@ -215,7 +215,7 @@ def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> NDArray[np
 
 
 def check_filled(request: RowInputs, fields: Sequence[str]) -> None:
-    """Refuse a request with an empty or blank text in one of `fields`."""
+    """Raise `RequestError` if a text in one of `fields` is empty or blank."""
     for field in fields:
         for number, text in enumerate(request.columns[field]):
             if not text.strip():
@@ -232,10 +232,14 @@ def _attempt(function: Any, *arguments: Any) -> Any:
 
 
 class PairForm:
-    """Where a tokenizer puts its special tokens around the halves of a pair."""
+    """Special tokens that a tokenizer puts around the halves of a pair.
+
+    The tokenizer's own truncation of a pair makes every combination of the parts that it cuts off.
+    With two long halves that is quadratic in time and memory, so pairs are joined here.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Read the form off a pair that the tokenizer encodes whole."""
+        """Find the special tokens from a pair that the tokenizer encodes."""
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.no_truncation()
         sample = self._tokenizer.encode("a", "b")
@@ -245,30 +249,30 @@ class PairForm:
         self._between = sample.ids[first[-1] + 1 : second[0]]
         self._after = sample.ids[second[-1] + 1 :]
         self.ahead = len(sample.ids) - sum(sample.type_ids) - len(first)
-        """Special tokens in the first segment."""
+        """Number of special tokens in the first segment."""
         self.added = len(sample.ids) - len(first) - len(second)
-        """Special tokens of a pair."""
+        """Number of special tokens of a pair."""
 
     def halves(self, texts: Sequence[str]) -> dict[str, list[int]]:
-        """Token ids of each of `texts`, without special tokens; equal ones are tokenized once."""
+        """Return the token ids of each text, without special tokens; tokenize equal texts once."""
         unique = list(dict.fromkeys(texts))
         encodings: list[Any] = self._tokenizer.encode_batch_fast(unique, add_special_tokens=False)
         return {text: encoding.ids for text, encoding in zip(unique, encodings, strict=True)}
 
     def join(self, one: Sequence[int], two: Sequence[int]) -> tuple[list[int], int]:
-        """Ids of the whole row, and how many of them are of the first segment."""
+        """Return the ids of the row and the number of tokens in its first segment."""
         ids = [*self._before, *one, *self._between, *two, *self._after]
         return ids, len(one) + self.ahead
 
 
 def kept(one: int, two: int, room: int, strategy: str) -> tuple[int, int] | None:
-    """Tokens of each half that stay where `room` are free; None where that cannot be.
+    """Return how many tokens of each half remain after truncation; None if that is impossible.
 
     Args:
-        one: tokens of the first half.
-        two: tokens of the second half.
-        room: places without the special tokens.
-        strategy: ``longest_first`` or ``only_first``, with the tokenizers library's meaning.
+        one: Number of tokens in the first half.
+        two: Number of tokens in the second half.
+        room: Maximum number of tokens without special tokens.
+        strategy: ``longest_first`` or ``only_first``, with the meaning of the tokenizers library.
     """
     if one + two <= room:
         return one, two
@@ -283,7 +287,7 @@ def kept(one: int, two: int, room: int, strategy: str) -> tuple[int, int] | None
 
 
 class PlainTextRowMaker(TokenRowMaker):
-    """Texts with the model's prompt before them where it has one; pairs as they are."""
+    """Row maker of texts, with the model's prompt before them if it has one, and of pairs."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
         self._prompts: Mapping[str, str] = settings.get("prompts", {})
@@ -323,7 +327,7 @@ class MaskRowMaker(TokenRowMaker):
 
 
 class HypothesisRowMaker(TokenRowMaker):
-    """Pairs of a text and a hypothesis, text by text, label by label."""
+    """Row maker of pairs of a text and a hypothesis, for each text and label."""
 
     strategy = "only_first"
 

@@ -1,6 +1,7 @@
-"""Writes what was sampled, in one thread beside the requests: a reservoir for each window of time.
+"""Write sampled rows in one thread beside the requests, from a reservoir for each time window.
 
-Nothing here may hold up or fail a request: what cannot be taken, redacted or written is counted.
+Sampling must not delay or fail a request. Rows that cannot be taken, redacted or written are
+counted.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ MANIFEST_FILE = "triptych.lock.json"
 SCHEMA = 1
 MAX_WAITING = 1024
 MAX_WAITING_BYTES = 64 << 20
-"""Requests, and their bytes, that wait for the writer: more are dropped."""
+"""Maximum requests, and their bytes, that wait for the writer; further ones are dropped."""
 
 WINDOWS = 10
-"""A window of time holds this part of the folder's rows and bytes, at most: no burst fills it."""
+"""Number of time windows that share the folder's limits, so that one burst does not fill it."""
 
 TICK_S = 0.5
 SETTLING_S = 60.0
-"""After the files of the repository changed, until the new ones surely answer."""
+"""Seconds after a change of the repository's files until the new build certainly answers."""
 
 DROPPED = ("waiting", "large", "redact", "disk", "exchange", "fault")
 WRITTEN, DROPS, BYTES = (
@@ -66,7 +67,7 @@ Redact = Callable[[dict[str, Any], dict[str, Any]], "tuple[Any, Any] | None"]
 
 
 class SampledAnswer(NamedTuple):
-    """One row: its inputs as they were sent, and its answer, ``[1, …]`` each."""
+    """Sampled row: inputs as sent, and its answer, ``[1, …]`` for each output."""
 
     at: float
     inputs: Mapping[str, bytes]
@@ -75,7 +76,7 @@ class SampledAnswer(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Roughly, in bytes."""
+        """Approximate size in bytes."""
         return sum(map(len, self.inputs.values())) + sum(
             sum(map(len, array.flat)) if array.dtype == object else array.nbytes
             for array in self.answer.values()
@@ -83,13 +84,13 @@ class SampledAnswer(NamedTuple):
 
 
 class SampleWriter:
-    """Takes sampled answers of one postprocess instance.
+    """Writer of the sampled answers of one postprocess instance.
 
     Args:
-        settings: of the step; ``sample`` has rate, max_rows, max_bytes, retention_hours, window_s
-            and redact of the pipeline.
-        step: the step's folder, in ``REPOSITORY/STEP/VERSION``.
-        form: of the answers, for `redact`.
+        settings: Settings of the step; ``sample`` has rate, max_rows, max_bytes,
+            retention_hours, window_s and redact of the pipeline.
+        step: Folder ``REPOSITORY/STEP/VERSION``.
+        form: Form of the answers, for `redact`.
     """
 
     def __init__(self, settings: Mapping[str, Any], step: Path, form: RowForm) -> None:
@@ -130,7 +131,7 @@ class SampleWriter:
         self._thread.start()
 
     def put(self, ticket: NDArray[np.int64], outputs: Mapping[str, NDArray[Any]]) -> None:
-        """Take the answer of a request with a payload, or drop it."""
+        """Queue the answer of a sampled request, or drop it."""
         if self._folder is None:
             return
         payload = read_payload(ticket)
@@ -145,7 +146,7 @@ class SampleWriter:
             self._count({(DROPS, "waiting"): 1})
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write what is there."""
+        """Write the remaining samples."""
         with self._condition:
             self._ending = True
             self._condition.notify()
@@ -176,7 +177,7 @@ class SampleWriter:
                 return
 
     def _note_exchange(self) -> None:
-        """What was answered before the files changed is of the build before."""
+        """Write the reservoir when the files change: its rows belong to the previous build."""
         facts, build = _build_of(self._lock_file, known=(self._lock_facts, self._build))
         if build != self._build:
             self._flush()
@@ -184,7 +185,7 @@ class SampleWriter:
         self._lock_facts = facts
 
     def _take_safely(self, payload: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
-        """One request that makes no sense costs no other's rows."""
+        """Take a request; an invalid one must not cost the rows of others."""
         try:
             self._take(payload, outputs)
         except Exception:  # whoever reaches the steps themselves may send anything
@@ -201,7 +202,7 @@ class SampleWriter:
                 self._keep(row)
 
     def _keep(self, row: SampledAnswer) -> None:
-        """Vitter's algorithm R: each row that is seen in a window has the same chance to stay."""
+        """Add a row by Vitter's algorithm R: all rows of a window stay with equal probability."""
         most = max(self._max_rows // WINDOWS, 1)
         self._seen += 1
         place = len(self._reservoir)
@@ -252,7 +253,7 @@ class SampleWriter:
             return b""
 
     def _line(self, row: SampledAnswer) -> bytes:
-        """A row as JSON; empty where it is not to be kept."""
+        """Return a row as JSON; empty if it must not be written."""
         inputs: dict[str, Any] = {
             name: value if self._contents[name] == "image" else value.decode()
             for name, value in row.inputs.items()
@@ -304,7 +305,7 @@ def _rows_of(sampled: SampledRows, outputs: Mapping[str, NDArray[Any]]) -> list[
 
 
 def _build_of(lock: Path, known: tuple[Any, str] = (None, "")) -> tuple[Any, str]:
-    """Facts of the lock's file and its SHA-256 in hex; `known` where they are the same."""
+    """Return file status and SHA-256 of the build manifest; `known` if it has not changed."""
     try:
         found = lock.stat()
         facts = found.st_mtime_ns, found.st_size, found.st_ino

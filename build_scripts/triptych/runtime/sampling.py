@@ -27,21 +27,20 @@ from numpy.typing import NDArray
 from .in_flight import Ticket
 
 MAX_SAMPLE_BYTES = 1 << 20
-"""Most bytes of the sampled rows of one request: more are counted, and not carried."""
+"""Maximum bytes of the sampled rows of one request; larger ones are counted and not forwarded."""
 
 _WORD = 8
 _NUMBERS = len(Ticket._fields)
 
 
 class SampledRows(NamedTuple):
-    """What preprocess knows of the sampled rows of one request.
+    """Inputs of the sampled rows of one request.
 
     Attributes:
-        at: when they came, in seconds since 1970.
-        rows: their places in the request.
-        columns: input name to the value of each of them, as it was sent; empty where they were too
-            large to be carried.
-        parameters: of the request, JSON text.
+        at: Time of arrival, in seconds since 1970.
+        rows: Indices in the request.
+        columns: Value of each row for each input, as sent; empty if they were too large.
+        parameters: Parameters of the request, JSON.
     """
 
     at: float
@@ -51,11 +50,11 @@ class SampledRows(NamedTuple):
 
 
 class RowSampler:
-    """Draws each row with the same probability, whatever request it is in.
+    """Random choice of rows, each with the same probability.
 
     Args:
-        rate: the probability.
-        source: of chance.
+        rate: Probability of each row.
+        source: Random number generator.
     """
 
     def __init__(self, rate: float, source: random.Random | None = None) -> None:
@@ -64,7 +63,7 @@ class RowSampler:
         self._before_next = self._gap()
 
     def draw(self, columns: Mapping[str, Sequence[str | bytes]], parameters: str) -> bytes:
-        """The payload of a request with these inputs; empty where none of its rows is drawn."""
+        """Return the sample payload of a request; empty if none of its rows is sampled."""
         count = len(next(iter(columns.values())))
         if self._before_next >= count:
             self._before_next -= count
@@ -77,7 +76,7 @@ class RowSampler:
         return _pack_sample(rows, columns, parameters)
 
     def _gap(self) -> int:
-        """Rows to pass over before the next that is drawn: geometrically distributed."""
+        """Return the number of rows before the next sampled one, geometrically distributed."""
         return int(math.log(1.0 - self._random.random()) / self._keep)
 
 
@@ -100,7 +99,7 @@ def _pack_sample(
 
 
 def add_payload(ticket: NDArray[np.int64], payload: bytes) -> NDArray[np.int64]:
-    """``[core rows, 4]`` with the payload behind its numbers, spread over the rows."""
+    """Return ``[model rows, 4]`` with the payload behind the numbers, spread over the rows."""
     count = len(ticket)
     padded = payload.ljust(-(-len(payload) // (_WORD * count)) * _WORD * count, b"\0")
     words = np.frombuffer(padded, dtype="<i8").reshape(count, -1)
@@ -108,12 +107,12 @@ def add_payload(ticket: NDArray[np.int64], payload: bytes) -> NDArray[np.int64]:
 
 
 def read_payload(ticket: NDArray[np.int64]) -> bytes:
-    """What `add_payload` put behind the numbers; empty where there is nothing."""
+    """Return the payload behind the numbers of a ticket; empty if there is none."""
     return ticket[:, _NUMBERS:].astype("<i8").tobytes()
 
 
 def unpack_sample(payload: bytes) -> SampledRows:
-    """The sampled rows of a payload."""
+    """Return the sampled rows of a payload."""
     start = _WORD + int.from_bytes(payload[:_WORD], "little")
     head = json.loads(payload[_WORD:start])
     rows, values = head["rows"], []
@@ -128,24 +127,18 @@ def unpack_sample(payload: bytes) -> SampledRows:
 
 
 FOLDER_VARIABLE = "TRIPTYCH_SAMPLES"
-"""Of the server's environment: the folder of all samples, one for each pipeline in it. Without it
-nothing is sampled."""
+"""Variable of the server with the folder of all samples, which has a folder for each pipeline.
+Nothing is sampled if it is not set."""
 
 PARTIAL = ".partial-"
 FUTURE_S = 3600.0
-"""A file from further ahead is of a clock that was wrong: it goes, since nobody knows its age."""
+"""Seconds in the future beyond which a file is deleted, because its clock was wrong."""
 
 _NANO = 10**9
 
 
 class SampleFile(NamedTuple):
-    """One file.
-
-    Attributes:
-        written_ns: when, in nanoseconds since 1970.
-        rows: in it.
-        size: in bytes.
-    """
+    """File of samples; `written_ns` is in nanoseconds since 1970, `size` in bytes."""
 
     path: Path
     written_ns: int
@@ -154,7 +147,7 @@ class SampleFile(NamedTuple):
 
 
 def list_files(folder: Path, pipeline: str) -> list[SampleFile]:
-    """The pipeline's files, oldest first; none where there is no such folder."""
+    """Return the pipeline's files, oldest first."""
     found = []
     for path in folder.glob(f"{pipeline}.*.jsonl"):
         parts = path.name.split(".")
@@ -181,18 +174,18 @@ def remove_old(folder: Path, pipeline: str, keep_hours: float, now_s: float | No
 def write_file(
     folder: Path, pipeline: str, lines: Sequence[bytes], *, rows: int, most_rows: int, most: int
 ) -> int:
-    """Write a file whole, private to this user; its bytes.
+    """Write a file atomically, readable only for this user, and return its size in bytes.
 
     Args:
-        folder: made where it is missing, for this user alone.
-        pipeline: whose samples they are.
-        lines: of the file.
-        rows: that it has.
-        most_rows: of all files of the pipeline; the oldest make room.
-        most: bytes of all files.
+        folder: Folder of the pipeline's samples; created if it does not exist.
+        pipeline: Name of the pipeline.
+        lines: Lines of the file.
+        rows: Number of rows in the file.
+        most_rows: Maximum rows of all files of the pipeline; the oldest files are deleted.
+        most: Maximum bytes of all files.
 
     Raises:
-        OSError: it cannot be written; nothing is left of it.
+        OSError: The file cannot be written; nothing of it remains.
     """
     content = b"".join(lines)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ MAX_NAME_CHARACTERS = 64
 
 
 class Number(NamedTuple):
-    """What a number may be; `above` where `least` itself is too little."""
+    """Range of a number; `above` if `least` itself is not allowed."""
 
     least: int
     most: int
@@ -96,7 +96,7 @@ def check_sampling(
         defaults: a value for each parameter, as `DEFAULTS`.
         room: tokens that there are for an answer.
         adapters: names of those that the pipeline has.
-        parameters: of Triton's request, JSON, as vLLM's own backend takes them: over HTTP fields
+        parameters: JSON parameters of Triton's request, as for vLLM's own backend: over HTTP fields
             beside the inputs. What `text` says counts for more.
 
     Raises:
@@ -134,7 +134,7 @@ def check_sampling(
 
 
 def find_fault(name: str, value: object) -> str:
-    """What a parameter must be where `value` will not do; empty where it will."""
+    """Return the rule that `value` breaks; empty if it is valid."""
     if name == "stop":
         stops = [value] if isinstance(value, str) else value
         if (

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 BROKEN = "\ufffd"
-"""What decoding makes of bytes that are no character yet."""
+"""Replacement character, which decoding makes of an incomplete character."""
 
 MAX_WAITING = 64
-"""So many tokens that end in no character are no text at all: they are shown as they are."""
+"""Maximum number of tokens that may form an incomplete character; more are sent as decoded."""
 
 
 class TextStream:
@@ -20,7 +20,7 @@ class TextStream:
     character. Such a part at the end of the text waits for the next token.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: Tokenizer of the model.
         context: the last ids of the prompt: decoders drop the space of a text's first token.
     """
 
@@ -81,7 +81,7 @@ class StopStrings:
         return held[: len(held) - keep]
 
     def finish(self) -> str:
-        """What was held back and turned out to be no stop string."""
+        """Return the text that was held back and is no stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from triptych.base.errors import UserError
 from triptych.base.releases import Release
 from triptych.container.entrypoint import find_release as find_image_release
-from triptych.container.steps import STUB
+from triptych.container.supervisor import STUB
 from triptych.serving.generation_environment import step_variables
 
 INSTALL_LOCAL = "pip install -e .[local]"

@@ -21,8 +21,8 @@ from typing import BinaryIO
 from triptych.base.errors import UserError
 from triptych.client.server_info import reload_pipeline
 from triptych.container.lock_check import check_repository
-from triptych.container.locks import ManifestError, ServedPipeline, find_pipelines
-from triptych.container.steps import EndlessLoad
+from triptych.container.manifests import ManifestError, ServedPipeline, find_pipelines
+from triptych.container.supervisor import EndlessLoad
 from triptych.repository.store import is_being_written
 from triptych.serving.readiness import read_load_state
 from triptych.serving.server import Server

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from triptych.base.errors import UserError
-from triptych.container.steps import STARVED
+from triptych.container.supervisor import STARVED
 
 _TIMEOUT_S = 2.0
 

@@ -21,15 +21,26 @@ from pathlib import Path
 from types import TracebackType
 
 from triptych.base.errors import UserError
-from triptych.container.conceal import conceal_keys
-from triptych.container.entrypoint import flags_for, server_variables, warn_of
+from triptych.container.entrypoint import (
+    PLAIN,
+    check_model_names,
+    flags_for,
+    is_plain,
+    server_variables,
+    warn_of,
+)
 from triptych.container.flags import CLOSED, FREE_REQUESTS, RESTRICTED_HEADER, restricted_flags
 from triptych.container.lock_check import enforce
-from triptych.container.locks import find_pipelines
 from triptych.container.machine import read_machine
+from triptych.container.manifests import find_pipelines
 from triptych.container.settings import read_settings
-from triptych.container.shell import PLAIN, check_model_names, is_plain
-from triptych.container.steps import EndlessLoad, dead_steps, drain, step_processes
+from triptych.container.supervisor import (
+    EndlessLoad,
+    conceal_keys,
+    dead_steps,
+    drain,
+    step_processes,
+)
 from triptych.serving.embedded import (
     EMBEDDED_RELEASE,
     Installation,

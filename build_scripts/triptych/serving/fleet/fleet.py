@@ -24,7 +24,7 @@ from typing import Any
 from triptych.base.errors import UserError
 from triptych.base.files import told_to_user
 from triptych.container.health import find_fault
-from triptych.container.locks import find_pipelines
+from triptych.container.manifests import find_pipelines
 from triptych.repository.store import link, locked
 from triptych.serving.endpoint import RestartBackoff
 from triptych.serving.fleet.proxy import Proxy

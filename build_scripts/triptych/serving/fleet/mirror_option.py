@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from triptych.base.errors import UserError
-from triptych.container.locks import find_pipelines
+from triptych.container.manifests import find_pipelines
 from triptych.repository.manifest import find_manifest, read_manifest
 
 FOLDER = ".candidate"

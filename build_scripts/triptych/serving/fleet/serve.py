@@ -17,8 +17,7 @@ import psutil
 
 from triptych.base.errors import UserError
 from triptych.base.files import told_to_user
-from triptych.container.locks import find_pipelines
-from triptych.container.sizes import largest_request_mib
+from triptych.container.manifests import find_pipelines, largest_request_mib
 from triptych.repository.manifest import find_manifest
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.endpoint import until_signal

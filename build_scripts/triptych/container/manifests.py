@@ -1,0 +1,251 @@
+"""Build manifests of a repository, read with the standard library alone; checks of its files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MANIFEST_FILE = "triptych.lock.json"
+# Of one ensemble's config: enough to find its steps without a parser of protobuf text.
+_IS_ENSEMBLE = re.compile(r'^\s*platform:\s*"ensemble"', re.MULTILINE)
+_STEP = re.compile(r'model_name:\s*"([^"]+)"')
+
+
+class ManifestError(Exception):
+    """Build manifest that cannot be used."""
+
+
+def read_manifest_file(path: Path) -> dict[str, Any]:
+    """Return the build manifest in a file as plain data, whatever its kind and schema.
+
+    Raises:
+        ManifestError: The file does not exist, cannot be read or holds no JSON object.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ManifestError(str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"{type(error).__name__}: {error}") from error
+    if not isinstance(content, dict):
+        raise ManifestError(f"is {type(content).__name__}, not a JSON object")
+    return content
+
+
+class EngineTarget(NamedTuple):
+    """GPU, TensorRT and graph that the engine of one pipeline was built for.
+
+    `version_compatible` plans also run on newer releases of TensorRT; `hardware` is ``none``,
+    ``ampere_plus`` or ``same_compute_capability``.
+    """
+
+    tensorrt: str
+    gpu: str
+    compute_capability: tuple[int, int]
+    driver: str
+    version_compatible: bool
+    hardware: str
+    plan_sha256: str
+    onnx_sha256: str
+
+
+class StartupManifest(NamedTuple):
+    """Fields of a build manifest that the startup check needs.
+
+    Attributes:
+        files: SHA-256 in hex of each file by path relative to the repository.
+        needs_engine: Whether the pipeline's own core runs on TensorRT.
+        engine: Engine of the core; None if it has not been built.
+        gpus: Ids of the GPUs that the core runs on.
+    """
+
+    files: Mapping[str, str]
+    needs_engine: bool = False
+    engine: EngineTarget | None = None
+    gpus: tuple[int, ...] = ()
+
+
+class ServedPipeline(NamedTuple):
+    """Ensemble with the models that it calls, or another folder with a build manifest."""
+
+    name: str
+    steps: tuple[str, ...]
+    repository: Path
+
+    @property
+    def core(self) -> str:
+        return f"{self.name}_core"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.repository / self.name / MANIFEST_FILE
+
+    @property
+    def plan_file(self) -> str:
+        """Path of its engine relative to the repository; the file may not exist."""
+        return f"{self.core}/1/model.plan"
+
+    @property
+    def graph_file(self) -> str:
+        """Path of the graph that the engine is built from, relative to the repository."""
+        return f"{self.core}/1/model.onnx"
+
+    def read_manifest(self) -> StartupManifest | None:
+        """Return its build manifest; None if it has none.
+
+        Raises:
+            ManifestError: It cannot be read, or lacks fields.
+        """
+        if not self.lock_file.exists():
+            return None
+        content = read_manifest_file(self.lock_file)
+        try:
+            return _parse(content, self.name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ManifestError(f"{type(error).__name__}: {error}") from error
+
+
+def find_pipelines(repository: Path) -> list[ServedPipeline]:
+    """Return the ensembles of the repository and other folders with a build manifest, by name.
+
+    Raises:
+        OSError: The repository cannot be read.
+    """
+    steps: dict[str, tuple[str, ...]] = {
+        lock.parent.name: () for lock in repository.glob(f"*/{MANIFEST_FILE}")
+    }
+    for config in repository.glob("*/config.pbtxt"):
+        text = config.read_text(encoding="utf-8", errors="replace")
+        if _IS_ENSEMBLE.search(text):
+            steps[config.parent.name] = tuple(_STEP.findall(text))
+    return [ServedPipeline(name, steps[name], repository) for name in sorted(steps)]
+
+
+def _parse(lock: Mapping[str, Any], pipeline: str) -> StartupManifest:
+    core = lock["spec"]["core"]
+    files = {str(path): str(digest) for path, digest in lock["files"].items()}
+    if f"{pipeline}/config.pbtxt" not in files:
+        raise ValueError("it does not list the files of this pipeline")
+    # A shared core is checked with the pipeline that owns it.
+    if core["backend"] != "tensorrt" or core.get("shared_from") or core.get("share"):
+        return StartupManifest(files)
+    record = None
+    if (engine := lock["engine"]) is not None:
+        major, minor = map(int, engine["compute_capability"].split("."))
+        record = EngineTarget(
+            *(str(engine["tensorrt"]), str(engine["gpu"]), (major, minor), str(engine["driver"])),
+            version_compatible=bool(engine["version_compatible"]),
+            hardware=str(engine["hardware"]),
+            plan_sha256=str(engine["plan_sha256"]),
+            onnx_sha256=str(engine["onnx_sha256"]),
+        )
+    gpus = tuple(map(int, lock["spec"]["serving"]["gpus"]))
+    return StartupManifest(files, True, record, gpus)
+
+
+_CHUNK_BYTES = 2**20
+_BYTE_CODE = "__pycache__"
+_OF_NOTHING = hashlib.sha256().hexdigest()
+
+
+def find_wrong_files(
+    repository: Path, locks: Mapping[ServedPipeline, StartupManifest], *, hashes: bool
+) -> dict[ServedPipeline, dict[str, str]]:
+    """Return the faults of each pipeline's files by path; the text continues the path.
+
+    With `hashes`, files are hashed, several at a time; without, they must only exist.
+    """
+    listed = {(path, digest) for lock in locks.values() for path, digest in lock.files.items()}
+    with ThreadPoolExecutor() as pool:
+        verdicts = pool.map(lambda one: _find_fault(repository, *one, hashes=hashes), listed)
+        faults = dict(zip(listed, verdicts, strict=True))
+    return {
+        pipeline: {
+            **{path: faults[path, digest] for path, digest in lock.files.items()},
+            **dict.fromkeys(_extra_files(repository, lock), "is not in the lock"),
+        }
+        for pipeline, lock in locks.items()
+    }
+
+
+def _find_fault(repository: Path, path: str, digest: str, *, hashes: bool) -> str:
+    """Return the fault of a file; empty if it has none."""
+    file = repository / path
+    try:
+        if not file.is_file():
+            return "is missing"
+        if digest != _OF_NOTHING and not file.stat().st_size:
+            return "is empty"
+        if hashes and _sha256(file) != digest:
+            return "is not the file that the lock describes"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return ""
+
+
+def _extra_files(repository: Path, lock: StartupManifest) -> Iterator[str]:
+    """Yield unlisted files in version folders, from which Triton and the steps load files."""
+    for model in sorted({path.partition("/")[0] for path in lock.files}):
+        for version in sorted((repository / model).glob("[0-9]*")):
+            for file in sorted(version.rglob("*")):
+                path = file.relative_to(repository).as_posix()
+                hidden = file.name.startswith(".") or file.parent.name == _BYTE_CODE
+                if path not in lock.files and not hidden and not file.is_dir():
+                    yield path
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+MAX_MIB = 64
+"""Limit of a repository with other models, which is Triton's default."""
+TEXTS_A_REQUEST = 8
+"""Number of longest texts that fit into one request, as in ``runtime/triton_io.py``."""
+STEP_SHM_MIB = 64
+"""Shared memory for each Python process of a step, besides the largest request."""
+
+_ESCAPE = 6  # a byte as JSON may spell it: \u0041
+_REST_MIB = 1  # names, shapes, parameters
+_MIB = 2**20
+_ROWS = re.compile(r"^max_batch_size:\s*(\d+)", re.MULTILINE)
+_PARAMETER = re.compile(r'key: "(\w+)"\s*value \{\s*string_value: ("(?:[^"\\]|\\.)*")')
+
+
+def largest_request_mib(repository: Path) -> int:
+    """Return the size in MiB, as JSON, of the largest request that a pipeline accepts."""
+    found = [_largest_bytes(repository / p.name, p.steps) for p in find_pipelines(repository)]
+    bounded = [size for size in found if size is not None]
+    if not found or len(bounded) < len(found):
+        return MAX_MIB
+    return min(-(-max(bounded) // _MIB) + _REST_MIB, MAX_MIB)
+
+
+def _largest_bytes(ensemble: Path, steps: tuple[str, ...]) -> int | None:
+    """Return the bytes of the largest request; None if the first step does not limit it."""
+    try:
+        rows = int(_ROWS.findall(_config(ensemble))[0])
+        settings = {
+            name: json.loads(json.loads(text))
+            for name, text in _PARAMETER.findall(_config(ensemble.parent / steps[0]))
+            if name in ("inputs", "encoded_inputs", "max_text_bytes", "max_image_bytes")
+        }
+        images = len(settings["encoded_inputs"])
+        texts = len(settings["inputs"]) - images
+        text_bytes = texts * TEXTS_A_REQUEST * settings["max_text_bytes"] * _ESCAPE
+        return int(text_bytes + (images and images * rows * settings["max_image_bytes"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _config(model: Path) -> str:
+    return (model / "config.pbtxt").read_text(encoding="utf-8")
