@@ -68,7 +68,7 @@ def test_a_built_pipeline_has_its_card(minilm_repository: Path) -> None:
             f"| layout | {layout} |",
             lock["model_sha256"],
             "The accuracy gate passed.",
-            "- 256 tokens a row of the model; what is longer is cut off",
+            "- At most 256 tokens per row of the model; longer texts are truncated",
         ):
             assert words in card, words
         for verdict in lock["gate"]["verdicts"]:

@@ -19,11 +19,11 @@ from triptych.repository.history import rollback
 from triptych.repository.manifest import build_id
 from triptych.repository.render import Content
 from triptych.repository.store import (
-    KEPT,
-    choose_build,
+    HISTORY_LENGTH,
+    find_build,
     history_folder,
-    kept_builds,
-    kept_bytes,
+    list_history,
+    measure_history_bytes,
     write_models,
 )
 
@@ -74,10 +74,10 @@ def test_what_was_replaced_comes_back_as_it_was(repository: Path) -> None:
     inode = (repository / CORE).stat().st_ino
     second = write_next(repository, "tiny", 2)
     new = files_of(repository, "tiny")
-    assert [kept.build for kept in kept_builds(repository, "tiny")] == [first]
-    assert kept_builds(repository, "guest") == []
+    assert [kept.build for kept in list_history(repository, "tiny")] == [first]
+    assert list_history(repository, "guest") == []
     # The core has not changed: the kept build shares its bytes.
-    assert kept_bytes(repository, "tiny") < len(old[CORE])
+    assert measure_history_bytes(repository, "tiny") < len(old[CORE])
 
     done = rollback(repository, "tiny", None)
     assert (done.builds, done.replaced) == ({"tiny": first}, {"tiny": second})
@@ -121,9 +121,9 @@ def test_the_command_lists_and_puts_back(repository: Path) -> None:
     assert f"fp32, passed\n  bench: 9/s at 1 client.\n  {promise}\n" in shown
     assert "1 kept in " in shown
     assert f"build {first[:12]} is in place again" in run("rollback", "tiny")
-    assert "must be another than the one in place" in run("rollback", "tiny", first[:12])
+    assert "is already active" in run("rollback", "tiny", first[:12])
     assert "0 kept, 0.0 MB" in run("history", "tiny", "--keep", "0")
-    assert "nothing has been replaced here" in run("rollback", "tiny")
+    assert "no build has been replaced" in run("rollback", "tiny")
     assert "Given: neither" in run("history", "nothing")
 
 
@@ -131,23 +131,23 @@ def test_a_kept_build_is_laid_out_as_a_repository(repository: Path, tmp_path: Pa
     first, old = build_id(repository, "tiny"), files_of(repository, "tiny")
     write_next(repository, "tiny", 2)
     write_next(repository, "guest", 2)
-    kept = choose_build(kept_builds(repository, "tiny"), first[:8])
+    kept = find_build(list_history(repository, "tiny"), first[:8])
     assert kept is not None
     kept.lay_out(tmp_path / "alone")
     assert files_of(tmp_path / "alone", "tiny") == old
-    assert choose_build(kept_builds(repository, "tiny"), first[:3]) is None
-    (guest,) = kept_builds(repository, "guest")
+    assert find_build(list_history(repository, "tiny"), first[:3]) is None
+    (guest,) = list_history(repository, "guest")
     with pytest.raises(UserError, match=r"a core of its own.*that of tiny"):
         guest.lay_out(tmp_path / "guest")
 
 
 def test_the_last_builds_are_kept_and_no_more(repository: Path) -> None:
-    builds = [write_next(repository, "tiny", number) for number in range(2, KEPT + 4)]
-    kept = [one.build for one in kept_builds(repository, "tiny")]
-    assert kept == builds[-2 : -KEPT - 2 : -1]
+    builds = [write_next(repository, "tiny", number) for number in range(2, HISTORY_LENGTH + 4)]
+    kept = [one.build for one in list_history(repository, "tiny")]
+    assert kept == builds[-2 : -HISTORY_LENGTH - 2 : -1]
     assert rollback(repository, "tiny", kept[-1]).builds == {"tiny": kept[-1]}
-    assert len(kept_builds(repository, "tiny")) == KEPT
-    assert builds[-1] in [one.build for one in kept_builds(repository, "tiny")]
+    assert len(list_history(repository, "tiny")) == HISTORY_LENGTH
+    assert builds[-1] in [one.build for one in list_history(repository, "tiny")]
     assert sorted(path.name for path in history_folder(repository).iterdir()) == ["tiny"]
 
 
@@ -194,7 +194,7 @@ def test_what_cannot_be_put_back_is_refused(repository: Path, tmp_path: Path) ->
         kept.write_bytes(content)
     # A copy elsewhere has its own history, and needs none to serve or to be built.
     copy = Path(shutil.copytree(repository, tmp_path / "elsewhere/repository"))
-    assert kept_builds(copy, "tiny") == []
+    assert list_history(copy, "tiny") == []
     rollback(repository, "tiny", None)
     assert files_of(copy, "tiny") == now
 
@@ -204,7 +204,7 @@ def test_a_build_whose_engine_was_never_built_is_not_kept(repository: Path) -> N
     engine = {"precision": "fp32", "profiles": [], "graph_specs": [], "options": {}}
     write_next(repository, "tiny", 2, plan={**plan, "engine": engine})
     write_next(repository, "tiny", 3)
-    assert [kept.build for kept in kept_builds(repository, "tiny")] == [first]
+    assert [kept.build for kept in list_history(repository, "tiny")] == [first]
 
 
 def test_a_lock_of_another_kind_will_do(repository: Path) -> None:

@@ -249,7 +249,7 @@ def test_values_that_never_vary_can_be_quantized(tmp_path: Path) -> None:
 
 def test_nothing_to_quantize_is_said(tmp_path: Path) -> None:
     path = cases.write_graph(tmp_path, [cases.node("Relu", "x", "y")], {})
-    with pytest.raises(UserError, match="linear layers"):
+    with pytest.raises(UserError, match="no linear layer"):
         quantize(path, "int8", rows_of(cases.vectors(4)))
 
 

@@ -270,7 +270,7 @@ def test_a_candidate_is_taken_where_it_answers_as_well(
     (tmp_path / "samples/sampled").mkdir(parents=True)
     for candidate, samples, said in (
         (built / "repository", built / "samples", "must be another build than the active one"),
-        (built / "nowhere", built / "samples", "must be a pipeline built into"),
+        (built / "nowhere", built / "samples", "is not built into"),
         (tmp_path / "tags", built / "samples", "must have the task of the active build"),
         (built / "alike", tmp_path / "samples", "must have sampled requests"),
     ):

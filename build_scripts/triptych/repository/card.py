@@ -1,4 +1,4 @@
-"""The card of a built pipeline, for people who find it in a repository: Markdown."""
+"""The card of a built pipeline: a Markdown file for people who find it in a repository."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from triptych.spec.plan import Plan
 CARD_FILE = "README.md"
 _SPEED = (
     f"[{FIGURES_FILE}]({FIGURES_FILE}) has the figures, once `triptych bench` has measured this "
-    "very build; the next build takes them away."
+    "build; the next build removes them."
 )
 
 
 def render_card(plan: Plan, gate: GateResult, *, license: str, unpacked: str) -> bytes:
-    """The same inputs give the same bytes: there is no date in it.
+    """Return the card; equal inputs give equal bytes, because it has no date.
 
     Args:
-        plan: of the pipeline.
-        gate: what was measured of its core.
-        license: of the model, as its own card names it; empty where it names none.
-        unpacked: why the layout is not packed; empty where it is, or was not asked for.
+        plan: Plan of the pipeline.
+        gate: Gate result of its core.
+        license: License of the model as its own card names it; empty if it names none.
+        unpacked: Reason why the layout is not packed; empty if it is, or was not requested.
     """
     spec, facts = plan.spec, plan.facts
     about = {
@@ -46,10 +46,10 @@ def render_card(plan: Plan, gate: GateResult, *, license: str, unpacked: str) ->
 
 def _accuracy(gate: GateResult) -> list[str]:
     verdict = "passed" if gate.passed else f"failed, and accepted: {_cell(gate.accepted)}"
-    compared = f"{amount(gate.rows, 'request')} of the traffic and {gate.edge_rows} made-up ones"
+    compared = f"{amount(gate.rows, 'request')} of the traffic and {gate.edge_rows} edge cases"
     lines = [
-        f"The accuracy gate {verdict}. Compared with the original model in PyTorch fp32 were "
-        f"{compared}.",
+        f"The accuracy gate {verdict}. It compared {compared} with the original model in PyTorch "
+        "fp32.",
         "",
         "| metric | measured | limit |",
         "| --- | --- | --- |",
@@ -62,23 +62,23 @@ def _accuracy(gate: GateResult) -> list[str]:
 
 def _limits(plan: Plan) -> list[str]:
     spec = plan.spec
-    lines = [f"- At most {amount(plan.request_rows, 'row')} a request."]
+    lines = [f"- At most {amount(plan.request_rows, 'row')} per request."]
     if plan.lengths is None:
         lines.append(
             f"- An image of at most {spec.image.max_bytes:,} bytes and {spec.image.max_pixels:,} "
             "pixels."
         )
     else:
-        longer = "cut off" if spec.tokenizer.truncation == "truncate" else "refused"
+        longer = "truncated" if spec.tokenizer.truncation == "truncate" else "rejected"
         lines += [
-            f"- {plan.max_length:,} tokens a row of the model; what is longer is {longer}, unless "
-            "the task reads it in windows.",
-            f"- {spec.tokenizer.max_text_bytes:,} bytes a text; a longer one is refused.",
+            f"- At most {plan.max_length:,} tokens per row of the model; longer texts are {longer},"
+            " unless the task reads them in windows.",
+            f"- At most {spec.tokenizer.max_text_bytes:,} bytes per text; more are rejected.",
         ]
     return [
         *lines,
-        "- How good the model itself is, and what it was trained on, is for its authors to say: "
-        "the gate proves that this build answers as the original does.",
+        "- The gate proves that this build gives the same results as the original model. See the "
+        "original model for its quality and its training data.",
     ]
 
 

@@ -1,8 +1,8 @@
-"""`ModelConfig` messages in and out of ``config.pbtxt``: the protobuf is the config class.
+"""Write and read ``config.pbtxt``, and make the config of a core.
 
-The config of a core: what a backend is told of batches, devices, graphs and warm-ups.
-
-Triton's histogram of a pipeline's latencies: its name, and its edges, at which alerts count.
+`ModelConfig` messages of Triton's protobuf are the config classes. `core_config` declares batching,
+devices, CUDA graphs and warm-ups. `latency_buckets` adds the SLO limits to Triton's latency
+histogram, which alerts use.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CONFIG_FILE = "config.pbtxt"
 
 
 def new_config(**fields: Any) -> Any:
-    """An `inference.ModelConfig` message with `fields` set.
+    """Return an `inference.ModelConfig` message with `fields` set.
 
     Raises:
-        ValueError: a field the schema does not have.
+        ValueError: The schema does not have a field.
     """
-    # Imported here: the import pulls in grpc (about 0.25 s), which `--help` must not pay for.
+    # Imported here, because the import of grpc takes about 0.25 s, which would slow `--help` down.
     from tritonclient.grpc.model_config_pb2 import ModelConfig
 
     return ModelConfig(**fields)
@@ -38,7 +38,7 @@ def parse_config(text: str, *, file: str = CONFIG_FILE) -> Any:
     """Parse the text of a ``config.pbtxt``.
 
     Raises:
-        UserError: the text is not a ModelConfig; the message carries line and column.
+        UserError: The text is not a ModelConfig; the message contains line and column.
     """
     from google.protobuf import text_format
 
@@ -47,9 +47,9 @@ def parse_config(text: str, *, file: str = CONFIG_FILE) -> Any:
     except text_format.ParseError as error:
         raise UserError(
             file,
-            "must be a ModelConfig in protobuf text format",
+            "is not a ModelConfig in protobuf text format",
             given=str(error),
-            remedy="Mend the line or build the pipeline again",
+            remedy="Correct the line or build the pipeline again",
         ) from error
 
 
@@ -58,7 +58,7 @@ def read_config(path: Path) -> Any:
 
 
 def print_config(config: Any) -> str:
-    """The text of ``config.pbtxt`` for `config`; equal messages print equal text."""
+    """Return the text of ``config.pbtxt`` for `config`; equal messages give equal text."""
     from google.protobuf import text_format
 
     text: str = text_format.MessageToString(
@@ -68,23 +68,23 @@ def print_config(config: Any) -> str:
 
 
 ACCELERATOR_PRECISION = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16", "int8": "INT8"}
-"""What ONNX Runtime's TensorRT accelerator may compute in, by the graph's precision."""
+"""Precision of ONNX Runtime's TensorRT accelerator, by the graph's precision."""
 
 
 CPU_MEMORY = {
     "enable_mem_pattern": "0",
     "memory.enable_memory_arena_shrinkage": "cpu:0",
 }
-"""Parameters by which ONNX Runtime returns the memory of a large batch. Its allocator would keep
-that of the largest batch, and plan anew for each new shape. Measured on MiniLM in fp32, 2 cores, a
-batch of 32 rows of 256 tokens: peak 422 MiB instead of 652, 167 instead of 628 MiB afterwards; one
-short row takes 3.6 ms with them and without."""
+"""Parameters that make ONNX Runtime release the memory of a large batch. Without them its allocator
+keeps the memory of the largest batch and plans again for each new shape. Measured on MiniLM in
+fp32, 2 cores, a batch of 32 rows of 256 tokens: peak 422 MiB instead of 652 MiB, 167 instead of 628
+MiB afterwards. One short row takes 3.6 ms in both cases."""
 
 
 def core_config(plan: Plan) -> Any:
-    """The core's ModelConfig; every number in it is the plan's."""
+    """Return the core's ModelConfig; all numbers come from the plan."""
     core, serving, engine = plan.spec.core, plan.spec.serving, plan.spec.core.engine
-    # `static` is the backend's own strategy.
+    # `static` is the backend's default strategy.
     memory = None if engine.context_memory == "static" else engine.context_memory.upper()
     config = new_config(
         name=plan.step("core"),
@@ -109,7 +109,7 @@ def core_config(plan: Plan) -> Any:
         policy = config.dynamic_batching.default_queue_policy
         policy.timeout_action = policy.REJECT
         policy.default_timeout_microseconds = serving.queue.timeout_ms * 1000
-        policy.allow_timeout_override = True  # a request may only shorten it
+        policy.allow_timeout_override = True  # a request can only shorten the timeout
         policy.max_queue_size = serving.queue.max_in_flight
     if core.device == "gpu":
         _optimize(plan, config.optimization)
@@ -124,7 +124,7 @@ def _instances(plan: Plan) -> dict[str, Any]:
     if core.device == "gpu":
         group |= {"kind": "KIND_GPU", "gpus": serving.gpus}
     if plan.engine is not None and plan.builds_engine:
-        # Without names the backend makes a context for profile 0 only.
+        # Without names the backend creates a context for profile 0 only.
         group["profile"] = [str(place) for place in range(len(plan.engine.profiles))]
     if serving.rate_limiter is not None:
         limiter = serving.rate_limiter
@@ -159,9 +159,9 @@ def _optimize(plan: Plan, optimization: Any) -> None:
 
 
 def _accelerator(engine: EnginePlan) -> dict[str, str]:
-    """Parameters of ONNX Runtime's TensorRT accelerator: src/onnxruntime.cc of that backend.
+    """Return the parameters of ONNX Runtime's TensorRT accelerator (see its src/onnxruntime.cc).
 
-    Without shapes it builds an engine whenever a batch has a new one, while requests wait.
+    Without shapes it builds an engine for every new shape of a batch, while requests wait.
     """
     return {
         "precision_mode": ACCELERATOR_PRECISION.get(engine.precision, "FP32"),
@@ -177,7 +177,7 @@ def _accelerator(engine: EnginePlan) -> dict[str, str]:
 
 
 def _join_rows(plan: Plan, config: Any) -> None:
-    """Rows of a batch end to end, with their sizes beside them; results per token cut up again."""
+    """Declare that rows of a batch are joined end to end, and that results per token are split."""
     ragged = INPUT_IDS.name
     next(i for i in config.input if i.name == ragged).allow_ragged_batch = True
     config.batch_input.add(
@@ -195,7 +195,7 @@ def _join_rows(plan: Plan, config: Any) -> None:
             source_input=[ROW_SPAN.name],
         )
     for tensor in plan.core.outputs if plan.core.per_token else ():
-        # One for each output: of several targets Triton's backends answer the first alone
+        # One entry per output: with several targets Triton's backends only fill the first one
         # (BackendOutputResponder::ProcessBatchOutput, releases 24.10 to 26.08).
         config.batch_output.add(
             kind="BATCH_SCATTER_WITH_INPUT_SHAPE",
@@ -205,7 +205,7 @@ def _join_rows(plan: Plan, config: Any) -> None:
 
 
 def _warm_up(plan: Plan, *, rows: int, tokens: int) -> dict[str, Any]:
-    # The server makes `batch_size` requests of the one row that the files hold.
+    # The server makes `batch_size` requests of the single row in the files.
     return {
         "name": f"{rows}x{tokens}",
         "batch_size": rows,
@@ -225,27 +225,27 @@ def _size(tensor: Tensor, tokens: int) -> int:
 
 
 def warm_up_file(tensor: Tensor, tokens: int) -> str:
-    """Name of the file, in the core's folder ``warmup``, of a row of so many tokens."""
+    """Return the name of a row's file in the core's folder ``warmup``, by its number of tokens."""
     return f"{tensor.name}.{tokens}"
 
 
 def declare(tensor: Tensor) -> dict[str, Any]:
-    """A tensor as an input or output of a config."""
+    """Return a tensor as an input or output of a config."""
     return {"name": tensor.name, "data_type": tensor.config_type, "dims": tensor.config_dims}
 
 
 HISTOGRAM = "nv_inference_first_response_histogram_ms"
 USUAL_EDGES_MS = (100.0, 500.0, 2000.0, 5000.0)
-"""Triton's own: src/metric_model_reporter.h of its core."""
+"""Default bucket upper bounds of Triton in ms: src/metric_model_reporter.h of its core."""
 COUNTED_FROM = first_release("metrics-config.histogram_latencies")
-"""The first release whose histogram counts ordinary models."""
+"""First release whose histogram counts ordinary models."""
 
 
 def latency_buckets(slo: Slo) -> dict[str, Any]:
-    """Buckets of the histogram with an edge at each promised latency, in milliseconds.
+    """Return histogram buckets with an upper bound at each SLO latency, in milliseconds.
 
-    Triton rounds what it counts down to whole milliseconds (`UpdateResponseMetrics` of its core),
-    so the edge of 50 takes in what is below 51.
+    Triton rounds latencies down to whole milliseconds (`UpdateResponseMetrics` of its core), so the
+    bound of 50 includes latencies below 51.
     """
     edges = sorted({*USUAL_EDGES_MS, *slo.limits_ms.values()})
     return {
@@ -255,7 +255,7 @@ def latency_buckets(slo: Slo) -> dict[str, Any]:
 
 
 def has_edge(spec: PipelineSpec, limit_ms: float, release: Release) -> bool:
-    """Whether the histogram of a server of `release` tells which requests kept to a limit."""
+    """Return whether the histogram of a server of `release` counts the requests within a limit."""
     promised = (
         parse_release(spec.serving.triton) >= first_release("model_metrics")
         and limit_ms in spec.serving.slo.limits_ms.values()

@@ -1,4 +1,4 @@
-"""A kept build put back into the repository, with the pipelines that share its core."""
+"""Restore a stored build into the repository, with the pipelines that share its core."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from triptych.base.errors import UserError
 from triptych.repository.manifest import MANIFEST_FILE, build_id
 from triptych.repository.render import Content
 from triptych.repository.store import (
-    MIN_DIGITS,
+    MIN_ID_DIGITS,
     BuildRecord,
-    KeptBuild,
-    choose_build,
-    kept_builds,
+    HistoryBuild,
+    find_build,
+    list_history,
     read_build,
     write_models,
 )
@@ -22,12 +22,12 @@ from triptych.repository.store import (
 
 @dataclass(frozen=True)
 class RollbackResult:
-    """What a rollback did.
+    """Result of a rollback.
 
     Attributes:
-        builds: pipeline to the build that is in place again: more than one where they share a core.
-        replaced: pipeline to the build that was in place; empty where there was none.
-        changed: models written or removed.
+        builds: Restored build of each pipeline; more than one if they share a core.
+        replaced: Build that was active before, by pipeline; empty if there was none.
+        changed: Models that were written or removed.
     """
 
     builds: Mapping[str, str]
@@ -36,19 +36,19 @@ class RollbackResult:
 
 
 def rollback(repository: Path, pipeline: str, build: str | None) -> RollbackResult:
-    """Put a kept build in place again, at once and whole; the one in place is kept in turn.
+    """Restore a stored build in one step; the active build is stored in turn.
 
-    Pipelines that share its core and do not fit it as they are go back with it.
+    Pipelines that share its core and do not match it are restored with it.
 
     Args:
-        repository: folder of the models.
-        pipeline: its name.
-        build: the first digits of its id; None takes what was replaced last.
+        repository: Folder of the models.
+        pipeline: Name of the pipeline.
+        build: Prefix of the build's ID; None for the build that was replaced last.
 
     Raises:
-        UserError: there is no such build, it is damaged, or shared cores would not fit.
+        UserError: There is no such build, it is damaged, or shared cores would not match.
     """
-    chosen = _choose(kept_builds(repository, pipeline), repository, pipeline, build)
+    chosen = _choose(list_history(repository, pipeline), repository, pipeline, build)
     files: dict[str, Content] = dict(chosen.files())
     record = chosen.record()
     _check_owner(repository, pipeline, record)
@@ -57,7 +57,7 @@ def rollback(repository: Path, pipeline: str, build: str | None) -> RollbackResu
         if not _fits(sharer, record):
             group[name] = _fitting(repository, name, pipeline, record)
             files |= group[name].files()
-    before = {path for name in group for path in _files_in_place(repository, name)}
+    before = {path for name in group for path in _active_files(repository, name)}
     models = {path.partition("/")[0] for path in files}
     retired = {path.partition("/")[0] for path in before} - models
     replaced = {name: build_id(repository, name) for name in group}
@@ -66,37 +66,39 @@ def rollback(repository: Path, pipeline: str, build: str | None) -> RollbackResu
     return RollbackResult(builds, replaced, tuple(changed))
 
 
-def _choose(kept: list[KeptBuild], repository: Path, pipeline: str, build: str | None) -> KeptBuild:
+def _choose(
+    kept: list[HistoryBuild], repository: Path, pipeline: str, build: str | None
+) -> HistoryBuild:
     if build is None:
         if kept:
             return kept[0]
         raise UserError(
             pipeline,
-            f"must have a build to go back to, kept beside {repository}",
-            given="none: nothing has been replaced here",
-            remedy=f"Builds are kept from now on; `triptych build {pipeline}` makes one",
+            f"has no earlier build beside {repository}",
+            given="no build has been replaced",
+            remedy=f"Run `triptych build {pipeline}`; replaced builds are stored from then on",
         )
-    if found := choose_build(kept, build):
+    if found := find_build(kept, build):
         return found
     in_place = build_id(repository, pipeline)
     if in_place.startswith(build or "-"):
         raise UserError(
-            "BUILD", "must be another than the one in place", given=build, remedy="Nothing to do"
+            "BUILD", "is already active", given=build, remedy="Name another build, or do nothing"
         )
     known = ", ".join(one.build[:12] for one in kept) or "none"
     raise UserError(
         "BUILD",
-        f"must be {MIN_DIGITS} or more of the first digits of one build that is kept",
+        f"must be a prefix of one stored build's ID, with at least {MIN_ID_DIGITS} digits",
         given=build,
-        remedy=f"Kept are: {known} (`triptych history {pipeline}`)",
+        remedy=f"Stored builds: {known} (`triptych history {pipeline}`)",
     )
 
 
 def _check_owner(repository: Path, pipeline: str, build: BuildRecord) -> None:
-    """The core that a build shares is still there.
+    """Check that the core a build shares is still in the repository.
 
     Raises:
-        UserError: it is not.
+        UserError: The core is missing or has changed.
     """
     owner = build.share
     if not owner:
@@ -105,9 +107,9 @@ def _check_owner(repository: Path, pipeline: str, build: BuildRecord) -> None:
     if theirs is None or not _fits(build, theirs):
         raise UserError(
             pipeline,
-            f"must find the core of {owner} that it was built with",
+            f"was built with a core of {owner} that is not in the repository",
             given=f"{owner} has another core now" if theirs else f"{owner} is not built",
-            remedy=f"Put {owner} back: `triptych history {owner}`; it takes {pipeline} along",
+            remedy=f"Restore {owner} with {pipeline}: see `triptych history {owner}`",
         )
 
 
@@ -127,24 +129,24 @@ def _fits(sharer: BuildRecord, owner: BuildRecord) -> bool:
     )
 
 
-def _fitting(repository: Path, name: str, owner: str, core: BuildRecord) -> KeptBuild:
-    """The build of the sharer `name` that was replaced last and fits the core.
+def _fitting(repository: Path, name: str, owner: str, core: BuildRecord) -> HistoryBuild:
+    """Return the last replaced build of the sharer `name` that matches the core.
 
     Raises:
-        UserError: there is none.
+        UserError: There is no such build.
     """
-    for kept in kept_builds(repository, name):
+    for kept in list_history(repository, name):
         build = read_build(kept.folder, name)
         if build is not None and build.share == owner and _fits(build, core):
             return kept
     raise UserError(
         owner,
-        "must keep the core that another pipeline shares",
-        given=f"{name} uses it, and no kept build of {name} fits that core",
-        remedy=f"Take core.shared_from out of {name} and build it first",
+        "has a core that another pipeline shares",
+        given=f"no stored build of {name} matches the restored core",
+        remedy=f"Remove core.shared_from from {name} and build it first",
     )
 
 
-def _files_in_place(repository: Path, pipeline: str) -> list[str]:
+def _active_files(repository: Path, pipeline: str) -> list[str]:
     build = read_build(repository, pipeline)
     return [] if build is None else list(build.files)

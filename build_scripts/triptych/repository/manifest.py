@@ -1,4 +1,4 @@
-"""The build record beside the ensemble: what went in, what came out, what the gate said."""
+"""The build manifest (``triptych.lock.json``): inputs, results and gate of a build."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from triptych.spec.spec import GENERATING, PipelineSpec, not_known_here
 from triptych.spec.tasks.task import Core
 
 PLAN_FILE = "model.plan"
-"""Of a TensorRT core, beside the ONNX file it was built from."""
+"""Engine of a TensorRT core, beside the ONNX file it was built from."""
 
 SAMPLES_FILE = "engine_samples.npz"
-"""Beside the lock: core rows that an engine is checked on."""
+"""Core rows to check an engine with, beside the build manifest."""
 
 FIGURES_FILE = "BENCH.md"
-"""Beside the lock, and not in it: what `bench` measured of this build. It goes with the build."""
+"""Measurements of `bench` for a build, beside the build manifest but not listed in it. They are
+removed with the build."""
 
 SCHEMA = 4
 
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """What of the plan later stages need; see `Plan`.
+    """The part of the plan that later stages need; see `Plan`.
 
     Attributes:
-        unpacked: why the layout is not packed although the spec says so; else empty.
-        engine: what the engine stage builds; None where it builds nothing.
-        batch_mib: Estimated MiB that the largest batch takes beside the weights; None for images.
+        unpacked: Reason why the layout is not packed although the spec says so; empty otherwise.
+        engine: Plan of the engine; None if no engine is built.
+        batch_mib: Estimated MiB of the largest batch in addition to the weights; None for images.
     """
 
     layout: Layout
@@ -61,16 +62,17 @@ class BuildManifest:
     """The record of one build. Only `built_at` differs between two builds of the same inputs.
 
     Attributes:
-        schema: version of this form.
-        built_at: UTC, ISO 8601.
-        versions: of the libraries that made the artifact.
-        core_key: hash of all that decided the core.
-        source_key: the same of the fp32 graph that it was made of.
-        engine: the engine in place, where it was built of this very core.
-        traffic: of texts: rows, mean and p99 of their tokens, share of truncated rows, variety.
-        dry_run: Result of the dry-run engine build; None if there was none. Older manifests call
-            it ``rehearsal``.
-        files: path relative to the repository -> SHA-256 in hex.
+        schema: Version of the file format.
+        built_at: Time of the build, UTC, ISO 8601.
+        versions: Versions of the libraries that made the artifact, by name.
+        core_key: Hash of everything that decided the core.
+        source_key: Hash of everything that decided the fp32 graph it was made of.
+        engine: The engine in the repository, if it was built of this core.
+        traffic: Statistics of text traffic: rows, mean and p99 of their tokens, share of truncated
+            rows, diversity.
+        dry_run: Result of the dry-run engine build; None if there was none. Older manifests call it
+            ``rehearsal``.
+        files: SHA-256 in hex of each file, by path relative to the repository.
     """
 
     schema: int
@@ -91,7 +93,7 @@ class BuildManifest:
     files: Mapping[str, str] = field(default_factory=dict)
 
     def as_bytes(self) -> bytes:
-        """The lock's file content."""
+        """Return the content of the manifest file."""
         plain: dict[str, Any] = plain_data({**_fields(self), "spec": None, "gate": None})
         for name in ("plan", "engine", "dry_run"):
             record = getattr(self, name)
@@ -115,9 +117,9 @@ def make_manifest(
     variety: Mapping[str, int | float],
     previous: BuildManifest | None,
 ) -> BuildManifest:
-    """The lock of a build; the time of `previous` is kept where all else is equal.
+    """Return the manifest of a build; it keeps the time of `previous` if all else is equal.
 
-    For the arguments see `BuildManifest` and `PlanRecord`; `variety` is of the gate's texts.
+    See `BuildManifest` and `PlanRecord` for the arguments; `variety` describes the gate's texts.
     """
     traffic: dict[str, int | float] = {**variety}
     if (lengths := plan.lengths) is not None:
@@ -160,18 +162,18 @@ def make_manifest(
 
 
 def planned_engine(plan: Plan, gate: GateResult) -> EnginePlan | None:
-    """What the engine stage builds; None where it builds nothing."""
+    """Return the plan of the engine to build; None if no engine is built."""
     if plan.engine is None or not plan.builds_engine or plan.spec.core.shared_from is not None:
         return None
-    # The precision that was built, where the spec leaves it open.
+    # The spec may leave the precision open; use the one that was built.
     return replace(plan.engine, precision=gate.precision)
 
 
 def read_manifest(repository: Path, pipeline: str) -> BuildManifest:
-    """The lock of a built pipeline.
+    """Return the manifest of a built pipeline.
 
     Raises:
-        UserError: there is none, or it is damaged or of another release of triptych.
+        UserError: There is no manifest, or it is damaged or of another release of triptych.
     """
     path = repository / pipeline / MANIFEST_FILE
     try:
@@ -179,8 +181,8 @@ def read_manifest(repository: Path, pipeline: str) -> BuildManifest:
     except OSError as error:
         raise UserError(
             pipeline,
-            f"must be a pipeline built into {repository}",
-            given="no lock there",
+            f"is not built into {repository}",
+            given="no build manifest",
             remedy=f"Run `triptych build {pipeline}` first",
         ) from error
     try:
@@ -193,14 +195,14 @@ def read_manifest(repository: Path, pipeline: str) -> BuildManifest:
         where = ".".join(map(str, first["loc"])) or "the file"
         raise UserError(
             f"{pipeline}/{MANIFEST_FILE}",
-            "must be a lock of this release of triptych",
+            "is not a build manifest of this release of triptych",
             given=f"{where}: {first['msg']}",
             remedy=f"Run `triptych build {pipeline}` again",
         ) from error
     if lock.schema != SCHEMA:
         raise UserError(
             f"{pipeline}/{MANIFEST_FILE}",
-            f"must have the schema {SCHEMA}",
+            f"has another schema than {SCHEMA}",
             given=lock.schema,
             remedy=f"Run `triptych build {pipeline}` again",
         )
@@ -208,7 +210,7 @@ def read_manifest(repository: Path, pipeline: str) -> BuildManifest:
 
 
 def find_manifest(repository: Path, pipeline: str) -> BuildManifest | None:
-    """`read_manifest`, or None where there is no lock that can be read."""
+    """Return the result of `read_manifest`, or None if there is no readable manifest."""
     try:
         return read_manifest(repository, pipeline)
     except UserError:
@@ -216,7 +218,7 @@ def find_manifest(repository: Path, pipeline: str) -> BuildManifest | None:
 
 
 def kind_of_build(repository: Path, pipeline: str) -> Kind:
-    """Return the kind of a built pipeline; `Kind.ENCODER` where no lock can be read."""
+    """Return the kind of a built pipeline; `Kind.ENCODER` if there is no readable manifest."""
     return kind_of_task(_task_in(read_manifest_data(repository, pipeline)))
 
 
@@ -224,7 +226,7 @@ def read_built_spec(repository: Path, pipeline: str) -> AnySpec:
     """Return the spec of a built pipeline of any kind.
 
     Raises:
-        UserError: Nothing is built, or its lock is damaged or of another release of triptych.
+        UserError: Nothing is built, or its manifest is damaged or of another release of triptych.
     """
     content = read_manifest_data(repository, pipeline)
     kind = kind_of_task(_task_in(content))
@@ -235,14 +237,14 @@ def read_built_spec(repository: Path, pipeline: str) -> AnySpec:
     except ValidationError as error:
         raise UserError(
             f"{pipeline}/{MANIFEST_FILE}",
-            "is not a lock of this release of triptych",
+            "is not a build manifest of this release of triptych",
             given=error.errors(include_url=False)[0]["msg"],
             remedy=f"Run `triptych build {pipeline}` again",
         ) from error
 
 
 def find_built_spec(repository: Path, pipeline: str) -> AnySpec | None:
-    """`read_built_spec`, or None where there is no lock that can be read."""
+    """Return the result of `read_built_spec`, or None if there is no readable manifest."""
     try:
         return read_built_spec(repository, pipeline)
     except UserError:
@@ -250,7 +252,7 @@ def find_built_spec(repository: Path, pipeline: str) -> AnySpec | None:
 
 
 def read_manifest_data(repository: Path, pipeline: str) -> dict[str, Any]:
-    """Return the lock of a build of any kind as plain data; empty where it cannot be read."""
+    """Return the manifest of a build of any kind as plain data; empty if it is unreadable."""
     try:
         return read_manifest_file(repository / pipeline / MANIFEST_FILE)
     except ManifestError:
@@ -258,13 +260,13 @@ def read_manifest_data(repository: Path, pipeline: str) -> dict[str, Any]:
 
 
 def build_id(repository: Path, pipeline: str) -> str:
-    """What tells one build from all others: SHA-256 of its lock; empty where there is none."""
+    """Return the unique ID of a build: the SHA-256 of its manifest; empty if there is none."""
     path = repository / pipeline / MANIFEST_FILE
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def _task_in(content: Mapping[str, Any]) -> str:
-    """Return the task in a lock of any kind; empty where there is none."""
+    """Return the task in a manifest of any kind; empty if there is none."""
     spec = content.get("spec")
     return str(spec.get("task", "")) if isinstance(spec, dict) else ""
 

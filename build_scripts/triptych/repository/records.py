@@ -1,8 +1,7 @@
-"""What a build puts on record, as types: the gate's result, the conversion, the candidates.
+"""Types of what a build records: the gate's result, the conversion, precisions that were tried.
 
-One reader (`read_record`) and one writer (`plain_record`) serve the lock, the cache and ``--json``.
-
-Results as plain data, for JSON.
+One reader (`read_record`) and one writer (`plain_record`) serve the build manifest, the cache and
+``--json``.
 """
 
 from __future__ import annotations
@@ -22,12 +21,15 @@ from triptych.spec.tasks.labeled import LabeledResult
 
 
 def json_text(value: Any) -> str:
-    """The content of a file with `value` as plain data."""
+    """Return the content of a JSON file with `value` as plain data."""
     return json.dumps(plain_data(value), indent=2, allow_nan=False) + "\n"
 
 
 def plain_data(value: Any) -> Any:
-    """`value` with dicts and lists for all mappings and sequences; what is no number is None."""
+    """Return `value` with dicts and lists for all mappings and sequences.
+
+    NaN and infinity become None.
+    """
     if isinstance(value, Mapping):
         return {str(name): plain_data(held) for name, held in value.items()}
     if isinstance(value, list | tuple):
@@ -37,23 +39,23 @@ def plain_data(value: Any) -> Any:
 
 Record = TypeVar("Record")
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-"""A float; one that is not finite is null in JSON."""
+"""A float that may be infinite or NaN, which is null in JSON."""
 
 MetricName = Annotated[str, BeforeValidator(lambda name: METRICS.get(name, name))]
 """Name of a metric; locks and caches of earlier releases have former names."""
 
 
 def read_record(kind: type[Record], data: object) -> Record:
-    """A record from its plain data.
+    """Return a record from its plain data.
 
     Raises:
-        pydantic.ValidationError: the data is not of that kind.
+        pydantic.ValidationError: The data does not match the type.
     """
     return TypeAdapter(kind).validate_python(data)
 
 
 def plain_record(record: Any) -> dict[str, Any]:
-    """A record as plain data for JSON; fields without a value are left out."""
+    """Return a record as plain data for JSON; optional fields without a value are omitted."""
     plain: dict[str, Any] = plain_data(asdict(record))
     optional = getattr(record, "OPTIONAL", ())
     return {name: value for name, value in plain.items() if value or name not in optional}
@@ -61,21 +63,20 @@ def plain_record(record: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion to lower precision did.
+    """Record of a conversion to lower precision.
 
     Attributes:
-        layers: what can be kept in higher precision, in the order of the graph.
-        kept: those that are.
-        reasons: kept layer to why, where the converter itself decided it.
-        ranges: layer (or value) to the largest magnitude that calibration rows showed there; it
-            may be infinite, as that of the logarithm of 0.
-        notes: what else a user should know, a sentence each.
-        layer_errors: layer to the error of the core's outputs by its conversion alone, where
-            layers had to be kept for the gate.
-        batch_ms: what keeping them costs: milliseconds of a batch in fp32, with nothing kept and
-            as kept, on one thread.
-        fp32_products: nodes that multiply matrices and stay in fp32 on purpose, where all others
-            are in 16 bits or quantized.
+        layers: Layers that can be excluded from the conversion, in the order of the graph.
+        kept: Layers that were excluded and stay in higher precision.
+        reasons: Reason for each layer that the converter itself excluded.
+        ranges: Largest magnitude of each layer's input (or of each value) on calibration rows; may
+            be infinite, like that of the logarithm of 0.
+        notes: Further remarks for users, one sentence each.
+        layer_errors: Error of the core's outputs if a layer alone is converted, by layer. Only
+            measured if the gate required exclusions.
+        batch_ms: Milliseconds of a batch on one thread: in fp32, without exclusions and as built.
+        fp32_products: Nodes that multiply matrices in fp32 on purpose, while all others use 16 bits
+            or are quantized.
     """
 
     OPTIONAL = ("layer_errors", "batch_ms", "fp32_products")
@@ -92,18 +93,17 @@ class Conversion:
 
 @dataclass(frozen=True)
 class PrecisionTrial:
-    """One precision that `auto` tried, and what became of it.
+    """A precision that `auto` tried, and its result.
 
     Attributes:
-        precision: of the core.
-        status: what became of it.
-        failures: of the gate.
-        verdicts: metric to value.
-        throughput_per_s: requests answered a second; None where it was not measured.
-        p99_ms: 99th percentile of the latency, in milliseconds.
-        size_bytes: of the core's files.
-        kept: layers that stayed in higher precision.
-        note: why it is not runnable.
+        status: Result of the trial.
+        failures: Failures of the gate.
+        verdicts: Value of each metric.
+        throughput_per_s: Requests per second; None if not measured.
+        p99_ms: 99th percentile of the latency in milliseconds.
+        size_bytes: Size of the core's files in bytes.
+        kept: Layers that stayed in higher precision.
+        note: Reason why it is not runnable.
     """
 
     precision: Precision
@@ -119,13 +119,13 @@ class PrecisionTrial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One metric.
+    """Result of one metric.
 
     Attributes:
-        metric: its name in `tasks.accuracy.METRICS`.
-        value: measured; NaN where it could not be.
-        limit: the worst value allowed; None where there is none.
-        passed: whether `value` keeps to `limit`.
+        metric: Name in `tasks.accuracy.METRICS`.
+        value: Measured value; NaN if it could not be measured.
+        limit: Worst allowed value; None if there is no limit.
+        passed: Whether `value` is within `limit`.
     """
 
     metric: MetricName
@@ -136,15 +136,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class WorstRow:
-    """A request whose answer is far from the reference's.
+    """A request whose answer differs most from the reference's.
 
     Attributes:
-        shown: the request in short.
-        badness: how wrong the answer is on the task's own scale; 0 where it is right, or where
-            the row is made up and has no part in the task's metrics.
-        difference: largest difference of any element of the core's outputs, as `max_difference`.
-        wanted: the reference's answer in short.
-        got: the artifact's.
+        shown: Preview of the request.
+        badness: Error on the task's own scale; 0 if the answer is right, and for edge cases, which
+            do not count for the task's metrics.
+        difference: Largest difference of any element of the core's outputs, as `max_difference`.
+        wanted: Preview of the reference's answer.
+        got: Preview of the artifact's answer.
     """
 
     shown: str
@@ -156,12 +156,13 @@ class WorstRow:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a core of lower precision makes of the general probe, texts outside the traffic.
+    """Result of a core of lower precision on the general probe, texts outside the traffic.
 
     Attributes:
-        rows: texts of the probe that the pipeline takes.
-        verdicts: one a metric, with limits of the probe's own.
-        worst: the worst rows, worst first; their difference is that of `edge_error`.
+        rows: Number of probe texts that the pipeline accepts.
+        verdicts: Result of each metric, with the probe's own limits.
+        worst: Rows with the largest errors, largest first; their difference is that of
+            `edge_error`.
     """
 
     rows: int
@@ -171,24 +172,26 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class GateResult:
-    """What the gate measured.
+    """Measurements of the accuracy gate.
 
     Attributes:
-        precision: of the artifact.
-        rows: requests of the traffic compared.
-        edge_rows: requests made up: empty, at the limit and the like.
-        finite: no NaN, no infinity.
-        verdicts: one a metric.
-        failures: what broke a limit, in words; empty when the artifact may ship.
-        worst: the worst rows, worst first.
-        notes: what else a reader should know, a sentence each.
-        row_differences: of each request, as `WorstRow.difference`; made-up ones first.
-        rounding: what fp32 makes of fp64 in PyTorch, as `max_difference`; None where not measured.
-        probe: the result on texts outside the traffic; None for fp32 and where there are none.
-        labeled: the result on labeled rows; None where there are none.
-        conversion: to lower precision; None for fp32.
-        accepted: why a failed gate did not stop the build; empty where it did not fail.
-        candidates: what the precision was chosen from, where it was left open.
+        precision: Precision of the artifact.
+        rows: Number of compared requests of the traffic.
+        edge_rows: Number of edge-case requests: empty, at the length limit and similar.
+        finite: Whether no result is NaN or infinite.
+        verdicts: Result of each metric.
+        failures: Limits that were exceeded, as text; empty if the artifact passed.
+        worst: Rows with the largest errors, largest first.
+        notes: Further remarks for readers, one sentence each.
+        row_differences: Largest difference of each request, as `WorstRow.difference`; edge cases
+            first.
+        rounding: Difference between fp32 and fp64 in PyTorch, as `max_difference`; None if not
+            measured.
+        probe: Result on texts outside the traffic; None for fp32 and without such texts.
+        labeled: Result on labeled rows; None if there are none.
+        conversion: Record of the conversion to lower precision; None for fp32.
+        accepted: Reason why a failed gate did not stop the build; empty if it passed.
+        candidates: Precisions that were tried, if the spec leaves the precision open.
     """
 
     OPTIONAL = ("probe", "conversion", "accepted", "candidates")
@@ -211,15 +214,18 @@ class GateResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the artifact may ship."""
+        """Whether the artifact passed the gate."""
         return not self.failures
 
     def value(self, metric: str) -> float | None:
-        """What was measured; None where the metric does not apply."""
+        """Return the measured value; None if the metric does not apply."""
         return next((v.value for v in self.verdicts if v.metric == metric), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the lock, the report and ``--json``: a number that is not finite is null."""
+        """Return plain data for the manifest, the report and ``--json``.
+
+        NaN and infinity are null.
+        """
         plain = plain_record(self)
         plain["row_differences"] = [
             None if value is None else float(f"{value:.3e}") for value in plain["row_differences"]
@@ -250,7 +256,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class EngineCheck:
-    """The engine against its graph: figures of the gate; it passed, or there is no record."""
+    """Comparison of an engine with its graph; only stored if it passed."""
 
     precision: str
     rows: int
@@ -263,13 +269,13 @@ class EngineRecord:
     """A TensorRT engine that was built, inspected and checked.
 
     Attributes:
-        key: hash of all that decided the engine and its check.
-        cuda: version of the CUDA runtime.
-        version_compatible: whether the plan also runs on newer releases of TensorRT.
-        hardware: other GPUs that it runs on, as `core.engine.hardware`.
-        matmuls: precision to matrix products seen in it, and ``unseen``.
-        witness: what proves the precision: ``layers``, ``size``, or ``graph`` where it is fp32.
-        profiles: as the engine has them, by input.
+        key: Hash of everything that decided the engine and its check.
+        cuda: Version of the CUDA runtime.
+        version_compatible: Whether the plan also runs on newer releases of TensorRT.
+        hardware: Other GPUs that it runs on, as `core.engine.hardware`.
+        matmuls: Number of matrix products found in it by precision, and ``unseen``.
+        witness: Proof of the precision: ``layers``, ``size``, or ``graph`` if it is fp32.
+        profiles: Profiles of the engine, by input.
     """
 
     key: str

@@ -1,4 +1,4 @@
-"""Plan -> the files of the model repository: configs as messages, runtime code verbatim."""
+"""Render a plan as the files of the model repository: configs and runtime code."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ from triptych.spec.plan import Plan
 
 RUNTIME = Path(__file__).parents[1] / "runtime"
 BATCH_TOKENS = {"cpu": 0, "gpu": 512}
-"""What a batch of the core costs by itself, in tokens more of another batch. On a processor next to
-nothing; for BERT-base on an A100, 0.55 ms beside 0.95 us a token (NVIDIA's TensorRT demo/BERT)."""
+"""Fixed cost of a batch of the core, as a number of tokens in another batch. It is almost nothing
+on a processor. For BERT-base on an A100 it is 0.55 ms, compared with 0.95 us per token (NVIDIA's
+TensorRT demo/BERT)."""
 BATCH_TOKENS_HIDDEN = 768
-"""Of BERT-base. A batch costs by its layers, a token by them and by more than their width: the
-narrower, the more tokens a batch costs (MiniLM with 384, by the rates of sbert.net: 1,460)."""
+"""Hidden size that `BATCH_TOKENS` was measured with (BERT-base). The cost of a batch depends on the
+number of layers, the cost of a token also on more than the width. In narrower models a batch costs
+as much as more tokens (MiniLM with 384, by the rates of sbert.net: 1,460)."""
 SAMPLING = {"preprocess": "sampling.py", "postprocess": "sample_writer.py"}
-"""What the steps need of the runtime besides, where rows are sampled."""
+"""Further runtime files that the steps need if rows are sampled."""
 IMPORT_BY_NAME = ("preprocess.py", "postprocess.py", "row_types.py")
 """Modules that import others by a computed name; `render` adds those to the files itself."""
 Content = bytes | Path
-"""What a file holds: its bytes, or the file they are copied from."""
+"""Content of a file: its bytes, or the file to copy."""
 
 
 def batch_tokens(device: str, hidden_size: int) -> int:
-    """What a batch costs by itself, in tokens; see `runtime.row_types`."""
+    """Return the fixed cost of a batch as a number of tokens; see `runtime.row_types`."""
     return BATCH_TOKENS[device] * BATCH_TOKENS_HIDDEN // (hidden_size or BATCH_TOKENS_HIDDEN)
 
 
@@ -53,18 +55,19 @@ def render(
     warm_ups: Path | None,
     samples: Path | None = None,
 ) -> dict[str, Content]:
-    """Every file of the pipeline but its lock: path relative to the repository -> content.
+    """Return every file of the pipeline except its manifest, by path relative to the repository.
 
-    A pure function: the same plan and artifacts give the same bytes.
+    The function is pure: the same plan and artifacts give the same bytes.
 
     Args:
-        plan: what they say.
-        core_file: the core's artifact, ``model.onnx``.
-        tokenizer_file: the ``tokenizer.json``; None for images.
-        hooks: the pipeline's ``hooks.py``, where it has one.
-        question: one value an input, asked by the health check.
-        warm_ups: folder with the data of the core's warm-ups; None for a core of another pipeline.
-        samples: rows that an engine built of the core is checked on, where one is to be.
+        core_file: The core's ``model.onnx``.
+        tokenizer_file: The ``tokenizer.json``; None for images.
+        hooks: Content of the pipeline's ``hooks.py``, if it has one.
+        question: One value per input, for the request of the health check.
+        warm_ups: Folder with the data of the core's warm-ups; None if another pipeline owns the
+            core.
+        samples: Rows to check an engine with, if an engine will be built.
+        plan: Plan of the pipeline.
     """
     name, task = plan.spec.name, plan.task
     rows = {
@@ -98,7 +101,7 @@ def render(
     files: dict[str, Content] = {}
     for model, config in configs.items():
         files |= _config_files(plan, model, config)
-    # Triton wants a version folder for an ensemble, too, and git and archives drop empty ones.
+    # Triton needs a version folder for an ensemble, too; git and archives drop empty folders.
     files[f"{name}/1/.keep"] = b""
     files[f"{name}/{QUESTION_FILE}"] = _request(question)
     if samples is not None:
@@ -137,10 +140,10 @@ def _core_files(plan: Plan, core_file: Path, warm_ups: Path) -> dict[str, Conten
 
 
 def _config_files(plan: Plan, model: str, config: Any) -> dict[str, Content]:
-    """The model's config, and beside it one for the embedded server where that lacks a field.
+    """Return the model's config, and a second one if the embedded server lacks one of its fields.
 
-    A server that is started with ``--model-config-name=24.10`` takes ``configs/24.10.pbtxt`` of the
-    models that have it, and ``config.pbtxt`` of the others.
+    A server started with ``--model-config-name=24.10`` uses ``configs/24.10.pbtxt`` of the models
+    that have it, and ``config.pbtxt`` of the others.
     """
     wanted = without_newer_fields(config, parse_release(plan.spec.serving.triton))
     files: dict[str, Content] = {f"{model}/{CONFIG_FILE}": print_config(wanted).encode()}
@@ -151,7 +154,7 @@ def _config_files(plan: Plan, model: str, config: Any) -> dict[str, Content]:
 
 
 def _request(values: Mapping[str, str | bytes]) -> bytes:
-    """One row as Triton takes it over HTTP: the JSON in a line of its own, then the values."""
+    """Return one row as a Triton HTTP request: one line of JSON, then the values."""
     parts, inputs = [], []
     for name, value in values.items():
         data = value.encode() if isinstance(value, str) else value
@@ -269,7 +272,7 @@ def _python_step(
         name=plan.step(step),
         backend="python",
         max_batch_size=plan.max_batch_size,
-        # A step handles each request by itself: unequal shapes need not keep them apart.
+        # A step handles each request separately, so requests of unequal shapes may share a batch.
         input=[
             {**declare(tensor), "allow_ragged_batch": -1 in tensor.config_dims} for tensor in inputs
         ],

@@ -1,15 +1,15 @@
-"""The one writer of a model repository: staged beside it, swapped in by rename, never half-written.
+"""The only writer of a model repository, and the history of replaced builds.
 
-Staging lies in ``.<repository>.staging`` next to the repository (Triton reads every folder inside
-it). A build killed while it stages leaves the repository untouched; one killed between the models
-that it swaps is completed by the next command, from the ``commit`` mark in the staging folder. Each
-model is swapped in one step: whoever reads meanwhile finds an old model or a new one.
+New files are staged in ``.<repository>.staging`` next to the repository, because Triton reads every
+folder inside it. Each model is then swapped in one step, so a reader finds either the old or the
+new model. If a build is killed while it stages, the repository is unchanged. If it is killed
+between two models, the next command completes the swap, which the ``commit`` mark in the staging
+folder shows.
 
-Builds that were replaced, kept beside the repository: ``.<repository>.history/PIPELINE/BUILD``.
-
-A build is named by the SHA-256 of its lock (`build_id`). Its files are hard links to those of the
-repository, which are never written in place: a kept build takes room only for what later builds
-changed. They are not inside the repository, where Triton would take them for models.
+Replaced builds are stored beside the repository, in ``.<repository>.history/PIPELINE/BUILD``,
+because Triton would load them inside. A build is named by the SHA-256 of its manifest (`build_id`).
+Its files are hard links to those of the repository, which are never written in place. A stored
+build therefore only takes space for the files that later builds changed.
 """
 
 from __future__ import annotations
@@ -36,27 +36,29 @@ from triptych.container.manifests import ManifestError, read_manifest_file
 from triptych.repository.manifest import FIGURES_FILE, MANIFEST_FILE, build_id
 from triptych.repository.render import Content
 
-KEPT = 5
-"""Replaced builds of each pipeline, unless `prune` leaves fewer."""
+HISTORY_LENGTH = 5
+"""Maximum number of replaced builds stored per pipeline, unless `prune` reduces it."""
 
-MIN_DIGITS = 4
-"""That name a build."""
+MIN_ID_DIGITS = 4
+"""Minimum length of a build ID prefix."""
 
 _REPLACED_FILE = "replaced.json"
 
 
 @dataclass(frozen=True)
 class BuildRecord:
-    """Fields of a build manifest of any kind and schema; see `BuildManifest` and `GateResult`.
+    """Fields of a manifest of any kind and release that the history needs.
+
+    See `BuildManifest` and `GateResult`.
 
     Attributes:
-        built_at: UTC, ISO 8601.
-        files: path relative to the repository -> SHA-256 in hex.
-        share: the pipeline whose core it uses; empty where it has its own.
-        core_key: empty where the lock has none.
-        max_batch_size: 0 where the lock has none.
-        lacks_engine: whether it cannot serve before `triptych engine`.
-        gate: as plain data; empty where the lock has none.
+        built_at: Time of the build, UTC, ISO 8601.
+        files: SHA-256 in hex of each file, by path relative to the repository.
+        share: Pipeline whose core it uses; empty if it has its own.
+        core_key: Hash of the core; empty if the manifest has none.
+        max_batch_size: Maximum batch size; 0 if the manifest has none.
+        lacks_engine: Whether it cannot serve before `triptych engine` has run.
+        gate: Gate result as plain data; empty if the manifest has none.
     """
 
     built_at: str
@@ -69,7 +71,7 @@ class BuildRecord:
 
 
 def read_build(folder: Path, pipeline: str) -> BuildRecord | None:
-    """The record of the build in a folder of models; None where there is none to be read."""
+    """Return the record of the build in a folder of models; None if it is missing or unreadable."""
     try:
         lock = read_manifest_file(folder / pipeline / MANIFEST_FILE)
         core = lock["spec"]["core"]
@@ -87,14 +89,13 @@ def read_build(folder: Path, pipeline: str) -> BuildRecord | None:
 
 
 @dataclass(frozen=True)
-class KeptBuild:
-    """A build that can be put back.
+class HistoryBuild:
+    """A stored build that can be restored.
 
     Attributes:
-        build: SHA-256 of its lock.
-        pipeline: its name.
-        folder: of its models, as a repository has them.
-        replaced_at: UTC, ISO 8601.
+        build: SHA-256 of its manifest.
+        folder: Folder of its models, with the structure of a repository.
+        replaced_at: Time of its replacement, UTC, ISO 8601.
     """
 
     build: str
@@ -103,10 +104,10 @@ class KeptBuild:
     replaced_at: str
 
     def files(self) -> dict[str, Path]:
-        """All files as they go into a repository, each checked against the lock.
+        """Return all files by path in a repository, after checking them against the manifest.
 
         Raises:
-            UserError: one is missing or not as it was built.
+            UserError: A file is missing or differs from the build.
         """
         lock_path = f"{self.pipeline}/{MANIFEST_FILE}"
         if build_id(self.folder, self.pipeline) != self.build:
@@ -122,26 +123,26 @@ class KeptBuild:
         return {name: self.folder / name for name in names}
 
     def lay_out(self, folder: Path) -> None:
-        """Link all files into a folder, which is then a repository of this build alone.
+        """Link all files into a folder, which becomes a repository of this build alone.
 
         Raises:
-            UserError: the build is damaged, or uses the core of another pipeline.
+            UserError: The build is damaged, or uses the core of another pipeline.
         """
         if owner := self.record().share:
             raise UserError(
                 self.build[:12],
-                "must have a core of its own to be served alone",
-                given=f"that of {owner}",
+                "shares the core of another pipeline, so it cannot be served alone",
+                given=f"core of {owner}",
                 remedy=f"Name a build of {owner}",
             )
         for name, file in self.files().items():
             link(file, folder / name)
 
     def record(self) -> BuildRecord:
-        """What its lock says.
+        """Return the fields of its manifest.
 
         Raises:
-            UserError: it is damaged.
+            UserError: The manifest is damaged.
         """
         record = read_build(self.folder, self.pipeline)
         if record is None:
@@ -151,24 +152,24 @@ class KeptBuild:
     def _damaged(self, path: str) -> UserError:
         return UserError(
             f"{self.folder}/{path}",
-            "must be as it was kept",
+            "differs from the stored build",
             given="missing" if not (self.folder / path).is_file() else "other bytes",
             remedy=f"Name another build (`triptych history {self.pipeline}`), or build it again",
         )
 
 
 def history_folder(repository: Path) -> Path:
-    """Where replaced builds are kept; need not exist."""
+    """Return the folder of the replaced builds, which may not exist."""
     return repository.parent / f".{repository.name}.history"
 
 
-def keep_build(repository: Path, pipeline: str) -> None:
-    """Keep the build in place, which is about to be replaced; the oldest go.
+def archive_build(repository: Path, pipeline: str) -> None:
+    """Store the active build, which is about to be replaced; remove the oldest builds.
 
-    Not kept is what cannot serve: a damaged build, or one whose engine was never built.
+    Builds that cannot serve are not stored: damaged builds and builds whose engine was never built.
 
     Raises:
-        OSError: there is no room, or no leave to write.
+        OSError: There is no space, or no permission to write.
     """
     record = read_build(repository, pipeline)
     if record is None or record.lacks_engine:
@@ -189,42 +190,45 @@ def keep_build(repository: Path, pipeline: str) -> None:
         (fresh / _REPLACED_FILE).write_text(json.dumps({"replaced_at": now}), encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)
         fresh.rename(target)
-    prune(repository, pipeline, KEPT - 1)  # besides this one, which is still in place
+    prune(repository, pipeline, HISTORY_LENGTH - 1)
 
 
-def kept_builds(repository: Path, pipeline: str) -> list[KeptBuild]:
-    """The builds that can be put back, last replaced first; not the one in place."""
+def list_history(repository: Path, pipeline: str) -> list[HistoryBuild]:
+    """Return the builds that can be restored, last replaced first, without the active build."""
     found = []
     for file in (history_folder(repository) / pipeline).glob(f"*/{_REPLACED_FILE}"):
         try:
             replaced_at = str(json.loads(file.read_bytes())["replaced_at"])
         except (OSError, ValueError, KeyError, TypeError):
             replaced_at = ""
-        found.append(KeptBuild(file.parent.name, pipeline, file.parent, replaced_at))
+        found.append(HistoryBuild(file.parent.name, pipeline, file.parent, replaced_at))
     in_place = build_id(repository, pipeline)
     others = [kept for kept in found if kept.build != in_place]
     return sorted(others, key=lambda kept: kept.replaced_at, reverse=True)
 
 
-def choose_build(kept: list[KeptBuild], build: str) -> KeptBuild | None:
-    """The one whose id begins with these digits; None where there is none, or more than one."""
+def find_build(kept: list[HistoryBuild], build: str) -> HistoryBuild | None:
+    """Return the build whose ID begins with these digits; None if there is not exactly one."""
     fitting = [one for one in kept if one.build.startswith(build)]
-    return fitting[0] if len(fitting) == 1 and len(build) >= MIN_DIGITS else None
+    return fitting[0] if len(fitting) == 1 and len(build) >= MIN_ID_DIGITS else None
 
 
-def prune(repository: Path, pipeline: str, keep: int) -> list[KeptBuild]:
-    """Remove all but the `keep` builds of a pipeline that were replaced last; those removed."""
-    gone = kept_builds(repository, pipeline)[keep:]
+def prune(repository: Path, pipeline: str, keep: int) -> list[HistoryBuild]:
+    """Remove all but the `keep` last replaced builds of a pipeline; return the removed builds."""
+    gone = list_history(repository, pipeline)[keep:]
     for kept in gone:
         shutil.rmtree(kept.folder, ignore_errors=True)
     return gone
 
 
-def kept_bytes(repository: Path, pipeline: str) -> int:
-    """What the kept builds take on the disk, beyond what the repository takes anyway."""
+def measure_history_bytes(repository: Path, pipeline: str) -> int:
+    """Return the disk space of the stored builds in bytes.
+
+    Files that the repository uses, too, are not counted.
+    """
     in_use = {file.stat().st_ino for file in repository.rglob("*") if file.is_file()}
     own = {}
-    for kept in kept_builds(repository, pipeline):
+    for kept in list_history(repository, pipeline):
         for file in kept.folder.rglob("*"):
             if file.is_file() and (status := file.stat()).st_ino not in in_use:
                 own[status.st_ino] = status.st_size
@@ -232,10 +236,10 @@ def kept_bytes(repository: Path, pipeline: str) -> int:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give a file another name; where the file system or its owner does not let, copy it.
+    """Create a hard link to a file, or a copy if the file system or the permissions prevent links.
 
     Raises:
-        OSError: neither can be.
+        OSError: Neither a link nor a copy is possible.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -248,9 +252,9 @@ COMMIT_MARK = "commit"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 Work = Literal["auto", "tune", "serve", "shadow"]
-"""What has repositories of its own beside the one that is asked for."""
+"""Purposes of temporary repositories beside the main one."""
 MIN_LINK_BYTES = 64 << 10
-"""A file of this size or more is not written twice: models with equal ones share its bytes."""
+"""Minimum size of a file, in bytes, to link to an identical file of another model."""
 
 
 def write_models(
@@ -260,22 +264,23 @@ def write_models(
     retired: Sequence[str] = (),
     linked: bool = False,
 ) -> list[str]:
-    """Write `files` (``<model>/...`` -> content); models whose files are equal are left untouched.
+    """Write `files` (``<model>/...`` -> content); models whose files are equal stay untouched.
 
-    A large file that another model already has is linked to, not copied. Builds that are replaced
-    are kept, see `kept`.
+    A large file that another model already has is linked, not copied. Replaced builds are stored in
+    the history.
 
     Args:
-        repository: folder of the models.
-        files: path relative to the repository -> content.
-        retired: models to remove.
-        linked: files on the disk are linked to, for nobody will write them in place.
+        repository: Folder of the models.
+        files: Content of each file, by path relative to the repository.
+        retired: Models to remove.
+        linked: Whether to link files on the disk, which requires that they are never written in
+            place.
 
     Returns:
-        Names of the models that changed or went, sorted.
+        Names of the models that changed or were removed, sorted.
 
     Raises:
-        UserError: the repository cannot be written to, has no room, or another build holds it.
+        UserError: The repository cannot be written, has no space, or another build is writing.
     """
     models: dict[str, dict[str, Content]] = {}
     for path, content in files.items():
@@ -297,20 +302,23 @@ def write_models(
                 for model in gone:
                     (staging / "gone" / model).mkdir(parents=True)
                 sync_folder(staging)
-                for model in (*changed, *gone):  # last: it may let go of what was just linked to
-                    keep_build(repository, model)
+                for model in (
+                    *changed,
+                    *gone,
+                ):  # last, because it may remove builds whose files were just linked
+                    archive_build(repository, model)
             except BaseException:
-                shutil.rmtree(staging, ignore_errors=True)  # else a full disk would stay full
+                shutil.rmtree(staging, ignore_errors=True)  # otherwise a full disk would stay full
                 raise
             _commit(repository, staging)
     return sorted([*changed, *gone])
 
 
 def recover(repository: Path) -> None:
-    """Complete or clear what a killed build left, so that a server finds whole models.
+    """Complete or clear the state that a killed build left, so that a server finds whole models.
 
     Raises:
-        UserError: the repository cannot be written to, or a build is running.
+        UserError: The repository cannot be written, or a build is running.
     """
     _clear_work(repository)
     if _staging(repository).is_dir():
@@ -320,10 +328,12 @@ def recover(repository: Path) -> None:
 
 @contextlib.contextmanager
 def sibling_work_dir(repository: Path, work: Work) -> Iterator[Path]:
-    """A folder beside the repository for others; gone at the end, if killed with the next command.
+    """Create a temporary folder beside the repository.
+
+    It is removed at the end of the block, or by the next command if the process is killed.
 
     Raises:
-        OSError: there can be none.
+        OSError: The folder cannot be created.
     """
     home = repository.resolve().parent
     home.mkdir(parents=True, exist_ok=True)
@@ -332,12 +342,12 @@ def sibling_work_dir(repository: Path, work: Work) -> Iterator[Path]:
 
 
 def is_being_written(repository: Path) -> bool:
-    """Whether models are about to change, or a killed build has left that to be completed."""
+    """Return whether models are about to change, or a killed build left such a state."""
     return _staging(repository).is_dir()
 
 
 def hash_files(files: Mapping[str, Content], known: Mapping[str, str]) -> dict[str, str]:
-    """SHA-256 in hex of each file's content; those in `known` are taken as they are."""
+    """Return the SHA-256 in hex of each file's content; hashes in `known` are reused."""
     return {
         path: known[path]
         if path in known
@@ -350,7 +360,7 @@ def hash_files(files: Mapping[str, Content], known: Mapping[str, str]) -> dict[s
 
 @contextlib.contextmanager
 def locked(repository: Path) -> Iterator[None]:
-    """Hold the repository for one writer; first complete or clear what a killed one left."""
+    """Hold the repository for one writer; first complete or clear what a killed writer left."""
     repository.mkdir(parents=True, exist_ok=True)
     with (repository.parent / f".{repository.name}.lock").open("w") as lock:
         try:
@@ -358,9 +368,9 @@ def locked(repository: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise UserError(
                 str(repository),
-                "must not be written by two builds at a time",
-                given="another build holds it",
-                remedy="Wait for it to end",
+                "is being written by another build",
+                given=f"lock file {lock.name}",
+                remedy="Wait until the other build ends",
             ) from error
         staging = _staging(repository)
         if (staging / COMMIT_MARK).exists():
@@ -371,10 +381,10 @@ def locked(repository: Path) -> Iterator[None]:
 
 
 def _holds(model: Path, contents: Mapping[str, Content]) -> bool:
-    """Whether the folder `model` holds exactly `contents` (relative path -> content).
+    """Check that the folder `model` contains exactly `contents` (relative path -> content).
 
-    Byte code does not count: a Python step that was served has left it there. Nor do figures of
-    `bench`: they stay until anything else changes, and then go with the folder.
+    Byte code is ignored, because serving a Python step creates it. Measurements of `bench` are
+    ignored, too: they are removed with the folder when anything else changes.
     """
     there = {
         str(path.relative_to(model))
@@ -410,7 +420,7 @@ def _stage(target: Path, content: Content, repository: Path) -> None:
 
 
 def _find_identical(content: Path, repository: Path) -> Path | None:
-    """A file of the repository with the same name and bytes as `content`, if it is large."""
+    """Return a file of the repository with the name and bytes of `content`, if it is large."""
     size = content.stat().st_size
     if size < MIN_LINK_BYTES:
         return None
@@ -421,10 +431,10 @@ def _find_identical(content: Path, repository: Path) -> Path | None:
 
 
 def _commit(repository: Path, staging: Path) -> None:
-    """Let what is staged count, from the mark on; where not even the first step works, nothing.
+    """Activate the staged models. If already the first swap fails, nothing changes.
 
     Raises:
-        OSError: the repository cannot be written to.
+        OSError: The repository cannot be written.
     """
     staged = _inodes(staging / "new")
     mark = staging / COMMIT_MARK
@@ -441,17 +451,17 @@ def _commit(repository: Path, staging: Path) -> None:
 
 
 def _swap(repository: Path, staging: Path) -> None:
-    """Move each staged model into place. Repeatable: it goes on where a killed one stopped.
+    """Move each staged model to its place. Repeated calls continue where a killed process stopped.
 
-    A model that has an old one trades places with it: its folder then holds the inode that the
-    mark tells, and staging the old one.
+    If an old model exists, the two folders are exchanged. The repository then has the inode
+    recorded in the mark, and the staging folder has the old model.
     """
     old = staging / "old"
     old.mkdir(exist_ok=True)
     try:
         staged = json.loads((staging / COMMIT_MARK).read_bytes())
     except ValueError:
-        staged = {}  # killed while it wrote the mark: nothing has moved yet
+        staged = {}  # the process was killed while writing the mark, so nothing has moved
     for name in _names(staging / "new"):
         fresh, target = staging / "new" / name, repository / name
         if not os.path.lexists(target):
@@ -465,7 +475,7 @@ def _swap(repository: Path, staging: Path) -> None:
 
 
 def _exchange(fresh: Path, target: Path, old: Path) -> None:
-    """Put `fresh` in the place of `target` at once, or by way of `old` where that cannot be."""
+    """Exchange `fresh` and `target` atomically, or by way of `old` if that is not supported."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.renameat2(
         _AT_FDCWD, os.fsencode(fresh), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE
@@ -479,7 +489,7 @@ def _exchange(fresh: Path, target: Path, old: Path) -> None:
 
 
 def _clear(staging: Path) -> None:
-    """Remove the staging folder; first the mark, without which nothing in it counts."""
+    """Remove the staging folder. The mark is removed first, because it makes the content count."""
     if staging.is_dir():
         (staging / COMMIT_MARK).unlink(missing_ok=True)
         sync(staging)

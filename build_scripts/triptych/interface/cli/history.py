@@ -42,14 +42,14 @@ def history(
     The last five replaced builds are kept next to the repository, for `triptych rollback`.
     """
     from triptych.repository.manifest import build_id
-    from triptych.repository.store import history_folder, kept_builds, kept_bytes, prune
+    from triptych.repository.store import history_folder, list_history, measure_history_bytes, prune
 
     if keep is not None:
         prune(repository, name, keep)
     builds = []
     if in_place := build_id(repository, name):
         builds.append(_describe(repository, name, in_place, ""))
-    kept = kept_builds(repository, name)
+    kept = list_history(repository, name)
     builds += [_describe(build.folder, name, build.build, build.replaced_at) for build in kept]
     if not builds:
         raise UserError(
@@ -58,7 +58,7 @@ def history(
             given="no build",
             remedy=f"Run `triptych build {name}` first",
         )
-    taken = kept_bytes(repository, name)
+    taken = measure_history_bytes(repository, name)
     if as_json:
         print_json({"builds": builds, "kept_bytes": taken})
         return

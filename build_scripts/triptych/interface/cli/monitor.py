@@ -373,9 +373,9 @@ def shadow(
 @contextmanager
 def _candidate(name: str, repository: Path, candidate: str) -> Iterator[Path]:
     """Yield the repository of the candidate: a folder, or links to a replaced build."""
-    from triptych.repository.store import choose_build, kept_builds, sibling_work_dir
+    from triptych.repository.store import find_build, list_history, sibling_work_dir
 
-    kept = choose_build(kept_builds(repository, name), candidate)
+    kept = find_build(list_history(repository, name), candidate)
     if kept is None or Path(candidate).is_dir():
         yield Path(candidate)
         return
