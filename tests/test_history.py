@@ -119,12 +119,12 @@ def test_the_command_lists_and_puts_back(repository: Path) -> None:
     shown = run("history", "tiny")
     assert f"{first[:12]}  built 2026-01-01T00:00:01, replaced " in shown
     assert f"fp32, passed\n  bench: 9/s at 1 client.\n  {promise}\n" in shown
-    assert "1 kept in " in shown
-    assert f"build {first[:12]} is in place again" in run("rollback", "tiny")
+    assert "1 replaced builds in " in shown
+    assert f"build {first[:12]} is active again" in run("rollback", "tiny")
     assert "is already active" in run("rollback", "tiny", first[:12])
-    assert "0 kept, 0.0 MB" in run("history", "tiny", "--keep", "0")
+    assert "0 replaced builds, 0.0 MB" in run("history", "tiny", "--keep", "0")
     assert "no build has been replaced" in run("rollback", "tiny")
-    assert "Given: neither" in run("history", "nothing")
+    assert "Given: no build" in run("history", "nothing")
 
 
 def test_a_kept_build_is_laid_out_as_a_repository(repository: Path, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_kept_build_is_laid_out_as_a_repository(repository: Path, tmp_path: Pa
     assert files_of(tmp_path / "alone", "tiny") == old
     assert find_build(list_history(repository, "tiny"), first[:3]) is None
     (guest,) = list_history(repository, "guest")
-    with pytest.raises(UserError, match=r"a core of its own.*that of tiny"):
+    with pytest.raises(UserError, match=r"shares the core of another.*core of tiny"):
         guest.lay_out(tmp_path / "guest")
 
 
@@ -156,25 +156,25 @@ def test_pipelines_that_share_a_core_go_back_together(repository: Path) -> None:
     first = {name: build_id(repository, name) for name in old}
     write_next(repository, "tiny", 2, core_key="other")
     write_next(repository, "guest", 2, core_key="other")
-    with pytest.raises(UserError, match=r"tiny has another core now.*it takes guest along"):
+    with pytest.raises(UserError, match=r"tiny has another core now.*Restore tiny with guest"):
         rollback(repository, "guest", first["guest"])
     assert rollback(repository, "tiny", None).builds == first
     assert {name: files_of(repository, name) for name in old} == old
     # Nothing of the guest fits the other core any more.
     shutil.rmtree(history_folder(repository) / "guest")
-    with pytest.raises(UserError, match="no kept build of guest fits that core"):
+    with pytest.raises(UserError, match="no stored build of guest matches"):
         rollback(repository, "tiny", None)
     assert {name: files_of(repository, name) for name in old} == old
 
 
 def test_what_cannot_be_put_back_is_refused(repository: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nothing has been replaced here"):
+    with pytest.raises(UserError, match="no build has been replaced"):
         rollback(repository, "tiny", None)
     first = build_id(repository, "tiny")
     write_next(repository, "tiny", 2)
     now = files_of(repository, "tiny")
     for wrong in ("0123456789", first[:3], "", "../tiny"):
-        with pytest.raises(UserError, match=rf"first digits of one build.*{first[:12]}"):
+        with pytest.raises(UserError, match=rf"prefix of one stored build.*{first[:12]}"):
             rollback(repository, "tiny", wrong)
     folder = history_folder(repository) / "tiny" / first
     for path, damage in (
@@ -187,7 +187,7 @@ def test_what_cannot_be_put_back_is_refused(repository: Path, tmp_path: Path) ->
         kept.unlink()  # a link: the repository keeps its own
         if damage == "other bytes":
             kept.write_bytes(content + b" ")
-        with pytest.raises(UserError, match=rf"{path}.*as it was kept.*{damage}"):
+        with pytest.raises(UserError, match=rf"{path}.*differs from the stored build.*{damage}"):
             rollback(repository, "tiny", None)
         assert files_of(repository, "tiny") == now
         kept.unlink(missing_ok=True)
