@@ -15,7 +15,7 @@ from precision_cases import node
 from triptych.base.errors import UserError
 from triptych.core.precision import float16, fp8, int8
 from triptych.core.precision.linear import Recipe
-from triptych.repository.lint.operators import support_of, unsupported
+from triptych.repository.lint.engine import support_of, unsupported
 from triptych.repository.records import Conversion
 from triptych.spec.fields import Precision
 

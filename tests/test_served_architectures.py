@@ -26,7 +26,7 @@ from served_models import (
 from tokenizers_of_kinds import LONGEST
 from triptych.base.errors import UserError
 from triptych.client import Client
-from triptych.repository.lint.operators import unsupported
+from triptych.repository.lint.engine import unsupported
 from triptych.runtime.decode_answers import AnswerDecoder
 from triptych.runtime.row_types import OUTSIDE, WORD_START, RowMetadata
 

@@ -1,6 +1,6 @@
-"""Static lint of a whole Triton model repository: no server, no GPU, every fault at once.
+"""Static checks of a whole model repository: no server, no GPU, all findings at once.
 
-Lint of a repository before it is written: its files as they would lie there.
+`lint_rendered` checks the files of a build before they are written.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from triptych.repository.render import Content
 
 
 class LintCheck(NamedTuple):
-    """A row of the table: `flaws` looks at one subject after the other.
+    """A row of the table of checks: `flaws` is called with each of the `subjects`.
 
-    A flaw without a file is of the subject's `config_file`.
+    A flaw without a file is reported for the subject's `config_file`.
     """
 
     id: str
@@ -35,7 +35,7 @@ class LintCheck(NamedTuple):
     flaws: Callable[[Any], Iterator[Flaw]]
 
 
-# A new check is a generator of flaws and a line here. What most often causes the rest comes first.
+# A new check is a generator of flaws and a line here. Frequent causes of other findings come first.
 CHECKS = (
     LintCheck("repository-readable", Repository.itself, files.repository_readable),
     LintCheck("config-readable", Repository.folders, files.config_readable),
@@ -99,15 +99,16 @@ _SEVERITIES = ("error", "warning", "info")
 def run_checks(
     repository: Path, *, triton: str = OLDEST, with_engines: bool = True
 ) -> list[Finding]:
-    """Every finding on the model repository at `repository`, errors first.
+    """Return every finding on the model repository at `repository`, errors first.
 
     Broken input is a finding, never an exception; files are relative to `repository`.
 
     Args:
-        repository: the folder with one folder for each model, ours or hand-made.
-        triton: the release that will serve it (``24.10``, or an image tag ``26.08-py3``).
-        with_engines: it must also load the engines. No where `triton` is but the oldest release
-            that the rest has to suit: an engine is of one release, whose image checks it.
+        repository: Folder with one folder per model, built by Triptych or by hand.
+        triton: Release that will serve it (``24.10``, or an image tag ``26.08-py3``).
+        with_engines: Whether the release must also load the engines. Set it to false if `triton` is
+            only the oldest supported release: an engine belongs to one release, whose image checks
+            it.
 
     Raises:
         UserError: `triton` is not a release.
@@ -125,7 +126,7 @@ def run_checks(
 
 
 class LintFailure(Exception):
-    """The rendered repository breaks a rule: nothing was written."""
+    """Raised if the rendered repository breaks a rule; nothing was written."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:
         self.findings = tuple(findings)
@@ -135,15 +136,15 @@ class LintFailure(Exception):
 def lint_rendered(
     files: Mapping[str, Content], *, triton: str, beside: Sequence[Path] = ()
 ) -> tuple[Finding, ...]:
-    """The findings that are no errors.
+    """Return the findings that are not errors, on files that are not written yet.
 
     Args:
-        files: path relative to the repository -> content.
-        triton: the oldest release that must load it.
-        beside: folders of models that are there already and that `files` refer to.
+        files: Content of each file, by path relative to the repository.
+        triton: Oldest release that must load it.
+        beside: Folders of existing models that `files` refer to.
 
     Raises:
-        LintFailure: an error.
+        LintFailure: There is an error.
     """
     with scratch_folder("triptych-lint-") as scratch:
         for path, content in files.items():
@@ -156,7 +157,7 @@ def lint_rendered(
         for model in beside:
             (scratch / model.name).symlink_to(model.absolute())
         findings = run_checks(scratch, triton=triton, with_engines=False)
-    # The engine is built of what is written now, here or in the image that will serve it.
+    # The engine is built later, from the files that are written now.
     findings = [finding for finding in findings if finding.id != "engine-built"]
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:

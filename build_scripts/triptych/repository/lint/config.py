@@ -1,8 +1,7 @@
-"""Lint: a single config says only what the target Triton takes.
+"""Checks of a single config.
 
-Lint: batches form, queues are bounded where they may be, and their policies make sense.
-
-Lint: warm-ups and CUDA graphs ask for requests that the model takes.
+The target release must know its fields. Batches must form, queue limits and policies must be valid,
+and warm-ups and CUDA graphs must be requests that the model accepts.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from triptych.repository.lint.snapshot import (
     warning,
 )
 
-# Beyond these a number was most likely written in another unit than microseconds.
+# A value outside these limits was probably not written in microseconds.
 _MIN_TIMEOUT_US = 1_000
 _MAX_DELAY_US = 1_000_000
 
 
 def dynamic_batching(model: Model) -> Iterator[Flaw]:
-    """A model that takes batches lets the server form them."""
+    """Check that the server forms batches for a model that supports batches."""
     config, known = model.config, BACKENDS.get(model.backend)
     batches = bool(known and known.batches_itself) or config.WhichOneof("scheduling_choice")
     if config.max_batch_size > 1 and not batches:
@@ -59,7 +58,7 @@ def dynamic_batching(model: Model) -> Iterator[Flaw]:
 
 
 def preferred_batch_size(model: Model) -> Iterator[Flaw]:
-    """Preferred batch sizes lie between 1 and max_batch_size."""
+    """Check that preferred batch sizes are between 1 and max_batch_size."""
     config = model.config
     preferred = [
         *config.dynamic_batching.preferred_batch_size,
@@ -75,7 +74,7 @@ def preferred_batch_size(model: Model) -> Iterator[Flaw]:
 
 
 def batch_shapes(model: Model) -> Iterator[Flaw]:
-    """Inputs of variable length share batches: ragged, or padded to planned lengths."""
+    """Check that inputs of variable length share batches: ragged, or padded to planned lengths."""
     if model.config.max_batch_size < 2 or not model.config.HasField("dynamic_batching"):
         return
     for tensor in model.config.input:
@@ -105,7 +104,7 @@ def batch_shapes(model: Model) -> Iterator[Flaw]:
 
 
 def priority_levels(model: Model) -> Iterator[Flaw]:
-    """Priorities lie between 1 and priority_levels."""
+    """Check that priorities are between 1 and priority_levels."""
     batching = model.config.dynamic_batching
     levels, default = batching.priority_levels, batching.default_priority_level
     outside = [key for key in batching.priority_queue_policy if not 1 <= key <= levels]
@@ -123,14 +122,14 @@ def priority_levels(model: Model) -> Iterator[Flaw]:
         )
     elif not levels and (outside or default):
         yield warning(
-            "should set priority_levels when it says anything on priorities",
+            "should set priority_levels if it sets other fields of priorities",
             f"default_priority_level {default}, policies for {names(outside)}",
-            "Add priority_levels, or remove the rest: without it nothing of it counts",
+            "Add priority_levels, or remove the rest: without it the other fields have no effect",
         )
 
 
 def preserve_ordering(model: Model) -> Iterator[Flaw]:
-    """preserve_ordering is possible, works in the target release, and holds nothing back."""
+    """Check that preserve_ordering is possible and works in the target release."""
     (first, last), triton = PRESERVE_ORDERING_BROKEN, model.repository.triton
     batching = model.config.dynamic_batching
     if not batching.preserve_ordering:
@@ -143,9 +142,9 @@ def preserve_ordering(model: Model) -> Iterator[Flaw]:
         clash = f"priority_levels {batching.priority_levels}"
     if clash:
         yield error(
-            "must not combine preserve_ordering with what reorders requests",
+            "must not combine preserve_ordering with a setting that reorders requests",
             clash,
-            "Remove preserve_ordering, or the other one",
+            "Remove preserve_ordering, or the other setting",
         )
     steps = (step.model_name for wiring in wirings(model.repository) for step in wiring.steps)
     if first <= triton <= last:
@@ -169,7 +168,7 @@ def _delays(policy: Any) -> bool:
 
 
 def queue_policy(model: Model) -> Iterator[Flaw]:
-    """Timeouts outlast the queue delay, limits hold a full batch, and units are microseconds."""
+    """Check that timeouts outlast the queue delay and limits allow a full batch."""
     delay_us = model.config.dynamic_batching.max_queue_delay_microseconds
     if delay_us > _MAX_DELAY_US:
         yield warning(
@@ -207,27 +206,28 @@ def queue_policy(model: Model) -> Iterator[Flaw]:
 
 
 def queue_wake_up(model: Model) -> Iterator[Flaw]:
-    """A queue policy turns pre-fetching off, and a lone instance then misses requests.
+    """Check that a model with one instance has no queue policy.
 
-    Measured on 24.10: a request that comes while the instance works is not seen for up to 500 ms
+    A queue policy disables prefetching, and a single instance then misses requests. Measured on
+    24.10: a request that arrives while the instance works is not noticed for up to 500 ms
     (triton-inference-server/server issue 8870 is a related report).
     """
     lone = sum(map(model.instances_of, model.config.instance_group)) <= 1
     policies = [policy for policy in model.queue_policies if policy.ByteSize()]
     if lone and (model.config.dynamic_batching.priority_levels or policies):
         yield warning(
-            "should have no queue policy while it has one instance: a request that arrives beside "
-            "a working one can wait 500 ms",
+            "should have no queue policy while it has one instance: a request that arrives during "
+            "another one can wait 500 ms",
             "a queue policy or priority levels",
             "Remove it, or give the step a second instance",
         )
 
 
 def queue_limit(wiring: Wiring) -> Iterator[Flaw]:
-    """No step limits its queue while other steps of the same request may run.
+    """Check that no step limits its queue while other steps of the same request may run.
 
-    Seen with 24.10: in a chain of steps a full queue is answered with an error, wherever it is;
-    with two branches nearly every request hung for ever.
+    Seen with 24.10: in a chain of steps a full queue is answered with an error, whichever step it
+    belongs to. With two branches nearly every request hung.
     """
     stages = wiring.stages()
     cause = "steps that run at the same time" if any(len(s) > 1 for s in stages) else ""
@@ -243,7 +243,7 @@ def queue_limit(wiring: Wiring) -> Iterator[Flaw]:
         if step.model and limits:
             yield error(
                 f"must not limit the queue of a step before Triton {STEP_QUEUE_LIMIT_SAFE} while "
-                "another step of the same request may run: the request hangs for ever",
+                "another step of the same request may run: the request hangs",
                 f"max_queue_size {names(limits)} on {step.label} of {wiring.ensemble.name}, which "
                 f"has {cause}",
                 "Limit the queue of the step that all requests pass first, alone, or target Triton "
@@ -253,9 +253,9 @@ def queue_limit(wiring: Wiring) -> Iterator[Flaw]:
 
 
 def triton_version(model: Model) -> Iterator[Flaw]:
-    """No field is newer than the target Triton: one unknown field and it refuses the config.
+    """Check that no field is newer than the target Triton, which would reject the config.
 
-    Parameters that its backend does not know yet are passed over without a word.
+    Triton ignores parameters that its backend does not know.
     """
     triton = model.repository.triton
     for field in fields_newer_than(model.config, triton):
@@ -266,18 +266,18 @@ def triton_version(model: Model) -> Iterator[Flaw]:
         )
     for parameter in parameters_newer_than(model.config, triton):
         yield warning(
-            f"should hold only parameters that Triton {triton} knows: it takes no notice of others",
+            f"should hold only parameters that Triton {triton} knows: it ignores others",
             f"parameter {parameter.name}, new in {parameter.release}",
             f"Remove it, or target Triton {parameter.release} or later",
         )
 
 
 def backend_known(model: Model) -> Iterator[Flaw]:
-    """Backend and platform name something that exists and belong together."""
+    """Check that backend and platform exist and belong together."""
     config, known = model.config, BACKENDS.get(model.backend)
     if not model.backend:
         yield error(
-            "must name a backend, or hold a file to tell it from",
+            "must name a backend, or have a file that identifies it",
             f"platform {config.platform!r}, no backend",
             'Write backend: "onnxruntime" (or python, tensorrt, ...)',
         )
@@ -318,24 +318,24 @@ def _unknown_backend(model: Model) -> Iterator[Flaw]:
 
 
 def ensemble_fields(model: Model) -> Iterator[Flaw]:
-    """An ensemble sets nothing that belongs to its steps."""
+    """Check that an ensemble sets no field that belongs to its steps."""
     present = {field.name for field, _ in model.config.ListFields()}
     forbidden = present & {"instance_group", "optimization", "model_warmup"}
     if forbidden:
         yield error(
-            "must not set on an ensemble what belongs to its steps",
+            "must not set fields on an ensemble that belong to its steps",
             names(forbidden),
             "Move it into the config of a step",
         )
 
 
 def tensor_valid(model: Model) -> Iterator[Flaw]:
-    """Inputs and outputs have names of their own, a dtype and dims of at least 1 or -1."""
+    """Check that inputs and outputs have unique names, a dtype and dims of at least 1 or -1."""
     for kind in ("input", "output"):
         tensors = getattr(model.config, kind)
         twice = [name for name, n in Counter(t.name for t in tensors).items() if n > 1]
         if twice:
-            rule = f"must give every {kind} a name of its own"
+            rule = f"must give every {kind} a unique name"
             yield error(rule, f"twice: {names(twice)}", "Rename or remove one")
         for index, tensor in enumerate(tensors):
             for rule, given in _tensor_faults(tensor):
@@ -349,7 +349,7 @@ def _tensor_faults(tensor: Any) -> Iterator[tuple[str, str]]:
     if enum_name(tensor, "data_type") == "TYPE_INVALID":
         yield "must give every tensor a data_type", "none"
     if not tensor.dims:
-        yield "must give every tensor dims", "none; write [1] for one value a row"
+        yield "must give every tensor dims", "none; write [1] for one value per row"
     shapes = [tensor.dims, tensor.reshape.shape]
     wrong = [dim for shape in shapes for dim in shape if dim < 1 and dim != -1]
     if wrong:
@@ -362,14 +362,14 @@ def _tensor_faults(tensor: Any) -> Iterator[tuple[str, str]]:
 
 
 def _blocks(dims: Sequence[int]) -> list[int]:
-    """The number of values between one variable dim and the next."""
+    """Return the number of values between one variable dim and the next."""
     starts = [0, *(i + 1 for i, dim in enumerate(dims) if dim == -1)]
     ends = [*(i for i, dim in enumerate(dims) if dim == -1), len(dims)]
     return [prod(dims[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
 def instance_group(model: Model) -> Iterator[Flaw]:
-    """Instance groups have a count, GPUs only where they run on one, profiles only for TensorRT."""
+    """Check counts, GPUs and profiles of the instance groups."""
     for index, group in enumerate(model.config.instance_group):
         label, kind = f"instance_group {group.name or index}", enum_name(group, "kind")
         if group.count < 1:
@@ -416,7 +416,7 @@ def _profile_flaws(model: Model, profiles: Sequence[str], label: str) -> Iterato
 
 
 def response_cache(model: Model) -> Iterator[Flaw]:
-    """Responses are cached only where the server can."""
+    """Check that responses are only cached if the server supports it."""
     config = model.config
     if not config.response_cache.enable:
         return
@@ -448,7 +448,7 @@ _ELEMENT_BYTES = {
 
 
 def warmup(model: Model) -> Iterator[Flaw]:
-    """Every warm-up covers the model's inputs with data of the right dtype, dims and size."""
+    """Check that every warm-up has data of the right dtype, dims and size for the inputs."""
     for index, sample in enumerate(model.config.model_warmup):
         label = f"model_warmup {sample.name or index}"
         for rule, given in sample_faults(model, sample):
@@ -459,7 +459,7 @@ def warmup(model: Model) -> Iterator[Flaw]:
 
 
 def sample_faults(model: Model, sample: Any) -> Iterator[tuple[str, str]]:
-    """What keeps `model` from taking a warm-up: a rule, and what was given."""
+    """Yield a rule and the given value for each fault of a warm-up."""
     limit = max(model.config.max_batch_size, 1)
     if sample.batch_size > limit:
         yield f"must warm up at most max_batch_size rows ({limit})", f"{sample.batch_size} rows"
@@ -493,7 +493,7 @@ def _file_faults(model: Model, data: Any, place: str) -> Iterator[tuple[str, str
     needed = prod(data.dims) * _ELEMENT_BYTES.get(enum_name(data, "data_type"), 0)
     if path.stat().st_size < needed:
         yield (
-            "must have as many bytes in its input_data_file as dims ask for",
+            "must have as many bytes in its input_data_file as dims require",
             f"{place}: {relative} has {path.stat().st_size} bytes, {needed} needed",
         )
 
@@ -513,7 +513,7 @@ def _doubtful(model: Model, sample: Any, label: str) -> Iterator[Flaw]:
             f"{label}: unknown input {names(unknown)}; inputs: {names(model.inputs)}",
             "Correct the name, or remove it",
         )
-    # Random bytes make ids beyond the vocabulary, and lookups out of range.
+    # Random bytes are ids beyond the vocabulary, which lookups reject.
     random_ids = [
         name
         for name, data in sample.inputs.items()
@@ -528,7 +528,7 @@ def _doubtful(model: Model, sample: Any, label: str) -> Iterator[Flaw]:
 
 
 def graph_spec(model: Model) -> Iterator[Flaw]:
-    """CUDA graphs are captured for batch sizes and shapes that the model takes."""
+    """Check that CUDA graphs are captured for batch sizes and shapes that the model accepts."""
     for index, spec in enumerate(model.config.optimization.cuda.graph_spec):
         for rule, given in spec_faults(model, spec):
             yield error(
@@ -537,7 +537,7 @@ def graph_spec(model: Model) -> Iterator[Flaw]:
 
 
 def spec_faults(model: Model, spec: Any) -> Iterator[tuple[str, str]]:
-    """What keeps a `graph_spec` from being captured: a rule, and what was given."""
+    """Yield a rule and the given value for each fault of a `graph_spec`."""
     limit = model.config.max_batch_size
     if not min(limit, 1) <= spec.batch_size <= limit:
         span = f"from 1 to {limit}" if limit else "0"
@@ -558,7 +558,7 @@ def _shape_faults(model: Model, shapes: Mapping[str, Any]) -> Iterator[tuple[str
         tensor = model.inputs.get(name)
         if any(dim < 1 for dim in shape.dim):
             yield "must have concrete dims in a graph_spec", given
-        # Ragged and batch inputs are given as they are after joining: nothing to compare with.
+        # Ragged and batch inputs have their shape after joining, which cannot be compared.
         elif tensor and not tensor.allow_ragged_batch and not fits(shape.dim, tensor.dims):
             rule = f"must fit the input's dims, without the batch: {dims_text(tensor.dims)}"
             yield rule, given

@@ -1,6 +1,7 @@
-"""Lint: a compiled core and its config agree, ragged inputs and what the server adds included.
+"""Checks that a compiled core and its config match.
 
-Lint: a core that generates text suits its GPUs and its KV cache, and prompts begin once.
+They include ragged inputs and inputs that the server adds. Cores that generate text must fit their
+GPUs and their KV cache, and prompts must have one BOS token.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from triptych.repository.lint.snapshot import (
     warning,
 )
 
-# How many dims the tensor has that the server makes for each kind of batch_input.
+# Number of dims of the tensor that the server makes for a kind of batch_input.
 _RANKS = {"BATCH_ITEM_SHAPE": 2}
 
 
 def onnx_readable(repository: Repository) -> Iterator[Flaw]:
-    """ONNX files can be read; without the onnx package their checks are left out."""
+    """Check that ONNX files can be read.
+
+    Without the onnx package their checks are skipped, which is reported.
+    """
     skipped = [
         model.name
         for model in repository.executed()
@@ -40,7 +44,7 @@ def onnx_readable(repository: Repository) -> Iterator[Flaw]:
     ]
     if skipped and not repository.reads_graphs:
         yield info(
-            "compares configs with ONNX files only where the package onnx is installed",
+            "compares configs with ONNX files only if the package onnx is installed",
             f"not compared: {names(skipped)}",
             "pip install onnx",
         )
@@ -51,7 +55,7 @@ def onnx_readable(repository: Repository) -> Iterator[Flaw]:
 
 
 def onnx_data(model: Model) -> Iterator[Flaw]:
-    """The weights that an ONNX file keeps in files of their own are beside it."""
+    """Check that the external weights of an ONNX file are beside it."""
     for graph in model.graphs:
         folder = (model.repository.root / graph.file).parent
         missing = [name for name in graph.data_files if not exists(folder / name)]
@@ -65,7 +69,7 @@ def onnx_data(model: Model) -> Iterator[Flaw]:
 
 
 def onnx_tensors(model: Model) -> Iterator[Flaw]:
-    """Names, dtypes and dims of the config are those of the ONNX file."""
+    """Check that names, dtypes and dims of the config are those of the ONNX file."""
     for graph in (graph for graph in model.graphs if not graph.problem):
         for kind, there in (("input", graph.inputs), ("output", graph.outputs)):
             for tensor in getattr(model.config, kind):
@@ -80,7 +84,7 @@ def onnx_tensors(model: Model) -> Iterator[Flaw]:
             yield error(
                 "must feed every input of the ONNX file",
                 f"{graph.file} needs {names(unfed)} too; declared: {names(fed)}",
-                "Add it to input, or to batch_input when the server is to make it",
+                "Add it to input, or to batch_input if the server makes it",
             )
 
 
@@ -107,7 +111,7 @@ def _tensor_faults(
     if batched and found.dims[:1] != (-1,):
         rule = "must have a variable first dimension in the ONNX file when max_batch_size is set"
         yield rule, dims_text(found.dims)
-    # The backend takes a narrower input than the graph's, but compares outputs exactly.
+    # The backend accepts a narrower input than the graph's, but compares outputs exactly.
     elif dims != without_batch and not (kind == "input" and fits(dims, without_batch)):
         yield (
             "must have the ONNX file's dims" + (", without the batch" if batched else ""),
@@ -116,7 +120,7 @@ def _tensor_faults(
 
 
 def batch_input(model: Model) -> Iterator[Flaw]:
-    """What the server adds to a batch is made from a ragged input and read by the graph."""
+    """Check that tensors the server adds are made from a ragged input and read by the graph."""
     config = model.config
     for index, added in enumerate(config.batch_input):
         for rule, given in _added_faults(model, added):
@@ -126,7 +130,7 @@ def batch_input(model: Model) -> Iterator[Flaw]:
         for rule, given in _split_faults(model, split):
             remedy = "Correct the batch_output, or the input it follows"
             yield error(rule, f"batch_output {index}: {given}", remedy)
-    # Joined rows need marks where one ends; the Python backend never joins them.
+    # Joined rows need their lengths; the Python backend never joins rows.
     unmarked = model.ragged - {name for added in config.batch_input for name in added.source_input}
     if unmarked and model.backend in GRAPH_BACKENDS:
         yield warning(
@@ -158,7 +162,7 @@ def _added_faults(model: Model, added: Any) -> Iterator[tuple[str, str]]:
         yield "must have a target_name", "none"
     both = set(model.inputs) & set(added.target_name)
     if both:
-        yield "must not make an input that a request brings along", names(both)
+        yield "must not make an input that requests contain", names(both)
     for graph in model.graphs:
         for name in added.target_name if not graph.problem else ():
             yield from _target_faults(name, graph, data_type, _RANKS.get(kind, 1), kind)
@@ -183,7 +187,7 @@ def _split_faults(model: Model, split: Any) -> Iterator[tuple[str, str]]:
     outputs = {tensor.name for tensor in model.config.output}
     yield from _source_faults(model, split, enum_name(split, "kind"))
     if len(split.target_name) > 1:
-        rule = "must have one target_name: of several, Triton answers the first output alone"
+        rule = "must have one target_name: Triton only fills the first of several outputs"
         yield rule, names(split.target_name)
     unknown = set(split.target_name) - outputs
     if unknown or not split.target_name:
@@ -197,23 +201,23 @@ _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 
 
 def engine_gpus(model: Model) -> Iterator[Flaw]:
-    """A model on several GPUs has whole ones, one for each part, and chooses them itself."""
+    """Check that a model on several GPUs has one whole GPU per part and places itself."""
     settings = _settings(model)
     gpus = settings.get("gpus") or []
     parts = settings.get("tensor_parallel", 1) * settings.get("pipeline_parallel", 1)
     slices = [gpu for gpu in gpus if str(gpu).startswith(_SLICE)]
     if slices and parts > 1:
         yield error(
-            "must not split a model over slices of GPUs: none reaches another's memory",
+            "must not split a model over slices of GPUs: a slice cannot access another's memory",
             f"{parts} parts on {', '.join(map(str, gpus))}",
             "Use whole GPUs, or tensor_parallel_size: 1 and pipeline_parallel_size: 1",
         )
     elif slices:
         yield error(
-            "must not name a slice by its UUID: vLLM ends on one in CUDA_VISIBLE_DEVICES "
+            "must not name a slice by its UUID: vLLM crashes on one in CUDA_VISIBLE_DEVICES "
             "(vllm-project/vllm#41848)",
             ", ".join(slices),
-            "Give the container that slice alone, and leave serving.gpus out",
+            "Give the container only that slice, and remove serving.gpus",
         )
     if gpus and len(gpus) != parts:
         yield error(
@@ -232,8 +236,9 @@ def engine_gpus(model: Model) -> Iterator[Flaw]:
 
 
 def precision_gpus(model: Model) -> Iterator[Flaw]:
-    """Which GPUs compute in 8 bits; vLLM says so only when it starts, or quietly does otherwise.
+    """Report the GPUs that compute in 8 bits.
 
+    vLLM reports unsupported GPUs only when it starts, or silently uses another precision. See
     https://docs.vllm.ai/en/latest/features/quantization/
     """
     settings = _settings(model)
@@ -244,14 +249,14 @@ def precision_gpus(model: Model) -> Iterator[Flaw]:
             "fp8 is for GPUs of compute capability 8.9 or later (Ada, Hopper, Blackwell): on older "
             "ones vLLM computes with fp8 weights in bf16, and may refuse an fp8 KV cache",
             _eight_bits(settings),
-            "Give it such GPUs, as L4, L40S or H100; on older ones int8",
+            "Use such GPUs, for example L4, L40S or H100; on older ones use int8",
         )
     if settings.get("precision") == "int8":
         yield info(
             "int8 is for GPUs of compute capability 8.0 to 9.0 (Ampere to Hopper): vLLM refuses "
             "it on Blackwell, and bf16, which the rest is computed in, on older ones",
             _eight_bits(settings),
-            "Give it such GPUs; on newer ones fp8",
+            "Use such GPUs; on newer ones use fp8",
         )
 
 
@@ -263,7 +268,7 @@ def _eight_bits(settings: Mapping[str, Any]) -> str:
 
 
 def kv_cache(model: Model) -> Iterator[Flaw]:
-    """The KV cache holds one request of full length, and the usual ones of a whole batch."""
+    """Check that the KV cache holds one request of full length, and a batch of common ones."""
     settings = _settings(model)
     token_bytes, memory_mib = settings.get("kv_token_bytes"), settings.get("kv_cache_mib")
     if not token_bytes or not memory_mib:
@@ -289,14 +294,14 @@ def kv_cache(model: Model) -> Iterator[Flaw]:
 
 
 def duplicate_bos_token(model: Model) -> Iterator[Flaw]:
-    """A text on which a chat template was rendered gets no second beginning."""
+    """Check that chat template and tokenizer do not both add a BOS token."""
     known = _settings(model).get("special_tokens", {})
     for folder in model.served_folders:
         first = _first_added(folder / _TOKENIZER)
         template = _text(folder / _TEMPLATE)
         if first and first in template and known.get("bos_token") != first:
             yield warning(
-                "should know the token that both the chat template and the tokenizer put first: "
+                "should name the BOS token that both the chat template and the tokenizer add: "
                 "a text that was rendered elsewhere gets it twice",
                 f"{first}; bos_token {known.get('bos_token', 'is not named')}",
                 "Name it as bos_token in the model's tokenizer_config.json and build again",
@@ -305,7 +310,7 @@ def duplicate_bos_token(model: Model) -> Iterator[Flaw]:
 
 
 def _settings(model: Model) -> Mapping[str, Any]:
-    """The parameters that are JSON, as ours are."""
+    """Return the parameters that are JSON, as those of Triptych's steps are."""
     found = {}
     for name, value in model.config.parameters.items():
         try:
@@ -316,7 +321,7 @@ def _settings(model: Model) -> Mapping[str, Any]:
 
 
 def _first_added(tokenizer: Path) -> str:
-    """The token that a tokenizer puts before every text; empty where it puts none."""
+    """Return the token that a tokenizer adds in front of every text; empty if there is none."""
     try:
         pending = [json.loads(_text(tokenizer) or "{}").get("post_processor")]
     except (ValueError, AttributeError):

@@ -1,6 +1,10 @@
-"""Lint: a TensorRT core has its engine, and the target release can load it.
+"""Checks of TensorRT cores: the engine exists, and the target release can load it.
 
-What is known of such a core is here, too: its profiles, its build record, and the rows it is sent.
+`EngineCore` has the profiles, the build record and the rows that a core receives. `unsupported`
+lists the operators and element types of a graph that the ONNX parser of a TensorRT release does not
+support, so that such graphs are rejected without a GPU. ``operators.json`` records the parser's own
+support matrix, by major version of TensorRT: operators, the element types each one is documented
+for, and the newest opset.
 """
 
 from __future__ import annotations
@@ -9,32 +13,225 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from triptych.base import cache
+from triptych.base.cache import sha256_of as hash_file
+from triptych.base.errors import UserError
+from triptych.base.onnx_graph import all_nodes, node_name
 from triptych.base.releases import TENSORRT_VERSIONS, Release, releases_with, tensorrt_major
 from triptych.repository.lint.ensemble import Wiring, wirings
-from triptych.repository.lint.operators import support_of, unsupported
 from triptych.repository.lint.snapshot import Flaw, Model, Repository, enum_name, error, names
 from triptych.spec.engine_plan import Dims, EnginePlan, ShapeRange
 
-# Inputs of these kinds, made by the server, have one entry a row.
+_DATA = Path(__file__).with_name("operators.json")
+_STANDARD = ("", "ai.onnx")
+# TensorRT's name of an ONNX element type, if it differs from ONNX's.
+_TYPE_NAMES = {
+    "FLOAT": "FP32",
+    "FLOAT16": "FP16",
+    "BFLOAT16": "BF16",
+    "DOUBLE": "FP64",
+    "FLOAT8E4M3FN": "FP8",
+    "FLOAT4E2M1": "FP4",
+}
+# The input whose type the documentation of an operator refers to, if not the first.
+_TYPED_INPUT = {"Where": 1, "OneHot": 2}
+# Operators whose documentation refers to the type of their output.
+_TYPED_BY_OUTPUT = ("Constant", "ConstantOfShape", "EyeLike", "RandomNormal", "RandomUniform")
+# A type that only inputs and outputs can have, and the operators that may read it.
+_EDGE_TYPE, _TAKE_EDGE_TYPE = "UINT8", ("Cast", "Shape", "Size")
+# Quantization must be symmetric: the parser rejects zero points other than zero.
+_QUANTIZATION = ("DequantizeLinear", "QuantizeLinear")
+# Operators whose output has another type than the documented input.
+_CHECKED_OUTPUT = ("Cast", "DequantizeLinear", "QuantizeLinear")
+
+
+@dataclass(frozen=True)
+class Support:
+    """Support matrix of the parser of one major version.
+
+    Attributes:
+        tensorrt: Recorded release.
+        opset: Newest opset it is documented for.
+        types: Element types that this TensorRT has.
+        narrowed: Smaller type that it converts an element type to.
+        operators: Element types that each operator is documented for.
+    """
+
+    tensorrt: str
+    opset: int
+    types: frozenset[str]
+    narrowed: Mapping[str, str]
+    operators: Mapping[str, frozenset[str]]
+    source: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Part of a graph that a parser does not support.
+
+    Attributes:
+        node: Name of the node, input or output; ``opset`` for the graph itself.
+        operator: Operator of the node; empty otherwise.
+        certain: Whether the parser rejects it; otherwise it is only undocumented.
+    """
+
+    node: str
+    operator: str
+    reason: str
+    certain: bool
+
+
+@cache
+def support_of(major: int) -> Support:
+    """Return the record of a major version of TensorRT; raise a UserError if there is none."""
+    records = json.loads(_DATA.read_text(encoding="utf-8"))
+    if str(major) not in records:
+        raise UserError(
+            "tensorrt",
+            "is a major version whose parser is not known",
+            given=major,
+            remedy=f"Use one of {', '.join(records)}",
+        )
+    record = records[str(major)]
+    operators = {
+        operator: frozenset(types.split())
+        for types, operators in record["operators"].items()
+        for operator in operators.split()
+    }
+    types = frozenset(record["types"].split())
+    return Support(**{**record, "types": types, "operators": operators})
+
+
+def unsupported(model_path: Path, major: int) -> list[Refusal]:
+    """Return the parts of the graph at `model_path` that TensorRT `major` does not support.
+
+    Shape inference finds element types; a value without one is not checked.
+
+    Raises:
+        UserError: The parser of that major version is not known.
+    """
+    import onnx
+
+    support = support_of(major)
+    model = onnx.load(str(model_path), load_external_data=False)
+    functions = {(function.domain, function.name) for function in model.functions}
+    refused = [*_opset_refusals(model, support), *_edge_refusals(model.graph, support)]
+    bodies = [model.graph.node, *(function.node for function in model.functions)]
+    types = _value_types(model)
+    # Constants stored in the file that are not all zero.
+    shifted = {t.name for t in model.graph.initializer if any(t.int32_data) or any(t.raw_data)}
+    for node in (node for body in bodies for node in all_nodes(body)):
+        if (node.domain, node.op_type) not in functions:
+            refused += _node_refusals(node, types, support)
+            if node.op_type in _QUANTIZATION and shifted & {*node.input[2:]}:
+                reason = "a zero point is not zero: quantization must be symmetric"
+                refused.append(Refusal(node_name(node), node.op_type, reason, certain=True))
+    return refused
+
+
+def _opset_refusals(model: Any, support: Support) -> Iterator[Refusal]:
+    opset = max((o.version for o in model.opset_import if o.domain in _STANDARD), default=0)
+    if opset > support.opset:
+        reason = f"opset {opset}, TensorRT {support.tensorrt} is documented up to {support.opset}"
+        yield Refusal("opset", "", reason, certain=False)
+    if model.functions and support.tensorrt.startswith("8."):
+        names = ", ".join(sorted(function.name for function in model.functions))
+        yield Refusal(names, "", "local functions need TensorRT 10", certain=True)
+
+
+def _edge_refusals(graph: Any, support: Support) -> Iterator[Refusal]:
+    """Yield inputs and outputs whose type TensorRT would change.
+
+    The config would then name another type.
+    """
+    weights = {tensor.name for tensor in graph.initializer}
+    for kind, values in (("input", graph.input), ("output", graph.output)):
+        for value in values:
+            held = _type_name(value.type.tensor_type.elem_type)
+            if value.name in weights or held in support.types:
+                continue
+            smaller = support.narrowed.get(held)
+            fate = f"becomes {smaller}" if smaller else "does not exist"
+            yield Refusal(
+                value.name, "", f"{kind} {held} {fate} in TensorRT {support.tensorrt}", certain=True
+            )
+
+
+def _node_refusals(node: Any, types: Mapping[str, str], support: Support) -> Iterator[Refusal]:
+    name = node_name(node)
+    allowed = support.operators.get(node.op_type) if node.domain in _STANDARD else None
+    if allowed is None:
+        operator = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+        reason = f"operator {operator} is not in TensorRT {support.tensorrt}"
+        yield Refusal(name, node.op_type, reason, certain=True)
+        return
+    found = [types.get(value, "") for value in _typed_values(node)]
+    lacking = sorted(
+        {held for held in found if held and not {held, support.narrowed.get(held)} & support.types}
+    )
+    if lacking:
+        reason = f"type {', '.join(lacking)} does not exist in TensorRT {support.tensorrt}"
+        yield Refusal(name, node.op_type, reason, certain=True)
+        return
+    judged = support.narrowed.get(found[0], found[0]) if found else ""
+    if judged == _EDGE_TYPE and node.op_type not in _TAKE_EDGE_TYPE:
+        reason = f"{_EDGE_TYPE} is for inputs and outputs in TensorRT {support.tensorrt}"
+        yield Refusal(name, node.op_type, f"{reason}: cast it before {node.op_type}", certain=True)
+    elif judged and judged not in allowed:
+        reason = (
+            f"{node.op_type} of {judged} is beyond what is documented for TensorRT "
+            f"{support.tensorrt}: {', '.join(sorted(allowed))}"
+        )
+        yield Refusal(name, node.op_type, reason, certain=False)
+
+
+def _typed_values(node: Any) -> list[str]:
+    """Return the value that an operator's documentation refers to, then others to check."""
+    place = _TYPED_INPUT.get(node.op_type, 0)
+    by_output = node.op_type in _TYPED_BY_OUTPUT or len(node.input) <= place
+    first = node.output[0] if by_output else node.input[place]
+    return [first, *(node.output if node.op_type in _CHECKED_OUTPUT else ())]
+
+
+def _value_types(model: Any) -> dict[str, str]:
+    """Return the element type of every value that has one, by name."""
+    import onnx
+
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    found = {tensor.name: _type_name(tensor.data_type) for tensor in graph.initializer}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        found[value.name] = _type_name(value.type.tensor_type.elem_type)
+    return found
+
+
+def _type_name(elem_type: int) -> str:
+    """Return TensorRT's name of an ONNX element type; empty if unknown."""
+    import onnx
+
+    if not elem_type or elem_type not in onnx.TensorProto.DataType.values():
+        return ""
+    name = str(onnx.TensorProto.DataType.Name(elem_type))
+    return _TYPE_NAMES.get(name, name)
+
+
+# The server makes inputs of these kinds with one entry per row.
 _BY_ROW = ("BATCH_ITEM_SHAPE", "BATCH_ITEM_SHAPE_FLATTEN")
 _MAX_REFUSALS = 3
 Shapes = Mapping[str, Dims]
-"""Input to its shape, batch dimension included."""
+"""Shape of each input, with the batch dimension."""
 
 
 @dataclass(frozen=True)
 class SentRows:
-    """What the step `source` sends the core.
+    """Rows that the step `source` sends to the core.
 
     Attributes:
-        padded: lengths that it pads rows to; empty when it does not.
-        longest: tokens a row may have; None when it does not say.
+        padded: Lengths that it pads rows to; empty if it does not pad.
+        longest: Maximum number of tokens of a row; None if unknown.
     """
 
     source: str
@@ -46,11 +243,11 @@ class EngineCore:
     """A model with backend tensorrt.
 
     Attributes:
-        pipeline: that built it; empty when no lock says.
-        lock_file: of that pipeline, relative to the repository.
-        profiles: of its engine; none when they are not known.
-        record: what the finished engine was built with; empty when no lock says.
-        rows: what the steps before it send.
+        pipeline: Pipeline that built it; empty if no build manifest names it.
+        lock_file: Build manifest of that pipeline, relative to the repository.
+        profiles: Profiles of its engine; none if unknown.
+        record: Record of the finished engine; empty if no build manifest has it.
+        rows: Rows that the steps before it send.
     """
 
     def __init__(self, model: Model) -> None:
@@ -68,7 +265,7 @@ class EngineCore:
 
     @cached_property
     def row_inputs(self) -> set[str]:
-        """Inputs whose first dimension counts the rows of a batch."""
+        """Inputs whose first dimension is the number of rows of a batch."""
         if self.config.max_batch_size < 1:
             return set()
         added = [each for each in self.config.batch_input if enum_name(each, "kind") in _BY_ROW]
@@ -76,7 +273,7 @@ class EngineCore:
         return rows | {name for each in added for name in each.target_name}
 
     def fits(self, shapes: Shapes) -> bool:
-        """Whether some profile spans these shapes, however many rows they are of."""
+        """Return whether some profile allows these shapes, whatever the number of rows."""
         return any(
             all(
                 between(profile[name].minimum[skip:], dims[skip:], profile[name].maximum[skip:])
@@ -88,17 +285,17 @@ class EngineCore:
         )
 
     def row(self, tokens: int) -> Shapes:
-        """Dims of a row of `tokens` tokens."""
+        """Return the dims of a row of `tokens` tokens."""
         inputs = self.config.input
         return {t.name: tuple(tokens if dim == -1 else dim for dim in t.dims) for t in inputs}
 
     def joined(self, rows: int, dims: Shapes) -> Shapes:
-        """Shapes of a batch of `rows` equal rows, from the dims of one."""
+        """Return the shapes of a batch of `rows` equal rows, from the dims of one."""
         ragged = {name: (rows * prod(dims[name]),) for name in self.model.ragged & dims.keys()}
         return {**{name: self._batched(rows, each) for name, each in dims.items()}, **ragged}
 
     def spec_shapes(self, rows: int, inputs: Mapping[str, Any]) -> Shapes:
-        """Shapes that a `graph_spec` names: ragged and added inputs are given as joined."""
+        """Return the shapes in a `graph_spec`, which has ragged and added inputs after joining."""
         as_given = {n: tuple(s.dim) for n, s in inputs.items()}
         joined = self.model.ragged | self.model.added
         return {n: d if n in joined else self._batched(rows, d) for n, d in as_given.items()}
@@ -108,14 +305,14 @@ class EngineCore:
 
 
 def engine_cores(repository: Repository) -> Iterator[EngineCore]:
-    """Every TensorRT model, with what the locks of its ensembles say."""
+    """Yield every TensorRT model, with data from the build manifests of its ensembles."""
     for model in repository.executed():
         if model.backend == "tensorrt":
             yield EngineCore(model)
 
 
 def between(low: Dims, dims: Dims, high: Dims) -> bool:
-    """Whether a shape lies between two others of its rank."""
+    """Return whether a shape is between two others of its rank."""
     trios = zip(low, dims, high, strict=False)
     return len(low) == len(dims) == len(high) and all(a <= b <= c for a, b, c in trios)
 
@@ -129,7 +326,7 @@ def _plan_of(lock: Any) -> EnginePlan | None:
 
 
 def _rows_sent(wiring: Wiring, core: Model) -> Iterator[SentRows]:
-    """Of the steps that make an input of variable length."""
+    """Yield the rows of the steps that make an input of variable length."""
     for producer in {p.index: p for p in wiring.feeding(core, core.varying)}.values():
         if producer.model is not None:
             edges = _setting(producer.model, "bucket_edges")
@@ -139,7 +336,7 @@ def _rows_sent(wiring: Wiring, core: Model) -> Iterator[SentRows]:
 
 
 def _setting(model: Model, key: str) -> Any:
-    """A parameter of a step of ours: JSON."""
+    """Return a parameter of a step that Triptych wrote, parsed as JSON; None if there is none."""
     if not model.is_ours or key not in model.config.parameters:
         return None
     try:
@@ -153,20 +350,20 @@ def _are_sizes(values: Any) -> bool:
 
 
 def sha256_of(path: Path) -> str:
-    """In hex; empty when the file cannot be read."""
+    """Return the SHA-256 of a file in hex; empty if the file cannot be read."""
     try:
-        return cache.sha256_of(path)
+        return hash_file(path)
     except OSError:
         return ""
 
 
 def engine_built(core: EngineCore) -> Iterator[Flaw]:
-    """The engine of a TensorRT core is there."""
+    """Check that the engine of a TensorRT core exists."""
     model = core.model
     if model.waits_for_engine:
         pipeline = core.pipeline or model.name.removesuffix("_core")
         yield error(
-            "must have its engine built: the tensorrt backend loads nothing else",
+            "must have its engine built: the tensorrt backend cannot load a graph",
             "model.onnx alone",
             f"triptych engine {pipeline}, in the image and on the GPU that serve it",
             f"{model.name}/{model.served_versions[0]}/{model.model_file}",
@@ -174,7 +371,7 @@ def engine_built(core: EngineCore) -> Iterator[Flaw]:
 
 
 def engine_version(core: EngineCore) -> Iterator[Flaw]:
-    """The engine is of the graph beside it, and of a TensorRT that a named release loads."""
+    """Check that the engine belongs to its graph, and that the target release can load it."""
     repository, record = core.model.repository, core.record
     if not record or core.model.waits_for_engine:
         return
@@ -183,7 +380,7 @@ def engine_version(core: EngineCore) -> Iterator[Flaw]:
         if isinstance(wanted, str) and sha256_of(repository.root / graph.file) != wanted:
             yield error(
                 "must be the graph that the engine was built from",
-                f"another one than {core.lock_file} records",
+                f"another graph than {core.lock_file} records",
                 f"triptych engine {core.pipeline}",
                 graph.file,
             )
@@ -203,7 +400,10 @@ def engine_version(core: EngineCore) -> Iterator[Flaw]:
 
 
 def _obstacle(built: str, triton: Release, *, compatible: bool) -> str:
-    """Why the image of `triton` cannot load an engine of TensorRT `built`; empty if it may."""
+    """Return why the image of `triton` cannot load an engine of TensorRT `built`.
+
+    Empty if it may be able to.
+    """
     exact, major = TENSORRT_VERSIONS.get(triton), tensorrt_major(triton)
     if major is None or (exact is not None and _same(exact, built)):
         return ""
@@ -221,7 +421,7 @@ def _obstacle(built: str, triton: Release, *, compatible: bool) -> str:
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two versions agree as far as both are known: ``11.2.1`` and ``11.2.1.2`` do."""
+    """Return whether two versions agree as far as both are known: ``11.2.1`` and ``11.2.1.2``."""
     return all(a == b for a, b in zip(_numbers(one), _numbers(other), strict=False))
 
 
@@ -230,7 +430,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def engine_operators(core: EngineCore) -> Iterator[Flaw]:
-    """The target's TensorRT takes every operator and element type of the graph."""
+    """Check that the target's TensorRT supports all operators and element types of the graph."""
     repository = core.model.repository
     major = tensorrt_major(repository.triton)
     for graph in core.model.graphs:
@@ -238,9 +438,9 @@ def engine_operators(core: EngineCore) -> Iterator[Flaw]:
             continue
         try:
             refused = unsupported(repository.root / graph.file, major)
-        except Exception as problem:  # shape inference raises errors of its own
+        except Exception as problem:  # shape inference raises its own errors
             yield error(
-                "must be a graph whose types can be told",
+                "must be a graph whose types can be inferred",
                 f"{type(problem).__name__}: {problem!s:.200}",
                 "Build the pipeline again",
                 graph.file,
@@ -253,7 +453,7 @@ def engine_operators(core: EngineCore) -> Iterator[Flaw]:
         for reason, (first, *others) in list(nodes.items())[:_MAX_REFUSALS]:
             more = f" and {len(others)} more" if others else ""
             yield error(
-                f"must hold only what TensorRT {support_of(major).tensorrt} takes",
+                f"must hold only what TensorRT {support_of(major).tensorrt} supports",
                 f"{first}{more}: {reason}",
                 "Build with another precision, or for a Triton with a newer TensorRT than that of "
                 f"{repository.triton}",

@@ -1,4 +1,4 @@
-"""Lint: an ensemble closes, and its steps agree on names, dtypes, dims and batch sizes."""
+"""Checks that an ensemble is wired completely, and that its steps agree on their tensors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from triptych.repository.lint.snapshot import (
 
 @dataclass(frozen=True)
 class Step:
-    """One step of an ensemble.
+    """A step of an ensemble.
 
     Attributes:
-        index: position in the config, from 0.
-        model: that it runs; None when it is missing or its config unreadable.
-        inputs: the model's input -> the ensemble's tensor; `outputs` likewise.
+        index: Position in the config, from 0.
+        model: Model that it runs; None if missing or if its config is unreadable.
+        inputs: The ensemble's tensor for each input of the model, like `outputs`.
     """
 
     index: int
@@ -41,12 +41,12 @@ class Step:
 
 
 class Wiring:
-    """How an ensemble wires its steps.
+    """Connections between the steps of an ensemble.
 
     Attributes:
-        producers: the ensemble's tensor -> the steps that write it.
-        inputs: names of the ensemble's own inputs; `outputs` likewise.
-        tensors: all that have a source: the ensemble's inputs and what the steps write.
+        producers: Steps that write a tensor of the ensemble.
+        inputs: Names of the ensemble's own inputs, like `outputs`.
+        tensors: All tensors with a source: the ensemble's inputs and the outputs of steps.
     """
 
     def __init__(self, ensemble: Model) -> None:
@@ -65,14 +65,14 @@ class Wiring:
         self.tensors = self.inputs | self.producers.keys()
 
     def stages(self) -> list[list[Step]]:
-        """The steps in the order they can run: those of one stage run at the same time.
+        """Return the steps in the order they can run; steps of one stage run at the same time.
 
-        Steps that wait for each other in a circle, or behind one, are in none.
+        Steps that wait for each other in a circle, or for such steps, are in no stage.
         """
         ready, waiting = set(self.inputs), list(self.steps)
         stages: list[list[Step]] = []
         while True:
-            # A tensor without any source is another fault: it blocks nothing here.
+            # A tensor without a source is reported separately, so it does not block a step here.
             stage = [
                 step
                 for step in waiting
@@ -85,7 +85,7 @@ class Wiring:
             waiting = [step for step in waiting if step not in stage]
 
     def feeding(self, model: Model, inputs: set[str]) -> list[Step]:
-        """The steps that write what the steps of `model` read as `inputs`."""
+        """Return the steps that write the tensors which the steps of `model` read as `inputs`."""
         read = [
             step.inputs[name]
             for step in self.steps
@@ -96,12 +96,12 @@ class Wiring:
 
 
 def wirings(repository: Repository) -> Iterator[Wiring]:
-    """The wiring of every ensemble of the repository."""
+    """Yield the wiring of every ensemble of the repository."""
     return (Wiring(ensemble) for ensemble in repository.ensembles())
 
 
 def ensemble_steps(wiring: Wiring) -> Iterator[Flaw]:
-    """Every step names a model and version of this repository, and no ensemble contains itself."""
+    """Check that steps name existing models and versions, and no ensemble contains itself."""
     ensemble, models = wiring.ensemble, wiring.ensemble.repository.models
     scheduling = ensemble.config.ensemble_scheduling
     if not wiring.steps and ensemble.config.HasField("ensemble_scheduling"):
@@ -121,8 +121,8 @@ def ensemble_steps(wiring: Wiring) -> Iterator[Flaw]:
         wanted = scheduling.step[step.index].model_version
         if step.model and wanted != -1 and wanted not in step.model.served_versions:
             yield error(
-                "must ask for versions that are served; without model_version a step asks for 0",
-                f"{step.label} asks for version {wanted}, served are "
+                "must use versions that are served; without model_version a step uses version 0",
+                f"{step.label} uses version {wanted}, served are "
                 f"{names(step.model.served_versions)}",
                 "Write model_version: -1 for the newest",
             )
@@ -142,7 +142,10 @@ def ensemble_steps(wiring: Wiring) -> Iterator[Flaw]:
 
 
 def ensemble_wiring(wiring: Wiring) -> Iterator[Flaw]:
-    """Every tensor has one source and a reader, every required input is mapped, nothing circles."""
+    """Check that every tensor has one source and a reader, and nothing is circular.
+
+    Every required input must be mapped.
+    """
     for step in wiring.steps:
         yield from _check_maps(wiring, step)
     yield from _check_tensors(wiring)
@@ -165,7 +168,7 @@ def _check_maps(wiring: Wiring, step: Step) -> Iterator[Flaw]:
         )
     for kind, mapped in (("input", step.inputs), ("output", step.outputs)):
         declared = getattr(step.model.config, kind) if step.model else ()
-        # Tensors that the server finds out at load cannot be compared with.
+        # Tensors that the server completes at load cannot be compared.
         if step.model is None or (not declared and step.model.completes_itself):
             continue
         existing = {tensor.name for tensor in declared}
@@ -194,7 +197,7 @@ def _check_tensors(wiring: Wiring) -> Iterator[Flaw]:
             yield error(
                 "must produce every tensor once",
                 f"{tensor} comes from {', '.join(writers)}",
-                "Give each a name of its own in output_map",
+                "Give each a unique name in output_map",
             )
     read = {t: step.label for step in wiring.steps for t in step.inputs.values()}
     read.update(dict.fromkeys(wiring.outputs, "the ensemble's output"))
@@ -216,7 +219,7 @@ def _check_tensors(wiring: Wiring) -> Iterator[Flaw]:
 
 @dataclass(frozen=True)
 class _End:
-    """One end of a wire: a tensor as one model declares it."""
+    """One end of a connection: a tensor as one model declares it."""
 
     owner: Model
     name: str
@@ -233,7 +236,7 @@ class _End:
 
 
 def ensemble_tensors(wiring: Wiring) -> Iterator[Flaw]:
-    """Both ends of every wire have the same dtype and dims."""
+    """Check that both ends of every connection have the same dtype and dims."""
     wires: dict[str, list[_End]] = {}
     for tensor, end in _ends(wiring):
         wires.setdefault(tensor, []).append(end)
@@ -253,7 +256,7 @@ def ensemble_tensors(wiring: Wiring) -> Iterator[Flaw]:
 
 
 def _ends(wiring: Wiring) -> Iterator[tuple[str, _End]]:
-    """Tensors of the ensemble, each with one of its ends; a source before what reads it."""
+    """Yield the ensemble's tensors, each with one end; a source comes before its readers."""
 
     def end(model: Model, tensor: Any, *, own: bool = False) -> _End:
         dims = tensor.reshape.shape if own and tensor.HasField("reshape") else tensor.dims
@@ -276,7 +279,7 @@ def _join(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
 
 
 def ensemble_batch(wiring: Wiring) -> Iterator[Flaw]:
-    """Every step takes the batches that the ensemble takes."""
+    """Check that every step accepts batches of the ensemble's size."""
     allowed = wiring.ensemble.config.max_batch_size
     for step in wiring.steps:
         limit = step.model.config.max_batch_size if step.model else allowed
@@ -290,7 +293,7 @@ def ensemble_batch(wiring: Wiring) -> Iterator[Flaw]:
             )
         elif limit == 0 < allowed:
             yield warning(
-                "should batch when the ensemble it is a step of does",
+                "should batch if its ensemble does",
                 given,
                 f"Set max_batch_size: {allowed}: with 0 every request runs alone",
                 f"{step.model_name}/config.pbtxt",

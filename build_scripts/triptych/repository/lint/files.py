@@ -1,4 +1,4 @@
-"""Lint: files are where Triton looks for them, and are what was built, from enough traffic."""
+"""Checks that files are where Triton needs them, unchanged, and built from enough traffic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from triptych.repository.lint.snapshot import (
     warning,
 )
 
-# Pointer files of git LFS are about 130 bytes; no model is that small.
+# Pointer files of git LFS have about 130 bytes; no model is that small.
 _LFS_START = b"version https://git-lfs"
 _FILE_SUFFIXES = (".json", ".txt", ".model", ".vocab", ".bpe", ".npy", ".npz", ".tar.gz", ".so")
 _MODEL_FOLDER = "$$TRITON_MODEL_DIRECTORY/"
@@ -32,7 +32,7 @@ _MAX_NEAR_DUPLICATES = 0.2
 
 
 def repository_readable(repository: Repository) -> Iterator[Flaw]:
-    """The repository is a folder with at least one model folder in it."""
+    """Check that the repository is a folder with at least one model folder."""
     if not repository.models:
         yield error(
             "must be a folder with one folder for each model",
@@ -43,7 +43,7 @@ def repository_readable(repository: Repository) -> Iterator[Flaw]:
 
 
 def config_readable(model: Model) -> Iterator[Flaw]:
-    """Every model folder holds a config.pbtxt that parses."""
+    """Check that every model folder has a config.pbtxt that parses."""
     rule, backend = "must exist in every model folder", model.backend
     if model.config_problem:
         yield error(
@@ -52,12 +52,12 @@ def config_readable(model: Model) -> Iterator[Flaw]:
             "Keep one of dynamic_batching, sequence_batching and ensemble_scheduling: batching of "
             "an ensemble is set on its steps"
             if "scheduling_choice" in model.config_problem
-            else "Mend the line, or build the pipeline again",
+            else "Correct the line, or build the pipeline again",
         )
     elif model.config is None and model.completes_itself:
         yield warning(
             rule,
-            f"no config; the {backend} backend guesses one, for at most 4 rows a batch",
+            f"no config; the {backend} backend guesses one, for at most 4 rows per batch",
             "Write a config.pbtxt with max_batch_size, input, output and dynamic_batching",
         )
     elif model.config is None:
@@ -71,7 +71,7 @@ def config_readable(model: Model) -> Iterator[Flaw]:
 
 
 def model_name(model: Model) -> Iterator[Flaw]:
-    """The name in the config is the folder's name."""
+    """Check that the name in the config is the folder's name."""
     if model.config.name not in ("", model.name):
         yield error(
             "must name the model as its folder is named",
@@ -81,9 +81,9 @@ def model_name(model: Model) -> Iterator[Flaw]:
 
 
 def version_folder(model: Model) -> Iterator[Flaw]:
-    """Every model has a numeric version folder."""
+    """Check that every model has a numeric version folder."""
     if not model.backend and model.config is None and not model.config_problem:
-        return  # no model at all, see config_readable
+        return  # not a model; see config_readable
     ignored = [name for name in model.version_folders if not is_version(name)]
     if len(ignored) == len(model.version_folders):
         yield error(
@@ -102,7 +102,7 @@ def version_folder(model: Model) -> Iterator[Flaw]:
 
 
 def version_policy(model: Model) -> Iterator[Flaw]:
-    """The version policy can be met by the version folders that exist."""
+    """Check that the existing version folders satisfy the version policy."""
     present = {int(name) for name in model.version_folders if is_version(name)}
     missing = sorted(set(model.config.version_policy.specific.versions) - present)
     if present and not model.served_versions:
@@ -120,7 +120,7 @@ def version_policy(model: Model) -> Iterator[Flaw]:
 
 
 def model_file(model: Model) -> Iterator[Flaw]:
-    """Every served version holds what its backend loads, and it is not empty."""
+    """Check that every served version has the file its backend loads, and it is not empty."""
     if model.waits_for_engine or not model.model_file:
         return  # see engine_built
     for folder in model.served_folders:
@@ -154,7 +154,7 @@ def _first_bytes(path: Path) -> bytes | None:
 
 
 def referenced_file(model: Model) -> Iterator[Flaw]:
-    """Files that a config or a Python step refers to exist."""
+    """Check that files named by a config or a Python step exist."""
     places = [model.folder, *model.served_folders]
     for kind, origin, name in _references(model):
         if not any(is_file(place / name) for place in places):
@@ -182,18 +182,18 @@ def _references(model: Model) -> Iterator[tuple[Callable[..., Flaw], str, str]]:
         yield error, f"cc_model_filenames {key}", name
     for key, parameter in sorted(model.config.parameters.items()):
         name = parameter.string_value.removeprefix(_MODEL_FOLDER)
-        # An absolute path is the container's business: it cannot be seen from here.
+        # Absolute paths are in the container and cannot be checked.
         if name.endswith(_FILE_SUFFIXES) and not name.startswith("/") and " " not in name:
-            # What a parameter means is up to the code that reads it; ours reads files.
+            # Only steps of Triptych are known to read a file that a parameter names.
             yield (error if model.is_ours else warning), f"parameter {key}", name
 
 
 def lock_readable(model: Model) -> Iterator[Flaw]:
-    """A lock is a JSON object whose `files` maps paths to hashes."""
+    """Check that a build manifest is a JSON object whose `files` maps paths to hashes."""
     problem = model.lock_problem or _malformed(model.lock)
     if problem:
         yield error(
-            "must be the build record: a JSON object, its `files` mapping paths to sha256",
+            "must be a build manifest: a JSON object whose `files` maps paths to sha256",
             problem,
             "Build the pipeline again",
             model.lock_file,
@@ -212,7 +212,7 @@ def _malformed(lock: Any) -> str:
 
 
 def _in_lock(model: Model, *keys: str) -> Any:
-    """What the lock holds at a path of keys; None where there is none, or no readable lock."""
+    """Return the value in the build manifest at a path of keys; None if there is none."""
     held = None if _malformed(model.lock) else model.lock
     for key in keys:
         held = held.get(key) if isinstance(held, dict) else None
@@ -220,27 +220,27 @@ def _in_lock(model: Model, *keys: str) -> Any:
 
 
 def lock_files(model: Model) -> Iterator[Flaw]:
-    """Every file in the lock is unchanged since the build."""
+    """Check that every file in the build manifest is unchanged since the build."""
     for name, digest in sorted((_in_lock(model, "files") or {}).items()):
         path = model.repository.root / name
         there = is_file(path)
         if not there or sha256_of(path) != digest.lower().removeprefix("sha256:"):
             yield error(
                 f"must be as it was built and verified, see {model.lock_file}",
-                "the content is another one" if there else "the file is missing",
-                f"Build {model.name} again: change the pipeline, not what was built from it",
+                "the content has changed" if there else "the file is missing",
+                f"Build {model.name} again: change the pipeline, not its built files",
                 name,
             )
 
 
 def traffic(model: Model) -> Iterator[Flaw]:
-    """The traffic behind the numbers is large and varied enough and fits the maximal length."""
+    """Check that the traffic is large and varied enough and fits the maximum length."""
     rows, truncated = (_in_lock(model, "traffic", key) for key in ("rows", "truncated_share"))
     if _is_number(rows) and rows < _MIN_ROWS:
         yield warning(
             f"should be built from at least {_MIN_ROWS} rows of traffic",
             f"{rows} rows",
-            "Add real requests to traffic.jsonl: bucket edges, calibration and the gate all rest "
+            "Add real requests to traffic.jsonl: padded lengths, calibration and the gate depend "
             "on them",
             model.lock_file,
         )
@@ -261,13 +261,12 @@ def _narrow_traffic(model: Model) -> Iterator[Flaw]:
         return
     if share < _MIN_VOCABULARY_SHARE or near > _MAX_NEAR_DUPLICATES:
         yield warning(
-            f"should be built from varied traffic: of its words at least "
-            f"{_MIN_VOCABULARY_SHARE:.0%} different ones, of its rows at most "
-            f"{_MAX_NEAR_DUPLICATES:.0%} near duplicates",
+            f"should be built from varied traffic, with at least {_MIN_VOCABULARY_SHARE:.0%} "
+            f"different words and at most {_MAX_NEAR_DUPLICATES:.0%} near-duplicate rows",
             f"{words} different words, {share:.1%} of all; {near:.0%} of the rows are near "
             "duplicates of others",
-            "Add real requests with other words to traffic.jsonl: the gate and int8 know only what "
-            "is there",
+            "Add real requests with other words to traffic.jsonl: the gate and int8 only use these "
+            "rows",
             model.lock_file,
         )
 
@@ -277,26 +276,26 @@ def _is_number(value: object) -> bool:
 
 
 def gate_accepted(model: Model) -> Iterator[Flaw]:
-    """No core failed the accuracy gate."""
+    """Check that the build did not fail the accuracy gate."""
     reason = _in_lock(model, "gate", "accepted")
     if reason:
         yield warning(
             "should be a build that passed the accuracy gate",
             f"accepted although it failed: {reason!s:.200}",
-            "See the report of the build; mend what failed and build again",
+            "See the report of the build; fix the failure and build again",
             model.lock_file,
         )
 
 
 def shared_core(model: Model) -> Iterator[Flaw]:
-    """A pipeline that uses another one's core was built against the core that is there."""
+    """Check that a pipeline was built with the current core of the pipeline it shares with."""
     name = _in_lock(model, "spec", "core", "shared_from")
     owner = model.repository.models.get(name) if isinstance(name, str) else None
     readable = owner is not None and owner.lock is not None and not _malformed(owner.lock)
     if owner and readable and _in_lock(owner, "core_key") != _in_lock(model, "core_key"):
         yield error(
             "must be built against the core that it shares",
-            f"the core of {name} was built anew since",
+            f"the core of {name} was rebuilt since",
             f"Build {model.name} again",
             model.lock_file,
         )

@@ -1,4 +1,4 @@
-"""Lint: profiles of an engine span all that its core is sent; CUDA graphs are used, and suffice."""
+"""Checks that an engine's profiles cover all shapes it receives, and that CUDA graphs are used."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from triptych.repository.lint.engine import EngineCore, Shapes, between, engine_
 from triptych.repository.lint.snapshot import Flaw, Model, dims_text, error, names, warning
 from triptych.spec.engine_plan import ShapeRange
 
-# Each context reserves scratch memory for the largest profile and captures CUDA graphs of its own
-# while the model loads. Six buckets, the default, for two instances stay below.
+# Each context reserves scratch memory for the largest profile and captures its own CUDA graphs
+# while the model loads. Six buckets, the default, for two instances are below the limit.
 _MAX_CONTEXTS = 16
 _MANY_PROFILES = 2
 _ALLOCATION_SINCE = first_release(CONTEXT_MEMORY)
@@ -20,21 +20,21 @@ _GIVEN_AT_MOST = 4
 
 
 def profile_batch(core: EngineCore) -> Iterator[Flaw]:
-    """Every shape of a row has profiles for 1 to max_batch_size of them."""
+    """Check that every shape of a row has profiles for 1 to max_batch_size rows."""
     limit = core.config.max_batch_size
     for shape, (fewest, most) in _row_spans(core).items() if limit > 0 else ():
         given = f"{fewest} to {most} rows of {shape}, max_batch_size is {limit}"
         remedy = f"Set max_batch_size: {most}, or build the engine for {limit} rows"
         if most < limit:
             yield error(
-                "must not ask for larger batches than the engine's profiles take: the server says "
-                "that the engine only supports a smaller max-batch",
+                "must not allow larger batches than the engine's profiles: the server reports that "
+                "the engine only supports a smaller max-batch",
                 given,
                 remedy,
             )
         elif fewest > 1:
             yield error(
-                "must have profiles that start at one row: a lone request would be refused",
+                "must have profiles that start at one row: a single request would be rejected",
                 given,
                 "Build the engine with a smallest batch of 1",
             )
@@ -47,7 +47,7 @@ def profile_batch(core: EngineCore) -> Iterator[Flaw]:
 
 
 def _row_spans(core: EngineCore) -> dict[str, tuple[int, int]]:
-    """Shape of a row, to the fewest and the most rows that the profiles for it take."""
+    """Return the minimum and maximum number of rows in the profiles, by shape of a row."""
     spans: dict[str, tuple[int, int]] = {}
     for profile in core.profiles:
         by_row = {name: profile[name] for name in core.row_inputs if name in profile}
@@ -64,11 +64,11 @@ def _row_spans(core: EngineCore) -> dict[str, tuple[int, int]]:
 
 
 def profile_names(core: EngineCore) -> Iterator[Flaw]:
-    """The instances name exactly the profiles that the engine has."""
+    """Check that the instances name exactly the engine's profiles."""
     there = {str(place) for place in range(len(core.profiles))}
     given = {name for group in core.config.instance_group for name in group.profile}
     named = {name for name in given if name.isdecimal()}
-    # Ragged inputs go by one profile, which the check of instance groups holds.
+    # The check of instance groups requires one profile for ragged inputs.
     if not there or (core.model.ragged and len(named) > 1):
         return
     if named - there:
@@ -81,20 +81,20 @@ def profile_names(core: EngineCore) -> Iterator[Flaw]:
     if unused:
         every = ", ".join(f'"{place}"' for place in range(len(there)))
         yield error(
-            "must name every profile: the server runs those alone that are named, and without "
-            "names only the first; other shapes are refused",
+            "must name every profile: the server only uses named profiles, and without names only "
+            "the first; other shapes are rejected",
             f"not named: {names(unused)}",
             f"Write profile: [{every}] in instance_group",
         )
 
 
 def profile_range(core: EngineCore) -> Iterator[Flaw]:
-    """Whatever is sent to the core, at start and later, lies in a profile."""
+    """Check that all shapes sent to the core, at start and later, are in a profile."""
     for what, shapes in _batches(core) if core.profiles else ():
         if not core.fits(shapes):
             sent = ", ".join(f"{name} {dims_text(dims)}" for name, dims in sorted(shapes.items()))
             yield error(
-                "must be sent only shapes that lie in a profile of its engine",
+                "must only receive shapes in a profile of its engine",
                 f"{what}: {sent}; profiles: {_spans(core)}",
                 "Build the engine again with the preprocess step that is there, or correct the "
                 "shape",
@@ -102,7 +102,10 @@ def profile_range(core: EngineCore) -> Iterator[Flaw]:
 
 
 def _batches(core: EngineCore) -> Iterator[tuple[str, Shapes]]:
-    """What is sent, and its shapes; `profile_batch` looks at the number of rows."""
+    """Yield a description and the shapes of each batch.
+
+    `profile_batch` checks the number of rows.
+    """
     limit = core.config.max_batch_size
     for rows in core.rows:
         for length in () if core.model.ragged else rows.padded:
@@ -124,7 +127,7 @@ def _batches(core: EngineCore) -> Iterator[tuple[str, Shapes]]:
 
 
 def _spans(core: EngineCore) -> str:
-    """The inputs of variable shape in each profile, smallest to largest."""
+    """Return the variable inputs of each profile, smallest to largest, as text."""
 
     def span(profile: Mapping[str, ShapeRange]) -> str:
         return ", ".join(
@@ -137,7 +140,7 @@ def _spans(core: EngineCore) -> str:
 
 
 def profile_switching(core: EngineCore) -> Iterator[Flaw]:
-    """Not so many contexts that loading takes long and memory runs out."""
+    """Check that there are not so many contexts that loading is slow and memory runs out."""
     strategy = core.config.parameters.get(CONTEXT_MEMORY)
     lean = strategy is not None and strategy.string_value == "ON_PROFILE_CHANGE"
     older = core.model.repository.triton < _ALLOCATION_SINCE
@@ -146,8 +149,8 @@ def profile_switching(core: EngineCore) -> Iterator[Flaw]:
         profiles, count = max(len(group.profile), 1), core.model.instances_of(group)
         if profiles >= _MANY_PROFILES and profiles * count > _MAX_CONTEXTS and not lean:
             yield warning(
-                f"should make at most {_MAX_CONTEXTS} execution contexts a GPU: each one reserves "
-                "memory for the largest profile and captures CUDA graphs of its own at load",
+                f"should make at most {_MAX_CONTEXTS} execution contexts per GPU: each reserves "
+                "memory for the largest profile and captures its own CUDA graphs at load",
                 f"instance_group {group.name or index}: {profiles} profiles for each of {count} "
                 "instances",
                 "Plan fewer buckets (core.bucket_count) or instances, or set "
@@ -157,25 +160,25 @@ def profile_switching(core: EngineCore) -> Iterator[Flaw]:
 
 
 def cuda_graphs(model: Model) -> Iterator[Flaw]:
-    """CUDA graphs engage: on TensorRT, for shapes known beforehand, without gaps or doubles."""
+    """Check that CUDA graphs are used: on TensorRT, for known shapes, without gaps or overlaps."""
     cuda = model.config.optimization.cuda
     if cuda.graphs and model.backend != "tensorrt":
         yield warning(
-            "should capture CUDA graphs only on the tensorrt backend: others take no notice",
+            "should capture CUDA graphs only on the tensorrt backend: others ignore the setting",
             f"optimization.cuda.graphs on backend {model.backend}",
             "Remove optimization.cuda",
         )
     elif cuda.graphs and model.ragged:
         yield warning(
-            "should capture no CUDA graphs with ragged inputs: a batch is as long as its rows "
-            "happen to be, and hardly ever of a captured shape",
+            "should capture no CUDA graphs with ragged inputs: the length of a batch varies with "
+            "its rows and rarely equals a captured shape",
             "graphs: true, allow_ragged_batch: true",
             "Remove optimization.cuda, or pad to planned lengths",
         )
     elif cuda.graphs and not cuda.graph_spec and model.varying:
         yield warning(
-            "should say for which shapes CUDA graphs are captured: without it they are for the "
-            "optimal shape of each profile, and all other batches run without",
+            "should specify the shapes of CUDA graphs: without it they are captured for the "
+            "optimal shape of each profile, and all other batches run without a graph",
             "graphs: true, no graph_spec, inputs of variable shape",
             "Add a graph_spec with a graph_lower_bound for each length and batch size",
         )
@@ -193,11 +196,11 @@ def cuda_graphs(model: Model) -> Iterator[Flaw]:
 
 
 def _uncovered(core: EngineCore) -> Iterator[Flaw]:
-    """Batches of the planned shapes without a graph, or with several."""
+    """Yield batches of the planned shapes without a graph, or with several."""
     without, several = [], []
     for label, dims in _planned(core):
         specs = [s for s in core.config.optimization.cuda.graph_spec if _is_for(s, dims)]
-        # A graph is used for its own number of rows alone where it names no lower bound.
+        # Without a lower bound a graph is only used for its own number of rows.
         spans = [(s.graph_lower_bound.batch_size or s.batch_size, s.batch_size) for s in specs]
         counts = {
             size: sum(low <= size <= high for low, high in spans)
@@ -216,14 +219,14 @@ def _uncovered(core: EngineCore) -> Iterator[Flaw]:
         )
     if several:
         yield warning(
-            "should have one CUDA graph for a batch: each takes memory, and time to load",
+            "should have one CUDA graph for a batch: each takes memory and load time",
             f"several for {_some(several)}",
             "Raise batch_size in graph_lower_bound above that of the next smaller one",
         )
 
 
 def _planned(core: EngineCore) -> Iterator[tuple[str, Shapes]]:
-    """Dims of the rows that can come; where nothing says so, those that graphs are for."""
+    """Yield the dims of possible rows; if they are unknown, the dims of the graphs."""
     lengths = sorted({length for rows in core.rows for length in rows.padded})
     if lengths or not core.model.varying:
         for length in lengths or [0]:
@@ -238,7 +241,7 @@ def _planned(core: EngineCore) -> Iterator[tuple[str, Shapes]]:
 
 
 def _is_for(spec: Any, dims: Shapes) -> bool:
-    """Whether a graph is used for rows of these dims; inputs it does not name are left out."""
+    """Return whether a graph is used for rows of these dims; unnamed inputs are ignored."""
     low = spec.graph_lower_bound.input
     return all(
         between(tuple(low[name].dim if name in low else one.dim), dims[name], tuple(one.dim))
@@ -248,7 +251,7 @@ def _is_for(spec: Any, dims: Shapes) -> bool:
 
 
 def _ranges(sizes: list[int]) -> str:
-    """``3, 5 to 7``."""
+    """Return sizes as text, such as ``3, 5 to 7``."""
     runs: list[list[int]] = []
     for size in sizes:
         if runs and size == runs[-1][-1] + 1:

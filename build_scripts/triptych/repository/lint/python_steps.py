@@ -1,4 +1,4 @@
-"""Lint: the Python steps load in the container, and run on the CPU."""
+"""Checks that the Python steps load in the container and run on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from triptych.repository.lint.snapshot import (
 _CLASS = "TritonPythonModel"
 _IN_CONTAINER = {"numpy", "tokenizers", "triton_python_backend_utils", "c_python_backend_utils"}
 _GENERATION_MARK = "generation_wire.py"
-# Beside the file above: such steps need NVIDIA's image with the engine, or CTranslate2.
+# Steps with the file above need NVIDIA's image with the engine, or CTranslate2.
 _FOR_GENERATION = {"jinja2", "vllm", "tensorrt_llm", "ctranslate2"}
 _GPU_MODULES = {
     "torch",
@@ -39,13 +39,13 @@ _GPU_MODULES = {
 
 
 def python_model(model: Model) -> Iterator[Flaw]:
-    """Every Python file parses, and the model file defines TritonPythonModel with execute."""
+    """Check that every Python file parses, and that the model file defines its class."""
     for source in model.sources:
         if source.problem:
             yield error(
                 "must be Python that parses",
                 source.problem,
-                "Mend the line, or build the pipeline again",
+                "Correct the line, or build the pipeline again",
                 source.file,
             )
         elif source.path in [folder / model.model_file for folder in model.served_folders]:
@@ -74,7 +74,7 @@ def _check_class(source: Source) -> Iterator[Flaw]:
 
 
 def python_import(model: Model) -> Iterator[Flaw]:
-    """Python steps import only what is in the container, and siblings that exist."""
+    """Check that Python steps import only packages of the container and existing siblings."""
     # The stub puts the version folder and the model's folder on the module search path.
     places = [model.folder, *model.served_folders]
     for source in model.sources if "EXECUTION_ENV_PATH" not in model.config.parameters else ():
@@ -92,7 +92,7 @@ def python_import(model: Model) -> Iterator[Flaw]:
             )
         relative = imports_of(source.tree, 1)
         missing = [name for name in relative if not _is_module(source.path.parent / name)]
-        # `from . import name` may name something that a package defines in its __init__.py.
+        # `from . import name` may import a name that a package defines in its __init__.py.
         if missing and not source.path.with_name("__init__.py").exists():
             yield error(
                 "must find the siblings it imports in its own folder",
@@ -107,7 +107,10 @@ def _is_module(path: Path) -> bool:
 
 
 def python_kind(model: Model) -> Iterator[Flaw]:
-    """Python steps that need no GPU say KIND_CPU: a GPU build puts KIND_AUTO on every GPU."""
+    """Check that Python steps without a GPU have KIND_CPU.
+
+    A GPU build of Triton places KIND_AUTO on every GPU.
+    """
     on_gpu = any(imports_of(source.tree, 0) & _GPU_MODULES for source in model.sources)
     if model.backend != "python" or on_gpu:
         return

@@ -1,10 +1,7 @@
-"""A model repository read once: what every lint check looks at.
+"""A model repository, read once for all checks, and the findings that checks yield.
 
-What a lint check yields: a `Finding` without its id, and mostly without its file.
-
-The inputs and outputs of an ONNX file, in Triton's terms.
-
-The Python sources of a step, parsed: what they import and which files they read.
+`Flaw` is a finding without its id. `Graph` has the inputs and outputs of an ONNX file in Triton's
+terms. `Source` is a parsed Python file of a step, with its imports and the files it reads.
 """
 
 from __future__ import annotations
@@ -27,11 +24,11 @@ from triptych.repository.manifest import MANIFEST_FILE
 
 @dataclass(frozen=True)
 class Flaw:
-    """One broken rule; its file is the config of what is checked where `file` is empty.
+    """A broken rule. If `file` is empty, the finding is about the config of the checked subject.
 
-    Severity: ``error`` when the server refuses to load it, or requests fail, hang or come back
-    wrong; ``warning`` when it serves but is slow, fragile or not what was meant; ``info`` when it
-    is as planned and worth knowing.
+    Severity ``error``: the server refuses to load it, or requests fail, hang or give wrong results.
+    ``warning``: it serves but is slow, fragile or not as intended. ``info``: it is as planned and
+    worth knowing.
     """
 
     severity: Severity
@@ -47,12 +44,12 @@ info = partial(Flaw, "info")
 
 
 def names(items: Iterable[object]) -> str:
-    """A sorted list for a message; ``none`` when there is nothing."""
+    """Return a sorted list for a message; ``none`` if it is empty."""
     return ", ".join(sorted({str(item) for item in items})) or "none"
 
 
 def dims_text(dims: Iterable[int]) -> str:
-    """Dims as in config.pbtxt: ``[-1, 384]``."""
+    """Return dims as in config.pbtxt: ``[-1, 384]``."""
     return f"[{', '.join(str(dim) for dim in dims)}]"
 
 
@@ -61,7 +58,11 @@ _FLOATS = {"FLOAT": "FP32", "FLOAT16": "FP16", "BFLOAT16": "BF16", "DOUBLE": "FP
 
 @dataclass(frozen=True)
 class GraphTensor:
-    """Its dims have the batch dimension, -1 where variable; None when the file does not say."""
+    """Type and dims of a graph's input or output.
+
+    The dims include the batch dimension and are -1 if variable; None if the file does not contain
+    them.
+    """
 
     data_type: str
     dims: tuple[int, ...] | None
@@ -69,12 +70,12 @@ class GraphTensor:
 
 @dataclass(frozen=True)
 class Graph:
-    """What one ONNX file says about itself.
+    """Inputs and outputs of an ONNX file.
 
     Attributes:
-        file: path relative to the repository.
-        data_files: files with weights that it refers to, relative to its folder.
-        problem: why it could not be read; empty when it could.
+        file: Path relative to the repository.
+        data_files: Files with weights that it refers to, relative to its folder.
+        problem: Reason why it could not be read; empty otherwise.
     """
 
     file: str
@@ -85,6 +86,7 @@ class Graph:
 
 
 def onnx_installed() -> bool:
+    """Return whether the package onnx is installed."""
     try:
         import onnx  # noqa: F401
     except ImportError:
@@ -93,7 +95,9 @@ def onnx_installed() -> bool:
 
 
 def read_graph(path: Path, file: str) -> Graph:
-    """Read the graph at `path` without its external weights; a broken file is a graph's `problem`.
+    """Read the graph at `path` without its external weights.
+
+    If the file is broken, the result has a `problem`.
 
     Raises:
         ImportError: onnx is not installed (see `onnx_installed`).
@@ -132,16 +136,16 @@ def _tensor(value: Any) -> GraphTensor:
 _IMPORT_ERRORS = {"ImportError", "ModuleNotFoundError", "Exception"}
 _HOLDS_IMPORTS = (ast.stmt, ast.excepthandler, ast.match_case)
 _remembered = lru_cache(maxsize=128)
-"""Steps share most of their files, and so do the builds of one process."""
+"""Cache for parsed sources, because steps and builds of a process share most of their files."""
 
 
 class Source:
-    """One parsed file.
+    """A parsed Python file.
 
     Attributes:
-        file: its path relative to the repository; `folder` likewise.
-        tree: an empty module when it does not parse; shared by files of the same content.
-        problem: why it does not parse, with the line; empty when it does.
+        file: Path relative to the repository, like `folder`.
+        tree: Parsed module; empty if the file does not parse. Files of equal content share it.
+        problem: Reason why it does not parse, with the line; empty otherwise.
     """
 
     def __init__(self, path: Path, root: Path) -> None:
@@ -159,21 +163,24 @@ class Source:
 @_remembered
 def _parsed(content: bytes) -> ast.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what Python merely doubts is not lint's concern
+        warnings.simplefilter("ignore")  # Python's warnings are not findings
         return ast.parse(content)
 
 
 def read_sources(folders: Iterable[Path], root: Path) -> list[Source]:
-    """The Python files in `folders` and below them; paths in messages are relative to `root`."""
+    """Return the Python files in `folders` and below them.
+
+    Paths in messages are relative to `root`.
+    """
     return [Source(path, root) for folder in folders for path in sorted(folder.rglob("*.py"))]
 
 
 @_remembered
 def imports_of(tree: ast.Module, level: int) -> frozenset[str]:
-    """The top-level modules a file needs: absolute at level 0, siblings at level 1.
+    """Return the top-level modules a file needs: absolute at level 0, siblings at level 1.
 
-    Imports that may fail (under ``try``/``except ImportError``) or that only a type checker runs
-    are left out.
+    Imports that may fail (under ``try``/``except ImportError``), or that only a type checker runs,
+    are omitted.
     """
     found: set[str] = set()
     pending: list[ast.AST] = [tree]
@@ -199,9 +206,9 @@ def _needed_children(node: ast.AST) -> Iterable[ast.AST]:
 
 @_remembered
 def files_beside(tree: ast.Module) -> frozenset[str]:
-    """Names of the files that a source looks for in its own folder.
+    """Return the names of files that a source reads in its own folder.
 
-    It knows ``Path(__file__).with_name("x")`` and ``Path(__file__).parent / "x"``.
+    It recognizes ``Path(__file__).with_name("x")`` and ``Path(__file__).parent / "x"``.
     """
     found = set()
     for node in ast.walk(tree):
@@ -223,12 +230,12 @@ def _mentions(node: ast.AST, names: set[str]) -> bool:
 
 @_remembered
 def defines(tree: ast.Module, name: str) -> bool:
-    """Whether a function or method `name` is defined anywhere in a source."""
+    """Return whether a source defines a function or method `name`."""
     return any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(tree))
 
 
 def defined_names(tree: ast.Module) -> dict[str, ast.stmt]:
-    """What a module defines, imports or assigns at its top level, by name; ``*`` for a star."""
+    """Return the top-level names that a module defines, imports or assigns; ``*`` for a star."""
     found: dict[str, ast.stmt] = {}
     for node in tree.body:
         match node:
@@ -241,7 +248,7 @@ def defined_names(tree: ast.Module) -> dict[str, ast.stmt]:
     return found
 
 
-# Every Python step that Triptych writes carries it, and nothing else does.
+# Only Python steps that Triptych writes have this file.
 _OUR_MARK = "triton_io.py"
 
 
@@ -250,9 +257,9 @@ class Backend:
     """A backend of Triton.
 
     Attributes:
-        platforms: values of `platform` that go with it; any when empty.
-        model_file: what it loads from a version folder by default; empty when that varies.
-        batches_itself: the server need not.
+        platforms: Values of `platform` that belong to it; any if empty.
+        model_file: File that it loads from a version folder by default; empty if that varies.
+        batches_itself: Whether it forms batches without the server.
     """
 
     platforms: tuple[str, ...] = ()
@@ -274,30 +281,30 @@ BACKENDS: dict[str, Backend] = {
 }
 
 GRAPH_BACKENDS = ("onnxruntime", "tensorrt")
-"""Backends whose version folders hold an ONNX file: to be run, or to build an engine from."""
+"""Backends whose version folders contain an ONNX file, to run or to build an engine from."""
 
 
 class Model:
-    """One folder of the repository.
+    """A folder of the repository.
 
     Attributes:
-        config: a ModelConfig; None when missing or unreadable.
-        config_problem: why `config` is None, with line:column where known; empty when missing.
-        lock: the parsed `triptych.lock.json`; `lock_problem` likewise.
-        inputs: the config's, by name.
-        ragged: inputs whose rows come end to end.
-        varying: inputs whose rows may be of different shape.
-        added: inputs that the server adds to a batch.
-        version_folders: names of its subfolders that start with a digit.
-        served_versions: those that its version policy serves, newest first.
-        backend: ``ensemble``, a backend's name, or empty when it cannot be told; without a
-            config, the one that would load the files that are there.
-        model_file: what the backend loads from a version folder; empty when that varies.
-        is_ours: Triptych wrote this step, and with it the producer of planned shapes.
-        sources: the Python files of the served versions of a Python model.
-        completes_itself: the server finds out what the config leaves out: inputs and outputs.
-        waits_for_engine: a served version of a TensorRT model holds the graph, but no engine yet.
-        graphs: one for each served version that holds an ONNX file.
+        config: A ModelConfig; None if missing or unreadable.
+        config_problem: Reason why `config` is None, with line:column if known; empty if missing.
+        lock: Parsed `triptych.lock.json`; None if missing or unreadable, see `lock_problem`.
+        inputs: Inputs of the config, by name.
+        ragged: Inputs whose rows are joined end to end.
+        varying: Inputs whose rows may have different shapes.
+        added: Inputs that the server adds to a batch.
+        version_folders: Names of its subfolders that start with a digit.
+        served_versions: Versions that its version policy serves, newest first.
+        backend: ``ensemble``, a backend's name, or empty if unknown. Without a config it is the
+            backend that would load the existing files.
+        model_file: File that the backend loads from a version folder; empty if that varies.
+        is_ours: Whether Triptych wrote this step, and with it the producer of planned shapes.
+        sources: Python files of the served versions of a Python model.
+        completes_itself: Whether the server completes missing inputs and outputs of the config.
+        waits_for_engine: Whether a served version of a TensorRT model has the graph but no engine.
+        graphs: Graph of each served version that contains an ONNX file.
     """
 
     def __init__(self, repository: Repository, folder: Path) -> None:
@@ -334,18 +341,18 @@ class Model:
             is_file(place / MODEL_FILE) and not exists(place / self.model_file)
             for place in self.served_folders
         )
-        # An engine lies beside the graph it is built from, whatever the engine is called.
+        # An engine is stored beside the graph it is built from, with any name.
         name = own_file if own_file and self.backend == "onnxruntime" else MODEL_FILE
         self.graphs: list[Graph] = []
         if repository.reads_graphs and self.config is not None and self.backend in GRAPH_BACKENDS:
             for version in self.served_versions:
-                # A model with weights in files of its own may be a folder with the ONNX file in it.
+                # A model with external weights may be a folder that contains the ONNX file.
                 places = [f"{version}/{name}", f"{version}/{name}/{name}"]
                 found = [place for place in places if is_file(folder / place)][:1]
                 self.graphs += [read_graph(folder / f, f"{folder.name}/{f}") for f in found]
 
     def instances_of(self, group: Any) -> int:
-        """Instances the server starts for an instance group, its own default included."""
+        """Return the number of instances of an instance group, including the server's default."""
         on_cpu = (self.backend, enum_name(group, "kind")) == ("onnxruntime", "KIND_CPU")
         return group.count if group.count > 0 else 2 if on_cpu else 1
 
@@ -355,9 +362,9 @@ class Repository:
     """A model repository and the release it is meant for.
 
     Attributes:
-        with_engines: whether the release must load the engines, too.
-        reads_graphs: whether onnx is installed; without it no model has `graphs`.
-        models: by folder name, sorted.
+        with_engines: Whether the release must load the engines, too.
+        reads_graphs: Whether onnx is installed; without it no model has `graphs`.
+        models: Models by folder name, sorted.
     """
 
     root: Path
@@ -371,31 +378,31 @@ class Repository:
         return (self,)
 
     def folders(self) -> Iterable[Model]:
-        """Every model, its config readable or not."""
+        """Return all models, including those with an unreadable config."""
         return self.models.values()
 
     def configured(self) -> Iterator[Model]:
-        """The models whose config could be read."""
+        """Yield the models whose config could be read."""
         return (model for model in self.models.values() if model.config is not None)
 
     def ensembles(self) -> Iterator[Model]:
         return (model for model in self.configured() if model.is_ensemble)
 
     def executed(self) -> Iterator[Model]:
-        """The models among `configured` that a backend runs: everything but ensembles."""
+        """Yield the models among `configured` that a backend runs, that is all except ensembles."""
         return (model for model in self.configured() if not model.is_ensemble)
 
 
 def read_repository(root: Path, triton: Release, *, with_engines: bool) -> Repository:
-    """Read every model folder below `root`; what cannot be read becomes a model's problem."""
+    """Read every model folder below `root`; unreadable files become a model's problem."""
     repository = Repository(root, triton, with_engines, onnx_installed())
-    # Hidden folders too: the server takes every folder for a model.
+    # Hidden folders are included, because the server treats every folder as a model.
     repository.models.update((f.name, Model(repository, f)) for f in _folders(root))
     return repository
 
 
 def entries(folder: Path) -> list[Path]:
-    """What is in `folder`, sorted by name; nothing when it cannot be listed."""
+    """Return the content of `folder`, sorted by name; nothing if it cannot be listed."""
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -410,7 +417,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def is_file(path: Path) -> bool:
-    """Whether `path` is a file; no for a name that no file can have."""
+    """Return whether `path` is a file; false for impossible names."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -418,7 +425,7 @@ def is_file(path: Path) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """Whether `path` is a file or a folder; no for a name that neither can have."""
+    """Return whether `path` is a file or a folder; false for impossible names."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -426,25 +433,25 @@ def exists(path: Path) -> bool:
 
 
 def enum_name(message: Any, field: str) -> str:
-    """The name of the enum value in `field` of `message`, as config.pbtxt spells it."""
+    """Return the name of the enum value in `field` of `message`, as in config.pbtxt."""
     values = message.DESCRIPTOR.fields_by_name[field].enum_type.values_by_number
     value = values.get(getattr(message, field))
     return value.name if value else str(getattr(message, field))
 
 
 def fits(dims: Sequence[int], declared: Sequence[int]) -> bool:
-    """Whether `dims` are those declared, where -1 is for any."""
+    """Return whether `dims` match the declared dims, where -1 matches any size."""
     pairs = zip(dims, declared, strict=False)
     return len(dims) == len(declared) and all(want in (-1, got) for got, want in pairs)
 
 
 def is_version(name: str) -> bool:
-    """Whether the server takes a folder of this name for a version."""
+    """Return whether the server treats a folder of this name as a version."""
     return name.isascii() and name.isdigit() and str(int(name)) == name
 
 
 def _backend_of(config: Any, files: set[str]) -> str:
-    """The backend that the server infers from a config, or else from the files to serve."""
+    """Return the backend that the server infers from a config, or else from the files."""
     if config.platform == ENSEMBLE or config.HasField("ensemble_scheduling"):
         return ENSEMBLE
     if config.backend:
@@ -456,7 +463,10 @@ def _backend_of(config: Any, files: set[str]) -> str:
 
 
 def _read(path: Path, parse: Callable[[Path], Any]) -> tuple[Any, str]:
-    """What a file holds, or None and why it cannot be read; None alone where there is no file."""
+    """Return the content of a file, or None and the reason why it is unreadable.
+
+    Without a file the reason is empty.
+    """
     if not is_file(path):
         return None, ""
     try:
