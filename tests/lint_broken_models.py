@@ -117,7 +117,7 @@ FILES = (
     error(
         "lock-files",
         f"{PRE}/1/tokenizer.json",
-        "another one",
+        "the content has changed",
         relock(),
         put(f"{PRE}/1/tokenizer.json", "{ }"),
     ),
@@ -132,7 +132,7 @@ FILES = (
     error(
         "shared-core",
         LOCK,
-        "the core of minilm_core was built anew since",
+        "the core of minilm_core was rebuilt since",
         put("minilm_core/triptych.lock.json", '{"core_key": "new"}'),
         put(LOCK, '{"core_key": "old", "spec": {"core": {"shared_from": "minilm_core"}}}'),
     ),

@@ -48,7 +48,7 @@ ENSEMBLES = (
     error(
         "ensemble-steps",
         ENS,
-        "asks for version 0, served are 1",
+        "uses version 0, served are 1",
         replace(ENS, "model_version: -1", ""),
     ),
     error("ensemble-steps", "loop", "needs loop", ensemble("loop", "a", "b", "loop a=a > b=b")),

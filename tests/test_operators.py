@@ -150,7 +150,7 @@ def test_a_newer_opset_than_documented_is_told(tmp_path: Path) -> None:
 
 
 def test_a_tensorrt_without_a_record_is_the_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="Known are 8, 10, 11"):
+    with pytest.raises(UserError, match="Use one of 8, 10, 11"):
         unsupported(tmp_path / "model.onnx", 9)
 
 
