@@ -350,7 +350,7 @@ def test_lint_sees_a_shared_core_that_was_built_anew(tmp_path: Path, base: Path)
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ({"task": "custom"}, "must be given where task is custom"),
+        ({"task": "custom"}, "is required for task: custom"),
         (
             {"custom": {"auto_class": "AutoModel", "outputs": [{"name": "a", "dtype": "FP32"}]}},
             "custom",
@@ -381,6 +381,6 @@ def test_a_custom_task_needs_decode(tmp_path: Path, classifier: Path) -> None:
     with pytest.raises(UserError, match="function `decode`"):
         build_into(folder, tmp_path / "repository")
     (folder / "hooks.py").write_text("def decode(rows:")
-    with pytest.raises(UserError, match="must load"):
+    with pytest.raises(UserError, match="cannot be loaded"):
         build_into(folder, tmp_path / "repository")
     assert json.loads((folder / "pipeline.yaml").read_text())["task"] == "custom"

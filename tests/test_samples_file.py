@@ -61,5 +61,5 @@ def bad_files(folder: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("kind", ["missing", "rubbish", "other", "torn", "objects"])
 def test_a_file_of_something_else_is_told(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(UserError, match="must hold the rows that an engine is checked on"):
+    with pytest.raises(UserError, match="does not contain the rows"):
         read_samples(bad_files(tmp_path)[kind])

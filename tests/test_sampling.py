@@ -396,5 +396,5 @@ def test_a_planted_text_is_in_the_sample_and_nowhere_else(server: Server, built:
 def test_redact_must_be_there(tmp_path: Path, model: Path) -> None:
     made = write_sampling(tmp_path / "sampled", model)
     (made / "hooks.py").write_text("def before(rows):\n    return rows\n", encoding="utf-8")
-    with pytest.raises(UserError, match="must have the function `redact`"):
+    with pytest.raises(UserError, match="has no function `redact`"):
         read_inputs(load_spec(made), lambda *_: None)

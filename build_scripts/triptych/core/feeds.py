@@ -1,4 +1,4 @@
-"""Core rows as the feed of one batch of the graph, in either layout: as the server passes them."""
+"""Batches of core rows as inputs of the graph, in either layout, as the server sends them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from triptych.base.tensors import LONGEST, ROW_OFFSET, ROW_STRIDE, Tensor, Token
 from triptych.runtime.packed_rows import pack_rows, span_of
 
 Sample = TokenRow | NDArray[np.uint8]
-"""One row for the core: tokens, or the pixels of an image, UINT8 ``[height, width, channels]``."""
+"""A row of the core: tokens, or the pixels of an image, UINT8 ``[height, width, channels]``."""
 
 Feed = dict[str, NDArray[Any]]
 """The graph's inputs for one batch, by name."""
 
 REQUEST_SIZES = (1, 3, 2)
-"""Rows of the requests that a packed batch is made of, over and over."""
+"""Number of rows of the requests that form a packed batch, repeated."""
 
 
 def core_feed(
@@ -33,9 +33,9 @@ def core_feed(
 
     Args:
         samples: Rows, all of tokens or all of pixels of one size.
-        inputs: Inputs of the core as its config declares them; what Triton makes is added.
-        pad_token_id: Token id that fills rows up.
-        width: Tokens to which each row is filled up, as a request of its own; None for the usual
+        inputs: Inputs of the core as its config declares them; inputs that Triton makes are added.
+        pad_token_id: Token id for padding.
+        width: Padded length in tokens, with each row as a separate request. None for the usual
             feed: padded to the longest row, or packed, in requests of `REQUEST_SIZES`.
     """
     rows = [sample for sample in samples if isinstance(sample, TokenRow)]
@@ -74,7 +74,7 @@ def row_starts(rows: Sequence[TokenRow], inputs: Sequence[Tensor]) -> list[int]:
 
 
 def _packed(rows: Sequence[TokenRow], pad_token_id: int) -> Feed:
-    """Return what the rows of several requests are for a packed core."""
+    """Return the inputs of a packed core for the rows of several requests."""
     sizes: list[int] = []
     for size in cycle(REQUEST_SIZES):
         if sum(sizes) >= len(rows):

@@ -1,12 +1,11 @@
-"""Which requests decide whether an artifact ships, and which core rows it may be fitted to.
+"""Requests of the accuracy gate, and the rows to calibrate with.
 
-Requests that the gate adds to the traffic's own: empty, at the limit, of other scripts, ...
-
-The general probe: varied texts that are the same for every pipeline, whatever its own traffic.
-
-Traffic may be narrower than what users send later, and a core of lower precision is fitted to it.
-The texts are of many topics, languages and scripts, from a word to some 250 words, with numbers,
-code, logs, addresses and noisy ones.
+- `split_traffic` divides the traffic between the gate and calibration.
+- `edge_texts` and `edge_images` add edge cases: empty, at the length limit, other scripts, ...
+- `probe_requests` makes the general probe: varied texts that are the same for every pipeline. The
+  traffic may be narrower than later requests, and a core of lower precision is fitted to it. The
+  texts cover many topics, languages and scripts, from one word to about 250 words, with numbers,
+  code, logs, addresses and noisy text.
 """
 
 from __future__ import annotations
@@ -35,19 +34,20 @@ EDGE_TEXTS = {
     "punctuation": "!?.,;:()[]{}<>/\\|@#$%^&*_-+=~`'\"",
 }
 EDGE_IMAGES = {"one pixel": (1, 1), "very wide": (120, 2)}
-"""Width and height."""
+"""Width and height of the edge-case images, in pixels."""
 
 SPECIAL_TOKENS = 12
-"""Most special tokens that a text of its own is made of: some tokenizers reserve hundreds."""
+"""Maximum number of special tokens that get an edge case, because some tokenizers reserve hundreds.
+"""
 
 FAR = 3
-"""Far over the limit: so many times as long."""
+"""Length of a text far over the limit, as a multiple of the limit."""
 
 _WORDS = ("a", "the", "x", "1", ".")
 
 
 def edge_images(reader: RequestReader, example: GateRequest) -> list[GateRequest]:
-    """Images in place of the example's, as far as the pipeline takes them."""
+    """Return edge-case images in place of the example's, as far as the pipeline accepts them."""
     (name,) = example.sent
     made = (
         reader.make_up({name: _bitmap(*size)}, example.parameters, shown)
@@ -59,12 +59,12 @@ def edge_images(reader: RequestReader, example: GateRequest) -> list[GateRequest
 def edge_texts(
     reader: RequestReader, example: GateRequest, *, mask_token: str = ""
 ) -> list[GateRequest]:
-    """Texts in place of the example's last input, as far as the pipeline takes them.
+    """Return edge-case texts in place of the example's last input, as far as they are accepted.
 
     Args:
-        reader: of the pipeline.
-        example: a request of the traffic.
-        mask_token: put before each text, where the task needs it.
+        reader: Reader of the pipeline.
+        example: A request of the traffic.
+        mask_token: Token to put in front of each text, if the task needs one.
     """
     name = list(example.sent)[-1]
 
@@ -105,7 +105,7 @@ def _around_the_limit(
 
 
 def _text_of_length(length: Callable[[str], int]) -> Callable[[int], str] | None:
-    """Makes a text so long that the longest core row has a given number of tokens."""
+    """Return a function that makes a text whose longest core row has a given number of tokens."""
     for word in _WORDS:
         for unit in (f"{word} ", word):
             first, second, third = (length((unit * n).strip()) for n in (1, 2, 3))
@@ -117,7 +117,7 @@ def _text_of_length(length: Callable[[str], int]) -> Callable[[int], str] | None
 
 
 def _bitmap(width: int, height: int) -> bytes:
-    """A BMP file: 24 bits a pixel, dark to light from left to right."""
+    """Return a BMP file with 24 bits per pixel, dark to light from left to right."""
     row = b"".join(bytes([x * 255 // width] * 3) for x in range(width))
     pixels = (row + bytes(-len(row) % 4)) * height
     head = struct.pack("<2sIHHI", b"BM", 54 + len(pixels), 0, 0, 54)
@@ -126,19 +126,20 @@ def _bitmap(width: int, height: int) -> bytes:
 
 TEXTS_FILE = Path(__file__).with_name("probe.yaml")
 PARAGRAPH = 3
-"""Texts of a topic that make a paragraph, where it has more."""
+"""Number of a topic's texts that form a paragraph."""
 
 LONG_TOPICS = 3
+"""Number of consecutive topics in a long text."""
 LONG_EVERY = 6
-"""One long text holds so many topics in a row, and every so many topics there is one."""
+"""Number of topics per long text."""
 
 NOISY_EVERY = 12
 MASKED_WORD = 8
-"""The mask token stands for at most this word of a text: a long text may be cut off."""
+"""Largest index of the word that the mask token replaces, because a long text may be truncated."""
 
 
 class ProbeText(NamedTuple):
-    """One text, with two questions: one that it may answer, and one of another topic."""
+    """A text with two questions: one that it may answer, and one about another topic."""
 
     text: str
     question: str
@@ -147,7 +148,7 @@ class ProbeText(NamedTuple):
 
 @cache
 def probe_texts() -> tuple[ProbeText, ...]:
-    """The texts, in a fixed order, each once."""
+    """Return the texts in a fixed order, each once."""
     topics: list[dict[str, Any]] = yaml.safe_load(TEXTS_FILE.read_text(encoding="utf-8"))["topics"]
     made: dict[str, ProbeText] = {}
     for place, topic in enumerate(topics):
@@ -163,15 +164,15 @@ def probe_texts() -> tuple[ProbeText, ...]:
 def probe_requests(
     reader: RequestReader, example: GateRequest, *, mask_token: str = ""
 ) -> tuple[GateRequest, ...]:
-    """A request of the task for each text, as far as the pipeline takes it.
+    """Return a request of the task for each text that the pipeline accepts.
 
-    Where the task reads two texts, the last is the probe's and the first a question, every second
-    time of another topic. Rows that a hook or the row maker refuses are left out.
+    If the task reads two texts, the last is the probe's and the first is a question, every second
+    time about another topic. Rows that a hook or the batch encoder rejects are omitted.
 
     Args:
-        reader: of the pipeline.
-        example: a request of the traffic, whose parameters they have.
-        mask_token: put in place of a word, where the task needs it.
+        reader: Reader of the pipeline.
+        example: A request of the traffic, whose parameters are used.
+        mask_token: Token that replaces a word, if the task needs one.
     """
     names = list(example.sent)
     requests = []
@@ -185,7 +186,7 @@ def probe_requests(
 
 
 def _texts_of(texts: list[str], following: list[dict[str, Any]]) -> Iterator[str]:
-    """The texts of a topic, some of them as a paragraph, and those of topics in a row."""
+    """Yield the texts of a topic, a paragraph of some of them, and one of several topics."""
     yield from texts
     if len(texts) > PARAGRAPH:
         yield " ".join(texts[:PARAGRAPH])
@@ -194,7 +195,7 @@ def _texts_of(texts: list[str], following: list[dict[str, Any]]) -> Iterator[str
 
 
 def _noisy(text: str) -> str:
-    """`text` as typed in haste: lower case, two letters swapped, one missing, no last mark."""
+    """Return `text` as typed in haste: lower case, letters swapped or missing, no final mark."""
     words = text.lower().split()
     for place, word in enumerate(words):
         if len(word) > 3 and place % 3 == 0:
@@ -217,12 +218,13 @@ CALIBRATION_ROWS = 512
 
 @dataclass(frozen=True)
 class GateRows:
-    """What decides whether an artifact ships, and what it may be fitted to.
+    """Rows of the gate and rows to calibrate with.
 
     Attributes:
-        requests: for the gate, made-up ones first.
-        calibration: core rows of the traffic that the gate does not use.
-        probe: requests that every core of lower precision is judged on besides; none of images.
+        requests: Requests of the gate, edge cases first.
+        calibration: Core rows of the traffic that the gate does not use.
+        probe: Requests that every core of lower precision is additionally checked with; none for
+            images.
     """
 
     requests: tuple[GateRequest, ...]
@@ -231,9 +233,9 @@ class GateRows:
 
     def __str__(self) -> str:
         gate = sum(not request.edge for request in self.requests)
-        few = f"; {FEW_ROWS} or more for the gate are better" if gate < FEW_ROWS else ""
+        few = f"; at least {FEW_ROWS} are recommended for the gate" if gate < FEW_ROWS else ""
         return (
-            f"{gate} for the gate, {len(self.requests) - gate} more made up, "
+            f"{gate} for the gate, {len(self.requests) - gate} edge cases, "
             f"{len(self.calibration)} rows for calibration{few}"
         )
 
@@ -241,11 +243,12 @@ class GateRows:
 def split_traffic(
     inputs: Sequence[Mapping[str, str | bytes]], *, most: int = GATE_ROWS
 ) -> tuple[list[int], list[int]]:
-    """Places of the rows of gate and of calibration: two thirds and one, by a hash of the inputs.
+    """Return the indices of the rows of gate and of calibration, two thirds and one third.
 
-    Equal inputs are on the same side, and a row stays on its side whatever is added to the
-    traffic. The gate has at least one row. Of more than `most`, it has those with the lowest
-    hashes, once each. Calibration is in the order of the hashes: any part of it is as good.
+    A hash of the inputs decides, so equal inputs are on the same side, and a row stays on its side
+    if traffic is added. The gate has at least one row. If there are more than `most`, it has those
+    with the lowest hashes, once each. Calibration is in the order of the hashes, so any part of it
+    is as good as another.
     """
     hashes = [int(hash_inputs(row), 16) for row in inputs]
     first = {value: place for place, value in reversed(list(enumerate(hashes)))}
@@ -258,13 +261,13 @@ def split_traffic(
 def gate_rows(
     reader: RequestReader, requests: Sequence[GateRequest], *, images: bool, mask_token: str = ""
 ) -> GateRows:
-    """The rows of a pipeline's gate and calibration.
+    """Return the rows of a pipeline's gate and calibration.
 
     Args:
-        reader: of the pipeline.
-        requests: of the traffic, with core rows.
-        images: whether the task reads images.
-        mask_token: put before made-up texts, where the task needs it.
+        reader: Reader of the pipeline.
+        requests: Requests of the traffic, with core rows.
+        images: Whether the task reads images.
+        mask_token: Token to put in front of edge-case texts, if the task needs one.
     """
     if images:
         gate, rest = split_traffic([request.sent for request in requests], most=GATE_IMAGES)

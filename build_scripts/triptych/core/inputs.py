@@ -1,4 +1,4 @@
-"""Everything that is read before anything is built: spec, model, hooks, requests; and the plan."""
+"""Everything that is read before a build: spec, model, hooks and requests; and the plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
 
 LABELED_ROWS = 2000
-"""Of more labeled rows, only the first ones are run."""
+"""Maximum number of labeled rows that are run."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class LabeledRequests:
     """Rows of ``eval.jsonl``.
 
     Attributes:
-        rows: as the user labeled them.
-        requests: that they make, in order.
-        notes: what the gate's result should say about them.
+        rows: Rows with the user's labels.
+        requests: Requests of the rows, in order.
+        notes: Remarks for the gate's result.
     """
 
     rows: tuple[LabeledRow, ...] = ()
@@ -46,18 +46,19 @@ class LabeledRequests:
 
 @dataclass(frozen=True)
 class PipelineInputs:
-    """What is known before anything is exported.
+    """Everything that is known before the export.
 
     Attributes:
-        plan: the derived numbers.
-        model_folder: local folder of the model's files.
-        tokenizer_file: the runtime's tokenizer; None for images.
-        requests: for the gate, made-up ones first.
-        calibration: core rows of the traffic that the gate does not use.
-        probe: for the gate of lower precision, whatever the traffic; none of images.
-        hooks: content of the pipeline's ``hooks.py``.
-        labeled: rows with the truth, where there are some.
-        traffic: every request of ``traffic.jsonl`` as a client sends it, for load.
+        plan: Plan of the build.
+        model_folder: Local folder of the model's files.
+        tokenizer_file: The runtime's tokenizer; None for images.
+        requests: Requests of the gate, edge cases first.
+        calibration: Core rows of the traffic that the gate does not use.
+        probe: Additional requests of the gate for lower precision, independent of the traffic; none
+            for images.
+        hooks: Content of the pipeline's ``hooks.py``; None if it has none.
+        labeled: Rows with ground truth, if there are any.
+        traffic: Every request of ``traffic.jsonl`` as a client sends it, for load tests.
     """
 
     plan: Plan
@@ -72,22 +73,22 @@ class PipelineInputs:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Where a decoder finds the ``tokenizer.json``, if the task has one."""
+        """Folder of the ``tokenizer.json``, if the task has one; else the model's folder."""
         return self.model_folder if self.tokenizer_file is None else self.tokenizer_file.parent
 
     @property
     def shortest_row(self) -> Mapping[str, str | bytes]:
-        """The request of the traffic that is sent in the fewest characters or bytes."""
+        """Request of the traffic with the smallest number of characters or bytes."""
         return min(self.traffic, key=lambda row: sum(map(len, row.values())))
 
     def replanned(self, layout: Layout) -> PipelineInputs:
-        """The same with another layout."""
+        """Return the inputs with a plan for another layout."""
         old = self.plan
         plan = make_plan(old.spec, old.facts, old.task, old.parameters, old.lengths, layout=layout)
         return replace(self, plan=replace(plan, gives_inputs=old.gives_inputs))
 
     def as_built(self, repository: Path) -> PipelineInputs:
-        """The same in the layout that it was built in, which may not be the one asked for."""
+        """Return the inputs in the layout that was built, which may differ from the spec's."""
         lock = find_manifest(repository, self.plan.spec.name)
         if lock is None or lock.plan.layout == self.plan.layout:
             return self
@@ -95,15 +96,15 @@ class PipelineInputs:
 
 
 def task_of(spec: PipelineSpec) -> Task:
-    """The task of `spec`, one of the package's or its own.
+    """Return the task of `spec`, one of the package's or a custom one.
 
     Raises:
-        UserError: there is none such.
+        UserError: There is no such task.
     """
     if (spec.task == "custom") != (spec.custom is not None):
         raise UserError(
             "custom",
-            "must be given where task is custom, and nowhere else",
+            "is required for task: custom, and only supported for it",
             given=f"task {spec.task}",
             remedy="See pipelines/README.md",
         )
@@ -113,15 +114,17 @@ def task_of(spec: PipelineSpec) -> Task:
 def read_inputs(
     spec: PipelineSpec, progress: Progress, *, traffic: Path | None = None
 ) -> PipelineInputs:
-    """Resolve the model, read and tokenize the requests, derive the plan. Writes only to the cache.
+    """Resolve the model, read and tokenize the requests, derive the plan.
+
+    Only the cache is written.
 
     Args:
-        spec: of the pipeline.
-        progress: told what is read.
-        traffic: a file of texts instead of the pipeline's ``traffic.jsonl``.
+        spec: Spec of the pipeline.
+        progress: Callback for what was read.
+        traffic: File of texts to use instead of the pipeline's ``traffic.jsonl``.
 
     Raises:
-        UserError: in the spec, the model, the hooks or the traffic.
+        UserError: The spec, the model, the hooks or the traffic has a mistake.
     """
     task = task_of(spec)
     _report_tuned(spec, progress)
@@ -167,7 +170,7 @@ def read_inputs(
 
 
 def _report_tuned(spec: PipelineSpec, progress: Progress) -> None:
-    """What comes from ``tuned.yaml``, and whether it was measured for another spec."""
+    """Report the settings from ``tuned.yaml``, and whether they were measured for another spec."""
     tuned = read_tuned(spec.folder) if spec.tuned else None
     if tuned is None:
         return
@@ -197,9 +200,9 @@ def _check_max_length(spec: PipelineSpec, facts: ModelFacts) -> None:
     if wanted is not None and wanted > facts.max_length:
         raise UserError(
             "tokenizer.max_length",
-            f"must be at most the model's own limit of {facts.max_length}",
+            f"is greater than the model's limit of {facts.max_length}",
             given=wanted,
-            remedy="Lower it, or leave it out to use the model's limit",
+            remedy="Lower it, or remove it to use the model's limit",
         )
 
 
@@ -209,20 +212,23 @@ def _load_hooks(spec: PipelineSpec, task: Task) -> ModuleType | None:
         hooks = load_hooks(spec.folder)
     except (Exception, SystemExit) as error:
         raise UserError(
-            str(path), "must load", given=f"{type(error).__name__}: {error}", remedy="Mend it"
+            str(path),
+            "cannot be loaded",
+            given=f"{type(error).__name__}: {error}",
+            remedy="Correct the file",
         ) from error
     sample = spec.serving.sample
     if sample is not None and sample.redact and not callable(getattr(hooks, REDACT, None)):
         raise UserError(
             str(path),
-            f"must have the function `{REDACT}`, which serving.sample.redact names",
+            f"has no function `{REDACT}`, which serving.sample.redact requires",
             given="none",
             remedy="Write `def redact(inputs, answer)`; see pipelines/reference.md",
         )
     if spec.custom is not None and not hasattr(hooks, "decode"):
         raise UserError(
             str(path),
-            "must have the function `decode` for a custom task",
+            "has no function `decode`, which a custom task requires",
             given="none",
             remedy="See pipelines/README.md",
         )

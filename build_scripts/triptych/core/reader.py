@@ -1,7 +1,8 @@
-"""Lines of a pipeline's files as requests: images read, hooks run, parameters checked, rows made.
+"""Read lines of a pipeline's files as requests, as its preprocess step will.
 
-A request has three forms, all in `GateRequest`: `sent` by a client, `inputs` after `hooks.before`,
-and the `rows` that its row maker makes for the core.
+Images are read, hooks run, parameters checked and rows made. A request has three forms, all in
+`GateRequest`: `sent` by a client, `inputs` after `hooks.before`, and the `rows` that its batch
+encoder makes for the core.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from triptych.spec.traffic import Lengths, TrafficRow
 UNLIMITED = 1 << 30
 
 Rules = Mapping[str, Mapping[str, Any]]
-"""Request parameter to what it may be, as plain data."""
+"""Allowed values of each request parameter, as plain data."""
 
 
 class RequestReader:
     """Makes requests of a pipeline, as its preprocess step will.
 
     Args:
-        spec: the pipeline's.
-        task: what is decoded.
-        facts: of the model.
-        tokenizer_folder: with the ``tokenizer.json``; of images, any folder.
-        before: the pipeline's own function ahead of the tokenizer, where it has one.
+        spec: Spec of the pipeline.
+        task: Task of the pipeline.
+        facts: Information on the model.
+        tokenizer_folder: Folder with the ``tokenizer.json``; for images, any folder.
+        before: The pipeline's function `hooks.before`, if it has one.
 
     Attributes:
-        parameters: defaults of request parameters: the spec's over the task's.
-        max_length: tokens that a core row may have.
+        parameters: Defaults of the request parameters; the spec's override the task's.
+        max_length: Maximum number of tokens in a core row.
 
     Raises:
-        UserError: the spec's parameters are not the task's, or the length limit leaves no room.
+        UserError: The spec's parameters are not the task's, or the length limit is too small.
     """
 
     def __init__(
@@ -82,12 +83,15 @@ class RequestReader:
             self._untruncated = open_text_row_maker(task.rows, unlimited, tokenizer_folder)
         except RequestError as error:
             raise UserError(
-                "tokenizer.max_length", "must suit the task", given=error, remedy="Raise it"
+                "tokenizer.max_length", "is too small for the task", given=error, remedy="Raise it"
             ) from error
 
     @property
     def special_tokens(self) -> list[str]:
-        """What a text may write of the tokenizer's special tokens, by their ids; none of images."""
+        """Special tokens of the tokenizer that a text may contain, by their ids.
+
+        Empty for images.
+        """
         if self._images:
             return []
         tokens = self._texts_maker.tokenizer.get_added_tokens_decoder()
@@ -96,16 +100,16 @@ class RequestReader:
     def read(
         self, file: str, lines: Sequence[TrafficRow], *, with_rows: int | None = None
     ) -> list[GateRequest]:
-        """The request that each line of `file` stands for.
+        """Return the request of each line of `file`.
 
         Args:
-            file: in the pipeline's folder, or an absolute path.
-            lines: of the file.
-            with_rows: only so many first requests get core rows; None for all.
+            file: Path in the pipeline's folder, or an absolute path.
+            lines: Lines of the file.
+            with_rows: Number of first requests that get core rows; None for all.
 
         Raises:
-            UserError: an image that cannot be read, a hook that refuses a line, a bad parameter,
-                a request that the pipeline does not take.
+            UserError: An image cannot be read, a hook rejects a line, a parameter is invalid, or
+                the pipeline does not accept a request.
         """
         requests = [self._read_line(file, line) for line in lines]
         first = requests[:with_rows]
@@ -113,7 +117,7 @@ class RequestReader:
             if isinstance(made, Exception):
                 raise UserError(
                     self._where(file, lines[place].line),
-                    "must be a request that the pipeline takes",
+                    "has a request that the pipeline rejects",
                     given=made,
                     remedy="Correct the line",
                 )
@@ -123,16 +127,16 @@ class RequestReader:
     def make_up(
         self, sent: Mapping[str, str | bytes], parameters: Mapping[str, Any], shown: str
     ) -> GateRequest | None:
-        """A request that nobody sent, without core rows; None where `hooks.before` refuses it."""
+        """Return a synthetic request without core rows; None if `hooks.before` rejects it."""
         try:
             return GateRequest(sent, self._after_hook(sent), parameters, (), (), True, shown)
-        except Exception:  # what made-up inputs do to the user's own function is no mistake
+        except Exception:  # the user's function need not support synthetic inputs
             return None
 
     def read_sent(
         self, sent: Mapping[str, str | bytes], parameters: Mapping[str, Any], shown: str
     ) -> GateRequest | None:
-        """A request as a server got it, without core rows; None where the pipeline refuses it."""
+        """Return a request that a server received, without core rows; None if it is rejected."""
         try:
             checked = _checked(shown, parameters, self._rules, self.parameters)
             return GateRequest(sent, self._after_hook(sent), checked, (), (), False, shown)
@@ -140,7 +144,10 @@ class RequestReader:
             return None
 
     def accepted(self, requests: Sequence[GateRequest]) -> list[GateRequest]:
-        """Those of `requests` that the row maker takes, with their core rows, none empty."""
+        """Return those `requests` that the batch encoder accepts, with their core rows.
+
+        Requests with an empty row are omitted.
+        """
         made = self._with_rows(requests)
         return [
             request
@@ -149,17 +156,20 @@ class RequestReader:
         ]
 
     def untruncated_lengths(self, requests: Sequence[GateRequest]) -> list[list[int]]:
-        """Tokens of each core row of each request without a limit; none where it is refused."""
+        """Return the tokens of each core row of each request without a limit.
+
+        The list of a rejected request is empty.
+        """
         made = self._untruncated.token_rows([request.row_inputs for request in requests])
         return [
             [] if isinstance(rows, Exception) else [len(row.ids) for row in rows] for rows in made
         ]
 
     def lengths(self, requests: Sequence[GateRequest]) -> Lengths:
-        """Token lengths of the core rows, as they are before truncation."""
+        """Return the token lengths of the core rows before truncation."""
         lengths = [n for each in self.untruncated_lengths(requests) for n in each]
         rows = [row for request in requests for row in request.rows]
-        # Where there are more rows than without a limit, they are windows: nothing is cut off.
+        # More rows than without a limit are windows, so nothing is truncated.
         if len(lengths) != len(rows):
             lengths = [len(row.ids) for row in rows if isinstance(row, TokenRow)]
         return Lengths.of(lengths, max_length=self.max_length)
@@ -173,16 +183,21 @@ class RequestReader:
             except (OSError, ValueError) as error:
                 raise UserError(
                     where,
-                    "must name image files that can be read",
+                    "names an image file that cannot be read",
                     given=f"{line.inputs[name]!r:.100}: {error!s:.100}",
-                    remedy="Paths start at the pipeline's folder",
+                    remedy="Use a path relative to the pipeline's folder",
                 ) from error
         parameters = _checked(where, line.parameters, self._rules, self.parameters)
         shown = line.inputs[self._images[0]] if self._images else shown_text(sent)
         try:
             inputs = self._after_hook(sent)
         except Exception as error:  # the user's own function
-            raise UserError(where, "must pass hooks.before", given=error) from error
+            raise UserError(
+                where,
+                "is rejected by hooks.before",
+                given=error,
+                remedy="Correct the line or the function",
+            ) from error
         return GateRequest(sent, inputs, parameters, (), (), False, shown)
 
     def _after_hook(self, sent: Mapping[str, str | bytes]) -> Mapping[str, str | bytes]:
@@ -222,9 +237,14 @@ def _is_filled(row: Any) -> bool:
 def _checked(
     where: str, given: Mapping[str, Any], rules: Rules, defaults: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    # As a client would send them: a list is a JSON text.
+    # In the form that a client sends: a list is JSON text.
     sent = {k: json.dumps(v) if isinstance(v, list) else v for k, v in given.items()}
     try:
         return check_parameters(json.dumps(sent), rules, defaults)
     except RequestError as error:
-        raise UserError(where, "must be parameters of the task", given=error) from error
+        raise UserError(
+            where,
+            "has an invalid parameter",
+            given=error,
+            remedy="Use the task's parameters and their allowed values",
+        ) from error

@@ -1,4 +1,4 @@
-"""What the gate runs on: requests with their core rows, and what the reference made of those."""
+"""Requests of the accuracy gate with their core rows, and the reference's results."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from triptych.runtime.row_types import RowInputs
 
 MAX_SHOWN = 80
 FEW_ROWS = 200
-"""Fewer rows of traffic than this show little of what an artifact gets wrong."""
+"""Recommended minimum number of traffic rows. Fewer rows show only some of an artifact's errors."""
 
 Expected = tuple[NDArray[np.float32], ...]
-"""What the reference computed for one row, as `Core.returns` says: a vector, logits or scores; all
-classes' scores where the core returns choices (``[classes]``, or ``[tokens, classes]``) and where
-it returns all of them; the logits of start and end, ``[tokens]`` each."""
+"""The reference's result for one row, as in `Core.returns`.
+
+It is a vector, logits or scores. If the core returns choices or all scores, it has the scores of
+all classes, ``[classes]`` or ``[tokens, classes]``. For spans it has the logits of start and end,
+``[tokens]`` each.
+"""
 
 
 @dataclass(frozen=True)
 class GateRequest:
-    """A request of one row, of the traffic or made up.
+    """A request of one row, from the traffic or synthetic.
 
     Attributes:
-        sent: inputs as a client sends them; bytes for an image.
-        inputs: the same after `hooks.before`: what the core rows are made from.
-        parameters: checked, defaults filled in.
-        rows: for the core: several where a text has windows or hypotheses.
-        carries: packed, one a core row; empty where the task has none.
-        edge: made up as an edge case: empty, blank, at the limit and the like.
-        shown: short text for tables.
+        sent: Inputs as a client sends them; bytes for an image.
+        inputs: Inputs after `hooks.before`; the core rows are made from them.
+        parameters: Checked parameters with defaults.
+        rows: Rows for the core; several if a text has windows or hypotheses.
+        carries: Packed metadata of each core row; empty if the task has none.
+        edge: Whether it is an edge case: empty, blank, at the length limit and similar.
+        shown: Preview for tables.
     """
 
     sent: Mapping[str, str | bytes]
@@ -48,23 +51,23 @@ class GateRequest:
 
     @property
     def row_inputs(self) -> RowInputs:
-        """What a row maker gets of it: `inputs` as columns of one row."""
+        """Inputs of a batch encoder: `inputs` as columns of one row."""
         return RowInputs({name: [value] for name, value in self.inputs.items()}, self.parameters)
 
     @property
     def query(self) -> str:
-        """The input `text`, by which passages are ranked; empty where there is none."""
+        """The input `text`, by which passages are ranked; empty if there is none."""
         text = self.inputs.get("text", "")
         return text if isinstance(text, str) else ""
 
 
 def rows_of(requests: Iterable[GateRequest]) -> list[Sample]:
-    """The core rows of all requests, end to end."""
+    """Return the core rows of all requests, end to end."""
     return [row for request in requests for row in request.rows]
 
 
 def by_request(requests: Sequence[GateRequest], values: Sequence[Any]) -> list[list[Any]]:
-    """`values`, one a core row of all requests, as a list for each request."""
+    """Return `values`, one per core row of all requests, as a list for each request."""
     parts, start = [], 0
     for request in requests:
         parts.append(list(values[start : start + len(request.rows)]))
@@ -73,7 +76,7 @@ def by_request(requests: Sequence[GateRequest], values: Sequence[Any]) -> list[l
 
 
 def hash_rows(rows: Iterable[Sample]) -> str:
-    """Hash of core rows, in hex."""
+    """Return the hash of core rows, in hex."""
     digest = hashlib.sha256()
     for row in rows:
         pixels = row if isinstance(row, np.ndarray) else None
@@ -84,7 +87,7 @@ def hash_rows(rows: Iterable[Sample]) -> str:
 
 
 def hash_requests(requests: Iterable[GateRequest]) -> str:
-    """Hash of all that the gate sees of requests, in hex."""
+    """Return the hash of everything that the gate uses of requests, in hex."""
     digest = hashlib.sha256()
     for request in requests:
         parts = [hash_rows(request.rows), hash_inputs(request.inputs), request.shown]
@@ -95,7 +98,7 @@ def hash_requests(requests: Iterable[GateRequest]) -> str:
 
 
 def hash_inputs(inputs: Mapping[str, str | bytes]) -> str:
-    """Hash of what a client sends, in hex: equal inputs have equal ones."""
+    """Return the hash of a client's inputs, in hex; equal inputs have equal hashes."""
     digest = hashlib.sha256()
     for name, value in sorted(inputs.items()):
         data = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
@@ -104,7 +107,7 @@ def hash_inputs(inputs: Mapping[str, str | bytes]) -> str:
 
 
 def shown_text(inputs: Mapping[str, str | bytes]) -> str:
-    """The inputs in short, for tables."""
+    """Return a preview of the inputs for tables."""
     texts = [
         f"{len(value)} bytes" if isinstance(value, bytes) else " ".join(value.split())
         for value in inputs.values()
@@ -113,7 +116,7 @@ def shown_text(inputs: Mapping[str, str | bytes]) -> str:
 
 
 def shorten(text: str, most: int) -> str:
-    """The first `most` characters, those that a terminal would act on spelled out."""
+    """Return the first `most` characters, with control characters escaped."""
     cut = text if len(text) <= most else text[: most - 1] + "…"
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut

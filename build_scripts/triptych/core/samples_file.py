@@ -1,6 +1,6 @@
-"""Core rows in a file, for checks where neither traffic nor tokenizer is: an ``.npz``, no pickle.
+"""Core rows in an ``.npz`` file without pickle, for checks without traffic and tokenizer.
 
-Equal rows make equal bytes: members in a fixed order, no compression, no time of day.
+Equal rows give equal bytes: members have a fixed order, no compression and no time.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def write_samples(path: Path, rows: Sequence[Sample]) -> None:
     """Write core rows, all tokens or all pixels of one size.
 
     Args:
-        path: of the file.
-        rows: at least one.
+        path: Path of the file.
+        rows: Non-empty list of rows.
 
     Raises:
-        ValueError: there are none, or they are of both kinds.
+        ValueError: There are no rows, or rows of both kinds.
     """
     tokens = [row for row in rows if isinstance(row, TokenRow)]
     if not rows or len(tokens) not in (0, len(rows)):
-        raise ValueError(f"{len(tokens)} of {len(rows)} rows are tokens: all or none must be")
+        raise ValueError(f"{len(tokens)} of {len(rows)} rows are tokens; all or none must be")
     arrays: dict[str, NDArray[Any]] = {}
     if tokens:
         arrays["ids"] = np.array([token for row in tokens for token in row.ids], np.int32)
@@ -51,10 +51,10 @@ def write_samples(path: Path, rows: Sequence[Sample]) -> None:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The rows that `write_samples` wrote.
+    """Return the rows that `write_samples` wrote.
 
     Raises:
-        UserError: the file is missing, or something else.
+        UserError: The file is missing, or is not such a file.
     """
     try:
         with np.load(path, allow_pickle=False) as archive:
@@ -68,7 +68,7 @@ def read_samples(path: Path) -> list[Sample]:
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise UserError(
             str(path),
-            "must hold the rows that an engine is checked on",
+            "does not contain the rows to check an engine with",
             given=error,
             remedy="Run `triptych build` again",
         ) from error

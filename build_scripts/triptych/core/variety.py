@@ -1,4 +1,7 @@
-"""How varied the texts of the gate's traffic are: narrow traffic shows little of a model."""
+"""Diversity of the texts in the gate's traffic.
+
+Narrow traffic shows only some of a model's errors.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,20 @@ from dataclasses import dataclass
 from triptych.core.samples import GateRequest
 
 NEAR = 0.8
-"""Of all trigrams that two texts have, this share in both makes them near duplicates."""
+"""Share of common trigrams above which two texts are near duplicates."""
 
 LONGEST = 400
-"""Characters of a text that are looked at."""
+"""Maximum number of characters of a text that are compared."""
 
 
 @dataclass(frozen=True)
 class Variety:
-    """Figures of texts, numbers in them aside.
+    """Diversity of texts, ignoring numbers in them.
 
     Attributes:
-        words: different ones; in scripts that write no blanks, whole phrases.
-        vocabulary_share: different words, as a share of all words.
-        near_duplicates: share of the texts that are nearly the same as an earlier one.
+        words: Number of different words; in scripts without blanks, of whole phrases.
+        vocabulary_share: Number of different words divided by the number of all words.
+        near_duplicates: Share of the texts that are near duplicates of an earlier text.
     """
 
     words: int
@@ -31,7 +34,7 @@ class Variety:
 
 
 def variety_of(requests: Sequence[GateRequest]) -> Variety | None:
-    """How varied the traffic among the gate's `requests` is; None where it has no words."""
+    """Return the diversity of the traffic among the gate's `requests`; None without words."""
     texts = [
         _plain(" ".join(value for value in request.inputs.values() if isinstance(value, str)))
         for request in requests
@@ -53,7 +56,7 @@ def _plain(text: str) -> str:
 
 
 def _near_duplicates(texts: Sequence[str]) -> float:
-    """Share of the texts whose trigrams are nearly those of an earlier text."""
+    """Return the share of texts that are near duplicates of an earlier text."""
     every = [{f"  {text} "[place : place + 3] for place in range(len(text) + 1)} for text in texts]
     near = [
         any(_is_near(trigrams, earlier) for earlier in every[:place])
@@ -64,7 +67,7 @@ def _near_duplicates(texts: Sequence[str]) -> float:
 
 def _is_near(some: set[str], others: set[str]) -> bool:
     least, most = sorted((len(some), len(others)))
-    if least < NEAR * most:  # spares the comparison of texts of other lengths
+    if least < NEAR * most:  # texts of very different lengths cannot be near duplicates
         return False
     shared = len(some & others)
     return shared >= NEAR * (least + most - shared)
