@@ -166,7 +166,7 @@ def test_a_damaged_cache_never_ships(
     lines: list[str] = []
     build(inputs, tmp_path / "r", lambda *line: lines.append(" ".join(line)))
     assert [line for line in lines if line.startswith("cache ")] == [
-        f"cache {own / 'export' / entry.name}: damaged, so it is thrown away and made again"
+        f"cache {own / 'export' / entry.name} is damaged and is rebuilt"
     ]
     assert (tmp_path / "r/tiny_core/1/model.onnx").read_bytes() == right
 

@@ -334,4 +334,4 @@ def test_a_full_disk_is_told_and_harms_nothing(
     on("10")
     monkeypatch.setattr(place, full)
     error = refused(repository)
-    assert error.rule == "must have room for what is written"
+    assert error.rule == "has too little free space"

@@ -160,7 +160,7 @@ def test_a_limit_on_files_is_told_and_leaves_nothing(
         text=True,
         timeout=60,
     )
-    check_refused(done.stdout, tmp_path, why="must be allowed to hold files of this size")
+    check_refused(done.stdout, tmp_path, why="does not allow files of this size")
 
 
 def with_mounts(script: str, *words: object) -> str:
@@ -193,7 +193,7 @@ def test_a_full_disk_is_told_and_is_not_kept_full(
     monkeypatch.setenv("TRIPTYCH_CACHE", str(disk / "cache"))
     write_models(tmp_path / "r", OLD)
     said = with_mounts(SMALL_DISK, disk, tmp_path / "r", sys.executable, WRITES, copy)
-    check_refused(said, copy, why="must have room for what is written")
+    check_refused(said, copy, why="has too little free space")
 
 
 READ_ONLY = """
@@ -218,7 +218,7 @@ print(sorted(path.name for path in folder.iterdir()))
 def test_a_parent_that_is_read_only_is_told(tmp_path: Path) -> None:
     write_models(tmp_path / "r", OLD)
     told, left = with_mounts(READ_ONLY, tmp_path, sys.executable, ONE_MODEL).splitlines()
-    assert "must be a folder that can be written to" in told
+    assert "is not a writable folder" in told
     assert left == "['.r.lock', 'r']"
     assert tree(tmp_path / "r") == OLD
 
@@ -233,11 +233,11 @@ def test_a_repository_on_a_disk_of_its_own_is_told_and_stays_usable(tmp_path: Pa
     """Its models are staged beside it, and cannot be renamed across disks."""
     (tmp_path / "r").mkdir()
     told, left = with_mounts(OTHER_DISK, tmp_path, sys.executable, ONE_MODEL).splitlines()
-    assert "must lie in one file system with its parent folder" in told
+    assert "is not on the same file system as its parent folder" in told
     assert left == "['.r.lock', 'r']"
 
 
 def test_a_repository_that_is_a_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "r").touch()
-    with pytest.raises(UserError, match="must be a folder that can be written to"):
+    with pytest.raises(UserError, match="is not a writable folder"):
         write_models(tmp_path / "r", OLD)

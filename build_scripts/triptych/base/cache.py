@@ -1,6 +1,6 @@
-"""Work done once: a stage's files lie in a folder named after the hash of all that decides them.
+"""Cache of stages: the files of a stage lie in a folder named after the hash of its inputs.
 
-With them lie the hashes of what they hold: a damaged entry is made again, never used.
+Each folder also has the hashes of its files, so that a damaged entry is rebuilt and never used.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PARTIAL = ".partial-"
 
 
 def cache_root() -> Path:
-    """``$TRIPTYCH_CACHE``, else ``.cache/triptych`` in the current folder."""
+    """Return ``$TRIPTYCH_CACHE``, or ``.cache/triptych`` in the working directory."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path(".cache", "triptych")).absolute()
 
 
 def sha256_of(path: Path) -> str:
-    """Hash of one file's content, in hex."""
+    """Return the SHA-256 of a file's content, in hex."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -41,7 +41,7 @@ def sha256_of(path: Path) -> str:
 
 
 def key_of(stage: str, inputs: Mapping[str, object]) -> str:
-    """Hash of a stage's name and its inputs (anything JSON can hold), in hex."""
+    """Return the hash of a stage's name and its inputs (JSON values), in hex."""
     text = json.dumps([stage, inputs], sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -68,17 +68,17 @@ def code_hash(*patterns: str) -> str:
 
 
 def versions_of(*distributions: str) -> dict[str, str]:
-    """Installed version of each distribution."""
+    """Return the installed version of each distribution."""
     return {name: importlib.metadata.version(name) for name in distributions}
 
 
 class Stage(NamedTuple):
-    """What a stage has made.
+    """Result of a stage.
 
     Attributes:
-        folder: of its files.
-        cached: whether it was there already.
-        files: path in the folder -> SHA-256 in hex, as read just now.
+        folder: Folder with the files.
+        cached: Whether the result was in the cache.
+        files: SHA-256 in hex by path in the folder, computed just now.
     """
 
     folder: Path
@@ -89,22 +89,23 @@ class Stage(NamedTuple):
 def cached_stage(
     stage: str, inputs: Mapping[str, object], work: Callable[[Path], None], progress: Progress
 ) -> Stage:
-    """The folder with what `work` wrote for these `inputs`.
+    """Return the folder with the files that `work` writes for `inputs`, from the cache if possible.
 
-    It appears whole or not at all: `work` writes into a temporary one, renamed at the end. An
-    entry whose files are not what was written is thrown away and made again, which is told.
+    The folder appears atomically: `work` writes to a temporary folder, which is renamed at the
+    end. An
+    entry whose files changed is removed and rebuilt, which `progress` reports.
 
     Raises:
-        UserError: the cache cannot be written to, or has no room.
+        UserError: The cache is not writable, or its disk is full.
     """
     folder = cache_root() / stage / key_of(stage, inputs)[:32]
-    existed = folder.exists()  # asked first: another build may put it there in between
+    existed = folder.exists()  # before reading: another build may create it in between
     there = _intact(folder)
     if there is not None:
         return Stage(folder, True, there)
     if existed:
         if (folder / HASHES_FILE).exists():  # else it was made before there were hashes
-            progress("cache", f"{folder}: damaged, so it is thrown away and made again")
+            progress("cache", f"{folder} is damaged and is rebuilt")
         shutil.rmtree(folder)
     with told_to_user(cache_root()), _partial(folder.parent) as partial:
         work(partial)
@@ -123,7 +124,7 @@ def cached_stage(
 
 
 def _intact(folder: Path) -> dict[str, str] | None:
-    """The hashes of the files in `folder`, if they are those that were written with them."""
+    """Return the hashes of the files in `folder` if they are those written with them, else None."""
     try:
         written = json.loads((folder / HASHES_FILE).read_bytes())
         found = _hashes_of(folder)
@@ -142,10 +143,11 @@ def _hashes_of(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _partial(parent: Path) -> Iterator[Path]:
-    """A temporary folder in `parent`, gone at the end; those of killed processes go at once.
+    """Keep a locked temporary folder in `parent` while the block runs.
 
-    Its lock tells that its process lives. The lock of the cache keeps others from taking a new one
-    for a dead one before it has its own.
+    Folders of dead processes are removed first. The lock of a folder shows that its process lives.
+    The
+    lock of the cache prevents others from treating a new folder as abandoned before it is locked.
     """
     parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
@@ -161,7 +163,7 @@ def _partial(parent: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a folder; without `wait` a `BlockingIOError` tells that another process does."""
+    """Lock a folder while the block runs; without `wait`, raise `BlockingIOError` if locked."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

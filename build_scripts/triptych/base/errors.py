@@ -1,4 +1,4 @@
-"""What a command tells its caller: a user's mistake, a finding of a check, progress, inert."""
+"""Errors and findings reported to users, progress, and escaping of untrusted text for terminals."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Literal
 
 Severity = Literal["error", "warning", "info"]
 Progress = Callable[[str, str], None]
-"""Called with the name of a stage and what became of it."""
+"""Callback with the name of a stage and its result."""
 
 _JOINERS = {"\u200c", "\u200d"}  # part of Persian and Indic spelling, and of emoji
 _UNSEEN = {"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"}
 
 
 def is_unseen(character: str) -> bool:
-    """Whether a character is a command or shows nothing."""
+    """Return whether a character is a control character or invisible."""
     return character not in _JOINERS and unicodedata.category(character) in _UNSEEN
 
 
 def inert(text: str) -> str:
-    """`text` for a terminal: lines as they are, what it would obey or not show spelled out."""
+    """Return `text` with control and invisible characters but newlines escaped for a terminal."""
     return "".join(
         f"[U+{ord(character):04X}]" if is_unseen(character) and character != "\n" else character
         for character in text
@@ -31,13 +31,13 @@ def inert(text: str) -> str:
 
 
 def closest(given: str, known: Iterable[str]) -> str:
-    """``Did you mean `…`? `` for a remedy, where one of `known` is like `given`; else nothing."""
+    """Return ``Did you mean `…`? `` if one of `known` is similar to `given`, else an empty text."""
     found = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
     return f"Did you mean `{found[0]}`? " if found else ""
 
 
 class RenamedWarning(FutureWarning):
-    """Use of a former name, which a later release will no longer accept."""
+    """Use of a former name that a later release will not accept."""
 
 
 def warn_renamed(old: str, new: str) -> None:
@@ -50,13 +50,13 @@ def warn_renamed(old: str, new: str) -> None:
 
 
 class UserError(Exception):
-    """A mistake the user can mend. The command line prints it without a traceback and exits with 2.
+    """A mistake that the user can fix; commands print it without a traceback and exit with 2.
 
     Attributes:
-        field: what is wrong, as the user wrote it (``core.max_batch_size``, a file, a flag).
-        rule: what must hold.
-        given: what was found instead; empty where there is nothing to show.
-        remedy: what to do about it.
+        field: Cause as the user wrote it (``core.max_batch_size``, a file, an option).
+        rule: Rule that is broken, as a fact that reads alone.
+        given: Value found; empty if there is none to show.
+        remedy: Instruction that fixes the mistake.
     """
 
     def __init__(self, field: str, rule: str, *, given: object = "", remedy: str = "") -> None:
@@ -68,7 +68,7 @@ class UserError(Exception):
 
     @property
     def message(self) -> str:
-        """One sentence each: field and rule, given, remedy."""
+        """Field and rule, given value and remedy, a sentence each."""
         parts = [f"`{self.field}` {self.rule.rstrip('.')}."]
         if self.given:
             parts.append(f"Given: {self.given.rstrip('.')}.")
@@ -77,7 +77,7 @@ class UserError(Exception):
         return " ".join(parts)
 
     def as_dict(self) -> dict[str, str]:
-        """The four parts, for ``--json``."""
+        """Return the four parts, for ``--json``."""
         return {
             "field": self.field,
             "rule": self.rule,
@@ -88,15 +88,15 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of `lint` or `doctor`: what rule is broken, where, and what mends it.
+    """Result of `lint` or `doctor`: the broken rule, its place and a remedy.
 
     Attributes:
-        id: stable name of the check, in kebab case (``ensemble-wiring``).
+        id: Stable name of the check, in kebab case (``ensemble-wiring``).
         severity: ``error`` makes the command exit with 1; ``warning`` and ``info`` do not.
-        file: path relative to what was checked; empty for the machine itself.
-        rule: what must hold.
-        given: what was found.
-        remedy: what to do about it.
+        file: Path relative to the checked folder; empty for the machine itself.
+        rule: Rule that is broken.
+        given: Value found.
+        remedy: Instruction that fixes it.
     """
 
     id: str
@@ -107,5 +107,5 @@ class Finding:
     remedy: str
 
     def as_dict(self) -> dict[str, str]:
-        """The six parts, for ``--json``."""
+        """Return the six parts, for ``--json``."""
         return asdict(self)

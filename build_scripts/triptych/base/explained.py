@@ -33,7 +33,7 @@ class ExplainedValue:
 
 
 def plain(node: Any) -> Any:
-    """The data without reasons."""
+    """Return the data without reasons."""
     if isinstance(node, ExplainedValue):
         return plain(node.value)
     if isinstance(node, Mapping):
@@ -160,7 +160,7 @@ class _Explainer:
 
 
 def yaml_of(node: Any) -> str:
-    """A document: each reason is a comment above its value, texts of many lines are blocks."""
+    """Return a YAML document with each reason as a comment above its value."""
     return "\n".join(_lines(node, 0)) + "\n"
 
 

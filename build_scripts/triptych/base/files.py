@@ -1,6 +1,6 @@
-"""Files written whole or not at all and brought to the disk; folders that last as long as work.
+"""Atomic writes synced to disk, temporary folders, and a strict YAML reader.
 
-YAML as its writers mean it: ``1e-5`` is a number, and a key given twice is a mistake.
+In YAML, ``1e-5`` is a number, and a key given twice is an error.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ import yaml
 
 from triptych.base.errors import UserError
 
-_ROOM = ("must have room for what is written", "Free some space there, or name another folder")
-_WRITABLE = ("must be a folder that can be written to", "Mend it, or name another one")
+_ROOM = ("has too little free space", "Free some space there, or use another folder")
+_WRITABLE = ("is not a writable folder", "Change its permissions, or use another folder")
 _REFUSALS = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
-    errno.EFBIG: ("must be allowed to hold files of this size", "Raise `ulimit -f`"),
+    errno.EFBIG: ("does not allow files of this size", "Raise `ulimit -f`"),
     errno.EACCES: _WRITABLE,
     errno.EPERM: _WRITABLE,
     errno.EROFS: _WRITABLE,
     errno.ENOTDIR: _WRITABLE,
     errno.EEXIST: _WRITABLE,
     errno.EXDEV: (
-        "must lie in one file system with its parent folder, where it is staged",
-        "Mount the parent folder, or name another one",
+        "is not on the same file system as its parent folder, where files are staged",
+        "Mount the parent folder, or use another folder",
     ),
 }
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
-    """Write `files` (name to content, text as UTF-8) into `folder`, made where it is missing.
+    """Write `files` (name to content, text as UTF-8) into `folder`, created if missing.
 
-    A file that cannot be written leaves the old one, and nothing else, behind.
+    Each file is replaced atomically; a failed write leaves the old file.
 
     Raises:
-        OSError: one of them cannot be written.
+        OSError: A file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
@@ -59,9 +59,9 @@ def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """A new folder in `parent` (that of temporary files unless given), removed at the end.
+    """Keep a new temporary folder in `parent` (by default the system's) while the block runs.
 
-    Those of the same prefix that killed processes left there are removed first.
+    Folders with the same prefix that killed processes left are removed first.
     """
     parent = parent or Path(tempfile.gettempdir())
     clear_scratch(prefix, parent)
@@ -70,7 +70,7 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 def clear_scratch(prefix: str, parent: Path) -> None:
-    """Remove the scratch folders of this prefix in `parent` whose processes are gone."""
+    """Remove temporary folders of this prefix in `parent` whose processes have ended."""
     for left in parent.glob(f"{prefix}*-*"):
         owner = left.name.removeprefix(prefix).partition("-")[0]
         if owner.isdecimal() and not Path("/proc", owner).exists():
@@ -79,11 +79,11 @@ def clear_scratch(prefix: str, parent: Path) -> None:
 
 @contextlib.contextmanager
 def told_to_user(folder: Path) -> Iterator[None]:
-    """Turn what the disk refuses while `folder` is written into a `UserError`.
+    """Convert disk-full, permission and quota errors in the block to `UserError`.
 
     Raises:
-        UserError: no room, no permission, a limit of this process.
-        OSError: anything else.
+        UserError: The disk is full, or a permission or a limit of this process forbids writing.
+        OSError: Any other error.
     """
     try:
         yield
@@ -95,7 +95,7 @@ def told_to_user(folder: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Bring a file's content, or a folder's names, to the disk."""
+    """Flush a file's content, or a folder's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -104,7 +104,7 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """`sync` a folder and all that it holds."""
+    """Flush a folder and its content to disk."""
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
@@ -114,7 +114,7 @@ class _Loader(yaml.SafeLoader):
     pass
 
 
-# YAML 1.1, which PyYAML follows, wants a dot and a sign: it reads 1e-5 as a text.
+# YAML 1.1, which PyYAML implements, reads 1e-5 as text because it lacks a dot and a sign.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
@@ -135,10 +135,10 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 
 def parse_yaml(text: str) -> Any:
-    """The plain data of a YAML document.
+    """Return the plain data of a YAML document.
 
     Raises:
-        ValueError: not YAML; the message says where.
+        ValueError: The text is not YAML; the message has the position.
     """
     try:
         return yaml.load(text, _Loader)

@@ -1,4 +1,4 @@
-"""Words and numbers of a page: hostile text made inert, no fault rounded away."""
+"""Formatting of numbers and of untrusted text for reports and pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING = "\N{EM DASH}"
 MINUS = "\N{MINUS SIGN}"
 TIMES = "\N{MULTIPLICATION SIGN}"
 MAX_TEXT = 240
-"""Characters of a client's text that are shown; the rest is only counted."""
+"""Maximum number of characters of a client's text that are shown."""
 
 _LARGEST = 1e300
 _NAMED = {"\n": "↵", "\r": "␍", "\t": "⇥"}
@@ -23,19 +23,19 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(value: Any) -> float | None:
-    """`value` as a finite float that arithmetic cannot overflow; None where it is none."""
+    """Return `value` as a finite float that arithmetic cannot overflow, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < _LARGEST else None
 
 
 def plain(text: Any) -> Markup:
-    """`text` escaped for HTML, an attribute or SVG; what cannot be seen is spelled out."""
+    """Return `text` escaped for HTML, an attribute or SVG, with invisible characters named."""
     return _spelled(str(text), "[{}]")
 
 
 def shown(text: Any, most: int = MAX_TEXT) -> Markup:
-    """The first `most` characters as HTML: escaped, of their own direction, the unseen spelled."""
+    """Return the first `most` characters as isolated HTML, with invisible characters named."""
     if text is None:
         return Markup(NOTHING)
     body = _spelled(str(text)[:most], '<span class="mark">{}</span>')
@@ -48,7 +48,7 @@ def shown(text: Any, most: int = MAX_TEXT) -> Markup:
 
 
 def code(name: Any) -> Markup:
-    """A name as HTML that may break after its underscores, dots and slashes."""
+    """Return a name as HTML that may break after underscores, dots and slashes."""
     text = str(plain(name))
     for sign in "_./":
         text = text.replace(sign, f"{sign}<wbr>")
@@ -56,9 +56,9 @@ def code(name: Any) -> Markup:
 
 
 def figure(value: Any, digits: int = 4) -> str:
-    """A number as text with `digits` decimals; in powers of ten where those would say nothing.
+    """Return a number with `digits` decimals, or in powers of ten where decimals are uninformative.
 
-    A share that is nearly 1 keeps as many digits as tell it from 1.
+    A fraction close to 1 has as many digits as distinguish it from 1.
     """
     given = number(value)
     if not given:
@@ -74,7 +74,7 @@ def figure(value: Any, digits: int = 4) -> str:
 
 
 def rounded(value: Any) -> str:
-    """A measured number as text with three digits that count, and all of those before the point."""
+    """Return a measured number with three significant digits and all digits before the point."""
     given = number(value)
     if not given:
         return NOTHING if given is None else "0"
@@ -86,13 +86,13 @@ def rounded(value: Any) -> str:
 
 
 def milliseconds(us: Any) -> str:
-    """Microseconds as a number of milliseconds, `rounded`; less than a nanosecond is none."""
+    """Return microseconds as a rounded number of milliseconds; below a nanosecond it is 0."""
     given = number(us)
     return rounded(given and (given / 1e3 if abs(given) >= 1e-3 else 0))
 
 
 def percent(share: Any) -> str:
-    """A share of 1 as ``12 %``; a decimal where it is under a tenth or nearly all."""
+    """Return a fraction as ``12 %``, with a decimal below a tenth or above 0.99."""
     given = number(share)
     if given is None:
         return NOTHING
@@ -102,17 +102,17 @@ def percent(share: Any) -> str:
 
 
 def signed_percent(share: float) -> str:
-    """A relative change: `percent` with its sign."""
+    """Return a relative change in percent with its sign."""
     return f"+{percent(share)}" if share > 0 else percent(share)
 
 
 def signed(value: float) -> str:
-    """A change: `figure` with its sign."""
+    """Return a change as a figure with its sign."""
     return f"+{figure(value)}" if value > 0 else figure(value)
 
 
 def figures(value: Any, limit: Any) -> tuple[str, str]:
-    """`value` and its `limit` as texts that differ wherever the numbers do."""
+    """Return `value` and `limit` as texts that differ if the numbers do."""
     digits = 4
     texts = figure(value), figure(limit)
     while texts[0] == texts[1] and number(value) != number(limit) and digits < 15:
@@ -122,13 +122,13 @@ def figures(value: Any, limit: Any) -> tuple[str, str]:
 
 
 def power(value: float) -> str:
-    """A tick of a logarithmic axis: 1, 10, 10³, 10⁻⁶."""
+    """Return the label of a tick on a logarithmic axis: 1, 10, 10³, 10⁻⁶."""
     exponent = round(log10(value))
     return {0: "1", 1: "10"}.get(exponent, f"10{str(exponent).translate(_SUPERSCRIPTS)}")
 
 
 def amount(count: int, noun: str, plural: str = "s") -> str:
-    """``1 row``, ``1,200 rows``; `plural` is what several have at the end."""
+    """Return ``1 row`` or ``1,200 rows``; `plural` is the ending of the plural."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{plural}"
 
 
@@ -139,7 +139,7 @@ def _scientific(value: float, digits: int) -> str:
 
 
 def _spelled(text: str, form: str) -> Markup:
-    """`text` escaped, with `form` around the name of each character that cannot be seen."""
+    """Return `text` escaped, with `form` around the name of each invisible character."""
     parts = []
     for character, run in groupby(text):
         times = len(list(run))

@@ -1,23 +1,16 @@
-"""Reading and editing the nodes, initializers and names of an ONNX graph.
+"""Read, edit and write ONNX graphs, and run graphs in 16 bits on a CPU with a GPU's rounding.
 
-Reading and writing ONNX graphs, whatever their size.
+ONNX Runtime's CPU provider has no bf16 kernel for most operators (Add, MatMul, Softmax), so a
+session does not open. It computes fp16 in fp32 and removes the casts around its kernels, so that a
+value may pass several operators without rounding to fp16: a value above 65,504 does not overflow
+there as it does on a GPU.
 
-Element types of the values of a graph, found without its weights, whatever their size.
+Such graphs are therefore run as a view: every operator computes in fp32 on values that are 16-bit
+numbers, and a pair of Casts rounds its result. Kernels that add in fp32 and store in 16 bits do the
+same. ONNX Runtime keeps such pairs of casts, because they lose precision.
 
-Graphs for other hardware on a CPU, with the accuracy that they have there.
-
-ONNX Runtime's CPU provider has no kernel for most operators in bf16 (Add, MatMul, Softmax, ...: a
-session does not open). fp16 it computes in fp32, and it takes out the casts that it put around its
-kernels, so that a value may pass several operators without ever being rounded to fp16: one beyond
-65,504 does not overflow there as it does on a GPU.
-
-So either is run as a view of the graph: every operator computes in fp32 on values that are 16-bit
-numbers, and its result is rounded to the type by a Cast to it and one back. That is what kernels
-do that add up in fp32 and store in 16 bits. ONNX Runtime leaves such pairs of casts, which lose
-something, alone.
-
-fp8 it quantizes and dequantizes as written, as long as it does not fuse: it takes fp8 for int8
-then, so that a session does not open, or drops a Relu before a QuantizeLinear, silently.
+ONNX Runtime quantizes and dequantizes fp8 correctly unless it fuses. When it fuses, it treats fp8
+as int8: a session does not open, or a Relu before a QuantizeLinear is dropped silently.
 """
 
 from __future__ import annotations
@@ -31,34 +24,34 @@ from numpy.typing import NDArray
 
 MODEL_FILE = "model.onnx"
 MAX_PROTOBUF = 1_900_000_000
-"""Bytes; weights of a larger graph go into a file beside it."""
+"""Maximum size of a graph in bytes; weights of a larger graph are stored in a file beside it."""
 
 
 def hashes_of_graph(files: Mapping[str, str]) -> dict[str, str]:
-    """Of `files` of a folder (name -> hash): the graph, and weights beside it."""
+    """Return the entries of `files` (name to hash) for the graph and the weights beside it."""
     return {name: digest for name, digest in files.items() if name.startswith(MODEL_FILE)}
 
 
 def read_model(path: Path) -> Any:
-    """The graph as an `onnx.ModelProto`, its weights with it."""
+    """Return the graph with its weights as an `onnx.ModelProto`."""
     import onnx
 
     return onnx.load(path)
 
 
 def write_model(model: Any, target: Path) -> Path:
-    """Write ``target/model.onnx``, checked; returns its path."""
+    """Check and write ``target/model.onnx``; return its path."""
     target.mkdir(parents=True, exist_ok=True)
     save_onnx(model, target / MODEL_FILE)
     return target / MODEL_FILE
 
 
 def save_onnx(model: Any, path: Path) -> None:
-    """Save without traces of the machine that exported it."""
+    """Save a graph without traces of the machine that exported it."""
     import onnx
 
     graph = model.graph
-    # Shapes of inner values name the old axes, and metadata holds source paths.
+    # Shapes of inner values have the old axis names, and metadata has source paths.
     del graph.value_info[:]
     model.producer_version = ""
     nodes = (node for one in (graph, *model.functions) for node in one.node)
@@ -74,14 +67,14 @@ def save_onnx(model: Any, path: Path) -> None:
 
 
 OPSET = 19
-"""The first whose QuantizeLinear and DequantizeLinear know fp8, and scales of 16 bits."""
+"""First opset whose QuantizeLinear and DequantizeLinear support fp8 and 16-bit scales."""
 
 PRODUCTS = frozenset(("MatMul", "Gemm", "Conv", "Einsum", "Attention"))
-"""Operators whose type decides accuracy and speed: nearly all work of a model is in them."""
+"""Operators with nearly all work of a model; their type determines accuracy and speed."""
 
 
 class Initializer(Protocol):
-    """What is read of an `onnx.TensorProto` without its values."""
+    """Fields of an `onnx.TensorProto` that are read without its values."""
 
     name: str
     dims: Sequence[int]
@@ -92,7 +85,7 @@ Initializers = Mapping[str, Initializer]
 
 
 def initializers(graph: Any) -> dict[str, Initializer]:
-    """By name."""
+    """Return the graph's initializers by name."""
     return {tensor.name: tensor for tensor in graph.initializer}
 
 
@@ -104,7 +97,7 @@ def value_of(tensor: Initializer) -> NDArray[Any]:
 
 
 def add_constant(graph: Any, name: str, value: Any) -> str:
-    """Add an initializer, last; returns its name."""
+    """Append an initializer and return its name."""
     import onnx
 
     graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), name))
@@ -126,10 +119,10 @@ def set_nodes(graph: Any, nodes: Sequence[Any]) -> None:
 
 
 def at_opset(model: Any) -> Any:
-    """The graph, which is at opset 18 at least, with the operators of `OPSET`; changed in place.
+    """Raise the opset of a graph of opset 18 or later to `OPSET`, in place, and return the graph.
 
-    From 18 to 19 operators gained types and settings, and what they had means the same, so that
-    the number is all there is to change.
+    From 18 to 19 operators gained types and settings without other changes, so only the number
+    changes.
     """
     declared = next(one for one in model.opset_import if not one.domain)
     declared.version = max(declared.version, OPSET)
@@ -137,13 +130,13 @@ def at_opset(model: Any) -> Any:
 
 
 def bodies(node: Any) -> Iterator[Any]:
-    """The subgraphs of an If, a Loop or a Scan."""
+    """Yield the subgraphs of an If, a Loop or a Scan."""
     for attribute in node.attribute:
         yield from (attribute.g, *attribute.graphs)
 
 
 def all_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
-    """The nodes, each followed by those of its subgraphs."""
+    """Yield the nodes, each followed by those of its subgraphs."""
     for node in nodes:
         yield node
         for body in bodies(node):
@@ -151,12 +144,12 @@ def all_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
 
 
 def node_name(node: Any) -> str:
-    """Its name, or that of its first output if it has none."""
+    """Return the name of a node, or that of its first output if it has none."""
     return str(node.name or next(iter(node.output), ""))
 
 
 def reads(node: Any) -> Iterator[str]:
-    """The values a node reads, with all that its subgraphs name."""
+    """Return the values that a node reads, including all names in its subgraphs."""
     yield from node.input
     for body in bodies(node):
         for inner in body.node:
@@ -184,7 +177,7 @@ def drop_unused(graph: Any) -> None:
 
 
 def free_mark(graph: Any) -> str:
-    """A separator that no name in the graph contains: names built with it are free."""
+    """Return a separator that no name in the graph contains, for unique new names."""
     taken = list(_names(graph))
     mark = "/"
     while any(mark in name for name in taken):
@@ -209,14 +202,7 @@ SMALL = 1024
 
 
 def value_types(model: Any) -> dict[str, int]:
-    """Every value's type as a number of `onnx.TensorProto.DataType`, by name.
-
-    Args:
-        model: an `onnx.ModelProto`; it is not changed. Its weights need not be loaded.
-
-    Raises:
-        ValueError: inference cannot tell the type of some value.
-    """
+    """Return the type of every value by name, as a number of `onnx.TensorProto.DataType`."""
     import onnx
 
     graph, helper = model.graph, onnx.helper
@@ -263,10 +249,10 @@ _TYPED_BY_ATTRIBUTE = frozenset(("Cast", "Constant", "ConstantOfShape"))
 
 
 def open_session(path: Path, options: Any = None) -> Any:
-    """An `onnxruntime.InferenceSession` on the CPU, whatever the graph's precision.
+    """Open an `onnxruntime.InferenceSession` on the CPU, whatever the graph's precision.
 
     Args:
-        path: of a ``model.onnx``, with fp32 outputs.
+        path: Path of a ``model.onnx`` with fp32 outputs.
         options: `onnxruntime.SessionOptions` to add to; the usual ones where left out.
     """
     import onnx
@@ -308,11 +294,11 @@ def _set_entry(options: Any, key: str, value: str) -> None:
 
 
 def runnable(path: Path) -> bytes | Path:
-    """What to open in ONNX Runtime on a CPU instead of the graph at `path`.
+    """Return what ONNX Runtime can open on a CPU in place of the graph at `path`.
 
     Returns:
-        A view of the graph as above, or `path` itself where nothing in it is fp16 or bf16. Weights
-        in a file beside the graph stay there.
+        A view of the graph as described above, or `path` if no value is fp16 or bf16. Weights in a
+        file beside the graph stay there.
     """
     import onnx
 
@@ -325,7 +311,7 @@ def runnable(path: Path) -> bytes | Path:
 
 
 def _view(model: Any, types: dict[str, int]) -> Any:
-    """The graph with its 16-bit values as fp32 values of the same numbers."""
+    """Return the graph with its 16-bit values as fp32 values of the same numbers."""
     graph = model.graph
     nodes = []
     mark = free_mark(graph)

@@ -1,4 +1,4 @@
-"""What each Triton release knows: its version, TensorRT, config fields, flags and known faults."""
+"""Triton releases: versions, TensorRT, config fields, flags and known faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triptych.base.errors import UserError
 
 @dataclass(frozen=True, order=True)
 class Release:
-    """A monthly Triton release, as in the image tag: ``24.10``."""
+    """Monthly Triton release, as in the image tag: ``24.10``."""
 
     year: int
     month: int
@@ -23,14 +23,12 @@ class Release:
 
 @dataclass(frozen=True)
 class Since:
-    """Something that exists from one release on.
+    """Feature that exists from one release on.
 
     Attributes:
-        name: a dotted path into the config (``ensemble_scheduling.max_inflight_requests``), a key
-            of `parameters`, or a server flag without its dashes (``metrics-config.x`` for a setting
-            within one).
-        release: the first release that knows it, and does by it what it says for models such as
-            ours.
+        name: Dotted path in the config (``ensemble_scheduling.max_inflight_requests``), key of
+            `parameters`, or server flag without dashes (``metrics-config.x`` for a setting in it).
+        release: First release that supports it for models like the generated ones.
     """
 
     name: str
@@ -38,11 +36,12 @@ class Since:
 
 
 OLDEST = Release(24, 10)
-"""The oldest release that is supported, the embedded server's."""
+"""Oldest supported release, that of the embedded server."""
 
 CANCELS_SAFELY = Release(25, 4)
-"""From here on the server outlives gRPC clients that cancel much: 24.12 mends the common case
-(server issue 7368, pull 7840), this one a rarer race (issue 8034, pull 8078)."""
+"""First release whose server survives gRPC clients that cancel often. 24.12 fixes the common case
+(server issue 7368, pull 7840), this release a rarer race (issue 8034, pull 8078).
+"""
 
 # The numbers below are pull requests; a release has one when its branch rYY.MM has the commit.
 
@@ -84,7 +83,7 @@ TENSORRT_VERSIONS: dict[Release, str] = {
 }
 
 _TENSORRT_11 = Release(26, 6)
-"""The first image with it; those before have TensorRT 10."""
+"""First image with TensorRT 11; earlier ones have TensorRT 10."""
 
 # A field that is not listed here is known to every release (`model_config.proto` of common).
 CONFIG_FIELDS: tuple[Since, ...] = (
@@ -103,7 +102,7 @@ SERVER_FLAGS: tuple[Since, ...] = (
     Since("allow-client-shm", Release(26, 4)),  # server #8739
 )
 CONTEXT_MEMORY = "execution_context_allocation_strategy"
-"""Of the tensorrt backend: when scratch memory for its contexts is found (its #108)."""
+"""Parameter of the tensorrt backend: when scratch memory of contexts is allocated (its #108)."""
 # Keys of `parameters` by backend: an older backend takes no notice of them.
 BACKEND_PARAMETERS: Mapping[str, tuple[Since, ...]] = {
     "tensorrt": (Since(CONTEXT_MEMORY, Release(25, 5)),),
@@ -118,10 +117,10 @@ STEP_QUEUE_LIMIT_SAFE = Release(26, 2)
 
 
 def parse_release(text: str) -> Release:
-    """The release named by `text`: ``24.10``, an image tag ``24.10-py3`` or a version ``2.51.0``.
+    """Return the release named by ``24.10``, an image tag ``24.10-py3`` or a version ``2.51.0``.
 
     Raises:
-        UserError: none of the three, a version not in `TRITON_VERSIONS`, or older than `OLDEST`.
+        UserError: The text is none of these, an unknown version, or older than `OLDEST`.
     """
     match = re.fullmatch(r"(\d\d)\.(\d\d)(?:-[\w.-]+)?", text.strip())
     if match and 1 <= int(match[2]) <= 12:
@@ -132,7 +131,7 @@ def parse_release(text: str) -> Release:
             "triton",
             f"must be Triton {OLDEST} or later",
             given=text,
-            remedy="Use a newer image: nothing is known of releases before it",
+            remedy=f"Use an image of {OLDEST} or later",
         )
     for release, version in TRITON_VERSIONS.items():
         if text.strip() == version:
@@ -141,32 +140,32 @@ def parse_release(text: str) -> Release:
         "triton",
         "must be a Triton release as in its image tag, YY.MM",
         given=text,
-        remedy="Write for example 24.10, or 26.08 for the image tritonserver:26.08-py3",
+        remedy="Example: 24.10, or 26.08 for the image tritonserver:26.08-py3",
     )
 
 
 def risk_of(release: Release) -> str | None:
-    """What may end a server of this release without any fault of a pipeline, in one sentence."""
+    """Return a sentence on a known crash of a release that no pipeline causes, or None."""
     if release >= CANCELS_SAFELY:
         return None
     return (
-        f"Triton {release} may end (SIGSEGV, SIGABRT) when many gRPC clients give up within "
-        f"milliseconds, as any before {CANCELS_SAFELY}"
+        f"Triton before {CANCELS_SAFELY}, such as {release}, may crash (SIGSEGV, SIGABRT) when "
+        "many gRPC clients cancel within milliseconds"
     )
 
 
 def first_release(name: str) -> Release:
-    """The first release that knows a config field (dotted), a flag or a backend's parameter.
+    """Return the first release that supports a config field (dotted), flag or backend parameter.
 
     Raises:
-        KeyError: none of the tables has it.
+        KeyError: No table has it.
     """
     tables = (CONFIG_FIELDS, SERVER_FLAGS, *BACKEND_PARAMETERS.values())
     return {one.name: one.release for table in tables for one in table}[name]
 
 
 def fields_newer_than(config: Any, release: Release) -> list[Since]:
-    """The fields set in `config` that a release does not know: it refuses the config over one."""
+    """Return the fields of `config` that a release does not know and would reject."""
     return [
         field
         for field in CONFIG_FIELDS
@@ -175,13 +174,13 @@ def fields_newer_than(config: Any, release: Release) -> list[Since]:
 
 
 def parameters_newer_than(config: Any, release: Release) -> list[Since]:
-    """The `parameters` of `config` that its backend in a release takes no notice of."""
+    """Return the `parameters` of `config` that its backend ignores in a release."""
     known = BACKEND_PARAMETERS.get(config.backend, ())
     return [since for since in known if since.release > release and since.name in config.parameters]
 
 
 def without_newer_fields(config: Any, release: Release) -> Any:
-    """A copy of `config` without the fields and parameters that a release lacks."""
+    """Return a copy of `config` without the fields and parameters that a release lacks."""
     copy = type(config)()
     copy.CopyFrom(config)
     for field in fields_newer_than(config, release):
@@ -193,21 +192,22 @@ def without_newer_fields(config: Any, release: Release) -> Any:
 
 
 def flags_newer_than(flags: Iterable[str], release: Release) -> list[Since]:
-    """What of a server's command line a release does not know.
+    """Return the flags of a command line that a release does not know.
 
-    It refuses to start over a flag, and takes no notice of a setting within one.
+    The server does not start with an unknown flag, and ignores an unknown setting in one.
 
     Args:
-        flags: words of the command line (``--grpc-infer-thread-count=8``; a value may be a word of
-            its own); or names of flags without their dashes.
-        release: that is to take them.
+        flags: Words of the command line (``--grpc-infer-thread-count=8``; a value may be a
+            separate
+            word), or names of flags without dashes.
+        release: Release of the server.
     """
     given = set(_flag_names(flags))
     return [flag for flag in SERVER_FLAGS if flag.release > release and flag.name in given]
 
 
 def _flag_names(words: Iterable[str]) -> Iterator[str]:
-    """``--a=b=c`` is the flag ``a`` and, within it, the setting ``a.b``."""
+    """Yield names of flags and settings: ``--a=b=c`` is the flag ``a`` and the setting ``a.b``."""
     flag = ""
     for word in words:
         name, _, value = word.partition("=")
@@ -223,19 +223,19 @@ def _flag_names(words: Iterable[str]) -> Iterator[str]:
 
 
 def tensorrt_major(release: Release) -> int | None:
-    """The major version of the TensorRT inside the image of a release; None where not known."""
+    """Return the major version of TensorRT in the image of a release; None if unknown."""
     if release > max(TRITON_VERSIONS):
         return None
     return 11 if release >= _TENSORRT_11 else 10
 
 
 def releases_with(tensorrt: str) -> list[Release]:
-    """The releases whose image is known to have exactly this TensorRT."""
+    """Return the releases whose image is known to have exactly this TensorRT."""
     return [release for release, version in TENSORRT_VERSIONS.items() if version == tensorrt]
 
 
 def _holders(message: Any, path: str) -> Iterator[Any]:
-    """The messages within `message` in which the last field of the dotted `path` is set."""
+    """Yield the messages in `message` in which the last field of the dotted `path` is set."""
     head, _, rest = path.partition(".")
     value = next((value for field, value in message.ListFields() if field.name == head), None)
     if value is None:

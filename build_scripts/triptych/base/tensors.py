@@ -1,4 +1,4 @@
-"""Tensors as declared once: name, dtype and symbolic axes, for export, configs and checks alike."""
+"""Tensors declared once (name, dtype, symbolic axes) for export, configs and checks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Tensor:
     """A named tensor without its batch dimension.
 
     Attributes:
-        name: as Triton and the ONNX graph know it.
-        dtype: Triton's name of the element type.
-        dims: one entry an axis; a string names an axis of variable size.
-        content: what the elements of a BYTES tensor hold.
+        name: Name in Triton and in the ONNX graph.
+        dtype: Triton data type of the elements.
+        dims: Size of each axis; a string names an axis of variable size.
+        content: Content of the elements of a BYTES tensor.
     """
 
     name: str
@@ -52,7 +52,7 @@ TICKET = Tensor("ticket", "INT64", (4,))
 """Goes past the core from preprocess to postprocess: see `runtime.in_flight`."""
 
 SAMPLED_TICKET = Tensor("ticket", "INT64", ("numbers",))
-"""The same where requests are sampled: see `runtime.sampling`."""
+"""Request ticket of pipelines that sample rows; see `runtime.sampling`."""
 
 ROW_OFFSET = Tensor("row_offset", "INT32", (1,))
 """Packed only: distance of a row's first token from where it would be if each row of its request
