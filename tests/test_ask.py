@@ -13,11 +13,11 @@ from client_play import PLAYED
 from client_toy import Toy, infer, serve_toy
 from triptych.base.errors import UserError
 from triptych.client.questions import (
-    Question,
+    InputRow,
     ask,
     describe_answer,
     parse_parameters,
-    read_questions,
+    read_input_rows,
 )
 
 
@@ -28,11 +28,11 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
         yield served
 
 
-def inputs_of(questions: list[Question]) -> list[dict[str, Any]]:
+def inputs_of(questions: list[InputRow]) -> list[dict[str, Any]]:
     return [question.inputs for question in questions]
 
 
-def answers(toy: Toy, pipeline: str, questions: list[Question], **parameters: Any) -> Any:
+def answers(toy: Toy, pipeline: str, questions: list[InputRow], **parameters: Any) -> Any:
     return ask(pipeline, questions, url=toy.url, parameters=parameters, timeout_s=30.0)
 
 
@@ -40,13 +40,13 @@ def test_what_is_given_once_goes_with_every_row(tmp_path: Path) -> None:
     file = tmp_path / "texts.txt"
     file.write_text("c\n\nd\n")
     texts = [{"text": text} for text in ("a", "b", "c", "", "d")]
-    assert inputs_of(read_questions(["a", "b"], [], [], file)) == texts
+    assert inputs_of(read_input_rows(["a", "b"], [], [], file)) == texts
     pairs = [{"text": "q", "text_pair": "1"}, {"text": "q", "text_pair": "2"}]
-    assert inputs_of(read_questions(["q"], ["1", "2"], [], None)) == pairs
+    assert inputs_of(read_input_rows(["q"], ["1", "2"], [], None)) == pairs
     pairs = [{"text": "q", "text_pair": "1"}, {"text": "r", "text_pair": "1"}]
-    assert inputs_of(read_questions(["q", "r"], ["1"], [], None)) == pairs
+    assert inputs_of(read_input_rows(["q", "r"], ["1"], [], None)) == pairs
     with pytest.raises(UserError, match="Given: --text 2, --text-pair 3") as caught:
-        read_questions(["q", "r"], ["1", "2", "3"], [], None)
+        read_input_rows(["q", "r"], ["1", "2", "3"], [], None)
     assert caught.value.field == "--text, --text-pair"
 
 
@@ -59,13 +59,13 @@ def test_a_jsonl_file_has_the_inputs_by_name(tmp_path: Path) -> None:
         '{"image": "a.png"}\n',
         encoding="utf-8",
     )
-    first, second = read_questions([], [], [], file)
+    first, second = read_input_rows([], [], [], file)
     assert (first.inputs, first.source) == ({"text": "a\u2028"}, f"{file}:1")
     assert first.parameters == {"top_k": 2, "labels": '["x", "y"]'}
     assert (second.inputs, second.shown) == ({"image": b"\x89PNG"}, "a.png")
     assert second.source == f"{file}:3"
     file.write_text('{"text_pair": "p"}\n{"text_pair": "q"}')
-    rows = read_questions(["query"], [], [], file)
+    rows = read_input_rows(["query"], [], [], file)
     assert inputs_of(rows) == [{"text": "query", "text_pair": pair} for pair in "pq"]
     assert rows[0].shown == "query | p"
 
@@ -92,7 +92,7 @@ def test_a_line_that_is_no_row_is_named(
     file = tmp_path / "rows.jsonl"
     file.write_text(line)
     with pytest.raises(UserError) as caught:
-        read_questions(options, [], [], file)
+        read_input_rows(options, [], [], file)
     assert caught.value.field.endswith(field)
     assert said in caught.value.message
 
@@ -104,7 +104,7 @@ def test_inputs_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         (([], [], [], tmp_path / "nowhere.txt"), "--file"),
     ):
         with pytest.raises(UserError) as caught:
-            read_questions(*options)
+            read_input_rows(*options)
         assert caught.value.field == field
 
 
@@ -141,16 +141,16 @@ def test_answers_are_shown_side_by_side() -> None:
 
 @pytest.mark.server
 def test_every_output_comes_back_as_plain_data(toy: Toy, tmp_path: Path) -> None:
-    found = answers(toy, "tagger", read_questions(["für Anna", "none"], [], [], None))
+    found = answers(toy, "tagger", read_input_rows(["für Anna", "none"], [], [], None))
     anna = {"entity": "simple", "text": "Anna", "start": 4, "end": 8, "score": 0.75}
     assert found == [{"entities": [anna]}, {"entities": []}]
-    answered = answers(toy, "reader", read_questions(["w"], ["now", "where"], [], None))
+    answered = answers(toy, "reader", read_input_rows(["w"], ["now", "where"], [], None))
     assert answered[0] == {"answer": "w", "score": 0.25, "start": 2, "end": 17}
     image = tmp_path / "a.png"
     image.write_bytes(b"\xff\x00")
-    (seen,) = answers(toy, "seer", read_questions([], [], [image], None), top_k=2)
+    (seen,) = answers(toy, "seer", read_input_rows([], [], [image], None), top_k=2)
     assert seen["score"] == [1.0, 0.5]
-    (vectors,) = answers(toy, "embedder", read_questions(["a"], [], [], None), encoding="binary")
+    (vectors,) = answers(toy, "embedder", read_input_rows(["a"], [], [], None), encoding="binary")
     assert vectors["embedding"] == []
     assert len(vectors["embedding_int8"]) == 1
 
@@ -161,10 +161,10 @@ def test_rows_with_parameters_of_their_own_keep_their_order(toy: Toy, tmp_path: 
     counts = [3, 1, 3, 2]
     lines = [{"text": f"t{i}", "parameters": {"top_k": k}} for i, k in enumerate(counts)]
     file.write_text("\n".join(map(json.dumps, [*lines, {"text": "refuse"}])))
-    questions = read_questions([], [], [], file)
+    questions = read_input_rows([], [], [], file)
     rows = answers(toy, "classifier", questions[:4], top_k=5)
     assert [len(row["label"]) for row in rows] == counts
-    (alone,) = answers(toy, "classifier", read_questions(["t2"], [], [], None), top_k=3)
+    (alone,) = answers(toy, "classifier", read_input_rows(["t2"], [], [], None), top_k=3)
     assert rows[2] == alone
     with pytest.raises(UserError, match="row 4: `text` must not be refused"):
         answers(toy, "classifier", questions)
@@ -184,8 +184,8 @@ def test_inputs_that_are_not_the_pipelines_are_a_mistake(
     toy: Toy, pipeline: str, given: list[str], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        answers(toy, pipeline, [Question(dict.fromkeys(given, "a"), "a")])
-    row = Question(dict.fromkeys(given, "a"), "a", "rows.jsonl:4")
+        answers(toy, pipeline, [InputRow(dict.fromkeys(given, "a"), "a")])
+    row = InputRow(dict.fromkeys(given, "a"), "a", "rows.jsonl:4")
     with pytest.raises(UserError, match=r"^`rows\.jsonl:4` must"):
         answers(toy, pipeline, [row])
 

@@ -17,8 +17,8 @@ import pytest
 
 from client_toy import Toy, expected, infer, serve_toy, texts_of_many_lengths
 from triptych.base.errors import UserError
-from triptych.client.bulk.asked import Asked
-from triptych.client.bulk.run import Progress, run
+from triptych.client.bulk.options import BulkOptions
+from triptych.client.bulk.run import BulkProgress, run
 
 pytestmark = pytest.mark.server
 
@@ -30,7 +30,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
         yield served
 
 
-def ignore(_: Progress) -> None:
+def ignore(_: BulkProgress) -> None:
     """Tell nobody."""
 
 
@@ -38,9 +38,9 @@ def test_every_row_has_its_own_answer_in_its_place(toy: Toy, tmp_path: Path) -> 
     texts = texts_of_many_lengths(1000, "bulk")
     table = pa.table({"id": range(1000), "body": texts})
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=130)
-    told: list[Progress] = []
+    told: list[BulkProgress] = []
     out = tmp_path / "out.parquet"
-    asked = Asked("toy", tmp_path / "rows.parquet", out, toy.url, {"text": "body"})
+    asked = BulkOptions("toy", tmp_path / "rows.parquet", out, toy.url, {"text": "body"})
     done = run(asked, told.append)
     assert (done.rows, done.done, done.earlier, done.failed) == (1000, 1000, 0, 0)
     assert len(told) > 3
@@ -76,11 +76,11 @@ def test_rows_that_fail_are_told_of_and_stop_nothing(toy: Toy, tmp_path: Path) -
 
 def test_a_server_that_answers_no_row_ends_the_run(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("break\n" * 100)
-    asked = Asked("toy", tmp_path / "rows.txt", tmp_path / "out.jsonl", toy.url)
+    asked = BulkOptions("toy", tmp_path / "rows.txt", tmp_path / "out.jsonl", toy.url)
     with pytest.raises(UserError, match="the step is broken"):
         run(asked, ignore)
     assert not asked.out.exists()
-    asked = Asked("toy", asked.file, asked.out, "127.0.0.1:9", timeout_s=10)
+    asked = BulkOptions("toy", asked.file, asked.out, "127.0.0.1:9", timeout_s=10)
     with pytest.raises(UserError, match="triptych serve"):
         run(asked, ignore)
 
@@ -91,7 +91,7 @@ import time
 from pathlib import Path
 from triptych.client.bulk import run
 run._PART_ROWS = 100
-asked = run.Asked("toy", Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+asked = run.BulkOptions("toy", Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
 run.run(asked, lambda told: told.done < run._PART_ROWS or time.sleep(600))  # a part is kept
 """
 
@@ -108,10 +108,10 @@ def test_a_killed_run_goes_on_and_loses_and_doubles_nothing(toy: Toy, tmp_path: 
     killed.kill()
     killed.wait()
     assert not out.exists()
-    other = Asked("toy", file, out, toy.url, pairs=["dimensions=4"])
+    other = BulkOptions("toy", file, out, toy.url, pairs=["dimensions=4"])
     with pytest.raises(UserError, match="other parameters than in"):
         run(other, ignore)
-    done = run(Asked("toy", file, out, toy.url), ignore)
+    done = run(BulkOptions("toy", file, out, toy.url), ignore)
     assert 100 <= done.earlier < 450
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["n"] for row in rows] == list(range(450))
@@ -121,7 +121,7 @@ def test_a_killed_run_goes_on_and_loses_and_doubles_nothing(toy: Toy, tmp_path: 
     assert len(first) == 1  # what was kept is not asked again
     assert not folder.exists()
     with pytest.raises(UserError, match="must not exist"):
-        run(Asked("toy", file, out, toy.url), ignore)
+        run(BulkOptions("toy", file, out, toy.url), ignore)
 
 
 def test_each_input_has_its_column_or_one_value(toy: Toy, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_rows_of_jsonl_have_parameters_of_their_own(toy: Toy, tmp_path: Path) ->
         {"text": "d"},
     ]
     file.write_text("\n".join(map(json.dumps, rows)))
-    asked = Asked("classifier", file, out, toy.url, pairs=["top_k=3"])
+    asked = BulkOptions("classifier", file, out, toy.url, pairs=["top_k=3"])
     done = run(asked, ignore)
     assert done.failed == 2
     found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]

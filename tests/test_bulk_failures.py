@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from triptych.client import PipelineConfig, PipelineFailedError
-from triptych.client.bulk.answers import Asker
-from triptych.client.bulk.formats import ERROR, Chunk
-from triptych.client.bulk.turns import Turns
+from triptych.client.bulk.answers import TensorSender
+from triptych.client.bulk.batching import BatchLock
+from triptych.client.bulk.formats import ERROR, RowChunk
 
 CONFIG = PipelineConfig(16, ("text",), {"label": (np.object_, (1,))}, ("step",))
 
@@ -45,10 +45,10 @@ class BrokenByOne:
 
 @pytest.mark.parametrize("bad", [{5}, {0, 1, 9, 31}])
 def test_a_row_that_breaks_a_step_fails_no_row_of_a_chunk_beside(bad: set[int]) -> None:
-    client, turns = BrokenByOne(), Turns()
-    asker = Asker(client, CONFIG, turns, Path())  # type: ignore[arg-type]  # a fake
+    client, lock = BrokenByOne(), BatchLock()
+    asker = TensorSender(client, CONFIG, lock, Path())  # type: ignore[arg-type]  # a fake
     texts = ["break" if row in bad else f"t{row}" for row in range(32)]
-    chunks = [Chunk(32 * at, 32, {"text": texts}, None) for at in range(3)]
+    chunks = [RowChunk(32 * at, 32, {"text": texts}, None) for at in range(3)]
 
     async def ask_all() -> list[Any]:
         return await asyncio.gather(*map(asker.ask, chunks))

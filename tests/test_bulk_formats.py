@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from triptych.base.errors import UserError
+from triptych.client.bulk.batching import BatchSizeTuner
 from triptych.client.bulk.formats import ERROR, AnswerColumn, Table, check_columns, name_columns
-from triptych.client.bulk.pace import Pace
 from triptych.client.bulk.run import Parts, open_table
 
 COLUMNS = [
@@ -196,15 +196,15 @@ def test_parts_are_of_one_run_and_no_row_is_in_two(tmp_path: Path) -> None:
 
 
 def test_the_size_of_requests_is_that_of_the_best_trial() -> None:
-    pace, now, tried = Pace(32), 0.0, []
-    while pace.chosen is None:
-        sizes = [pace.start(now) for _ in range(3)]
-        assert pace.start(now) is None  # a trial is for itself
+    batch_sizes, now, tried = BatchSizeTuner(32), 0.0, []
+    while batch_sizes.chosen is None:
+        sizes = [batch_sizes.start(now) for _ in range(3)]
+        assert batch_sizes.start(now) is None  # a trial is for itself
         assert len(set(sizes)) == 1
         tried.append(sizes[0])
         now += {2: 3.0, 4: 1.0, 8: 2.0}[sizes[0] or 0] * (1 if len(tried) > 3 else 9)
         for _ in range(3):
-            pace.end(100, now)
+            batch_sizes.end(100, now)
     assert tried == [2, 4, 8, 2, 4, 8]
-    assert pace.chosen == pace.start(now) == 4
-    assert Pace(1).start(0.0) == 1
+    assert batch_sizes.chosen == batch_sizes.start(now) == 4
+    assert BatchSizeTuner(1).start(0.0) == 1

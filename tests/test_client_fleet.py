@@ -88,7 +88,8 @@ def test_a_server_that_joins_gets_traffic(fleet: list[Replica]) -> None:
         names.addresses = HOSTS[:2]
         newest = fleet[2].executed()
         renewed, first = (
-            opened.enter_context(Client("toy", url, renew_s=renew_s)) for renew_s in (0.3, None)
+            opened.enter_context(Client("toy", url, dns_refresh_s=dns_refresh_s))
+            for dns_refresh_s in (0.3, None)
         )
         for number in range(10):
             for client in (renewed, first):
@@ -198,7 +199,7 @@ def test_addresses_are_read_or_refused() -> None:
             Client("toy", wrong)
     with pytest.raises(UserError, match="must be one server's host:port to measure it"):
         check_single("127.0.0.1:1,127.0.0.2:1", "measure it")
-    with pytest.raises(UserError, match="renew_s"):
-        Client("toy", renew_s=0)
+    with pytest.raises(UserError, match="dns_refresh_s"):
+        Client("toy", dns_refresh_s=0)
     with pytest.raises(UserError, match="server_name"):
         Client("toy", "127.0.0.1:1,127.0.0.2:1", tls=Tls())

@@ -1,4 +1,4 @@
-"""Where the servers are (an address, several, or a name that has several) -> gRPC's target."""
+"""Parse server addresses into gRPC targets."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _NAMED = "dns:///"
 
 @dataclass(frozen=True)
 class Target:
-    """One server or several that serve the same.
+    """One server or several equal servers.
 
     Attributes:
-        uri: as gRPC takes it.
-        shown: as the user gave it.
-        authority: what the servers are called in requests; empty where gRPC knows that itself.
-        is_several: whether it is meant to be more than one server.
-        is_loopback: whether it is this machine itself, whatever a name server says.
-        is_named: whether a name server says which addresses these are, and may change its mind.
+        uri: Target for gRPC.
+        shown: Address as the user gave it.
+        authority: Name of the servers in requests; empty if gRPC derives it.
+        is_several: Whether the target is meant to be several servers.
+        is_loopback: Whether the target is this machine, without asking a name server.
+        is_named: Whether a name server provides the addresses, which may change.
     """
 
     uri: str
@@ -34,12 +34,12 @@ class Target:
 
 
 def read_target(url: str | Sequence[str]) -> Target:
-    """What ``host:port``, ``dns:///name:port`` or several addresses name.
+    """Return the target of ``host:port``, ``dns:///name:port`` or several addresses.
 
-    Several are a list, or have commas between them.
+    Several addresses are a list, or separated by commas.
 
     Raises:
-        UserError: it is none of these.
+        UserError: The text is none of these.
     """
     addresses = url.split(",") if isinstance(url, str) else list(url)
     addresses = [address.strip() for address in addresses]
@@ -48,7 +48,7 @@ def read_target(url: str | Sequence[str]) -> Target:
             "url",
             "must be the host and port of the server's gRPC endpoint",
             given=", ".join(addresses) or "nothing",
-            remedy="Write host:port, and ask for encryption with `tls`",
+            remedy="Give host:port, and use `tls` for encryption",
         )
     if len(addresses) == 1:
         address = addresses[0]
@@ -60,9 +60,9 @@ def read_target(url: str | Sequence[str]) -> Target:
     if 0 in versions or len(versions) > 1:
         raise UserError(
             "url",
-            "must be IP addresses of one version, where it is several",
+            "must have IP addresses of one version if it has several addresses",
             given=", ".join(addresses),
-            remedy=f"Give the servers one name with all their addresses: {_NAMED}name:port",
+            remedy=f"Use one name with all addresses of the servers: {_NAMED}name:port",
         )
     return Target(
         f"ipv{versions.pop()}:{','.join(plain)}",
@@ -74,18 +74,18 @@ def read_target(url: str | Sequence[str]) -> Target:
 
 
 def check_single(url: str, purpose: str) -> None:
-    """Raises a `UserError` where `url` is more than one server; `purpose` is what needs one."""
+    """Raise a `UserError` if `url` has several servers; `purpose` says what needs a single one."""
     if read_target(url).is_several:
         raise UserError(
             "url",
-            f"must be one server's host:port to {purpose}",
+            f"must be a single server to {purpose}",
             given=url,
-            remedy="Name one of them",
+            remedy="Give one of them",
         )
 
 
 def is_loopback(address: str) -> bool:
-    """Whether ``host:port`` names this machine itself, whatever a name server says."""
+    """Return whether ``host:port`` is this machine, without asking a name server."""
     ip = _ip(address)
     return _host(address) == "localhost" if ip is None else ip.is_loopback
 

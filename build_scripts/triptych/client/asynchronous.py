@@ -101,7 +101,9 @@ class AsyncClient(PipelineClient):
         self._leaving: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         # A channel belongs to the loop that runs when it is made: the first call makes it.
-        return Connection(partial(self._open_channel, grpc.aio), self._close_soon, self._renew_s)
+        return Connection(
+            partial(self._open_channel, grpc.aio), self._close_soon, self._dns_refresh_s
+        )
 
     async def close(self) -> None:
         """Close the connection; calls under way in other tasks raise `CanceledError`.
@@ -149,7 +151,7 @@ class AsyncClient(PipelineClient):
         if isinstance(step, Pause):
             return await asyncio.sleep(step.s)
         if isinstance(step, UnaryCall):
-            return await self._ask(step.method, step.request, step.left_s)
+            return await self._ask(step.method, step.request, step.remaining_s)
         if step.waiting > 1:
             return await self._send_at_once(step)
         return await self._send_in_turn(step)
@@ -197,16 +199,18 @@ class AsyncClient(PipelineClient):
             await asyncio.gather(*in_flight, return_exceptions=True)
 
     async def _start(self, work: Work, portion: Portion) -> Any:
-        request, left_s = work.request(portion)
-        return await self._ask("ModelInfer", request, left_s, portion.rows)
+        request, remaining_s = work.request(portion)
+        return await self._ask("ModelInfer", request, remaining_s, portion.rows)
 
     async def _ask(
-        self, method: str, request: Any, left_s: float | None, rows: Sequence[int] = ()
+        self, method: str, request: Any, remaining_s: float | None, rows: Sequence[int] = ()
     ) -> Any:
         self._raise_if_closed()
         opened = self._connection.take()
         try:
-            call = getattr(opened.stub, method)(request, timeout=left_s, metadata=self._metadata)
+            call = getattr(opened.stub, method)(
+                request, timeout=remaining_s, metadata=self._metadata
+            )
             try:
                 # Awaiting the call itself would raise CancelledError for a closed channel as well
                 # as for a cancelled task; the code tells them apart.

@@ -1,4 +1,4 @@
-"""How to talk to the servers (TLS, keep-alive, balancing) -> a gRPC channel."""
+"""gRPC channels: TLS, keep-alive, balancing."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _SERVICE_CONFIG = {
 
 @dataclass(frozen=True)
 class Tls:
-    """Encryption, and proof of who is talking.
+    """Encryption and authentication.
 
     Attributes:
-        root_certificates: PEM file of the authorities that may have signed the server's
-            certificate; None takes those that come with gRPC.
-        certificate: PEM file of the client's own certificate, for a server that asks for one.
-        key: PEM file of that certificate's private key.
-        server_name: name to expect in the server's certificate, where it is not the URL's host.
+        root_certificates: PEM file of the authorities that sign server certificates. None: those
+            of gRPC.
+        certificate: PEM file of the client's certificate, for servers that require one.
+        key: PEM file of the private key of `certificate`.
+        server_name: Expected name in the server's certificate, if it is not the host of the URL.
     """
 
     root_certificates: Path | None = None
@@ -63,13 +63,13 @@ class Tls:
         if (self.certificate is None) != (self.key is None):
             raise UserError(
                 "tls",
-                "must have `certificate` and `key` together",
+                "must have both `certificate` and `key`, or neither",
                 given="only one of them",
-                remedy="Give both, or neither",
+                remedy="Give the other one too",
             )
 
     def credentials(self) -> Any:
-        """The gRPC credentials of these files; raises a `UserError` where one cannot be read."""
+        """Return gRPC credentials; raise a `UserError` if a file cannot be read."""
         return grpc.ssl_channel_credentials(
             root_certificates=_read("tls.root_certificates", self.root_certificates),
             private_key=_read("tls.key", self.key),
@@ -79,16 +79,17 @@ class Tls:
 
 @dataclass(frozen=True)
 class KeepAlive:
-    """How a connection whose other end vanished is noticed.
+    """Detection of connections whose other end vanished.
 
-    The default pings a little less often than every 300 s, since a server may close a connection
-    that pings more often. Its presence also lets TCP drop a connection whose data is not
-    acknowledged for `timeout_s`; without it that takes a quarter of an hour.
+    The default pings slightly less often than every 300 s, because servers may close connections
+    that
+    ping more often. It also makes TCP drop a connection whose data is not acknowledged within
+    `timeout_s`; otherwise that takes a quarter of an hour.
 
     Attributes:
-        interval_s: pause between pings on a connection that is otherwise silent.
-        timeout_s: how long an answer, or TCP's acknowledgement of sent data, may take.
-        without_calls: ping while no call is under way; the server must permit it.
+        interval_s: Interval in seconds between pings on an idle connection.
+        timeout_s: Maximum time in seconds for a pong, or for TCP's acknowledgment of data.
+        without_calls: Whether to ping without calls in flight; the server must permit it.
     """
 
     interval_s: float = 330.0
@@ -104,15 +105,15 @@ def open_channel(
     keep_alive: KeepAlive | None,
     max_message_bytes: int,
 ) -> Any:
-    """A channel that connects at the first call.
+    """Return a channel that connects at the first call.
 
     Args:
         library: `grpc` for threads, `grpc.aio` for the running event loop.
-        target: the servers.
-        credentials: those of `Tls`; None talks in the clear.
-        server_name: as `Tls.server_name`.
-        keep_alive: None never pings.
-        max_message_bytes: most that one request or one response may carry.
+        target: Servers.
+        credentials: Credentials of `Tls`; None for plain text.
+        server_name: See `Tls.server_name`.
+        keep_alive: Keep-alive pings; None for none.
+        max_message_bytes: Maximum size of a request or response in bytes.
     """
     options: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", max_message_bytes),
@@ -149,7 +150,7 @@ def _read(name: str, file: Path | None) -> bytes | None:
     except OSError as error:
         raise UserError(
             name,
-            "must be a PEM file that can be read",
+            "is not a readable PEM file",
             given=f"{file} ({error.strerror})",
             remedy="Check the path and its permissions",
         ) from error

@@ -1,4 +1,4 @@
-"""A client's channel, opened anew now and then where a name may have got other addresses."""
+"""Channel of a client, reopened periodically if its name may have new addresses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triptych.client.errors import CanceledError
 
 
 class Opened:
-    """A channel, its stub, and how many calls use it."""
+    """A channel with its stub and the number of calls that use it."""
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
@@ -23,44 +23,47 @@ class Opened:
 
 
 class Connection:
-    """The newest channel for new calls; an older one is closed with the last call that uses it.
+    """The newest channel for new calls. An older channel is closed when its last call ends.
 
-    gRPC asks a name server again only once a connection breaks (grpc/grpc#12295), so a replica
-    that joins healthy ones would never be asked anything. A fresh channel looks the name up, and
-    shares the connections of the one before: gRPC keeps one pool of them in a process.
+    gRPC resolves a name again only when a connection breaks (grpc/grpc#12295), so a new replica
+    beside
+    healthy ones would get no requests. A new channel resolves the name and shares the connections
+    of
+    the old one, because gRPC has one pool of connections per process.
 
     Args:
-        open_channel: makes a channel.
-        close: ends one that has no calls.
-        renew_s: age in seconds from which new calls get a fresh channel; None keeps the first.
+        open_channel: Opens a channel.
+        close: Closes a channel without calls.
+        dns_refresh_s: Age in seconds after which new calls get a new channel; None for never.
     """
 
     def __init__(
         self,
         open_channel: Callable[[], Any],
         close: Callable[[Any], None],
-        renew_s: float | None,
+        dns_refresh_s: float | None,
     ) -> None:
         self._open_channel = open_channel
         self._close = close
-        self._renew_s = renew_s
-        # A generation that nobody holds any more gives its channel back from wherever it is freed.
+        self._dns_refresh_s = dns_refresh_s
+        # Garbage collection of a generation, on any thread, gives its channel back.
         self._turn = threading.RLock()
         self._opened: list[Opened] = []
         self._drained = False
 
     def take(self) -> Opened:
-        """The channel for a call; to be given back at its end.
+        """Return the channel for a call, to be given back at its end.
 
         Raises:
-            CanceledError: it was drained.
+            CanceledError: The connection was drained.
         """
         with self._turn:
             if self._drained:
                 raise CanceledError("The client is closed. Open another.")
             newest = self._opened[-1] if self._opened else None
             if newest is None or (
-                self._renew_s is not None and time.monotonic() - newest.opened_s > self._renew_s
+                self._dns_refresh_s is not None
+                and time.monotonic() - newest.opened_s > self._dns_refresh_s
             ):
                 newest = Opened(self._open_channel())
                 self._opened.append(newest)
@@ -69,13 +72,13 @@ class Connection:
             return newest
 
     def give_back(self, opened: Opened) -> None:
-        """A call that took the channel has ended."""
+        """Release the channel of a call that ended."""
         with self._turn:
             opened.calls -= 1
             self._retire()
 
     def drain(self) -> list[Any]:
-        """All channels, for the caller to close; there are no others after that."""
+        """Return all channels, for the caller to close, and open no more."""
         with self._turn:
             self._drained = True
             channels = [opened.channel for opened in self._opened]

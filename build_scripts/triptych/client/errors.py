@@ -1,4 +1,4 @@
-"""What a call to a pipeline can end in besides an answer: one root, one class a cause."""
+"""Errors of calls to a pipeline: a common base and one class per cause."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from triptych.runtime.request_errors import (
 
 
 class InferenceError(Exception):
-    """A call that got no answer.
+    """A call without a result.
 
     Attributes:
-        message: what happened and what to do about it, without the row.
-        row: index, in the list the caller gave, of the row at fault; None where no single row is.
-        address: of the server that could not be reached; else the client's, for gRPC does not tell
-            which server answered.
+        message: Cause and remedy, without the row.
+        row: Index of the faulty row in the caller's list; None if no single row is at fault.
+        address: Address of the server that could not be reached; else the client's address,
+            because
+            gRPC does not say which server responded.
     """
 
     address: str = ""
@@ -41,7 +42,7 @@ class InferenceError(Exception):
         return self.message if self.row is None else f"row {self.row}: {self.message}"
 
     def after(self, told: str) -> InferenceError:
-        """The same, and what had been tried before; itself where that is nothing."""
+        """Return the error with a description of earlier attempts, or itself if there were none."""
         if not told:
             return self
         error = type(self)(f"{self.message} {told}", self.row)
@@ -54,7 +55,7 @@ class InvalidRequestError(InferenceError):
 
 
 class OverloadedError(InferenceError):
-    """The pipeline has more work than its queue takes; later, or slower, it may answer.
+    """The queue of the pipeline is full; the request may succeed later or at a lower rate.
 
     Attributes:
         again_s: Time after which the server expects to take a request, in seconds; 0 if it did not
@@ -65,39 +66,40 @@ class OverloadedError(InferenceError):
 
 
 class BatchNeighborError(InferenceError):
-    """Another client's broken request failed all that were batched with it; sent again as it is.
+    """A malformed request of another client failed the batch; the request is sent again unchanged.
 
-    Triton checks the lengths in a text input only when it hands a whole batch to a Python step.
-    The client's own lengths are right.
+    Triton checks the lengths in a text input only when it passes a whole batch to a Python step.
+    The
+    client's own lengths are correct.
     """
 
 
 class DeadlineExceededError(InferenceError):
-    """The time the caller gave passed; what was still under way has been cancelled."""
+    """The deadline passed; requests in flight were canceled."""
 
 
 class CanceledError(InferenceError):
-    """The client was closed while the call was under way, or the server gave the request up."""
+    """The client was closed during the call, or the server canceled the request."""
 
 
 class PipelineNotFoundError(InferenceError):
-    """The server runs but knows no pipeline of that name."""
+    """The server has no pipeline of that name."""
 
 
 class PipelineNotReadyError(InferenceError):
-    """The server knows the pipeline but is loading it, unloading it or going down."""
+    """The server is loading or unloading the pipeline, or shutting down."""
 
 
 class PipelineFailedError(InferenceError):
-    """A step of the pipeline broke; the message is the server's own."""
+    """A step of the pipeline failed; the message is the server's."""
 
 
 class AccessDeniedError(InferenceError):
-    """The server, or a proxy before it, wants a header that was missing or not accepted."""
+    """The server, or a proxy, requires a header that is missing or was rejected."""
 
 
 class ServerUnreachableError(InferenceError):
-    """No server answered: wrong address, not running, not the same TLS, or the line was cut."""
+    """No server responded: wrong address, not running, other TLS settings, or a lost connection."""
 
 
 _STEPS: dict[str, type[InferenceError]] = {
@@ -127,7 +129,7 @@ _UNCODED = (
     ("inputs but got", "INVALID_ARGUMENT"),
     ("unexpected inference input", "INVALID_ARGUMENT"),
 )
-"""What Triton says of a stream's request before any model has seen it."""
+"""Messages of Triton about a stream's request before a model has received it."""
 _CODES: dict[str, type[InferenceError]] = {
     "INVALID_ARGUMENT": InvalidRequestError,
     "OUT_OF_RANGE": InvalidRequestError,

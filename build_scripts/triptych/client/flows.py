@@ -1,8 +1,9 @@
-"""The calls of both clients without their I/O: what is sent, in which order, what comes of it.
+"""Call logic shared by `Client` and `AsyncClient`, without I/O.
 
-A flow is a generator. It yields what is to be sent, a `UnaryCall` (whose answer is sent back into
-it) or a `Work` (which collects its own answers), or a `Pause` to make, and returns the result of
-the call. `Client` and `AsyncClient` differ only in how they send.
+A flow is a generator. It yields a `UnaryCall` (whose response is sent into the generator), a
+`Work`
+(which collects its responses) or a `Pause`, and returns the result of the call. The clients differ
+only in how they send.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from weakref import WeakSet
 
 from numpy.typing import NDArray
 
-from triptych.base.errors import UserError
+from triptych.base.errors import UserError, warn_renamed
 from triptych.client.address import read_target
 from triptych.client.channel import MAX_MESSAGE_BYTES, KeepAlive, Tls, open_channel
 from triptych.client.connection import Connection
@@ -45,24 +46,28 @@ from triptych.client.work import Work
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
-# With a quarter of the batch limit in each request these are two full batches: one that runs and
-# one that forms meanwhile.
+# Each request has a quarter of the batch limit, so these are two full batches: one that runs and
+# one that forms.
 _MAX_IN_FLIGHT = 8
 _KEEP_ALIVE = KeepAlive()
 _RETRY = Retry()
-_RENEW_S = 30.0
+_DNS_REFRESH_S = 30.0
+
+
+_NOT_GIVEN: Any = object()
+"""Default of a former keyword, to tell whether it is given."""
 
 
 class UnaryCall(NamedTuple):
-    """One request besides inference: the method of the gRPC stub, its message, its time limit."""
+    """A request other than inference: method of the gRPC stub, message and time limit."""
 
     method: str
     request: Any
-    left_s: float | None
+    remaining_s: float | None
 
 
 class Pause(NamedTuple):
-    """So long nothing is sent."""
+    """Pause of `s` seconds before the next request."""
 
     s: float
 
@@ -71,7 +76,7 @@ Flow = Generator[UnaryCall | Work | Pause, Any, Result]
 
 
 class PipelineClient:
-    """The base of `Client` and `AsyncClient`; of no use alone."""
+    """Base class of `Client` and `AsyncClient`. Do not instantiate it."""
 
     def __init__(
         self,
@@ -86,54 +91,69 @@ class PipelineClient:
         retry: Retry | None = _RETRY,
         keep_alive: KeepAlive | None = _KEEP_ALIVE,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
-        renew_s: float | None = _RENEW_S,
+        dns_refresh_s: float | None = _DNS_REFRESH_S,
+        renew_s: float | None = _NOT_GIVEN,
     ) -> None:
-        """Prepare a client of an ensemble; it connects at the first call.
+        """Create a client of a pipeline; it connects at the first call.
 
         Args:
-            pipeline: name of the ensemble.
-            url: ``host:port`` of the server's gRPC endpoint. Of servers that serve the same, each
-                gets its turn: a name with several addresses (``dns:///name:port``), or IP addresses
-                in a list or with commas between them.
-            tls: None talks in the clear.
-            headers: sent with every request, such as ``triton-grpc-protocol-<key>`` for a server
-                with restricted protocols, or an authorization for a proxy.
-            timeout_s: deadline of a call that gives none of its own; None waits for ever.
-            rows_per_request: at most, never above the pipeline's limit; None: a quarter of that.
-            max_in_flight: most requests that one call has under way at once.
-            retry: how to send a request again that met a full queue or lost its server; None raises
-                the error at once. A call's deadline covers all of it.
-            keep_alive: None never pings.
-            max_message_bytes: most that one request or one response may carry.
-            renew_s: how often a name is looked up again, for new servers to get their turn; None
-                leaves it to gRPC, which waits for a connection to break.
+            pipeline: Name of the pipeline.
+            url: ``host:port`` of the server's gRPC endpoint. For several equal servers, among
+                which
+                requests are balanced: a name with several addresses (``dns:///name:port``), or IP
+                addresses in a list or separated by commas.
+            tls: Encryption; None for plain text.
+            headers: Headers of every request, such as ``triton-grpc-protocol-<key>`` for a server
+                with
+                restricted protocols, or the authorization for a proxy.
+            timeout_s: Default deadline of a call in seconds; None for no deadline.
+            rows_per_request: Maximum number of rows in a request. None: a quarter of the
+                pipeline's
+                limit.
+            max_in_flight: Maximum number of concurrent requests of one call.
+            retry: Policy for requests that met a full queue or lost their server, within the
+                deadline
+                of the call; None raises such errors at once.
+            keep_alive: Keep-alive pings; None for none.
+            max_message_bytes: Maximum size of a request or response in bytes.
+            dns_refresh_s: Interval in seconds at which a name is resolved again, to find new
+                servers.
+                None: gRPC resolves it when a connection breaks.
+            renew_s: Former name of `dns_refresh_s`.
 
         Raises:
-            UserError: a setting makes no sense.
+            UserError: A setting is invalid.
         """
+        if renew_s is not _NOT_GIVEN:
+            warn_renamed("renew_s", "dns_refresh_s")
+            dns_refresh_s = renew_s
         for name, value in (
             ("rows_per_request", rows_per_request),
             ("max_in_flight", max_in_flight),
         ):
             if value is not None and value < 1:
-                raise UserError(name, "must be 1 or more", given=value)
-        if renew_s is not None and renew_s <= 0:
-            raise UserError("renew_s", "must be above 0", given=renew_s, remedy="Or None: never")
+                raise UserError(
+                    name, "must be at least 1", given=value, remedy="Raise it, or omit it"
+                )
+        if dns_refresh_s is not None and dns_refresh_s <= 0:
+            raise UserError(
+                "dns_refresh_s", "must be above 0", given=dns_refresh_s, remedy="Or None: never"
+            )
         self.pipeline = pipeline
         self._target = read_target(url)
         self.url = self._target.shown
         if tls is not None and tls.server_name is None and self._target.authority:
             raise UserError(
                 "tls.server_name",
-                "must be given where `url` is several addresses",
+                "is required if `url` has several addresses",
                 given="nothing",
-                remedy="Say which name the servers' certificate has",
+                remedy="Give the name in the servers' certificate",
             )
         self._tls = tls
         self._keep_alive = keep_alive
         self._max_message_bytes = max_message_bytes
-        self._renew_s = renew_s if self._target.is_named else None
-        # gRPC refuses capital letters in a name.
+        self._dns_refresh_s = dns_refresh_s if self._target.is_named else None
+        # gRPC rejects capital letters in header names.
         self._metadata = tuple((name.lower(), value) for name, value in (headers or {}).items())
         self._timeout_s = timeout_s
         self._rows_per_request = rows_per_request
@@ -142,14 +162,14 @@ class PipelineClient:
         self._config: PipelineConfig | None = None
         self._closed = False
         self._generations: WeakSet[Any] = WeakSet()
-        # One may be freed, and another begun by that, while it is held.
+        # Freeing one generation may begin another while the lock is held, so it is reentrant.
         self._generations_turn = threading.RLock()
-        # Read once: channels of the same credentials share connections.
+        # Credentials are read once, because channels with equal credentials share connections.
         self._credentials = None if tls is None else tls.credentials()
         self._connection = self._connect()
 
     def _connect(self) -> Connection:
-        """How this kind of client opens and closes channels."""
+        """Return the connection of this kind of client."""
         raise NotImplementedError
 
     def _open_channel(self, library: Any) -> Any:
@@ -166,9 +186,9 @@ class PipelineClient:
         tried: tuple[str, ...] = ()
         while True:
             try:
-                answer = yield UnaryCall(method, request, deadline.left_s())
+                answer = yield UnaryCall(method, request, deadline.remaining_s())
             except DeadlineExceededError:
-                raise deadline.passed() from None
+                raise deadline.exceeded_error() from None
             except InferenceError as error:
                 tried += (error.address,)
                 yield Pause(self._retries.pause_s(error, tried, deadline))
@@ -177,7 +197,7 @@ class PipelineClient:
                 return answer
 
     def _leave_behind(self, work: Any) -> None:
-        """Let `work` read what is left of a generation; `close` waits for it."""
+        """Let `work` read the rest of a generation; `close` waits for it."""
         raise NotImplementedError
 
     def _remember(self, generation: Any) -> None:
@@ -210,13 +230,13 @@ class PipelineClient:
         keep_going: bool,
         only: Sequence[str] = (),
     ) -> Flow[Work]:
-        # One row cannot break the batch limit, so it costs no second round trip. Without rows only
-        # `infer`, which does not keep going, has something to tell: the outputs' shapes.
+        # One row cannot exceed the batch limit, so it needs no second round trip. Without rows only
+        # `infer`, which does not keep going, returns something: the outputs' shapes.
         if encoded.count != 1 and (encoded.count or not keep_going):
             try:
                 config = yield from self._known_config(deadline)
             except DeadlineExceededError:
-                raise deadline.passed(answered=(0, encoded.count)) from None
+                raise deadline.exceeded_error(answered=(0, encoded.count)) from None
             config.check_takes_rows(self.pipeline)
         work = Work(
             self.pipeline,
@@ -243,7 +263,7 @@ class PipelineClient:
         except InvalidRequestError as error:
             misfit = None
             if error.row not in encoded.refused:
-                # A pipeline of another task complains of an input or a parameter.
+                # A pipeline of another task rejects an input or a parameter.
                 with suppress(InferenceError):
                     misfit = call.misfit((yield from self._known_config(deadline)))
             if misfit:
@@ -253,7 +273,7 @@ class PipelineClient:
     def _error(self, code: Any, details: str | None, rows: Sequence[int] = ()) -> InferenceError:
         error = status_error(code.name, details or "", url=self.url, rows=rows)
         if isinstance(error, InvalidRequestError) and error.row is None:
-            # Perhaps the pipeline was built anew with a lower batch limit; ask again next time.
+            # The pipeline may have been rebuilt with a lower batch limit, so read it again.
             self._config = None
         return error
 
@@ -273,15 +293,16 @@ def infer(
 ) -> Flow[dict[str, NDArray[Any]]]:
     """Send rows of any inputs and return every output.
 
-    `inputs` has one element a row by name, all of the same length. Of the `parameters`, `priority`
-    and `timeout` are Triton's own. `timeout_s` is the deadline of the whole call; None takes the
-    client's own.
+    `inputs` has a list per input name, all of the same length, with one element per row. The
+    `parameters` `priority` and `timeout` are Triton's own. `timeout_s` is the deadline of the
+    whole
+    call; None takes the client's own.
 
     Returns:
-        Name -> array [rows, …] in the order of the rows; BYTES are objects, each `bytes`.
+        Array [rows, …] by output name, in the order of the rows; BYTES are objects, each `bytes`.
 
     Raises:
-        InferenceError: one of its kinds; an `InvalidRequestError` names the row at fault in `row`.
+        InferenceError: See its subclasses; `row` of an `InvalidRequestError` is the faulty row.
     """
     encoded, deadline = encode_rows(inputs), self._deadline(timeout_s)
     return (yield from self._perform(encoded, parameters, deadline, keep_going=False)).outputs()
@@ -294,9 +315,9 @@ def infer_each(
     parameters: Mapping[str, Parameter] | None = None,
     timeout_s: float | None = None,
 ) -> Flow[list[RowOutputs | InvalidRequestError]]:
-    """For each row its outputs, or why it was refused.
+    """Return for each row its outputs, or the error why it was rejected.
 
-    Arguments and errors are those of `infer`, but a refused row does not raise: the other rows of
+    Arguments and errors are those of `infer`, but a rejected row does not raise: the other rows of
     its request are sent again without it.
     """
     encoded, deadline = encode_rows(inputs), self._deadline(timeout_s)
@@ -304,10 +325,10 @@ def infer_each(
 
 
 def interface(self: PipelineClient, *, timeout_s: float | None = None) -> Flow[PipelineConfig]:
-    """The pipeline's batch limit, inputs, outputs and steps; asked of the server once.
+    """Return the pipeline's batch limit, inputs, outputs and steps; requested from the server once.
 
     Raises:
-        InferenceError: one of its kinds.
+        InferenceError: See its subclasses.
     """
     return (yield from self._known_config(self._deadline(timeout_s)))
 
@@ -315,17 +336,17 @@ def interface(self: PipelineClient, *, timeout_s: float | None = None) -> Flow[P
 def step_statistics(
     self: PipelineClient, *, timeout_s: float | None = None
 ) -> Flow[list[StepStatistics]]:
-    """What each step of the pipeline has done since the server loaded it, in order.
+    """Return the statistics of each step since the server loaded it, in order.
 
-    Subtract an earlier value to see a span of time.
+    Subtract an earlier value for a period of time.
 
     Raises:
-        InvalidRequestError: the client has several servers, each with counts of its own.
-        InferenceError: another of its kinds.
+        InvalidRequestError: The client has several servers, each with its own statistics.
+        InferenceError: See its subclasses.
     """
     if self._target.is_several:
         raise InvalidRequestError(
-            f"`url` must be one server's for its counts. Given: {self.url}. Open a client of one."
+            f"Statistics are those of one server. Given: {self.url}. Open a client of one server."
         )
     deadline = self._deadline(timeout_s)
     found = []
@@ -342,7 +363,7 @@ def task_flows(
     Callable[Concatenate[PipelineClient, P], Flow[Whole]],
     Callable[Concatenate[PipelineClient, P], Flow[list[Row | InvalidRequestError]]],
 ]:
-    """The two flows of the calls that `make` describes: all rows or an error, and row by row."""
+    """Return two flows for the calls that `make` describes: all rows at once, and row by row."""
 
     def whole(self: PipelineClient, /, *args: P.args, **kwargs: P.kwargs) -> Flow[Whole]:
         call = make(*args, **kwargs)
@@ -363,13 +384,13 @@ def task_flows(
     for flow, flow_name, words in (
         (
             *(whole, name),
-            f"{inspect.getdoc(make)}\n\nRaises:\n    InferenceError: one of its kinds; an "
-            "`InvalidRequestError` names the row at fault in `row`.",
+            f"{inspect.getdoc(make)}\n\nRaises:\n    InferenceError: See its subclasses; `row` of "
+            "an `InvalidRequestError` is the faulty row.",
         ),
         (
             *(each, f"{name}_each"),
-            f"For each row what `{name}` returns of it, or why the row was refused.\n\n"
-            f"Arguments and errors are those of `{name}`, but a refused row does not raise.",
+            f"Return for each row the result of `{name}`, or the error why it was rejected.\n\n"
+            f"Arguments and errors are those of `{name}`, but a rejected row does not raise.",
         ),
     ):
         flow.__name__, flow.__doc__ = flow_name, words
@@ -378,7 +399,7 @@ def task_flows(
 
 
 def make_method(method: Callable[..., Any], flow: Callable[..., Any], client: str) -> None:
-    """Give `method` of the class `client` the name, arguments and words of `flow`."""
+    """Give `method` of the class `client` the name, arguments and docstring of `flow`."""
     signature = inspect.signature(flow).replace(return_annotation=inspect.Signature.empty)
     method.__name__, method.__doc__ = flow.__name__, flow.__doc__
     method.__qualname__ = f"{client}.{flow.__name__}"

@@ -1,4 +1,4 @@
-"""Text generation: what is sent, what its stream's responses say, and when it is sent again."""
+"""Text generation without I/O: requests, responses of a stream, and retries."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from triptych.client.wire import (
 
 
 class Sampling(TypedDict, total=False):
-    """How tokens are chosen; what is left out is the pipeline's. The server says what is allowed.
+    """Sampling parameters; the pipeline's defaults apply to omitted ones. The server checks them.
 
     Attributes:
-        max_tokens: most tokens of the answer.
-        temperature: 0 takes the likeliest token each time.
-        top_p: the likeliest tokens that have this share of the probability together.
-        top_k: the likeliest so many tokens.
-        min_p: tokens at least this share as likely as the likeliest.
-        seed: for the same answer again.
-        stop: texts that end the answer, and are not part of it.
-        repetition_penalty: above 1 makes tokens less likely that were in prompt or answer.
-        presence_penalty: above 0 makes tokens less likely that were in the answer.
-        frequency_penalty: the same, for each time.
-        logprobs: how many likeliest tokens to tell with each.
-        json_schema: that the answer is JSON of.
-        adapter: of the pipeline's, that answers; empty for the model itself.
+        max_tokens: Maximum number of tokens in the response.
+        temperature: Randomness; 0 always takes the most probable token.
+        top_p: Probability that the candidate tokens have together.
+        top_k: Number of most probable tokens that are candidates.
+        min_p: Minimum probability of a candidate, relative to the most probable token.
+        seed: Seed for a reproducible response.
+        stop: Texts that end the response and are not part of it.
+        repetition_penalty: Penalty for tokens in prompt or response; above 1 they are less
+            probable.
+        presence_penalty: Penalty for tokens in the response; above 0 they are less probable.
+        frequency_penalty: Penalty for each occurrence of a token in the response.
+        logprobs: Number of most probable tokens reported with each token.
+        json_schema: JSON schema that the response satisfies.
+        adapter: LoRA adapter of the pipeline; empty for the model itself.
     """
 
     max_tokens: int
@@ -59,7 +60,7 @@ class Sampling(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a generation; `cached_tokens` are those of the prompt that were not computed."""
+    """Token counts of a generation; `cached_tokens` of the prompt were not computed again."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -68,15 +69,15 @@ class Usage:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is new since the chunk before.
+    """Part of a response since the chunk before.
 
     Attributes:
-        text: new text; may be empty.
-        token_ids: new tokens.
-        index: place of the first of them in the answer.
-        finish_reason: why it ends here (``stop``, ``length``); empty on all chunks but the last.
-        usage: on the last chunk.
-        logprobs: of each new token, where they were asked for, as the pipeline tells them.
+        text: New text; may be empty.
+        token_ids: New tokens.
+        index: Position of the first new token in the response.
+        finish_reason: Reason of the end (``stop``, ``length``); empty except on the last chunk.
+        usage: Token counts, on the last chunk.
+        logprobs: Log-probabilities of each new token if requested, as the pipeline reports them.
     """
 
     text: str
@@ -89,7 +90,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer; the fields are those of `Chunk`."""
+    """A complete response; fields are those of `Chunk`."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -99,7 +100,7 @@ class Completion:
 
     @classmethod
     def join(cls, chunks: Iterable[Chunk]) -> Completion:
-        """The answer that these chunks, at least one, are."""
+        """Return the response that one or more chunks form."""
         found = list(chunks)
         return cls(
             text="".join(chunk.text for chunk in found),
@@ -110,31 +111,31 @@ class Completion:
         )
 
 
-class Asked(NamedTuple):
-    """What is sent for a generation.
+class GenerationRequest(NamedTuple):
+    """Messages of one attempt at a generation.
 
     Attributes:
-        request: that asks for it.
-        cancel: that gives it up.
-        left_s: how many seconds the answer may take; None: any.
+        request: Request for the generation.
+        cancel: Request that cancels it.
+        remaining_s: Time left in seconds; None for no limit.
     """
 
     request: Any
     cancel: Any
-    left_s: float | None
+    remaining_s: float | None
 
 
-class Progress:
-    """One generation, from its request to its last chunk; does no I/O.
+class GenerationState:
+    """State of a generation from its request to its last chunk, without I/O.
 
     Attributes:
-        finished: whether the last chunk was read.
+        finished: Whether the last chunk was read.
 
     Args:
-        pipeline: name of the ensemble.
-        texts: the inputs of the request but `stream`.
-        deadline: of the whole generation.
-        retries: of the client.
+        pipeline: Name of the ensemble.
+        texts: Inputs of the request except `stream`.
+        deadline: Deadline of the whole generation.
+        retries: Retries of the client.
     """
 
     def __init__(
@@ -148,29 +149,29 @@ class Progress:
         self._chunks = self._tokens = 0
         self.finished = False
 
-    def ask(self, *, stream: bool) -> Asked:
-        """What to send, each time by another name.
+    def ask(self, *, stream: bool) -> GenerationRequest:
+        """Return the messages of the next attempt, with a new request id.
 
         Raises:
-            DeadlineExceededError: there is no time left to send it.
+            DeadlineExceededError: The deadline has passed.
         """
         try:
-            left_s = self._deadline.left_s()
+            remaining_s = self._deadline.remaining_s()
         except DeadlineExceededError:
             raise self._too_late() from None
         name = secrets.token_hex(16)
-        return Asked(
+        return GenerationRequest(
             generation_request(self._pipeline, self._texts, stream=stream, name=name),
             cancelling_request(self._pipeline, name),
-            left_s,
+            remaining_s,
         )
 
     def read(self, response: Any) -> Chunk:
-        """The chunk of a ``ModelStreamInferResponse``.
+        """Return the chunk in a ``ModelStreamInferResponse``.
 
         Raises:
-            InvalidRequestError: it is not the answer of a generation.
-            PipelineFailedError: tokens are missing before it, or come twice.
+            InvalidRequestError: The response does not belong to a generation.
+            PipelineFailedError: Tokens are missing or repeated.
         """
         if not self._chunks:
             self._retries.answered()
@@ -205,10 +206,11 @@ class Progress:
         return chunk
 
     def pause_s(self, error: InferenceError) -> float:
-        """The pause before it is sent again after `error`.
+        """Return the pause in seconds before the next attempt after `error`.
 
         Raises:
-            InferenceError: it is not, since it had begun, or as `Retries.pause_s` says.
+            InferenceError: There is none, because a response had begun or `Retries.pause_s` says
+                so.
         """
         if isinstance(error, DeadlineExceededError):
             raise self._too_late() from None
@@ -218,7 +220,7 @@ class Progress:
         return self._retries.pause_s(error, self._tried, self._deadline)
 
     def raise_ended(self) -> NoReturn:
-        """Raises `PipelineFailedError`: the stream has ended before the last chunk."""
+        """Raise `PipelineFailedError`: the stream ended before the last chunk."""
         raise PipelineFailedError(
             f"A stream must end with a finish reason. Given: an end after {self._chunks} "
             "chunks. This is a bug of the pipeline."
@@ -234,10 +236,10 @@ class Progress:
 def encode_order(
     prompt: str, messages: Sequence[Mapping[str, Any]] | None, sampling: Sampling
 ) -> dict[str, bytes]:
-    """The inputs of a generation of a prompt, or of the answer to `messages`.
+    """Return the inputs of a generation for a prompt or for `messages`.
 
     Raises:
-        InvalidRequestError: what cannot be sent.
+        InvalidRequestError: An input cannot be encoded.
     """
     texts = {
         "text_input": prompt,

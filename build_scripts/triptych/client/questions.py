@@ -1,7 +1,4 @@
-"""Questions to a served pipeline: the command line's words to rows, and answers to plain data.
-
-A generation for the command line: its words to parameters, and the answer's chunks.
-"""
+"""Rows, parameters and results of the command line: options to requests, results to plain data."""
 
 from __future__ import annotations
 
@@ -25,39 +22,41 @@ if TYPE_CHECKING:
 
 Parameter = bool | int | float | str
 PlainOutputs = Mapping[str, object]
-"""Of one row by output, as JSON can say it."""
+"""Outputs of one row by name, as JSON values."""
 
 TIMEOUT_S = 30.0
-"""A command's deadline."""
+"""Default deadline of a command in seconds."""
 _IMAGE = "image"
 _OF_COLUMNS = (".csv", ".tsv", ".parquet")
 _MAX_NUMBERS = 6
 
 
 @dataclass(frozen=True)
-class Question:
-    """One row to send: text, or the bytes of an image, by input."""
+class InputRow:
+    """A row to send: text, or the bytes of an image, by input."""
 
     inputs: dict[str, str | bytes]
     shown: str
-    """The inputs as the user gave them: an image by its path."""
+    """Inputs as the user gave them; an image by its path."""
     source: str = ""
-    """``file:line`` of the row; empty where the options of the command line gave it."""
+    """``file:line`` of the row; empty for rows from options."""
     parameters: dict[str, Parameter] = field(default_factory=dict)
-    """Of the request, for this row alone."""
+    """Request parameters of this row."""
 
 
-def read_questions(
+def read_input_rows(
     texts: Sequence[str], pairs: Sequence[str], images: Sequence[Path], file: Path | None
-) -> list[Question]:
-    """The rows of ``--text``, ``--text-pair``, ``--image`` and ``--file``, in this order.
+) -> list[InputRow]:
+    """Return the rows of ``--text``, ``--text-pair``, ``--image`` and ``--file``, in this order.
 
-    A ``.jsonl`` file has one JSON object of inputs a line, images by their paths from the file,
-    and may have `parameters` as a pipeline's traffic has them. Any other file has one text a line.
-    What is given once goes with every row.
+    A ``.jsonl`` file has a JSON object of inputs per line, with image paths relative to the file,
+    and
+    may have `parameters` as traffic does. Any other file has a text per line. An option that is
+    given
+    once applies to every row.
 
     Raises:
-        UserError: nothing at all, inputs that differ in number, or a file that cannot be read.
+        UserError: Nothing is given, inputs differ in number, or a file cannot be read.
     """
     columns = _by_input(texts, pairs, images)
     if file is not None and file.suffix.lower() in _OF_COLUMNS:
@@ -87,18 +86,18 @@ def read_questions(
             remedy="Give one of each a row",
         )
     rows = zip(*(v if len(v) == count else v * count for v in columns.values()), strict=True)
-    return [_question(dict(zip(columns, row, strict=True)), Path()) for row in rows]
+    return [_input_row(dict(zip(columns, row, strict=True)), Path()) for row in rows]
 
 
 def read_constants(
     texts: Sequence[str], pairs: Sequence[str], images: Sequence[Path]
 ) -> dict[str, str | bytes]:
-    """What ``--text``, ``--text-pair`` and ``--image`` say for every row of a file.
+    """Return the values of ``--text``, ``--text-pair`` and ``--image`` for every row of a file.
 
     Raises:
-        UserError: one is given twice, or is an image that cannot be read.
+        UserError: An option is given twice, or an image cannot be read.
     """
-    return _question(_once(_by_input(texts, pairs, images)), Path()).inputs
+    return _input_row(_once(_by_input(texts, pairs, images)), Path()).inputs
 
 
 def _by_input(
@@ -121,12 +120,12 @@ def _once(columns: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 
 def parse_parameters(pairs: Sequence[str]) -> dict[str, Parameter]:
-    """``KEY=VALUE`` pairs as request parameters.
+    """Return ``KEY=VALUE`` pairs as request parameters.
 
-    A value is read as YAML reads it; a list is sent as JSON, its elements as they are written.
+    Values are read as YAML; a list is sent as JSON with its elements as written.
 
     Raises:
-        UserError: not a pair, or a value that is neither scalar nor list of such.
+        UserError: The text is not a pair, or its value is neither a scalar nor a list of scalars.
     """
     parameters: dict[str, Parameter] = {}
     for pair in pairs:
@@ -151,18 +150,19 @@ def parse_parameters(pairs: Sequence[str]) -> dict[str, Parameter]:
 
 def ask(
     pipeline: str,
-    questions: Sequence[Question],
+    questions: Sequence[InputRow],
     *,
     url: str,
     parameters: Mapping[str, Parameter],
     timeout_s: float,
 ) -> list[PlainOutputs]:
-    """Send `questions` and return for each every output as plain data.
+    """Send rows and return every output of each as plain data.
 
     An output of one element is that element, any other a list; JSON is parsed.
 
     Raises:
-        UserError: inputs that are not the pipeline's, or the server refused or was not reached.
+        UserError: The inputs are not the pipeline's, or the server rejected them or was not
+            reached.
     """
     from triptych.client import Client, InferenceError
 
@@ -177,7 +177,7 @@ def ask(
 
 
 def unanswered(pipeline: str, url: str, error: InferenceError) -> UserError:
-    """What the command line says where a server did not answer."""
+    """Return the error of the command line for a request without a result."""
     from triptych.client import ServerUnreachableError
 
     unreachable = isinstance(error, ServerUnreachableError)
@@ -188,7 +188,7 @@ def unanswered(pipeline: str, url: str, error: InferenceError) -> UserError:
 def plain_outputs(
     config: PipelineConfig, outputs: Mapping[str, NDArray[Any]]
 ) -> dict[str, list[Any]]:
-    """Every output, [rows, …], as plain values a row, in the order of the config."""
+    """Return every output, [rows, …], as plain values per row, in the order of the config."""
     in_json = _outputs_in_json()
     return {
         name: _plain(outputs[name], single=dims == (1,), as_json=name in in_json)
@@ -205,9 +205,9 @@ def _outputs_in_json() -> frozenset[str]:
 
 
 def describe_answer(answer: PlainOutputs) -> list[str]:
-    """The lines that show the outputs of one row.
+    """Return lines with the outputs of one row.
 
-    Lists of one length with names in them, such as labels and their scores, stand side by side.
+    Lists of equal length that contain names, such as labels and scores, are shown side by side.
     """
     scalars = {name: value for name, value in answer.items() if not isinstance(value, list)}
     lists = {name: value for name, value in answer.items() if isinstance(value, list) and value}
@@ -226,7 +226,7 @@ def describe_answer(answer: PlainOutputs) -> list[str]:
 def _send(
     client: Client,
     config: PipelineConfig,
-    questions: Sequence[Question],
+    questions: Sequence[InputRow],
     parameters: Mapping[str, Parameter],
 ) -> list[PlainOutputs]:
     from triptych.client import InvalidRequestError
@@ -249,7 +249,7 @@ def _send(
     return answers
 
 
-def _check_inputs(pipeline: str, wanted: Sequence[str], questions: Sequence[Question]) -> None:
+def _check_inputs(pipeline: str, wanted: Sequence[str], questions: Sequence[InputRow]) -> None:
     for question in questions:
         missing = [name for name in wanted if name not in question.inputs]
         foreign = [name for name in question.inputs if name not in wanted]
@@ -265,9 +265,9 @@ def _check_inputs(pipeline: str, wanted: Sequence[str], questions: Sequence[Ques
         )
 
 
-def _read_objects(file: Path, common: Mapping[str, str]) -> list[Question]:
+def _read_objects(file: Path, common: Mapping[str, str]) -> list[InputRow]:
     # The path of an image on the command line is from where the user stands.
-    beside = _question(common, Path())
+    beside = _input_row(common, Path())
     questions = []
     for number, line in enumerate(_read_text(file).split("\n"), start=1):
         if not line.strip():
@@ -279,9 +279,9 @@ def _read_objects(file: Path, common: Mapping[str, str]) -> list[Question]:
             raise UserError(
                 _option(twice[0]), "must not be given beside lines that have it", given=source
             )
-        own = _question(row, file.parent, source)
+        own = _input_row(row, file.parent, source)
         shown = " | ".join(part for part in (beside.shown, own.shown) if part)
-        questions.append(Question({**beside.inputs, **own.inputs}, shown, source, parameters))
+        questions.append(InputRow({**beside.inputs, **own.inputs}, shown, source, parameters))
     if not questions:
         raise UserError(
             str(file), "must have rows", given="none", remedy='Write for example {"text": "hello"}'
@@ -322,7 +322,7 @@ def _parse_object(line: str, source: str) -> tuple[dict[str, str], dict[str, Par
     return row, parameters
 
 
-def _question(row: Mapping[str, str], folder: Path, source: str = "") -> Question:
+def _input_row(row: Mapping[str, str], folder: Path, source: str = "") -> InputRow:
     inputs: dict[str, str | bytes] = dict(row)
     if _IMAGE in row:
         try:
@@ -333,7 +333,7 @@ def _question(row: Mapping[str, str], folder: Path, source: str = "") -> Questio
                 "must be a readable file",
                 given=f"{row[_IMAGE]}: {error}",
             ) from error
-    return Question(inputs, " | ".join(row.values()), source)
+    return InputRow(inputs, " | ".join(row.values()), source)
 
 
 def _read_text(file: Path) -> str:
@@ -396,10 +396,10 @@ def _option(name: str) -> str:
 
 
 def parse_sampling(pairs: Sequence[str]) -> Sampling:
-    """``KEY=VALUE`` pairs as parameters of a generation, each value as YAML reads it.
+    """Return ``KEY=VALUE`` pairs as sampling parameters, with values read as YAML.
 
     Raises:
-        UserError: not a pair, or no YAML.
+        UserError: The text is not a pair, or not YAML.
     """
     sampling: dict[str, Any] = {}
     for pair in pairs:
@@ -427,10 +427,10 @@ def stream_answer(
     sampling: Sampling,
     timeout_s: float,
 ) -> Iterator[Chunk]:
-    """The chunks of the answer to `chat`, what a user says, or of a text that goes on `prompt`.
+    """Yield the chunks of the response to a user's message `chat`, or to a `prompt`.
 
     Raises:
-        UserError: the server refused, or was not reached.
+        UserError: The server rejected the request, or was not reached.
     """
     from triptych.client import Client, InferenceError
 

@@ -1,4 +1,4 @@
-"""Whether a request is sent again, when, and what it says once it is not."""
+"""Retries: which requests are sent again, after which pause, and the final error."""
 
 from __future__ import annotations
 
@@ -22,27 +22,31 @@ from triptych.client.errors import (
 
 @dataclass(frozen=True)
 class Retry:
-    """How often, and after what pause, a request is sent again.
+    """Policy for sending requests again.
 
-    That is done where it met a full queue, where the connection was refused or broke before the
-    answer, and where the server was going down or was still loading the pipeline; of several
-    servers another one may then take it. A request whose connection broke may be computed twice.
+    A request is sent again if it met a full queue, if the connection was refused or broke before
+    the
+    response, or if the server was shutting down or loading the pipeline. With several servers
+    another
+    one may then take it. A request whose connection broke may be computed twice.
 
-    Of several servers gRPC may choose the one that is going down again and again. What that one
-    refuses costs nobody anything: it is not of the budget, and is sent again five times as often.
+    With several servers gRPC may choose the one that is shutting down repeatedly. Its rejections
+    cost
+    nothing, so they are not charged to the budget and are retried five times as often.
 
-    The pause is what a full queue asked for, and a time drawn at random between 0 and a limit that
-    doubles with every attempt, up to `longest_pause_s`, so that many clients do not come back at
-    the same moment. A pause that would outlast the deadline is not begun.
+    The pause is the time that a full queue asks for, plus a random time up to a limit. The limit
+    doubles with every attempt up to `longest_pause_s`, so that many clients do not return at the
+    same
+    moment. No pause is begun that would outlast the deadline.
 
     Attributes:
-        attempts: most sendings of one request, the first among them.
-        first_pause_s: the limit of the first pause.
-        longest_pause_s: that of all.
-        budget: how many requests one client may send again at once for any reason but a full
-            queue; when they are spent, errors are raised at once.
-        budget_share: how much of one such sending each answer earns anew, up to `budget`: where
-            all servers fail, this bounds the load that clients add to it.
+        attempts: Maximum number of attempts of one request, including the first.
+        first_pause_s: Limit of the first random pause in seconds.
+        longest_pause_s: Maximum limit of a random pause in seconds.
+        budget: Number of retries of one client for reasons other than a full queue; when it is
+            spent, errors are raised at once.
+        budget_share: Part of a retry that each response adds to the budget, up to `budget`. If all
+            servers fail, this bounds the load that clients add.
     """
 
     attempts: int = 5
@@ -60,15 +64,15 @@ class Retry:
             raise UserError("retry.budget_share", "must be from 0 to 1", given=self.budget_share)
 
     def pause_s(self, attempt: int) -> float:
-        """A random pause after `attempt` sendings."""
-        # Beyond 2**60 a float has no more use for it.
+        """Return a random pause in seconds after `attempt` attempts."""
+        # The limit is reached long before 2**60; larger powers would overflow a float.
         limit = min(self.longest_pause_s, self.first_pause_s * 2 ** min(attempt - 1, 60))
         return random.uniform(0, limit)
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """The moment (on the clock of `time.monotonic`) a call must be over by; may be infinity."""
+    """Time, on the clock of `time.monotonic`, at which a call has to be over; may be infinity."""
 
     timeout_s: float
     at_s: float
@@ -78,21 +82,21 @@ class Deadline:
         limit = math.inf if timeout_s is None else timeout_s
         return cls(limit, time.monotonic() + limit)
 
-    def left_s(self) -> float | None:
-        """Time left, in the form gRPC takes: None waits for ever.
+    def remaining_s(self) -> float | None:
+        """Return the time left in seconds; None for no limit.
 
         Raises:
-            DeadlineExceededError: none is left.
+            DeadlineExceededError: The deadline has passed.
         """
         if math.isinf(self.at_s):
             return None
         left = self.at_s - time.monotonic()
         if left <= 0:
-            raise self.passed()
+            raise self.exceeded_error()
         return left
 
-    def passed(self, answered: tuple[int, int] | None = None) -> DeadlineExceededError:
-        """What the caller is told; `answered` is how many rows were, of how many."""
+    def exceeded_error(self, answered: tuple[int, int] | None = None) -> DeadlineExceededError:
+        """Return the error for the caller; `answered` counts completed and all rows."""
         rows = "" if answered is None else f"{answered[0]} of {answered[1]} rows were answered. "
         return DeadlineExceededError(
             f"The deadline of {self.timeout_s:g} s passed. {rows}"
@@ -101,32 +105,33 @@ class Deadline:
 
 
 class Retries:
-    """What one client sends again, and its budget; for any number of threads."""
+    """Retries of one client and their budget; safe for threads."""
 
     def __init__(self, retry: Retry | None, *, is_several: bool = False) -> None:
-        """`is_several`: the client has more than one server."""
+        """Create the state; `is_several` tells that the client has several servers."""
         self._retry = retry
         self._is_several = is_several
         self._left = 0.0 if retry is None else float(retry.budget)
         self._turn = threading.Lock()
 
     def answered(self) -> None:
-        """An answer came: it earns a share of a sending."""
+        """Add the share of a response to the budget."""
         retry = self._retry
         if retry is not None and self._left < retry.budget:
             with self._turn:
                 self._left = min(self._left + retry.budget_share, retry.budget)
 
     def pause_s(self, error: InferenceError, tried: Sequence[str], deadline: Deadline) -> float:
-        """The pause before a request is sent again that ended in `error`.
+        """Return the pause in seconds before a failed request is sent again.
 
         Args:
-            error: of the last sending.
-            tried: the address of each sending so far, the last among them.
-            deadline: of the call.
+            error: Error of the last attempt.
+            tried: Address of each attempt, the last one included.
+            deadline: Deadline of the call.
 
         Raises:
-            InferenceError: it is not sent again: `error`, with what was tried.
+            InferenceError: The request is not sent again: `error`, with a description of the
+                attempts.
         """
         retry = self._retry
         if retry is None or not isinstance(error, _SENT_AGAIN):
@@ -160,7 +165,7 @@ _SENT_AGAIN = (OverloadedError, ServerUnreachableError, PipelineNotReadyError)
 
 
 def _told(tried: Sequence[str], why: str) -> str:
-    """What became of all sendings; empty where there was one and no more were asked for."""
+    """Describe all attempts; empty for a single one without a reason to stop."""
     if len(tried) < 2 and not why:
         return ""
     places = ", ".join(

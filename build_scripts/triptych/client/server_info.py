@@ -1,7 +1,4 @@
-"""What each step of a pipeline has done, in Triton's own counts and times.
-
-Models of a running server: one loaded again, and what one was configured with.
-"""
+"""Statistics of a pipeline's steps, and reloading and settings of models on a running server."""
 
 from __future__ import annotations
 
@@ -18,13 +15,12 @@ _ANSWER_S = 10.0
 
 
 def reload_pipeline(url: str, pipeline: str, headers: Mapping[str, str]) -> None:
-    """Load a pipeline again: the server finds which of its steps have changed, each is loaded once.
+    """Load a pipeline again; the server loads each changed step once and swaps all at the end.
 
-    Until all of them are ready the ones before serve. `headers` are those that the server asks of
-    who loads models.
+    `headers` are those that the server requires for loading models.
 
     Raises:
-        UserError: a model does not load.
+        UserError: A model does not load.
     """
     from tritonclient.grpc import InferenceServerClient
     from tritonclient.utils import InferenceServerException
@@ -41,10 +37,10 @@ def reload_pipeline(url: str, pipeline: str, headers: Mapping[str, str]) -> None
 
 
 def read_settings(url: str, model: str) -> dict[str, Any]:
-    """The parameters in a model's config, each a JSON text, as values; other texts are left out.
+    """Return the JSON parameters in a model's config as values; other texts are omitted.
 
     Raises:
-        UserError: nothing answers at `url`, or it does not serve the model.
+        UserError: There is no response at `url`, or it does not serve the model.
     """
     from tritonclient.grpc import InferenceServerClient
     from tritonclient.utils import InferenceServerException
@@ -99,7 +95,7 @@ class StepStatistics:
 
     @property
     def mean_batch(self) -> float:
-        """Rows a batch: 1.0 means that nothing was batched; 0.0 that nothing ran."""
+        """Mean number of rows per batch: 1.0 if nothing was batched; 0.0 if nothing ran."""
         return self.rows / self.executions if self.executions else 0.0
 
     @property
@@ -122,7 +118,7 @@ class StepStatistics:
         return total_us / self.requests if self.requests else 0.0
 
     def __sub__(self, earlier: StepStatistics) -> StepStatistics:
-        """What happened after `earlier` was taken."""
+        """Return the statistics since `earlier`."""
         if earlier.model != self.model:
             return NotImplemented
         sums = {
@@ -134,7 +130,7 @@ class StepStatistics:
 
 
 def read_statistics(model: str, response: Any) -> StepStatistics:
-    """The sums over all versions in a ``ModelStatisticsResponse`` for `model`."""
+    """Return the sums over all versions in a ``ModelStatisticsResponse``."""
     versions = list(response.model_stats)
     inferences = [version.inference_stats for version in versions]
 

@@ -1,11 +1,12 @@
-"""A generation under way: its chunks as they come, or the whole; each call is a stream of its own.
+"""Streams of generations: chunks as they arrive, or the complete response.
 
-`tritonclient` has one stream a client, and one callback for all that it answers. Here each
-generation calls the stub's ``ModelStreamInfer``, so that many run at once and each ends alone.
+`tritonclient` has one stream per client with one callback for all responses. Here each generation
+calls the stub's ``ModelStreamInfer``, so that many run at once and each ends by itself.
 
-What is left, or late, is given up by a request that follows on the same stream, and not by
-cancelling the call: where that meets the end of a stream, Triton 24.10 may abort (``ASSERTION
-FAILED: prior > 0``; server#7368, #8034). The call is cut only if the server does not end it soon.
+A generation is canceled by a request on the same stream, not by canceling the call: if that meets
+the end of a stream, Triton 24.10 may abort (``ASSERTION FAILED: prior > 0``; server#7368, #8034).
+The
+call is canceled only if the server does not end it soon.
 """
 
 from __future__ import annotations
@@ -31,56 +32,56 @@ from triptych.client.errors import (
     stream_error,
 )
 from triptych.client.flows import PipelineClient
-from triptych.client.generation import Asked, Chunk, Completion, Progress
+from triptych.client.generation import Chunk, Completion, GenerationRequest, GenerationState
 
 GIVE_UP_S = 2.0
-"""A server that was asked to give a generation up has so long, then its call is cut."""
+"""Time in seconds that the server has to end a canceled generation before its call is canceled."""
 LATE_S = 0.5
-"""The same, where the deadline has passed: whoever asked waits for it."""
+"""Time in seconds after the deadline before the call is canceled; the caller waits for it."""
 
 _ENDING: set[Any] = set()
 
 
 class _Messages:
-    """What goes up the stream of a generation, when and from where it is left.
+    """Messages sent on the stream of a generation.
 
     Attributes:
-        late: whether the deadline has passed.
+        late: Whether the deadline has passed.
     """
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: GenerationRequest) -> None:
         self._asked = asked
         self._over: SimpleQueue[bool] = SimpleQueue()
         self.late = False
 
     def sent(self) -> Iterator[Any]:
-        """The messages, each when it is to be sent."""
+        """Yield each message when it has to be sent."""
         yield self._asked.request
         try:
-            leave = self._over.get(timeout=self._asked.left_s)
+            leave = self._over.get(timeout=self._asked.remaining_s)
         except Empty:
             leave = self.late = True
         if leave:
             yield self._asked.cancel
 
     def end(self, *, leave: bool) -> None:
-        """There is no more to send, but to give up what still runs."""
+        """End the messages, with a cancellation if the generation is left."""
         self._over.put(leave)
 
 
 class _AsyncMessages:
-    """The twin of `_Messages` for event loops."""
+    """`_Messages` for event loops."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: GenerationRequest) -> None:
         self._asked = asked
         self._over: asyncio.Queue[bool] = asyncio.Queue()
         self.late = False
 
     async def sent(self) -> AsyncIterator[Any]:
-        """The messages, each when it is to be sent."""
+        """Yield each message when it has to be sent."""
         yield self._asked.request
         try:
-            leave = await asyncio.wait_for(self._over.get(), self._asked.left_s)
+            leave = await asyncio.wait_for(self._over.get(), self._asked.remaining_s)
         except asyncio.TimeoutError:
             leave = self.late = True
         if leave:
@@ -91,12 +92,12 @@ class _AsyncMessages:
 
 
 class _Stream:
-    """What both kinds share: the call, and the channel that it uses."""
+    """Common part of both generations: the call and its channel."""
 
     def __init__(
         self, client: PipelineClient, order: Mapping[str, bytes], timeout_s: float | None
     ) -> None:
-        """A generation that `client` was asked for; the inputs of its request are in `order`."""
+        """Create a generation of `client`; `order` has the inputs of its request."""
         self._turn = threading.RLock()
         self._opened: Opened | None = None
         self._call: Any = None
@@ -104,10 +105,10 @@ class _Stream:
         self._ended = self._closed = False
         self._client = client
         deadline = client._deadline(timeout_s)
-        self._progress = Progress(client.pipeline, order, deadline, client._retries)
+        self._progress = GenerationState(client.pipeline, order, deadline, client._retries)
         client._remember(self)
 
-    def _begin(self, messages: Callable[[Asked], Any], *, stream: bool) -> Any:
+    def _begin(self, messages: Callable[[GenerationRequest], Any], *, stream: bool) -> Any:
         if self._call is None:
             self._client._raise_if_closed()
             asked = self._progress.ask(stream=stream)
@@ -115,7 +116,7 @@ class _Stream:
             self._messages = messages(asked)
             self._call = self._opened.stub.ModelStreamInfer(
                 self._messages.sent(),
-                timeout=None if asked.left_s is None else asked.left_s + LATE_S,
+                timeout=None if asked.remaining_s is None else asked.remaining_s + LATE_S,
                 metadata=self._client._metadata,
             )
             # A call that failed asks for no more messages, and lets go of who waits to send one.
@@ -124,7 +125,7 @@ class _Stream:
         return self._call
 
     def _checked(self, response: Any) -> Any:
-        """The response, or the error that it is instead."""
+        """Return the response, or the error that it carries."""
         if self._messages.late:
             return self._client._error(grpc.StatusCode.DEADLINE_EXCEEDED, "")
         if response is not None and response.error_message:
@@ -132,7 +133,7 @@ class _Stream:
         return response
 
     def _let_go(self, *, leave: bool) -> None:
-        """End the call and give its channel back; `leave` it where it has not ended."""
+        """End the call and give its channel back; `leave` cancels a call that has not ended."""
         with self._turn:
             call, opened, messages = self._call, self._opened, self._messages
             self._call = self._opened = None
@@ -141,7 +142,7 @@ class _Stream:
         if leave and not call.done():
             self._leave(call, opened, messages)
         else:
-            # A call that is dropped is cancelled: it is kept until the server has ended it.
+            # Garbage collection cancels a call, so it is referenced until the server has ended it.
             _ENDING.add(call)
             call.add_done_callback(_ENDING.discard)
             messages.end(leave=False)
@@ -151,14 +152,14 @@ class _Stream:
         raise NotImplementedError
 
     def _read(self, response: Any) -> Chunk:
-        """The chunk; with the last one the call ends."""
+        """Return the chunk; the last one ends the call."""
         chunk = self._progress.read(response)
         if self._progress.finished:
             self._end()
         return chunk
 
     def _failed(self, error: InferenceError) -> float:
-        """How many seconds later it is tried again; raises what cannot be mended."""
+        """Return the pause in seconds before the next attempt; raise errors that are final."""
         self._let_go(leave=isinstance(error, DeadlineExceededError))
         return self._progress.pause_s(error)
 
@@ -167,7 +168,7 @@ class _Stream:
         self._let_go(leave=not self._progress.finished)
 
     def _over(self) -> None:
-        """The iterator ends; raises `CanceledError` where it was the client that was closed."""
+        """End the iterator; raise `CanceledError` if the client was closed."""
         if not self._closed and not self._progress.finished:
             self._client._raise_if_closed()
 
@@ -176,10 +177,9 @@ class _Stream:
 
 
 class Generation(_Stream, Iterator[Chunk]):
-    """An iterator of chunks; it is sent when the first one is asked for, or the `whole`.
+    """Iterator of chunks. The request is sent with the first chunk, or with `whole`.
 
-    Leaving it as a context manager, closing it (from any thread) or dropping it cancels what is
-    still under way, at the server, too.
+    Leaving its context, closing it (from any thread) or dropping it cancels it on the server too.
     """
 
     def __init__(
@@ -195,10 +195,10 @@ class Generation(_Stream, Iterator[Chunk]):
         return chunk
 
     def whole(self) -> Completion:
-        """The whole answer, sent at once by the server; or what is left of it.
+        """Return the complete response, sent at once by the server, or the rest of it.
 
         Raises:
-            InferenceError: one of its kinds; `CanceledError` where nothing was left.
+            InferenceError: See its subclasses; `CanceledError` if nothing was left.
         """
         chunks = []
         while (chunk := self._next(stream=False)) is not None:
@@ -208,7 +208,7 @@ class Generation(_Stream, Iterator[Chunk]):
         return Completion.join(chunks)
 
     def close(self) -> None:
-        """Cancel it, if it has not ended; the iterator then ends."""
+        """Cancel the generation if it has not ended; the iterator then ends."""
         self._closed = True
         self._end()
 
@@ -242,7 +242,7 @@ class Generation(_Stream, Iterator[Chunk]):
         return None
 
     def _receive(self, call: Any) -> Any:
-        """The next response, the error that it is instead, or None at the end."""
+        """Return the next response, the error in its place, or None at the end."""
         try:
             with self._reading:
                 return self._checked(next(call, None))
@@ -271,7 +271,7 @@ def _read_to_end(call: Any, reading: threading.Lock, give_back: Callable[[], Non
 
 
 class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
-    """The twin of `Generation` for event loops; cancelling a task that reads it cancels it."""
+    """`Generation` for event loops; canceling a task that reads it cancels the generation."""
 
     def __init__(
         self, client: PipelineClient, order: Mapping[str, bytes], timeout_s: float | None
@@ -287,10 +287,10 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
         return chunk
 
     async def whole(self) -> Completion:
-        """The whole answer, sent at once by the server; or what is left of it.
+        """Return the complete response, sent at once by the server, or the rest of it.
 
         Raises:
-            InferenceError: one of its kinds; `CanceledError` where nothing was left.
+            InferenceError: See its subclasses; `CanceledError` if nothing was left.
         """
         chunks = []
         while (chunk := await self._next(stream=False)) is not None:
@@ -300,7 +300,7 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
         return Completion.join(chunks)
 
     async def close(self) -> None:
-        """Cancel it, if it has not ended; the iterator then ends."""
+        """Cancel the generation if it has not ended; the iterator then ends."""
         self._closed = True
         self._end()
 
@@ -335,8 +335,8 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
         return None
 
     async def _receive(self, call: Any) -> Any:
-        """The next response, the error that it is instead, or None at the end."""
-        # Cancelling who waits for a call cancels the call: this task waits for another, that does.
+        """Return the next response, the error in its place, or None at the end."""
+        # Canceling a task that waits for a call cancels the call, so another task waits for it.
         self._reading = reading = self._reading or asyncio.ensure_future(call.read())
         try:
             response = await asyncio.shield(reading)
@@ -363,7 +363,7 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
                 pass
 
         async def end() -> None:
-            try:  # where the time is over, it is the call that is cancelled
+            try:  # a timeout cancels the call
                 with suppress(grpc.aio.AioRpcError, asyncio.TimeoutError):
                     await asyncio.wait_for(read_to_end(), GIVE_UP_S)
             finally:

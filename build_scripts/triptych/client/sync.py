@@ -103,7 +103,7 @@ class Client(PipelineClient):
 
     def _connect(self) -> Connection:
         return Connection(
-            partial(self._open_channel, grpc), lambda channel: channel.close(), self._renew_s
+            partial(self._open_channel, grpc), lambda channel: channel.close(), self._dns_refresh_s
         )
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class Client(PipelineClient):
             if isinstance(step, UnaryCall):
                 with self._stub() as stub:
                     method = getattr(stub, step.method)
-                    return method(step.request, timeout=step.left_s, metadata=self._metadata)
+                    return method(step.request, timeout=step.remaining_s, metadata=self._metadata)
             if step.waiting > 1:
                 return self._send_at_once(step)
             return self._send_in_turn(step)
@@ -179,10 +179,12 @@ class Client(PipelineClient):
             if portion is None:
                 time.sleep(work.pause_s() or 0.0)
                 continue
-            request, left_s = work.request(portion)
+            request, remaining_s = work.request(portion)
             try:
                 with self._stub() as stub:
-                    response = stub.ModelInfer(request, timeout=left_s, metadata=self._metadata)
+                    response = stub.ModelInfer(
+                        request, timeout=remaining_s, metadata=self._metadata
+                    )
             except grpc.RpcError as status:
                 work.failed(portion, self._error(status.code(), status.details(), portion.rows))
             else:
@@ -194,10 +196,10 @@ class Client(PipelineClient):
         try:
             while work.waiting or in_flight:
                 while len(in_flight) < self._max_in_flight and (portion := work.take()):
-                    request, left_s = work.request(portion)
+                    request, remaining_s = work.request(portion)
                     opened = self._take()
                     send = opened.stub.ModelInfer.future
-                    call = send(request, timeout=left_s, metadata=self._metadata)
+                    call = send(request, timeout=remaining_s, metadata=self._metadata)
                     in_flight[call] = portion, opened
                     call.add_done_callback(ended.put)
                 full = len(in_flight) == self._max_in_flight

@@ -1,9 +1,9 @@
-"""What each task's typed call sends, and what it makes of the outputs; both clients use these.
+"""Typed calls for each task, and the immutable values they return.
 
-Each function here becomes a method of the clients: same name, same arguments, same words. Texts are
-str, or bytes of UTF-8; a parameter that is None is the pipeline's; `timeout_s` is as in `infer`.
-
-What the typed calls return of a row, as immutable values.
+Each function becomes a method of both clients with the same name, arguments and docstring. Texts
+are str, or bytes of UTF-8; a parameter that is None takes the pipeline's default; `timeout_s` is
+as
+in `infer`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from triptych.client.wire import Parameter, PipelineConfig, Rows
 
 
 class Choice(NamedTuple):
-    """One of the labels (of fill-mask: tokens) that the model chose from; `score` from 0 to 1."""
+    """A label (a token for fill-mask) with its `score` from 0 to 1."""
 
     label: str
     score: float
 
 
 class Entity(NamedTuple):
-    """Something named in a text.
+    """A named entity in a text.
 
     Attributes:
-        entity: its kind; with aggregation `none` the token's label, as ``B-PER``.
-        text: as it stands in the text.
-        score: from 0 to 1; NaN where the model gave no number.
-        start: its first character.
-        end: the character behind it.
+        entity: Kind of the entity; with aggregation `none` the token's label, such as ``B-PER``.
+        text: Text of the entity.
+        score: Score from 0 to 1; NaN if the model returned no number.
+        start: Index of its first character.
+        end: Index after its last character.
     """
 
     entity: str
@@ -46,9 +46,9 @@ class Entity(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The span of a context that answers a question; an empty text where there is none.
+    """Span of a context that answers a question; an empty text for no answer.
 
-    `score` is from 0 to 1, `start` its first character in the context, `end` the one behind it.
+    `score` is from 0 to 1; `start` and `end` are the character range in the context.
     """
 
     answer: str
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """How well the passage at `index` of the caller's list answers a query: the higher `score`."""
+    """Passage at `index` of the caller's list with its `score`; higher is better."""
 
     index: int  # type: ignore[assignment]  # instead of the tuple's method
     score: float
@@ -79,14 +79,14 @@ Aggregation = Literal["none", "simple", "first", "max", "average"]
 
 @dataclass(frozen=True)
 class TaskCall(Generic[Whole, Row]):
-    """What a call sends, and what it makes of the answer.
+    """Request and result of a typed call.
 
     Attributes:
-        outputs: those that it reads.
-        read: all outputs, [rows, …] each, to the result of the call.
-        read_row: index and outputs of one row to that row's result.
-        stand_in: the only row of `inputs` is not the caller's, who gave none.
-        only: outputs to ask for, since each costs time; empty asks for all.
+        outputs: Outputs that the call reads.
+        read: Returns the result of the call from all outputs, [rows, …] each.
+        read_row: Returns the result of one row from its index and outputs.
+        stand_in: Whether the only row of `inputs` is a placeholder because the caller gave none.
+        only: Outputs to request, since each costs time; empty for all.
     """
 
     inputs: Rows
@@ -99,10 +99,10 @@ class TaskCall(Generic[Whole, Row]):
     only: tuple[str, ...] = ()
 
     def whole(self, outputs: Outputs) -> Whole:
-        """The result of the call.
+        """Return the result of the call.
 
         Raises:
-            InvalidRequestError: the pipeline lacks an output; it is of another task.
+            InvalidRequestError: The pipeline lacks an output, because it has another task.
         """
         self._raise_if_lacking(outputs)
         return self.read(outputs)
@@ -110,7 +110,7 @@ class TaskCall(Generic[Whole, Row]):
     def each(
         self, rows: Sequence[RowOutputs | InvalidRequestError]
     ) -> list[Row | InvalidRequestError]:
-        """For each row its result, or why it was refused; raises as `whole` does."""
+        """Return for each row its result, or the error why it was rejected; raises as `whole`."""
         results: list[Row | InvalidRequestError] = []
         for index, row in enumerate(rows):
             if isinstance(row, InvalidRequestError):
@@ -121,7 +121,7 @@ class TaskCall(Generic[Whole, Row]):
         return results
 
     def misfit(self, config: PipelineConfig) -> InvalidRequestError | None:
-        """Why a pipeline of this interface cannot answer the call; None where it can."""
+        """Return why a pipeline with this interface cannot answer the call; None if it can."""
         try:
             self._raise_if_lacking(config.outputs)
         except InvalidRequestError as error:
@@ -151,14 +151,15 @@ def embed(
     prompt_name: str | None = None,
     timeout_s: float | None = None,
 ) -> TaskCall[Vectors, Vectors]:
-    """Embed `texts`.
+    """Return an embedding of each text.
 
     `dimensions` keeps that many leading numbers of a vector and normalizes it again; `encoding` is
-    float, int8 or binary (one bit a number, eight to a byte), and to name it saves the server the
-    empty output of the other kind; `prompt_name` is the model's prompt to put before each text.
+    float, int8 or binary (one bit per number, eight per byte), and setting it saves the server the
+    empty output of the other kind; `prompt_name` is the model's prompt put before each text.
 
     Returns:
-        float32 [texts, dimensions], in the order of `texts`; of the right width without any. int8
+        float32 [texts, dimensions] in the order of `texts`, with the right width for no texts;
+        int8
         [texts, bytes] with another encoding.
     """
     # The width of a vector varies with the request's parameters, so no config tells it; an answer
@@ -218,9 +219,9 @@ def classify_zero_shot(
     hypothesis_template: str | None = None,
     timeout_s: float | None = None,
 ) -> TaskCall[list[list[Choice]], list[Choice]]:
-    """Say which of `labels` fit each text, though the model was not trained on them.
+    """Return scores of `labels` for each text, without training on them.
 
-    With `multi_label` each label is scored by itself, else the scores of a text sum to 1;
+    With `multi_label` each label is scored independently, else the scores of a text sum to 1;
     `hypothesis_template` is the sentence that the model judges, with ``{}`` for the label.
 
     Returns:
@@ -248,10 +249,10 @@ def fill_mask(
 def entities(
     texts: Texts, *, aggregation: Aggregation | None = None, timeout_s: float | None = None
 ) -> TaskCall[list[list[Entity]], list[Entity]]:
-    """Find what is named in each text; `aggregation` says how tokens are joined to entities.
+    """Find named entities in each text; `aggregation` determines how tokens form entities.
 
     Returns:
-        For each text its entities in their order, with offsets in characters.
+        For each text its entities in order, with character offsets.
     """
 
     def read_row(_: int, outputs: RowOutputs) -> list[Entity]:
@@ -276,12 +277,12 @@ def answer(
     impossible_answer: bool | None = None,
     timeout_s: float | None = None,
 ) -> TaskCall[list[Answer], Answer]:
-    """Answer each question with a span of its context, of `max_answer_tokens` at most.
+    """Answer each question with a span of its context, at most `max_answer_tokens` long.
 
-    With `impossible_answer` the model may say, with an empty answer, that there is none.
+    With `impossible_answer` the model may return an empty answer for none.
 
     Returns:
-        For each question its answer, with offsets in characters of the context.
+        For each question its answer, with character offsets in the context.
     """
 
     def read_row(_: int, outputs: RowOutputs) -> Answer:
@@ -304,7 +305,7 @@ def rerank(
     """Sort passages by how well they answer a query.
 
     Returns:
-        All passages, best first; of `rerank_each` in the order given.
+        All passages, best first; `rerank_each` keeps their order.
     """
 
     def read_row(index: int, outputs: RowOutputs) -> Ranked:

@@ -1,4 +1,4 @@
-"""Rows and arrays <-> Triton's gRPC messages: the one place that knows how a tensor is laid out."""
+"""Conversion between rows, arrays and Triton's gRPC messages."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _DTYPES: dict[str, type[np.generic]] = {
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """A call's rows, ready to be sent.
+    """Encoded rows of a call.
 
     Attributes:
-        columns: input name -> one element a row; the element of a refused row is empty.
-        count: number of rows.
-        refused: row -> why it cannot be sent.
+        columns: One element per row by input name; empty for a rejected row.
+        count: Number of rows.
+        refused: Error of each row that cannot be sent.
     """
 
     columns: dict[str, list[bytes]]
@@ -44,13 +44,13 @@ _PROMPT = "text_input"
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """What the client needs to know of a pipeline's ``config.pbtxt``.
+    """Interface of a pipeline, from its ``config.pbtxt``.
 
     Attributes:
-        max_batch_size: most rows of one request.
-        inputs: names.
-        outputs: name -> (dtype, shape of one row with 0 for a size that varies).
-        steps: the models of the ensemble in order; the model itself where it is no ensemble.
+        max_batch_size: Maximum number of rows in a request.
+        inputs: Names of the inputs.
+        outputs: dtype and shape of one row by output name; 0 for a variable size.
+        steps: Models of the ensemble in order; the model itself if it is not an ensemble.
     """
 
     max_batch_size: int
@@ -60,11 +60,11 @@ class PipelineConfig:
 
     @property
     def generates(self) -> bool:
-        """Whether it generates text: an answer to one prompt at a time."""
+        """Whether the pipeline generates text, for one prompt per request."""
         return _PROMPT in self.inputs
 
     def check_takes_rows(self, pipeline: str) -> None:
-        """Raises `InvalidRequestError` where it generates text."""
+        """Raise `InvalidRequestError` if the pipeline generates text."""
         if self.generates:
             raise InvalidRequestError(
                 f"`{pipeline}` generates text, and must be asked for one answer at a time. Given: "
@@ -128,9 +128,9 @@ def infer_request(
     parameters: Mapping[str, Parameter],
     only: Sequence[str] = (),
 ) -> Any:
-    """The ``ModelInferRequest`` with these rows of `columns`, each input of shape [rows, 1].
+    """Return the ``ModelInferRequest`` with these rows of `columns`, each input of shape [rows, 1].
 
-    It asks for the outputs in `only`, or for all.
+    It requests the outputs in `only`, or all.
     """
     request = service_pb2.ModelInferRequest(model_name=pipeline)
     for name, value in parameters.items():
@@ -151,9 +151,9 @@ def infer_request(
 def generation_request(
     pipeline: str, texts: Mapping[str, bytes], *, stream: bool, name: str
 ) -> Any:
-    """The ``ModelInferRequest`` of a generation: each text an input of shape [1], and `stream`.
+    """Return the ``ModelInferRequest`` of a generation: texts of shape [1], and `stream`.
 
-    A `cancelling_request` can give it up by its `name`.
+    `cancelling_request` with the same `name` cancels it.
     """
     request = _texts_request(pipeline, texts, name)
     request.inputs.add(name="stream", datatype="BOOL", shape=(1,))
@@ -162,7 +162,7 @@ def generation_request(
 
 
 def cancelling_request(pipeline: str, name: str) -> Any:
-    """What gives up the generation of this name; it goes on the same stream."""
+    """Return the request that cancels the generation of this name, on the same stream."""
     return _texts_request(pipeline, {"cancel": name.encode()}, "")
 
 
@@ -197,13 +197,12 @@ def _set_parameter(target: Any, name: str, value: object) -> None:
 
 
 def read_outputs(response: Any) -> dict[str, NDArray[Any]]:
-    """The arrays of a ``ModelInferResponse``, each [rows, …].
+    """Return the arrays of a ``ModelInferResponse``, each [rows, …].
 
-    They are views of the response's own bytes and cannot be written to. BYTES become an array of
-    objects, each `bytes`.
+    They are read-only views of the response. BYTES become arrays of objects, each `bytes`.
 
     Raises:
-        PipelineFailedError: an output has a datatype numpy does not know.
+        PipelineFailedError: An output has a data type that numpy does not support.
     """
     outputs: dict[str, NDArray[Any]] = {}
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
@@ -235,10 +234,10 @@ def config_request(model: str) -> Any:
 
 
 def read_config(response: Any) -> PipelineConfig:
-    """What the client needs of a ``ModelConfigResponse``.
+    """Return the interface in a ``ModelConfigResponse``.
 
     Raises:
-        InvalidRequestError: the pipeline has no batch dimension, and does not generate text.
+        InvalidRequestError: The pipeline has no batch dimension and does not generate text.
     """
     config = response.config
     inputs = tuple(tensor.name for tensor in config.input)

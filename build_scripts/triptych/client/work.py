@@ -1,6 +1,6 @@
-"""One call's rows split into requests, and their answers put back together; does no I/O.
+"""Split a call's rows into requests and join the results, without I/O.
 
-Both clients drive the same `Work`: they send what `take` hands out and report each end with
+Both clients drive the same `Work`: they send what `take` returns and report each end with
 `answered` or `failed`.
 """
 
@@ -35,19 +35,20 @@ from triptych.client.wire import (
 
 _QUEUE_GRACE_S = 0.25
 _MAX_SENDINGS = 20
-"""Of one request that fails with its neighbors."""
-# With these two, requests of up to 8 rows of real texts of mixed length carried 15 % padding, up
-# to 32 rows 25 %; without them, only sorted, 19 % and 67 %. Few bytes are like any few.
+"""Maximum number of attempts of a request that fails with the other requests of its batch."""
+# With these limits, requests of up to 8 rows of real texts of mixed length had 15 % padding, up to
+# 32 rows 25 %; with sorting alone 19 % and 67 %. The 16-byte slack lets very short rows share a
+# request whatever their relative length.
 _MIN_LIKE_SHARE = 0.8
 _LIKE_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Portion:
-    """Some of a call's rows (indexes in the caller's list), sent as one request.
+    """Rows of a call (indexes in the caller's list) that are sent as one request.
 
-    `tried` has the address of each sending that failed; it is not sent before `due_s` on the clock
-    of `time.monotonic`.
+    `tried` has the address of each failed attempt; the request is not sent before `due_s` on the
+    clock of `time.monotonic`.
     """
 
     rows: tuple[int, ...]
@@ -56,16 +57,18 @@ class Portion:
 
 
 def split_rows(rows: Sequence[int], sizes: Sequence[int], limit: int) -> list[tuple[int, ...]]:
-    """Share `rows` out to requests of at most `limit` rows of like size.
+    """Distribute `rows` over requests of at most `limit` rows of similar size.
 
-    The server pads the rows of one request to the longest of them. So a request ends where its
-    next row would be much shorter than its first; and the longest rows go first, so that no long
-    one is left to run alone at the end.
+    The server pads the rows of a request to the longest. A request therefore ends where its next
+    row
+    would be much shorter than its first. The longest rows go first, so that no long row runs alone
+    at
+    the end.
 
     Args:
-        rows: the indexes to share out.
-        sizes: size in bytes by index.
-        limit: most rows of a request.
+        rows: Indexes to distribute.
+        sizes: Size in bytes by index.
+        limit: Maximum number of rows in a request.
     """
     requests: list[list[int]] = []
     for row in sorted(rows, key=sizes.__getitem__, reverse=True):
@@ -78,13 +81,14 @@ def split_rows(rows: Sequence[int], sizes: Sequence[int], limit: int) -> list[tu
 
 
 class Work:
-    """The state of one call.
+    """State of one call.
+
+    A full queue ends the call only after the requests in flight have ended: Triton 24.10 crashes
+    when
+    an ensemble's request is canceled while a step's full queue rejects it.
 
     Attributes:
-        refused: row -> why the pipeline will not answer it; only grows where `keep_going` is set.
-
-    A full queue ends the call, but not before what is under way has ended: Triton 24.10 crashes
-    when an ensemble's request is cancelled in the moment a step's full queue turns it away.
+        refused: Error of each rejected row; only filled with `keep_going`.
     """
 
     def __init__(
@@ -100,12 +104,12 @@ class Work:
         keep_going: bool,
         only: Sequence[str] = (),
     ) -> None:
-        """Split the rows into requests; with `keep_going` a refused row does not end the call.
+        """Split the rows into requests; with `keep_going` a rejected row does not end the call.
 
-        `only` are the outputs to ask for; empty asks for all.
+        `only` has the outputs to request; empty for all.
 
         Raises:
-            InvalidRequestError: a row cannot be sent, unless `keep_going`.
+            InvalidRequestError: A row cannot be sent, unless `keep_going`.
         """
         if encoded.refused and not keep_going:
             raise encoded.refused[min(encoded.refused)]
@@ -124,8 +128,8 @@ class Work:
             sum(map(len, elements)) for elements in zip(*encoded.columns.values(), strict=True)
         ]
         rows = [row for row in range(encoded.count) if row not in self.refused]
-        # A call of one row does without the config. A quarter of the pipeline's limit, so that
-        # requests batch with each other and little is padded.
+        # A call of one row needs no config. Requests have a quarter of the pipeline's limit, so
+        # that they batch with each other and need little padding.
         limit = 1 if config is None else config.max_batch_size
         most = min(limit, rows_per_request or math.ceil(limit / 4))
         self._waiting = deque(Portion(part) for part in split_rows(rows, sizes, most))
@@ -135,43 +139,43 @@ class Work:
         return len(self._waiting)
 
     def take(self) -> Portion | None:
-        """The next request to send; None where none waits or its pause is not over."""
+        """Return the next request to send; None if none waits or its pause is not over."""
         if not self._waiting or self._waiting[0].due_s > time.monotonic():
             return None
         return self._waiting.popleft()
 
     def pause_s(self) -> float | None:
-        """How long until `take` has something; None where only an answer can change that."""
+        """Return the seconds until `take` has a request; None if only a response changes that."""
         if not self._waiting:
             return None
         return max(0.0, self._waiting[0].due_s - time.monotonic())
 
     def request(self, portion: Portion) -> tuple[Any, float | None]:
-        """The message of a request, and how many seconds it may take (None: any).
+        """Return the message of a request and its time limit in seconds (None: no limit).
 
         Raises:
-            DeadlineExceededError: there is no time left to send it.
-            InvalidRequestError: a parameter is of no type that can be sent.
+            DeadlineExceededError: The deadline has passed.
+            InvalidRequestError: A parameter has a type that cannot be sent.
         """
         try:
-            left_s = self._deadline.left_s()
+            remaining_s = self._deadline.remaining_s()
         except DeadlineExceededError:
             raise self._too_late() from None
         parameters = dict(self._parameters)
-        if left_s is not None:
-            # A step's queue does not see that an ensemble's request was cancelled. This lets it
-            # drop work no one waits for any more, where its policy allows it; a little late, for
-            # it is the caller's own deadline that shall end the call.
-            parameters.setdefault("timeout", int((left_s + _QUEUE_GRACE_S) * 1e6))
+        if remaining_s is not None:
+            # A step's queue does not see that an ensemble's request was canceled. The timeout lets
+            # the queue drop such requests if its policy allows it. It is slightly later than the
+            # deadline, so that the caller's own deadline ends the call.
+            parameters.setdefault("timeout", int((remaining_s + _QUEUE_GRACE_S) * 1e6))
         columns = self._encoded.columns
         request = infer_request(self._pipeline, columns, portion.rows, parameters, self._only)
-        return request, left_s
+        return request, remaining_s
 
     def answered(self, portion: Portion, response: Any) -> None:
-        """Put the answer of `portion` where its rows belong.
+        """Store the result of `portion`.
 
         Raises:
-            PipelineFailedError: the answer does not have one result a row.
+            PipelineFailedError: The response does not have one result per row.
         """
         self._retries.answered()
         rows = list(portion.rows)
@@ -194,10 +198,10 @@ class Work:
         self._rows_answered += len(rows)
 
     def failed(self, portion: Portion, error: InferenceError) -> None:
-        """Decide what an error means for the call: raise it, or send some rows again.
+        """Handle an error: raise it, or schedule some rows again.
 
         Raises:
-            InferenceError: `error`, where the call cannot go on.
+            InferenceError: The call cannot continue.
         """
         if self._overload:
             return
@@ -208,7 +212,7 @@ class Work:
                 self._waiting.appendleft(Portion(others))
             return
         if isinstance(error, InvalidRequestError) and error.row is None and len(portion.rows) > 1:
-            # Its rows together may be too much: texts times labels, say, or windows of contexts.
+            # The rows may be too many together, such as texts times labels, or context windows.
             middle = len(portion.rows) // 2
             halves = portion.rows[middle:], portion.rows[:middle]
             self._waiting.extendleft(Portion(half) for half in halves)
@@ -218,7 +222,7 @@ class Work:
             self._waiting.appendleft(replace(portion, tried=tried))
             return
         if isinstance(error, DeadlineExceededError):
-            # `from None`: the status this error was made of says nothing more.
+            # `from None`: the status behind this error has no further information.
             raise self._too_late() from None
         try:
             pause_s = self._retries.pause_s(error, tried, self._deadline)
@@ -229,20 +233,20 @@ class Work:
         self._put_off(replace(portion, tried=tried, due_s=time.monotonic() + pause_s))
 
     def outputs(self) -> dict[str, NDArray[Any]]:
-        """Every output, [rows, …]; the entries of refused rows are arbitrary.
+        """Return every output, [rows, …]; the entries of rejected rows are arbitrary.
 
         Raises:
-            OverloadedError: the pipeline's queue stayed full.
+            OverloadedError: The pipeline's queue stayed full.
         """
         if self._overload:
             raise self._overload
         return self._outputs
 
     def each(self) -> list[dict[str, NDArray[Any]] | InvalidRequestError]:
-        """For every row its outputs, or why it was refused.
+        """Return for every row its outputs, or the error why it was rejected.
 
         Raises:
-            OverloadedError: the pipeline's queue stayed full.
+            OverloadedError: The pipeline's queue stayed full.
         """
         outputs = self.outputs()
         return [
@@ -253,10 +257,10 @@ class Work:
         ]
 
     def _too_late(self) -> DeadlineExceededError:
-        return self._deadline.passed(answered=(self._rows_answered, self._encoded.count))
+        return self._deadline.exceeded_error(answered=(self._rows_answered, self._encoded.count))
 
     def _put_off(self, portion: Portion) -> None:
-        # Behind those due earlier: what has no pause must not wait for what has one.
+        # Insert by due time, because requests without a pause must not wait for others.
         place = next(
             (at for at, other in enumerate(self._waiting) if other.due_s > portion.due_s),
             len(self._waiting),

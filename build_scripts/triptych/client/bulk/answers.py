@@ -1,4 +1,4 @@
-"""A chunk of rows to the pipeline, and what became of each row."""
+"""Send rows in batches to a pipeline that returns tensors."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from triptych.client import (
     Retry,
     ServerUnreachableError,
 )
-from triptych.client.bulk.asked import Asked
-from triptych.client.bulk.formats import ERROR, AnswerColumn, Answers, Chunk, Scan
-from triptych.client.bulk.pace import REQUESTS, Pace
-from triptych.client.bulk.turns import Turns
+from triptych.client.bulk.batching import REQUESTS, BatchLock, BatchSizeTuner
+from triptych.client.bulk.formats import ERROR, AnswerColumn, Answers, RowChunk, Scan
+from triptych.client.bulk.options import BulkOptions
 from triptych.client.questions import (
     TIMEOUT_S,
     Parameter,
@@ -39,47 +38,47 @@ from triptych.client.questions import (
 )
 
 _IMAGE = "image"
-AWAY = (ServerUnreachableError, PipelineNotReadyError, CanceledError)
+UNREACHABLE_ERRORS = (ServerUnreachableError, PipelineNotReadyError, CanceledError)
 _OF_ROWS = (PipelineFailedError, DeadlineExceededError, BatchNeighborError, InvalidRequestError)
 _OF_BATCHES = (PipelineFailedError, BatchNeighborError)
-"""Of what is a row's fault: what fails every row of a batch at the server."""
+"""Row errors that fail every row of a batch on the server."""
 PAUSE_S = 1.0
 TOO_MANY = 32
-"""So many rows, none of which is answered, are not to blame themselves."""
+"""Number of rows without any result from which the rows are not to blame."""
 
 RETRY = Retry(attempts=1_000_000)
-"""A full queue is waited for as long as the deadline allows, a lost server as its budget lasts."""
+"""Retry policy: a full queue is retried until the deadline, a lost server within the budget."""
 _BATCHES = 8
-"""Of the pipeline's batch limit in a chunk: rows of like length are found among so many."""
+"""Size of a chunk in batches, among which rows of similar length are found."""
 
 RowResult = Mapping[str, Any] | InferenceError
 
 
 @dataclass(frozen=True)
-class Asker:
+class TensorSender:
     """Sends chunks of rows.
 
     Attributes:
-        turns: of all that send for the same run.
-        folder: from where paths of images start.
-        constants: inputs that are the same for every row.
-        parameters: of every request; a row's own win.
-        timeout_s: that a request may take, and that the server may be away.
+        lock: Lock of all senders of the run.
+        folder: Folder that paths of images are relative to.
+        constants: Inputs that are the same for every row.
+        parameters: Parameters of every request; a row's own have precedence.
+        timeout_s: Maximum time in seconds for a request, and for the server to be unreachable.
     """
 
     client: AsyncClient
     config: PipelineConfig
-    turns: Turns
+    lock: BatchLock
     folder: Path
     constants: Mapping[str, str | bytes] = field(default_factory=dict)
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     timeout_s: float = TIMEOUT_S
 
-    async def ask(self, chunk: Chunk) -> Answers:
-        """The answers of `chunk`, and why rows have none.
+    async def ask(self, chunk: RowChunk) -> Answers:
+        """Return the results of a chunk, with the reason for each row without one.
 
         Raises:
-            InferenceError: no row is to blame, or none of many is answered.
+            InferenceError: No single row is to blame, or none of many rows has a result.
         """
         errors: list[str | None] = [chunk.faults.get(row) for row in range(chunk.count)]
         rows = await asyncio.to_thread(self._read, chunk, errors)
@@ -106,7 +105,7 @@ class Asker:
             raise first_error
         return {**answers, ERROR: errors}
 
-    def _read(self, chunk: Chunk, errors: list[str | None]) -> list[dict[str, str | bytes]]:
+    def _read(self, chunk: RowChunk, errors: list[str | None]) -> list[dict[str, str | bytes]]:
         rows: list[dict[str, str | bytes]] = []
         for row in range(chunk.count):
             own = dict(self.constants)
@@ -145,12 +144,12 @@ class Asker:
         self, rows: Sequence[Mapping[str, str | bytes]], parameters: Mapping[str, Parameter]
     ) -> list[RowResult]:
         try:
-            async with self.turns.beside():
+            async with self.lock.shared():
                 return await self._send(rows, parameters)
         except _OF_ROWS as error:
             if len(rows) == 1:
                 return [error]
-        # One of them may have failed the others: each alone, but not all where none is answered.
+        # One row may have failed the others, so send each alone; stop if none of many succeeds.
         results: list[RowResult] = []
         for row in rows:
             results += await self._each([row], parameters)
@@ -158,8 +157,8 @@ class Asker:
                 raise next(r for r in results if isinstance(r, InferenceError))
         broken = [at for at, result in enumerate(results) if isinstance(result, _OF_BATCHES)]
         if broken:
-            # It may have been a row of another chunk, in the same batch at the server.
-            async with self.turns.alone():
+            # A row of another chunk in the same batch on the server may be the cause.
+            async with self.lock.exclusive():
                 for at in broken:
                     with suppress(*_OF_ROWS):
                         results[at : at + 1] = await self._send([rows[at]], parameters)
@@ -169,7 +168,7 @@ class Asker:
         self, rows: Sequence[Mapping[str, str | bytes]], parameters: Mapping[str, Parameter]
     ) -> list[RowResult]:
         inputs = {name: [row[name] for row in rows] for name in self.config.inputs}
-        # As long as its requests may take one after the other: others are under way, too.
+        # Allow for the requests running one after the other, because others are in flight too.
         timeout_s = self.timeout_s * ceil(len(rows) / ceil(self.config.max_batch_size / 4))
         away_until = None
         while True:
@@ -178,7 +177,7 @@ class Asker:
                     inputs, parameters=parameters, timeout_s=timeout_s
                 )
                 break
-            except AWAY:
+            except UNREACHABLE_ERRORS:
                 away_until = away_until or time.monotonic() + self.timeout_s
                 if time.monotonic() >= away_until:
                     raise
@@ -196,39 +195,39 @@ class Asker:
         ]
 
 
-class Inferring:
-    """Rows to a pipeline that answers each with tensors.
+class TensorJob:
+    """Bulk job for a pipeline that returns tensors.
 
     Attributes:
-        inputs, outputs, pace, chunk_rows: see `run.Work`.
+        inputs, outputs, batch_sizes, chunk_rows: See `run.BulkJob`.
     """
 
-    def __init__(self, asked: Asked, config: PipelineConfig) -> None:
-        """Raises `UserError`: a name that is no input, or a parameter that is none."""
+    def __init__(self, asked: BulkOptions, config: PipelineConfig) -> None:
+        """Raise a `UserError` for a name that is no input, or an invalid parameter."""
         self._asked = asked
         self._config = config
         self._columns = _wanted(asked, config)
         self._parameters = parse_parameters(asked.pairs)
-        self._turns = Turns()
+        self._lock = BatchLock()
         self.inputs = list(self._columns.values())
         self.outputs = [
             AnswerColumn(name, name, dtype, dims) for name, (dtype, dims) in config.outputs.items()
         ]
-        self.pace = Pace(config.max_batch_size)
+        self.batch_sizes = BatchSizeTuner(config.max_batch_size)
         self.chunk_rows = _BATCHES * config.max_batch_size
 
     def wanted(self, _scan: Scan) -> dict[str, str]:
         return self._columns
 
-    async def asker(self, size: int, stack: AsyncExitStack) -> Asker:
+    async def asker(self, size: int, stack: AsyncExitStack) -> TensorSender:
         asked = self._asked
         client = AsyncClient(
             asked.pipeline, asked.url, rows_per_request=size, max_in_flight=REQUESTS, retry=RETRY
         )
-        return Asker(
+        return TensorSender(
             await stack.enter_async_context(client),
             self._config,
-            self._turns,
+            self._lock,
             asked.file.parent,
             asked.constants,
             self._parameters,
@@ -236,16 +235,16 @@ class Inferring:
         )
 
 
-def _wanted(asked: Asked, config: PipelineConfig) -> dict[str, str]:
-    """Input -> column, for all that the pipeline wants of a row but the constants."""
+def _wanted(asked: BulkOptions, config: PipelineConfig) -> dict[str, str]:
+    """Return the column by input for everything that the pipeline needs except constants."""
     for given in (asked.columns, asked.constants):
         for name in given:
             if name not in config.inputs:
                 raise UserError(
                     name,
-                    f"must be an input of `{asked.pipeline}`",
+                    f"is not an input of `{asked.pipeline}`",
                     given=", ".join(given),
-                    remedy=f"It takes {', '.join(config.inputs)}",
+                    remedy=f"Its inputs: {', '.join(config.inputs)}",
                 )
     return {
         name: asked.columns.get(name, name) for name in config.inputs if name not in asked.constants

@@ -1,8 +1,6 @@
-"""Rows as JSON objects, one a line, and texts, one a line, which become such objects.
+"""File formats of rows: JSON lines, plain text, CSV and TSV.
 
-What a file of rows is to a run: chunks of rows with a pipeline's inputs, and answers beside.
-
-CSV and TSV: a header, then rows of cells, which stay as they are.
+A format reads chunks of rows and writes them again with the results beside.
 """
 
 from __future__ import annotations
@@ -23,17 +21,17 @@ from triptych.base.errors import UserError, closest
 from triptych.spec.traffic import PARAMETERS
 
 ERROR = "error"
-"""The column that says why a row has no answer."""
+"""Column with the reason why a row has no result."""
 
 
 class AnswerColumn(NamedTuple):
     """A column that a run adds.
 
     Attributes:
-        name: in the file that is written; `output` unless the rows have that column.
-        output: of the pipeline; `ERROR`.
-        dtype: numpy's, of an element; object for text.
-        dims: of one row: ``(1,)`` stands in the column as a plain value, others as lists.
+        name: Name in the written file: that of the output unless the rows have such a column.
+        output: Output of the pipeline, or `ERROR`.
+        dtype: numpy type of an element; object for text.
+        dims: Dimensions of one row; ``(1,)`` is written as a plain value, others as lists.
     """
 
     name: str
@@ -43,16 +41,16 @@ class AnswerColumn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RowChunk:
     """Consecutive rows of a file.
 
     Attributes:
-        first: index of the first in the file.
-        count: of rows.
-        columns: input of the pipeline -> its value in each row, as it stands in the file.
-        faults: row of the chunk -> why it cannot be sent.
-        parameters: of the rows' own requests; empty where the format has none.
-        kept: all that the file says of these rows, as its format writes them again.
+        first: Index of the first row in the file.
+        count: Number of rows.
+        columns: Values of each row by input of the pipeline, as they stand in the file.
+        faults: Reason why a row of the chunk cannot be sent.
+        parameters: Request parameters of each row; empty if the format has none.
+        kept: Original content of the rows, which the format writes again.
     """
 
     first: int
@@ -64,12 +62,12 @@ class Chunk:
 
 
 class Scan(NamedTuple):
-    """What a first look through the file says.
+    """Result of a first pass over a file.
 
     Attributes:
-        rows: how many there are.
-        names: those of the columns asked for that are there.
-        columns: all of them, or as many as a message may show.
+        rows: Number of rows.
+        names: Requested columns that exist.
+        columns: All columns, or as many as a message may show.
     """
 
     rows: int
@@ -83,36 +81,36 @@ class Table(Protocol):
     path: Path
 
     def scan(self, names: Sequence[str]) -> Scan:
-        """Look through the file, for a column of each of `names`.
+        """Read through the file and look for a column of each of `names`.
 
         Raises:
-            UserError: it is not of its format.
+            UserError: The file does not have its format.
         """
 
-    def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[Chunk]:
-        """The rows behind the first `skip`, `size` at a time; `wanted`: input -> column."""
+    def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[RowChunk]:
+        """Yield the rows after the first `skip` in chunks; `wanted` has the column by input."""
 
-    def encode(self, chunk: Chunk, columns: Sequence[AnswerColumn], answers: Answers) -> Any:
-        """`chunk` with its answers, in a form that `pack` takes."""
+    def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> Any:
+        """Return `chunk` with its results in a form that `pack` takes."""
 
     def pack(self, encoded: Sequence[Any]) -> bytes:
-        """The content of a part."""
+        """Return the content of a part."""
 
     def join(self, parts: Sequence[Path], columns: Sequence[AnswerColumn], out: IO[bytes]) -> None:
         """Write the whole file from its parts."""
 
 
 Answers = Mapping[str, Sequence[Any]]
-"""Output -> plain value a row, None where it has none; also of `ERROR`."""
+"""Plain value of each row by output, None for none; includes `ERROR`."""
 
 
 def name_columns(
     pipeline: str, outputs: Sequence[AnswerColumn], taken: frozenset[str]
 ) -> list[AnswerColumn]:
-    """`outputs`, each that is named as a column of the file with the pipeline's name before it.
+    """Return `outputs`, with the pipeline's name before names that the file has already.
 
     Raises:
-        UserError: the file has that one, too.
+        UserError: The file has that name too.
     """
     named = []
     for column in outputs:
@@ -120,7 +118,7 @@ def name_columns(
         if name in taken:
             raise UserError(
                 "--file",
-                f"must not have the columns `{column.name}` and `{name}`, which answers go to",
+                f"has both columns `{column.name}` and `{name}`, which results are written to",
                 remedy="Rename one of them",
             )
         named.append(column._replace(name=name))
@@ -128,24 +126,24 @@ def name_columns(
 
 
 def beside(pipeline: str, name: str) -> str:
-    """The other name of an answer's column."""
+    """Return the alternative name of a result's column."""
     return f"{pipeline}.{name}"
 
 
 def check_columns(wanted: Mapping[str, str], scan: Scan, path: Path) -> None:
-    """All columns of `wanted` (input -> column) are in the file.
+    """Check that the file has all columns of `wanted` (column by input).
 
     Raises:
-        UserError: one is not.
+        UserError: A column is missing.
     """
     for name, column in wanted.items():
         if column not in scan.names:
             option = f"--{name.replace('_', '-')}-column"
             raise UserError(
                 f"{path}: {column}",
-                f"must be a column, for the input `{name}`",
+                f"is not a column of the file; input `{name}` needs one",
                 given=f"the columns {', '.join(scan.columns)}" if scan.columns else "no column",
-                remedy=f"{closest(column, scan.columns)}Name it with {option}",
+                remedy=f"{closest(column, scan.columns)}Give the column with {option}",
             )
 
 
@@ -153,7 +151,7 @@ _MAX_SHOWN = 20
 
 
 class JsonLines:
-    """Rows as JSON objects; a line keeps its bytes, and the answers follow within its braces."""
+    """Rows as JSON objects; a line keeps its bytes, and results are added before its brace."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -171,7 +169,7 @@ class JsonLines:
                 columns |= dict.fromkeys(row)
         return Scan(rows, frozenset(found), list(columns)[:_MAX_SHOWN])
 
-    def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[Chunk]:
+    def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[RowChunk]:
         lines = islice(self._lines(), skip, None)
         while kept := list(islice(lines, size)):
             columns: dict[str, list[object]] = {name: [] for name in wanted}
@@ -186,10 +184,10 @@ class JsonLines:
                     parameters.append({})
                 for name, column in wanted.items():
                     columns[name].append(values.get(column))
-            yield Chunk(skip, len(kept), columns, kept, faults, parameters)
+            yield RowChunk(skip, len(kept), columns, kept, faults, parameters)
             skip += len(kept)
 
-    def encode(self, chunk: Chunk, columns: Sequence[AnswerColumn], answers: Answers) -> bytes:
+    def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> bytes:
         lines = []
         for row, line in enumerate(chunk.kept):
             found = {column.name: answers[column.output][row] for column in columns}
@@ -210,7 +208,7 @@ class JsonLines:
         copy_parts(parts, out)
 
     def _lines(self) -> Iterator[str]:
-        # Split at line feeds alone: a JSON string may hold other line separators as they are.
+        # Only line feeds separate lines: a JSON string may contain other line separators.
         with self.path.open(encoding="utf-8-sig", newline="\n") as file:
             number = 0
             try:
@@ -225,10 +223,10 @@ class JsonLines:
         return not line.strip()
 
     def _own(self, line: str) -> str:
-        """The text of the JSON object that a line is.
+        """Return the text of the JSON object in a line.
 
         Raises:
-            ValueError: it is none.
+            ValueError: The line is not a JSON object.
         """
         self._parse(line)
         return line
@@ -244,7 +242,7 @@ class JsonLines:
 
 
 class PlainText(JsonLines):
-    """One text a line, an empty one too; written as JSON objects with `text`."""
+    """One text per line, also for empty lines; written as JSON objects with `text`."""
 
     def _is_blank(self, line: str) -> bool:
         return False
@@ -257,14 +255,14 @@ class PlainText(JsonLines):
 
 
 def copy_parts(parts: Sequence[Path], out: IO[bytes]) -> None:
-    """Write the parts of a text, end to end."""
+    """Concatenate the parts of a text."""
     for path in parts:
         with path.open("rb") as part:
             shutil.copyfileobj(part, out)
 
 
 def not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> UserError:
-    """What is said of a file in another encoding; `line` is the last one read."""
+    """Return the error for a file in another encoding; `line` is the last one read."""
     return UserError(
         str(path),
         "must be text in UTF-8",
@@ -281,11 +279,11 @@ def _own_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _MAX_CELL = 1 << 24
-"""Characters. A quote that nobody closes makes one cell of all that follows."""
+"""Maximum number of characters in a cell. An unclosed quote makes one cell of all that follows."""
 
 
 class Delimited:
-    """A table with a comma, a semicolon (where its header has no comma) or a tab between cells."""
+    """Table with comma, semicolon (if its header has no comma) or tab between cells."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -300,16 +298,16 @@ class Delimited:
         if twice or not self._header:
             raise UserError(
                 str(path),
-                "must begin with the names of its columns, each once",
+                "must begin with a header of unique column names",
                 given=f"twice: {', '.join(sorted(twice))}" if twice else "no line",
-                remedy="Mend its first line",
+                remedy="Fix the first line",
             )
 
     def scan(self, names: Sequence[str]) -> Scan:
         rows = sum(1 for _ in self._rows()) - 1
         return Scan(rows, frozenset(names) & frozenset(self._header), self._header)
 
-    def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[Chunk]:
+    def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[RowChunk]:
         rows = islice(self._rows(), 1 + skip, None)
         width = len(self._header)
         places = {name: self._header.index(column) for name, column in wanted.items()}
@@ -323,10 +321,10 @@ class Delimited:
                 name: [None if row in faults else cells[place] for row, cells in enumerate(kept)]
                 for name, place in places.items()
             }
-            yield Chunk(skip, len(kept), columns, kept, faults)
+            yield RowChunk(skip, len(kept), columns, kept, faults)
             skip += len(kept)
 
-    def encode(self, chunk: Chunk, columns: Sequence[AnswerColumn], answers: Answers) -> bytes:
+    def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> bytes:
         width = len(self._header)
         rows = []
         for row, cells in enumerate(chunk.kept):
@@ -363,9 +361,9 @@ class Delimited:
             except csv.Error as error:
                 raise UserError(
                     f"{self.path}:{reader.line_num}",
-                    "must have quotes that close, doubled within quotes",
+                    "has a quote that is not closed, or not doubled within quotes",
                     given=error,
-                    remedy="Mend the row that begins there or above",
+                    remedy="Fix the row that begins there or above",
                 ) from error
             except UnicodeDecodeError as error:
                 raise not_utf8(self.path, reader.line_num, error) from error

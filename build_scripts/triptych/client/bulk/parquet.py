@@ -10,7 +10,7 @@ from typing import IO, Any
 import numpy as np
 
 from triptych.base.errors import UserError
-from triptych.client.bulk.formats import AnswerColumn, Answers, Chunk, Scan
+from triptych.client.bulk.formats import AnswerColumn, Answers, RowChunk, Scan
 
 try:
     import pyarrow as pa
@@ -42,16 +42,16 @@ class Parquet:
         columns = self._schema.names
         return Scan(self._rows, frozenset(names) & frozenset(columns), columns)
 
-    def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[Chunk]:
+    def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[RowChunk]:
         first = 0
         for batch in self._batches(size):
             before, first = first, first + batch.num_rows
             if first > skip:
                 kept = batch.slice(max(0, skip - before))
                 columns = {name: kept.column(column).to_pylist() for name, column in wanted.items()}
-                yield Chunk(first - kept.num_rows, kept.num_rows, columns, kept)
+                yield RowChunk(first - kept.num_rows, kept.num_rows, columns, kept)
 
-    def encode(self, chunk: Chunk, columns: Sequence[AnswerColumn], answers: Answers) -> Any:
+    def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> Any:
         schema = self._extended(columns)
         added = []
         for column in columns:

@@ -1,8 +1,6 @@
-"""A run: every row of a file to a served pipeline that is never idle, parts kept on the way.
+"""Bulk run: send every row of a file to a served pipeline and write the results, resumably.
 
-Which format a file of rows has, by its suffix.
-
-The folder beside a file that is being written: its finished parts, and what made them.
+Finished parts are stored in a folder beside the file that is written.
 """
 
 from __future__ import annotations
@@ -24,24 +22,24 @@ from typing import IO, Any, NamedTuple, Protocol
 from triptych.base.errors import UserError
 from triptych.base.files import sync, told_to_user, write_files
 from triptych.client import AsyncClient, InferenceError
-from triptych.client.bulk.answers import Inferring
-from triptych.client.bulk.asked import Asked
+from triptych.client.bulk.answers import TensorJob
+from triptych.client.bulk.batching import CHUNKS, BatchSizeTuner
 from triptych.client.bulk.formats import (
     ERROR,
     AnswerColumn,
     Answers,
-    Chunk,
     Delimited,
     JsonLines,
     PlainText,
+    RowChunk,
     Scan,
     Table,
     beside,
     check_columns,
     name_columns,
 )
-from triptych.client.bulk.generating import Generating
-from triptych.client.bulk.pace import CHUNKS, Pace
+from triptych.client.bulk.options import BulkOptions
+from triptych.client.bulk.text_job import TextJob
 from triptych.client.questions import unanswered
 
 
@@ -60,24 +58,29 @@ _FORMATS: dict[str, Callable[[Path], Table]] = {
 
 
 def open_table(path: Path, out: Path) -> Table:
-    """The rows of `path`, whose answers go to `out`; texts, one a line, where no format fits.
+    """Return the rows of `path`, whose results go to `out`; unknown formats are lines of text.
 
     Raises:
-        UserError: it cannot be read, or `out` is not named as its format.
+        UserError: The file cannot be read, or `out` has another format.
     """
     suffix = path.suffix.lower()
     wanted = suffix if suffix in _FORMATS else ".jsonl"
     if out.suffix.lower() != wanted:
         raise UserError(
             "--out",
-            f"must end with {wanted}: answers are written as rows are read, texts as .jsonl",
+            f"must end with {wanted}, the format of the rows (.jsonl for texts)",
             given=out,
             remedy=f"Name it {out.with_suffix(wanted).name}",
         )
     try:
         return _FORMATS.get(suffix, PlainText)(path)
     except OSError as error:
-        raise UserError("--file", "must be a readable file", given=f"{path}: {error}") from error
+        raise UserError(
+            "--file",
+            "is not a readable file",
+            given=f"{path}: {error}",
+            remedy="Check the path and its permissions",
+        ) from error
 
 
 _RUN = "run.json"
@@ -85,12 +88,12 @@ _PART = re.compile(r"(\d{12})-(\d+)-(\d+)\.part")
 
 
 class Done(NamedTuple):
-    """What the parts hold.
+    """Content of the finished parts.
 
     Attributes:
-        rows: from the file's first on.
-        failed: of these.
-        paths: of the parts, in order.
+        rows: Number of rows, from the first of the file.
+        failed: Number of rows without a result.
+        paths: Paths of the parts, in order.
     """
 
     rows: int
@@ -99,7 +102,7 @@ class Done(NamedTuple):
 
 
 class Parts:
-    """Parts of `out`, each written whole or not at all; no row is in two of them."""
+    """Parts of `out`, each written atomically; no row is in two parts."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
@@ -107,21 +110,21 @@ class Parts:
 
     @contextmanager
     def held(self, asked: Mapping[str, object]) -> Iterator[None]:
-        """Make the folder, or go on with it, and let no other run write there meanwhile.
+        """Create or resume the folder and lock it while the block runs.
 
         Args:
-            asked: plain data that decides what the parts hold.
+            asked: Plain data that determines the content of the parts.
 
         Raises:
-            UserError: `out` exists, other things were asked for in the run that made the folder,
-                another run writes there, or nothing can be written.
+            UserError: `out` exists, the folder belongs to a run with other options, another run
+                uses it, or it is not writable.
         """
         if self._out.exists():
             raise UserError(
                 "--out",
-                "must not exist: nothing is overwritten",
+                "already exists, and existing files are never overwritten",
                 given=self._out,
-                remedy="Name another file, or remove it",
+                remedy="Give another file, or remove it",
             )
         with told_to_user(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -131,11 +134,11 @@ class Parts:
                 yield
 
     def add(self, first: int, rows: int, failed: int, content: bytes) -> None:
-        """Keep the answers of `rows` rows from `first` on, `failed` of which have none."""
+        """Store the results of `rows` rows from `first` on, `failed` of which have none."""
         write_files(self.folder, {f"{first:012}-{rows}-{failed}.part": content})
 
     def done(self) -> Done:
-        """What is kept so far."""
+        """Return the finished parts."""
         rows, failed, paths = 0, 0, []
         for path in sorted(self.folder.glob("*.part")):
             name = _PART.fullmatch(path.name)
@@ -146,7 +149,7 @@ class Parts:
 
     @contextmanager
     def whole(self) -> Iterator[IO[bytes]]:
-        """Write `out`, whole or not at all, and remove the folder."""
+        """Write `out` atomically and remove the folder."""
         partial = self.folder / "whole"
         with partial.open("wb") as file:
             yield file
@@ -160,9 +163,9 @@ class Parts:
         except BlockingIOError as error:
             raise UserError(
                 "--out",
-                "must be written by one run at a time",
-                given=f"another run writes into {self.folder}",
-                remedy="Wait for it, or name another file",
+                "is being written by another run",
+                given=f"a lock on {self.folder}",
+                remedy="Wait for it, or give another file",
             ) from error
 
     def _check(self, asked: Mapping[str, object]) -> None:
@@ -174,27 +177,27 @@ class Parts:
         if other := [key for key in asked if before.get(key) != asked[key]]:
             raise UserError(
                 "--out",
-                "has parts of a run that asked for something else",
+                "has parts of a run with other options",
                 given=f"other {', '.join(other)} than in {path}",
-                remedy=f"Ask as before to go on, or remove {self.folder} to begin anew",
+                remedy=f"Use the same options to resume, or remove {self.folder} to start again",
             )
 
 
 _PART_ROWS = 5_000
 _PART_S = 15.0
-"""The most that a break costs: rows, or time, of one part."""
+"""Maximum loss by an interruption: the rows, or seconds, of one part."""
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a run is.
+class BulkProgress:
+    """Progress of a bulk run.
 
     Attributes:
-        rows: of the file.
-        done: answered or failed, by earlier runs too.
-        earlier: by earlier runs.
-        failed: of those done.
-        seconds: since this run began to send.
+        rows: Number of rows in the file.
+        done: Number of rows completed or failed, by earlier runs too.
+        earlier: Number of rows completed by earlier runs.
+        failed: Number of rows that failed.
+        seconds: Time since this run began to send.
     """
 
     rows: int
@@ -205,22 +208,22 @@ class Progress:
 
     @property
     def rows_per_s(self) -> float:
-        """Of this run."""
+        """Rows per second of this run."""
         return (self.done - self.earlier) / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data, for ``--json``."""
         return {**asdict(self), "rows_per_s": round(self.rows_per_s, 1)}
 
 
-def run(asked: Asked, tell: Callable[[Progress], None]) -> Progress:
-    """Send every row of a file and write them with their answers beside.
+def run(asked: BulkOptions, tell: Callable[[BulkProgress], None]) -> BulkProgress:
+    """Send every row of a file and write the rows with their results.
 
-    What an earlier run of the same kind has done stays done. `tell` is called after each chunk.
+    An interrupted run is resumed. `tell` is called after each chunk.
 
     Raises:
-        UserError: the file, its columns or `out` are not as they must be, or the server refused
-            what is no single row's fault, or was not reached.
+        UserError: The file, its columns or `out` are invalid, the server rejected a request for
+            which no single row is to blame, or it was not reached.
     """
     table = open_table(asked.file, asked.out)
     parts = Parts(asked.out)
@@ -229,49 +232,49 @@ def run(asked: Asked, tell: Callable[[Progress], None]) -> Progress:
     except InferenceError as error:
         told = unanswered(asked.pipeline, asked.url, error)
         kept = parts.done().rows
-        go_on = f"{kept} rows are kept: the same command goes on with the others"
+        go_on = f"{kept} rows are stored: run the same command to resume"
         remedy = go_on if kept else told.remedy
         raise UserError(told.field, told.rule, given=error, remedy=remedy) from error
 
 
-class Asks(Protocol):
-    """What sends chunks."""
+class Sender(Protocol):
+    """Sender of chunks."""
 
-    async def ask(self, chunk: Chunk) -> Answers:
-        """The answers of `chunk`, and why rows have none.
+    async def ask(self, chunk: RowChunk) -> Answers:
+        """Return the results of a chunk, with the reason for each row without one.
 
         Raises:
-            InferenceError: no row is to blame, or none of many is answered.
+            InferenceError: No single row is to blame, or none of many rows has a result.
         """
 
 
-class Work(Protocol):
-    """What a run does with rows, by the kind of its pipeline."""
+class BulkJob(Protocol):
+    """Part of a run that depends on the kind of pipeline."""
 
     @property
     def inputs(self) -> Sequence[str]:
-        """Columns that it may read."""
+        """Columns that may be read."""
 
     @property
     def outputs(self) -> Sequence[AnswerColumn]:
-        """Columns that it adds, the one of errors apart."""
+        """Columns that are added, except that of errors."""
 
     @property
-    def pace(self) -> Pace: ...
+    def batch_sizes(self) -> BatchSizeTuner: ...
 
     @property
     def chunk_rows(self) -> int: ...
 
     def wanted(self, scan: Scan, /) -> dict[str, str]:
-        """What is read of a row -> its column."""
+        """Return the column by value that is read of a row."""
 
-    async def asker(self, size: int, stack: AsyncExitStack, /) -> Asks:
-        """For one of the sizes of `pace`; `stack` closes it."""
+    async def asker(self, size: int, stack: AsyncExitStack, /) -> Sender:
+        """Return a sender for one of the request sizes; `stack` closes it."""
 
 
 class _Run:
     def __init__(
-        self, asked: Asked, table: Table, parts: Parts, tell: Callable[[Progress], None]
+        self, asked: BulkOptions, table: Table, parts: Parts, tell: Callable[[BulkProgress], None]
     ) -> None:
         self._asked = asked
         self._table = table
@@ -280,43 +283,45 @@ class _Run:
         self._encoded: list[Any] = []
         self._first = self._done = self._failed_before = self._failed = 0
 
-    async def run(self) -> Progress:
+    async def run(self) -> BulkProgress:
         asked = self._asked
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(AsyncClient(asked.pipeline, asked.url))
             config = await client.interface(timeout_s=asked.timeout_s)
-            work: Work = (Generating if config.generates else Inferring)(asked, config)
+            work: BulkJob = (TextJob if config.generates else TensorJob)(asked, config)
             outputs = [*work.outputs, AnswerColumn(ERROR, ERROR)]
             names = [n for o in outputs for n in (o.name, beside(asked.pipeline, o.name))]
             scan = self._table.scan([*work.inputs, *names])
             wanted = work.wanted(scan)
             check_columns(wanted, scan, asked.file)
             columns = name_columns(asked.pipeline, outputs, scan.names)
-            askers = {size: await work.asker(size, stack) for size in work.pace.sizes}
+            askers = {size: await work.asker(size, stack) for size in work.batch_sizes.sizes}
             with self._parts.held(asked.decides()):
                 chunks = self._table.chunks(wanted, work.chunk_rows, self._parts.done().rows)
-                progress = await self._send_all(askers, work.pace, chunks, columns, scan.rows)
+                progress = await self._send_all(
+                    askers, work.batch_sizes, chunks, columns, scan.rows
+                )
                 with self._parts.whole() as out:
                     self._table.join(self._parts.done().paths, columns, out)
             return progress
 
     async def _send_all(
         self,
-        askers: Mapping[int, Asks],
-        pace: Pace,
-        chunks: Iterator[Chunk],
+        askers: Mapping[int, Sender],
+        batch_sizes: BatchSizeTuner,
+        chunks: Iterator[RowChunk],
         columns: Sequence[AnswerColumn],
         rows: int,
-    ) -> Progress:
+    ) -> BulkProgress:
         kept = self._parts.done()
         self._first = self._done = kept.rows
         self._failed_before = self._failed = kept.failed
-        under_way: deque[tuple[Chunk, asyncio.Task[Answers]]] = deque()
+        under_way: deque[tuple[RowChunk, asyncio.Task[Answers]]] = deque()
         began = part_began = time.monotonic()
-        progress = Progress(rows, kept.rows, kept.rows, kept.failed, 0.0)
+        progress = BulkProgress(rows, kept.rows, kept.rows, kept.failed, 0.0)
         try:
             while True:
-                while len(under_way) < CHUNKS and (size := pace.start(time.monotonic())):
+                while len(under_way) < CHUNKS and (size := batch_sizes.start(time.monotonic())):
                     if (chunk := next(chunks, None)) is None:
                         break
                     under_way.append((chunk, asyncio.create_task(askers[size].ask(chunk))))
@@ -324,7 +329,7 @@ class _Run:
                     break
                 chunk, task = under_way[0]
                 answers = await task
-                pace.end(chunk.count, time.monotonic())
+                batch_sizes.end(chunk.count, time.monotonic())
                 encoded = await asyncio.to_thread(self._table.encode, chunk, columns, answers)
                 under_way.popleft()
                 self._encoded.append(encoded)
@@ -334,7 +339,7 @@ class _Run:
                 if self._done - self._first >= _PART_ROWS or now - part_began >= _PART_S:
                     self._keep()
                     part_began = now
-                progress = Progress(rows, self._done, kept.rows, self._failed, now - began)
+                progress = BulkProgress(rows, self._done, kept.rows, self._failed, now - began)
                 self._tell(progress)
         finally:
             for _, task in under_way:

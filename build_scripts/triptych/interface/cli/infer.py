@@ -24,7 +24,7 @@ from triptych.interface.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from triptych.client.bulk.run import Progress
+    from triptych.client.bulk.run import BulkProgress
 
 _PROGRESS_INTERVAL_S = 10.0
 """Seconds between two lines about a run, if the output is not a terminal."""
@@ -124,7 +124,7 @@ def infer(
         ask,
         describe_answer,
         parse_parameters,
-        read_questions,
+        read_input_rows,
     )
 
     if chat is not None or prompt is not None:
@@ -143,7 +143,7 @@ def infer(
     columns = {"text": text_column, "text_pair": text_pair_column, "image": image_column}
     named = {name: column for name, column in columns.items() if column is not None}
     if out is not None:
-        from triptych.client.bulk.asked import Asked
+        from triptych.client.bulk.options import BulkOptions
         from triptych.client.bulk.run import run
         from triptych.client.questions import read_constants
 
@@ -152,7 +152,7 @@ def infer(
                 "--out", "is only supported with --file", given=out, remedy="Add --file FILE"
             )
         constants = read_constants(text or (), text_pair or (), image or ())
-        order = Asked(name, file, out, url, named, constants, parameters or (), timeout_s)
+        order = BulkOptions(name, file, out, url, named, constants, parameters or (), timeout_s)
         with _progress_display() as show:
             done = run(order, show)
         _print_run(done, out, as_json)
@@ -164,7 +164,7 @@ def infer(
             given="nothing",
             remedy="Add --out FILE",
         )
-    questions = read_questions(text or (), text_pair or (), image or (), file)
+    questions = read_input_rows(text or (), text_pair or (), image or (), file)
     asked = parse_parameters(parameters or ())
     limit_s = TIMEOUT_S if timeout_s is None else timeout_s
     answers = ask(name, questions, url=url, parameters=asked, timeout_s=limit_s)
@@ -215,7 +215,7 @@ def _generate(
 
 
 @contextmanager
-def _progress_display() -> Iterator[Callable[[Progress], None]]:
+def _progress_display() -> Iterator[Callable[[BulkProgress], None]]:
     """Yield a function that prints the progress of a run.
 
     A terminal shows each call, other outputs get a line every `_PROGRESS_INTERVAL_S`.
@@ -223,7 +223,7 @@ def _progress_display() -> Iterator[Callable[[Progress], None]]:
     shown_at = time.monotonic()
     with status.status("reading") as spinner:
 
-        def show(now: Progress) -> None:
+        def show(now: BulkProgress) -> None:
             nonlocal shown_at
             left_s = (now.rows - now.done) / now.rows_per_s if now.rows_per_s else 0.0
             line = (
@@ -239,7 +239,7 @@ def _progress_display() -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-def _print_run(done: Progress, out: Path, as_json: bool) -> None:
+def _print_run(done: BulkProgress, out: Path, as_json: bool) -> None:
     from triptych.base.formatting import amount
 
     result = {"out": str(out), **done.as_dict()}

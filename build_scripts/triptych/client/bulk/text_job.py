@@ -1,4 +1,4 @@
-"""Rows to a pipeline that generates text: an answer each, many under way at once."""
+"""Send rows to a pipeline that generates text, many at once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import numpy as np
 
 from triptych.base.errors import UserError
 from triptych.client import AsyncClient, Completion, InferenceError, PipelineConfig
-from triptych.client.bulk.answers import AWAY, PAUSE_S, RETRY, TOO_MANY
-from triptych.client.bulk.asked import Asked
-from triptych.client.bulk.formats import ERROR, AnswerColumn, Answers, Chunk, Scan
-from triptych.client.bulk.pace import Pace
+from triptych.client.bulk.answers import PAUSE_S, RETRY, TOO_MANY, UNREACHABLE_ERRORS
+from triptych.client.bulk.batching import BatchSizeTuner
+from triptych.client.bulk.formats import ERROR, AnswerColumn, Answers, RowChunk, Scan
+from triptych.client.bulk.options import BulkOptions
 from triptych.client.generation import encode_order
 from triptych.client.questions import parse_sampling
 from triptych.client.streams import AsyncGeneration
@@ -29,27 +29,27 @@ ANSWERS = (
     AnswerColumn("completion_tokens", "completion_tokens", np.int32),
 )
 AT_ONCE = 32
-"""Requests under way: a pipeline's `max_sequences` by default; what its queue refuses waits."""
+"""Number of requests in flight: the default batch size. Requests that meet a full queue wait."""
 CHUNK_ROWS = 64
 TIMEOUT_S = 600.0
 
 PROMPTS, MESSAGES, SAMPLING = ("text_input", "text"), "messages", "sampling_parameters"
 
 
-class Generating:
-    """Rows of prompts or conversations to a pipeline that answers each with text.
+class TextJob:
+    """Bulk job for a pipeline that generates text from prompts or conversations.
 
     Attributes:
-        inputs, outputs, pace, chunk_rows: see `run.Work`.
+        inputs, outputs, batch_sizes, chunk_rows: See `run.BulkJob`.
     """
 
-    def __init__(self, asked: Asked, _config: PipelineConfig) -> None:
-        """Raises `UserError`: what goes with no generation, or a parameter that is none."""
+    def __init__(self, asked: BulkOptions, _config: PipelineConfig) -> None:
+        """Raise a `UserError` for an unsupported option or an invalid parameter."""
         other = [*asked.constants, *(name for name in asked.columns if name != "text")]
         if other:
             raise UserError(
                 ", ".join(other),
-                "must not be given for a pipeline that generates text",
+                "is not supported for a pipeline that generates text",
                 remedy="Give the column of prompts with --text-column",
             )
         self._asked = asked
@@ -59,7 +59,7 @@ class Generating:
         self._prompts = PROMPTS if named is None else (named,)
         self.inputs = [*self._prompts, MESSAGES, SAMPLING]
         self.outputs = ANSWERS
-        self.pace = Pace(1)
+        self.batch_sizes = BatchSizeTuner(1)
         self.chunk_rows = CHUNK_ROWS
 
     def wanted(self, scan: Scan) -> dict[str, str]:
@@ -69,23 +69,24 @@ class Generating:
             wanted["text"] = (*found, self._prompts[-1])[0]
         return wanted
 
-    async def asker(self, _size: int, stack: AsyncExitStack) -> Generator:
+    async def asker(self, _size: int, stack: AsyncExitStack) -> TextSender:
         client = AsyncClient(self._asked.pipeline, self._asked.url, retry=RETRY)
         await stack.enter_async_context(client)
         given_s = self._asked.timeout_s
         timeout_s = TIMEOUT_S if given_s is None else given_s
-        return Generator(client, self._slots, self._parameters, timeout_s)
+        return TextSender(client, self._slots, self._parameters, timeout_s)
 
 
 @dataclass(frozen=True)
-class Generator:
+class TextSender:
     """Sends chunks of rows.
 
     Attributes:
-        slots: for requests under way, of all chunks.
-        parameters: of every request; a row's own win.
-        timeout_s: that a request may take, its wait for a place included, and that the server may
-            be away.
+        slots: Semaphore for requests in flight, of all chunks.
+        parameters: Parameters of every request; a row's own have precedence.
+        timeout_s: Maximum time in seconds for a request with its wait for a slot, and for the
+            server to
+            be unreachable.
     """
 
     client: AsyncClient
@@ -93,11 +94,11 @@ class Generator:
     parameters: Mapping[str, Any]
     timeout_s: float
 
-    async def ask(self, chunk: Chunk) -> Answers:
-        """The answers of `chunk`, and why rows have none.
+    async def ask(self, chunk: RowChunk) -> Answers:
+        """Return the results of a chunk, with the reason for each row without one.
 
         Raises:
-            InferenceError: the server is away, or none of many rows is answered.
+            InferenceError: The server is unreachable, or none of many rows has a result.
         """
         tasks = [asyncio.create_task(self._row(chunk, row)) for row in range(chunk.count)]
         try:
@@ -118,7 +119,7 @@ class Generator:
         names = [*(column.name for column in ANSWERS), ERROR]
         return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
 
-    async def _row(self, chunk: Chunk, row: int) -> Completion | InferenceError | str:
+    async def _row(self, chunk: RowChunk, row: int) -> Completion | InferenceError | str:
         if row in chunk.faults:
             return chunk.faults[row]
         try:
@@ -132,7 +133,7 @@ class Generator:
             try:
                 async with self.slots:
                     return await AsyncGeneration(self.client, order, self.timeout_s).whole()
-            except AWAY:
+            except UNREACHABLE_ERRORS:
                 away_until = away_until or time.monotonic() + self.timeout_s
                 if time.monotonic() >= away_until:
                     raise
@@ -140,7 +141,7 @@ class Generator:
                 return error
             await asyncio.sleep(PAUSE_S)
 
-    def _order(self, chunk: Chunk, row: int) -> Mapping[str, bytes]:
+    def _order(self, chunk: RowChunk, row: int) -> Mapping[str, bytes]:
         given = {name: column[row] for name, column in chunk.columns.items()}
         prompt, messages = given.get("text"), _data(MESSAGES, given.get(MESSAGES))
         if not isinstance(prompt, str | None):
@@ -155,7 +156,7 @@ class Generator:
 
 
 def _data(name: str, value: object) -> Any:
-    """A cell's plain data, which formats without such have as JSON."""
+    """Return the plain data of a cell, which some formats store as JSON."""
     if not isinstance(value, str):
         return value
     try:

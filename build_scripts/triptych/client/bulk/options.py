@@ -1,4 +1,4 @@
-"""What a run over a file of rows is asked for."""
+"""Options of a bulk run over a file of rows."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a run is asked for.
+class BulkOptions:
+    """Options of a bulk run.
 
     Attributes:
-        columns: input of the pipeline -> the file's column, where that has another name; `text`
-            for the prompts of one that generates text.
-        constants: input -> the same value for every row: a text, or bytes of an image.
-        pairs: parameters of every request, ``KEY=VALUE``.
-        timeout_s: that a request may take, and that the server may be away; None: 30, and 600 of
-            a pipeline that generates text.
+        columns: Column of the file by input of the pipeline, if its name differs; `text` for the
+            prompts of a pipeline that generates text.
+        constants: Value of an input for every row: a text, or the bytes of an image.
+        pairs: Parameters of every request, ``KEY=VALUE``.
+        timeout_s: Maximum time in seconds for a request, and for the server to be unreachable.
+            None:
+            30, or 600 for a pipeline that generates text.
     """
 
     pipeline: str
@@ -30,7 +31,7 @@ class Asked:
     timeout_s: float | None = None
 
     def decides(self) -> dict[str, object]:
-        """What a run that goes on must have in common with the one before."""
+        """Return the options that a resumed run must share with the interrupted one."""
         stat = self.file.stat()
         return {
             "pipeline": self.pipeline,
