@@ -140,7 +140,7 @@ def test_each_input_has_its_column_or_one_value(toy: Toy, tmp_path: Path) -> Non
     assert done.returncode == 2
     assert "--text-column" in done.stderr
     done = infer(toy, "reader", *words, *pair, "--image-column", "q")
-    assert "`image` must be an input of `reader`" in done.stderr
+    assert "`image` is not an input of `reader`" in done.stderr
     (tmp_path / "a.png").write_bytes(b"\xff\x00")
     (tmp_path / "rows.csv").write_text("image\na.png\nb.png\n")
     done = infer(toy, "seer", "-f", tmp_path / "rows.csv", "-o", tmp_path / "out.csv")

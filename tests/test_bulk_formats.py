@@ -148,7 +148,7 @@ def test_parquet_columns_keep_their_types(tmp_path: Path) -> None:
 
 def test_a_file_that_is_none_is_a_mistake(tmp_path: Path) -> None:
     for name, content, said in (
-        ("a.csv", b"", "must begin with the names of its columns"),
+        ("a.csv", b"", "must begin with a header of unique"),
         ("b.csv", b"a,a\n", "twice: a"),
         ("c.csv", b'text\n"a\nb\n', "c.csv:3"),
         ("d.csv", b"text\na\n\xff\n", "must be text in UTF-8"),
@@ -166,7 +166,9 @@ def test_a_file_that_is_none_is_a_mistake(tmp_path: Path) -> None:
         open_table(tmp_path / "nowhere.csv", tmp_path / "out.csv")
     (tmp_path / "rows.csv").write_text("id,texts\n1,a\n")
     scan = open_table(tmp_path / "rows.csv", tmp_path / "out.csv").scan(["text"])
-    with pytest.raises(UserError, match=r"Did you mean `texts`\? Name it with --text-column"):
+    with pytest.raises(
+        UserError, match=r"Did you mean `texts`\? Give the column with --text-column"
+    ):
         check_columns({"text": "text"}, scan, tmp_path / "rows.csv")
 
 
@@ -191,7 +193,7 @@ def test_parts_are_of_one_run_and_no_row_is_in_two(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="other file than"), parts.held({"file": ["b", 1]}):
         pass
     (tmp_path / "out.csv").touch()
-    with pytest.raises(UserError, match="must not exist"), parts.held({}):
+    with pytest.raises(UserError, match="already exists"), parts.held({}):
         pass
 
 

@@ -197,7 +197,7 @@ def test_addresses_are_read_or_refused() -> None:
     for wrong in ("", [], "a:1,", "http://a:1", ["127.0.0.1:1", "https://b"]):
         with pytest.raises(UserError, match="must be the host and port"):
             Client("toy", wrong)
-    with pytest.raises(UserError, match="must be one server's host:port to measure it"):
+    with pytest.raises(UserError, match="must be a single server to measure it"):
         check_single("127.0.0.1:1,127.0.0.2:1", "measure it")
     with pytest.raises(UserError, match="dns_refresh_s"):
         Client("toy", dns_refresh_s=0)

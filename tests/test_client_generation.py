@@ -350,7 +350,7 @@ def test_columns_of_a_file_for_a_generation_are_checked(toy: ToyChat, tmp_path: 
     words = ["infer", "chat", "--url", toy.url, "-f", str(file), "-o", str(out)]
     for more, said in (
         (["--text-column", "questions"], "Did you mean `question`?"),
-        (["--text-pair", "a"], "must not be given for a pipeline that generates text"),
+        (["--text-pair", "a"], "is not supported for a pipeline that generates text"),
         (["-p", "max_tokens"], "must be KEY=VALUE"),
     ):
         assert said in str(CliRunner().invoke(app, [*words, *more]).exception)
