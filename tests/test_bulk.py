@@ -120,7 +120,7 @@ def test_a_killed_run_goes_on_and_loses_and_doubles_nothing(toy: Toy, tmp_path: 
     first = [seen for seen in toy.seen("sleep:0.004") if "sleep:0.004 0" in seen.texts]
     assert len(first) == 1  # what was kept is not asked again
     assert not folder.exists()
-    with pytest.raises(UserError, match="must not exist"):
+    with pytest.raises(UserError, match="already exists"):
         run(BulkOptions("toy", file, out, toy.url), ignore)
 
 
