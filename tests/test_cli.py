@@ -84,7 +84,7 @@ def test_a_failed_gate_is_accepted_with_a_reason(project: Path) -> None:
     words = ("build", "tiny", "--set", "accuracy.max_difference=1e-12", "--reports", "elsewhere")
     done = triptych(*words, "--accept-failed-gate", " ", cwd=project)
     assert done.returncode == 2
-    assert "must give a reason" in done.stderr
+    assert "needs a reason" in done.stderr
     done = triptych(*words, "--accept-failed-gate", "a [trial]", "--json", cwd=project)
     assert done.returncode == 0, done.stderr
     assert "a [trial]" in done.stderr

@@ -116,7 +116,7 @@ def test_a_rehearsal_is_left_out_made_later_and_shown(built: Path, tmp_path: Pat
     triptych("build", name, *pipelines, "--reports", str(tmp_path), "--no-dry-run")
     assert lock_data(repository, name)["dry_run"] is None
     assert (
-        "rehearsal              none yet: `triptych build`"
+        "dry_run                none yet: `triptych build`"
         in triptych("inspect", name, *pipelines).stdout
     )
     alone = triptych("engine", name, "--dry-run")

@@ -328,11 +328,11 @@ def test_what_a_look_proposes_is_built_and_put_in_place(
     ask([f"{' '.join([text] * 6)} {row}" for row, text in enumerate(TEXTS * 8)])
     code, look = watch()
     assert (code, look["drift"]["action"], look["alarms"]) == (1, "tune again", [])
-    assert look["drift"]["first"] == "run triptych traffic sampled --from-sample --replace"
+    assert look["drift"]["first"] == "run triptych traffic sampled --replace"
     assert look["drift"]["proposal"]["core_work"] == pytest.approx(1, abs=0.05)
     told = triptych(built, "monitor", "sampled", *reports).stdout
     assert "0 new rows" in told  # and what the last ones told still holds
-    assert "triptych watch sampled --apply" in told
+    assert "triptych monitor sampled --apply" in told
     assert "no alarms" not in told
 
     hooks = pipeline / "hooks.py"

@@ -180,7 +180,7 @@ def test_it_is_described_and_measured(server: Server, repository: Path) -> None:
     inputs = read_text2text(load_text2text_spec(folder), silent)
     described = describe_text2text(inputs, Path())
     assert set(described["models"]) == {path.parent.name for path in repository.glob("t5*/1")}
-    assert described["core"]["answers"] == "1 beam; token by token"
+    assert described["core"]["answers"] == "1 beam; streamed token by token"
     assert "seed" not in described["sampling_parameters"]
     bench = Bench(loads=(Load("concurrency", 2.0),), rounds=1, seconds=1.0, slo=GenerationSlo())
     result = bench_generation(inputs, repository, bench, silent, url=server.grpc_url)

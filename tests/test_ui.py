@@ -77,7 +77,7 @@ def test_answers_are_shown_as_their_tasks_have_them() -> None:
     entity = {"entity": "LOC", "text": "Köln", "start": 9, "end": 13, "score": 0.5}
     shown = view_answer("entities", one, [{"entities": [entity]}])
     assert shown.pieces == (TextPiece("Ada 🙂 in "), TextPiece("Köln", "LOC", 0.5))
-    assert "no entities" in view_answer("entities", one, [{"entities": []}]).lines[0]
+    assert "No entities" in view_answer("entities", one, [{"entities": []}]).lines[0]
     # What a hook's text moved is not marked elsewhere; of two that overlap the first is.
     moved = {**entity, "start": 0, "end": 4}
     assert "are not highlighted" in view_answer("entities", one, [{"entities": [moved]}]).lines[0]

@@ -85,7 +85,8 @@ def _capacity(
             given="no search for it in the last bench"
             if bench
             else f"no {reports}/bench/bench.json",
-            remedy=f"Run `triptych bench {lock.spec.name} --find-rate`, or give --rps-per-replica",
+            remedy=f"Run `triptych bench {lock.spec.name} --find-max-rate`, or pass "
+            "--rps-per-replica",
         )
     rate = bench.rate
     broken = rate.lowest_broken_per_s
@@ -108,7 +109,7 @@ def _with_use(
             " and ".join(missing),
             "must be given where nothing of it was measured",
             given="a bench of a server elsewhere" if bench else "no bench of this build",
-            remedy=f"Run `triptych bench {lock.spec.name} --find-rate` without --url",
+            remedy=f"Run `triptych bench {lock.spec.name} --find-max-rate` without --url",
         )
     cores = sum(one.cpu_cores for one in used.processes) if used else 0.0
     memory = _most_memory_mib(bench)
@@ -148,7 +149,7 @@ def _read_bench(lock: BuildManifest, options: DeployOptions, file: Path) -> Benc
     if not file.is_file():
         return None
     bench = read_result(BenchResult, file, "bench")
-    again = f"Run `triptych bench {lock.spec.name} --find-rate` again"
+    again = f"Run `triptych bench {lock.spec.name} --find-max-rate` again"
     given = _fault(lock, bench)
     if given is None:
         return bench

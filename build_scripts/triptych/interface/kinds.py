@@ -1,7 +1,4 @@
-"""How the interface shows each kind of pipeline: its plan, and its page in the browser.
-
-`FACES` is the only place in this package that chooses by `Kind`.
-"""
+"""Plan text and demo page of each kind of pipeline; all dispatch by `Kind` of this package."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from triptych.spec.kind import Kind
 
 @dataclass(frozen=True)
 class Face:
-    """What a user sees of one kind.
+    """Functions that present pipelines of one kind.
 
     Attributes:
         describe: Returns the plan of the pipeline with these inputs, as plain data. The folder is

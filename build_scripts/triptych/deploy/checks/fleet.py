@@ -280,7 +280,7 @@ def scales_on_use(query: Query) -> Iterator[Flaw]:
             "Replicas should follow the rate: a GPU says that it is busy long before it is full, "
             "and nothing of what waits",
             found[0],
-            "Scale on the rate over the capacity that was measured (triptych bench --find-rate)",
+            "Scale on the rate over the measured capacity (triptych bench --find-max-rate)",
         )
 
 
@@ -292,7 +292,7 @@ def scales_on_ratio(query: Query) -> Iterator[Flaw]:
             "Replicas should follow the rate: queue time explodes near saturation and says nothing "
             "before; an ensemble's own leaves out that of its steps",
             "a queue time over another one or over requests",
-            "Scale on the rate over the capacity that was measured (triptych bench --find-rate)",
+            "Scale on the rate over the measured capacity (triptych bench --find-max-rate)",
         )
 
 

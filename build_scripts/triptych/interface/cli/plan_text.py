@@ -27,46 +27,46 @@ if TYPE_CHECKING:
 
 
 Described: TypeAlias = dict[str, Any]
-"""Words and numbers by name, nested: ready to print or to dump as JSON."""
+"""Nested plain data, which can be printed or written as JSON."""
 
 IN_FLIGHT = "ensemble_scheduling.max_inflight_requests"
 
 
 def describe_cost(plan: Plan) -> str:
-    """What a row is expected to cost in either layout; empty for images."""
+    """Return the estimated cost of a row in both layouts; "" for images."""
     if plan.cost is None:
         return ""
     device = "GPU" if plan.spec.core.device == "gpu" else "CPU core"
     return (
-        f"packed {plan.cost.packed:.0f} us, bucketed {plan.cost.bucketed:.0f} us of a usual "
-        f"{device} a row of this traffic: arithmetic, not a measurement; `bench` and `tune` measure"
+        f"packed {plan.cost.packed:.0f} us, bucketed {plan.cost.bucketed:.0f} us per row of this "
+        f"traffic on a typical {device}: an estimate; `bench` and `tune` measure"
     )
 
 
 def describe_gpu(plan: Plan) -> Described:
-    """What is asked of Triton and TensorRT, and why."""
+    """Return the GPU settings of Triton and TensorRT, with their reasons."""
     core, serving = plan.spec.core, plan.spec.serving
     transfers = serving.transfers
     gpus = ", ".join(map(str, serving.gpus))
     described: Described = {
         "gpus": f"{gpus}: {serving.instances.core} instance(s) of the core on each",
         "pinned_memory": f"input {_yes(transfers.pinned_input)}, output "
-        f"{_yes(transfers.pinned_output)}: memory that the GPU copies from without a detour",
-        "gather_kernel_buffer_threshold": f"{plan.gather_threshold}: a kernel gathers so many "
-        "buffers or more; fewer are copied one by one",
+        f"{_yes(transfers.pinned_output)}: memory that the GPU copies directly",
+        "gather_kernel_buffer_threshold": f"{plan.gather_threshold}: a kernel gathers this "
+        "number of buffers or more; fewer are copied one by one",
         "eager_batching": f"{_yes(transfers.eager_batching)}: "
         + (
-            "the next batch is closed while one runs"
+            "the next batch is formed while a batch runs"
             if transfers.eager_batching
-            else "a batch stays open until an instance is free, and so is as full as can be"
+            else "a batch accepts rows until an instance is free, so that batches are full"
         ),
-        "preferred_batch_sizes": "none: all profiles share the limit of rows, so no size is faster "
-        "than its neighbors, and a preferred one would close batches early",
+        "preferred_batch_sizes": "none: all profiles share the limit of rows, so no size is "
+        "especially fast, and a preferred size would close batches early",
     }
     if serving.rate_limiter is not None:
         names = ", ".join(f"{each.name} x {each.count}" for each in serving.rate_limiter.resources)
         described["rate_limiter"] = f"priority {serving.rate_limiter.priority}, {names or 'no'} "
-        described["rate_limiter"] += "resources: starts to count with --rate-limit=execution_count"
+        described["rate_limiter"] += "resources: takes effect with --rate-limit=execution_count"
     if (limit := serving.max_inflight_requests) is not None:
         described["max_inflight_requests"] = (
             f"{limit} requests in each step{_newer(IN_FLIGHT, serving.triton)}"
@@ -84,7 +84,7 @@ def describe_dry_run(plan: Plan, lock: BuildManifest | None) -> str:
 
     built = None if lock is None else lock.plan.engine
     if lock is None or lock.dry_run is None or built is None or plan.engine is None:
-        return "none yet: `triptych build`, or `triptych engine --rehearse`"
+        return "none yet: `triptych build`, or `triptych engine --dry-run`"
     same = replace(plan.engine, precision=built.precision) == built
     return ("" if same else "of another plan: ") + describe(lock.dry_run)
 
@@ -101,12 +101,12 @@ def _describe_engine(plan: Plan, engine: EnginePlan) -> Described:
     described["why_these_profiles"] = _why_profiles(plan)
     described["cuda_graphs"] = _describe_graphs(plan, engine)
     described["output_copy_stream"] = (
-        f"{_yes(plan.spec.serving.transfers.output_copy_stream)}: results are copied back beside "
+        f"{_yes(plan.spec.serving.transfers.output_copy_stream)}: results are copied back during "
         "the next batch"
     )
     if plan.spec.core.engine.context_memory != "static":
         described["context_memory"] = (
-            "found anew when a batch needs another profile: less memory, a little more time"
+            "allocated again when a batch needs another profile: less memory, slightly more time"
             + _newer(CONTEXT_MEMORY, plan.spec.serving.triton)
         )
     options = {
@@ -115,42 +115,42 @@ def _describe_engine(plan: Plan, engine: EnginePlan) -> Described:
     settings = ", ".join(f"{key}={value}" for key, value in sorted(options.items()))
     described["engine"] = f"precision {engine.precision}, {settings or 'no options'}"
     if engine.precision == "fp32":
-        described["engine"] += "; fp16 or int8 use tensor cores, and go through the same gate"
+        described["engine"] += "; fp16 and int8 use tensor cores, and are checked by the same gate"
     return described
 
 
 def _newer(name: str, triton: str) -> str:
-    """That a setting is left out, where the oldest server to serve on does not know it."""
+    """Return a note if the pipeline's Triton release does not support a setting, or ""."""
     since = first_release(name)
     if parse_release(triton) >= since:
         return ""
-    return f"; left out, since serving.triton {triton} does not know it: {since} does"
+    return f"; omitted, because serving.triton {triton} does not support it ({since} does)"
 
 
 def _why_profiles(plan: Plan) -> str:
     if plan.packed:
         return (
-            "one: with several, Triton looks at the first request to choose, not at the joined "
-            f"batch. It ends at {plan.max_batch_size} rows of {plan.max_length} tokens, the most a "
-            "batch can be; kernels are chosen for a full batch of this traffic"
+            "one: with several profiles, Triton would choose by the first request, not by the "
+            f"batch. Its maximum is {plan.max_batch_size} rows of {plan.max_length} tokens, the "
+            "largest batch; kernels are chosen for a full batch of this traffic"
         )
     if plan.layout == "fixed":
-        return "one: all rows have one shape. Kernels are chosen for a full batch"
+        return "one: all rows have the same shape. Kernels are chosen for a full batch"
     return (
-        "one for each padded length, which is fixed in it, so that kernels are chosen for that "
-        "very length; all take as many rows, since the smallest limit would hold for all"
+        "one for each padded length, so that kernels are chosen for exactly that length; all have "
+        "the same maximum of rows, because the smallest maximum would apply to all"
     )
 
 
 def _describe_graphs(plan: Plan, engine: EnginePlan) -> str:
     if plan.packed:
-        return "none: a packed batch hardly ever has the same number of tokens twice"
+        return "none: packed batches rarely have the same number of tokens"
     if not engine.graph_specs:
         return "none: core.engine.cuda_graphs is off"
     sizes = sorted({spec.batch_size for spec in engine.graph_specs})
     return (
         f"{len(engine.graph_specs)}, for {', '.join(map(str, sizes))} rows of each profile; other "
-        "batches use the next larger one. Each is captured at load, for each instance"
+        "batches use the next larger graph. Each instance captures them at load"
     )
 
 
@@ -174,7 +174,7 @@ def describe_encoder(inputs: PipelineInputs, repository: Path) -> Described:
     described = describe_plan(plan)
     if plan.builds_engine:
         owner = plan.spec.core.shared_from or plan.spec.name
-        described["gpu"]["rehearsal"] = describe_dry_run(plan, find_manifest(repository, owner))
+        described["gpu"]["dry_run"] = describe_dry_run(plan, find_manifest(repository, owner))
     return described
 
 
@@ -254,7 +254,7 @@ def _describe_model(plan: Plan) -> Described:
 def _describe_traffic(plan: Plan) -> Described:
     lengths = plan.lengths
     if lengths is None:
-        return {"rows": "images, all of one size for the core"}
+        return {"rows": "images, all of the same size for the core"}
     return {
         "rows": lengths.rows,
         "mean_tokens": round(lengths.mean, 1),
@@ -270,16 +270,14 @@ def _describe_memory(plan: Plan) -> Described:
     tokens = plan.max_batch_size * plan.max_length
     return {
         "max_batch_tokens": f"{tokens}: {plan.max_batch_size} rows of {plan.max_length} tokens",
-        "max_batch_memory": f"{plan.batch_mib:.0f} MiB beside the weights, estimated from shapes",
+        "max_batch_memory": f"{plan.batch_mib:.0f} MiB without the weights, estimated from shapes",
     }
 
 
 def _describe_layout(plan: Plan) -> str:
-    chosen = f" (core.layout {AUTO}: expected to cost less)" * (plan.spec.core.layout == AUTO)
+    chosen = f" (core.layout {AUTO}: lower estimated cost)" * (plan.spec.core.layout == AUTO)
     if plan.packed:
-        return (
-            f"packed{chosen}, if that leaves the model's results as they are: the build proves it"
-        )
+        return f"packed{chosen}, if the results of the model stay the same, which the build checks"
     return plan.layout + chosen
 
 
@@ -300,7 +298,7 @@ def describe_text_generation(inputs: GenerationInputs, _repository: Path) -> Des
     full_mib = inputs.kv_token_bytes * inputs.max_length / 2**20
     cache_mib = core.kv_cache.memory_mib
     limits = {
-        "max_model_len": f"{inputs.max_length} tokens of a prompt and its answer",
+        "max_model_len": f"{inputs.max_length} tokens of a prompt with its answer",
         "kv_cache": f"{cache_mib} MiB: {amount(int(cache_mib // full_mib), 'request')} of "
         f"max_model_len, a MiB for {inputs.max_length / full_mib:.0f} tokens",
         "max_num_seqs": f"{core.max_num_seqs} in a batch; "
@@ -321,8 +319,8 @@ def describe_text2text(inputs: Text2TextInputs, _repository: Path) -> Described:
         "max_length": f"{inputs.max_length} tokens of a text",
         "max_new_tokens": f"{inputs.spec.core.max_new_tokens} tokens of an answer",
         "answers": f"{amount(beams, 'beam')}; "
-        + ("token by token" if beams == 1 else "as a whole")
-        + (f"; each begins with {list(begins)}" if begins else ""),
+        + ("streamed token by token" if beams == 1 else "returned complete")
+        + (f"; each starts with token IDs {list(begins)}" if begins else ""),
         "max_num_seqs": f"{inputs.spec.core.max_num_seqs} in a batch, which runs to its end",
     }
     return _describe_generating(inputs, limits, {})
@@ -347,13 +345,13 @@ def _describe_generating(
             else f"{facts.max_length} tokens",
             **({"suggests": dict(facts.suggested)} if facts.suggested else {}),
             **({"weights": facts.quantization.words} if facts.quantization else {}),
-            "chat_template": "its own" if inputs.model.chat_template else "none: no messages",
+            "chat_template": "of the model" if inputs.model.chat_template else "none: no messages",
             **({"adapters": adapters} if adapters else {}),
         },
         "traffic": {
             "prompts": f"{len(lengths)}, {sum(one.messages is not None for one in inputs.prompts)}"
             " of them conversations",
-            "tokens": f"{np.mean(lengths):.1f} on average, p99 {p99}, most {max(lengths)}",
+            "tokens": f"{np.mean(lengths):.1f} on average, p99 {p99}, maximum {max(lengths)}",
         },
         "core": {
             "backend": core.backend,
@@ -361,8 +359,8 @@ def _describe_generating(
             **limits,
             **({} if core.backend == "scripted" else {"engine": inputs.engine_settings}),
         },
-        "stream_interval": f"{amount(spec.serving.stream_interval, 'token')} a streamed response",
-        "queue": f"{spec.serving.queue.max_in_flight} requests under way at most",
+        "stream_interval": f"{amount(spec.serving.stream_interval, 'token')} per streamed response",
+        "queue": f"{spec.serving.queue.max_in_flight} requests in flight at most",
         "sampling_parameters": {
             name: value
             for name, value in {**DEFAULTS, **spec.own_parameters}.items()

@@ -365,7 +365,7 @@ def format_run(run: MonitorRun) -> Iterator[tuple[str, str]]:
     for drift in run.drifts:
         yield f"drift: {drift}", "yellow"
     if run.drift is not None and run.drift.proposal is not None:
-        yield f"build the proposal with these rows: triptych watch {run.pipeline} --apply", ""
+        yield f"build the proposal with these rows: triptych monitor {run.pipeline} --apply", ""
     if run.passed:
         yield "no alarms, no drift", "green"
 

@@ -246,7 +246,7 @@ def _find_length_drift(
     if inputs.plan.lengths is None or not requests:
         return None
     lengths = reader.lengths(requests)
-    take = f"run triptych traffic {inputs.plan.spec.name} --from-sample --replace"
+    take = f"run triptych traffic {inputs.plan.spec.name} --replace"
     new = NewTraffic(f"{len(requests)} sampled rows", lengths, lengths.mean, take=take)
     return check_drift(
         inputs, new, measured=measured, rate_per_s=rate_per_s, significance=SIGNIFICANCE

@@ -147,14 +147,14 @@ def _read_locks(
     ):
         if expected != given:
             raise UserError(
-                "--candidate",
+                "CANDIDATE",
                 f"must have {part} of the active build: {expected}",
                 given=given,
                 remedy="Give the candidate's pipeline a new name, because clients must change",
             )
     if replace(old, built_at="") == replace(new, built_at=""):
         raise UserError(
-            "--candidate",
+            "CANDIDATE",
             "must be another build than the active one",
             given=f"{build_id(candidate, name)[:12]}, which has the same files",
             remedy="Build the candidate into another folder with `triptych build --repository`",
