@@ -209,14 +209,14 @@ def table(heading: str) -> list[dict[str, str]]:
 def test_numbers_of_rows_are_those_of_the_gate() -> None:
     from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, GATE_ROWS
     from triptych.core.inputs import LABELED_ROWS
-    from triptych.core.samples import FEW_ROWS
+    from triptych.core.samples import MIN_RECOMMENDED_ROWS
 
     text = " ".join(PIPELINES.split())
     for words in (
         f"for the gate (at most {GATE_ROWS} rows)",
         f"for calibration (at most {CALIBRATION_ROWS})",
         f"Of images, at most {GATE_IMAGES} are for the gate",
-        f"With fewer than {FEW_ROWS} rows for the gate",
+        f"With fewer than {MIN_RECOMMENDED_ROWS} rows for the gate",
         f"({LABELED_ROWS:,} at most are run)",
     ):
         assert words in text, words

@@ -19,7 +19,7 @@ from triptych.core.gate.probe import OUTSIDE, describe_probe, judge_probe
 from triptych.core.gate.runs import RowOutputs
 from triptych.core.gate_rows import probe_texts
 from triptych.core.samples import GateRequest
-from triptych.core.variety import Variety, variety_of
+from triptych.core.variety import Variety, measure_diversity
 from triptych.repository.records import (
     GateResult,
     ProbeResult,
@@ -52,7 +52,7 @@ def test_texts_are_many_and_varied() -> None:
     assert scripts >= set(wanted.split())
     for part in ("def mean(", "SELECT ", "Traceback", "@example.com", "IBAN", "🔥", "\n"):
         assert any(part in text for text in texts), part
-    variety = variety_of([text_request(text) for text in texts])
+    variety = measure_diversity([text_request(text) for text in texts])
     assert variety is not None
     assert variety.vocabulary_share > 0.15
     assert variety.near_duplicates < 0.05
@@ -69,18 +69,18 @@ def text_request(text: str) -> GateRequest:
 @pytest.mark.parametrize("pipeline", ["minilm", "pii", "ticket_routing"])
 def test_the_shipped_traffic_is_not_narrow(pipeline: str) -> None:
     lines = (ROOT / f"pipelines/{pipeline}/traffic.jsonl").read_text(encoding="utf-8").splitlines()
-    found = variety_of([text_request(json.loads(line)["text"]) for line in lines])
+    found = measure_diversity([text_request(json.loads(line)["text"]) for line in lines])
     assert found is not None
     assert found.vocabulary_share > 0.05
     assert found.near_duplicates < 0.1
 
 
 def test_numbers_make_no_text_another_one() -> None:
-    found = variety_of([text_request(f"order {number}") for number in range(70)])
+    found = measure_diversity([text_request(f"order {number}") for number in range(70)])
     assert found == Variety(words=2, vocabulary_share=round(2 / 140, 4), near_duplicates=0.9857)
     edge = replace(text_request(""), edge=True)
-    assert variety_of([edge]) is None
-    assert variety_of([text_request("...")]) is None
+    assert measure_diversity([edge]) is None
+    assert measure_diversity([text_request("...")]) is None
 
 
 def judge(

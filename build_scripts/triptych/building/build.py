@@ -29,7 +29,7 @@ from triptych.core.gate.answers import check_hooks
 from triptych.core.gate.runs import write_warm_ups
 from triptych.core.inputs import PipelineInputs
 from triptych.core.precision.stage import CheckedCore, full_precision, lower_precision, shared_core
-from triptych.core.variety import variety_of
+from triptych.core.variety import measure_diversity
 from triptych.repository.card import CARD_FILE, render_card
 from triptych.repository.lint.checks import lint_rendered
 from triptych.repository.manifest import (
@@ -167,7 +167,7 @@ def _write(
     dry_run = None
     if engine_dry_run and engine is None:
         dry_run = _dry_run(core, previous, progress)
-    variety = variety_of(core.inputs.requests)
+    variety = measure_diversity(core.inputs.requests)
     lock = make_manifest(
         plan,
         hashes,

@@ -22,7 +22,7 @@ import yaml
 
 from triptych.core.feeds import Sample
 from triptych.core.reader import RequestReader
-from triptych.core.samples import FEW_ROWS, GateRequest, hash_inputs, shown_text
+from triptych.core.samples import MIN_RECOMMENDED_ROWS, GateRequest, hash_inputs, shown_text
 
 EDGE_TEXTS = {
     "empty": "",
@@ -233,7 +233,9 @@ class GateRows:
 
     def __str__(self) -> str:
         gate = sum(not request.edge for request in self.requests)
-        few = f"; at least {FEW_ROWS} are recommended for the gate" if gate < FEW_ROWS else ""
+        few = ""
+        if gate < MIN_RECOMMENDED_ROWS:
+            few = f"; at least {MIN_RECOMMENDED_ROWS} are recommended for the gate"
         return (
             f"{gate} for the gate, {len(self.requests) - gate} edge cases, "
             f"{len(self.calibration)} rows for calibration{few}"

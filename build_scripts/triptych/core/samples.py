@@ -15,7 +15,7 @@ from triptych.core.feeds import Sample
 from triptych.runtime.row_types import RowInputs
 
 MAX_SHOWN = 80
-FEW_ROWS = 200
+MIN_RECOMMENDED_ROWS = 200
 """Recommended minimum number of traffic rows. Fewer rows show only some of an artifact's errors."""
 
 Expected = tuple[NDArray[np.float32], ...]

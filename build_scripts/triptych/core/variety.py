@@ -33,7 +33,7 @@ class Variety:
     near_duplicates: float
 
 
-def variety_of(requests: Sequence[GateRequest]) -> Variety | None:
+def measure_diversity(requests: Sequence[GateRequest]) -> Variety | None:
     """Return the diversity of the traffic among the gate's `requests`; None without words."""
     texts = [
         _plain(" ".join(value for value in request.inputs.values() if isinstance(value, str)))

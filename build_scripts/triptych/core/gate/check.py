@@ -30,7 +30,7 @@ from triptych.core.gate.runs import (
     run_ways,
 )
 from triptych.core.gate.verdicts import judge_metrics, say_failures, worst_rows
-from triptych.core.samples import FEW_ROWS, Expected, GateRequest, by_request, rows_of
+from triptych.core.samples import MIN_RECOMMENDED_ROWS, Expected, GateRequest, by_request, rows_of
 from triptych.repository.records import GateResult
 from triptych.spec.fields import Precision
 from triptych.spec.tasks.labeled import LabeledResult, LabeledRow, compare_labeled
@@ -95,8 +95,11 @@ def check(
         raise ValueError(f"{len(samples)} core rows, but {len(expected)} expected results")
     edges = sum(request.edge for request in requests)
     traffic = len(requests) - edges
-    if traffic < FEW_ROWS:
-        notes = [*notes, f"only {traffic} rows of traffic decide: {FEW_ROWS} or more are better"]
+    if traffic < MIN_RECOMMENDED_ROWS:
+        notes = [
+            *notes,
+            f"only {traffic} rows of traffic decide: {MIN_RECOMMENDED_ROWS} or more are better",
+        ]
     first = sum(len(request.rows) for request in requests if request.edge)
     alone = range(min(len(samples), first + ALONE_BATCHES * batch_size))
     try:

@@ -38,7 +38,7 @@ from triptych.core.gate.live import (
 )
 from triptych.core.gate.verdicts import WORST_ROWS, judge_metrics, say_failures
 from triptych.core.inputs import PipelineInputs
-from triptych.core.samples import FEW_ROWS
+from triptych.core.samples import MIN_RECOMMENDED_ROWS
 from triptych.repository.manifest import BuildManifest, find_manifest
 from triptych.repository.records import Verdict, WorstRow, plain_data
 from triptych.runtime.hooking import find_hook
@@ -238,8 +238,8 @@ def _notes(
             " so that little is known of neighbors; raise --clients"
         )
     rows = sum(not case.edge for case in cases)
-    if rows < FEW_ROWS:
-        yield f"only {rows} rows of traffic decide: {FEW_ROWS} or more are better"
+    if rows < MIN_RECOMMENDED_ROWS:
+        yield f"only {rows} rows of traffic decide: {MIN_RECOMMENDED_ROWS} or more are better"
 
 
 def _worst(

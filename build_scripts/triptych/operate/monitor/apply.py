@@ -15,7 +15,7 @@ from triptych.base.files import scratch_folder, told_to_user, write_files
 from triptych.building.build import Built, build
 from triptych.core.gate_rows import CALIBRATION_ROWS, split_traffic
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.core.samples import FEW_ROWS, hash_inputs
+from triptych.core.samples import MIN_RECOMMENDED_ROWS, hash_inputs
 from triptych.operate.monitor.results import MonitorRun, list_edits
 from triptych.operate.monitor.sample import SampledRow, TrafficSample
 from triptych.operate.tune.drift import Drift, check_drift
@@ -218,8 +218,8 @@ def apply_blocker(
         return "another build was activated since the run"
     if edits := [*list_edits(inputs, lock)]:
         return f"{edits[0]} since the build, and would be built too: run `triptych build` yourself"
-    if len({tuple(row.inputs.items()) for row in rows}) < FEW_ROWS:
-        return f"{len(rows)} rows are too few: a build needs {FEW_ROWS} different rows"
+    if len({tuple(row.inputs.items()) for row in rows}) < MIN_RECOMMENDED_ROWS:
+        return f"{len(rows)} rows are too few: a build needs {MIN_RECOMMENDED_ROWS} different rows"
     return ""
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from triptych.base.formatting import percent, rounded, signed_percent
 from triptych.core.gate.live import Reply, Rules
-from triptych.core.samples import FEW_ROWS
+from triptych.core.samples import MIN_RECOMMENDED_ROWS
 from triptych.operate.monitor.scores import (
     LossTests,
     RowScore,
@@ -72,7 +72,7 @@ class PairTest:
     def state(self) -> State:
         """State of the candidate. Few rows can prove a loss over the limit, not one within it."""
         if self.high <= self.allowed:
-            return "within limit" if self.rows >= FEW_ROWS else "inconclusive"
+            return "within limit" if self.rows >= MIN_RECOMMENDED_ROWS else "inconclusive"
         if self.more_high < 0:
             return "better"
         if self.low > self.allowed:
@@ -323,10 +323,10 @@ def _find_losses(answers: Answers) -> Iterator[str]:
 
 
 def _find_doubts(answers: Answers, speeds: Sequence[Speed]) -> Iterator[str]:
-    if answers.rows < FEW_ROWS:
-        yield f"{answers.rows} rows are too few: at least {FEW_ROWS} are needed"
+    if answers.rows < MIN_RECOMMENDED_ROWS:
+        yield f"{answers.rows} rows are too few: at least {MIN_RECOMMENDED_ROWS} are needed"
     for test in answers.tests:
-        if test.rows < FEW_ROWS or test.state in ("within limit", "better"):
+        if test.rows < MIN_RECOMMENDED_ROWS or test.state in ("within limit", "better"):
             continue
         if answers.reference:
             yield f"{_format_loss(test)}: more rows are needed"
