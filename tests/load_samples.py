@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from triptych.operate.tune.results import Outcome, Trial, TuneResult
-from triptych.serving.bench.comparison import cost_of
+from triptych.serving.bench.comparison import compute_cost
 from triptych.serving.bench.results import (
     BenchResult,
     Bottleneck,
     GpuUse,
-    Load,
+    LoadPoint,
     Measurement,
+    OfferedLoad,
     Part,
-    Point,
     ProcessUse,
     RateSearch,
     Resources,
@@ -106,13 +106,13 @@ FULL = Bottleneck(
 )
 
 
-def point(clients: float, *, drift: float = 1.0, **changes: Any) -> Point:
+def point(clients: float, *, drift: float = 1.0, **changes: Any) -> LoadPoint:
     """Three rounds of the pipeline, 2 % apart."""
     rounds = tuple(measurement(clients, drift=drift * d, **changes) for d in (0.99, 1.0, 1.01))
-    return Point("minilm", Load("concurrency", clients), rounds, FULL)
+    return LoadPoint("minilm", OfferedLoad("concurrency", clients), rounds, FULL)
 
 
-def baseline(name: str, load: Load, rate: float) -> Point:
+def baseline(name: str, load: OfferedLoad, rate: float) -> LoadPoint:
     """What no server was asked for: no steps, no parts, no resources."""
     mean = 1e6 * (load.value if load.kind == "concurrency" else 1) / rate
     rounds = tuple(
@@ -131,10 +131,10 @@ def baseline(name: str, load: Load, rate: float) -> Point:
         )
         for d in (0.98, 1.0, 1.02)
     )
-    return Point(name, load, rounds)
+    return LoadPoint(name, load, rounds)
 
 
-def arrivals(rate: float, p99_ms: float) -> Point:
+def arrivals(rate: float, p99_ms: float) -> LoadPoint:
     """One round of requests that arrive at random."""
     one = measurement(
         1 + rate / 20,
@@ -146,7 +146,7 @@ def arrivals(rate: float, p99_ms: float) -> Point:
         p99_us=p99_ms * 1e3,
         p99_9_us=p99_ms * 1.3e3,
     )
-    return Point("minilm", Load("poisson", rate), (one,), FULL)
+    return LoadPoint("minilm", OfferedLoad("poisson", rate), (one,), FULL)
 
 
 def rate_search(slo: Slo = PROMISE) -> RateSearch:
@@ -181,14 +181,14 @@ def bench(*, drift: float = 1.0, **changes: Any) -> BenchResult:
         "subject": subject(),
         "points": tuple(point(clients, drift=drift) for clients in (1, 2, 4, 8, 16, 32)),
         "baselines": (
-            baseline("torch eager", Load("in_process", 1), 61.0),
-            baseline("onnxruntime in process", Load("in_process", 8), 210.0),
-            baseline("LitServe", Load("concurrency", 8), 88.0),
-            baseline("MLServer", Load("concurrency", 8), 70.0),
+            baseline("torch eager", OfferedLoad("in_process", 1), 61.0),
+            baseline("onnxruntime in process", OfferedLoad("in_process", 8), 210.0),
+            baseline("LitServe", OfferedLoad("concurrency", 8), 88.0),
+            baseline("MLServer", OfferedLoad("concurrency", 8), 70.0),
         ),
         "slo": PROMISE,
         "rate": rate_search(),
-        "cost": cost_of(150, price_per_hour=0.34, daily_requests=5e6, peak_per_s=900),
+        "cost": compute_cost(150, price_per_hour=0.34, daily_requests=5e6, peak_per_s=900),
     }
     return BenchResult(**{**values, **changes})
 
@@ -236,10 +236,12 @@ def hostile(word: str) -> BenchResult:
             machine={word: word},
             versions={word: word},
         ),
-        points=(Point(word, Load("concurrency", 2), (one,), held),),
-        baselines=(Point(word, Load("in_process", 2), (one,)),),
-        rate=RateSearch(PROMISE, 1.0, None, (Point(word, Load("poisson", 1), (one,), held),)),
-        cost=cost_of(1, price_per_hour=1, currency=word),
+        points=(LoadPoint(word, OfferedLoad("concurrency", 2), (one,), held),),
+        baselines=(LoadPoint(word, OfferedLoad("in_process", 2), (one,)),),
+        rate=RateSearch(
+            PROMISE, 1.0, None, (LoadPoint(word, OfferedLoad("poisson", 1), (one,), held),)
+        ),
+        cost=compute_cost(1, price_per_hour=1, currency=word),
     )
 
 
@@ -253,7 +255,9 @@ def _scaled(factor: float) -> BenchResult:
         parts=tuple(replace(part, us=part.us * factor) for part in one.parts),
         **{name: getattr(one, name) * factor for name in times},
     )
-    return bench(points=(Point("minilm", Load("concurrency", 4), (one, other)),), rate=None)
+    return bench(
+        points=(LoadPoint("minilm", OfferedLoad("concurrency", 4), (one, other)),), rate=None
+    )
 
 
 NASTY: dict[str, BenchResult] = {
@@ -264,7 +268,7 @@ NASTY: dict[str, BenchResult] = {
         points=tuple(point(clients, **NOTHING_ANSWERED) for clients in (1, 8)),
         rate=RateSearch(
             PROMISE, 0.0, 5.0,
-            (replace(point(1, **NOTHING_ANSWERED), load=Load("poisson", 5)),),
+            (replace(point(1, **NOTHING_ANSWERED), load=OfferedLoad("poisson", 5)),),
         ),
         cost=None,
     ),
@@ -281,7 +285,8 @@ NASTY: dict[str, BenchResult] = {
     "twenty points": bench(points=tuple(point(float(clients)) for clients in range(1, 60, 3))),
     "open only": bench(
         points=tuple(
-            replace(arrivals(r, p), load=Load("burst", r, 8)) for r, p in ((50, 30.0), (90, 99.0))
+            replace(arrivals(r, p), load=OfferedLoad("burst", r, 8))
+            for r, p in ((50, 30.0), (90, 99.0))
         ),
         rate=None,
     ),
@@ -329,7 +334,7 @@ def outcome(drift: float, **changes: Any) -> Outcome:
         "points": tuple(point(c, drift=drift) for c in (1, 2, 4, 8, 16, 32)),
         "bottleneck": FULL,
         "rate": replace(rate_search(), highest_per_s=150 * drift, lowest_broken_per_s=165 * drift),
-        "cost": cost_of(150 * drift, price_per_hour=0.34, daily_requests=5e6),
+        "cost": compute_cost(150 * drift, price_per_hour=0.34, daily_requests=5e6),
     }
     return Outcome(**{**values, **changes})
 

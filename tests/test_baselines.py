@@ -40,7 +40,7 @@ from triptych.serving.bench.baseline_calls import (
     write_work,
 )
 from triptych.serving.bench.baselines import ALL, Baselines, WorkerFailed, WorkerProcess
-from triptych.serving.bench.results import Load
+from triptych.serving.bench.results import OfferedLoad
 from triptych.spec.spec import load_spec
 
 SECONDS = 0.2
@@ -110,7 +110,7 @@ def test_a_baseline_is_measured_again_and_again(running: Baselines, name: str) -
 def test_the_load_tells_the_rows_of_a_call(running: Baselines) -> None:
     assert running.names == ("torch eager", "torch batched", "onnxruntime")
     assert [running.load_of(name) for name in ALL] == [
-        Load("in_process", rows) for rows in (1, 32, 1, 1)
+        OfferedLoad("in_process", rows) for rows in (1, 32, 1, 1)
     ]
 
 

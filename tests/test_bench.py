@@ -13,8 +13,14 @@ import pytest
 
 from conftest import TRAFFIC_ROWS, build_into, write_pipeline
 from triptych.base.errors import UserError
-from triptych.serving.bench.bench import Price, parse_loads, price_of, sustained
-from triptych.serving.bench.results import BenchResult, Load, Measurement, Point, from_json
+from triptych.serving.bench.bench import Price, make_price, parse_loads, sustained_rate
+from triptych.serving.bench.results import (
+    BenchResult,
+    LoadPoint,
+    Measurement,
+    OfferedLoad,
+    from_json,
+)
 from triptych.spec.slo import Slo
 
 
@@ -144,24 +150,24 @@ def test_a_baseline_is_measured_in_the_same_rounds(
     assert all(point.typical.requests for point in result.baselines)
 
 
-def point(rate: float, p99_us: float) -> Point:
+def point(rate: float, p99_us: float) -> LoadPoint:
     times = (p99_us / 2,) * 4
     one = Measurement(1.0, 100, {}, rate, *times, p99_us, p99_us, True)
-    return Point("tiny", Load("concurrency", 1.0), (one,))
+    return LoadPoint("tiny", OfferedLoad("concurrency", 1.0), (one,))
 
 
 def test_what_is_sustained_is_the_fastest_load_within_the_latencies() -> None:
     points = [point(100, 10e3), point(200, 40e3), point(300, 90e3)]
-    assert sustained(points, Slo(p99_ms=50.0, throughput=1e9), None) == 200
-    assert sustained(points, Slo(), None) == 300
-    assert sustained(points, Slo(p99_ms=1.0), None) == 0
+    assert sustained_rate(points, Slo(p99_ms=50.0, throughput=1e9), None) == 200
+    assert sustained_rate(points, Slo(), None) == 300
+    assert sustained_rate(points, Slo(p99_ms=1.0), None) == 0
     assert Price(2.0).cost(0.0) is None
 
 
 def test_loads_and_prices_are_checked() -> None:
     loads = parse_loads([2], [10.0], "poisson", 8)
-    assert loads == (Load("concurrency", 2.0), Load("poisson", 10.0, 1))
+    assert loads == (OfferedLoad("concurrency", 2.0), OfferedLoad("poisson", 10.0, 1))
     with pytest.raises(UserError, match="--burst"):
         parse_loads([], [5.0], "burst", 0)
     with pytest.raises(UserError):
-        price_of(-1.0, currency="EUR", daily_requests=None, peak_per_s=None, headroom=0.3)
+        make_price(-1.0, currency="EUR", daily_requests=None, peak_per_s=None, headroom=0.3)

@@ -221,7 +221,7 @@ def test_serve_starts_a_killed_server_anew(minilm_repository: Path) -> None:
         _, errors = server.communicate(timeout=60)
     assert server.returncode == 0
     assert "SIGKILL" in errors
-    assert "It is started again now." in errors
+    assert "The server restarts now." in errors
     assert "Traceback" not in errors
 
 

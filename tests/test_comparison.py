@@ -11,19 +11,19 @@ import pytest
 from load_samples import NASTY, NOTHING_ANSWERED, baseline, bench, measurement, point, subject
 from triptych.base.errors import UserError
 from triptych.interface.report.load import write_bench_report
-from triptych.serving.bench.comparison import Change, compare, read_bench
-from triptych.serving.bench.results import BenchResult, Load, Point
+from triptych.serving.bench.comparison import MetricChange, compare_results, read_bench
+from triptych.serving.bench.results import BenchResult, LoadPoint, OfferedLoad
 
 
 def rounds(*rates: float) -> BenchResult:
     """One load whose rounds had these throughputs."""
     measured = tuple(measurement(8, throughput_per_s=rate) for rate in rates)
-    one = Point("minilm", Load("concurrency", 8), measured)
+    one = LoadPoint("minilm", OfferedLoad("concurrency", 8), measured)
     return bench(points=(one,), baselines=(), rate=None, cost=None)
 
 
-def change(before: BenchResult, after: BenchResult, name: str) -> Change:
-    found = [one for one in compare(before, after).pairs[0].changes if one.name == name]
+def change(before: BenchResult, after: BenchResult, name: str) -> MetricChange:
+    found = [one for one in compare_results(before, after).pairs[0].changes if one.name == name]
     assert len(found) == 1
     return found[0]
 
@@ -49,7 +49,7 @@ def test_a_change_is_more_than_the_noise_or_not(
 
 
 def test_changes_have_a_direction() -> None:
-    faster = compare(bench(), bench(drift=1.2))
+    faster = compare_results(bench(), bench(drift=1.2))
     assert [pair.load.value for pair in faster.pairs[:6]] == [1, 2, 4, 8, 16, 32]
     of_four = {one.name: one for one in faster.pairs[2].changes}
     assert of_four["requests/s"].relative == pytest.approx(0.2)
@@ -58,7 +58,7 @@ def test_changes_have_a_direction() -> None:
     assert of_four["core queue ms"].weight == "better"
     assert of_four["core queue ms"].of_step
     assert of_four["core batch"].weight == "same"
-    slower = compare(bench(drift=1.2), bench())
+    slower = compare_results(bench(drift=1.2), bench())
     assert {one.weight for one in slower.pairs[0].changes[:3]} == {"worse"}
 
 
@@ -76,11 +76,11 @@ def test_errors_are_compared_where_there_are_any() -> None:
 def test_loads_of_one_side_are_named() -> None:
     before = bench(points=(point(1), point(8)))
     after = bench(
-        points=(point(8), point(64)), baselines=(baseline("x", Load("in_process", 1), 9),)
+        points=(point(8), point(64)), baselines=(baseline("x", OfferedLoad("in_process", 1), 9),)
     )
-    found = compare(before, after)
+    found = compare_results(before, after)
     assert [str(pair.load) for pair in found.pairs] == ["8 clients"]
-    assert found.only_after == ("minilm, 64 clients", "x, 1 a call")
+    assert found.only_after == ("minilm, 64 clients", "x, 1 per call")
     assert found.only_before[0] == "minilm, 1 client"
     assert len(found.only_before) == 5
 
@@ -90,7 +90,7 @@ def test_pipelines_of_other_names_are_compared() -> None:
         subject=subject(pipeline="minilm_int8", precision="int8", overrides={"core.instances": 2}),
         points=tuple(replace(point(c), contender="minilm_int8") for c in (1, 8)),
     )
-    found = compare(bench(), renamed)
+    found = compare_results(bench(), renamed)
     assert found.pairs[0].contender == "minilm_int8"
     assert found.differences == {
         "pipeline": ("minilm", "minilm_int8"),
@@ -102,7 +102,7 @@ def test_pipelines_of_other_names_are_compared() -> None:
 
 def test_other_machines_and_traffic_are_warned_of() -> None:
     other = subject(machine={"processor": "Another"}, lengths={5: 1}, server="host:8001")
-    found = compare(bench(), bench(subject=other))
+    found = compare_results(bench(), bench(subject=other))
     assert len(found.warnings) == 3
     assert any("machines differ" in warning for warning in found.warnings)
     assert found.differences["machine cores"] == ("2", "not set")
@@ -114,21 +114,21 @@ def test_rates_and_cost_are_compared_under_the_same_promise() -> None:
     assert before.cost is not None
     faster = replace(before.rate, highest_per_s=300.0, lowest_broken_per_s=310.0)
     cheaper = replace(before.cost, per_million=before.cost.per_million / 2)
-    found = compare(before, bench(rate=faster, cost=cheaper)).totals
+    found = compare_results(before, bench(rate=faster, cost=cheaper)).totals
     assert [(one.name, one.weight) for one in found] == [
         ("highest rate/s", "better"),
         ("USD a million", "better"),
     ]
     # 150 held and 165 broke: 160 is within what the search left open.
     near = replace(before.rate, highest_per_s=160.0, lowest_broken_per_s=170.0)
-    assert compare(before, bench(rate=near)).totals[0].weight == "within noise"
+    assert compare_results(before, bench(rate=near)).totals[0].weight == "within noise"
     other = replace(before.rate, slo=before.slo.model_copy(update={"p99_ms": 5.0}))
     dearer = replace(before.cost, price_per_hour=9.0)
-    assert compare(before, bench(rate=other, cost=dearer)).totals == ()
+    assert compare_results(before, bench(rate=other, cost=dearer)).totals == ()
 
 
 def test_everything_is_plain_data() -> None:
-    found = compare(bench(), bench(drift=1.2, subject=subject(precision="int8")))
+    found = compare_results(bench(), bench(drift=1.2, subject=subject(precision="int8")))
     of_four = found.pairs[2]
     assert (of_four.contender, str(of_four.load)) == ("minilm", "4 clients")
     rate = of_four.changes[0]
@@ -142,7 +142,7 @@ def test_everything_is_plain_data() -> None:
 @pytest.mark.parametrize("name", NASTY)
 def test_any_results_can_be_compared(name: str) -> None:
     for pair in ((bench(), NASTY[name]), (NASTY[name], bench()), (NASTY[name], NASTY[name])):
-        found = compare(*pair)
+        found = compare_results(*pair)
         json.dumps(found.as_dict(), allow_nan=False)
 
 
@@ -155,7 +155,7 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        (None, "must be a file"),
+        (None, "must be a readable file"),
         ("{", "must be JSON"),
         ("[]", "must be a bench result"),
         ('{"schema": "triptych-bench/2"}', "must be a bench result"),

@@ -93,10 +93,10 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
         (folder / "hooks.py").write_text(hooks("SECOND"))
         build_into(folder, repository)
         old.poll()
-        assert "goes on with the old one" in problems.pop()
+        assert "keeps serving the previous build" in problems.pop()
         exchange.poll()
         steps = "tickets_postprocess, tickets_preprocess"
-        assert told == [f"tickets was built anew and exchanged: {steps}"]
+        assert told == [f"tickets was rebuilt and reloaded: {steps}"]
         asker.wait_for("SECOND")
         for label in ("FIRST", "SECOND"):
             rollback(repository, "tickets", None)
@@ -112,7 +112,7 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
         exchange.poll()
         assert len(told) == 1
         assert "KeyError: 'not on a server'" in problems[0]
-        assert "What was loaded before goes on serving" in problems.pop()
+        assert "The previous build keeps serving" in problems.pop()
         time.sleep(0.3)
         assert asker.labels[-1] == "SECOND"
 
@@ -143,7 +143,7 @@ def test_a_step_that_would_load_for_ever_is_loaded_again(pipelines: Path, tmp_pa
         )
         build_into(folder, repository)
         exchange.poll()
-        assert "tickets was built anew and exchanged" in told.pop()
+        assert "tickets was rebuilt and reloaded" in told.pop()
         asker.wait_for("SECOND")
         assert mark.exists()
         assert server.find_crash(within_s=0.5) is None
@@ -212,6 +212,6 @@ def test_dev_serves_each_change_and_keeps_what_worked(
     _, said = dev.communicate(timeout=60)
     assert dev.returncode == 0, said
     assert "stopped (SIGINT)" in said
-    assert "was built anew and exchanged: tickets_postprocess" in said
+    assert "was rebuilt and reloaded: tickets_postprocess" in said
     with pytest.raises(ProcessLookupError):
         os.kill(ready["pid"], 0)

@@ -12,7 +12,7 @@ from drift_cases import MAX_LENGTH, built_for, draw, exact, read_minilm
 from test_capacity import SEARCH
 from triptych.core.inputs import PipelineInputs
 from triptych.operate.tune.drift import Drift, check_drift, format_drift
-from triptych.operate.tune.proposal import MeasuredLoad, tuned_diff
+from triptych.operate.tune.proposal import MeasuredLoad, diff_tuned
 from triptych.spec.plan import Layout, choose_edges
 from triptych.spec.slo import Slo
 from triptych.spec.traffic import Lengths
@@ -65,7 +65,7 @@ def test_other_lengths_are_drift_and_change_the_work(
 def test_a_few_rows_prove_nothing_however_different(inputs: PipelineInputs) -> None:
     found = verdict(inputs, draw(30, 400, 0), [MAX_LENGTH] * 2, "packed")
     assert not found.drifted
-    assert any("so few rows" in note for note in found.notes)
+    assert any("with these few rows" in note for note in found.notes)
 
 
 def test_traffic_that_is_all_cut_is_drift(inputs: PipelineInputs) -> None:
@@ -157,12 +157,12 @@ def test_what_is_proposed_has_its_effect_and_its_diff(inputs: PipelineInputs) ->
         if changes:  # padded to lengths of other rows
             assert proposal.core_work < 0.8
             assert proposal.capacity.highest_per_s > 1.1 * capacity.highest_per_s
-            assert tuned_diff(proposal)[3:] == ("+set:", "+  core.bucket_count: 12")
-            assert f"works {1 - proposal.core_work:.0%} less" in text
+            assert diff_tuned(proposal)[3:] == ("+set:", "+  core.bucket_count: 12")
+            assert f"{1 - proposal.core_work:.0%} less work" in text
         else:
             assert proposal.core_work == pytest.approx(1.0)
-            assert (proposal.capacity, tuned_diff(proposal)) == (capacity, ())
-            assert "as much for a row" in text
+            assert (proposal.capacity, diff_tuned(proposal)) == (capacity, ())
+            assert "the same work of the core per row" in text
         json.dumps(found.as_dict(), allow_nan=False)
     assert check_drift(pipeline, exact(draw(15, 300, 2))).proposal is None
     slow = check_drift(pipeline, exact(new), measured=measured, rate_per_s=400.0).proposal

@@ -242,7 +242,7 @@ def test_what_is_built_is_put_in_one_at_a_time_and_what_does_not_load_never(
         watched.until(lambda: bool(watched.problems) and fleet.is_settled)
         watched.until(lambda: len(asker.labels) > since + CLIENTS)
     assert "KeyError: 'not on a server'" in watched.problems[0]
-    assert "What was built gets no requests" in watched.problems.pop()
+    assert "The new build was not deployed" in watched.problems.pop()
     assert watched.problems == []
     assert set(asker.labels) == {"FIRST", "SECOND"}
     assert set(asker.labels[since:]) == {"SECOND"}
@@ -297,7 +297,7 @@ def test_streams_deadlines_and_limits_are_as_of_one_server(watched: Watched) -> 
 def test_a_replica_that_dies_at_each_start_is_given_up_and_a_new_build_tries_it_again(
     watched: Watched, pipeline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Replica, "most_failed_starts", 2)
+    monkeypatch.setattr(Replica, "max_failed_starts", 2)
     fleet = watched.fleet
     first = fleet.replicas[0]
     with load(watched, clients=2) as asker:
@@ -308,5 +308,5 @@ def test_a_replica_that_dies_at_each_start_is_given_up_and_a_new_build_tries_it_
         assert len(fleet.ready) == 2
         build(pipeline, "FIRST")
         watched.until(lambda: first.is_ready)
-    assert "failed 2 times in a row and is not started again" in watched.problems[-1]
+    assert "failed 2 times in a row and is not restarted" in watched.problems[-1]
     assert set(asker.labels) <= {"FIRST", "SECOND"}

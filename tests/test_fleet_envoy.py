@@ -165,11 +165,14 @@ def test_each_replica_has_a_gpu_of_its_own(tmp_path: Path) -> None:
     [
         (lambda: count_replicas(0, []), "`--replicas` must be at least 1. Given: 0"),
         (lambda: count_replicas(-1, ["0"]), "`--replicas` must be at least 1. Given: -1"),
-        (lambda: count_replicas(None, ["0", "0"]), "must name each GPU once"),
-        (lambda: count_replicas(None, ["0", ""]), "must name each GPU once"),
-        (lambda: count_replicas(3, ["0", "1"]), "must be as many as GPUs"),
-        (lambda: check_gpus(["0", "2"], 2), "must name GPUs of this machine. Given: 2, and there"),
-        (lambda: check_gpus(["GPU-5a1c"], 0), "there are none. Leave --gpus out"),
+        (lambda: count_replicas(None, ["0", "0"]), "must list each GPU once"),
+        (lambda: count_replicas(None, ["0", ""]), "must list each GPU once"),
+        (lambda: count_replicas(3, ["0", "1"]), "must equal the number of GPUs"),
+        (
+            lambda: check_gpus(["0", "2"], 2),
+            "contains an unknown GPU. Given: 2; GPUs of this machine: 2",
+        ),
+        (lambda: check_gpus(["GPU-5a1c"], 0), "GPUs of this machine: none. Leave --gpus out"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(ask: Callable[[], object], message: str) -> None:
@@ -181,7 +184,7 @@ def test_what_cannot_be_is_refused_in_words(ask: Callable[[], object], message: 
 def test_replicas_without_room_are_warned_of_by_what_was_measured() -> None:
     assert list(capacity_warnings([900.0, 800.0], 1000.0, 2)) == []
     memory, cores = capacity_warnings([900.0, 800.0, 700.0], 850.0, 2)
-    assert memory.startswith("a replica uses 900 MiB and 850 MiB are left")
+    assert memory.startswith("a replica uses 900 MiB and 850 MiB are free")
     assert cores.startswith("3 replicas share 2 cores")
     # This process, measured: some MiB, and fewer than the machine has.
     assert not any(

@@ -21,22 +21,26 @@ from report_pages import Page, assert_finite_drawing, assert_stands_alone
 from triptych.base.errors import UserError
 from triptych.interface.cli.measured_tables import print_bench
 from triptych.interface.report.load import as_csv, figures, page
-from triptych.serving.bench.bench import Price, tokens_of
+from triptych.serving.bench.bench import Price, mean_answer_tokens
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.measure import run_longer
 from triptych.serving.bench.perf_analyzer import LoadError
-from triptych.serving.bench.perf_output import Answer, Export, LoadResult, read_export
-from triptych.serving.bench.resources import process_name, process_tree
+from triptych.serving.bench.perf_output import Export, LoadResult, StreamedAnswer, read_export
+from triptych.serving.bench.resources import name_process, process_tree
 from triptych.serving.bench.results import (
     BenchResult,
-    Load,
-    Point,
+    LoadPoint,
+    OfferedLoad,
+    format_headline,
     from_json,
-    headline,
+    judge_slo,
     to_json,
-    verdict_of,
 )
-from triptych.serving.bench.streamed import answer_parts, keeps, streamed_of
+from triptych.serving.bench.streamed import (
+    compute_streaming_metrics,
+    meets_limits,
+    split_answer_time,
+)
 from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.slo import GenerationSlo, parse_generation_slo
 from triptych.spec.spec import load_spec
@@ -83,7 +87,7 @@ def test_an_answer_is_read_response_by_response(tmp_path: Path) -> None:
     assert (short.ttft_us, short.itl_us, short.tokens) == (5_000, [], 1)
     assert export.latencies_us == (5_000, 20_000)
 
-    found = streamed_of(export, GenerationSlo(ttft_p99="9ms"))
+    found = compute_streaming_metrics(export, GenerationSlo(ttft_p99="9ms"))
     assert (found.tokens, found.tokens_per_s, found.goodput_per_s) == (5, 50.0, 10.0)
     assert (found.ttft.samples, found.ttft.p99_us, found.ttft.mean_us) == (2, 10_000, 7_500)
     assert (found.itl.samples, found.itl.p50_us) == (2, 6_000)
@@ -104,9 +108,11 @@ def test_an_answer_is_read_response_by_response(tmp_path: Path) -> None:
 def test_goodput_counts_the_answers_that_keep_every_limit(
     limits: dict[str, str], kept: bool
 ) -> None:
-    answer = Answer(0, (100 * MS, 110 * MS, 140 * MS, 150 * MS), 4)
-    assert keeps(answer, GenerationSlo.model_validate(limits)) is kept
-    assert keeps(Answer(0, (1,), 1), GenerationSlo(itl_p99="1us"))  # one token: nothing between
+    answer = StreamedAnswer(0, (100 * MS, 110 * MS, 140 * MS, 150 * MS), 4)
+    assert meets_limits(answer, GenerationSlo.model_validate(limits)) is kept
+    assert meets_limits(
+        StreamedAnswer(0, (1,), 1), GenerationSlo(itl_p99="1us")
+    )  # one token: nothing between
 
 
 def test_promises_of_both_kinds(tmp_path: Path) -> None:
@@ -149,7 +155,7 @@ def test_what_a_step_has_started_counts_as_the_step() -> None:
         while len(found := process_tree(step.pid)) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert {process_name(one, os.getpid()) for one in found} == {"chat_core_0_0"}
+        assert {name_process(one, os.getpid()) for one in found} == {"chat_core_0_0"}
         step.communicate(b"\n")
 
 
@@ -173,25 +179,25 @@ def result(*, slow: float = 1.0) -> BenchResult:
     for clients in (1, 4):
         step = int(5 * MS * clients * slow)
         times = tuple(60 * MS + step * number for number in range(10))
-        answers = tuple(Answer(0, times, 10) for _ in range(20 * clients))
+        answers = tuple(StreamedAnswer(0, times, 10) for _ in range(20 * clients))
         export = Export((0, 10_000 * MS), tuple(times[-1:]), (times[-1] / 1e3,), answers)
-        streamed = streamed_of(export, slo)
+        streamed = compute_streaming_metrics(export, slo)
         changes = dict.fromkeys(("mean_us", "p50_us", "p99_us"), times[-1] / 1000.0)
         one = replace(
             measurement(clients, requests=20 * clients, throughput_per_s=2.0 * clients, **changes),
             streamed=streamed,
-            parts=answer_parts(times[-1] / 1e3, streamed),
+            parts=split_answer_time(times[-1] / 1e3, streamed),
         )
-        load = Load("concurrency", clients)
-        points.append(Point("minilm", load, (one, one), find_bottleneck(one, load)))
+        load = OfferedLoad("concurrency", clients)
+        points.append(LoadPoint("minilm", load, (one, one), find_bottleneck(one, load)))
     return bench(points=tuple(points), slo=slo, rate=None, baselines=(), cost=None)
 
 
 def test_what_was_measured_is_kept_and_shown() -> None:
     found = result()
     assert from_json(BenchResult, json.loads(json.dumps(to_json(found)))) == found
-    assert verdict_of(found).kind == "met"
-    assert headline(found) == (
+    assert judge_slo(found).kind == "met"
+    assert format_headline(found) == (
         "Best: 80.0 tokens/s at 4 clients, goodput 8.00/s of 8.00/s, p99 of the first token "
         "60.0 ms, between tokens 20.0 ms"
     )
@@ -215,12 +221,12 @@ def test_what_was_measured_is_kept_and_shown() -> None:
 
 def test_a_promise_that_breaks_costs_goodput() -> None:
     found = result(slow=2.0)
-    assert verdict_of(found).says.endswith("holds at 1 client.")
+    assert judge_slo(found).says.endswith("holds at 1 client.")
     assert [point.median("goodput_per_s") for point in found.points] == [2.0, 0.0]
 
 
 def test_tokens_have_a_price() -> None:
-    tokens = tokens_of(result().points)
+    tokens = mean_answer_tokens(result().points)
     assert tokens == 10
     cost = Price(3.6).cost(8.0, tokens)
     assert cost is not None

@@ -37,7 +37,7 @@ from triptych.interface.page.page import ChatPage
 from triptych.serving.bench import measure as measuring
 from triptych.serving.bench.bench import Bench
 from triptych.serving.bench.measure import STREAM_ERROR
-from triptych.serving.bench.results import Load, Measurement
+from triptych.serving.bench.results import Measurement, OfferedLoad
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.slo import GenerationSlo
@@ -263,20 +263,20 @@ def test_bench_measures_every_response(
     inputs = read_generation(load_generation_spec(folder), quiet)
     slo = GenerationSlo(ttft_p99="120ms")
 
-    def typical(*loads: Load) -> list[Measurement]:
+    def typical(*loads: OfferedLoad) -> list[Measurement]:
         bench = Bench(loads=loads, rounds=1, seconds=3.6, slo=slo)
         result = bench_generation(
             inputs, repository, bench, quiet, url=server.grpc_url, metrics_url=server.metrics_url
         )
         return [point.typical for point in result.points]
 
-    two, four = typical(Load("concurrency", 2), Load("concurrency", 4))
+    two, four = typical(OfferedLoad("concurrency", 2), OfferedLoad("concurrency", 4))
     # Streams that ended with an error are waited for: not for a minute here.
     monkeypatch.setattr(measuring, "STREAMS_END_S", 1.0)
-    (refused,) = typical(Load("constant", 60))
+    (refused,) = typical(OfferedLoad("constant", 60))
 
     with pytest.raises(UserError, match=r"`--concurrency` must be at most .*max_in_flight 12"):
-        typical(Load("concurrency", 13))
+        typical(OfferedLoad("concurrency", 13))
     for one in (two, four):
         assert one.streamed is not None
         assert one.streamed.tokens == 8 * one.requests

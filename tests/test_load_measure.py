@@ -15,9 +15,9 @@ from test_perf_analyzer import write_model
 from triptych.base.errors import UserError
 from triptych.serving.bench import perf_analyzer, rates
 from triptych.serving.bench.bottleneck import find_bottleneck
-from triptych.serving.bench.measure import NO_ANSWER, Target, measure
-from triptych.serving.bench.rates import highest_rate
-from triptych.serving.bench.results import Kind, Load, from_json, to_json
+from triptych.serving.bench.measure import NO_ANSWER, BenchTarget, measure
+from triptych.serving.bench.rates import find_highest_rate
+from triptych.serving.bench.results import Kind, OfferedLoad, from_json, to_json
 from triptych.serving.bench.results import Measurement as Measured
 from triptych.serving.bench.statistics import STEPS
 from triptych.serving.server import Server
@@ -70,8 +70,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def target(server: Server, pipeline: str) -> Target:
-    return Target(server.grpc_url, pipeline, server.metrics_url, server.pid)
+def target(server: Server, pipeline: str) -> BenchTarget:
+    return BenchTarget(server.grpc_url, pipeline, server.metrics_url, server.pid)
 
 
 def check_whole(measured: Measured) -> None:
@@ -127,7 +127,7 @@ def test_our_figures_agree_with_perf_analyzers_own(server: Server, clients: int)
 def test_every_kind_of_load_is_measured_in_full(
     server: Server, kind: Kind, value: float, burst: int
 ) -> None:
-    load = Load(kind, value, burst)
+    load = OfferedLoad(kind, value, burst)
     measured = measure(target(server, "line"), TEXTS, load, seconds=SECONDS, warmup_requests=5)
 
     check_whole(measured)
@@ -142,8 +142,8 @@ def test_every_kind_of_load_is_measured_in_full(
 
 @pytest.mark.server
 def test_a_server_elsewhere_is_judged_by_its_counts(server: Server) -> None:
-    load = Load("concurrency", 6)
-    measured = measure(Target(server.grpc_url, "line"), TEXTS, load, seconds=STEADY_SECONDS)
+    load = OfferedLoad("concurrency", 6)
+    measured = measure(BenchTarget(server.grpc_url, "line"), TEXTS, load, seconds=STEADY_SECONDS)
     assert measured.resources is not None
     assert (measured.resources.machine_cpu, measured.resources.processes) == (None, ())
     found = find_bottleneck(measured, load)
@@ -154,7 +154,7 @@ def test_a_server_elsewhere_is_judged_by_its_counts(server: Server) -> None:
 def test_a_burst_arrives_at_once_and_a_constant_rate_does_not(server: Server) -> None:
     burst, constant = (
         measure(target(server, "sleeping"), TEXTS, load, seconds=SECONDS)
-        for load in (Load("burst", 40, 10), Load("constant", 20))
+        for load in (OfferedLoad("burst", 40, 10), OfferedLoad("constant", 20))
     )
     # The requests of a burst wait for one another: 4.5 sleeps on average.
     assert burst.steps[0].queue_us > 2 * SLEEP_S * 1e6
@@ -163,7 +163,7 @@ def test_a_burst_arrives_at_once_and_a_constant_rate_does_not(server: Server) ->
 
 @pytest.mark.server
 def test_a_model_alone_is_its_own_step(server: Server) -> None:
-    load = Load("concurrency", 3)
+    load = OfferedLoad("concurrency", 3)
     measured = measure(target(server, "sleeping"), TEXTS, load, seconds=STEADY_SECONDS)
     check_whole(measured)
     (step,) = measured.steps
@@ -176,7 +176,7 @@ def test_a_model_alone_is_its_own_step(server: Server) -> None:
 
 @pytest.mark.server
 def test_the_starved_instance_is_named(server: Server) -> None:
-    load = Load("concurrency", 6)
+    load = OfferedLoad("concurrency", 6)
     measured = measure(
         target(server, "line"), TEXTS, load, seconds=STEADY_SECONDS, warmup_requests=6
     )
@@ -187,7 +187,9 @@ def test_the_starved_instance_is_named(server: Server) -> None:
 
 @pytest.mark.server
 def test_errors_are_counted_by_kind_and_nothing_is_made_up(server: Server) -> None:
-    measured = measure(target(server, "failing"), TEXTS, Load("concurrency", 2), seconds=SECONDS)
+    measured = measure(
+        target(server, "failing"), TEXTS, OfferedLoad("concurrency", 2), seconds=SECONDS
+    )
     (kind,) = measured.errors
     assert "division by zero" in kind
     assert not re.search(r"\d", kind)
@@ -199,7 +201,7 @@ def test_errors_are_counted_by_kind_and_nothing_is_made_up(server: Server) -> No
 @pytest.mark.server
 def test_missing_answers_are_an_error_of_the_measurement(server: Server) -> None:
     measured = measure(
-        target(server, "stuck"), TEXTS, Load("concurrency", 1), seconds=0.3, timeout_s=1
+        target(server, "stuck"), TEXTS, OfferedLoad("concurrency", 1), seconds=0.3, timeout_s=1
     )
     assert list(measured.errors) == ["no answer in time"]
 
@@ -207,13 +209,15 @@ def test_missing_answers_are_an_error_of_the_measurement(server: Server) -> None
 @pytest.mark.server
 def test_a_pipeline_that_is_not_there_is_the_users_mistake(server: Server) -> None:
     with pytest.raises(UserError, match="nowhere") as caught:
-        measure(target(server, "nowhere"), TEXTS, Load("concurrency", 1), seconds=SECONDS)
+        measure(target(server, "nowhere"), TEXTS, OfferedLoad("concurrency", 1), seconds=SECONDS)
     assert caught.value.field == "pipeline"
 
 
 def test_a_server_that_is_not_there_is_the_users_mistake() -> None:
     with pytest.raises(UserError) as caught:
-        measure(Target("127.0.0.1:1", "line"), TEXTS, Load("poisson", 1), seconds=SECONDS)
+        measure(
+            BenchTarget("127.0.0.1:1", "line"), TEXTS, OfferedLoad("poisson", 1), seconds=SECONDS
+        )
     assert caught.value.field == "url"
 
 
@@ -225,7 +229,7 @@ def test_the_highest_rate_lies_below_what_one_instance_can_do(
     monkeypatch.setattr(rates, "CLOSE", 3.0)
     monkeypatch.setattr(rates, "MIN_REQUESTS", 60)
     # One request every 5 ms at most.
-    found = highest_rate(
+    found = find_highest_rate(
         target(server, "brief"),
         TEXTS,
         Slo(p50_ms=20_000),
@@ -291,7 +295,7 @@ def planted(minilm_repository: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_the_bottleneck_of_a_real_pipeline(
     planted: Server, pipeline: str, clients: int, kinds: set[str], step: str | None
 ) -> None:
-    load = Load("concurrency", clients)
+    load = OfferedLoad("concurrency", clients)
     measured = measure(
         target(planted, pipeline), traffic_texts(), load, seconds=2.1, warmup_requests=clients
     )

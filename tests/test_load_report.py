@@ -24,14 +24,14 @@ from report_pages import Page, assert_finite_drawing, assert_stands_alone
 from triptych.interface.report.load import page, shown_points, write_bench_report
 from triptych.serving.bench.results import (
     BenchResult,
-    Load,
+    OfferedLoad,
     RateSearch,
-    best_point,
-    bottleneck_of,
+    collect_warnings,
+    find_best_point,
+    find_limiting_bottleneck,
+    format_headline,
     from_json,
-    headline,
-    verdict_of,
-    warnings_of,
+    judge_slo,
 )
 from triptych.spec.slo import Slo
 
@@ -207,49 +207,49 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> N
 
 
 def test_the_verdict_is_of_rates_where_they_were_searched() -> None:
-    assert verdict_of(bench()).kind == "met"
+    assert judge_slo(bench()).kind == "met"
     nowhere = RateSearch(PROMISE, 0.0, 5.0, ())
-    assert verdict_of(bench(rate=nowhere)).kind == "not met"  # though closed loops hold it
-    closed = verdict_of(bench(rate=None))
+    assert judge_slo(bench(rate=nowhere)).kind == "not met"  # though closed loops hold it
+    closed = judge_slo(bench(rate=None))
     assert closed.kind == "met"
     assert closed.says == "p99 <= 80 ms: holds at 1 client, 2 clients, 4 clients."
     more = Slo(p99_ms=80.0, throughput=151.0)
-    assert verdict_of(bench(slo=more)).kind == "not met"  # only 150/s held
-    assert verdict_of(bench(slo=more, rate=None)).kind == "not met"
-    assert verdict_of(bench(slo=Slo(), rate=None)).kind == "none"
-    assert verdict_of(bench(points=(), rate=None)).kind == "not met"
+    assert judge_slo(bench(slo=more)).kind == "not met"  # only 150/s held
+    assert judge_slo(bench(slo=more, rate=None)).kind == "not met"
+    assert judge_slo(bench(slo=Slo(), rate=None)).kind == "none"
+    assert judge_slo(bench(points=(), rate=None)).kind == "not met"
 
 
 def test_the_nearest_load_is_named_where_none_holds() -> None:
-    says = verdict_of(bench(slo=Slo(p99_ms=20.0), rate=None)).says
+    says = judge_slo(bench(slo=Slo(p99_ms=20.0), rate=None)).says
     assert "nearest: 68.2/s at 1 client" in says
-    fast = verdict_of(bench(slo=Slo(throughput=900.0), rate=None)).says
+    fast = judge_slo(bench(slo=Slo(throughput=900.0), rate=None)).says
     assert "nearest: 216/s at 32 clients" in fast
 
 
 def test_the_best_point_holds_the_promise_where_one_does() -> None:
     points = bench().points
     for slo, clients in ((PROMISE, 4), (Slo(), 32), (Slo(p99_ms=0.1), 32)):
-        best = best_point(points, slo)
+        best = find_best_point(points, slo)
         assert best is not None
         assert best.load.value == clients
     failing = point(64, errors={"deadline": 1})
-    best = best_point((*points, failing), Slo())
+    best = find_best_point((*points, failing), Slo())
     assert best is not None
     assert best.load.value == 32
-    assert best_point((), Slo()) is None
-    assert headline(bench(points=())) == ""
-    assert bottleneck_of(()) is None
-    assert bottleneck_of((baseline("x", Load("in_process", 1), 9.0),)) is None
+    assert find_best_point((), Slo()) is None
+    assert format_headline(bench(points=())) == ""
+    assert find_limiting_bottleneck(()) is None
+    assert find_limiting_bottleneck((baseline("x", OfferedLoad("in_process", 1), 9.0),)) is None
 
 
 def test_warnings_that_differ_in_numbers_are_told_once() -> None:
     points = [point(clients, warnings=(f"differs by {clients} %",)) for clients in (1, 8)]
-    assert warnings_of([*points, point(2)]) == [
+    assert collect_warnings([*points, point(2)]) == [
         "differs by 1 %, 6 times the like (minilm, 1 client; minilm, 8 clients)"
     ]
     one = replace(points[0], rounds=points[0].rounds[:1])
-    assert warnings_of([one]) == ["differs by 1 % (minilm, 1 client)"]
+    assert collect_warnings([one]) == ["differs by 1 % (minilm, 1 client)"]
 
 
 def test_the_best_and_the_largest_load_are_shown() -> None:

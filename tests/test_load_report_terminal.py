@@ -10,7 +10,7 @@ from rich.console import Console
 from load_samples import NASTY, bench, hostile, subject
 from report_pages import typed
 from triptych.interface.cli.measured_tables import print_bench, print_comparison
-from triptych.serving.bench.comparison import compare
+from triptych.serving.bench.comparison import compare_results
 from triptych.serving.bench.results import BenchResult
 
 
@@ -65,7 +65,7 @@ def test_markup_is_printed_as_it_is() -> None:
 def test_a_comparison_is_printed() -> None:
     console = Console(file=io.StringIO(), width=100)
     after = bench(drift=1.2, subject=subject(machine={"processor": "[bold]"}))
-    print_comparison(console, compare(bench(), after))
+    print_comparison(console, compare_results(bench(), after))
     text = typed(text_of(console))
     for wanted in ("the machines differ", "[bold]", "minilm, 4 clients", "+20 %", "better", "same"):
         assert wanted in text, wanted

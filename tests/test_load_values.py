@@ -11,17 +11,30 @@ from pathlib import Path
 import pytest
 
 from triptych.serving.bench.bottleneck import find_bottleneck
-from triptych.serving.bench.measure import error_kind, time_parts
+from triptych.serving.bench.measure import normalize_error, split_latency
 from triptych.serving.bench.perf_output import (
     BIN_GROWTH,
     Export,
     check_stability,
-    histogram_of,
+    make_histogram,
     read_export,
 )
-from triptych.serving.bench.rates import CLOSE, holds, next_rate
-from triptych.serving.bench.resources import Snapshot, Watch, model_of, read_metrics, summarize
-from triptych.serving.bench.results import GpuUse, Load, Measurement, ProcessUse, Resources, StepUse
+from triptych.serving.bench.rates import MAX_BRACKET_RATIO, next_rate, rate_meets_slo
+from triptych.serving.bench.resources import (
+    ResourceMonitor,
+    Snapshot,
+    instance_model,
+    read_metrics,
+    summarize,
+)
+from triptych.serving.bench.results import (
+    GpuUse,
+    Measurement,
+    OfferedLoad,
+    ProcessUse,
+    Resources,
+    StepUse,
+)
 from triptych.spec.slo import Slo
 
 PAGE = """
@@ -83,7 +96,7 @@ def test_percentiles_and_histogram_hold_every_request() -> None:
 
     assert export.percentiles_us(50, 90, 99, 99.9) == [501, 901, 991, 1000]
     assert (export.throughput_per_s, export.mean_us) == (1001, 501)
-    histogram = histogram_of(export.latencies_us)
+    histogram = make_histogram(export.latencies_us)
     assert sum(histogram.values()) == 1001
     edges = list(histogram)
     assert edges == sorted(edges)
@@ -98,8 +111,8 @@ def test_windows_without_an_answer_do_not_agree() -> None:
 
 
 def test_kinds_of_errors_group_whatever_their_numbers() -> None:
-    assert error_kind("row 7: got 12\n  tokens") == error_kind("row 31: got 5 tokens")
-    assert len(error_kind("x" * 1000)) <= 160
+    assert normalize_error("row 7: got 12\n  tokens") == normalize_error("row 31: got 5 tokens")
+    assert len(normalize_error("x" * 1000)) <= 160
 
 
 def use(step: str, **changes: object) -> StepUse:
@@ -130,7 +143,7 @@ def test_the_parts_add_up_and_none_is_negative(
     client_us: float, server_us: float, core_us: float
 ) -> None:
     steps = [use("preprocess"), use("core", compute_infer_us=core_us), use("postprocess")]
-    parts = time_parts(client_us, server_us, steps)
+    parts = split_latency(client_us, server_us, steps)
 
     assert sum(part.us for part in parts) == pytest.approx(client_us)
     assert min(part.us for part in parts) >= 0
@@ -139,7 +152,7 @@ def test_the_parts_add_up_and_none_is_negative(
 
 def test_what_a_step_runs_on_after_its_answer_is_its_own() -> None:
     steps = [use("preprocess"), use("core", compute_infer_us=30000.0)]
-    parts = {(part.where, part.what): part.us for part in time_parts(20000, 31200, steps)}
+    parts = {(part.where, part.what): part.us for part in split_latency(20000, 31200, steps)}
     assert parts["preprocess", "compute"] == 1000
     assert parts["core", "compute"] == 20000 - 1000 - 100 - 100
 
@@ -196,7 +209,7 @@ STARVES = ProcessUse("m_core", 0.3, 100, wait_cores=0.7)
 def test_the_bottleneck_is_what_the_figures_prove(
     step: StepUse, resources: Resources | None, kind: str
 ) -> None:
-    found = find_bottleneck(taken(step, resources=resources), Load("concurrency", 8))
+    found = find_bottleneck(taken(step, resources=resources), OfferedLoad("concurrency", 8))
     assert found.kind == kind
     if kind == "instances":
         assert found.remedy == f"Raise serving.instances.{step.step}"
@@ -204,7 +217,7 @@ def test_the_bottleneck_is_what_the_figures_prove(
 
 def test_nothing_answered_is_no_bottleneck() -> None:
     empty = replace(taken(use("core"), resources=None), requests=0, errors={"bad": 1})
-    assert find_bottleneck(empty, Load("poisson", 5)).kind == "none"
+    assert find_bottleneck(empty, OfferedLoad("poisson", 5)).kind == "none"
 
 
 def search(limit: float, start: float) -> tuple[float, float, int]:
@@ -224,7 +237,7 @@ def search(limit: float, start: float) -> tuple[float, float, int]:
 @pytest.mark.parametrize("start", [3.0, 100.0, 5000.0])
 def test_the_search_closes_in_on_the_rate_from_both_sides(start: float) -> None:
     held, broken, count = search(137.0, start)
-    assert held <= 137 < broken <= held * CLOSE
+    assert held <= 137 < broken <= held * MAX_BRACKET_RATIO
     assert count < 20
 
 
@@ -252,7 +265,7 @@ def test_a_rate_holds_where_all_comes_back_in_time(
 ) -> None:
     plain = replace(taken(use("core"), resources=None), sent_per_s=1000.0)
     one = replace(plain, **changes)  # type: ignore[arg-type]
-    assert holds(one, Slo(p99_ms=50), 1000) is expected
+    assert rate_meets_slo(one, Slo(p99_ms=50), 1000) is expected
 
 
 def test_counters_are_read_off_at_the_ends_of_the_span() -> None:
@@ -277,7 +290,7 @@ def test_counters_are_read_off_at_the_ends_of_the_span() -> None:
 
 def test_a_watch_sees_this_machine() -> None:
     began = time.time_ns()
-    with Watch(os.getpid(), None) as watch:
+    with ResourceMonitor(os.getpid(), None) as watch:
         end = time.process_time() + 0.2
         while time.process_time() < end:
             pass
@@ -291,5 +304,5 @@ def test_a_watch_sees_this_machine() -> None:
 
 
 def test_an_instance_belongs_to_its_model() -> None:
-    assert model_of("minilm_core_0_1") == "minilm_core"
-    assert model_of("tritonserver") == "tritonserver"
+    assert instance_model("minilm_core_0_1") == "minilm_core"
+    assert instance_model("tritonserver") == "tritonserver"

@@ -209,17 +209,17 @@ def test_what_cannot_be_mirrored_is_refused(tmp_path: Path) -> None:
         tmp_path / "sampling", "other", serving={"slo": PROMISE, "sample": {"rate": 1.0}}
     )
     for text, said in (
-        ("candidate", "above 0 and up to 1"),
-        (f"{sampling}:0", "above 0 and up to 1"),
-        (f"{sampling}:nan", "above 0 and up to 1"),
-        (":0.5", "above 0 and up to 1"),
+        ("candidate", "above 0 and at most 1"),
+        (f"{sampling}:0", "above 0 and at most 1"),
+        (f"{sampling}:nan", "above 0 and at most 1"),
+        (":0.5", "above 0 and at most 1"),
         (f"{tmp_path / 'none'}:0.5", "a repository with a pipeline"),
-        (f"{plain_build}:0.5", "builds that sample"),
+        (f"{plain_build}:0.5", "requires pipelines with serving.sample"),
     ):
         with pytest.raises(UserError, match=said):
             parse_mirror(text)
     assert parse_mirror(f"{sampling}:0.5") == MirrorOption(sampling, 0.5)
-    with pytest.raises(UserError, match="builds of pipelines that are served"):
+    with pytest.raises(UserError, match="must only have pipelines that are also served"):
         check_same_pipelines(plain_build, sampling)
     reports = write_bench(tmp_path / "reports")
     for build, changes, said in (

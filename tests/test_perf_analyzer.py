@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from triptych.base.errors import UserError
-from triptych.serving.bench.measure import Target, measure
+from triptych.serving.bench.measure import BenchTarget, measure
 from triptych.serving.bench.perf_analyzer import (
     VERSION,
     LoadError,
@@ -18,7 +18,7 @@ from triptych.serving.bench.perf_analyzer import (
     find_perf_analyzer,
     run,
 )
-from triptych.serving.bench.results import Load
+from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.server import Server
 
 TEXTS = ["hello", "nul \0 inside", "😀 é", "", 'quote " \\ \n \t \x01', "\u2028", "x" * 3000]
@@ -126,8 +126,8 @@ def test_closed_loop_numbers_agree_with_a_model_of_known_speed(url: str) -> None
 
 @pytest.mark.server
 def test_the_server_s_counts_agree_with_a_model_of_known_speed(url: str) -> None:
-    load = Load("concurrency", 4)
-    measured = measure(Target(url, "pausing"), TEXTS, load, seconds=2.1, warmup_requests=4)
+    load = OfferedLoad("concurrency", 4)
+    measured = measure(BenchTarget(url, "pausing"), TEXTS, load, seconds=2.1, warmup_requests=4)
     (step,) = measured.steps
     assert (step.model, step.mean_batch) == ("pausing", 1.0)
     assert PAUSE_S * 1e6 <= step.compute_infer_us < 10 * PAUSE_S * 1e6
@@ -136,7 +136,7 @@ def test_the_server_s_counts_agree_with_a_model_of_known_speed(url: str) -> None
 
 @pytest.mark.server
 def test_an_ensemble_reports_each_step_and_its_batches(url: str) -> None:
-    measured = measure(Target(url, "both"), TEXTS, Load("concurrency", 8), seconds=1.5)
+    measured = measure(BenchTarget(url, "both"), TEXTS, OfferedLoad("concurrency", 8), seconds=1.5)
 
     steps = {step.model: step for step in measured.steps}
     assert set(steps) == {"first", "second"}

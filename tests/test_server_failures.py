@@ -116,7 +116,7 @@ DEATHS: dict[str, tuple[str | None, str, str]] = {
     "missing-gpu": (
         MODEL,
         CONFIG + "instance_group [{ kind: KIND_GPU gpus: [99] }]",
-        r"it runs on GPU 99, which is not here: .*",
+        r"it needs GPU 99, which this machine lacks: .*",
     ),
     "unknown-backend": (
         MODEL,
@@ -171,7 +171,7 @@ def test_a_model_that_loads_for_too_long_is_named(tmp_path: Path) -> None:
     write_model(tmp_path, "slow", initializing_with("import time; time.sleep(600)"))
     error = failure_of(tmp_path, timeout_s=1.0, loaded=["quick"])
     assert error.step == "slow"
-    assert error.message.startswith("`slow` must be ready within 1 s. Given: still loading: slow.")
+    assert error.message.startswith("`slow` was not ready within 1 s. Given: still loading: slow.")
 
 
 @pytest.mark.server

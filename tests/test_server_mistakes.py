@@ -97,7 +97,7 @@ def test_a_server_on_path_is_taken_with_its_own_backends(
     server = Server(repository, extra_args=["--log-verbose=1"], log_file=log_file)
     try:
         server.start()
-        with pytest.raises(ServerError, match="exit status 7; it said: error: no luck today"):
+        with pytest.raises(ServerError, match="exit status 7; log: error: no luck today"):
             server.wait_ready()
     finally:
         server.stop()

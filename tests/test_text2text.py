@@ -29,7 +29,7 @@ from triptych.interface.page.page import TextPage
 from triptych.repository.lint.checks import run_checks
 from triptych.runtime.prompts import PIECES_FILE, SourcePieces
 from triptych.serving.bench.bench import Bench
-from triptych.serving.bench.results import Load, to_json
+from triptych.serving.bench.results import OfferedLoad, to_json
 from triptych.serving.endpoint import Endpoint
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_text2text_spec
@@ -182,7 +182,9 @@ def test_it_is_described_and_measured(server: Server, repository: Path) -> None:
     assert set(described["models"]) == {path.parent.name for path in repository.glob("t5*/1")}
     assert described["core"]["answers"] == "1 beam; streamed token by token"
     assert "seed" not in described["sampling_parameters"]
-    bench = Bench(loads=(Load("concurrency", 2.0),), rounds=1, seconds=1.0, slo=GenerationSlo())
+    bench = Bench(
+        loads=(OfferedLoad("concurrency", 2.0),), rounds=1, seconds=1.0, slo=GenerationSlo()
+    )
     result = bench_generation(inputs, repository, bench, silent, url=server.grpc_url)
     streamed = result.points[0].typical.streamed
     assert streamed is not None

@@ -26,13 +26,13 @@ from triptych.operate.tune import fields
 from triptych.operate.tune import tune as tuning
 from triptych.operate.tune.fields import (
     GENERATION_FIELDS,
-    Evidence,
-    Proposal,
-    Skip,
-    shared_beginnings,
+    FieldProposal,
+    SkippedField,
+    TrialObservation,
+    shared_prefix_ratio,
 )
-from triptych.operate.tune.generating import Generating, describe_goodput, generation_advice
-from triptych.operate.tune.kind import Setting
+from triptych.operate.tune.generating import GenerationTuning, judge_goodput, suggest_for_generation
+from triptych.operate.tune.kind import TrialConfig
 from triptych.operate.tune.objective import Goodput, LoadFailed
 from triptych.operate.tune.results import TuneResult
 from triptych.operate.tune.search import Search, TrialCache
@@ -114,7 +114,7 @@ def evidence(
     queue: int = 256,
     serving: dict[str, object] | None = None,
     **core: object,
-) -> Evidence[GenerationInputs]:
+) -> TrialObservation[GenerationInputs]:
     spec = GenerationSpec.model_validate(
         {
             "name": "talk",
@@ -126,18 +126,18 @@ def evidence(
     )
     model: Any = None
     inputs = Inputs(spec, model, Path(), 512, tuple(Prompt({}, ids) for ids in prompts))
-    return Evidence(inputs, one, 2, promise.limits_us)
+    return TrialObservation(inputs, one, 2, promise.limits_us)
 
 
-def proposed(key: str, given: Evidence[GenerationInputs]) -> Proposal:
+def proposed(key: str, given: TrialObservation[GenerationInputs]) -> FieldProposal:
     found = next(one for field in GENERATION_FIELDS if (one := field(given)).key == key)
-    assert isinstance(found, Proposal), found
+    assert isinstance(found, FieldProposal), found
     return found
 
 
-def left(key: str, given: Evidence[GenerationInputs]) -> str:
+def left(key: str, given: TrialObservation[GenerationInputs]) -> str:
     found = next(one for field in GENERATION_FIELDS if (one := field(given)).key == key)
-    assert isinstance(found, Skip), found
+    assert isinstance(found, SkippedField), found
     return found.reason
 
 
@@ -159,7 +159,7 @@ def test_every_field_that_is_tried_is_tunable_and_one_of_the_spec() -> None:
 
 def test_a_batch_grows_where_requests_wait_with_all_that_it_needs() -> None:
     key = "core.max_num_seqs"
-    assert "8.0 requests under way in the mean, 32" in left(key, evidence(BUSY))
+    assert "8.0 requests in flight on average, 32" in left(key, evidence(BUSY))
     found = proposed(key, evidence(BUSY, max_num_seqs=4))
     assert (found.values, found.others, found.along) == ((8, 16), (2, 1), {})
     tight = evidence(BUSY, max_num_seqs=8, max_num_batched_tokens=16, kv_cache={"memory_mib": 3})
@@ -171,7 +171,7 @@ def test_a_batch_grows_where_requests_wait_with_all_that_it_needs() -> None:
     # Fewer are of use only where each answer is promised something.
     assert proposed(key, evidence(BUSY, max_num_seqs=8, queue=8)).values == (4, 2)
     bare = evidence(BUSY, max_num_seqs=8, queue=8, promise=GenerationSlo())
-    assert "8 have a place" in left(key, bare)
+    assert "8 fit into the batch" in left(key, bare)
 
 
 def test_memory_that_is_not_there_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,13 +181,13 @@ def test_memory_that_is_not_there_is_not_asked_for(monkeypatch: pytest.MonkeyPat
     full = evidence(BUSY, max_num_seqs=8, kv_cache={"memory_mib": 1})
     assert proposed("core.kv_cache.memory_mib", full).values == (2,)
     monkeypatch.setattr(fields, "_free_mib", lambda: 0.5)
-    assert "0 MiB are left" in left("core.kv_cache.memory_mib", full)
-    assert "it holds 4096" in left("core.kv_cache.memory_mib", evidence(BUSY))
+    assert "0 MiB are free" in left("core.kv_cache.memory_mib", full)
+    assert "the KV cache holds 4096" in left("core.kv_cache.memory_mib", evidence(BUSY))
 
 
 def test_a_turn_is_as_large_as_the_prompts_that_come_together() -> None:
     key = "core.max_num_batched_tokens"
-    assert "have 400 tokens, a turn 2048" in left(key, evidence(BUSY))
+    assert "have 400 tokens, a step computes 2048" in left(key, evidence(BUSY))
     small = proposed(key, evidence(BUSY, max_num_seqs=16, max_num_batched_tokens=128))
     assert (small.values, small.others) == ((256, 512), (64,))
     large = proposed(key, evidence(BUSY, prompts=((1,) * 3000,)))
@@ -197,15 +197,15 @@ def test_a_turn_is_as_large_as_the_prompts_that_come_together() -> None:
 def test_a_prefix_cache_is_judged_by_the_traffic_not_by_its_repetition() -> None:
     system = tuple(range(40))
     prompts = (system, (*system, 1, 2), (7,) * 40)
-    assert shared_beginnings(prompts) == 64 / 122  # two whole blocks of 16 tokens, twice
-    assert shared_beginnings([(1, 2), (3, 4)]) == shared_beginnings([()]) == 0
+    assert shared_prefix_ratio(prompts) == 64 / 122  # two whole blocks of 16 tokens, twice
+    assert shared_prefix_ratio([(1, 2), (3, 4)]) == shared_prefix_ratio([()]) == 0
     key = "core.enable_prefix_caching"
     assert proposed(key, evidence(BUSY)).values == (False,)
-    assert "and it is on" in left(key, evidence(BUSY, prompts=prompts))
+    assert "and caching is on" in left(key, evidence(BUSY, prompts=prompts))
     assert proposed(key, evidence(BUSY, prompts=prompts, enable_prefix_caching=False)).values == (
         True,
     )
-    assert "a gain that is none" in left(key, evidence(BUSY, enable_prefix_caching=False))
+    assert "a false gain" in left(key, evidence(BUSY, enable_prefix_caching=False))
 
 
 def test_tokens_share_responses_as_far_as_the_promise_goes() -> None:
@@ -213,7 +213,7 @@ def test_tokens_share_responses_as_far_as_the_promise_goes() -> None:
     fast = answers(8.0, good=8.0, itl_ms=3)
     assert proposed(key, evidence(fast)).values == (4, 16)
     assert proposed(key, evidence(answers(8.0, good=8.0, itl_ms=12))).values == (4,)
-    assert "leaves none to wait" in left(key, evidence(BUSY))
+    assert "leaves no time to wait" in left(key, evidence(BUSY))
     back = evidence(answers(8.0, good=8.0, itl_ms=48), serving={"stream_interval": 4})
     assert proposed(key, back).values == (1,)
     none = GenerationSlo(ttft_p99="1s")
@@ -229,11 +229,11 @@ def test_what_goes_along_is_part_of_the_trial(
     class Contest:
         """Scores by the number of sequences; all that a trial sets is noted."""
 
-        def begin(self, present: Setting) -> tuple[Any, Any]:
+        def begin(self, present: TrialConfig) -> tuple[Any, Any]:
             self._plan = evidence(BUSY, max_num_seqs=4, kv_cache={"memory_mib": 1}).plan
             return self._plan, Goodput(PROMISE, 8).score(server(4))
 
-        def challenge(self, other: Setting) -> None:
+        def challenge(self, other: TrialConfig) -> None:
             tried.append(dict(other.overrides))
             if other.overrides.get("core.max_num_seqs") == 16:
                 raise LintFailure([])
@@ -258,11 +258,11 @@ def test_what_goes_along_is_part_of_the_trial(
         deadline=1e9,
         cores=2,
         limits_us=PROMISE.limits_us,
-        fields=[fields.sequences],
+        fields=[fields.propose_sequences],
         progress=quiet,
         clock=lambda: 0.0,
     )
-    search.run(Setting())
+    search.run(TrialConfig())
     assert tried == [
         {"core.max_num_seqs": 8, "core.kv_cache.memory_mib": 4},
         {"core.max_num_seqs": 16, "core.kv_cache.memory_mib": 4},
@@ -311,20 +311,20 @@ def test_streamed_answers_are_reported_by_what_is_promised_of_them() -> None:
 def test_the_verdict_is_on_the_limits_and_on_the_rate_that_holds_them() -> None:
     slo = result().slo
     assert isinstance(slo, GenerationSlo)
-    met, said = describe_goodput(slo, found(slow=1.0))
+    met, said = judge_goodput(slo, found(slow=1.0))
     assert met
     assert said.startswith("goodput 8.00/s of 8.00/s with 4 clients; ttft p99 <= 200 ms")
-    met, said = describe_goodput(slo.model_copy(update={"throughput": 4.0}), found(slow=2.0))
+    met, said = judge_goodput(slo.model_copy(update={"throughput": 4.0}), found(slow=2.0))
     assert not met
-    assert said.endswith("holds with 1 client: 2.00/s, 50% below the 4/s promised")
+    assert said.endswith("is met with 1 client: 2.00/s, 50% below the SLO of 4/s")
     late = slo.model_copy(update={"ttft_p99": "1ms", "throughput": 4.0})
-    met, said = describe_goodput(late, found(slow=1.0))
-    assert (met, "with no number of clients" in said) == (False, True)
-    assert "nothing is promised" in describe_goodput(GenerationSlo(), found(slow=1.0))[1]
-    assert describe_goodput(GenerationSlo(throughput=1.0), found(slow=1.0))[0]
+    met, said = judge_goodput(late, found(slow=1.0))
+    assert (met, "with any tested number of clients" in said) == (False, True)
+    assert "no SLO is set" in judge_goodput(GenerationSlo(), found(slow=1.0))[1]
+    assert judge_goodput(GenerationSlo(throughput=1.0), found(slow=1.0))[0]
     inputs = replace(evidence(BUSY, backend="vllm", precision="fp32").plan)
-    told = " ".join(generation_advice(inputs, late, found(slow=1.0)))
-    assert "lone client" in told
+    told = " ".join(suggest_for_generation(inputs, late, found(slow=1.0)))
+    assert "single client" in told
     assert "bf16" in told
 
 
@@ -334,15 +334,15 @@ def test_what_cannot_be_served_is_refused_before_a_server_is_started(
 ) -> None:
     monkeypatch.setattr(Server, "__enter__", lambda _server: pytest.fail("a server was started"))
     folder = write_pipeline(tmp_path / "talk", write_tiny_model(tmp_path / "model"))
-    kind = Generating(folder, PROMISE, 12, ("parameters.max_tokens=400",))
+    kind = GenerationTuning(folder, PROMISE, 12, ("parameters.max_tokens=400",))
     repository = tmp_path / "repository"
-    assert kind.start(repository, quiet) == Setting()
+    assert kind.start(repository, quiet) == TrialConfig()
     with pytest.raises(
         UserError, match=r"`--clients` must be at most serving.queue.max_in_flight 12"
     ):
         replace(kind, clients=13).start(repository, quiet)
-    assert kind.make(Setting({"core.max_num_seqs": 32}), repository, quiet).changed
-    many = Setting({"core.max_num_seqs": 64, "core.max_num_batched_tokens": 4096})
+    assert kind.make(TrialConfig({"core.max_num_seqs": 32}), repository, quiet).changed
+    many = TrialConfig({"core.max_num_seqs": 64, "core.max_num_batched_tokens": 4096})
     with pytest.raises(LintFailure, match=r"should hold core.max_num_seqs 64 requests"):
         kind.make(many, repository, quiet)
     for overrides, said in (
@@ -350,10 +350,10 @@ def test_what_cannot_be_served_is_refused_before_a_server_is_started(
         ({"core.max_num_batched_tokens": 16}, "at least core.max_num_seqs"),
     ):
         with pytest.raises(UserError, match=said):
-            kind.make(Setting({"core.max_num_seqs": 32, **overrides}), repository, quiet)
+            kind.make(TrialConfig({"core.max_num_seqs": 32, **overrides}), repository, quiet)
     monkeypatch.setattr(GenerationInputs, "kv_token_bytes", 4096)
     with pytest.raises(UserError, match=r"must hold one request of core.max_model_len 512: 2 MiB"):
-        kind.make(Setting({"core.kv_cache.memory_mib": 1}), repository, quiet)
+        kind.make(TrialConfig({"core.kv_cache.memory_mib": 1}), repository, quiet)
     lock = json.loads((repository / "talk/triptych.lock.json").read_bytes())
     assert lock["ungated"] == "a trial of `triptych tune`"
     assert lock["spec"]["core"]["max_num_seqs"] == 32
@@ -364,8 +364,8 @@ def test_a_search_finds_what_the_engine_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One place in the batch and eight clients: with eight there are eight times the tokens."""
-    eight = Proposal("core.max_num_seqs", (8,), "seven of eight clients wait")
-    monkeypatch.setattr(Generating, "fields", (lambda _evidence: eight,))
+    eight = FieldProposal("core.max_num_seqs", (8,), "seven of eight clients wait")
+    monkeypatch.setattr(GenerationTuning, "fields", (lambda _evidence: eight,))
     monkeypatch.setattr(tuning, "FINAL_CLIENTS", ())
     folder = write_pipeline(
         tmp_path / "talk",

@@ -17,7 +17,7 @@ from report_pages import Page, assert_finite_drawing, assert_stands_alone, typed
 from triptych.interface.cli.measured_tables import print_tuned
 from triptych.interface.report.tuning_report import tune_page, write_tune_report
 from triptych.operate.tune.results import TuneResult, pareto_front
-from triptych.serving.bench.results import Load, Point, from_json
+from triptych.serving.bench.results import LoadPoint, OfferedLoad, from_json
 from triptych.spec.slo import Slo
 
 SAME = outcome(0.9)
@@ -150,9 +150,9 @@ def test_what_is_no_difference_is_no_gain() -> None:
         assert "no difference" in text
 
 
-def at(rate: float, p99: float, **changes: Any) -> Point:
+def at(rate: float, p99: float, **changes: Any) -> LoadPoint:
     one = measurement(4, throughput_per_s=rate, p99_us=p99, **changes)
-    return Point("p", Load("concurrency", rate), (one,))
+    return LoadPoint("p", OfferedLoad("concurrency", rate), (one,))
 
 
 def test_the_front_is_what_nothing_beats() -> None:
@@ -175,10 +175,10 @@ def test_the_front_of_all_points_is_beaten_by_none_and_beats_the_rest() -> None:
     points = [at(rate, p99) for rate in range(10, 60, 7) for p99 in range(rate // 2, 90, 11)]
     front = pareto_front(points)
 
-    def figures(one: Point) -> tuple[float, float]:
+    def figures(one: LoadPoint) -> tuple[float, float]:
         return one.median("throughput_per_s"), one.median("p99_us")
 
-    def beats(one: Point, other: Point) -> bool:
+    def beats(one: LoadPoint, other: LoadPoint) -> bool:
         (a, b), (c, d) = figures(one), figures(other)
         return a >= c and b <= d and (a, b) != (c, d)
 

@@ -13,8 +13,8 @@ import pytest
 from triptych.base.errors import UserError
 from triptych.operate.tune import trial_servers, tune
 from triptych.operate.tune.fields import FIELDS
-from triptych.operate.tune.kind import Setting
-from triptych.operate.tune.objective import Goodput, LoadFailed, Scored
+from triptych.operate.tune.kind import TrialConfig
+from triptych.operate.tune.objective import Goodput, LoadFailed, ScoredRound
 from triptych.operate.tune.search import Search, TrialCache
 from triptych.serving.bench.results import Measurement, Streamed, Times
 from triptych.spec.slo import GenerationSlo
@@ -30,17 +30,17 @@ class Surface:
 
     def __init__(self, score: Callable[[Mapping[str, Any]], float], noise: float = 0.01) -> None:
         self._score, self._noise, self._random = score, noise, random.Random(0)
-        self._present, self._other = Setting(), Setting()
+        self._present, self._other = TrialConfig(), TrialConfig()
         self.rounds = 0
 
-    def begin(self, present: Setting) -> tuple[Any, Scored]:
+    def begin(self, present: TrialConfig) -> tuple[Any, ScoredRound]:
         self._present = present
         return self._plan(), self._scored(present)
 
-    def challenge(self, other: Setting) -> None:
+    def challenge(self, other: TrialConfig) -> None:
         self._other = other
 
-    def round(self) -> tuple[Scored, Scored]:
+    def round(self) -> tuple[ScoredRound, ScoredRound]:
         self.rounds += 1
         return self._scored(self._present), self._scored(self._other)
 
@@ -68,16 +68,16 @@ class Surface:
         made.layout = made.spec.core.layout
         return made
 
-    def _scored(self, setting: Setting) -> Scored:
+    def _scored(self, setting: TrialConfig) -> ScoredRound:
         rate = self._score(setting.overrides) * self._random.gauss(1, self._noise)
-        return Scored(rate, {32: measurement(rate)}, 32)
+        return ScoredRound(rate, {32: measurement(rate)}, 32)
 
 
 def searched(
     contest: Surface,
     cache: TrialCache,
     *,
-    known: Setting | None = None,
+    known: TrialConfig | None = None,
     deadline: float = 1e9,
 ) -> Search:
     told: list[str] = []
@@ -91,7 +91,7 @@ def searched(
         progress=lambda _stage, line: told.append(line),
         clock=lambda: 0.0,
     )
-    search.run(Setting(), known)
+    search.run(TrialConfig(), known)
     assert len(told) == len(search.trials) + 1
     return search
 
@@ -125,7 +125,7 @@ def test_the_best_of_a_plain_surface_is_found_in_few_trials(cache: TrialCache) -
 
 def test_a_flat_surface_leaves_everything_as_it_was(cache: TrialCache) -> None:
     search = searched(Surface(lambda _overrides: 100.0), cache)
-    assert search.best == Setting()
+    assert search.best == TrialConfig()
     assert {trial.verdict for trial in search.trials} <= {"no difference", "failed", "worse"}
 
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_served_fails_alone(cache: TrialCache) -> None:
         return 100.0 if overrides.get("serving.instances.core", 1) == 1 else 50.0
 
     class OneThreadFails(Surface):
-        def challenge(self, other: Setting) -> None:
+        def challenge(self, other: TrialConfig) -> None:
             if other.overrides.get("core.threads") == 1:
                 raise UserError("core.threads", "must be something else", given=1)
             super().challenge(other)
@@ -148,10 +148,12 @@ def test_what_cannot_be_served_fails_alone(cache: TrialCache) -> None:
 
 def test_a_pipeline_that_answers_with_errors_as_it_is_is_not_tuned(cache: TrialCache) -> None:
     class Refusing(Surface):
-        def begin(self, present: Setting) -> tuple[Any, Scored]:
+        def begin(self, present: TrialConfig) -> tuple[Any, ScoredRound]:
             raise LoadFailed(measurement(0.0, errors={"queue full": 3}))
 
-    with pytest.raises(UserError, match=r"`--clients` must be such that.*3 x queue full"):
+    with pytest.raises(
+        UserError, match=r"`--clients` caused errors in the baseline.*3 x queue full"
+    ):
         searched(Refusing(good), cache)
 
 
@@ -172,7 +174,7 @@ def test_an_interrupted_search_goes_on_where_it_was(cache: TrialCache) -> None:
 def test_time_that_is_up_ends_the_search_and_keeps_the_best(cache: TrialCache) -> None:
     search = searched(Surface(good), cache, deadline=-1.0)
     assert search.trials == []
-    assert search.stopped == "the time was up"
+    assert search.stopped == "time budget reached"
 
 
 class Slow(Surface):
@@ -180,11 +182,11 @@ class Slow(Surface):
 
     now = 0.0
 
-    def begin(self, present: Setting) -> tuple[Any, Scored]:
+    def begin(self, present: TrialConfig) -> tuple[Any, ScoredRound]:
         self.now += 10
         return super().begin(present)
 
-    def round(self) -> tuple[Scored, Scored]:
+    def round(self) -> tuple[ScoredRound, ScoredRound]:
         self.now += 20
         return super().round()
 
@@ -207,9 +209,9 @@ class Slow(Surface):
             progress=lambda _stage, _line: None,
             clock=lambda: self.now,
         )
-        search.run(Setting())
+        search.run(TrialConfig())
         assert search.trials
-        assert search.stopped == "the time was up"
+        assert search.stopped == "time budget reached"
         return search
 
 
@@ -228,24 +230,24 @@ def test_what_time_leaves_open_is_proven_at_the_end_or_not_at_all(cache: TrialCa
     search = Slow(score, noise=0.0).searched(cache, end=80)
     (trial,) = search.trials
     assert (trial.rounds, trial.verdict, trial.change) == (1, "no difference", {DELAY: 1000})
-    assert trial.says.endswith("not proven: the time was up; the comparison at the end decides")
+    assert trial.says.endswith("not proven: time budget reached; the final comparison decides")
     assert dict(search.best.overrides) == {DELAY: 1000}
     # Nothing is begun where no time is left at all.
-    assert Slow(score, noise=0.0).searched(cache, end=25).best == Setting()
+    assert Slow(score, noise=0.0).searched(cache, end=25).best == TrialConfig()
     # What is proven is not given up for it, nor is the baseline for what is slower.
     search = Slow(score, noise=0.0).searched(cache, end=135)
     assert [(one.rounds, one.verdict) for one in search.trials] == [
         (2, "better"),
         (2, "no difference"),
     ]
-    assert search.trials[-1].says.endswith("the time was up")
+    assert search.trials[-1].says.endswith("time budget reached")
     assert dict(search.best.overrides) == {DELAY: 1000}
     search = Slow(lambda overrides: 97.0 if overrides else 100.0, noise=0.0).searched(cache, end=80)
-    assert search.best == Setting()
+    assert search.best == TrialConfig()
 
 
 def test_what_was_tuned_before_is_the_first_trial(cache: TrialCache) -> None:
-    known = Setting({"serving.queue.max_delay_us": 4000, "serving.instances.core": 2})
+    known = TrialConfig({"serving.queue.max_delay_us": 4000, "serving.instances.core": 2})
     search = searched(Surface(good), cache, known=known)
     assert search.trials[0].change == dict(known.overrides)
     assert search.trials[0].verdict == "better"
@@ -256,14 +258,14 @@ class FakeSlot:
     """Of a clock that a measurement takes forward by 5 s a client, the first of each by more."""
 
     def __init__(self, clock: list[float], places: int) -> None:
-        self.setting: Setting | None = None
+        self.setting: TrialConfig | None = None
         self.served = SimpleNamespace(plan=None)
         self.target = SimpleNamespace(pipeline="talk")
         self.clock, self.places = clock, places
         self.spoilt: set[int] = set()
         self._seen: set[int] = set()
 
-    def put(self, setting: Setting, *_progress: object) -> None:
+    def put(self, setting: TrialConfig, *_progress: object) -> None:
         self.clock[0] += 0 if setting == self.setting else 30
         self.setting = setting
 
@@ -295,7 +297,7 @@ def servers(slots: list[Any]) -> trial_servers.TrialServers:
 
 def test_what_is_left_to_do_is_known_by_what_was_measured(servers: Any, slots: list[Any]) -> None:
     slots[1].places = 4
-    start, other = Setting(), Setting({"core.max_num_seqs": 4})
+    start, other = TrialConfig(), TrialConfig({"core.max_num_seqs": 4})
     servers.put(slots[0], start)
     _, scored = servers.begin(start)
     # With eight, most answers are late: sixteen are not tried. With two, all are in time.
@@ -310,37 +312,37 @@ def test_what_is_left_to_do_is_known_by_what_was_measured(servers: Any, slots: l
     assert servers.final_s() == 30 + 2 * (20 + 10) + 20 + 10
     assert [servers.measure_s(clients) for clients in (1, 2, 16)] == [10.0, 10.0, 140.0]
     # The baseline once more, in whatever slot: its clients are known, and those of the winner.
-    servers.challenge(Setting({"core.max_num_seqs": 8}))
+    servers.challenge(TrialConfig({"core.max_num_seqs": 8}))
     servers.challenge(start)
     assert [list(one.found) for one in servers.round()] == [[4, 2], [2, 4]]
 
 
 def test_a_spoilt_measurement_makes_no_winner(servers: Any, slots: list[Any]) -> None:
     slots[0].spoilt = {2}  # what else ran then made all answers late
-    _, scored = servers.begin(Setting())
+    _, scored = servers.begin(TrialConfig())
     assert scored.start == 1
-    servers.challenge(Setting({"core.enable_prefix_caching": False}))
+    servers.challenge(TrialConfig({"core.enable_prefix_caching": False}))
     for _ in range(2):
         present, other = servers.round()
         assert (present.score, other.score) == (2.0, 2.0)
 
 
 def test_the_comparison_at_the_end_takes_what_time_there_is(servers: Any, slots: list[Any]) -> None:
-    def compare(best: Setting, left_s: float) -> tuple[Any, Any, str, float]:
+    def compare(best: TrialConfig, left_s: float) -> tuple[Any, Any, str, float]:
         began = slots[0].clock[0]
         kind: Any = SimpleNamespace(searches_rates=False)
         wanted = tune.Tuning(PROMISE, clients=32)
         final = tune._Final(servers, kind, wanted, began + left_s, lambda *_told: None)
-        return *final.compare(best, Setting()), slots[0].clock[0] - began
+        return *final.compare(best, TrialConfig()), slots[0].clock[0] - began
 
-    servers.begin(Setting())
+    servers.begin(TrialConfig())
     for left_s, took_s in ((0, 0), (25, 20), (35, 30)):
-        before, after, doubt, seconds = compare(Setting(), left_s)
+        before, after, doubt, seconds = compare(TrialConfig(), left_s)
         assert (before, seconds) == (after, took_s), left_s
-        assert doubt == "nothing that was tried is better than the defaults"
+        assert doubt == "no trial is better than the defaults"
         assert {point.load.value for point in after.points} >= {2, 4, 8}
     slots[1].places = 4
-    other = Setting({"core.max_num_seqs": 4})
+    other = TrialConfig({"core.max_num_seqs": 4})
     servers.challenge(other)
     servers.round()
     servers.promote()
@@ -358,8 +360,8 @@ def test_both_sides_are_held_together_at_their_best(
     monkeypatch.setattr(tune, "FINAL_CLIENTS", (2,))
     slots[0].spoilt = {2}
     slots[1].places = 4
-    _, scored = servers.begin(Setting())
-    other = Setting({"core.max_num_seqs": 4})
+    _, scored = servers.begin(TrialConfig())
+    other = TrialConfig({"core.max_num_seqs": 4})
     servers.challenge(other)
     servers.round()
     servers.promote()
@@ -368,6 +370,6 @@ def test_both_sides_are_held_together_at_their_best(
     kind: Any = SimpleNamespace(searches_rates=False)
     wanted = tune.Tuning(PROMISE, clients=4)
     final = tune._Final(servers, kind, wanted, 1e9, lambda _, line: told.append(line))
-    before, after, doubt = final.compare(other, Setting())
+    before, after, doubt = final.compare(other, TrialConfig())
     assert (before.score, after.score, doubt) == (2.0, 4.0, "")
     assert "winner against baseline: +100.0%" in told[-1]

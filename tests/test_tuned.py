@@ -136,8 +136,8 @@ def test_an_slo_of_another_form_is_refused(text: str) -> None:
 def test_strain_is_the_worst_latency_over_its_limit() -> None:
     slo = Slo(p50_ms=10.0, p99_ms=100.0)
     latencies = {"p50": 8e3, "p90": 9e9, "p95": 9e9, "p99": 150e3, "p99_9": 9e9}
-    assert slo.strain(latencies) == pytest.approx(1.5)
-    assert Slo(throughput=3.0).strain(latencies) == 0
+    assert slo.slo_ratio(latencies) == pytest.approx(1.5)
+    assert Slo(throughput=3.0).slo_ratio(latencies) == 0
 
 
 def test_a_build_says_what_was_tuned_and_whether_it_still_fits(

@@ -218,7 +218,7 @@ def test_mistakes_exit_with_2(base: Path, url: str, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "No Triton server answered at 127.0.0.1:9" in done.stderr
     assert "Traceback" not in done.stderr
-    with pytest.raises(UserError, match="must hold the pipeline"):
+    with pytest.raises(UserError, match="does not contain the pipeline"):
         verify(base / "p/topics", tmp_path)
     write_pipeline(tmp_path / "nobody", model={"source": str(base / "m/topics")})
     with pytest.raises(UserError, match="nobody"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from triptych.operate.tune.fields import Evidence
+from triptych.operate.tune.fields import TrialObservation
 from triptych.serving.bench.results import Measurement, StepUse
 from triptych.spec.spec import PipelineSpec
 
@@ -37,7 +37,9 @@ def measurement(rate: float, p99_us: float = 1e3, **fields: Any) -> Measurement:
     return replace(base, **fields)
 
 
-def evidence(one: Measurement | None = None, cores: int = 2, **fields: Any) -> Evidence[Any]:
+def evidence(
+    one: Measurement | None = None, cores: int = 2, **fields: Any
+) -> TrialObservation[Any]:
     """Of a pipeline with the defaults; `fields` are those of its core."""
     spec = PipelineSpec.model_validate(
         {
@@ -57,4 +59,4 @@ def evidence(one: Measurement | None = None, cores: int = 2, **fields: Any) -> E
         bucket_edges=(8, 16),
         padding_share=0.1,
     )
-    return Evidence(plan, one or measurement(100.0), cores, {})
+    return TrialObservation(plan, one or measurement(100.0), cores, {})

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from triptych.serving.bench import perf_analyzer
-from triptych.serving.bench.resources import SERVER, model_of, process_name, process_tree
+from triptych.serving.bench.resources import SERVER, instance_model, name_process, process_tree
 from triptych.serving.bench.statistics import STEPS, ServerCounts
 
 CLIENT, TOTAL = "core-ms client", "core-ms"
@@ -84,7 +84,7 @@ def _read_usage(pid: int, model: str) -> dict[str, float]:
     """Return what the server, its steps and all load generators have used so far."""
     used: dict[str, float] = defaultdict(float)
     for process in process_tree(pid):
-        name = model_of(process_name(process, pid))
+        name = instance_model(name_process(process, pid))
         step = "server" if name == SERVER else name.removeprefix(f"{model}_")
         times = process.cpu_times()
         known = step == "server" or step in STEPS

@@ -26,10 +26,10 @@ from benchmarks.model import CACHE, PIPELINE
 from benchmarks.results import Table
 from triptych.base.errors import UserError
 from triptych.base.files import parse_yaml
-from triptych.operate.tune.encoding import Encoding
-from triptych.operate.tune.kind import Setting
+from triptych.operate.tune.encoding import EncoderTuning
+from triptych.operate.tune.kind import TrialConfig
 from triptych.operate.tune.objective import LoadFailed, Objective
-from triptych.operate.tune.results import describe
+from triptych.operate.tune.results import format_scores
 from triptych.operate.tune.trial_servers import Slot, trial_servers
 from triptych.operate.tune.tune import Tuning, tune_pipeline
 from triptych.serving.bench.results import Measurement
@@ -63,7 +63,7 @@ _SCORE = "score_per_s"
 class Cell:
     """A setting of the grid with its score for each objective."""
 
-    setting: Setting
+    setting: TrialConfig
     scores: dict[str, float] = field(default_factory=dict)
     error: str = ""
 
@@ -91,11 +91,11 @@ def main() -> int:
     began = time.monotonic()
     before = json.loads(options.output.read_text("utf-8"))["measurements"] if options.again else {}
     if options.again:
-        cells = [Cell(Setting(c["setting"]), c["scores"], c["error"]) for c in before["cells"]]
+        cells = [Cell(TrialConfig(c["setting"]), c["scores"], c["error"]) for c in before["cells"]]
     else:
         cells = _measure_grid(folder, objectives, options)
     grid_s = time.monotonic() - began
-    start = Setting(dict(_parse_pair(text) for text in options.start))
+    start = TrialConfig(dict(_parse_pair(text) for text in options.start))
     _write_start(folder / SPEC_FILE, start)
     runs: dict[str, list[TuneRun]] = {name: [] for name in objectives}
     for _ in range(options.tunes):
@@ -144,7 +144,7 @@ def _parse_pair(text: str) -> tuple[str, Any]:
     return key, parse_yaml(value)
 
 
-def _write_start(path: Path, start: Setting) -> None:
+def _write_start(path: Path, start: TrialConfig) -> None:
     """Write the settings that tuning begins with into the copy of the spec."""
     document = parse_yaml(path.read_text(encoding="utf-8"))
     for key, value in start.overrides.items():
@@ -156,13 +156,13 @@ def _write_start(path: Path, start: Setting) -> None:
     path.write_text(json.dumps(document), encoding="utf-8")  # JSON is YAML
 
 
-def _make_settings(*, few: bool) -> Iterator[Setting]:
+def _make_settings(*, few: bool) -> Iterator[TrialConfig]:
     for grid in [PACKED] if few else [PACKED, BUCKETED]:
         values = [*grid.values()]
         if few:
             values = [each[: 2 if index < 2 else 1] for index, each in enumerate(values)]
         for chosen in product(*values):
-            yield Setting(dict(zip(grid, chosen, strict=True)))
+            yield TrialConfig(dict(zip(grid, chosen, strict=True)))
 
 
 def _measure_grid(
@@ -170,7 +170,7 @@ def _measure_grid(
 ) -> list[Cell]:
     cells = [Cell(setting) for setting in _make_settings(few=options.few)]
     first = next(iter(objectives.values()))
-    kind = Encoding(folder, first.slo)
+    kind = EncoderTuning(folder, first.slo)
     with trial_servers(kind, REPOSITORY, first, options.seconds, progress) as servers:
         for number, cell in enumerate(cells, start=1):
             try:
@@ -201,15 +201,15 @@ def _compare(
     objective: Objective,
     cells: Sequence[Cell],
     runs: Sequence[TuneRun],
-    start: Setting,
+    start: TrialConfig,
     options: argparse.Namespace,
 ) -> tuple[Table, list[dict[str, Any]]]:
     """Measure each winner of tune and the grid's three best, all of them served at once."""
     ranked = sorted(cells, key=lambda cell: -cell.scores.get(name, 0.0))[:3]
     named = [(f"grid {n}", cell.setting) for n, cell in enumerate(ranked, start=1)]
     named.append(("before", start))
-    named += [(f"tune {n}", Setting(run.winner)) for n, run in enumerate(runs, start=1)]
-    settings: dict[str, Setting] = {}
+    named += [(f"tune {n}", TrialConfig(run.winner)) for n, run in enumerate(runs, start=1)]
+    settings: dict[str, TrialConfig] = {}
     for label, setting in named:  # equal settings are measured once
         same = next((known for known, other in settings.items() if other == setting), "")
         settings.pop(same, None)
@@ -218,7 +218,7 @@ def _compare(
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=CACHE / "grid")))
         turns = []
         for number, (label, setting) in enumerate(settings.items()):
-            slot = Slot(scratch / str(number), Encoding(folder, objective.slo))
+            slot = Slot(scratch / str(number), EncoderTuning(folder, objective.slo))
             stack.callback(slot.close)
             slot.put(setting, progress, quiet)
             turns.append(Turn(label, partial(_measure_score, name, objective, slot)))
@@ -242,13 +242,13 @@ def _measure_score(
     return [(name, {_SCORE: measured.score})]
 
 
-def _summarize(one: Series, best: Series, setting: Setting) -> dict[str, Any]:
+def _summarize(one: Series, best: Series, setting: TrialConfig) -> dict[str, Any]:
     scores = [*zip(best.values(_SCORE), one.values(_SCORE), strict=True)]
     return {
         "system": one.system,
         "setting": dict(setting.overrides),
         "scores": one.values(_SCORE),
-        "against_grid": describe(scores),
+        "against_grid": format_scores(scores),
     }
 
 

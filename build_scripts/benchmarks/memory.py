@@ -9,7 +9,7 @@ from statistics import linear_regression, median
 import psutil
 
 from benchmarks.results import Table
-from triptych.serving.bench.resources import process_name, process_tree
+from triptych.serving.bench.resources import name_process, process_tree
 
 SECONDS = "seconds"
 _SHARED_MEMORY = "/dev/shm"
@@ -22,7 +22,7 @@ def read_memory(server: int) -> dict[str, float]:
     regions: set[str] = set()
     for process in process_tree(server):
         try:
-            name = process_name(process, server)
+            name = name_process(process, server)
             info = process.memory_info()
             mapped = [region.path for region in process.memory_maps(grouped=False)]
         except psutil.Error:  # the process has ended since the listing

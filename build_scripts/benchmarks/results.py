@@ -22,7 +22,7 @@ from typing import Any
 
 from triptych.base.files import write_files
 from triptych.container.machine import find_driver, find_gpus
-from triptych.serving.bench.bench import machine
+from triptych.serving.bench.bench import describe_machine
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
@@ -59,7 +59,7 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     gpus = ", ".join(map(str, find_gpus()))
-    hardware = {**machine(), "GPU": f"{gpus}, driver {find_driver()}" if gpus else "none"}
+    hardware = {**describe_machine(), "GPU": f"{gpus}, driver {find_driver()}" if gpus else "none"}
     return {
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", _STARTED_AT),
         "machine": hardware,

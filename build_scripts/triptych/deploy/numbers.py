@@ -177,7 +177,7 @@ def _check_promise(bench: BenchResult, capacity: float | None) -> None:
     name = bench.subject.pipeline
     rate = bench.rate
     alone = [p for p in bench.points if p.load.kind == "concurrency" and p.load.value == 1]
-    if any(point.rounds and bench.slo.strain(point.latencies_us) > 1 for point in alone):
+    if any(point.rounds and bench.slo.slo_ratio(point.latencies_us) > 1 for point in alone):
         raise UserError(
             "serving.slo",
             "must be a promise that one request alone keeps",

@@ -11,7 +11,7 @@ from triptych.base.explained import ExplainedValue
 from triptych.deploy.metrics import GenerationMetrics, Metrics, quantile_of
 from triptych.deploy.numbers import Measured
 from triptych.deploy.options import DeployOptions
-from triptych.operate.tune.drift import WORTH_TUNING
+from triptych.operate.tune.drift import MIN_LOAD_CHANGE
 from triptych.repository.config import COUNTED_FROM, has_edge
 from triptych.repository.manifest import BuildManifest
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
@@ -290,14 +290,14 @@ def _drift(built_for: float, metrics: Metrics) -> ExplainedValue:
     mean = metrics.mean_tokens(DRIFT_WINDOW)
     expression = "\n".join(
         (
-            f"({mean} > {built_for * WORTH_TUNING:.6g}",
-            f"or {mean} < {built_for / WORTH_TUNING:.6g})",
+            f"({mean} > {built_for * MIN_LOAD_CHANGE:.6g}",
+            f"or {mean} < {built_for / MIN_LOAD_CHANGE:.6g})",
             f"and on () {metrics.count_rows(DRIFT_WINDOW)} >= {MIN_DRIFT_ROWS}",
         )
     )
     return ExplainedValue(
         expression,
-        f"built for rows of {built_for:g} tokens in the mean; work of {WORTH_TUNING:g} times "
+        f"built for rows of {built_for:g} tokens in the mean; work of {MIN_LOAD_CHANGE:g} times "
         f"that, or the reverse, is worth tuning anew. Means of {MIN_DRIFT_ROWS} rows do not "
         "differ so by chance",
     )

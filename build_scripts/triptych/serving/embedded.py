@@ -1,4 +1,4 @@
-"""Finding a tritonserver: the one on PATH, else the one assembled from `nvidia-pytriton`."""
+"""Find a tritonserver: on PATH, or else assembled from the `nvidia-pytriton` wheel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from triptych.container.supervisor import STUB
 from triptych.serving.generation_environment import step_variables
 
 INSTALL_LOCAL = "pip install -e .[local]"
-# Of the server in the `nvidia-pytriton` wheel.
+# Release of the server in the `nvidia-pytriton` wheel.
 EMBEDDED_RELEASE = Release(24, 10)
 _GLIBC_MIN = (2, 35)
 _NOT_CODE = shutil.ignore_patterns("__pycache__")
@@ -29,7 +29,7 @@ _EMULATED_BACKENDS = Path(__file__).parent / "backends"
 
 
 class Wheel(NamedTuple):
-    """Where the `nvidia-pytriton` wheel put its pieces, and the libraries they were linked with."""
+    """Folders of the installed `nvidia-pytriton` wheel: the server and its libraries."""
 
     server: Path
     libraries: Path
@@ -39,25 +39,25 @@ class Wheel(NamedTuple):
         return self.server / "bin" / "tritonserver"
 
     def stub(self, python_version: str) -> Path:
-        """The stub for ``3.11`` and the like; the path need not exist."""
+        """Return the path of the stub for a Python version such as ``3.11``; it need not exist."""
         return self.server / "python_backend_stubs" / python_version / STUB
 
     def stub_versions(self) -> tuple[str, ...]:
-        """The Python versions that have a stub, lowest first."""
+        """Return the Python versions that have a stub, lowest first."""
         found = [path.parent.name for path in self.server.glob(f"python_backend_stubs/*/{STUB}")]
         return tuple(sorted(found, key=lambda version: int(version.rpartition(".")[2])))
 
 
 @dataclass(frozen=True)
 class Platform:
-    """The facts about this machine and its Python that decide whether the server can run.
+    """Properties of this machine and its Python that the embedded server requires.
 
     Attributes:
-        glibc: the C library's version; None where it is another C library.
-        python_version: of this Python, as the stubs are named: ``3.11``.
-        python_prefix: the installation that this Python belongs to.
-        stub_versions: the Python versions that the wheel has a stub for; empty without a wheel.
-        libpython: the folder of this Python's shared library; None without one.
+        glibc: Version of glibc; None for another C library.
+        python_version: Version of this Python, such as ``3.11``.
+        python_prefix: Prefix of this Python's installation.
+        stub_versions: Python versions with a stub in the wheel; empty without the wheel.
+        libpython: Folder of this Python's shared library; None without one.
     """
 
     system: str
@@ -71,7 +71,7 @@ class Platform:
 
 
 class Requirement(NamedTuple):
-    """One thing that the embedded server needs; `rule` ends a sentence that begins with it."""
+    """Requirement of the embedded server; `rule` is the predicate of a sentence about it."""
 
     id: str
     rule: str
@@ -84,46 +84,50 @@ REQUIREMENTS = (
     Requirement(
         "embedded-platform",
         "must run on x86-64 Linux",
-        lambda here: (here.system, here.processor) == ("linux", "x86_64"),
-        lambda here: f"{here.processor} {here.system}",
+        lambda machine: (machine.system, machine.processor) == ("linux", "x86_64"),
+        lambda machine: f"{machine.processor} {machine.system}",
         "Use an NGC tritonserver container",
     ),
     Requirement(
         "embedded-glibc",
         f"needs glibc {_GLIBC_MIN[0]}.{_GLIBC_MIN[1]} or later",
-        lambda here: here.glibc is not None and here.glibc >= _GLIBC_MIN,
-        lambda here: f"glibc {here.glibc[0]}.{here.glibc[1]}" if here.glibc else "no glibc",
+        lambda machine: machine.glibc is not None and machine.glibc >= _GLIBC_MIN,
+        lambda machine: (
+            f"glibc {machine.glibc[0]}.{machine.glibc[1]}" if machine.glibc else "no glibc"
+        ),
         "Use a newer distribution (Ubuntu 22.04, Debian 12) or an NGC tritonserver container",
     ),
     Requirement(
         "embedded-wheel",
         "needs the `nvidia-pytriton` wheel",
-        lambda here: bool(here.stub_versions),
-        lambda here: "installed" if here.stub_versions else "not installed",
+        lambda machine: bool(machine.stub_versions),
+        lambda machine: "installed" if machine.stub_versions else "not installed",
         f"Run `{INSTALL_LOCAL}`, or run inside an NGC tritonserver container",
     ),
     Requirement(
         "embedded-stub",
         "needs a stub for this Python",
-        lambda here: here.python_version in here.stub_versions,
-        lambda here: (
-            f"Python {here.python_version}; stubs: {', '.join(here.stub_versions) or 'none'}"
+        lambda machine: machine.python_version in machine.stub_versions,
+        lambda machine: (
+            f"Python {machine.python_version}; stubs: {', '.join(machine.stub_versions) or 'none'}"
         ),
-        "Make the virtual environment with a Python that has one",
+        "Create the virtual environment with a Python version that has a stub",
     ),
     Requirement(
         "embedded-libpython",
-        "needs the shared library of this Python, which its Python steps link",
-        lambda here: here.libpython is not None,
-        lambda here: str(here.libpython or f"{here.python_prefix}, built without one"),
+        "needs the shared library of this Python, because its Python steps link it",
+        lambda machine: machine.libpython is not None,
+        lambda machine: str(machine.libpython or f"{machine.python_prefix}, built without one"),
         "Install the distribution's libpython of this version (libpython3.11 and the like), or "
         "use a Python configured with --enable-shared",
     ),
     Requirement(
         "embedded-numpy",
-        "needs numpy < 2: with numpy 2 its Python steps misread strings and die",
-        lambda here: here.numpy_version is not None and here.numpy_version.startswith(("0.", "1.")),
-        lambda here: f"numpy {here.numpy_version}" if here.numpy_version else "no numpy",
+        "needs numpy < 2, because its Python steps misread strings and crash with numpy 2",
+        lambda machine: (
+            machine.numpy_version is not None and machine.numpy_version.startswith(("0.", "1."))
+        ),
+        lambda machine: f"numpy {machine.numpy_version}" if machine.numpy_version else "no numpy",
         "Run `pip install 'numpy<2'`",
     ),
 )
@@ -134,9 +138,9 @@ class Installation:
     """A tritonserver that can be started.
 
     Attributes:
-        backend_directory: what to pass as ``--backend-directory``; None leaves the server its own.
-        python_backends: the backends that run Python stubs, each configured by its own name.
-        environment: variables to set over those of this process.
+        backend_directory: Value of ``--backend-directory``; None for the server's default.
+        python_backends: Names of the backends that run Python stubs.
+        environment: Variables that override those of this process.
     """
 
     executable: Path
@@ -146,56 +150,57 @@ class Installation:
 
 
 def find_installation(private: Path, *, own_backends: Path | None = None) -> Installation:
-    """The server to start.
+    """Return the server to start.
 
     A ``tritonserver`` on PATH (inside an NGC container) is used with its own backends. Otherwise,
-    or where `own_backends` (a folder each, laid over the assembled ones) is given, the embedded
-    server is assembled in `private`, an empty folder of the caller's.
+    or if `own_backends` is given, the embedded server is assembled in the empty folder `private`.
 
     Raises:
-        UserError: no server is there, or a piece of the embedded one is missing.
+        UserError: No server is installed, or a part of the embedded server is missing.
     """
     on_path = shutil.which("tritonserver")
     if on_path and own_backends is None:
-        # Without an activated environment, its Python steps would find another Python's packages.
+        # Without an activated environment, its Python steps would use another Python's packages.
         return Installation(executable=Path(on_path), environment={"PATH": server_path()})
-    here = read_platform()
-    check_requirements(here)
+    machine = read_platform()
+    check_requirements(machine)
     wheel = find_wheel()
-    if wheel is None or here.libpython is None:
-        raise RuntimeError("the requirements hold, so the wheel and libpython are there")
-    return _assemble(wheel, here, private / "backends", _backend_folders(own_backends))
+    if wheel is None or machine.libpython is None:
+        raise RuntimeError("the requirements are met, so the wheel and libpython exist")
+    return _assemble(wheel, machine, private / "backends", _backend_folders(own_backends))
 
 
 def find_release() -> Release:
-    """The release of the server that `find_installation` starts where the caller has no backends.
+    """Return the release of the server that `find_installation` starts without own backends.
 
     Raises:
-        UserError: a tritonserver is on PATH and nothing says which release it is.
+        UserError: The release of the tritonserver on PATH is unknown.
     """
     if shutil.which("tritonserver"):
         return find_image_release(os.environ)
     return EMBEDDED_RELEASE
 
 
-def check_requirements(here: Platform) -> None:
-    """Raises a `UserError` with the remedy for the first requirement that does not hold."""
+def check_requirements(machine: Platform) -> None:
+    """Check the requirements; raise `UserError` for the first one that is not met."""
     for _, rule, holds, given, remedy in REQUIREMENTS:
-        if not holds(here):
-            raise UserError("embedded tritonserver", rule, given=given(here), remedy=remedy)
+        if not holds(machine):
+            raise UserError("embedded tritonserver", rule, given=given(machine), remedy=remedy)
 
 
-def _assemble(wheel: Wheel, here: Platform, directory: Path, backends: list[Path]) -> Installation:
+def _assemble(
+    wheel: Wheel, machine: Platform, directory: Path, backends: list[Path]
+) -> Installation:
     python = directory / "python"
     python.mkdir(parents=True)
-    # Copies: the server refuses a library that a link leads out of the backend directory.
+    # Copies, because the server refuses libraries outside the backend directory, also by links.
     for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
         shutil.copyfile(wheel.server / "backends" / "python" / name, python / name)
-    shutil.copyfile(wheel.stub(here.python_version), python / STUB)
+    shutil.copyfile(wheel.stub(machine.python_version), python / STUB)
     (python / STUB).chmod(0o755)
     for folder in backends:
         shutil.copytree(folder, directory / folder.name, dirs_exist_ok=True, ignore=_NOT_CODE)
-    libraries = [wheel.libraries, here.libpython, os.environ.get("LD_LIBRARY_PATH")]
+    libraries = [wheel.libraries, machine.libpython, os.environ.get("LD_LIBRARY_PATH")]
     return Installation(
         executable=wheel.executable,
         backend_directory=directory,
@@ -218,14 +223,19 @@ def describe_local_server(backend: str) -> str:
 
 
 def server_path() -> str:
-    """PATH of the server: its stub finds its packages through the first `python3` on it."""
+    """Return PATH for the server; its stub finds packages through the first `python3` on it."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def _backend_folders(own_backends: Path | None) -> list[Path]:
     """Return folders of backends; those of the caller follow and so replace emulated ones."""
     if own_backends is not None and not own_backends.is_dir():
-        raise UserError("backend_directory", "must be a folder", given=own_backends)
+        raise UserError(
+            "backend_directory",
+            "must be a folder",
+            given=own_backends,
+            remedy="Give the folder that contains a folder for each backend",
+        )
     parents = [_EMULATED_BACKENDS] if own_backends is None else [_EMULATED_BACKENDS, own_backends]
     return [
         folder
@@ -237,7 +247,7 @@ def _backend_folders(own_backends: Path | None) -> list[Path]:
 
 
 def read_platform() -> Platform:
-    """Looks at this machine and this Python; imports nothing heavy."""
+    """Return the properties of this machine and this Python, without heavy imports."""
     wheel = find_wheel()
     return Platform(
         system=sys.platform,
@@ -252,7 +262,7 @@ def read_platform() -> Platform:
 
 
 def find_wheel() -> Wheel | None:
-    """The installed wheel's pieces; None where it is not installed. Imports nothing of it."""
+    """Return the folders of the installed wheel without importing it; None if not installed."""
     spec = importlib.util.find_spec("pytriton")
     for location in (spec.submodule_search_locations or ()) if spec else ():
         package = Path(location)
@@ -262,7 +272,7 @@ def find_wheel() -> Wheel | None:
 
 
 def package_version(name: str) -> str | None:
-    """The installed version of a distribution; None where it is not installed."""
+    """Return the installed version of a distribution; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -284,5 +294,5 @@ def _libpython() -> Path | None:
         f"{sys.base_prefix}/lib",
         f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}",
     ]
-    there = (Path(folder) for folder in folders if folder)
-    return next((folder for folder in there if (folder / name).exists()), None)
+    candidates = (Path(folder) for folder in folders if folder)
+    return next((folder for folder in candidates if (folder / name).exists()), None)

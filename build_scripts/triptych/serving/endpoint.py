@@ -1,7 +1,4 @@
-"""Where a pipeline is served: a server of one's own while needed, or one that runs already.
-
-Serving until somebody says stop (SIGTERM, SIGINT), starting anew what dies meanwhile.
-"""
+"""Open a server for a pipeline, or serve until SIGTERM or SIGINT and restart after crashes."""
 
 from __future__ import annotations
 
@@ -21,17 +18,21 @@ from triptych.serving.readiness import ServerError
 from triptych.serving.server import Server
 
 _DEATH_S = 3.0
-"""How long a server that stopped answering may take to be seen dead."""
+"""How long to wait, in seconds, for the exit of a server that stopped responding."""
 
 UNSAMPLED = {FOLDER_VARIABLE: ""}
-"""Environment of a server that no user asks: nothing is sampled, whatever this process has set."""
+"""Environment of a server without user traffic: sampling is off, whatever this process has set."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that is ready: ``host:port``, the whole address of its metrics, its own process.
+    """A server that is ready.
 
-    `load_s` is how long it took from its start to ready, where it was started here.
+    Attributes:
+        grpc_url: gRPC address, ``host:port``.
+        metrics_url: Complete URL of the metrics page; None if unknown.
+        pid: Process id of tritonserver; None if it was not started here.
+        load_s: Time from start to ready, in seconds; None if it was not started here.
     """
 
     grpc_url: str
@@ -41,11 +42,11 @@ class Endpoint:
 
 
 def check_built(repository: Path, pipeline: str) -> None:
-    """Raises a `UserError` where the repository does not hold the pipeline."""
+    """Check that the repository contains the pipeline; raise `UserError` otherwise."""
     if not (repository / pipeline / CONFIG_FILE).is_file():
         raise UserError(
             str(repository),
-            "must hold the pipeline",
+            "does not contain the pipeline",
             given=f"no model {pipeline}",
             remedy=f"Run `triptych build {pipeline}`, or name a server with --url",
         )
@@ -60,10 +61,10 @@ def open_endpoint(
     *,
     metrics_url: str | None = None,
 ) -> Iterator[Endpoint]:
-    """The server at `url`; without it one on `repository` that lives as long as the context.
+    """Yield the server at `url`, or start a server on `repository` while the block runs.
 
     Raises:
-        UserError: the pipeline is not built, or its server does not start, or died meanwhile.
+        UserError: The pipeline is not built, or its server does not start or crashes.
     """
     if url is not None:
         yield Endpoint(url, metrics_url)
@@ -89,20 +90,21 @@ _MEANWHILE_S = 0.3
 
 
 class _SignalReceived(BaseException):
-    """Raised in the main thread by the first signal, wherever it is."""
+    """Exception that the first signal raises in the main thread."""
 
 
 @dataclass
 class RestartBackoff:
-    """How long what died waits to be started again: not at all, then longer with each death.
+    """Restart backoff: 0 s after the first crash, then 0.5 s, doubling up to `MAX_PAUSE_S`.
 
-    `next_s` is the pause after the next death, in seconds.
+    Attributes:
+        next_s: Pause after the next crash, in seconds.
     """
 
     next_s: float = 0.0
 
     def take_s(self, lived_s: float) -> float:
-        """The pause after a death; what lived for a minute before it counts as mended."""
+        """Return the pause after a crash, in seconds; an uptime above 60 s resets the backoff."""
         pause_s = 0.0 if lived_s > _STEADY_S else self.next_s
         self.next_s = min(max(2 * pause_s, 0.5), MAX_PAUSE_S)
         return pause_s
@@ -110,25 +112,26 @@ class RestartBackoff:
 
 @contextmanager
 def until_signal(stop: Callable[[], None]) -> Iterator[list[str]]:
-    """The body runs until SIGTERM or SIGINT; then, or at its own end, `stop`, which none disturbs.
+    """Run the block until it ends or SIGTERM or SIGINT arrives, then call `stop` undisturbed.
 
-    Yields a list that holds the signal's name afterwards.
+    Yields:
+        A list that contains the signal's name after the block.
     """
-    asked: list[str] = []
+    signals: list[str] = []
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
-        # Later signals change nothing: it is being stopped already.
-        if not asked:
-            asked.append(signal.Signals(number).name)
+        # Later signals are ignored, because the server is already stopping.
+        if not signals:
+            signals.append(signal.Signals(number).name)
             raise _SignalReceived
 
     previous = {n: signal.signal(n, on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield asked
+        yield signals
     except _SignalReceived:
         pass
     finally:
-        asked.append("stopping")
+        signals.append("stopping")
         stop()
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -145,20 +148,25 @@ def serve_until_signal(
 ) -> str:
     """Start `server`, call `on_ready` once every model is, and stop it at the first signal.
 
-    A signal counts from the start on, also while models load; requests in flight are answered. A
-    server that dies after it was ready, or of which a step does, is started again on the same
-    ports: at once, then after pauses that double with each death within a minute.
-    `timeout_s` and `on_progress` are as in `Server.wait_ready`; `on_death` is told why and what
-    follows, `on_ready` is called again. `meanwhile` is called about three times a second while the
-    server is ready, and not while it runs itself.
+    Signals are handled from the start on, also while models load; requests in flight are answered.
+    If the server or a step crashes after it was ready, the server is restarted on the same ports,
+    with `RestartBackoff`.
+
+    Args:
+        server: Server, not started.
+        timeout_s: Timeout of `Server.wait_ready`.
+        on_progress: Progress callback of `Server.wait_ready`.
+        on_ready: Called after each start, when every model is ready.
+        on_death: Called with a message after each crash.
+        meanwhile: Called about three times per second while the server is ready.
 
     Returns:
         The signal's name.
 
     Raises:
-        ServerError: a step did not load when the server was started first.
+        ServerError: A step did not load at the first start.
     """
-    with until_signal(server.stop) as asked:
+    with until_signal(server.stop) as signals:
         server.start()
         server.wait_ready(timeout_s, on_progress=on_progress)
         on_ready()
@@ -169,7 +177,7 @@ def serve_until_signal(
             while death is not None:
                 pause_s = pauses.take_s(time.monotonic() - ready_at)
                 again = f"in {pause_s:g} s" if pause_s else "now"
-                on_death(f"{death.message} It is started again {again}.")
+                on_death(f"{death.message} The server restarts {again}.")
                 time.sleep(pause_s)
                 try:
                     server.restart()
@@ -178,7 +186,7 @@ def serve_until_signal(
                 except ServerError as error:
                     death, ready_at = error, time.monotonic()
             on_ready()
-    return asked[0]
+    return signals[0]
 
 
 def _wait_dead(server: Server, meanwhile: Callable[[], None]) -> ServerError:

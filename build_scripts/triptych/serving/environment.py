@@ -1,4 +1,4 @@
-"""The environment that generation's own tools run in."""
+"""Python environment with vLLM and the packages of text generation."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from triptych.serving.generation_environment import find_environment, packages_f
 
 
 def environment_python() -> Path:
-    """The Python that has vLLM.
+    """Return the path of the Python that has vLLM.
 
     Raises:
-        UserError: there is no such environment.
+        UserError: The environment does not exist.
     """
     environment = find_environment()
     if environment is None:
         raise UserError(
             "core.backend",
-            "needs vLLM, in an environment of its own",
+            "needs vLLM in a separate environment",
             given="no .venv-generation",
-            remedy="Run `make setup-generation`, or name one with TRIPTYCH_GENERATION_ENV",
+            remedy="Run `make setup-generation`, or set TRIPTYCH_GENERATION_ENV to an environment",
         )
     return environment / "bin" / "python"
 
 
 def read_versions(*distributions: str) -> dict[str, str]:
-    """Version of each distribution that the environment has."""
-    places = [str(path) for path in vllm_packages()]
-    found: dict[str, str] = {}
+    """Return the versions of the distributions that are installed, by name."""
+    folders = [str(path) for path in vllm_packages()]
+    versions: dict[str, str] = {}
     for name in distributions:
-        for one in importlib.metadata.distributions(name=name, path=places):
-            found.setdefault(name, one.version)
-    return found
+        for distribution in importlib.metadata.distributions(name=name, path=folders):
+            versions.setdefault(name, distribution.version)
+    return versions
 
 
 def vllm_packages() -> list[Path]:
-    """Folders with packages: this Python's, and vLLM's where it is there."""
+    """Return the package folders of this Python and, if installed, of vLLM's environment."""
     environment = find_environment()
     own = [Path(entry) for entry in sys.path if entry]
     return own if environment is None else [packages_folder(environment), *own]

@@ -1,4 +1,4 @@
-"""Where vLLM is: in an environment of its own, so that encoders stay light."""
+"""Location of vLLM, which has a separate environment because of its size."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ FOLDER = ".venv-generation"
 
 
 def find_environment() -> Path | None:
-    """``$TRIPTYCH_GENERATION_ENV``, else `FOLDER` beside this Python's; None where there is none.
+    """Return ``$TRIPTYCH_GENERATION_ENV``, or else `FOLDER` beside this Python's environment.
 
-    It must be one of this Python's version.
+    Returns:
+        The environment's folder; None if it lacks packages for this Python's version.
     """
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     folder = Path(named) if named else Path(sys.prefix).with_name(FOLDER)
@@ -24,12 +25,12 @@ def find_environment() -> Path | None:
 
 
 def packages_folder(environment: Path) -> Path:
-    """Where the environment has its packages."""
+    """Return the folder of the environment's packages."""
     return environment / "lib/python{}.{}/site-packages".format(*sys.version_info)
 
 
 def step_variables() -> Mapping[str, str]:
-    """What tells the steps of a server where vLLM is; nothing where there is no environment."""
+    """Return the variable that shows a server's steps the folder of vLLM; empty without vLLM."""
     environment = find_environment()
     if environment is None:
         return {}

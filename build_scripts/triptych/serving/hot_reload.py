@@ -1,9 +1,4 @@
-"""Pipelines that are built anew while a server runs: put into it, or named.
-
-What `triptych build` puts into a repository while something serves it, noticed by its locks.
-
-A pipeline that was built anew, put into a running server; what does not load is told.
-"""
+"""Hot reload: find rebuilt pipelines by their locks, and load them into a running server."""
 
 from __future__ import annotations
 
@@ -28,23 +23,23 @@ from triptych.serving.readiness import read_load_state
 from triptych.serving.server import Server
 
 Models = Mapping[str, Mapping[str, str]]
-"""Of one pipeline: model -> its files and their hashes, as the lock has them."""
+"""Hashes of a pipeline's files by model and path, from the lock."""
 
 
 @dataclass(frozen=True)
 class BuildChange:
-    """What is another than before: models that changed by their pipeline, pipelines that went."""
+    """Changes of a repository: changed models by pipeline, and removed pipelines."""
 
     built: Mapping[str, list[str]]
     gone: list[str]
 
 
 class BuildPoller:
-    """Looks at a repository now and then; what it holds now is what counts as known.
+    """Finds rebuilt pipelines by polling a repository; its present builds count as known.
 
     Args:
-        repository: folder of the models.
-        only: the one pipeline that matters; None for all.
+        repository: Folder of the models.
+        only: Name of the only pipeline to check; None for all.
     """
 
     def __init__(self, repository: Path, only: str | None = None) -> None:
@@ -54,9 +49,9 @@ class BuildPoller:
         self._known = self._models()
 
     def poll(self) -> BuildChange | None:
-        """What changed since the last look; None while a build is being written.
+        """Return the changes since the last poll; None without any or while a build is written.
 
-        It reads no file where no lock has changed.
+        Files are only read if a lock has changed.
         """
         stamps = self._stamps()
         if stamps == self._seen or is_being_written(self._repository):
@@ -75,7 +70,7 @@ class BuildPoller:
         return [p for p in find_pipelines(self._repository) if self._only in (None, p.name)]
 
     def _stamps(self) -> dict[str, tuple[int, int]]:
-        """What tells that a lock is another one than before."""
+        """Return inode and modification time of each lock, by pipeline."""
         found = {}
         for pipeline in self._pipelines():
             if pipeline.lock_file.is_file():
@@ -100,22 +95,22 @@ class BuildPoller:
 
 
 _LAST_ANSWERS_S = 5.0
-"""Steps that were exchanged end once they have answered what they had."""
+"""How long replaced steps may take to answer their last requests, in seconds."""
 
 _POLL_S = 0.05
 
 
 def reload(server: Server, pipeline: str) -> None:
-    """Load what changed of a pipeline while the models before serve, until it is ready.
+    """Load the changed models of a pipeline while the previous ones serve; return when ready.
 
-    A step that would load for ever is ended, and all of it tried once more.
+    If a step is stuck while it loads, it is killed and the reload is repeated once.
 
     Args:
-        server: one that exchanges models, or was started with some.
-        pipeline: the ensemble.
+        server: Server with model control, started with `models` or `exchanges`.
+        pipeline: Name of the ensemble.
 
     Raises:
-        UserError: a model does not load; the one before goes on serving.
+        UserError: A model does not load; the previous one keeps serving.
     """
     if server.log_file is None:
         raise RuntimeError("the server was not started")
@@ -133,19 +128,24 @@ def _load(server: Server, pipeline: str, log: BinaryIO) -> None:
     log.seek(0, 2)
     try:
         reload_pipeline(server.grpc_url, pipeline, server.operator_headers)
-    finally:  # until the old ones have ended, `death` would take them for dead
+    finally:  # until the old steps have ended, `find_crash` would report them
         deadline = time.monotonic() + _LAST_ANSWERS_S
         while Counter(server.living_steps().values()) > before and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-    # An ensemble loads although a step did not, which then is the one from before.
+    # An ensemble loads even if a step does not; it then uses the previous version of the step.
     failures = read_load_state(log.read().decode("utf-8", "replace"), server.repository).failures
     if failures:
-        raise UserError(failures[0].step, "must load", given=failures[0].reason)
+        raise UserError(
+            failures[0].step,
+            "does not load",
+            given=failures[0].reason,
+            remedy="Fix the error and build again",
+        )
 
 
 @contextmanager
 def _kill_stuck_steps(server: Server) -> Iterator[list[int]]:
-    """Meanwhile each step that would load for ever is killed, which fails its load; their ids."""
+    """Kill steps that are stuck while loading while the block runs; yield their process ids."""
     ended: list[int] = []
     is_over, endless = threading.Event(), EndlessLoad()
 
@@ -156,24 +156,24 @@ def _kill_stuck_steps(server: Server) -> Iterator[list[int]]:
                     os.kill(pid, signal.SIGKILL)
                 ended.append(pid)
 
-    watch = threading.Thread(target=poll, name="endless loads", daemon=True)
-    watch.start()
+    watcher = threading.Thread(target=poll, name="endless loads", daemon=True)
+    watcher.start()
     try:
         yield ended
     finally:
         is_over.set()
-        watch.join()
+        watcher.join()
 
 
 class HotReload:
-    """Keeps a server at what its repository holds.
+    """Keeps a server up to date with its repository.
 
     Args:
-        server: that serves the repository; it exchanges models, or it is of the production profile.
-        on_exchange: told in a line what was exchanged.
-        on_problem: told in a line what was not, and why.
-        only: the one pipeline that it serves; None where it serves all.
-        production: whether the server goes on with what it loaded when it started.
+        server: Server on the repository, with model control or with the production profile.
+        on_reload: Called with a line about each reloaded pipeline.
+        on_problem: Called with a line about each pipeline that was not reloaded.
+        only: Name of the only pipeline it serves; None if it serves all.
+        production: Whether the server keeps the models that it loaded at its start.
     """
 
     def __init__(
@@ -192,9 +192,9 @@ class HotReload:
         self._builds = BuildPoller(server.repository, only)
 
     def poll(self) -> None:
-        """Exchange what was built since the last look; what does not load is told, and stays old.
+        """Reload pipelines built since the last poll; report those that do not load.
 
-        To be called now and then: it reads no file where no lock has changed.
+        Call it periodically; files are only read if a lock has changed.
         """
         change = self._builds.poll()
         if change is None:
@@ -203,27 +203,32 @@ class HotReload:
         for pipeline, changed in change.built.items():
             self._put(pipeline, changed, wrong.get(pipeline))
         for pipeline in change.gone:
-            self._on_problem(f"{pipeline} is not in the repository any more, but still served")
+            self._on_problem(f"{pipeline} was removed from the repository, but is still served")
 
     def _put(self, pipeline: str, changed: list[str], wrong: str | None) -> None:
         if self._production:
             self._on_problem(
-                f"{pipeline} was built anew: this server goes on with the old one until it is"
-                " started again"
+                f"{pipeline} was rebuilt: this server keeps serving the previous build until it is"
+                " restarted"
             )
             return
         try:
             if wrong is not None:
-                raise UserError(pipeline, "must be as it was built", given=wrong)
+                raise UserError(
+                    pipeline,
+                    "was changed after the build",
+                    given=wrong,
+                    remedy=f"Run `triptych build {pipeline}`",
+                )
             reload(self._server, pipeline)
         except UserError as error:
-            self._on_problem(f"{error.message} What was loaded before goes on serving.")
+            self._on_problem(f"{error.message} The previous build keeps serving.")
         else:
-            self._on_exchange(f"{pipeline} was built anew and exchanged: {', '.join(changed)}")
+            self._on_exchange(f"{pipeline} was rebuilt and reloaded: {', '.join(changed)}")
 
 
 def find_wrong_pipelines(repository: Path) -> dict[str, str]:
-    """Pipelines that are not as they were built, each with what is wrong."""
+    """Return the pipelines that were changed after their build, each with the error."""
     return {
         problem.pipeline: problem.line
         for problem in check_repository(repository, None)

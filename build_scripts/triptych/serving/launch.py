@@ -1,7 +1,7 @@
-"""Run as a script: becomes tritonserver, tied to the life of the process that asked for it.
+"""Script that becomes tritonserver and dies with its parent process.
 
-``python launch.py PARENT_PID STACK_BYTES EXECUTABLE ARGUMENT...``. A script of its own and not a
-`preexec_fn`, which runs Python between fork and exec and may deadlock where the parent has threads.
+``python launch.py PARENT_PID STACK_BYTES EXECUTABLE ARGUMENT...``. It is a script because
+`preexec_fn` runs Python between fork and exec, which can deadlock if the parent has threads.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(parent_pid: int, stack_bytes: int, command: list[str]) -> None:
-    """Asks the kernel to kill it when the parent dies, then replaces itself by the command."""
-    # Not SIGTERM: a server that is loading models heeds it late, or never.
+    """Ask the kernel to kill this process when its parent dies, then execute the command."""
+    # SIGKILL, because a server that loads models handles SIGTERM late or never.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before the kernel was asked: then no signal will ever come.
+    # The parent may have died before prctl was called; then no signal arrives.
     if os.getppid() != parent_pid:
-        sys.exit("triptych: the process that started this server is gone")
-    _, most = resource.getrlimit(resource.RLIMIT_STACK)
-    resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, most))
-    os.umask(0o077)  # what users sent lies in shared memory: nobody else may read it
+        sys.exit("triptych: the process that started this server has ended")
+    _, maximum = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, maximum))
+    os.umask(0o077)  # shared memory contains user data, which other users must not read
     os.execv(command[0], command)
 
 

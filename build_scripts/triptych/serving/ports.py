@@ -1,4 +1,4 @@
-"""TCP ports on this machine: which are busy, and which can be had."""
+"""Check and reserve TCP ports of this machine."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from contextlib import ExitStack
 
 from triptych.base.errors import UserError
 
-# Below the kernel's ephemeral range (from 32768), so that no outgoing connection takes a picked
-# port between the pick and the server's own bind.
+# The range is below the kernel's ephemeral ports (from 32768), so that no outgoing connection uses
+# a picked port before the server binds it.
 _PICK_FROM = range(20000, 32000)
 _ATTEMPTS = 200
 _picked: dict[int, socket.socket] = {}
 
 
 def port_is_busy(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether something listens on this port already.
+    """Return whether another process listens on this port.
 
     Raises:
-        UserError: `host` is no address of this machine, or the port may not be used at all.
+        UserError: `host` is not an address of this machine, or the user may not open the port.
     """
     _check_range("port", port)
     sock = _bind(host, port)
@@ -32,24 +32,24 @@ def port_is_busy(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens there."""
+    """Return whether a server on `host` is only reachable from this machine."""
     try:
         return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
     except (OSError, UnicodeError):
-        return True  # no address at all: `reserve_ports` says so
+        return True  # not an address: `reserve_ports` reports it
 
 
 def reserve_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
-    """Checks the wanted ports, by the name of their field, and picks a free one for every 0.
+    """Check the wanted ports, by field name, and pick a free port for every 0.
 
-    Servers bind theirs only once their models are loaded. Until `release_ports`, or the end of this
-    process, nobody else picks one that was picked here.
+    Servers bind their ports after their models have loaded. Picked ports are reserved until
+    `release_ports` or the end of this process.
 
     Raises:
-        UserError: a port is busy, out of range, wanted twice, or the host is not this machine.
+        UserError: A port is busy, out of range or given twice, or the host is not this machine.
     """
     claimed: dict[str, int] = {}
-    # All sockets stay open until every port is known, so that no port is picked twice.
+    # All sockets stay open until every port is chosen, so that no port is picked twice.
     with ExitStack() as held:
         for field, port in sorted(wanted.items(), key=lambda item: item[1] == 0):
             if port == 0:
@@ -61,7 +61,7 @@ def reserve_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
 
 
 def release_ports(ports: Iterable[int]) -> None:
-    """Let others pick these that were picked here."""
+    """Release picked ports."""
     for port in ports:
         _picked.pop(port).close()
 
@@ -70,21 +70,28 @@ def _claim(host: str, field: str, port: int, claimed: dict[str, int]) -> socket.
     _check_range(field, port)
     for other, taken in claimed.items():
         if taken == port:
-            raise UserError(field, f"must differ from `{other}`", given=port)
+            raise UserError(
+                field, f"must differ from `{other}`", given=port, remedy="Choose another port"
+            )
     sock = _bind(host, port, field)
     if sock is None:
         raise UserError(
             field,
             "must be a free port",
-            given=f"{port}, where something listens already on {host}",
-            remedy="Stop that process, name another port, or 0 to have a free one picked",
+            given=f"{port}, which is in use on {host}",
+            remedy="Stop that process, or choose another port, or 0 for any free one",
         )
     return sock
 
 
 def _check_range(field: str, port: int) -> None:
     if not 0 < port < 65536:
-        raise UserError(field, "must be a port from 1 to 65535, or 0 for a free one", given=port)
+        raise UserError(
+            field,
+            "must be a port from 1 to 65535, or 0 for a free one",
+            given=port,
+            remedy="Choose another port",
+        )
 
 
 def _pick(host: str) -> int:
@@ -95,19 +102,20 @@ def _pick(host: str) -> int:
             return port
     raise UserError(
         "port",
-        f"must be free: {_ATTEMPTS} ports from {_PICK_FROM.start} to {_PICK_FROM.stop} were tried",
-        remedy="Name the ports yourself",
+        f"has no free value in {_ATTEMPTS} attempts from {_PICK_FROM.start} to {_PICK_FROM.stop}",
+        remedy="Choose the ports yourself",
     )
 
 
 def _bind(
     host: str, port: int, field: str = "port", *, is_pick: bool = False
 ) -> socket.socket | None:
-    """A socket bound there; None where something listens, or a pick holds what is to be picked."""
+    """Return a bound socket; None if the port is in use or already picked."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        # Servers set it, for a port whose last connections are still closing to be free. With it
-        # they also bind beside a socket that has it and does not listen; a pick without it cannot.
+        # Servers set SO_REUSEADDR, so that ports with closing connections count as free. It also
+        # lets them bind a port whose other socket has it and does not listen. A pick binds without
+        # it, so that a port is not picked twice.
         if is_pick:
             sock.bind((host, port))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -117,8 +125,8 @@ def _bind(
         return sock
     except PermissionError as error:
         sock.close()
-        rule = "must be one that this user may open"
-        raise UserError(field, rule, given=port, remedy="Use 1024 up") from error
+        rule = "requires privileges that this user lacks"
+        raise UserError(field, rule, given=port, remedy="Use 1024 or above") from error
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:

@@ -1,4 +1,4 @@
-"""The tritonserver process: started so that it cannot outlive this one, and ended cleanly."""
+"""A tritonserver process that cannot outlive this process and is stopped cleanly."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _ISOLATED = (sys.executable, "-I")
 class ServerProcess:
     """A running tritonserver with its guard.
 
-    It runs in a session of its own, so Ctrl-C at the terminal does not reach it. Should this
-    process die in any way, the kernel kills the server, and the guard its stubs.
+    It runs in its own session, so Ctrl-C at the terminal does not reach it. If this process dies,
+    the kernel kills the server and the guard kills its stubs.
 
     Args:
-        command: the executable and its arguments.
-        variables: the whole environment.
-        mark: see `leftovers.new_process_tag`; the prefix of the server's shared-memory regions.
-        log_file: its standard output and error are appended to it.
-        own_paths: files and folders to remove with the server.
-        orphan_paths: to remove only where this process dies before it could `end` the server.
+        command: Executable and arguments.
+        variables: Complete environment.
+        tag: Process tag, the prefix of the server's shared-memory regions; see `new_process_tag`.
+        log_file: File to which standard output and error are appended.
+        own_paths: Files and folders to remove with the server.
+        orphan_paths: Files and folders to remove if this process dies before it calls `end`.
     """
 
     def __init__(
@@ -39,20 +39,20 @@ class ServerProcess:
         command: Sequence[str],
         variables: Mapping[str, str],
         *,
-        mark: str,
+        tag: str,
         log_file: Path,
         own_paths: Sequence[Path],
         orphan_paths: Sequence[Path] = (),
     ) -> None:
-        self._mark = mark
+        self._tag = tag
         self._own_paths = tuple(own_paths)
         self._exited = threading.Event()
         self._ended = False
         started = threading.Event()
         errors: list[OSError] = []
 
-        # The kernel reports the death of the *thread* that started a process: a server started by
-        # a worker thread would be killed when that ends. So this one lives as long as the server.
+        # The kernel reports the death of the *thread* that started a process. A server started by
+        # a worker thread would be killed with it, so this thread lives as long as the server.
         def keep() -> None:
             try:
                 self._guard = self._start_guard([*own_paths, *orphan_paths])
@@ -78,40 +78,40 @@ class ServerProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the server lives; its stubs may outlive it until `end`."""
+        """Whether the server runs. Its stubs may outlive it until `end`."""
         return not self._exited.is_set()
 
     @property
     def exit_status(self) -> str:
-        """How the server ended: ``exit status 1`` or ``signal SIGKILL``."""
+        """Exit status of the server: ``exit status 1`` or ``signal SIGKILL``."""
         code = self._server.returncode
         if code is None:
             return "still running"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether the server has exited by itself; returns when it has, or after the timeout."""
+        """Wait for the server to exit, at most `timeout_s`; return whether it has exited."""
         return self._exited.wait(timeout_s)
 
     def end(self, grace_s: float) -> None:
-        """Asks the server to end, kills it after the grace, and removes what it leaves behind."""
+        """Send SIGTERM, kill the server after `grace_s` seconds, and remove its orphans."""
         if self._ended:
             return
         try:
             if self.is_running:
                 self._server.terminate()
                 self._exited.wait(grace_s)
-        finally:  # also where a second Ctrl-C cuts the wait short
+        finally:  # also if a second Ctrl-C interrupts the wait
             if self.is_running:
                 self._server.kill()
             self._guard.kill()
             self._keeper.join()
-            remove_orphans(self._mark, self._own_paths)
+            remove_orphans(self._tag, self._own_paths)
             self._ended = True
 
     def _start_guard(self, paths: Sequence[Path]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [*_ISOLATED, str(_GUARD), str(os.getpid()), self._mark, *map(str, paths)],
+            [*_ISOLATED, str(_GUARD), str(os.getpid()), self._tag, *map(str, paths)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -124,9 +124,9 @@ class ServerProcess:
         stack_bytes, _ = stack_limits()
         with log_file.open("ab") as log:
             return subprocess.Popen(
-                # Without site: it needs the standard library only, and starts in 20 ms.
+                # Without site: only the standard library is needed, and the start takes 20 ms.
                 [*_ISOLATED, "-S", str(_LAUNCHER), str(os.getpid()), str(stack_bytes), *command],
-                env={**variables, PROCESS_TAG_VARIABLE: self._mark},
+                env={**variables, PROCESS_TAG_VARIABLE: self._tag},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,7 +1,4 @@
-"""Reading a tritonserver's log: which models loaded, which died, and why in one sentence.
-
-A question to a server over HTTP, of which only the status matters.
-"""
+"""Read loaded and failed models from a tritonserver's log, and probe a server by HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _TIMEOUT_S = 2.0
 
 
 def responds_ok(url: str, path: str) -> bool:
-    """Whether a GET of `path` at ``host:port`` is answered with 200."""
+    """Return whether ``GET path`` at ``host:port`` returns status 200."""
     host, _, port = url.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=_TIMEOUT_S)
     try:
@@ -35,19 +32,19 @@ def responds_ok(url: str, path: str) -> bool:
 _HEADER = re.compile(r"[IWEF]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ")
 _LOADING = re.compile(r"^loading: (\S+):\d+$")
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
-# What the server says when a model dies. Matched from the start of a message only: a step may
-# print the like of it.
+# Messages of a model that failed. They are matched from the start only, because a step may print
+# similar text.
 _DIED = [
     re.compile(r"failed to load '(?P<step>[^']+)' version \d+: (?P<reason>.*)", re.DOTALL),
     re.compile(r"failed to load model '(?P<step>[^']+)': (?P<reason>.*)", re.DOTALL),
     re.compile(r"Poll failed for model directory '(?P<step>[^']+)': (?P<reason>.*)", re.DOTALL),
     re.compile(r"Invalid argument: (?P<reason>(?:in )?ensemble '?(?P<step>[^' ,]+).*)", re.DOTALL),
-    # The server goes on waiting for such a model for ever: this line is the only sign.
+    # The server waits for such a model forever; this line is the only message.
     re.compile(r".*: (?P<reason>Python model file not found in '.*/(?P<step>[^/]+)/\d+/[^/]+')"),
 ]
 _PARSE_ERROR = re.compile(r"Error parsing text-format inference\.ModelConfig: (.*)")
 _UNPARSED = "failed to read text proto"
-# An ensemble that dies of a step's death says nothing new.
+# An ensemble that fails because a step failed adds no information.
 _DEPENDENT = "which has no loaded version"
 _CODE = re.compile(r"(?:Internal|Invalid argument|Not found|Unavailable|Unsupported|Unknown): ")
 _FRAME = re.compile(r"  (?P<file>\S.*)\((?P<line>\d+)\): (?P<function>.+)")
@@ -58,7 +55,7 @@ _ERROR = re.compile(r"[EF]\d{4} |error: |failed to |.*tritonserver: |what\(\): "
 
 _STARVATION = "boost::interprocess::lock_exception"
 
-# What every machine without a GPU says: never the reason of anything.
+# Messages of every machine without a GPU, which are never the reason of a failure.
 _HARMLESS = (
     "CUDA driver version is insufficient",
     "CudaDriverHelper has not been initialized",
@@ -68,9 +65,11 @@ _HARMLESS = (
 
 
 class ServerError(UserError):
-    """A server that did not become ready, or died after it was; its `log_file` is kept.
+    """Error of a server that did not become ready or crashed later; its log file is retained.
 
-    `step` is the model that died, empty where it was the server itself; `reason` says why.
+    Attributes:
+        step: Model that failed; empty if the server itself failed.
+        reason: Reason of the failure.
     """
 
     def __init__(self, step: str, rule: str, reason: str, log_file: Path) -> None:
@@ -78,19 +77,19 @@ class ServerError(UserError):
         self.reason = reason
         self.log_file = log_file
         super().__init__(
-            step or "tritonserver", rule, given=reason, remedy=f"The whole log: {log_file}"
+            step or "tritonserver", rule, given=reason, remedy=f"See the log: {log_file}"
         )
 
 
 class Failure(NamedTuple):
-    """A model (`step`) that did not load: the exception and its place, or the server's words."""
+    """A model that did not load, with the exception and its location, or the server's message."""
 
     step: str
     reason: str
 
 
 class LoadState(NamedTuple):
-    """What a log tells about the models; causes of failure before the ensembles that depend."""
+    """State of the models according to a log; failed steps come before ensembles that use them."""
 
     loading: tuple[str, ...]
     loaded: tuple[str, ...]
@@ -98,7 +97,7 @@ class LoadState(NamedTuple):
 
 
 def read_load_state(log: str, repository: Path) -> LoadState:
-    """Reads the log's text so far; places inside the repository are given relative to it."""
+    """Return the state of the models in a log's text; paths are relative to the repository."""
     loading: dict[str, None] = {}
     loaded: dict[str, None] = {}
     failures: dict[str, Failure] = {}
@@ -122,22 +121,22 @@ def read_load_state(log: str, repository: Path) -> LoadState:
 
 
 def find_exit_reason(log: str) -> str:
-    """Why a server that exited did so: its first error, else the last line that it wrote."""
+    """Return why a server exited: its first error, or else the last line of its log."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    said = [line for line in lines if not any(word in line for word in _HARMLESS)]
-    errors = [line for line in said if _ERROR.match(line)]
-    line = (errors or said[-1:] or ["nothing"])[0]
-    words = " ".join(_unquoted(_HEADER.sub("", line)).split())
-    return f"{words} ({STARVED})" if is_cpu_starved(log) else words
+    relevant = [line for line in lines if not any(word in line for word in _HARMLESS)]
+    errors = [line for line in relevant if _ERROR.match(line)]
+    line = (errors or relevant[-1:] or ["nothing"])[0]
+    reason = " ".join(_unquoted(_HEADER.sub("", line)).split())
+    return f"{reason} ({STARVED})" if is_cpu_starved(log) else reason
 
 
 def is_cpu_starved(log: str) -> bool:
-    """Whether the server ended because a step got no CPU for a second."""
+    """Return whether the server ended because a step got no CPU for one second."""
     return _STARVATION in log
 
 
 def _messages(log: str) -> Iterator[str]:
-    """The entries' messages, unescaped; lines without a header are what steps print."""
+    """Yield the unescaped messages of log entries; lines without a header are printed by steps."""
     for line in log.splitlines(keepends=True):
         # A line without an end is still being written.
         if line.endswith("\n") and (_HEADER.match(line) or line.startswith("[")):
@@ -154,22 +153,22 @@ def _unquoted(message: str) -> str:
 
 
 def _sentence(reason: str, repository: Path) -> str:
-    """An exception with its place, without the stack of the import system."""
-    said, _, stack = reason.partition("\n\nAt:\n")
-    said = " ".join(_CODE.sub("", said, count=1).split()).rstrip(".")
-    if _DEAD_STUB.search(said):
-        said += ": its Python process died without a traceback, in native code or out of memory"
-    if missing := _NO_GPU.search(said):
-        said = (
-            f"it runs on GPU {missing['id']}, which is not here: serve it where that is, or build "
-            "it with core.backend onnxruntime and core.device cpu"
+    """Return an exception and its location as one sentence, without import frames."""
+    text, _, stack = reason.partition("\n\nAt:\n")
+    text = " ".join(_CODE.sub("", text, count=1).split()).rstrip(".")
+    if _DEAD_STUB.search(text):
+        text += ": its Python process died without a traceback, in native code or out of memory"
+    if missing := _NO_GPU.search(text):
+        text = (
+            f"it needs GPU {missing['id']}, which this machine lacks: serve it where that GPU "
+            "is installed, or build it with core.backend onnxruntime and core.device cpu"
         )
-    places = _places(stack, repository)
-    return f"{said} ({', called from '.join(places)})" if places else said
+    places = _find_locations(stack, repository)
+    return f"{text} ({', called from '.join(places)})" if places else text
 
 
-def _places(stack: str, repository: Path) -> list[str]:
-    """The innermost frame, and the innermost one of the repository where it is another."""
+def _find_locations(stack: str, repository: Path) -> list[str]:
+    """Return the locations of the innermost frame and of the innermost frame in the repository."""
     frames = [found for line in stack.splitlines() if (found := _FRAME.fullmatch(line.rstrip()))]
     frames = [frame for frame in frames if not frame["file"].startswith("<")]
     own = [frame for frame in frames if Path(frame["file"]).is_relative_to(repository)]

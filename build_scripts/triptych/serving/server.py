@@ -1,12 +1,6 @@
-"""Starting a real tritonserver on a model repository, knowing when it is ready, and stopping it.
+"""Start a real tritonserver on a model repository, wait until it is ready, and stop it.
 
 Usage: ``with Server(repository) as server: client = Client(server.grpc_url)``.
-
-The models of a repository as tritonserver sees them: every folder is one.
-
-A server's own folder, whose path a shell reads as it is, wherever TMPDIR may be.
-
-Serving on this machine as the image does: the same check of the files, the same flags.
 """
 
 from __future__ import annotations
@@ -61,7 +55,7 @@ from triptych.serving.readiness import (
 
 
 def list_models(repository: Path) -> list[str]:
-    """The names of the repository's models, in order."""
+    """Return the sorted names of the repository's models: every visible folder is a model."""
     return sorted(
         path.name
         for path in repository.iterdir()
@@ -70,11 +64,16 @@ def list_models(repository: Path) -> list[str]:
 
 
 def check_models(repository: Path, wanted: Sequence[str]) -> None:
-    """Raises a `UserError` where the repository cannot be served, or lacks one of `wanted`."""
+    """Check that the repository can be served and has the `wanted` models; raise `UserError`."""
     if not repository.is_dir():
-        raise UserError("repository", "must be a folder", given=repository)
-    there = list_models(repository)
-    if not there:
+        raise UserError(
+            "repository",
+            "must be a folder",
+            given=repository,
+            remedy="Run `triptych build NAME` first",
+        )
+    models = list_models(repository)
+    if not models:
         raise UserError(
             "repository",
             "must hold at least one model",
@@ -83,38 +82,43 @@ def check_models(repository: Path, wanted: Sequence[str]) -> None:
         )
     check_model_names(repository)
     for name in wanted:
-        if name not in there:
+        if name not in models:
             raise UserError(
                 "models",
-                "must name models of the repository",
+                "must be models of the repository",
                 given=name,
-                remedy=f"There are: {', '.join(there)}",
+                remedy=f"The repository has: {', '.join(models)}",
             )
 
 
 def new_shell_safe_dir() -> Path:
-    """A folder of this server's own, whose path is plain wherever TMPDIR is; see `shell`."""
+    """Return a new temporary folder whose path needs no shell quoting, wherever TMPDIR is."""
     parent = next(parent for parent in (tempfile.gettempdir(), "/tmp") if is_plain(parent))
     try:
         return Path(tempfile.mkdtemp(prefix="triptych-server-", dir=parent))
     except OSError as error:
         raise UserError(
             "TMPDIR",
-            f"must be a folder that can be written to, whose path is of {PLAIN}",
+            f"must be a writable folder whose path consists of {PLAIN}",
             given=error,
-            remedy="Set TMPDIR to one",
+            remedy="Set TMPDIR to such a folder",
         ) from error
 
 
 def check_and_make_flags(repository: Path, *, production: bool, one_gpu: bool = False) -> list[str]:
-    """The flags of the image's entry point for the server that is here; files are checked before.
+    """Check the repository's files, and return the flags of the serving image's entry point.
 
-    The image's variables count, but for host, ports, server and repository. Without `production`
-    there are no flags, and engines are left to the server. `one_gpu`: it will see but one of them.
+    The image's environment variables apply, except host, ports, server and repository.
+
+    Args:
+        repository: Folder of the models.
+        production: Whether to use the production profile. Without it, no flags are returned and
+            the server checks the engines itself.
+        one_gpu: Whether the server will see only one GPU.
 
     Raises:
-        UserError: a setting is wrong, or a pipeline cannot be served here; which ones, and why,
-            was printed on standard error.
+        UserError: A setting is wrong, or a pipeline cannot be served here. The reasons were printed
+            on standard error.
     """
     settings = read_settings(os.environ, repository=str(repository))
     machine = read_machine(os.environ) if production else None
@@ -123,9 +127,9 @@ def check_and_make_flags(repository: Path, *, production: bool, one_gpu: bool = 
     if not enforce(settings, machine):
         raise UserError(
             "repository",
-            "must hold pipelines that can be served as they were built",
+            "contains pipelines that failed the startup check",
             given=repository,
-            remedy="Follow the lines above, or set TRIPTYCH_LOCK_CHECK=warn",
+            remedy="Fix the errors above, or set TRIPTYCH_LOCK_CHECK=warn",
         )
     if machine is None:
         return []
@@ -134,37 +138,37 @@ def check_and_make_flags(repository: Path, *, production: bool, one_gpu: bool = 
     return flags_for(repository, settings.options, machine, release)
 
 
-# Longer than any grace: `stop` alone decides how long requests in flight may take.
+# Longer than any grace period, because `stop` limits how long requests in flight may take.
 _EXIT_TIMEOUT_S = 3600
-# While models load no request can be in flight, and the server does not heed SIGTERM.
+# While models load, no request is in flight and the server ignores SIGTERM.
 _LOADING_GRACE_S = 2.0
 _POLL_S, _WATCH_S, _DYING_S = 0.05, 0.2, 1.0
 _MAX_STARTS = 3
 
 
 class Server:
-    """A tritonserver of this process's own; it never outlives this process.
+    """A tritonserver owned by this process; it never outlives this process.
 
-    As a context manager it starts and waits on entry, and stops on exit. It runs in a session of
-    its own, so Ctrl-C at the terminal reaches only this process, which then stops it once.
+    As a context manager it starts and waits on entry and stops on exit. It runs in its own session,
+    so Ctrl-C at the terminal reaches only this process, which then stops the server once.
 
     Args:
-        repository: the model repository.
-        host: the address to listen on; loopback by default. ``0.0.0.0`` listens on every address.
-        grpc_port: 0 picks a free one, as for the other two.
-        http_port: see `grpc_port`.
-        metrics_port: see `grpc_port`.
-        models: serve these only (and what their ensembles need); empty serves all.
-        exchanges: whether models may be exchanged while it serves, as with `models`; not in the
+        repository: Model repository.
+        host: Address to listen on; ``0.0.0.0`` listens on every address.
+        grpc_port: gRPC port; 0 picks a free one.
+        http_port: HTTP port; 0 picks a free one.
+        metrics_port: Port of the metrics page; 0 picks a free one.
+        models: Models to serve, with the models that their ensembles need; empty serves all.
+        exchanges: Whether models can be reloaded while it serves, as with `models`; not in the
             production profile.
-        production_flags: those of the production profile; without them the services of `CLOSED` are
-            open to `operator_headers` only.
-        extra_args: more flags of tritonserver's own, last on its command line.
-        environment: variables to set over those of this process.
-        log_file: where the server's log goes. None makes a file in the temporary folder, which
-            `stop` removes unless the server failed.
-        backend_directory: backends of the caller's, a folder each, laid over those of the embedded
-            server; asks for the embedded server even where a tritonserver is on PATH.
+        production_flags: Flags of the production profile. Without them, the services of `CLOSED`
+            require `operator_headers`.
+        extra_args: Further flags of tritonserver, last on the command line.
+        environment: Variables that override those of this process.
+        log_file: File of the server's log. None creates a temporary file, which `stop` removes
+            unless the server failed.
+        backend_directory: Folder with the caller's backends, which replace those of the embedded
+            server. With it, the embedded server is used even if a tritonserver is on PATH.
     """
 
     def __init__(
@@ -203,7 +207,7 @@ class Server:
         self._own_backends = backend_directory
         self._process: ServerProcess | None = None
         self._own_log = log_file is not None
-        self._mark = ""
+        self._tag = ""
         self._steps: dict[int, str] = {}
 
     @property
@@ -225,7 +229,7 @@ class Server:
 
     @property
     def operator_headers(self) -> dict[str, str]:
-        """Over gRPC they open what is shut, but in the production profile: that has its own key."""
+        """GRPC headers that open the restricted services; not in the production profile."""
         return {f"triton-grpc-protocol-{RESTRICTED_HEADER}": self._key}
 
     def __enter__(self) -> Server:
@@ -246,17 +250,17 @@ class Server:
         self.stop()
 
     def start(self) -> None:
-        """Starts the process and returns at once.
+        """Start the process without waiting for it.
 
         Raises:
-            UserError: no repository, an unknown model, a busy port, or no server to start.
+            UserError: The repository, a model, a port or the server installation is unusable.
         """
         if self._process is not None:
             raise RuntimeError("the server was started already")
         check_models(self.repository, self._models)
         self._ports = reserve_ports(self._host, self._wanted_ports)
         self._picked += [self._ports[name] for name, port in self._wanted_ports.items() if not port]
-        mark = self._mark = new_process_tag()
+        tag = self._tag = new_process_tag()
         private = new_shell_safe_dir()
         try:
             if not is_plain(self.repository):
@@ -265,13 +269,13 @@ class Server:
             installation = find_installation(private, own_backends=self._own_backends)
             log_file = self._open_log()
             self._process = ServerProcess(
-                self._command(installation, mark),
+                self._command(installation, tag),
                 {
                     **server_variables(os.environ),
                     **installation.environment,
                     **self.environment,
                 },
-                mark=mark,
+                tag=tag,
                 log_file=log_file,
                 own_paths=[private],
                 orphan_paths=[] if self._keep_log else [log_file],
@@ -285,16 +289,16 @@ class Server:
     def wait_ready(
         self, timeout_s: float = 600.0, on_progress: Callable[[str], None] | None = None
     ) -> None:
-        """Returns once the server and every model that it was asked to serve are ready.
+        """Wait until the server and all its models are ready.
 
-        One that a step without CPU ended, or lets wait for ever, is started again, twice at most.
+        If a step got no CPU and crashed the server or is stuck, the server restarts, at most twice.
 
         Args:
-            timeout_s: for all of it.
-            on_progress: called with one line for each model that became ready, and each such end.
+            timeout_s: Timeout for all starts together, in seconds.
+            on_progress: Called with a line for each model that is ready, and for each restart.
 
         Raises:
-            ServerError: a model died (it says which, and why), the server exited, or time ran out.
+            ServerError: A model failed, the server exited, or the time ran out.
         """
         deadline = time.monotonic() + timeout_s
         told: set[str] = set()
@@ -325,16 +329,16 @@ class Server:
             time.sleep(_POLL_S)
 
     def find_crash(self, within_s: float) -> ServerError | None:
-        """Why the server or one of its steps died by itself, if one does within some seconds."""
+        """Wait `within_s` seconds for a crash of the server or a step; return its error or None."""
         deadline = time.monotonic() + within_s
         while not self._started().wait(min(_WATCH_S, max(deadline - time.monotonic(), 0.0))):
             dead = dead_steps(self.pid, self._steps)
-            # Steps end with their server, and may be seen dead before it is.
+            # Steps end with their server, and their end may be seen first.
             if dead and not self._started().wait(_DYING_S):
                 self._keep_log = True
                 pid, model = next(iter(dead.items()))
-                reason = f"its process {pid} is gone"
-                return ServerError(model, "must stay up", reason, self.log_file or Path())
+                reason = f"its process {pid} has ended"
+                return ServerError(model, "crashed", reason, self.log_file or Path())
             if time.monotonic() >= deadline:
                 return None
         return self._failed(self._load_state())
@@ -345,13 +349,13 @@ class Server:
         return self._steps
 
     def restart(self, repository: Path | None = None) -> None:
-        """Start anew on the same ports, if named on another repository; `wait_ready` waits for it.
+        """Start again on the same ports, on another repository if given; see `wait_ready`.
 
         Raises:
-            UserError: see `start`.
+            UserError: See `start`.
         """
         log_file, own = self.log_file, self._own_log
-        picked, self._picked = self._picked, []  # its own all the time
+        picked, self._picked = self._picked, []  # stay reserved
         self.stop(grace_s=0.0)
         self._picked = picked
         self.repository = self._served = (repository or self.repository).resolve()
@@ -363,10 +367,10 @@ class Server:
         self.start()
 
     def stop(self, grace_s: float = 30.0) -> None:
-        """Ends the server and removes everything that it made on this machine.
+        """Stop the server and remove its files, processes and shared memory.
 
-        Pipelines answer the requests in flight first, for `grace_s` at most, and refuse new ones as
-        unavailable. May be called at any time and more than once, also when the server is dead.
+        Pipelines first answer the requests in flight, for at most `grace_s` seconds, and reject new
+        ones as unavailable. It can be called at any time and repeatedly, also after a crash.
         """
         if self._process is None:
             return
@@ -375,7 +379,7 @@ class Server:
         try:
             grace_s = grace_s if is_serving else min(grace_s, _LOADING_GRACE_S)
             if is_serving and grace_s:
-                drained = drain(self.pid, grace_s, self._mark)
+                drained = drain(self.pid, grace_s, self._tag)
                 if drained and self._holds_pipelines_only() and not self._traces():
                     grace_s = 0.0  # Triton would wait for seconds, and for idle connections longer
             self._process.end(grace_s)
@@ -447,7 +451,7 @@ class Server:
         return self._process
 
     def _starved(self, endless: EndlessLoad) -> str:
-        """What a step that got no CPU while it loads did to the server; nothing gives no text."""
+        """Return text about a step that got no CPU and stopped the server; empty without one."""
         if self._started().is_running:
             return endless.told(self.pid)
         log = self._log_text()
@@ -483,16 +487,16 @@ class Server:
         log_file = self.log_file or Path()
         if state.failures:
             first, *others = state.failures
-            also = f"; these died too: {', '.join(f.step for f in others)}" if others else ""
-            return ServerError(first.step, "must load", first.reason + also, log_file)
-        said = f"{self._started().exit_status}; it said: {find_exit_reason(self._log_text())}"
-        return ServerError("", "must stay up", said, log_file)
+            also = f"; also failed: {', '.join(f.step for f in others)}" if others else ""
+            return ServerError(first.step, "does not load", first.reason + also, log_file)
+        status = f"{self._started().exit_status}; log: {find_exit_reason(self._log_text())}"
+        return ServerError("", "crashed", status, log_file)
 
     def _late(self, timeout_s: float, state: LoadState) -> ServerError:
         self._keep_log = True
         return ServerError(
             state.loading[0] if state.loading else "",
-            f"must be ready within {timeout_s:g} s",
-            f"still loading: {', '.join(state.loading)}" if state.loading else "no sign of life",
+            f"was not ready within {timeout_s:g} s",
+            f"still loading: {', '.join(state.loading)}" if state.loading else "no output",
             self.log_file or Path(),
         )

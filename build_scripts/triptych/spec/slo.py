@@ -78,7 +78,7 @@ class Promise(BaseModel):
     def is_empty(self) -> bool:
         return not self.limits_us and self.throughput is None
 
-    def strain(self, latencies_us: Mapping[str, float]) -> float:
+    def slo_ratio(self, latencies_us: Mapping[str, float]) -> float:
         """Return the largest ratio of a measured latency to its limit: above 1 the SLO is missed.
 
         Args:

@@ -11,7 +11,7 @@ from triptych.base.errors import Progress, UserError
 from triptych.building.generation.inputs import GeneratingInputs
 from triptych.client.address import check_single
 from triptych.runtime.sampling_parameters import FIELD
-from triptych.serving.bench.bench import Bench, bench_requests, machine, server_of
+from triptych.serving.bench.bench import Bench, bench_requests, describe_machine, describe_server
 from triptych.serving.bench.results import BenchResult, Subject
 from triptych.serving.environment import read_versions
 from triptych.spec.generation_fields import GeneratingSpec
@@ -47,7 +47,7 @@ def bench_generation(
         if load.kind == "concurrency":
             check_clients("--concurrency", int(load.value), inputs.spec)
     return bench_requests(
-        subject_of(inputs, server=server_of(url)),
+        subject_of(inputs, server=describe_server(url)),
         requests_of(inputs),
         repository,
         bench,
@@ -85,7 +85,7 @@ def subject_of(inputs: GeneratingInputs, *, server: str) -> Subject:
         layout=inputs.batching,
         overrides=dict(spec.tuned),
         server=server,
-        machine=machine(),
+        machine=describe_machine(),
         versions={**versions_of("tritonclient"), **read_versions(*inputs.engine_packages)},
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         requests=len(inputs.prompts),

@@ -102,9 +102,9 @@ class PriceOptions:
         Raises:
             UserError: An option is out of range.
         """
-        from triptych.serving.bench.bench import price_of
+        from triptych.serving.bench.bench import make_price
 
-        return price_of(
+        return make_price(
             self.price_per_hour,
             currency=self.currency,
             daily_requests=self.daily_requests,
@@ -190,7 +190,7 @@ def bench(
     from triptych.interface.cli.measured_tables import print_bench
     from triptych.interface.report.load import write_bench_report, write_figures
     from triptych.serving.bench.bench import CONCURRENCY, Bench, parse_loads
-    from triptych.serving.bench.results import to_json, verdict_of
+    from triptych.serving.bench.results import judge_slo, to_json
     from triptych.spec.any_spec import load_any_spec, parse_any_slo
 
     closed = load.concurrency or ([] if load.rate else list(CONCURRENCY))
@@ -223,7 +223,7 @@ def bench(
         print_json(to_json(result))
     else:
         print_bench(output, result)
-    raise typer.Exit(EXIT_FINDINGS if verdict_of(result).kind == "not met" else 0)
+    raise typer.Exit(EXIT_FINDINGS if judge_slo(result).kind == "not met" else 0)
 
 
 @verb("bench-diff")
@@ -234,9 +234,9 @@ def bench_diff(
 ) -> None:
     """Compare two results of bench, and mark differences beyond noise."""
     from triptych.interface.cli.measured_tables import print_comparison
-    from triptych.serving.bench.comparison import compare, read_bench
+    from triptych.serving.bench.comparison import compare_results, read_bench
 
-    comparison = compare(read_bench(before), read_bench(after))
+    comparison = compare_results(read_bench(before), read_bench(after))
     if as_json:
         print_json(comparison.as_dict())
     else:
@@ -318,7 +318,7 @@ def drift(
     from triptych.core.inputs import read_inputs
     from triptych.operate.tune.drift import check_drift, format_drift
     from triptych.operate.tune.new_traffic import read_lengths
-    from triptych.operate.tune.proposal import measured_in
+    from triptych.operate.tune.proposal import read_measured_load
     from triptych.spec.any_spec import kind_in
     from triptych.spec.kind import Kind
     from triptych.spec.spec import load_spec
@@ -339,7 +339,7 @@ def drift(
         )
     inputs = read_inputs(load_spec(folders.pipelines / name), progress).as_built(folders.repository)
     new = read_lengths(inputs, files[-1], before=files[0] if len(files) > 1 else None)
-    drift = check_drift(inputs, new, measured=measured_in(reports / name), rate_per_s=rate)
+    drift = check_drift(inputs, new, measured=read_measured_load(reports / name), rate_per_s=rate)
     if as_json:
         print_json(drift.as_dict())
     else:

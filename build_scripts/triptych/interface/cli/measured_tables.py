@@ -17,16 +17,16 @@ from triptych.interface.cli.options import (
 from triptych.interface.report.load import cost_entries, part_name, samples, times_as_fast
 from triptych.interface.report.tuning_report import before_and_after, gained, grown
 from triptych.operate.tune.results import TuneResult
-from triptych.serving.bench.comparison import Change, Comparison
+from triptych.serving.bench.comparison import BenchComparison, MetricChange
 from triptych.serving.bench.results import (
     BenchResult,
     Cost,
-    Point,
-    bottleneck_of,
-    headline,
-    rates_say,
-    verdict_of,
-    warnings_of,
+    LoadPoint,
+    collect_warnings,
+    find_limiting_bottleneck,
+    format_headline,
+    format_rates,
+    judge_slo,
 )
 from triptych.spec.slo import MOMENTS, AnySlo
 
@@ -38,28 +38,28 @@ _MORE_THAN_NOISE = ("better", "worse", "changed")
 
 def print_bench(console: Console, result: BenchResult) -> None:
     """Print the verdict, all loads, the bottleneck, baselines and cost."""
-    verdict = verdict_of(result)
+    verdict = judge_slo(result)
     say(console, f"{result.subject.pipeline}: {verdict.word}", STYLES.get(verdict.kind, "bold"))
     say(console, f"  {verdict.says}")
-    if best := headline(result):
+    if best := format_headline(result):
         say(console, f"  {best}")
     _print_points(console, result.points, result.slo)
     _print_tokens(console, result.points)
     _print_budget(console, result.points)
-    bottleneck = bottleneck_of(result.points)
+    bottleneck = find_limiting_bottleneck(result.points)
     if bottleneck is not None:
         say(console, f"Bottleneck: {bottleneck.kind}. {bottleneck.says}", "bold")
         if bottleneck.remedy:
             say(console, f"  -> {bottleneck.remedy}")
     _print_baselines(console, result)
     if result.rate is not None:
-        say(console, f"Highest rate: {result.rate.slo} {rates_say(result.rate)}")
+        say(console, f"Highest rate: {result.rate.slo} {format_rates(result.rate)}")
     if result.cost is not None:
         print_cost(console, result.cost)
     _print_errors_and_warnings(console, result)
 
 
-def print_comparison(console: Console, comparison: Comparison) -> None:
+def print_comparison(console: Console, comparison: BenchComparison) -> None:
     """Print the differences of two results, and whether they exceed noise."""
     say(console, f"before: {comparison.before}")
     say(console, f"after:  {comparison.after}")
@@ -80,9 +80,9 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
             say(console, f"  only {when}: {name}")
 
 
-def _groups(comparison: Comparison) -> list[tuple[str, Sequence[Change]]]:
+def _groups(comparison: BenchComparison) -> list[tuple[str, Sequence[MetricChange]]]:
     """Return titles with their changes; for steps, only changes beyond noise."""
-    groups: list[tuple[str, Sequence[Change]]] = []
+    groups: list[tuple[str, Sequence[MetricChange]]] = []
     for pair in comparison.pairs:
         changes = [
             change
@@ -98,7 +98,7 @@ def print_cost(console: Console, cost: Cost) -> None:
     say(console, "Cost: " + "; ".join(f"{k.lower()} {v}" for k, v in cost_entries(cost).items()))
 
 
-def _print_points(console: Console, points: Sequence[Point], slo: AnySlo) -> None:
+def _print_points(console: Console, points: Sequence[LoadPoint], slo: AnySlo) -> None:
     heads = ["load", "requests/s", *(f"{name.removesuffix('_us')} ms" for name in _TIMES)]
     heads += ["errors", "stable", *(["SLO"] if not slo.is_empty else [])]
     rows = []
@@ -119,7 +119,7 @@ def _print_points(console: Console, points: Sequence[Point], slo: AnySlo) -> Non
     print_table(console, "Loads", heads, rows)
 
 
-def _print_tokens(console: Console, points: Sequence[Point]) -> None:
+def _print_tokens(console: Console, points: Sequence[LoadPoint]) -> None:
     """Print the metrics of streamed answers; `n` is the number of samples of the percentiles."""
     heads = ("load", "tokens/s", "goodput/s", "", *(f"{name} ms" for name in _SHOWN), "n")
     rows: list[Row | None] = []
@@ -139,7 +139,7 @@ def _print_tokens(console: Console, points: Sequence[Point]) -> None:
         print_table(console, "Tokens", heads, rows, text_columns=(0, 3))
 
 
-def _print_budget(console: Console, points: Sequence[Point]) -> None:
+def _print_budget(console: Console, points: Sequence[LoadPoint]) -> None:
     """Print the parts of a request's mean time, largest first, with a line for each load."""
     measured = [point for point in points if point.typical.parts]
     if measured:
@@ -170,7 +170,7 @@ def _print_baselines(console: Console, result: BenchResult) -> None:
 
 def _print_errors_and_warnings(console: Console, result: BenchResult) -> None:
     every = (*result.points, *result.baselines, *(result.rate.points if result.rate else ()))
-    for text in warnings_of(every):
+    for text in collect_warnings(every):
         say(console, f"warning: {text}", "yellow")
     errors: dict[str, list[str]] = {}
     for point in every:

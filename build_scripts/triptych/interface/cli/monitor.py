@@ -236,7 +236,7 @@ def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRu
     from triptych.operate.monitor.run import run_monitor
     from triptych.operate.monitor.sample import read_files, read_sample
     from triptych.operate.monitor.timeline import RUN_FOLDER, read_timeline
-    from triptych.operate.tune.proposal import measured_in
+    from triptych.operate.tune.proposal import read_measured_load
     from triptych.repository.manifest import build_id
     from triptych.spec.spec import load_spec
 
@@ -255,7 +255,7 @@ def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRu
         evidence=timeline.evidence_about(build_id(folders.repository, name)),
         max_rows=options.max_rows,
         last=None if sample.rows else read_files(options.samples, name, timeline.last),
-        measured=measured_in(options.reports / name),
+        measured=read_measured_load(options.reports / name),
         servers=options.server_count,
         show_texts=options.show_texts,
     )

@@ -31,20 +31,20 @@ from triptych.repository.store import locked
 from triptych.serving.bench.results import (
     BenchResult,
     Cost,
+    LoadPoint,
     Part,
-    Point,
     Resources,
     StepUse,
     Subject,
-    best_point,
-    bottleneck_of,
-    closed_loops,
-    figures_of,
-    headline,
-    rates_say,
+    closed_loop_points,
+    collect_warnings,
+    find_best_point,
+    find_limiting_bottleneck,
+    format_headline,
+    format_point,
+    format_rates,
+    judge_slo,
     to_json,
-    verdict_of,
-    warnings_of,
 )
 from triptych.spec.slo import MOMENTS, PERCENTILES, AnySlo, Slo
 
@@ -73,11 +73,11 @@ def figures(result: BenchResult) -> str:
     """Return the summary as Markdown: best result, each load, and the machine."""
     subject = result.subject
     others = [point for point in result.points if point.load.kind != "concurrency"]
-    lines = [f"# Speed of {subject.pipeline}", "", f"{headline(result)}.", ""]
+    lines = [f"# Speed of {subject.pipeline}", "", f"{format_headline(result)}.", ""]
     if not result.slo.is_empty:
-        lines += [verdict_of(result).says, ""]
+        lines += [judge_slo(result).says, ""]
     lines += ["| load | requests/s | p50, ms | p95, ms | p99, ms | errors |", "|" + " --- |" * 6]
-    points = (*closed_loops(result.points), *others)
+    points = (*closed_loop_points(result.points), *others)
     lines += [_row(point) for point in points]
     if any(point.streamed for point in points):
         heads = ("load", "tokens/s", "goodput, requests/s", *(f"{name}, ms" for name in _TIMES))
@@ -94,13 +94,13 @@ def figures(result: BenchResult) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _tokens_row(point: Point) -> str:
+def _tokens_row(point: LoadPoint) -> str:
     times = [milliseconds(point.latencies_us[name.replace(" ", "_")]) for name in _TIMES]
     rates = [rounded(point.median(name)) for name in ("tokens_per_s", "goodput_per_s")]
     return f"| {' | '.join([str(point.load), *rates, *times])} |"
 
 
-def _row(point: Point) -> str:
+def _row(point: LoadPoint) -> str:
     times = [milliseconds(point.median(f"{name}_us")) for name in ("p50", "p95", "p99")]
     rate = rounded(point.median("throughput_per_s"))
     return f"| {' | '.join([str(point.load), rate, *times, str(sum(point.errors.values()))])} |"
@@ -125,13 +125,13 @@ _TOKENS = {
 }
 
 Plot = tuple[Markup, str]
-Rate = Callable[[Point], float]
+Rate = Callable[[LoadPoint], float]
 
 
 def page(result: BenchResult) -> str:
     rate = result.rate
     every = (*result.points, *result.baselines, *(rate.points if rate else ()))
-    closed = closed_loops(result.points)
+    closed = closed_loop_points(result.points)
     other = [point for point in result.points if point.load.kind != "concurrency"]
     other = sorted(other, key=lambda point: point.load.value)
     shown = shown_points(result)
@@ -139,15 +139,15 @@ def page(result: BenchResult) -> str:
         "bench.html.j2",
         result=result,
         slo=result.slo,
-        verdict=verdict_of(result),
-        headline=headline(result),
-        bottleneck=bottleneck_of(result.points),
+        verdict=judge_slo(result),
+        headline=format_headline(result),
+        bottleneck=find_limiting_bottleneck(result.points),
         curves=[
             _two(closed, result.slo, achieved, ("latency", "queues"), _CLOSED),
             _two(other, result.slo, offered, ("open", "open-queues"), _OPEN),
         ],
         rate=rate,
-        rates_say=rates_say(rate) if rate else "",
+        rates_say=format_rates(rate) if rate else "",
         rate_curves=_two(rate.points, rate.slo, offered, ("rates", "rate-queues"), _RATES)
         if rate
         else [],
@@ -158,7 +158,7 @@ def page(result: BenchResult) -> str:
         budgets=[_budget(f"budget-{index}", point) for index, point in enumerate(shown)],
         every=every,
         latency=latency,
-        warnings=warnings_of(every),
+        warnings=collect_warnings(every),
         contenders=_contenders(result),
         baselines=[(other, times_as_fast(result.points, other)) for other in result.baselines],
         cost=cost_entries(result.cost) if result.cost else {},
@@ -174,29 +174,29 @@ def page(result: BenchResult) -> str:
     )
 
 
-def achieved(point: Point) -> float:
+def achieved(point: LoadPoint) -> float:
     """Return the throughput in requests/s."""
     return point.median("throughput_per_s")
 
 
-def offered(point: Point) -> float:
+def offered(point: LoadPoint) -> float:
     """Return the offered load in requests/s."""
     return point.load.value
 
 
-def latency(point: Point, percentile: str) -> str:
+def latency(point: LoadPoint, percentile: str) -> str:
     """Return a latency percentile in ms; a dash without responses."""
     return milliseconds(point.median(f"{percentile}_us") if point.median("requests") else None)
 
 
-def samples(point: Point, moment: str) -> int:
+def samples(point: LoadPoint, moment: str) -> int:
     """Return the number of samples of a latency metric, over all rounds."""
     if moment == "e2e":
         return sum(one.requests for one in point.rounds)
     return sum(getattr(one, moment).samples for one in point.streamed)
 
 
-def _token_curves(points: Sequence[Point], slo: AnySlo) -> list[Plot]:
+def _token_curves(points: Sequence[LoadPoint], slo: AnySlo) -> list[Plot]:
     """Return plots of first-token and inter-token latency over tokens/s, with their limits."""
     streamed = [point for point in points if point.streamed]
     plots = []
@@ -211,7 +211,8 @@ def _token_curves(points: Sequence[Point], slo: AnySlo) -> list[Plot]:
                     Dot(
                         x=point.median("tokens_per_s"),
                         y=point.latencies_us[name] / 1e3,
-                        tip=f"{figures_of(point)}, {which} {milliseconds(median(rounds) * 1e3)} ms",
+                        tip=f"{format_point(point)},"
+                        f" {which} {milliseconds(median(rounds) * 1e3)} ms",
                         note=f"{point.load.value:g}" if which == CURVES[-1] else "",
                         x_span=point.span("tokens_per_s"),
                         y_span=(min(rounds), max(rounds)),
@@ -229,10 +230,10 @@ def _token_curves(points: Sequence[Point], slo: AnySlo) -> list[Plot]:
     return plots
 
 
-def shown_points(result: BenchResult) -> list[Point]:
+def shown_points(result: BenchResult) -> list[LoadPoint]:
     """Return the best and the largest load; if they are the same, the smallest and the largest."""
-    closed = closed_loops(result.points) or list(result.points)
-    best = best_point(closed, result.slo)
+    closed = closed_loop_points(result.points) or list(result.points)
+    best = find_best_point(closed, result.slo)
     if best is None:
         return []
     first = closed[0] if best == closed[-1] else best
@@ -262,13 +263,13 @@ def part_name(part: Part) -> str:
     return part.where if part.what == "compute" else part.what
 
 
-def times_as_fast(points: Sequence[Point], baseline: Point) -> str:
+def times_as_fast(points: Sequence[LoadPoint], baseline: LoadPoint) -> str:
     """Return the throughput relative to a baseline, such as ``2.31 x as fast``.
 
     It is compared at the load of the baseline, or else at the best load.
     """
     same = [point for point in points if point.load == baseline.load]
-    pipeline = same[0] if same else best_point(points, Slo())
+    pipeline = same[0] if same else find_best_point(points, Slo())
     rate = achieved(baseline)
     if pipeline is None or rate <= 0 or not pipeline.median("requests"):
         return NOTHING
@@ -297,7 +298,7 @@ def cost_entries(found: Cost) -> dict[str, str]:
     return entries
 
 
-def latency_dot(point: Point, which: str, tip: str, *, rate: Rate, note: bool) -> Dot:
+def latency_dot(point: LoadPoint, which: str, tip: str, *, rate: Rate, note: bool) -> Dot:
     """Return a latency percentile over the rate, with its rounds.
 
     With `note`, the number of clients is drawn beside the dot.
@@ -314,7 +315,7 @@ def latency_dot(point: Point, which: str, tip: str, *, rate: Rate, note: bool) -
 
 
 def _two(
-    points: Sequence[Point], slo: AnySlo, rate: Rate, names: tuple[str, str], says: str
+    points: Sequence[LoadPoint], slo: AnySlo, rate: Rate, names: tuple[str, str], says: str
 ) -> list[Plot]:
     """Return plots of latency and queue time over the rate."""
     # Exclude loads without a response: they have no latency.
@@ -331,7 +332,7 @@ def _two(
     for index, which in enumerate(CURVES, 1):
         dots = []
         for point in points:
-            tip = f"{figures_of(point)}, {which} {milliseconds(point.median(f'{which}_us'))} ms"
+            tip = f"{format_point(point)}, {which} {milliseconds(point.median(f'{which}_us'))} ms"
             note = closed and which == CURVES[-1]
             dots.append(latency_dot(point, which, tip, rate=rate, note=note))
         series.append(Series(which, f"q{index}", tuple(dots)))
@@ -345,7 +346,7 @@ def _two(
     return [(latency, says), (queues, "Mean queue time of a request at each step.")]
 
 
-def _queue_dots(points: Sequence[Point], step: str, rate: Rate) -> Iterator[Dot]:
+def _queue_dots(points: Sequence[LoadPoint], step: str, rate: Rate) -> Iterator[Dot]:
     for point in points:
         uses = [use for one in point.rounds for use in one.steps if use.step == step]
         if waits := [use.queue_us / 1e3 for use in uses]:
@@ -353,7 +354,7 @@ def _queue_dots(points: Sequence[Point], step: str, rate: Rate) -> Iterator[Dot]
             yield Dot(rate(point), median(waits), tip, y_span=(min(waits), max(waits)))
 
 
-def _budget(name: str, point: Point) -> Plot:
+def _budget(name: str, point: LoadPoint) -> Plot:
     """Return a plot of the parts of a request's mean time at one load, with its caption."""
     parts = [part for part in point.typical.parts if number(part.us) is not None]
     positive = sum(max(part.us, 0.0) for part in parts)
@@ -373,7 +374,7 @@ def _budget(name: str, point: Point) -> Plot:
 
 
 def _contenders(result: BenchResult) -> Markup:
-    best = best_point(result.points, Slo())
+    best = find_best_point(result.points, Slo())
     held = [("own", best)] if best else []
     held += [("other", other) for other in result.baselines]
     bars = []
@@ -383,7 +384,7 @@ def _contenders(result: BenchResult) -> Markup:
     return compared("contenders", "Throughput of the pipeline and of the baselines", bars)
 
 
-def _resources(points: Sequence[Point]) -> dict[str, list[str]]:
+def _resources(points: Sequence[LoadPoint]) -> dict[str, list[str]]:
     """Return CPU cores and memory of each process, at each point with measured resources."""
     columns = [_used(used) for point in points if (used := point.typical.resources)]
     names = dict.fromkeys(name for column in columns for name in column)
@@ -407,7 +408,7 @@ def _used(used: Resources) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _batches(point: Point) -> list[tuple[StepUse, Markup]]:
+def _batches(point: LoadPoint) -> list[tuple[StepUse, Markup]]:
     """Return a histogram of batch sizes for each step that ran batches."""
     axes = ("rows per batch", "batches")
     drawn = []

@@ -15,10 +15,16 @@ from triptych.interface.report.pages import render
 from triptych.interface.report.plots import Dot, Series, curves
 from triptych.operate.tune.results import Outcome, Trial, TuneResult, pareto_front
 from triptych.repository.records import json_text
-from triptych.serving.bench.results import Point, best_point, figures_of, to_json, warnings_of
+from triptych.serving.bench.results import (
+    LoadPoint,
+    collect_warnings,
+    find_best_point,
+    format_point,
+    to_json,
+)
 from triptych.spec.slo import AnySlo, GenerationSlo
 
-Labeled = tuple[str, Point]
+Labeled = tuple[str, LoadPoint]
 
 
 @dataclass(frozen=True)
@@ -38,21 +44,21 @@ class Axes:
     titles: tuple[str, str]
     title: str
     front: str
-    columns: Mapping[str, Callable[[Point], str]]
+    columns: Mapping[str, Callable[[LoadPoint], str]]
 
-    def read_rate(self, point: Point) -> float:
+    def read_rate(self, point: LoadPoint) -> float:
         return point.median(self.rate)
 
-    def read_tail_ms(self, point: Point) -> float:
+    def read_tail_ms(self, point: LoadPoint) -> float:
         """Return the tail latency of a point, in ms."""
         return point.latencies_us.get(self.tail, 0.0) / 1e3
 
-    def cells(self, point: Point) -> list[str]:
+    def cells(self, point: LoadPoint) -> list[str]:
         return [read(point) for read in self.columns.values()]
 
-    def dot(self, name: str, point: Point, *, detailed: bool = False) -> Dot:
+    def dot(self, name: str, point: LoadPoint, *, detailed: bool = False) -> Dot:
         """Return the dot of a point; if `detailed`, with the range of its rounds and clients."""
-        dot = Dot(self.read_rate(point), self.read_tail_ms(point), f"{name}: {figures_of(point)}")
+        dot = Dot(self.read_rate(point), self.read_tail_ms(point), f"{name}: {format_point(point)}")
         if not detailed:
             return dot
         tails = [one.latencies_us.get(self.tail, 0.0) / 1e3 for one in point.rounds]
@@ -132,7 +138,7 @@ def tune_page(result: TuneResult) -> str:
         front=front,
         front_plot=_front(labeled, front, axes),
         points=points,
-        warnings=warnings_of(points),
+        warnings=collect_warnings(points),
         origin=origin(result.subject),
     )
 
@@ -166,14 +172,16 @@ def gained(trial: Trial) -> str:
     return NOTHING if trial.verdict == "no difference" else grown(trial.against, trial.score)
 
 
-def _best(one: Outcome, slo: AnySlo) -> Point | None:
+def _best(one: Outcome, slo: AnySlo) -> LoadPoint | None:
     """Return the point with the highest goodput, or else the best point within the SLO."""
     if any(point.median("goodput_per_s") for point in one.points):
         return max(one.points, key=lambda point: point.median("goodput_per_s"))
-    return best_point(one.points, slo)
+    return find_best_point(one.points, slo)
 
 
-def _at_best(read: Callable[[Point], float | None]) -> Callable[[Outcome, AnySlo], float | None]:
+def _at_best(
+    read: Callable[[LoadPoint], float | None],
+) -> Callable[[Outcome, AnySlo], float | None]:
     def figure(one: Outcome, slo: AnySlo) -> float | None:
         best = _best(one, slo)
         return read(best) if best else None
@@ -181,7 +189,7 @@ def _at_best(read: Callable[[Point], float | None]) -> Callable[[Outcome, AnySlo
     return figure
 
 
-def _streamed(read: Callable[[Point], float]) -> Callable[[Outcome, AnySlo], float | None]:
+def _streamed(read: Callable[[LoadPoint], float]) -> Callable[[Outcome, AnySlo], float | None]:
     return _at_best(lambda point: read(point) if point.streamed else None)
 
 

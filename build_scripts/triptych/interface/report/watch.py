@@ -12,7 +12,7 @@ from triptych.interface.report.plots import Dot, Series, curves
 from triptych.operate.monitor.results import MonitorRun, format_metric, format_test
 from triptych.operate.monitor.timeline import TIMELINE_FILE, Timeline
 from triptych.operate.monitor.verdict import ReplayComparison, Speed
-from triptych.operate.tune.proposal import describe_proposal
+from triptych.operate.tune.proposal import format_proposal
 from triptych.repository.records import json_text
 
 
@@ -82,9 +82,7 @@ def write_watch_report(run: MonitorRun, timeline: Timeline, folder: Path) -> Pat
 def watch_page(run: MonitorRun, timeline: Timeline) -> str:
     """Return the page as HTML."""
     drift = run.drift
-    proposed = (
-        describe_proposal(drift.proposal, drift.rate_per_s) if drift and drift.proposal else ()
-    )
+    proposed = format_proposal(drift.proposal, drift.rate_per_s) if drift and drift.proposal else ()
     return render(
         "watch.html.j2",
         run=run,

@@ -20,7 +20,7 @@ from triptych.operate.monitor.results import MonitorRun, list_edits
 from triptych.operate.monitor.sample import SampledRow, TrafficSample
 from triptych.operate.tune.drift import Drift, check_drift
 from triptych.operate.tune.new_traffic import tokenize_sample
-from triptych.operate.tune.proposal import Proposal, estimate_effect
+from triptych.operate.tune.proposal import TunedProposal, estimate_effect
 from triptych.repository.history import rollback
 from triptych.repository.manifest import build_id, read_manifest
 from triptych.repository.records import plain_data
@@ -284,7 +284,7 @@ def apply_proposal(
     )
 
 
-def _provenance(folder: Path, run: MonitorRun, proposal: Proposal) -> dict[str, Any]:
+def _provenance(folder: Path, run: MonitorRun, proposal: TunedProposal) -> dict[str, Any]:
     """Return the source and expectation of a proposal, and the settings before it."""
     old = read_tuned(folder)
     rate = None if run.drift is None else run.drift.rate_per_s

@@ -159,7 +159,7 @@ class RowGroup:
 
 
 @dataclass(frozen=True)
-class WorstRow:
+class LargeErrorRow:
     """A row with a large error; its texts are empty unless the user asked for them."""
 
     location: str
@@ -227,7 +227,7 @@ class MonitorRun:
     metrics: tuple[MetricValue, ...]
     tests: tuple[MeanTest, ...]
     groups: tuple[RowGroup, ...]
-    worst: tuple[WorstRow, ...]
+    worst: tuple[LargeErrorRow, ...]
     drift: Drift | None
     distributions: tuple[CategoryDistribution, ...]
     alarms: tuple[str, ...]

@@ -22,10 +22,10 @@ from triptych.operate.monitor.results import (
     SIGNIFICANCE,
     CategoryDistribution,
     ComparedRow,
+    LargeErrorRow,
     MeanTest,
     MonitorRun,
     RowGroup,
-    WorstRow,
     compare_distributions,
     find_alarms,
     find_changed_files,
@@ -221,14 +221,14 @@ def _group_rows(
 
 def _find_worst(
     rows: Sequence[ComparedRow], scores: Sequence[RowScore], *, show_texts: bool
-) -> Iterator[WorstRow]:
+) -> Iterator[LargeErrorRow]:
     pairs = sorted(
         zip(rows, scores, strict=True),
         key=lambda pair: (sum(pair[1].losses.values()), pair[1].row_error),
         reverse=True,
     )
     for row, score in pairs[:MAX_WORST_ROWS]:
-        worst = WorstRow(row.row.location, row.tokens, score.row_error, score.difference)
+        worst = LargeErrorRow(row.row.location, row.tokens, score.row_error, score.difference)
         if show_texts:
             preview, expected = shown_text(row.row.inputs), show_answer(row.expected)
             actual = show_answer(row.row.answer)

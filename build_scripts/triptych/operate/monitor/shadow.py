@@ -31,8 +31,8 @@ from triptych.operate.monitor.verdict import (
 from triptych.repository.manifest import BuildManifest, build_id, read_manifest
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.serving.bench.bench import WARM_UP_REQUESTS
-from triptych.serving.bench.measure import Target, measure
-from triptych.serving.bench.results import Load, Measurement
+from triptych.serving.bench.measure import BenchTarget, measure
+from triptych.serving.bench.results import Measurement, OfferedLoad
 from triptych.serving.endpoint import Endpoint, open_endpoint
 from triptych.spec.tasks.compare import Outputs
 from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
@@ -57,7 +57,7 @@ class ReplayOptions:
 
     max_rows: int
     clients: int
-    load: Load
+    load: OfferedLoad
     rounds: int
     seconds: float
 
@@ -227,7 +227,7 @@ def _load(
     for number in range(options.rounds):
         for side in (0, 1) if number % 2 == 0 else (1, 0):
             endpoint = endpoints[side]
-            target = Target(endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid)
+            target = BenchTarget(endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid)
             warm_up = 0 if number else WARM_UP_REQUESTS
             result = measure(
                 target, sent, options.load, seconds=options.seconds, warmup_requests=warm_up

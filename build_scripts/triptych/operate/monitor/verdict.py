@@ -20,7 +20,12 @@ from triptych.operate.monitor.scores import (
     score_rows,
 )
 from triptych.repository.records import GateResult, plain_data
-from triptych.serving.bench.comparison import Weight, change_between, core_ms, gpu_ms
+from triptych.serving.bench.comparison import (
+    Significance,
+    compare_metric,
+    core_ms_per_request,
+    gpu_ms_per_request,
+)
 from triptych.serving.bench.results import Measurement
 from triptych.spec.tasks.compare import Outputs
 from triptych.spec.tasks.labeled import difference_interval, ratio
@@ -217,7 +222,7 @@ class Speed:
     candidate: tuple[float, ...]
     medians: tuple[float, float]
     relative: float
-    weight: Weight
+    weight: Significance
 
 
 @dataclass(frozen=True)
@@ -264,8 +269,8 @@ class ReplayComparison:
 _SPEED_METRICS: tuple[tuple[str, Callable[[Measurement], float | None]], ...] = (
     ("p50 ms", lambda result: result.p50_us / 1e3),
     ("p99 ms", lambda result: result.p99_us / 1e3),
-    ("core ms per request", core_ms),
-    ("GPU ms per request", gpu_ms),
+    ("core ms per request", core_ms_per_request),
+    ("GPU ms per request", gpu_ms_per_request),
 )
 
 
@@ -280,7 +285,7 @@ def compare_speeds(
         old = [value for result in before if (value := read(result)) is not None]
         new = [value for result in after if (value := read(result)) is not None]
         if len(old) == len(before) and len(new) == len(after):
-            change = change_between(name, old, new, "lower")
+            change = compare_metric(name, old, new, "lower")
             medians, relative = (change.before, change.after), change.relative or 0.0
             speeds.append(Speed(name, tuple(old), tuple(new), medians, relative, change.weight))
     return tuple(speeds)

@@ -1,4 +1,4 @@
-"""Whether a pipeline's numbers still fit its traffic: what moved, what that costs, what to do."""
+"""Drift of token lengths: its size, its cost, and the action it needs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pydantic import JsonValue
 from triptych.core.inputs import PipelineInputs
 from triptych.operate.tune.new_traffic import NewTraffic
 from triptych.operate.tune.proposal import (
-    WORTH_A_REBUILD,
+    MIN_SAVING,
     Capacity,
     MeasuredLoad,
-    Proposal,
-    describe_proposal,
-    estimate,
-    propose,
+    TunedProposal,
+    estimate_capacity,
+    format_proposal,
+    propose_settings,
 )
 from triptych.repository.records import plain_data
 from triptych.spec.plan import Plan, bucket_of, make_plan
@@ -31,20 +31,21 @@ from triptych.spec.traffic import TRAFFIC_FILE, Lengths
 SIGNIFICANCE = 0.01
 """Significance level of the comparison of two length distributions."""
 
-WORTH_TUNING = 1.25
-"""Work of a row over what it was, or the reverse."""
+MIN_LOAD_CHANGE = 1.25
+"""Minimum change of the work per row, as a factor up or down, to tune again."""
 
-FAR_LONGER = 1.5
-"""The 99th percentile of the lengths over the longest row that was warmed up."""
+MIN_LENGTH_RATIO = 1.5
+"""Minimum ratio of the lengths' 99th percentile to the longest warm-up row, to rebuild."""
 
 Action = Literal["keep", "rebuild", "tune again"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths in short, in tokens; `at_limit_share` of the rows have all that a row may have.
+    """Summary of token lengths.
 
-    Those are the rows that were cut off, the few that just fit, and a long context's windows.
+    `at_limit_share` is the share of rows with the maximum length: truncated rows, rows that just
+    fit, and windows of long contexts.
     """
 
     rows: int
@@ -56,7 +57,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class DerivedSettings:
-    """What the plan derives from the traffic, and `batch_tokens` of a full batch, padding in it."""
+    """Settings derived from traffic; `batch_tokens` are the tokens of a full padded batch."""
 
     bucket_edges: tuple[int, ...]
     warm_up_tokens: tuple[int, ...]
@@ -66,31 +67,31 @@ class DerivedSettings:
 @dataclass(frozen=True)
 class Drift:
     pipeline: str
-    layout: str  # how rows share a batch
-    source: str  # of the new traffic
-    before: Shape  # the lengths it was built for
+    layout: str  # layout of batches
+    source: str  # description of the new traffic
+    before: Shape  # lengths at the build
     now: Shape
     distance: float  # largest difference of the two distributions (Kolmogorov-Smirnov), 0 to 1
-    noise: float  # distance that chance alone rarely exceeds, for so many rows
-    blur: float  # how far off a length may be, as a share of it; 0 where all are exact
-    work: float  # tokens computed for a row, over those before, with the present settings
+    noise: float  # critical value of `distance`
+    blur: float  # maximum relative error of a length; 0 if exact
+    work: float  # computed tokens per row, relative to the build
     excess: float
-    """Tokens computed beyond those with the best edges, as a share of these; 0 unless bucketed."""
-    settings: DerivedSettings  # at present
-    best: DerivedSettings  # for the new lengths
-    rate_per_s: float | None  # requests of one text a second; None where that is not known
-    capacity: Capacity | None  # where a measurement was given
-    action: Action = "keep"  # what to do
-    reason: str = ""  # why, with its figures
-    cost: str = ""  # of leaving all as it is
-    first: str = ""  # what to do before `command`; empty for nothing
-    command: str = ""  # to run; empty for none
-    proposal: Proposal | None = None  # what would suit better; None where all may stay
-    notes: tuple[str, ...] = ()  # what to know before the figures are used
+    """Additional computed tokens compared with the best padded lengths; 0 unless bucketed."""
+    settings: DerivedSettings  # present settings
+    best: DerivedSettings  # best settings for the new lengths
+    rate_per_s: float | None  # requests per second; None if unknown
+    capacity: Capacity | None  # estimate; None without a measurement
+    action: Action = "keep"  # recommended action
+    reason: str = ""  # reason of the action
+    cost: str = ""  # cost of no action
+    first: str = ""  # step before `command`; empty without one
+    command: str = ""  # command to run; empty without one
+    proposal: TunedProposal | None = None  # better settings; None without any
+    notes: tuple[str, ...] = ()  # notes for the user
 
     @property
     def drifted(self) -> bool:
-        """The lengths differ by more than chance explains."""
+        """Whether the lengths differ significantly."""
         return self.distance > self.noise
 
     def as_dict(self) -> JsonValue:
@@ -106,18 +107,18 @@ def check_drift(
     rate_per_s: float | None = None,
     significance: float = SIGNIFICANCE,
 ) -> Drift:
-    """Compare new traffic with that of the plan, and say what to do.
+    """Compare new traffic with the traffic of the build, and recommend an action.
 
     Args:
-        inputs: the pipeline as it was built, in the layout that it was built in.
-        new: the lengths the core gets now.
-        measured: what a load test found; None leaves the estimates out.
-        rate_per_s: requests of one text a second; None takes the rows that were counted, then
-            the throughput that is promised.
+        inputs: Inputs of the pipeline, in the layout of its build.
+        new: Lengths of the new traffic.
+        measured: Result of a load test; None omits the estimates.
+        rate_per_s: Requests per second; None takes the counted rows, or else the throughput of the
+            SLO.
         significance: Significance level of the comparison of the length distributions.
 
     Raises:
-        ValueError: the pipeline has no lengths, as those of images.
+        ValueError: The pipeline has no lengths (images).
     """
     plan = inputs.plan
     if plan.lengths is None:
@@ -128,7 +129,7 @@ def check_drift(
     computed = _computed(plan.bucket_edges, new.lengths, new.mean)
     before = _computed(plan.bucket_edges, plan.lengths, plan.lengths.mean)
     work = computed / before
-    core_work = work  # over that of what was measured, which may have been another build
+    core_work = work  # relative to the measured build
     if measured is not None and measured.row_tokens is not None:
         core_work = computed / measured.row_tokens
     rows_a_request = plan.lengths.rows / len(inputs.traffic) if inputs.traffic else 1.0
@@ -150,46 +151,54 @@ def check_drift(
         settings=_settings(plan, plan.lengths, plan.lengths.mean),
         best=_settings(best, new.lengths, new.mean),
         rate_per_s=rate_per_s,
-        capacity=None if measured is None else estimate(measured, core_work, rate_per_s),
-        proposal=propose(plan, new.lengths, core_work, measured=measured, rate_per_s=rate_per_s),
+        capacity=None if measured is None else estimate_capacity(measured, core_work, rate_per_s),
+        proposal=propose_settings(
+            plan, new.lengths, core_work, measured=measured, rate_per_s=rate_per_s
+        ),
         notes=(*new.notes, *_notes(plan, new, measured)),
     )
     file = shlex.quote(str(plan.spec.folder / TRAFFIC_FILE))
-    return _decide(found, plan, new.take or f"put a sample of the new requests into {file}")
+    return _decide(found, plan, new.take or f"add a sample of the new requests to {file}")
 
 
 def _decide(found: Drift, plan: Plan, take: str) -> Drift:
-    """The same with what to do; `take` is how the new rows get into the traffic."""
+    """Return the drift with the recommended action; `take` is the step that adds the new rows."""
     name, capacity = plan.spec.name, found.capacity
     p99, warmed = found.now.p99_tokens, max(found.settings.warm_up_tokens)
     broken = capacity is not None and capacity.holds is False
     action: Action
     if broken and capacity is not None:
-        action, reason = "tune again", f"the promise does not hold at {found.rate_per_s:.4g}/s"
-        cost = f"it may hold up to about {capacity.highest_per_s:.4g}/s"
+        action, reason = "tune again", f"the SLO is missed at {found.rate_per_s:.4g}/s"
+        cost = f"it is met up to about {capacity.highest_per_s:.4g}/s"
     elif not found.drifted:
-        reason = "the lengths differ by no more than chance explains"
-        return replace(found, reason=reason, cost="nothing that can be seen", proposal=None)
-    elif max(found.work, 1 / found.work) > WORTH_TUNING:
-        action, reason = "tune again", f"a row is {found.work:.2f} times the work it was"
-        cost = (
-            f"about {1 - 1 / found.work:.0%} fewer rows a second than it was tuned for"
-            if found.work > 1
-            else "batches, instances and delay chosen for heavier rows: room is left unused"
+        reason = "the lengths do not differ significantly"
+        return replace(found, reason=reason, cost="none", proposal=None)
+    elif max(found.work, 1 / found.work) > MIN_LOAD_CHANGE:
+        action, reason = (
+            "tune again",
+            f"the work per row is {found.work:.2f} times that of the build",
         )
-    elif found.excess > WORTH_A_REBUILD:
-        action, reason = "rebuild", "other padded lengths suit the new rows better"
-        cost = f"{found.excess:.1%} more computed tokens than need be"
-    elif found.proposal is not None and found.proposal.core_work < 1 - WORTH_A_REBUILD:
-        action, reason = "rebuild", "other settings suit the new rows better"
-        cost = f"{1 / found.proposal.core_work - 1:.1%} more work of the core than need be"
-    elif p99 > FAR_LONGER * warmed:
-        action, reason = "rebuild", f"rows of {p99} tokens are usual, warm-up ends at {warmed}"
-        cost = "the first long rows after a start wait for memory; calibration has none of them"
+        cost = (
+            f"about {1 - 1 / found.work:.0%} fewer rows per second than tuned for"
+            if found.work > 1
+            else "batches, instances and delay are tuned for longer rows; capacity is unused"
+        )
+    elif found.excess > MIN_SAVING:
+        action, reason = "rebuild", "other padded lengths fit the new rows better"
+        cost = f"{found.excess:.1%} unnecessary computed tokens"
+    elif found.proposal is not None and found.proposal.core_work < 1 - MIN_SAVING:
+        action, reason = "rebuild", "other settings fit the new rows better"
+        cost = f"{1 / found.proposal.core_work - 1:.1%} unnecessary work of the core"
+    elif p99 > MIN_LENGTH_RATIO * warmed:
+        action, reason = (
+            "rebuild",
+            f"the longest 1 % of rows have {p99} tokens, but warm-up ends at {warmed}",
+        )
+        cost = "the first long rows after a start are slow, and calibration lacks such rows"
     else:
-        reason = "the lengths moved, and the present numbers still suit them"
+        reason = "the lengths drifted, but the present settings still fit"
         cost = f"{found.excess:.1%} more computed tokens than with the best padded lengths"
-        cost = cost if found.best.bucket_edges else "nothing"
+        cost = cost if found.best.bucket_edges else "none"
         return replace(found, reason=reason, cost=cost, proposal=None)
     verb = "tune" if action == "tune again" else "build"
     return replace(
@@ -215,7 +224,7 @@ def _settings(plan: Plan, lengths: Lengths, mean: float) -> DerivedSettings:
 
 
 def _computed(edges: tuple[int, ...], lengths: Lengths, mean: float) -> float:
-    """Tokens computed for a row: without edges those it has."""
+    """Return the mean computed tokens per row, with padding if there are edges."""
     if not edges:
         return max(mean, 1.0)
     total = sum(bucket_of(length, edges) * rows for length, rows in lengths.counts.items())
@@ -223,7 +232,7 @@ def _computed(edges: tuple[int, ...], lengths: Lengths, mean: float) -> float:
 
 
 def _distance(old: Lengths, new: NewTraffic) -> float:
-    """Largest difference of the two distributions, where both are known exactly."""
+    """Return the Kolmogorov-Smirnov distance of the two distributions."""
     places = np.array(new.edges or sorted({*old.counts, *new.lengths.counts}))
     return float(np.abs(_share_up_to(old, places) - _share_up_to(new.lengths, places)).max())
 
@@ -236,9 +245,9 @@ def _share_up_to(lengths: Lengths, places: NDArray[np.int64]) -> NDArray[np.floa
 
 
 def _noise(old_rows: int, new_rows: int, significance: float = SIGNIFICANCE) -> float:
-    """Critical value of the two-sample Kolmogorov-Smirnov statistic, for large samples.
+    """Return the critical value of the two-sample Kolmogorov-Smirnov statistic.
 
-    For lengths, which have ties, and small samples it is rather too high than too low.
+    The formula is for large samples. It is conservative for ties and for small samples.
     """
     scale = math.sqrt(-math.log(significance / 2) / 2)
     return min(1.0, scale * math.sqrt((old_rows + new_rows) / (old_rows * new_rows)))
@@ -251,24 +260,24 @@ def _blur(edges: Sequence[int]) -> float:
 def _notes(plan: Plan, new: NewTraffic, measured: MeasuredLoad | None) -> Iterator[str]:
     noise = _noise(plan.lengths.rows if plan.lengths else 1, new.lengths.rows)
     if noise > 0.25:
-        yield f"so few rows show only differences above {noise:.2f}: take more"
+        yield f"with these few rows, only distances above {noise:.2f} are detected: use more rows"
     if new.edges and new.edges[-1] != plan.max_length:
         yield (
             f"the server counted up to {new.edges[-1]} tokens, the pipeline now takes"
-            f" {plan.max_length}: it was built with other numbers"
+            f" {plan.max_length}: it was built with other settings"
         )
     if new.edges and set(plan.bucket_edges) - set(new.edges):
         yield "the server was built with other padded lengths: costs of padding are approximate"
     if measured is not None and measured.core_share is None:
-        yield "the core's share of the work was not measured: all of it is taken to be the core's"
+        yield "the core's share of the work was not measured: it is assumed to be 100 %"
 
 
 def format_drift(drift: Drift) -> Iterator[tuple[str, str]]:
-    """The lines that show it, each with its style."""
+    """Yield the lines of a drift, each with its style."""
     before, now = drift.before, drift.now
     yield f"{drift.pipeline}, {drift.layout}: {drift.source}", "bold"
     yield f"  {'tokens of a row':22} {'built for':>12} {'now':>12}", "bold"
-    for words, old, new in (
+    for label, old, new in (
         ("rows", f"{before.rows}", f"{now.rows}"),
         ("mean", f"{before.mean_tokens:.1f}", f"{now.mean_tokens:.1f}"),
         ("p50", f"{before.p50_tokens}", f"{now.p50_tokens}"),
@@ -280,25 +289,25 @@ def format_drift(drift: Drift) -> Iterator[tuple[str, str]]:
             f"{drift.work * drift.settings.batch_tokens:.0f}",
         ),
     ):
-        yield f"  {words:22} {old:>12} {new:>12}", ""
+        yield f"  {label:22} {old:>12} {new:>12}", ""
     sign, style = (">", "yellow") if drift.drifted else ("<=", "")
-    yield f"  distance {drift.distance:.3f} {sign} {drift.noise:.3f}, which chance explains", style
-    yield from _describe_settings(drift)
+    yield f"  distance {drift.distance:.3f} {sign} {drift.noise:.3f} (critical value)", style
+    yield from _format_settings(drift)
     if drift.capacity is not None:
-        yield from _describe_capacity(drift.capacity, drift.rate_per_s)
+        yield from _format_capacity(drift.capacity, drift.rate_per_s)
     for note in drift.notes:
         yield f"  note: {note}", "yellow"
     yield f"{drift.action}: {drift.reason}", "green" if drift.action == "keep" else "yellow"
-    yield f"  to leave all as it is costs: {drift.cost}", ""
+    yield f"  cost of no action: {drift.cost}", ""
     if drift.proposal is not None:
-        yield from describe_proposal(drift.proposal, drift.rate_per_s)
+        yield from format_proposal(drift.proposal, drift.rate_per_s)
     if drift.first:
         yield f"  first {drift.first}", ""
     if drift.command:
         yield f"  then run {drift.command}" if drift.first else f"  run {drift.command}", ""
 
 
-def _describe_settings(drift: Drift) -> Iterator[tuple[str, str]]:
+def _format_settings(drift: Drift) -> Iterator[tuple[str, str]]:
     if drift.blur:
         yield f"  p50 and p99 are known to their bucket: within {drift.blur:.0%}", ""
     if drift.settings.bucket_edges:
@@ -311,14 +320,15 @@ def _describe_settings(drift: Drift) -> Iterator[tuple[str, str]]:
         yield f"  warmed up with rows of {warm} tokens; a build would now take {best}", ""
 
 
-def _describe_capacity(capacity: Capacity, rate_per_s: float | None) -> Iterator[tuple[str, str]]:
+def _format_capacity(capacity: Capacity, rate_per_s: float | None) -> Iterator[tuple[str, str]]:
     yield (
-        f"  estimate: a request is {capacity.work:.2f} times the work;"
-        f" {capacity.highest_before_per_s:.4g}/s become {capacity.highest_per_s:.4g}/s",
+        f"  estimate: the work per request is {capacity.work:.2f} times as large;"
+        f" the highest rate changes from {capacity.highest_before_per_s:.4g}/s"
+        f" to {capacity.highest_per_s:.4g}/s",
         "",
     )
     if rate_per_s is not None:
         p99 = "" if capacity.p99_us is None else f", p99 about {capacity.p99_us / 1e3:.1f} ms"
-        state = {True: "holds", False: "does not hold", None: "unknown"}[capacity.holds]
+        state = {True: "is met", False: "is missed", None: "is unknown"}[capacity.holds]
         style = "red" if capacity.holds is False else ""
-        yield f"  estimate: at {rate_per_s:.4g}/s the promise {state}{p99}", style
+        yield f"  estimate: at {rate_per_s:.4g}/s the SLO {state}{p99}", style

@@ -1,4 +1,4 @@
-"""Tuning of a pipeline that answers at once."""
+"""Tuning of encoder pipelines."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from triptych.building import build as building
 from triptych.building.auto import AUTO
 from triptych.core.inputs import read_inputs
 from triptych.operate.tune.fields import FIELDS
-from triptych.operate.tune.kind import Made, Setting
-from triptych.operate.tune.results import Outcome, advice, describe_outcome
-from triptych.serving.bench.bench import server_of, subject_of
-from triptych.serving.bench.measure import Target, measure
-from triptych.serving.bench.results import Load, Measurement, Subject
+from triptych.operate.tune.kind import BuiltTrial, TrialConfig
+from triptych.operate.tune.results import Outcome, judge_outcome, suggest_improvements
+from triptych.serving.bench.bench import describe_server, describe_target
+from triptych.serving.bench.measure import BenchTarget, measure
+from triptych.serving.bench.results import Measurement, OfferedLoad, Subject
 from triptych.spec.slo import Slo
 from triptych.spec.spec import load_spec
 from triptych.spec.tuned import TUNABLE
@@ -26,11 +26,11 @@ WARM_UP_REQUESTS = 60
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """See `TunedPipeline`.
+class EncoderTuning:
+    """Tuning of an encoder pipeline; see `TunedPipeline`.
 
     Attributes:
-        base: ``KEY=VALUE`` overrides of the spec, below those of a setting.
+        base: ``KEY=VALUE`` overrides of the spec; those of a configuration take precedence.
     """
 
     folder: Path
@@ -42,44 +42,48 @@ class Encoding:
     exchanges = True
     searches_rates = True
 
-    def start(self, repository: Path, progress: Progress) -> Setting:
-        """Of ``auto``, with the precision it chooses."""
+    def start(self, repository: Path, progress: Progress) -> TrialConfig:
+        """Return the base configuration; a precision of ``auto`` is replaced by the chosen one."""
         inputs = read_inputs(load_spec(self.folder, self.base, untuned=True), progress)
         owner = inputs.plan.spec.core.shared_from
         if owner is not None:
             raise UserError(
                 "core.shared_from",
-                "must not be set in a pipeline that is tuned",
+                "is not supported for tuning, because another pipeline owns the core",
                 given=owner,
-                remedy=f"Run `triptych tune {owner}`: it has the core",
+                remedy=f"Run `triptych tune {owner}`",
             )
         if inputs.plan.spec.core.precision != AUTO:
-            return Setting()
+            return TrialConfig()
         core = building.make_core(inputs, repository, progress)
-        return Setting({"core.precision": core.gate.precision})
+        return TrialConfig({"core.precision": core.gate.precision})
 
-    def make(self, setting: Setting, repository: Path, progress: Progress) -> Made:
+    def make(self, setting: TrialConfig, repository: Path, progress: Progress) -> BuiltTrial:
         spec = load_spec(self.folder, [*self.base, *setting.as_options], untuned=True)
         inputs = read_inputs(spec, progress)
         built = building.build(inputs, repository, progress)
-        return Made(inputs.plan, inputs.traffic, built.changed, inputs)
+        return BuiltTrial(inputs.plan, inputs.traffic, built.changed, inputs)
 
-    def warm_up(self, target: Target, made: Made) -> None:
-        load = Load("concurrency", 8)
+    def warm_up(self, target: BenchTarget, made: BuiltTrial) -> None:
+        load = OfferedLoad("concurrency", 8)
         measure(target, made.requests, load, seconds=0.5, warmup_requests=WARM_UP_REQUESTS)
 
-    def measure(self, target: Target, made: Made, clients: int, seconds: float) -> Measurement:
-        load = Load("concurrency", float(clients))
+    def measure(
+        self, target: BenchTarget, made: BuiltTrial, clients: int, seconds: float
+    ) -> Measurement:
+        load = OfferedLoad("concurrency", float(clients))
         return measure(target, made.requests, load, seconds=seconds)
 
-    def subject(self, made: Made, repository: Path, overrides: Mapping[str, JsonValue]) -> Subject:
-        server = server_of(None, made.plan.spec.core.backend)
-        return subject_of(made.origin, repository, server=server, overrides=overrides)
+    def subject(
+        self, made: BuiltTrial, repository: Path, overrides: Mapping[str, JsonValue]
+    ) -> Subject:
+        server = describe_server(None, made.plan.spec.core.backend)
+        return describe_target(made.origin, repository, server=server, overrides=overrides)
 
     def verdict(self, winner: Outcome) -> tuple[bool, str]:
-        return describe_outcome(self.slo, winner)
+        return judge_outcome(self.slo, winner)
 
-    def advice(self, made: Made, winner: Outcome) -> tuple[str, ...]:
-        # Of ``auto`` the precision was chosen: only the spec tells that.
+    def advice(self, made: BuiltTrial, winner: Outcome) -> tuple[str, ...]:
+        # The original spec shows whether the precision was ``auto``.
         spec = load_spec(self.folder, self.base, untuned=True)
-        return advice(replace(made.plan, spec=spec), self.slo, winner)
+        return suggest_improvements(replace(made.plan, spec=spec), self.slo, winner)

@@ -12,39 +12,39 @@ from pydantic import JsonValue
 from triptych.base.errors import Progress
 from triptych.operate.tune.fields import Propose
 from triptych.operate.tune.results import Outcome
-from triptych.serving.bench.measure import Target
+from triptych.serving.bench.measure import BenchTarget
 from triptych.serving.bench.perf_analyzer import Request
 from triptych.serving.bench.results import Measurement, Subject
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Numbers to be measured: dotted key of the spec to its value; empty for the spec as it is."""
+class TrialConfig:
+    """Configuration to measure: spec fields (dotted) to values; empty for the spec as it is."""
 
     overrides: Mapping[str, JsonValue] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The same for equal settings."""
+        """Hashable key, equal for equal configurations."""
         return tuple(sorted(self.as_options))
 
     @property
     def as_options(self) -> list[str]:
-        """``KEY=VALUE`` each."""
+        """Options of the form ``KEY=VALUE``."""
         return [
             f"{key}={'null' if value is None else value}" for key, value in self.overrides.items()
         ]
 
 
 @dataclass(frozen=True)
-class Made:
-    """A setting that was built.
+class BuiltTrial:
+    """A configuration that was built.
 
     Attributes:
-        plan: what the fields look at, with its ``spec``: a `Plan` or `GenerationInputs`.
-        requests: of the traffic, as perf_analyzer sends them.
-        changed: models that differ from those that lay there.
-        origin: whatever the kind made it of.
+        plan: Plan that the tunable fields read, with its ``spec``: `Plan` or `GenerationInputs`.
+        requests: Requests of the traffic for perf_analyzer.
+        changed: Models that differ from those in the repository before.
+        origin: Inputs of the build.
     """
 
     plan: Any
@@ -58,49 +58,53 @@ class TunedPipeline(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Of the pipeline."""
+        """Folder of the pipeline."""
 
     @property
     def fields(self) -> Sequence[Propose]:
-        """What may be changed, in the order in which it is tried."""
+        """Tunable fields, in the order of their trials."""
 
     @property
     def tunable(self) -> Sequence[str]:
-        """Keys that ``tuned.yaml`` may have."""
+        """Keys that ``tuned.yaml`` may contain."""
 
     @property
     def exchanges(self) -> bool:
-        """Whether a server loads a new build while the one before is served; else it is ended."""
+        """Whether a server can load a new build while it serves the previous one."""
 
     @property
     def searches_rates(self) -> bool:
-        """Whether the highest rate that keeps the promise is searched at the end."""
+        """Whether the highest rate that meets the SLO is searched at the end."""
 
-    def start(self, repository: Path, progress: Progress) -> Setting:
-        """The pipeline without what was tuned before.
-
-        Raises:
-            UserError: it cannot be tuned.
-        """
-
-    def make(self, setting: Setting, repository: Path, progress: Progress) -> Made:
-        """Read and build a setting.
+    def start(self, repository: Path, progress: Progress) -> TrialConfig:
+        """Return the configuration without earlier tuning.
 
         Raises:
-            GateFailure, LintFailure, GenerationGateFailure, UserError: it cannot be built.
+            UserError: The pipeline cannot be tuned.
         """
 
-    def warm_up(self, target: Target, made: Made) -> None:
-        """Let a pipeline that was just loaded answer its first requests."""
+    def make(self, setting: TrialConfig, repository: Path, progress: Progress) -> BuiltTrial:
+        """Build a configuration.
 
-    def measure(self, target: Target, made: Made, clients: int, seconds: float) -> Measurement:
-        """One measurement in a closed loop."""
+        Raises:
+            GateFailure, LintFailure, GenerationGateFailure, UserError: It cannot be built.
+        """
 
-    def subject(self, made: Made, repository: Path, overrides: Mapping[str, JsonValue]) -> Subject:
-        """What was measured, and on what."""
+    def warm_up(self, target: BenchTarget, made: BuiltTrial) -> None:
+        """Send the first requests to a pipeline that was just loaded."""
+
+    def measure(
+        self, target: BenchTarget, made: BuiltTrial, clients: int, seconds: float
+    ) -> Measurement:
+        """Measure once in a closed loop."""
+
+    def subject(
+        self, made: BuiltTrial, repository: Path, overrides: Mapping[str, JsonValue]
+    ) -> Subject:
+        """Return a description of the measured pipeline and machine."""
 
     def verdict(self, winner: Outcome) -> tuple[bool, str]:
-        """Whether the winner keeps the promise, and the sentence that says so with its figures."""
+        """Return whether the winner meets the SLO, and a sentence with its metrics."""
 
-    def advice(self, made: Made, winner: Outcome) -> tuple[str, ...]:
-        """What would help where tuning alone does not."""
+    def advice(self, made: BuiltTrial, winner: Outcome) -> tuple[str, ...]:
+        """Return advice beyond tuning, one sentence each."""

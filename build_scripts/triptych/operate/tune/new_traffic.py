@@ -1,7 +1,7 @@
-"""Token lengths of new traffic: of a sample of requests, or of what a server counted of its own.
+"""Token lengths of new traffic, from a sample of requests or from a server's metrics page.
 
-The server counts rows in buckets (`triptych.runtime.lengths`). The mean is exact; a length is known
-to its bucket only, whose ends are 1.26 times apart, or nearer.
+The server counts rows in a histogram (`triptych.runtime.lengths`). The mean is exact. Lengths are
+known up to their bucket; bucket bounds differ by a factor of at most 1.26.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from triptych.spec.plan import Plan
 from triptych.spec.traffic import Lengths, read_traffic
 
 ROW_TOKENS = "triptych_row_tokens"
-"""What the names of the server's counters begin with."""
+"""Prefix of the server's metric names."""
 
-MOST = 2.0**53
-"""A larger number does not count one by one any more."""
+MAX_COUNT = 2.0**53
+"""Largest count that a float represents exactly."""
 
 PARTS = 8
-"""Lengths that the rows of one bucket are spread over."""
+"""Number of lengths over which the rows of a bucket are distributed."""
 
 
 @dataclass(frozen=True)
 class NewTraffic:
-    source: str  # where it is from, in words
+    source: str  # description of the source
     lengths: Lengths
-    """In tokens; approximate within a bucket where there are `edges`.
+    """Lengths in tokens, approximate within a bucket if there are `edges`.
 
-    Of counted rows, those at the limit stand for the truncated ones.
+    Counted rows at the limit represent truncated rows.
     """
-    mean: float  # tokens of a row, exact
-    edges: tuple[int, ...] = ()  # ends of the buckets, ascending; empty where all is exact
-    rows_per_s: float | None = None  # rows of the model; None where that is not known
-    notes: tuple[str, ...] = ()  # what to know before it is used
-    take: str = ""  # what puts these rows into the pipeline's traffic; empty where nothing does
+    mean: float  # exact mean number of tokens per row
+    edges: tuple[int, ...] = ()  # upper bounds of the buckets, ascending; empty for exact lengths
+    rows_per_s: float | None = None  # model rows per second; None if unknown
+    notes: tuple[str, ...] = ()  # notes for the user
+    take: str = ""  # instruction to add these rows to the traffic; empty without one
 
 
 def read_lengths(
@@ -56,14 +56,14 @@ def read_lengths(
     """Read a sample of requests (``.jsonl``, as ``traffic.jsonl``) or a saved metrics page.
 
     Args:
-        inputs: the pipeline.
-        path: of the sample, or of the page.
-        before: an earlier page: only what was counted since then counts.
-        seconds: between the two pages, or since the server's start; None takes the difference of
-            the files' times where there are two.
+        inputs: Inputs of the pipeline.
+        path: Path of the sample or page.
+        before: Earlier page, whose counts are subtracted.
+        seconds: Time between the two pages, or since the server's start. None takes the difference
+            of the files' modification times if there are two.
 
     Raises:
-        UserError: a file that cannot be read, or is of neither form.
+        UserError: A file cannot be read or has another format.
     """
     if path.suffix == ".jsonl" and before is None:
         return tokenize_sample(inputs, path)
@@ -75,10 +75,10 @@ def read_lengths(
 
 
 def tokenize_sample(inputs: PipelineInputs, path: Path) -> NewTraffic:
-    """Lengths of the requests in a ``.jsonl`` file, as `read_inputs` has them of the traffic.
+    """Return the lengths of the requests in a ``.jsonl`` file, tokenized like the traffic.
 
     Raises:
-        UserError: a line that is no request which the pipeline takes.
+        UserError: A line is not a request that the pipeline accepts.
     """
     plan = inputs.plan
     _check_text(plan)
@@ -98,21 +98,26 @@ def count_page(
     before: Sequence[MetricSample] | None = None,
     seconds: float | None = None,
 ) -> NewTraffic:
-    """Lengths of the rows that a server counted on its metrics page.
+    """Return the lengths of the rows that servers counted on a metrics page.
 
     Args:
-        plan: of the pipeline.
-        page: samples of the page; those of several servers add up.
-        source: the page's name.
-        before: samples of an earlier page of the same servers, to count from there.
-        seconds: in which the rows came.
+        plan: Plan of the pipeline.
+        page: Samples of the page; samples of several servers are added.
+        source: Name of the page.
+        before: Samples of an earlier page of the same servers, which are subtracted.
+        seconds: Duration in which the rows arrived.
 
     Raises:
-        UserError: the page has no such counts, or they contradict each other.
+        UserError: The page lacks the counts, or they are inconsistent.
     """
     _check_text(plan)
     if seconds is not None and not 0 < seconds < math.inf:
-        raise UserError("seconds", "must be above 0", given=seconds)
+        raise UserError(
+            "seconds",
+            "must be above 0",
+            given=seconds,
+            remedy="Give the time between the two pages",
+        )
     name = plan.spec.name
     rows, tokens = _read_histogram(page, name, source)
     notes: tuple[str, ...] = ()
@@ -121,12 +126,14 @@ def count_page(
         if rows.keys() == old_rows.keys() and all(rows[le] >= old_rows[le] for le in rows):
             rows = {le: rows[le] - old_rows[le] for le in rows}
             tokens -= old_tokens
-        else:  # counters only fall where a server began anew
+        else:  # counters only decrease after a restart
             seconds = None
-            notes = ("the server started anew between the pages: counted since then",)
+            notes = ("the server restarted between the pages; only rows since then count",)
     total = max(rows.values())
     if total <= 0:
-        raise UserError(source, f"must count rows of {name}", given="none", remedy="Wait for some")
+        raise UserError(
+            source, f"has no rows of {name}", given="0 rows", remedy="Wait for requests"
+        )
     spread = _spread(rows, plan.max_length)
     lengths = Lengths(spread, sum(spread.values()), spread.get(plan.max_length, 0))
     return NewTraffic(
@@ -142,7 +149,10 @@ def count_page(
 def _check_text(plan: Plan) -> None:
     if plan.lengths is None:
         raise UserError(
-            plan.spec.name, "must have rows of tokens", given="images, which are all of one size"
+            plan.spec.name,
+            "is only supported for texts, because all images have the same size",
+            given="images",
+            remedy="Use a pipeline for texts",
         )
 
 
@@ -152,7 +162,7 @@ def _read_page(path: Path) -> list[MetricSample]:
     except OSError as error:
         raise UserError(
             str(path),
-            "must be a file with new traffic (.jsonl) or a saved metrics page",
+            "must be a readable file with new traffic (.jsonl) or a saved metrics page",
             given=error.strerror or error,
             remedy="Save one with `curl HOST:8002/metrics > FILE`",
         ) from error
@@ -161,7 +171,7 @@ def _read_page(path: Path) -> list[MetricSample]:
 def _read_histogram(
     page: Sequence[MetricSample], pipeline: str, source: str
 ) -> tuple[dict[float, int], float]:
-    """Bucket's end to the rows up to it, ascending, and the tokens of all rows."""
+    """Return the cumulative rows by upper bound, ascending, and the tokens of all rows."""
     mine = [
         (name.removeprefix(ROW_TOKENS), labels, value)
         for name, labels, value in page
@@ -175,35 +185,35 @@ def _read_histogram(
     if not found or not tokens:
         raise UserError(
             source,
-            f"must have the counters {ROW_TOKENS}_bucket and _sum of {pipeline}",
-            given="none",
-            remedy="Build the pipeline again if it is an old one, and serve it with metrics",
+            f"lacks the counters {ROW_TOKENS}_bucket and _sum of {pipeline}",
+            given="no counters",
+            remedy="Build the pipeline again with this release, and serve it with metrics",
         )
     ends = sorted(found)
     values = [sum(found[end]) for end in ends]
     wrong = ""
-    if not all(0 <= value <= MOST for value in (*values, *tokens)):  # which no NaN is
-        wrong = "a value that is no count"
+    if not all(0 <= value <= MAX_COUNT for value in (*values, *tokens)):  # False for NaN
+        wrong = "a value that is not a count"
     elif not math.isinf(ends[-1]) or ends[0] < 1 or len(ends) < 2:
         wrong = f"buckets up to {', '.join(f'{end:g}' for end in ends)}"
     elif {len(one) for one in found.values()} != {len(tokens)}:
         wrong = "servers with unequal buckets"
     elif sum(tokens) > values[-1] * ends[-2]:
-        wrong = "more tokens than so many rows can have"
+        wrong = "more tokens than the rows can have"
     elif any(low > high for low, high in pairwise(values)):
         wrong = "a bucket with fewer rows than the one before it"
     if wrong:
         raise UserError(
             source,
-            f"must have a whole histogram {ROW_TOKENS} of {pipeline}, up to +Inf",
+            f"has an inconsistent histogram {ROW_TOKENS} of {pipeline}",
             given=wrong,
-            remedy="Save the page again, of servers of one build, without changes",
+            remedy="Save the page again, from servers of one build, without edits",
         )
     return {end: round(value) for end, value in zip(ends, values, strict=True)}, sum(tokens)
 
 
 def _end(labels: Mapping[str, str]) -> float:
-    """A bucket's upper end; 0, which none has, for what is no number."""
+    """Return a bucket's upper bound; 0 if it is not a number."""
     try:
         end = float(labels.get("le", ""))
     except ValueError:
@@ -212,11 +222,11 @@ def _end(labels: Mapping[str, str]) -> float:
 
 
 def _spread(rows: Mapping[float, int], max_length: int) -> dict[int, int]:
-    """Length to rows, ascending: each bucket's rows evenly over a few lengths of the bucket."""
+    """Distribute each bucket's rows evenly over `PARTS` lengths; return rows by length."""
     counts: Counter[int] = Counter()
     low, below = 0, 0
     for end, up_to in rows.items():
-        # A page saved amid a flush is a few rows ahead in its later buckets.
+        # A page saved during an update may have a few more rows in later buckets.
         inside, below = max(0, up_to - below), max(below, up_to)
         high = low if math.isinf(end) else int(end)
         parts = max(1, min(PARTS, high - low))

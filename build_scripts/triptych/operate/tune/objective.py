@@ -1,13 +1,9 @@
-"""What tuning maximizes: the throughput at which a promised latency holds, or the highest one.
+"""Objectives of tuning: throughput within the latency SLO, and goodput of streamed answers.
 
-A latency is promised: closed loops of 1, 2, 4, ... clients give throughput against latency, and the
-score is the throughput where the curve crosses the limit. None is: throughput with many clients.
-Of streamed answers it is `goodput`.
-
-What tuning maximizes of streamed answers: goodput, or tokens a second where nothing is promised.
-
-An answer counts only where it keeps every limit. More clients give more answers until first tokens
-wait, or tokens come too slowly: the score is the goodput at the number of clients that has most.
+With a latency SLO, closed loops of 1, 2, 4, ... clients give throughput and latency, and the score
+is the throughput where the latency crosses the limit. Without one, the score is the throughput with
+many clients. For streamed answers the score is the goodput: answers per second that meet every
+limit, at the number of clients with the most; without an SLO, tokens per second.
 """
 
 from __future__ import annotations
@@ -21,14 +17,14 @@ from triptych.serving.bench.results import Measurement
 from triptych.spec.slo import GenerationSlo, Promise, Slo
 
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Clients of the closed loops."""
+"""Numbers of clients of the closed loops."""
 
 MeasureAt = Callable[[int], Measurement]
-"""Measures with so many clients."""
+"""Function that measures with a number of clients."""
 
 
 class LoadFailed(Exception):
-    """A setting answered with errors: it has no score."""
+    """Error of a configuration whose requests failed; it has no score."""
 
     def __init__(self, measurement: Measurement) -> None:
         errors = (f"{count} x {kind}" for kind, count in measurement.errors.items())
@@ -36,75 +32,77 @@ class LoadFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Scored:
-    """One round of one setting."""
+class ScoredRound:
+    """One round of one configuration."""
 
-    score: float  # above 0, in the objective's unit
-    found: Mapping[int, Measurement]  # clients to what was measured with them
-    start: int  # clients to begin with in the next round, where little has changed
+    score: float  # score above 0, in the objective's unit
+    found: Mapping[int, Measurement]  # measurements by number of clients
+    start: int  # first number of clients of the next round
 
 
 class Scoring(Protocol):
-    """An objective, of pipelines of one kind."""
+    """Objective of pipelines of one kind."""
 
     @property
     def slo(self) -> Promise:
-        """The promise; an empty one tunes for throughput."""
+        """SLO; an empty one maximizes throughput."""
 
     @property
     def unit(self) -> ScoreUnit:
-        """What is counted a second."""
+        """Unit of the score."""
 
     @property
     def says(self) -> str:
-        """What the score is, in a sentence."""
+        """Description of the score."""
 
     @property
     def keeps_clients(self) -> bool:
-        """Whether later rounds of a setting have the clients that its first one found best."""
+        """Whether later rounds use the number of clients that the first round found best."""
 
     def score(
         self, measure_at: MeasureAt, start: int | None = None, *, again: bool = False
-    ) -> Scored:
-        """Measure one setting once.
+    ) -> ScoredRound:
+        """Score a configuration once.
 
         Args:
-            measure_at: measures with a number of clients.
-            start: clients to begin with; where the round before ended.
-            again: whether that round was of this very setting.
+            measure_at: Function that measures with a number of clients.
+            start: First number of clients, from the previous round.
+            again: Whether the previous round was of the same configuration.
 
         Raises:
-            LoadFailed: a request was answered with an error.
+            LoadFailed: A request failed.
         """
 
 
 @dataclass(frozen=True)
 class Loads:
-    """What is measured with each number of clients, once."""
+    """Measurements of one round, at most one per number of clients."""
 
     measure_at: MeasureAt
     found: dict[int, Measurement] = field(default_factory=dict)
 
     def at(self, clients: int) -> Measurement:
-        """Raises `LoadFailed`."""
+        """Return the measurement with `clients`; raise `LoadFailed` on errors."""
         if clients not in self.found:
-            one = self.measure_at(clients)
-            if one.errors or not one.requests:
-                raise LoadFailed(one)
-            self.found[clients] = one
+            result = self.measure_at(clients)
+            if result.errors or not result.requests:
+                raise LoadFailed(result)
+            self.found[clients] = result
         return self.found[clients]
 
 
-def ladder_to(most: int, start: int | None) -> tuple[list[int], int]:
-    """Numbers of clients up to `most`, and where among them to begin: in the middle, or `start`."""
-    ladder = [clients for clients in CLIENTS if clients < most] + [most]
+def choose_ladder(max_clients: int, start: int | None) -> tuple[list[int], int]:
+    """Return numbers of clients up to `max_clients`, and the index of `start` or the middle."""
+    ladder = [clients for clients in CLIENTS if clients < max_clients] + [max_clients]
     return ladder, ladder.index(start) if start in ladder else len(ladder) // 2
 
 
 @dataclass(frozen=True)
 class Objective:
+    """Objective of complete answers; see `Scoring`."""
+
     slo: Slo
-    clients: int  # of the load without a promised latency, and most of one with it
+    clients: int  # number of clients; with a latency SLO, the maximum
 
     unit = REQUESTS
     keeps_clients = False
@@ -112,50 +110,52 @@ class Objective:
     @property
     def says(self) -> str:
         if not self.slo.limits_us:
-            return f"requests answered a second with {self.clients} clients"
+            return f"requests per second with {self.clients} clients"
         limits = self.slo.model_copy(update={"throughput": None})
-        return f"requests answered a second where {limits} just holds (closed loop)"
+        return f"requests per second at which {limits} is just met (closed loop)"
 
     def score(
         self, measure_at: MeasureAt, start: int | None = None, *, again: bool = False
-    ) -> Scored:
-        """See `Scoring`; each round looks for the crossing anew."""
+    ) -> ScoredRound:
+        """Score by the throughput at the limit; each round searches for it again."""
         loads = Loads(measure_at)
 
-        def strain(clients: int) -> float:
-            return self.slo.strain(loads.at(clients).latencies_us)
+        def slo_ratio(clients: int) -> float:
+            return self.slo.slo_ratio(loads.at(clients).latencies_us)
 
         if not self.slo.limits_us:
             one = loads.at(self.clients)
-            return Scored(one.throughput_per_s, loads.found, self.clients)
-        ladder, at = ladder_to(self.clients, start)
-        while strain(ladder[at]) > 1 and at > 0:
+            return ScoredRound(one.throughput_per_s, loads.found, self.clients)
+        ladder, at = choose_ladder(self.clients, start)
+        while slo_ratio(ladder[at]) > 1 and at > 0:
             at -= 1
-        while strain(ladder[at]) <= 1 and at + 1 < len(ladder) and strain(ladder[at + 1]) <= 1:
+        while (
+            slo_ratio(ladder[at]) <= 1 and at + 1 < len(ladder) and slo_ratio(ladder[at + 1]) <= 1
+        ):
             at += 1
         score = self._crossing(loads.found, ladder[at : at + 2])
-        return Scored(score, loads.found, ladder[at])
+        return ScoredRound(score, loads.found, ladder[at])
 
     def _crossing(self, found: Mapping[int, Measurement], around: list[int]) -> float:
-        """Throughput at the limit: between the last number of clients that holds and the next."""
+        """Interpolate the throughput at the limit between two numbers of clients."""
         low = found[around[0]]
-        strain = self.slo.strain(low.latencies_us)
-        if strain > 1:  # not even one client: the nearer to the limit, the better
-            return low.throughput_per_s / strain
+        slo_ratio = self.slo.slo_ratio(low.latencies_us)
+        if slo_ratio > 1:  # one client misses the SLO: higher if nearer to the limit
+            return low.throughput_per_s / slo_ratio
         if len(around) < 2 or around[1] not in found:
             return low.throughput_per_s
         high = found[around[1]]
-        share = (1 - strain) / (self.slo.strain(high.latencies_us) - strain)
+        share = (1 - slo_ratio) / (self.slo.slo_ratio(high.latencies_us) - slo_ratio)
         grown = low.throughput_per_s + share * (high.throughput_per_s - low.throughput_per_s)
         return max(low.throughput_per_s, grown)
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """See `Scoring`."""
+    """Objective of streamed answers; see `Scoring`."""
 
     slo: GenerationSlo
-    clients: int  # of the load without a promised latency, and most of one with it
+    clients: int  # number of clients; with a latency SLO, the maximum
 
     keeps_clients = True
 
@@ -166,48 +166,48 @@ class Goodput:
     @property
     def says(self) -> str:
         if not self.slo.limits_us:
-            return f"tokens a second with {self.clients} clients"
+            return f"tokens per second with {self.clients} clients"
         limits = self.slo.model_copy(update={"throughput": None})
-        return f"goodput, answers a second that keep {limits}, with as many clients as give most"
+        return f"goodput: answers per second that meet {limits}, at the best number of clients"
 
     def score(
         self, measure_at: MeasureAt, start: int | None = None, *, again: bool = False
-    ) -> Scored:
-        """See `Scoring`; a setting's first round finds how many clients the others have."""
+    ) -> ScoredRound:
+        """Score by goodput; the first round finds the number of clients of later rounds."""
         loads = Loads(measure_at)
         if not self.slo.limits_us:
             one = loads.at(self.clients)
-            return Scored(one.tokens_per_s, loads.found, self.clients)
+            return ScoredRound(one.tokens_per_s, loads.found, self.clients)
 
         def good(clients: int) -> float:
-            return self._good(loads.at(clients))
+            return self._score(loads.at(clients))
 
-        ladder, at = ladder_to(self.clients, start)
+        ladder, at = choose_ladder(self.clients, start)
         if again:
-            return Scored(good(ladder[at]), loads.found, ladder[at])
+            return ScoredRound(good(ladder[at]), loads.found, ladder[at])
         first = loads.at(ladder[at])
-        # Where most answers come late already, a load of more would last long and tell nothing.
+        # If most answers already miss the SLO, more clients take long and add no information.
         up_first = good(ladder[at]) >= first.throughput_per_s / 2
         begun_at = at
         for way in (1, -1) if up_first else (-1, 1):
-            while self._climbs(loads, ladder, at, way):
+            while self.improves_at(loads, ladder, at, way):
                 at += way
             if at != begun_at:
                 break
-        return Scored(good(ladder[at]), loads.found, ladder[at])
+        return ScoredRound(good(ladder[at]), loads.found, ladder[at])
 
-    def _climbs(self, loads: Loads, ladder: Sequence[int], at: int, way: int) -> bool:
-        """Whether the next number of clients has more: fewer have not where the promise holds."""
-        here = loads.at(ladder[at])
-        if not 0 <= at + way < len(ladder) or (way < 0 and self._keeps(here)):
+    def improves_at(self, loads: Loads, ladder: Sequence[int], at: int, way: int) -> bool:
+        """Return whether the next number of clients scores higher; fewer cannot within the SLO."""
+        present = loads.at(ladder[at])
+        if not 0 <= at + way < len(ladder) or (way < 0 and self._meets_slo(present)):
             return False
-        return self._good(loads.at(ladder[at + way])) > self._good(here)
+        return self._score(loads.at(ladder[at + way])) > self._score(present)
 
-    def _keeps(self, one: Measurement) -> bool:
-        return self.slo.strain(one.latencies_us) <= 1
+    def _meets_slo(self, one: Measurement) -> bool:
+        return self.slo.slo_ratio(one.latencies_us) <= 1
 
-    def _good(self, one: Measurement) -> float:
-        """Goodput; where no answer was good, less than one would be: the nearer the more."""
+    def _score(self, one: Measurement) -> float:
+        """Return the goodput. Without an answer within the SLO: a smaller value, higher near it."""
         if one.goodput_per_s:
             return one.goodput_per_s
-        return 1 / one.seconds / max(1.0, self.slo.strain(one.latencies_us))
+        return 1 / one.seconds / max(1.0, self.slo.slo_ratio(one.latencies_us))

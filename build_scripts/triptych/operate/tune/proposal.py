@@ -1,11 +1,7 @@
-"""What would suit new traffic better, by arithmetic alone: settings for ``tuned.yaml``.
+"""Propose settings for ``tuned.yaml`` from a cost model, and estimate capacity for new traffic.
 
-Of the values that `tune` would try, those that `plan.cost` can price; their effect is what
-`tune.capacity` makes of it. What only a measurement tells is left to `tune`.
-
-What a measured capacity becomes when a request of the core takes more work, or less.
-
-An estimate: the work of the core grows with its tokens, and all waiting grows with the work.
+Proposals are limited to fields whose cost the model knows; `tune` measures all others. The estimate
+assumes that the core's work grows with its tokens, and waiting times grow with the work.
 """
 
 from __future__ import annotations
@@ -23,9 +19,15 @@ import yaml
 from pydantic import JsonValue
 
 from triptych.base.errors import UserError
-from triptych.operate.tune.fields import Evidence, Propose, Skip, bucket_count, layout
+from triptych.operate.tune.fields import (
+    Propose,
+    SkippedField,
+    TrialObservation,
+    propose_bucket_count,
+    propose_layout,
+)
 from triptych.operate.tune.results import TuneResult
-from triptych.serving.bench.results import BenchResult, Point, RateSearch, Subject, read_result
+from triptych.serving.bench.results import BenchResult, LoadPoint, RateSearch, Subject, read_result
 from triptych.spec.plan import Plan, expected_cost, make_plan
 from triptych.spec.slo import PERCENTILES, AnySlo
 from triptych.spec.spec import PipelineSpec
@@ -35,38 +37,38 @@ from triptych.spec.tuned import TUNED_FILE
 _STEPS = 1000
 
 Curves = Mapping[str, Sequence[float]]
-"""Name of a percentile to its values, in microseconds, one a rate."""
+"""Latencies in microseconds, one per rate, by percentile name."""
 
 
 @dataclass(frozen=True)
 class MeasuredLoad:
-    """What a load test found of a build of the pipeline."""
+    """Result of a load test of a build."""
 
-    highest_per_s: float  # that it can answer; within the promise, where there is one
+    highest_per_s: float  # highest rate, within the SLO if there is one
     slo: AnySlo
-    points: tuple[Point, ...]  # Poisson rates ascending, for the latencies; may be empty
-    core_share: float | None  # of the steps' work; None where the server did not tell
-    row_tokens: float | None = None  # computed for a row of its load; None where that is unknown
+    points: tuple[LoadPoint, ...]  # Poisson rates ascending, for the latencies; may be empty
+    core_share: float | None  # core's share of the steps' work; None if unknown
+    row_tokens: float | None = None  # computed tokens per row; None if unknown
 
     @classmethod
     def of(
         cls,
-        points: Sequence[Point],
+        points: Sequence[LoadPoint],
         rate: RateSearch | None,
         slo: AnySlo,
         subject: Subject | None = None,
     ) -> MeasuredLoad:
-        """What bench or tune found.
+        """Return the load from a result of bench or tune.
 
         Args:
-            points: of the pipeline in closed loops.
-            rate: the search for the highest rate, where there was one.
-            slo: the promise; that of `rate` goes before it.
-            subject: what was measured; None takes it for the pipeline as it is.
+            points: Points of the pipeline in closed loops.
+            rate: Search for the highest rate; None without one.
+            slo: SLO; the SLO of `rate` takes precedence.
+            subject: Measured build; None assumes the pipeline as it is.
         """
         tried = rate.points if rate is not None else ()
         shares = [share for share in map(_core_share, (*points, *tried)) if share is not None]
-        # A server that was too slow for any answer has percentiles that are no numbers.
+        # Percentiles are not finite if the server answered nothing.
         usable = [point for point in tried if all(map(isfinite, point.latencies_us.values()))]
         best = max((point.median("throughput_per_s") for point in points), default=0.0)
         return cls(
@@ -84,11 +86,11 @@ def _row_tokens(subject: Subject) -> float | None:
     return tokens / rows / (1.0 - subject.padding) if tokens else None
 
 
-def measured_in(reports: Path) -> MeasuredLoad | None:
-    """The last result of bench or tune below a pipeline's folder of reports; None for none.
+def read_measured_load(reports: Path) -> MeasuredLoad | None:
+    """Return the latest result of bench or tune in a pipeline's reports; None without one.
 
     Raises:
-        UserError: it is not one that this version wrote.
+        UserError: The file was not written by this version.
     """
     files = [reports / "bench/bench.json", reports / "tune/tune.json"]
     newest = max(filter(Path.is_file, files), key=lambda path: path.stat().st_mtime, default=None)
@@ -104,7 +106,7 @@ def measured_in(reports: Path) -> MeasuredLoad | None:
             str(newest),
             "must be a result of bench or tune",
             given=f"{error.given:.200}",
-            remedy="Run `triptych bench` again, or remove it",
+            remedy="Run `triptych bench` again, or remove the file",
         ) from error
     winner = tuned.winner
     return MeasuredLoad.of(winner.points, winner.rate, tuned.slo, tuned.subject)
@@ -112,24 +114,25 @@ def measured_in(reports: Path) -> MeasuredLoad | None:
 
 @dataclass(frozen=True)
 class Capacity:
-    work: float  # of a request, over what it was when it was measured
-    highest_before_per_s: float  # requests, as measured
-    highest_per_s: float  # requests, as estimated for the new traffic
-    p99_us: float | None  # at the rate asked for; None where that is unknown or was not measured
-    holds: bool | None  # whether the promise does at that rate; None where no rate is known
+    work: float  # work per request, relative to the measurement
+    highest_before_per_s: float  # measured
+    highest_per_s: float  # estimated for the new traffic
+    p99_us: float | None  # estimated p99 at the given rate; None if unknown
+    holds: bool | None  # whether the SLO is met at that rate; None if unknown
 
 
-def estimate(measured: MeasuredLoad, core_work: float, rate_per_s: float | None) -> Capacity:
-    """Stretch what was measured.
+def estimate_capacity(
+    measured: MeasuredLoad, core_work: float, rate_per_s: float | None
+) -> Capacity:
+    """Estimate the capacity for requests with more or less work.
 
-    With `work` times the work in a request, those that come at a rate r wait as others did at
-    ``work * r``, only `work` times as long. This is exact where nothing but work takes time; a
-    queue delay does not stretch.
+    With `work` times the work per request, latencies at rate r are `work` times the latencies that
+    were measured at ``work * r``. This is exact if only work takes time; queue delays do not scale.
 
     Args:
-        measured: before.
-        core_work: of the core in a request, over what it was.
-        rate_per_s: requests a second; None where that is not known.
+        measured: Result of a load test.
+        core_work: Work of the core per request, relative to the measurement.
+        rate_per_s: Requests per second; None if unknown.
     """
     share = 1.0 if measured.core_share is None else measured.core_share
     work = 1.0 - share + share * core_work
@@ -137,25 +140,26 @@ def estimate(measured: MeasuredLoad, core_work: float, rate_per_s: float | None)
     highest = measured.highest_per_s
     if rates:
         tried = np.linspace(0.0, measured.highest_per_s, _STEPS + 1).tolist()
-        curves = _stretched(measured.points, tried, work)
+        curves = _scale_latencies(measured.points, tried, work)
         highest = max(
             (
                 rate
                 for place, rate in enumerate(tried)
-                if measured.slo.strain({name: curve[place] for name, curve in curves.items()}) <= 1
+                if measured.slo.slo_ratio({name: curve[place] for name, curve in curves.items()})
+                <= 1
             ),
             default=0.0,
         )
     p99, holds = None, None
     if rate_per_s is not None:
         if rates and rate_per_s * work <= max(rates):
-            p99 = _stretched(measured.points, [rate_per_s * work], work)["p99"][0]
+            p99 = _scale_latencies(measured.points, [rate_per_s * work], work)["p99"][0]
         holds = max(rate_per_s, measured.slo.throughput or 0.0) * work <= highest
     return Capacity(work, measured.highest_per_s, highest / work, p99, holds)
 
 
-def _stretched(points: Sequence[Point], at: Sequence[float], work: float) -> Curves:
-    """Latencies at rates between those measured, times `work`."""
+def _scale_latencies(points: Sequence[LoadPoint], at: Sequence[float], work: float) -> Curves:
+    """Interpolate the measured latencies at other rates, and multiply them by `work`."""
     rates = [point.load.value for point in points]
     curves = [point.latencies_us for point in points]
     return {
@@ -164,8 +168,8 @@ def _stretched(points: Sequence[Point], at: Sequence[float], work: float) -> Cur
     }
 
 
-def _core_share(point: Point) -> float | None:
-    """Of the steps' busy time; an execution's time counts once for all its requests."""
+def _core_share(point: LoadPoint) -> float | None:
+    """Return the core's share of the busy time; a batch counts once for all its requests."""
     busy = {
         step.step: step.compute_us * step.executions / step.requests
         for step in point.typical.steps
@@ -175,25 +179,24 @@ def _core_share(point: Point) -> float | None:
     return busy["core"] / total if "core" in busy and total > 0 else None
 
 
-PRICED: tuple[Propose, ...] = (layout, bucket_count)
-"""The fields of which `plan.cost` knows both what they save and what they cost."""
+PRICED: tuple[Propose, ...] = (propose_layout, propose_bucket_count)
+"""Fields whose savings and costs the cost model knows."""
 
-WORTH_A_REBUILD = 0.1
+MIN_SAVING = 0.1
 """Minimum saving of the core's work, as a share of the present work, for other settings to be
 proposed. The estimates of both layouts are not more exact than that."""
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """Settings to build with, beside the new traffic, and what is expected of them.
+class TunedProposal:
+    """Proposed settings for a build with the new traffic, and their expected effect.
 
     Attributes:
-        before: what ``tuned.yaml`` sets now.
-        after: what it would set; the same where a build with the new traffic is all.
-        core_work: of the core for a row, over that with the present build and the new rows.
-        capacity: expected; None where nothing was measured.
-        servers: like the one that was measured, that would keep the promise at the rate; None
-            where that is not known.
+        before: Present settings of ``tuned.yaml``.
+        after: Proposed settings; equal to `before` if only the traffic should change.
+        core_work: Work of the core per row, relative to the present build with the new rows.
+        capacity: Expected capacity; None without a measurement.
+        servers: Number of servers that meet the SLO at the rate; None if unknown.
     """
 
     before: Mapping[str, JsonValue]
@@ -204,57 +207,57 @@ class Proposal:
 
     @property
     def changes(self) -> Mapping[str, JsonValue]:
-        """Key to its new value, of what would be another."""
+        """Changed settings."""
         return {key: v for key, v in self.after.items() if self.before.get(key) != v}
 
 
-def propose(
+def propose_settings(
     plan: Plan,
     lengths: Lengths,
     core_work: float,
     *,
     measured: MeasuredLoad | None,
     rate_per_s: float | None,
-) -> Proposal:
-    """The settings that are expected to cost least for rows of new `lengths`.
+) -> TunedProposal:
+    """Return the settings with the lowest expected cost for rows of new `lengths`.
 
     Args:
-        plan: as it was built, and with the lengths that it was built for.
-        lengths: of the new rows.
-        core_work: of the new rows in the present build, over that of those measured.
-        measured: what a load test found; None leaves the estimates out.
-        rate_per_s: requests a second; None where that is not known.
+        plan: Plan of the build, with its lengths.
+        lengths: Lengths of the new rows.
+        core_work: Work per new row in the present build, relative to the measurement.
+        measured: Result of a load test; None omits the estimates.
+        rate_per_s: Requests per second; None if unknown.
     """
     present = _cost(plan, lengths, plan.bucket_edges)
     best = _replanned(plan, {}, lengths)
     change: dict[str, JsonValue] = {}
     for field in PRICED if plan.spec.core.shared_from is None else ():
-        found = field(Evidence(best, None, cores=1, limits_us={}))
-        if isinstance(found, Skip):
+        found = field(TrialObservation(best, None, cores=1, limits_us={}))
+        if isinstance(found, SkippedField):
             continue
         for value in (*found.values, *found.others):
             other = _replanned(plan, {**change, found.key: value}, lengths)
             least = _cost(best, lengths, best.bucket_edges)
-            if _cost(other, lengths, other.bucket_edges) < (1 - WORTH_A_REBUILD) * least:
+            if _cost(other, lengths, other.bucket_edges) < (1 - MIN_SAVING) * least:
                 best, change = other, {**change, found.key: value}
     work = _cost(best, lengths, best.bucket_edges) / present
     before = dict(plan.spec.tuned)
     capacity = servers = None
     if measured is not None:
-        capacity = estimate(measured, core_work * work, rate_per_s)
+        capacity = estimate_capacity(measured, core_work * work, rate_per_s)
         if rate_per_s is not None and capacity.highest_per_s > 0:
             servers = max(1, math.ceil(rate_per_s / capacity.highest_per_s))
-    return Proposal(before, {**before, **change}, work, capacity, servers)
+    return TunedProposal(before, {**before, **change}, work, capacity, servers)
 
 
 def _cost(plan: Plan, lengths: Lengths, edges: tuple[int, ...]) -> float:
-    """Microseconds of the device for a row of `lengths`, in the plan's layout."""
+    """Return the device time per row of `lengths` in the plan's layout, in microseconds."""
     cost = expected_cost(plan.spec, plan.facts, lengths, edges, plan.max_length)
     return cost.packed if plan.packed else cost.bucketed
 
 
 def _replanned(plan: Plan, change: Mapping[str, JsonValue], lengths: Lengths) -> Plan:
-    """The plan for new lengths, with fields of `core` changed, in its layout unless that is one."""
+    """Return the plan for new lengths with changed fields of `core`."""
     fields = {key.removeprefix("core."): value for key, value in change.items()}
     core = plan.spec.core.model_copy(update=fields)
     spec: PipelineSpec = plan.spec.model_copy(update={"core": core})
@@ -262,8 +265,8 @@ def _replanned(plan: Plan, change: Mapping[str, JsonValue], lengths: Lengths) ->
     return make_plan(spec, plan.facts, plan.task, plan.parameters, lengths, layout=chosen)
 
 
-def tuned_diff(proposal: Proposal) -> tuple[str, ...]:
-    """The lines of a unified diff of what ``tuned.yaml`` sets; none where nothing changes."""
+def diff_tuned(proposal: TunedProposal) -> tuple[str, ...]:
+    """Return the unified diff of ``tuned.yaml``'s settings; empty without changes."""
     before, after = (
         yaml.safe_dump({"set": dict(values)}, sort_keys=False).splitlines() if values else []
         for values in (proposal.before, proposal.after)
@@ -272,31 +275,31 @@ def tuned_diff(proposal: Proposal) -> tuple[str, ...]:
     return tuple(difflib.unified_diff(before, after, *names, lineterm=""))
 
 
-def describe_proposal(proposal: Proposal, rate_per_s: float | None) -> Iterator[tuple[str, str]]:
-    """The lines that show it, each with its style."""
-    diff = tuned_diff(proposal)
-    what = f"and {TUNED_FILE} changed:" if diff else f"{TUNED_FILE} as it is"
-    yield f"  proposed: a build with the new requests, {what}", "bold"
+def format_proposal(proposal: TunedProposal, rate_per_s: float | None) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a proposal, each with its style."""
+    diff = diff_tuned(proposal)
+    change = f"and changes of {TUNED_FILE}:" if diff else f"{TUNED_FILE} unchanged"
+    yield f"  proposed: a build with the new requests, {change}", "bold"
     for line in diff:
         yield f"    {line}", ""
     yield f"  expected: {estimate_effect(proposal, rate_per_s)}", ""
 
 
-def estimate_effect(proposal: Proposal, rate_per_s: float | None) -> str:
-    """The expected effect in words."""
+def estimate_effect(proposal: TunedProposal, rate_per_s: float | None) -> str:
+    """Return text about the expected effect."""
     saved = 1.0 - proposal.core_work
-    words = f"the core works {saved:.0%} less for a row than it does now"
+    words = f"{saved:.0%} less work of the core per row"
     if abs(saved) < 0.005:
-        words = "the core works as much for a row as it does now"
+        words = "the same work of the core per row"
     capacity = proposal.capacity
     if capacity is None:
-        return f"{words}; no rate, since nothing was measured (`triptych bench`)"
+        return f"{words}; no rate without a measurement (`triptych bench`)"
     words += f"; up to about {capacity.highest_per_s:.4g} requests/s"
     if rate_per_s is None:
         return words
     p99 = "" if capacity.p99_us is None else f", p99 about {capacity.p99_us / 1e3:.1f} ms"
-    state = "holds" if capacity.holds else "does not hold"
-    words += f"; at {rate_per_s:.4g}/s the promise {state}{p99}"
+    state = "is met" if capacity.holds else "is missed"
+    words += f"; at {rate_per_s:.4g}/s the SLO {state}{p99}"
     if not capacity.holds and proposal.servers is not None and proposal.servers > 1:
-        words += f": about {proposal.servers} such servers hold it"
+        words += f": about {proposal.servers} servers meet it"
     return words

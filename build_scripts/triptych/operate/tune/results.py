@@ -1,11 +1,4 @@
-"""What `tune` found: every trial with its evidence, what won, and what that is worth.
-
-Which points no other point beats in throughput and in tail latency both.
-
-Whether a promise is kept, by how much, and what would help where it is not.
-
-Whether a setting is better than another: paired rounds until the difference beats its noise.
-"""
+"""Results of `tune`: trials, outcomes, Pareto front, SLO verdicts, advice, paired comparison."""
 
 from __future__ import annotations
 
@@ -18,37 +11,37 @@ from typing import Literal
 from pydantic import JsonValue
 
 from triptych.base.formatting import rounded
-from triptych.serving.bench.results import Bottleneck, Cost, Point, RateSearch, Subject
+from triptych.serving.bench.results import Bottleneck, Cost, LoadPoint, RateSearch, Subject
 from triptych.spec.plan import Plan
 from triptych.spec.slo import AnySlo, Slo
 
 
-def _rate(point: Point) -> float:
+def _rate(point: LoadPoint) -> float:
     return point.median("throughput_per_s")
 
 
-def _tail(point: Point) -> float:
+def _tail(point: LoadPoint) -> float:
     return point.median("p99_us")
 
 
 def pareto_front(
-    points: Sequence[Point],
-    rate: Callable[[Point], float] = _rate,
-    tail: Callable[[Point], float] = _tail,
-) -> tuple[Point, ...]:
-    """The points with more throughput than any that have as little p99, ascending in throughput.
+    points: Sequence[LoadPoint],
+    rate: Callable[[LoadPoint], float] = _rate,
+    tail: Callable[[LoadPoint], float] = _tail,
+) -> tuple[LoadPoint, ...]:
+    """Return the Pareto front of throughput and p99, ascending in throughput.
 
-    Medians of the rounds are compared. A point with errors, or without an answer, is none to
-    choose; of two that are equal the first stays.
+    Medians of the rounds are compared. Points with errors or without answers are excluded; of equal
+    points the first stays.
 
     Args:
-        points: in any order.
-        rate: of a point, the more the better.
-        tail: of a point, the less the better.
+        points: Points in any order.
+        rate: Function that returns a point's throughput (higher is better).
+        tail: Function that returns a point's tail latency (lower is better).
     """
     usable = [point for point in points if not point.errors and point.median("requests") > 0]
     ranked = sorted(usable, key=lambda point: (-rate(point), tail(point)))
-    front: list[Point] = []
+    front: list[LoadPoint] = []
     for point in ranked:
         if not front or tail(point) < tail(front[-1]):
             front.append(point)
@@ -62,78 +55,78 @@ REQUESTS: ScoreUnit = "requests/s"
 
 @dataclass(frozen=True)
 class Trial:
-    """One change against the best settings so far, measured in turns with them."""
+    """One change of the best configuration, measured in turns with it."""
 
-    number: int  # from 1; the baseline is no trial
-    change: dict[str, JsonValue]  # dotted key of the spec to its new value
-    before: dict[str, JsonValue]  # the same keys to their values in the best settings so far
-    reason: str  # why it was worth a try: what the last measurement showed
-    verdict: TrialVerdict  # only `better` takes the place of the best settings so far
-    says: str  # the figures behind the verdict, or what failed
-    score: float | None  # median of its rounds, in the result's unit; None where it failed
-    against: float | None  # of the best settings, in the same rounds
-    rounds: int  # that it took to tell
-    points: tuple[Point, ...]  # of the trial, ascending in load
-    seconds: float  # that it took altogether
+    number: int  # number from 1; the baseline has none
+    change: dict[str, JsonValue]  # new values by field (dotted)
+    before: dict[str, JsonValue]  # previous values by field
+    reason: str  # reason of the trial
+    verdict: TrialVerdict  # only `better` replaces the best configuration
+    says: str  # details of the verdict
+    score: float | None  # median of the rounds; None after a failure
+    against: float | None  # score of the best configuration, in the same rounds
+    rounds: int  # number of rounds
+    points: tuple[LoadPoint, ...]  # measurements, ascending in load
+    seconds: float  # total duration
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One setting, measured at length in turns with the other one."""
+    """Result of one side of the final comparison."""
 
-    overrides: dict[str, JsonValue]  # all that differs from the spec; empty for the baseline
-    score: float  # what tuning maximizes, in the result's unit; median of the rounds
-    points: tuple[Point, ...]  # closed loops, ascending in clients
-    bottleneck: Bottleneck  # at the load where throughput no longer grows
-    rate: RateSearch | None = None  # None where no latency is promised, and of streamed answers
-    cost: Cost | None = None  # where a price was given
+    overrides: dict[str, JsonValue]  # changes of the spec; empty for the baseline
+    score: float  # median of the rounds
+    points: tuple[LoadPoint, ...]  # closed loops, ascending in clients
+    bottleneck: Bottleneck  # bottleneck at the highest throughput
+    rate: RateSearch | None = None  # None without a latency SLO, and for streamed answers
+    cost: Cost | None = None  # None without a price
 
 
 @dataclass(frozen=True)
 class TuneResult:
     subject: Subject  # its overrides are the winner's
     slo: AnySlo
-    objective: str  # what the score is, in a sentence
+    objective: str  # description of the score
     trials: tuple[Trial, ...]
-    skipped: dict[str, str]  # key of the spec to why it was not worth a trial
+    skipped: dict[str, str]  # reason by skipped field
     baseline: Outcome
-    winner: Outcome  # the baseline where nothing was better
-    met: bool  # whether the winner holds all of `slo`
-    verdict: str  # by how much it does, or what is missing; a sentence
-    advice: tuple[str, ...]  # what else would help, a sentence each; some where it is not met
-    stopped: str  # why the search ended
-    seconds: float  # that it took altogether
-    unit: ScoreUnit = REQUESTS  # of all scores
+    winner: Outcome  # the baseline if no trial was better
+    met: bool  # whether the winner meets the SLO
+    verdict: str  # sentence about the SLO
+    advice: tuple[str, ...]  # further measures, one sentence each
+    stopped: str  # reason of the end of the search
+    seconds: float  # total duration
+    unit: ScoreUnit = REQUESTS  # unit of all scores
     schema: Literal["triptych-tune/1"] = "triptych-tune/1"
 
 
-def describe_outcome(slo: Slo, winner: Outcome) -> tuple[bool, str]:
-    """Whether the winner keeps the promise, and the sentence that says so with its figures."""
+def judge_outcome(slo: Slo, winner: Outcome) -> tuple[bool, str]:
+    """Return whether the winner meets the SLO, and a sentence with its metrics."""
     if slo.is_empty:
-        return True, f"nothing is promised; {winner.score:.0f}/s at the highest load"
+        return True, f"no SLO is set; {winner.score:.0f}/s at the highest load"
     if winner.rate is None:
         wanted = slo.throughput or 0.0
-        return winner.score >= wanted, against(winner.score, wanted)
+        return winner.score >= wanted, format_margin(winner.score, wanted)
     rate = winner.rate.highest_per_s
     limits = slo.model_copy(update={"throughput": None})
     if not rate:
-        return False, f"{limits} does not hold at any rate that was tried"
-    said = f"{limits} holds up to {rate:.0f}/s (Poisson)"
+        return False, f"{limits} is not met at any tested rate"
+    said = f"{limits} is met up to {rate:.0f}/s (Poisson)"
     if winner.rate.lowest_broken_per_s is not None:
-        said += f" and breaks at {winner.rate.lowest_broken_per_s:.0f}/s"
+        said += f" and missed at {winner.rate.lowest_broken_per_s:.0f}/s"
     if slo.throughput is None:
         return True, said
-    return rate >= slo.throughput, f"{said}: {against(rate, slo.throughput)}"
+    return rate >= slo.throughput, f"{said}: {format_margin(rate, slo.throughput)}"
 
 
-def against(found: float, wanted: float) -> str:
-    """How far a rate is above or below the promised one, requests a second."""
+def format_margin(found: float, wanted: float) -> str:
+    """Return text about a rate and the SLO's throughput, in requests per second."""
     side = "above" if found >= wanted else "below"
-    return f"{rounded(found)}/s, {abs(found / wanted - 1):.0%} {side} the {wanted:g}/s promised"
+    return f"{rounded(found)}/s, {abs(found / wanted - 1):.0%} {side} the SLO of {wanted:g}/s"
 
 
-def advice(plan: Plan, slo: Slo, winner: Outcome) -> tuple[str, ...]:
-    """What would help where tuning alone does not."""
+def suggest_improvements(plan: Plan, slo: Slo, winner: Outcome) -> tuple[str, ...]:
+    """Return advice beyond tuning, one sentence each."""
     found = [f"{winner.bottleneck.says} {winner.bottleneck.remedy}".strip()]
     core = plan.spec.core
     if core.precision == "fp32":
@@ -144,50 +137,52 @@ def advice(plan: Plan, slo: Slo, winner: Outcome) -> tuple[str, ...]:
     sustained = winner.score if winner.rate is None else winner.rate.highest_per_s
     if slo.throughput is not None and 0 < sustained < slo.throughput:
         count = ceil(slo.throughput / sustained)
-        found.append(f"{count} such machines behind a load balancer reach {slo.throughput:g}/s.")
-    alone = next((point for point in winner.points if point.load.value == 1), None)
-    if alone and not sustained and slo.strain(alone.typical.latencies_us) > 1:
         found.append(
-            f"Not even a lone client is answered in time (p99 {alone.median('p99_us') / 1e3:.1f}"
-            " ms): no batching can help, only a faster core or shorter texts."
+            f"{count} machines like this one behind a load balancer reach {slo.throughput:g}/s."
+        )
+    alone = next((point for point in winner.points if point.load.value == 1), None)
+    if alone and not sustained and slo.slo_ratio(alone.typical.latencies_us) > 1:
+        found.append(
+            f"A single client already misses the SLO (p99 {alone.median('p99_us') / 1e3:.1f} ms):"
+            " batching cannot help, only a faster core or shorter texts."
         )
     lengths = plan.lengths
     if lengths is not None and lengths.quantile(0.99) > 4 * lengths.mean:
         found.append(
-            f"A hundredth of the rows has {lengths.quantile(0.99)} tokens or more, "
-            f"{lengths.mean:.0f} on average: a lower tokenizer.max_length cuts the tail."
+            f"1 % of the rows have {lengths.quantile(0.99)} tokens or more, "
+            f"{lengths.mean:.0f} on average: a lower tokenizer.max_length truncates them."
         )
     if core.device == "cpu":
-        found.append("A GPU, or more cores.")
+        found.append("Use a GPU or more cores.")
     return tuple(found)
 
 
 MAX_ROUNDS = 5
 MIN_GAIN = 0.01
-"""A smaller gain is not worth another number in a config, even a proven one."""
+"""Minimum gain that changes a setting; smaller gains are ignored even if significant."""
 
-LOST = 0.85
-"""A setting this far behind in its first round is not measured again."""
+MIN_FIRST_ROUND_RATIO = 0.85
+"""Minimum score of a trial's first round, relative to the best, to measure it again."""
 
 _MIN_SPREAD = 0.01
-"""Two rounds may agree by chance: no less than this is taken for the noise of one."""
+"""Minimum assumed noise of a round, because two rounds may agree by chance."""
 
 _T = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132}
-"""Student's t for 95 % on one side, by the number of rounds.
+"""One-sided 95 % quantile of Student's t, by the number of rounds.
 
-Looking after every round finds a gain in about one of ten pairs of equal settings, and nine of ten
-gains of a tenth, where a round's score varies by 4 %; both were counted in a simulation."""
+Testing after every round finds a false gain in about 10 % of pairs of equal configurations, and
+finds 90 % of gains of 10 % if a round's score varies by 4 % (both from a simulation)."""
 
 
 def gain(scores: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """How much higher the second of each pair is, as a share, and the half width of its interval.
+    """Return the relative gain of the second score over the first, with its uncertainty.
 
     Args:
-        scores: of the present and of the other setting, a pair a round; all above 0.
+        scores: Scores of the present configuration and the trial, one pair per round; all above 0.
 
     Returns:
-        Geometric mean of the ratios minus 1, and what to add and take away for 90 % confidence;
-        infinite after one round.
+        Geometric mean of the ratios minus 1, and half the width of its 90 % confidence interval
+        (infinite after one round).
     """
     ratios = [log(other / present) for present, other in scores]
     if len(ratios) < 2:
@@ -198,9 +193,9 @@ def gain(scores: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def compare_scores(scores: Sequence[tuple[float, float]]) -> TrialVerdict | None:
-    """The verdict on the second of each pair; None where another round may tell more."""
+    """Return the verdict on the second of each pair; None if another round is needed."""
     share, half = gain(scores)
-    if share < LOST - 1:
+    if share < MIN_FIRST_ROUND_RATIO - 1:
         return "worse"
     if share - half > 0 and share > MIN_GAIN:
         return "better"
@@ -211,8 +206,8 @@ def compare_scores(scores: Sequence[tuple[float, float]]) -> TrialVerdict | None
     return None
 
 
-def describe(scores: Sequence[tuple[float, float]]) -> str:
-    """The gain with its interval, in words."""
+def format_scores(scores: Sequence[tuple[float, float]]) -> str:
+    """Return the gain with its interval as text."""
     share, half = gain(scores)
     rounds = f"{len(scores)} round" + ("s" if len(scores) > 1 else "")
     if half == float("inf"):

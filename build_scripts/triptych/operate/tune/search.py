@@ -1,4 +1,4 @@
-"""The sequence of trials: one field at a time, each against the best so far, until time is up."""
+"""Hill climbing over the tunable fields: trials of one field at a time against the best."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from triptych.base.files import write_files
 from triptych.base.formatting import rounded
 from triptych.building.generation.gate import GenerationGateFailure
 from triptych.core.gate.cached import GateFailure
-from triptych.operate.tune.fields import Evidence, Proposal, Propose, Skip
-from triptych.operate.tune.kind import Setting
-from triptych.operate.tune.objective import LoadFailed, Scored
+from triptych.operate.tune.fields import FieldProposal, Propose, SkippedField, TrialObservation
+from triptych.operate.tune.kind import TrialConfig
+from triptych.operate.tune.objective import LoadFailed, ScoredRound
 from triptych.operate.tune.results import (
     MIN_GAIN,
     REQUESTS,
@@ -32,20 +32,20 @@ from triptych.operate.tune.results import (
     Trial,
     TrialVerdict,
     compare_scores,
-    describe,
+    format_scores,
 )
 from triptych.repository.lint.checks import LintFailure
-from triptych.serving.bench.results import Load, Measurement, Point, from_json, to_json
+from triptych.serving.bench.results import LoadPoint, Measurement, OfferedLoad, from_json, to_json
 
 
-class Contest(Protocol):
-    """Measures the best setting so far and another one in turns; see `TrialServers`."""
+class PairedMeasurement(Protocol):
+    """Measures the best configuration and a candidate in turns; see `TrialServers`."""
 
-    def begin(self, present: Setting) -> tuple[Any, Scored]: ...
+    def begin(self, present: TrialConfig) -> tuple[Any, ScoredRound]: ...
 
-    def challenge(self, other: Setting) -> None: ...
+    def challenge(self, other: TrialConfig) -> None: ...
 
-    def round(self) -> tuple[Scored, Scored]: ...
+    def round(self) -> tuple[ScoredRound, ScoredRound]: ...
 
     def promote(self) -> Any: ...
 
@@ -61,33 +61,33 @@ class _StoredTrial:
 
 
 class TrialCache:
-    """Finished trials, a file each, so that a run that was interrupted measures none again.
+    """Cache of finished trials, one file each, so that an interrupted run can continue.
 
     Args:
-        key: all that decides what a trial finds, but for its settings; plain data.
+        key: Plain data of everything that affects a trial, except its configurations.
     """
 
     def __init__(self, key: Mapping[str, object]) -> None:
         self.folder = cache_root() / "tune" / _hash(key)
 
-    def find(self, present: Setting, other: Setting) -> Trial | None:
-        """The trial of `other` against `present`, if it was finished."""
+    def find(self, present: TrialConfig, other: TrialConfig) -> Trial | None:
+        """Return the finished trial of `other` against `present`; None without one."""
         try:
             text = self._path(present, other).read_text(encoding="utf-8")
             return from_json(_StoredTrial, json.loads(text)).trial
-        except (OSError, ValueError):  # none, or of another form
+        except (OSError, ValueError):  # missing, or another format
             return None
 
-    def add(self, present: Setting, other: Setting, trial: Trial) -> None:
-        """Keep a finished trial; its file appears whole or not at all."""
+    def add(self, present: TrialConfig, other: TrialConfig, trial: Trial) -> None:
+        """Write a finished trial atomically."""
         path = self._path(present, other)
         write_files(path.parent, {path.name: json.dumps(to_json(_StoredTrial(trial)))})
 
     def clear(self) -> None:
-        """Forget everything: the run came to its end, and the next one measures afresh."""
+        """Delete all trials after a complete run, so that the next run measures again."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _path(self, present: Setting, other: Setting) -> Path:
+    def _path(self, present: TrialConfig, other: TrialConfig) -> Path:
         return self.folder / f"{_hash([dict(present.overrides), dict(other.overrides)])}.json"
 
 
@@ -98,29 +98,29 @@ def _hash(value: object) -> str:
 
 @dataclass
 class Search:
-    contest: Contest
+    contest: PairedMeasurement
     cache: TrialCache
-    deadline: float  # on the monotonic clock; no trial is begun after it
+    deadline: float  # no trial begins after it (monotonic clock)
     cores: int
-    limits_us: Mapping[str, float]  # that are promised
-    fields: Sequence[Propose]  # that may be changed, in the order they are tried
-    progress: Progress  # told every trial
-    best: Setting = field(default_factory=Setting)  # so far
+    limits_us: Mapping[str, float]  # limits of the SLO, in microseconds
+    fields: Sequence[Propose]  # tunable fields, in the order of their trials
+    progress: Progress  # called at each trial
+    best: TrialConfig = field(default_factory=TrialConfig)  # best configuration
     trials: list[Trial] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)  # field to why it was not tried
-    stopped: str = ""  # why the search ended; empty while it goes on
-    unit: ScoreUnit = REQUESTS  # of the scores
+    skipped: dict[str, str] = field(default_factory=dict)  # reason by skipped field
+    stopped: str = ""  # reason of the end; empty while it runs
+    unit: ScoreUnit = REQUESTS  # unit of the scores
     clock: Callable[[], float] = time.monotonic
-    end: float = inf  # by which the winner has been held against the baseline, too; see `Contest`
-    _first_s: float = 0.0  # the longest time until the first round of a trial was over
-    _baseline: Setting = field(default_factory=Setting)
+    end: float = inf  # deadline that includes the final comparison
+    _first_s: float = 0.0  # longest time until the end of a trial's first round
+    _baseline: TrialConfig = field(default_factory=TrialConfig)
 
-    def run(self, start: Setting, known: Setting | None = None) -> None:
+    def run(self, start: TrialConfig, known: TrialConfig | None = None) -> None:
         """Try every field once, from `start` on.
 
         Args:
-            start: the baseline.
-            known: what an earlier search found best; the first trial.
+            start: Baseline configuration.
+            known: Best configuration of an earlier search, which is the first trial.
         """
         self.best = start
         self._baseline = start
@@ -129,46 +129,48 @@ class Search:
         except LoadFailed as error:
             raise UserError(
                 "--clients",
-                "must be such that the pipeline as it is answers without an error",
+                "caused errors in the baseline",
                 given=error,
-                remedy="Lower it, or see what the server's log says",
+                remedy="Lower it, or see the server's log",
             ) from error
         self._latest = scored.found[scored.start]
         self.progress("tune", f"baseline: {rounded(scored.score)} {self.unit}")
         if known is not None and known != start:
             old = start.overrides
             change = {k: v for k, v in known.overrides.items() if k not in old or old[k] != v}
-            self._try(known, change, "what tuned.yaml has")
+            self._try(known, change, "configuration of tuned.yaml")
         for propose in self.fields:
-            found = propose(Evidence(self._plan, self._latest, self.cores, self.limits_us))
-            if isinstance(found, Skip):
-                self.skipped[found.key] = found.reason
+            proposal = propose(
+                TrialObservation(self._plan, self._latest, self.cores, self.limits_us)
+            )
+            if isinstance(proposal, SkippedField):
+                self.skipped[proposal.key] = proposal.reason
                 continue
-            if not self._climb(found, found.values, found.along):
-                self._climb(found, found.others, {})
+            if not self._climb(proposal, proposal.values, proposal.along):
+                self._climb(proposal, proposal.others, {})
             if self.stopped:
                 return
-        self.stopped = "every field worth a trial was tried"
+        self.stopped = "all promising fields were tried"
 
     def _climb(
-        self, found: Proposal, values: Sequence[JsonValue], along: Mapping[str, JsonValue]
+        self, proposal: FieldProposal, values: Sequence[JsonValue], along: Mapping[str, JsonValue]
     ) -> bool:
-        """Try values until one is no better; whether any was."""
-        climbed = False
+        """Try values until one is not better; return whether any was better."""
+        improved = False
         for value in values:
-            # The first trial may be longer than what is left; the others are not begun then.
+            # Only the first trial begins if its duration is unknown or exceeds the remaining time.
             fits = not self._first_s or self._fits(self._first_s)
             if self.stopped or self.clock() > self.deadline or not fits:
-                self.stopped = "the time was up"
+                self.stopped = "time budget reached"
                 break
-            change = {found.key: value, **along}
-            other = Setting({**self.best.overrides, **change})
-            if self._try(other, change, found.reason) != "better":
+            change = {proposal.key: value, **along}
+            other = TrialConfig({**self.best.overrides, **change})
+            if self._try(other, change, proposal.reason) != "better":
                 break
-            climbed = True
-        return climbed
+            improved = True
+        return improved
 
-    def _try(self, other: Setting, change: dict[str, JsonValue], reason: str) -> TrialVerdict:
+    def _try(self, other: TrialConfig, change: dict[str, JsonValue], reason: str) -> TrialVerdict:
         number = len(self.trials) + 1
         trial = self.cache.find(self.best, other)
         again = trial is not None
@@ -182,13 +184,13 @@ class Search:
             self.contest.challenge(other)
         is_open = self._is_open(trial)
         if is_open:
-            trial = replace(trial, says=f"{trial.says}; the comparison at the end decides")
+            trial = replace(trial, says=f"{trial.says}; the final comparison decides")
         self.trials.append(replace(trial, number=number))
         told = ", ".join(f"{key} {trial.before[key]} -> {value}" for key, value in change.items())
         self.progress(
             "tune",
             f"trial {number}: {told}: {trial.verdict}, {trial.says}"
-            + (" (measured before)" if again else ""),
+            + (" (from the cache)" if again else ""),
         )
         if trial.verdict == "better" or is_open:
             self.best = other
@@ -197,14 +199,14 @@ class Search:
         return trial.verdict
 
     def _fits(self, seconds: float = 0.0) -> bool:
-        """Whether that and another round leave time for the comparison at the end."""
+        """Return whether another round and `seconds` leave time for the final comparison."""
         needed = seconds + self.contest.next_round_s() + self.contest.final_s()
         return self.clock() + needed <= self.end
 
     def _is_open(self, trial: Trial) -> bool:
-        """Whether time was short in a trial that may win: the comparison at the end can prove it.
+        """Return whether the final comparison may still prove an unfinished trial better.
 
-        Only against the baseline: a setting that was proven is not given up for one that is not.
+        Only trials against the baseline qualify: a proven configuration is not replaced.
         """
         if not self.stopped or trial.verdict != "no difference" or self.best != self._baseline:
             return False
@@ -212,8 +214,8 @@ class Search:
             return False
         return (trial.score or 0.0) > (1 + MIN_GAIN) * (trial.against or 0.0)
 
-    def _measured(self, other: Setting, change: dict[str, JsonValue], reason: str) -> Trial:
-        rounds: list[tuple[Scored, Scored]] = []
+    def _measured(self, other: TrialConfig, change: dict[str, JsonValue], reason: str) -> Trial:
+        rounds: list[tuple[ScoredRound, ScoredRound]] = []
         verdict: TrialVerdict | None = None
         says = ""
         began = self.clock()
@@ -223,10 +225,10 @@ class Search:
                 rounds.append(self.contest.round())
                 if len(rounds) == 1:
                     self._first_s = max(self._first_s, self.clock() - began)
-                scores = scores_of(rounds)
-                verdict, says = compare_scores(scores), describe(scores)
+                scores = pair_scores(rounds)
+                verdict, says = compare_scores(scores), format_scores(scores)
                 if verdict is None and not self._fits():
-                    self.stopped = "the time was up"
+                    self.stopped = "time budget reached"
                     verdict, says = "no difference", f"{says}, not proven: {self.stopped}"
         except (GateFailure, GenerationGateFailure, LintFailure, UserError, LoadFailed) as error:
             self._first_s = max(self._first_s, self.clock() - began)
@@ -241,23 +243,23 @@ class Search:
             score=median(theirs.score for _, theirs in rounds) if rounds else None,
             against=median(present.score for present, _ in rounds) if rounds else None,
             rounds=len(rounds),
-            points=tuple(points_of(self._plan.spec.name, [theirs for _, theirs in rounds])),
+            points=tuple(collect_points(self._plan.spec.name, [theirs for _, theirs in rounds])),
             seconds=0.0,
         )
 
 
-def scores_of(rounds: Sequence[tuple[Scored, Scored]]) -> list[tuple[float, float]]:
+def pair_scores(rounds: Sequence[tuple[ScoredRound, ScoredRound]]) -> list[tuple[float, float]]:
     return [(present.score, other.score) for present, other in rounds]
 
 
-def points_of(contender: str, rounds: Sequence[Scored]) -> Iterator[Point]:
-    """All that was measured in several rounds, as points ascending in clients."""
+def collect_points(contender: str, rounds: Sequence[ScoredRound]) -> Iterator[LoadPoint]:
+    """Yield the measurements of several rounds as points, ascending in clients."""
     by_clients: dict[int, list[Measurement]] = {}
     for one in rounds:
         for clients, measurement in one.found.items():
             by_clients.setdefault(clients, []).append(measurement)
     for clients, found in sorted(by_clients.items()):
-        yield Point(contender, Load("concurrency", float(clients)), tuple(found))
+        yield LoadPoint(contender, OfferedLoad("concurrency", float(clients)), tuple(found))
 
 
 def _value_of(plan: Any, key: str) -> JsonValue:

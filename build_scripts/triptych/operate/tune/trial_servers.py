@@ -1,8 +1,8 @@
-"""Two servers side by side: the best setting so far on one, what is tried on the other.
+"""Two servers: one with the best configuration, one with the configuration on trial.
 
-A server without requests costs no time, so both are measured in turns on the same machine, and what
-drifts hits both alike. A setting is a spec with overrides: built (every stage cached), linted,
-gated where layout or precision change, and only the models that changed are loaded again.
+An idle server costs no time. Both are measured in turns on the same machine, so that slow changes
+affect both. A configuration is a spec with overrides. It is built with cached stages,
+linted, and gated if layout or precision change. Only changed models are loaded again.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import Progress
-from triptych.operate.tune.kind import Made, Setting, TunedPipeline
-from triptych.operate.tune.objective import Scored, Scoring
+from triptych.operate.tune.kind import BuiltTrial, TrialConfig, TunedPipeline
+from triptych.operate.tune.objective import ScoredRound, Scoring
 from triptych.repository.store import sibling_work_dir
-from triptych.serving.bench.measure import Target
+from triptych.serving.bench.measure import BenchTarget
 from triptych.serving.bench.results import Measurement
 from triptych.serving.endpoint import UNSAMPLED
 from triptych.serving.hot_reload import reload
 from triptych.serving.server import Server
 
 MIN_ROUNDS = 2
-"""Of the comparison at the end, even where time is up: one tells nothing of noise."""
+"""Minimum number of rounds of the final comparison, because one round does not show noise."""
 
 
 class Slot:
-    """A repository of its own and the server on it; holds one setting at a time."""
+    """A repository and its server, with one configuration at a time."""
 
     def __init__(self, folder: Path, kind: TunedPipeline) -> None:
         self.repository = folder
         self._kind = kind
         self._server: Server | None = None
-        self.setting: Setting | None = None
-        self._made: Made | None = None
+        self.setting: TrialConfig | None = None
+        self._made: BuiltTrial | None = None
 
-    def put(self, setting: Setting, progress: Progress, building: Progress) -> None:
-        """Build and serve `setting`, loading again only the models that changed.
+    def put(self, setting: TrialConfig, progress: Progress, building: Progress) -> None:
+        """Build and serve a configuration, and reload only the changed models.
 
         Args:
-            setting: to be served.
-            progress: told what is loaded again.
-            building: told what becomes of each stage of the build.
+            setting: Configuration to serve.
+            progress: Called when models are reloaded.
+            building: Called at each stage of the build.
 
         Raises:
-            GateFailure, GenerationGateFailure, LintFailure, UserError: it cannot be built or
-                served; the slot is empty.
+            GateFailure, GenerationGateFailure, LintFailure, UserError: It cannot be built or
+                served; the slot is then empty.
         """
         if setting == self.setting:
             return
@@ -72,19 +72,19 @@ class Slot:
         self.setting, self._made = setting, made
 
     @property
-    def served(self) -> Made:
-        """The pipeline as it is served now."""
+    def served(self) -> BuiltTrial:
+        """Trial that is served now."""
         if self._made is None:
             raise RuntimeError("the slot is empty")
         return self._made
 
     @property
-    def target(self) -> Target:
-        """Where it is served."""
+    def target(self) -> BenchTarget:
+        """Target of the measurements."""
         if self._server is None:
             raise RuntimeError("the slot is empty")
         server = self._server
-        return Target(server.grpc_url, self._kind.folder.name, server.metrics_url, server.pid)
+        return BenchTarget(server.grpc_url, self._kind.folder.name, server.metrics_url, server.pid)
 
     def measure(self, clients: int, seconds: float) -> Measurement:
         return self._kind.measure(self.target, self.served, clients, seconds)
@@ -98,25 +98,34 @@ class Slot:
 
 @dataclass
 class TrialServers:
-    """Both slots; see `trial_servers`. Each round begins with another one."""
+    """Both slots; see `trial_servers`. Rounds alternate the order of the slots."""
 
-    best_slot: Slot  # has the best setting so far
+    best_slot: Slot  # has the best configuration
     trial_slot: Slot
     objective: Scoring
-    seconds: float  # of each measurement
+    seconds: float  # duration of a measurement
     progress: Progress
-    baseline: Setting = field(default_factory=Setting)  # that `begin` was given first
-    _start: int | None = None  # clients to begin with a new setting; see `Scoring.score`
-    _scored: dict[tuple[str, ...], list[Scored]] = field(default_factory=dict)  # by setting
-    _took_s: dict[int, float] = field(default_factory=dict)  # by clients, the last measurement
-    _served_s: float = 0.0  # the longest time until another setting was served
-    _pair: tuple[Setting | None, Setting | None] = (None, None)  # of the last round
+    baseline: TrialConfig = field(default_factory=TrialConfig)  # configuration of `begin`
+    _start: int | None = None  # clients of the first measurement; see `Scoring.score`
+    _scored: dict[tuple[str, ...], list[ScoredRound]] = field(
+        default_factory=dict
+    )  # rounds by configuration
+    _took_s: dict[int, float] = field(
+        default_factory=dict
+    )  # duration of the last measurement, by clients
+    _served_s: float = 0.0  # longest time to serve a configuration
+    _pair: tuple[TrialConfig | None, TrialConfig | None] = (
+        None,
+        None,
+    )  # configurations of the last round
     _rounds: int = 0
     _builds: int = 0
 
-    def put(self, slot: Slot, setting: Setting) -> None:
-        """Build and serve `setting` in a slot; see `Slot.put`."""
-        self._builds += 1  # every trial builds the same model again: only the first one tells
+    def put(self, slot: Slot, setting: TrialConfig) -> None:
+        """Build and serve a configuration in a slot; see `Slot.put`."""
+        self._builds += (
+            1  # only the first build reports its stages, because all build the same model
+        )
         slot.put(setting, self.progress, self.progress if self._builds == 1 else _quiet)
 
     def measure(self, slot: Slot, clients: int) -> Measurement:
@@ -126,20 +135,20 @@ class TrialServers:
         self._took_s[clients] = time.monotonic() - began
         return one
 
-    def score(self, slot: Slot) -> Scored:
-        """One round of a slot; see `Scoring.score`."""
+    def score(self, slot: Slot) -> ScoredRound:
+        """Score a slot once; see `Scoring.score`."""
         known = self.scored(slot.setting)
         start = known[-1].start if known else self._start
         found = self.objective.score(lambda n: self.measure(slot, n), start, again=bool(known))
         known.append(found)
         return found
 
-    def scored(self, setting: Setting | None) -> list[Scored]:
-        """All rounds of a setting, in whatever slot."""
+    def scored(self, setting: TrialConfig | None) -> list[ScoredRound]:
+        """Return all rounds of a configuration, in either slot."""
         return [] if setting is None else self._scored.setdefault(setting.key, [])
 
     def measure_s(self, clients: int) -> float:
-        """What a measurement takes: as the last one, or on a line through the nearest two."""
+        """Estimate the duration of a measurement from the last one, or the nearest two."""
         near = sorted(self._took_s, key=lambda known: abs(known - clients))[:2]
         took_s = [self._took_s[known] for known in near]
         if len(near) < 2 or near[0] == clients:
@@ -148,11 +157,11 @@ class TrialServers:
         return max(min(took_s), took_s[0] + slope * (clients - near[0]))
 
     def next_round_s(self) -> float:
-        """What the next round of both slots takes, by what was measured so far."""
+        """Estimate the duration of the next round of both slots."""
         return self._round_s(self.best_slot.setting, self.trial_slot.setting)
 
     def final_s(self) -> float:
-        """What the comparison at the end takes at least: two rounds, the baseline served anew."""
+        """Estimate the final comparison: `MIN_ROUNDS` rounds and serving the baseline again."""
         best = self.best_slot.setting
         served_s = 0.0 if best == self.baseline else self._served_s
         rounds_s = MIN_ROUNDS * self._round_s(best, self.baseline)
@@ -160,33 +169,33 @@ class TrialServers:
         apart = self.objective.keeps_clients and len(starts) > 1  # see `_with`
         return served_s + rounds_s + apart * sum(map(self.measure_s, starts))
 
-    def _round_s(self, *settings: Setting | None) -> float:
-        """One that was not measured yet, or that failed, is taken to be like the others."""
+    def _round_s(self, *settings: TrialConfig | None) -> float:
+        """Estimate a round; an unmeasured configuration counts like the others."""
         known = [self.scored(setting)[-1] for setting in settings if self.scored(setting)]
         keeps = self.objective.keeps_clients
         clients = [[one.start] if keeps else one.found for one in known]
         took_s = [sum(map(self.measure_s, each)) for each in clients]
         return len(settings) * sum(took_s) / len(took_s) if took_s else 0.0
 
-    def begin(self, present: Setting) -> tuple[Any, Scored]:
-        """Serve `present` as the best setting, and score it once."""
+    def begin(self, present: TrialConfig) -> tuple[Any, ScoredRound]:
+        """Serve `present` as the best configuration, and score it once."""
         self.baseline = present
         self.put(self.best_slot, present)
         scored = self.score(self.best_slot)
         self._start = scored.start
         return self.best_slot.served.plan, scored
 
-    def challenge(self, other: Setting) -> None:
-        """Serve `other` beside the best setting; see `Slot.put`."""
+    def challenge(self, other: TrialConfig) -> None:
+        """Serve `other` as the trial; see `Slot.put`."""
         began = time.monotonic()
         self.put(self.trial_slot, other)
         self._served_s = max(self._served_s, time.monotonic() - began)
 
-    def round(self) -> tuple[Scored, Scored]:
-        """Score the best setting and the other one once, in turns.
+    def round(self) -> tuple[ScoredRound, ScoredRound]:
+        """Score the best configuration and the trial once each.
 
         Raises:
-            LoadFailed: one of them answers with errors.
+            LoadFailed: One of them answers with errors.
         """
         slots = [self.best_slot, self.trial_slot]
         self._rounds += 1
@@ -201,10 +210,10 @@ class TrialServers:
         self._start = present.start
         return present, other
 
-    def _with(self, slot: Slot, scored: Scored, clients: int) -> Scored:
-        """The better of a round and one with the clients that the other side has.
+    def _with(self, slot: Slot, scored: ScoredRound, clients: int) -> ScoredRound:
+        """Return the better of this round and a round with the other slot's number of clients.
 
-        Or a setting would lose whose best number of clients was once measured amid noise.
+        Otherwise a configuration would lose if its best number of clients was chosen amid noise.
         """
         if clients in scored.found:
             return scored
@@ -214,7 +223,7 @@ class TrialServers:
         return self.scored(slot.setting)[-1]
 
     def promote(self) -> Any:
-        """What was tried is the best now."""
+        """Make the trial the best configuration, and return its plan."""
         self.best_slot, self.trial_slot = self.trial_slot, self.best_slot
         return self.best_slot.served.plan
 
@@ -223,14 +232,14 @@ class TrialServers:
 def trial_servers(
     kind: TunedPipeline, beside: Path, objective: Scoring, seconds: float, progress: Progress
 ) -> Iterator[TrialServers]:
-    """Both servers in a folder of its own beside the repository, removed with all in it at the end.
+    """Yield both servers, in a temporary folder beside the repository.
 
     Args:
-        kind: of the pipeline.
-        beside: folder of the model repository, which is left alone.
-        objective: how a setting is scored.
-        seconds: of each measurement.
-        progress: told what is loaded.
+        kind: Tuned pipeline.
+        beside: Folder of the model repository, which is not changed.
+        objective: Objective that scores configurations.
+        seconds: Duration of a measurement.
+        progress: Called when models are loaded.
     """
     with sibling_work_dir(beside, "tune") as scratch:
         first, second = (Slot(scratch / name, kind) for name in ("a", "b"))
@@ -242,4 +251,4 @@ def trial_servers(
 
 
 def _quiet(_stage: str, _line: str) -> None:
-    """A progress that is told nothing."""
+    """Ignore progress."""

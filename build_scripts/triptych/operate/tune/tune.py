@@ -1,4 +1,4 @@
-"""`triptych tune`: baseline, a few good trials, the winner against the baseline, `tuned.yaml`."""
+"""`triptych tune`: baseline, trials, final comparison of winner and baseline, `tuned.yaml`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any, TypeVar
 
 from triptych.base.cache import code_hash, sha256_of
 from triptych.base.errors import Progress, UserError
-from triptych.operate.tune.encoding import Encoding
-from triptych.operate.tune.generating import Generating
-from triptych.operate.tune.kind import Setting, TunedPipeline
-from triptych.operate.tune.objective import Goodput, LoadFailed, Objective, Scored, Scoring
-from triptych.operate.tune.results import Outcome, TuneResult, describe, gain
-from triptych.operate.tune.search import Search, TrialCache, points_of, scores_of
+from triptych.operate.tune.encoding import EncoderTuning
+from triptych.operate.tune.generating import GenerationTuning
+from triptych.operate.tune.kind import TrialConfig, TunedPipeline
+from triptych.operate.tune.objective import Goodput, LoadFailed, Objective, ScoredRound, Scoring
+from triptych.operate.tune.results import Outcome, TuneResult, format_scores, gain
+from triptych.operate.tune.search import Search, TrialCache, collect_points, pair_scores
 from triptych.operate.tune.trial_servers import MIN_ROUNDS, Slot, TrialServers, trial_servers
-from triptych.serving.bench.bench import Price, machine, tokens_of
-from triptych.serving.bench.bench import sustained as sustained_by
+from triptych.serving.bench.bench import Price, describe_machine, mean_answer_tokens
+from triptych.serving.bench.bench import sustained_rate as sustained_by
 from triptych.serving.bench.bottleneck import find_bottleneck
-from triptych.serving.bench.rates import highest_rate
-from triptych.serving.bench.results import Point
+from triptych.serving.bench.rates import find_highest_rate
+from triptych.serving.bench.results import LoadPoint
 from triptych.spec.any_spec import kind_in
 from triptych.spec.kind import Kind
 from triptych.spec.slo import AnySlo, GenerationSlo, Slo
@@ -41,41 +41,41 @@ CODE = (
     "repository/*.py",
 )
 FINAL_CLIENTS = (1, 4, 16)
-"""Closed loops of the final comparison, besides those that the score is made of."""
+"""Numbers of clients in the final comparison, besides those of the score."""
 
 FINAL_ROUNDS = 3
 _MIN_RATE_S = 3.0
-"""The least time for the search of the highest rate, in times of one measurement."""
+"""Minimum time of the search for the highest rate, in durations of one measurement."""
 
 Round = TypeVar("Round")
 SEARCH_SHARE = 0.65
-"""Of the time, in which trials are begun; the rest is for the winner against the baseline."""
+"""Share of the time budget in which trials begin; the rest is for the final comparison."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    slo: AnySlo = field(default_factory=Slo)  # of the pipeline's kind; empty: for throughput
-    budget_s: float = 900.0  # for everything, the first build apart
-    clients: int = 32  # of the highest load
-    seconds: float = 2.4  # of each measurement
-    price: Price | None = None  # to tell the cost before and after
-    overrides: tuple[str, ...] = ()  # `KEY=VALUE` of the spec; no trial changes them back
+    slo: AnySlo = field(default_factory=Slo)  # SLO; an empty one maximizes throughput
+    budget_s: float = 900.0  # time budget, without the first build
+    clients: int = 32  # maximum number of clients
+    seconds: float = 2.4  # duration of a measurement
+    price: Price | None = None  # price, to compute the cost before and after
+    overrides: tuple[str, ...] = ()  # fixed overrides of the spec, `KEY=VALUE`
 
 
 def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Progress) -> TuneResult:
-    """Find the best numbers for a promise, and write them to ``tuned.yaml`` beside the spec.
+    """Find the best settings for an SLO, and write them to ``tuned.yaml`` beside the spec.
 
-    The repository is left alone: trials are built beside it, and `build` picks the result up.
-    An interrupted run leaves nothing changed; the next one goes on where it was.
+    The repository is not changed: trials are built in a temporary folder, and `build` uses the
+    result. An interrupted run changes nothing; the next run continues it.
 
     Args:
-        folder: of the pipeline.
-        repository: folder of the models.
-        tuning: what to tune for.
-        progress: told every trial.
+        folder: Folder of the pipeline.
+        repository: Folder of the models.
+        tuning: Options.
+        progress: Called at each trial.
 
     Raises:
-        GateFailure, LintFailure, UserError: the baseline cannot be built or served.
+        GateFailure, LintFailure, UserError: The baseline cannot be built or served.
     """
     tuner = TUNERS.get(kind_in(folder))
     if tuner is None:
@@ -85,29 +85,31 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
     cache = TrialCache(_cache_key(folder, tuning, start))
     old = read_tuned(folder, kind.tunable)
     with trial_servers(kind, repository, objective, tuning.seconds, progress) as servers:
-        servers.put(servers.best_slot, start)  # the first build takes the time it takes
+        servers.put(servers.best_slot, start)  # the time budget excludes the first build
         began = time.monotonic()
         search = Search(
             servers,
             cache,
             deadline=began + SEARCH_SHARE * tuning.budget_s,
-            end=began + tuning.budget_s - _least_rates_s(kind, tuning),
+            end=began + tuning.budget_s - _min_rates_s(kind, tuning),
             cores=len(os.sched_getaffinity(0)),
             limits_us=tuning.slo.limits_us,
             fields=kind.fields,
             unit=objective.unit,
             progress=progress,
         )
-        search.run(start, None if old is None else Setting({**start.overrides, **old.overrides}))
+        search.run(
+            start, None if old is None else TrialConfig({**start.overrides, **old.overrides})
+        )
         final = _Final(servers, kind, tuning, began + tuning.budget_s, progress)
         try:
             before, after, doubt = final.compare(search.best, start)
         except LoadFailed as error:
             raise UserError(
                 "tune",
-                "must be answered without errors in the comparison at the end, too",
+                "had errors in the final comparison",
                 given=error,
-                remedy="See what the server's log says, and run it again: what was tried is kept",
+                remedy="See the server's log, and run tune again; finished trials are kept",
             ) from error
         slot = servers.best_slot
         subject = kind.subject(slot.served, slot.repository, after.overrides)
@@ -134,11 +136,11 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
 
 
 def _tune_encoder(folder: Path, slo: Any, tuning: Tuning) -> tuple[TunedPipeline, Scoring]:
-    return Encoding(folder, slo, tuning.overrides), Objective(slo, tuning.clients)
+    return EncoderTuning(folder, slo, tuning.overrides), Objective(slo, tuning.clients)
 
 
 def _tune_generation(folder: Path, slo: Any, tuning: Tuning) -> tuple[TunedPipeline, Scoring]:
-    tuned = Generating(folder, slo, tuning.clients, tuning.overrides)
+    tuned = GenerationTuning(folder, slo, tuning.clients, tuning.overrides)
     return tuned, Goodput(slo, tuning.clients)
 
 
@@ -149,43 +151,43 @@ TUNERS: Mapping[Kind, Callable[[Path, Any, Tuning], tuple[TunedPipeline, Scoring
 """Kinds that can be tuned; the only place in this package that chooses by `Kind`."""
 
 
-def _least_rates_s(kind: TunedPipeline, tuning: Tuning) -> float:
-    """What the highest rates of both sides take at least; 0 where none are searched."""
+def _min_rates_s(kind: TunedPipeline, tuning: Tuning) -> float:
+    """Return the minimum time of both rate searches, in seconds; 0 without searches."""
     searched = kind.searches_rates and tuning.slo.limits_us
     return 2 * _MIN_RATE_S * tuning.seconds if searched else 0.0
 
 
-def _cache_key(folder: Path, tuning: Tuning, start: Setting) -> dict[str, object]:
+def _cache_key(folder: Path, tuning: Tuning, start: TrialConfig) -> dict[str, object]:
     return {
         "files": {name: sha256_of(folder / name) for name in (SPEC_FILE, TRAFFIC_FILE)},
         "folder": str(folder.resolve()),
         "start": dict(start.overrides),
         "slo": tuning.slo.model_dump(),
         "load": [tuning.clients, tuning.seconds, list(tuning.overrides)],
-        "machine": machine(),
+        "machine": describe_machine(),
         "code": code_hash(*CODE),
     }
 
 
 @dataclass(frozen=True)
 class _Final:
-    """The baseline and the winner of the search at length, in turns."""
+    """Final comparison of the baseline and the winner of the search, in turns."""
 
     servers: TrialServers
     kind: TunedPipeline
     tuning: Tuning
-    end: float  # of the time, on the monotonic clock: what must not be missing takes longer
+    end: float  # deadline (monotonic clock); mandatory measurements may exceed it
     progress: Progress
 
-    def compare(self, best: Setting, start: Setting) -> tuple[Outcome, Outcome, str]:
-        """Baseline and winner; why the baseline stays the winner if it does."""
+    def compare(self, best: TrialConfig, start: TrialConfig) -> tuple[Outcome, Outcome, str]:
+        """Return the outcomes of baseline and winner, and why the baseline won if it did."""
         servers = self.servers
         servers.put(servers.best_slot, best)
         if best == start:
-            seen = tuple(servers.scored(best))  # by the search: enough where no time is left
+            seen = tuple(servers.scored(best))  # rounds of the search, used if no time is left
             rounds = self._rounds(lambda: servers.begin(best)[1], sides=1) or [*seen]
             (outcome,) = self._outcomes({"winner": (servers.best_slot, best, rounds)})
-            return outcome, outcome, "nothing that was tried is better than the defaults"
+            return outcome, outcome, "no trial is better than the defaults"
         servers.put(servers.trial_slot, start)
         pairs = self._rounds(servers.round, sides=2)
         after, before = self._outcomes(
@@ -194,45 +196,47 @@ class _Final:
                 "baseline": (servers.trial_slot, start, [pair[1] for pair in pairs]),
             }
         )
-        scores = [(old, new) for new, old in scores_of(pairs)]
+        scores = [(old, new) for new, old in pair_scores(pairs)]
         if isinstance(self.tuning.slo, GenerationSlo) and self.tuning.slo.limits_us:
             before, after, scores = _at_their_best(before, after, scores)
         share, half = gain(scores)
-        self.progress("tune", f"winner against baseline: {describe(scores)}")
+        self.progress("tune", f"winner against baseline: {format_scores(scores)}")
         if share - half > 0:
             return before, after, ""
         servers.promote()  # the baseline is the best again
-        return before, before, f"the winner's gain is within the noise: {describe(scores)}"
+        return before, before, f"the winner's gain is within the noise: {format_scores(scores)}"
 
     def _rounds(self, measure: Callable[[], Round], *, sides: int) -> list[Round]:
-        """As many rounds as there is time for; of two sides `MIN_ROUNDS` where there is none."""
+        """Measure rounds until the time is used; with two sides at least `MIN_ROUNDS`."""
         rounds: list[Round] = []
-        least = MIN_ROUNDS if sides > 1 else 0
+        minimum = MIN_ROUNDS if sides > 1 else 0
         while len(rounds) < FINAL_ROUNDS:
-            a_round_s = self.servers.next_round_s() * sides / 2
-            if len(rounds) >= least and not self._is_time_for(a_round_s):
+            round_s = self.servers.next_round_s() * sides / 2
+            if len(rounds) >= minimum and not self._is_time_for(round_s):
                 break
             rounds.append(measure())
         return rounds
 
     def _is_time_for(self, seconds: float) -> bool:
-        """Whether that and the highest rates of both sides fit into what is left."""
-        left_s = self.end - _least_rates_s(self.kind, self.tuning) - time.monotonic()
+        """Return whether `seconds` and both rate searches fit into the remaining time."""
+        left_s = self.end - _min_rates_s(self.kind, self.tuning) - time.monotonic()
         return seconds < left_s
 
-    def _outcomes(self, sides: dict[str, tuple[Slot, Setting, list[Scored]]]) -> list[Outcome]:
-        """What each setting is worth: the rest of its throughput-latency curve is measured, too."""
+    def _outcomes(
+        self, sides: dict[str, tuple[Slot, TrialConfig, list[ScoredRound]]]
+    ) -> list[Outcome]:
+        """Return the outcome of each side, after measuring the remaining numbers of clients."""
         tuning = self.tuning
         _, _, first = next(iter(sides.values()))
         wanted = {clients for clients in FINAL_CLIENTS if clients < tuning.clients}
-        extra: dict[str, list[Scored]] = {name: [] for name in sides}
+        extra: dict[str, list[ScoredRound]] = {name: [] for name in sides}
         for clients in sorted((wanted | {tuning.clients}) - set(first[0].found)):
             for _ in range(FINAL_ROUNDS - 1):
                 if not self._is_time_for(len(sides) * self.servers.measure_s(clients)):
                     break
                 for name, (slot, _, _) in sides.items():
                     one = self.servers.measure(slot, clients)
-                    extra[name].append(Scored(0.0, {clients: one}, clients))
+                    extra[name].append(ScoredRound(0.0, {clients: one}, clients))
                     self.progress("tune", f"{name}, {clients} clients: {one}")
         return [
             self._outcome(
@@ -245,31 +249,33 @@ class _Final:
             for index, (name, (slot, setting, rounds)) in enumerate(sides.items())
         ]
 
-    def _points(self, slot: Slot, setting: Setting, final: Sequence[Scored]) -> tuple[Point, ...]:
-        """All that was measured of a setting; of the search what the end had no time for."""
+    def _points(
+        self, slot: Slot, setting: TrialConfig, final: Sequence[ScoredRound]
+    ) -> tuple[LoadPoint, ...]:
+        """Return all points of a configuration; the search provides those the final lacks."""
         measured = {clients for one in final for clients in one.found}
         earlier = [
             replace(one, found={n: each for n, each in one.found.items() if n not in measured})
             for one in self.servers.scored(setting)
         ]
-        return tuple(points_of(slot.target.pipeline, [*final, *earlier]))
+        return tuple(collect_points(slot.target.pipeline, [*final, *earlier]))
 
     def _outcome(
         self,
         slot: Slot,
-        setting: Setting,
-        rounds: Sequence[Scored],
-        points: tuple[Point, ...],
+        setting: TrialConfig,
+        rounds: Sequence[ScoredRound],
+        points: tuple[LoadPoint, ...],
         *,
         share: float,
     ) -> Outcome:
         tuning = self.tuning
         score = sorted(one.score for one in rounds)[len(rounds) // 2]
         rate = None
-        if _least_rates_s(self.kind, tuning):
+        if _min_rates_s(self.kind, tuning):
             left = share * (self.end - time.monotonic())
             most = tuning.budget_s * (1 - SEARCH_SHARE) / 3
-            rate = highest_rate(
+            rate = find_highest_rate(
                 slot.target,
                 slot.served.requests,
                 tuning.slo,
@@ -279,9 +285,9 @@ class _Final:
                 progress=self.progress,
             )
         if isinstance(tuning.slo, GenerationSlo):
-            sustained = sustained_by(points, tuning.slo, None)
+            sustained_rate = sustained_by(points, tuning.slo, None)
         else:
-            sustained = score if rate is None else rate.highest_per_s
+            sustained_rate = score if rate is None else rate.highest_per_s
         busiest = max(points, key=lambda point: point.median("throughput_per_s"))
         return Outcome(
             overrides=dict(setting.overrides),
@@ -289,24 +295,26 @@ class _Final:
             points=points,
             bottleneck=find_bottleneck(busiest.typical, busiest.load),
             rate=rate,
-            cost=tuning.price.cost(sustained, tokens_of(points)) if tuning.price else None,
+            cost=tuning.price.cost(sustained_rate, mean_answer_tokens(points))
+            if tuning.price
+            else None,
         )
 
 
 def _at_their_best(
     before: Outcome, after: Outcome, scores: list[tuple[float, float]]
 ) -> tuple[Outcome, Outcome, list[tuple[float, float]]]:
-    """Goodput of both where each has most, of all clients that were measured in several rounds.
+    """Return both outcomes with their highest goodput over all repeated numbers of clients.
 
-    The search may have missed the baseline's best number of clients, where a measurement was
-    spoilt by what else ran: that would pass for a gain of the other side.
+    Other work on the machine can hide the baseline's best number of clients in the search, which
+    would look like a gain of the winner.
     """
     rounds = []
     for one in (before, after):
         points = [point for point in one.points if len(point.rounds) >= MIN_ROUNDS]
         best = max(points, key=lambda point: point.median("goodput_per_s"))
         rounds.append([each.goodput_per_s for each in best.rounds])
-    if not all(map(min, rounds)):  # no good answer: what the rounds were scored by tells more
+    if not all(map(min, rounds)):  # no answer met the SLO, so the scores are more precise
         return before, after, scores
     before, after = (
         replace(one, score=median(found))
@@ -316,11 +324,11 @@ def _at_their_best(
 
 
 def _write(folder: Path, result: TuneResult, progress: Progress) -> None:
-    """Put the winner beside the spec; without one, take away what was there."""
+    """Write the winner's ``tuned.yaml``, or remove the file if the baseline won."""
     if not result.winner.overrides:
         if (folder / TUNED_FILE).is_file():
             (folder / TUNED_FILE).unlink()
-            progress("tuned", f"{TUNED_FILE} removed: the defaults are as good")
+            progress("tuned", f"{TUNED_FILE} removed, because the defaults are as good")
         return
     path = write_tuned(
         folder, Tuned(result.winner.overrides, _provenance(folder, result)), spec_file=SPEC_FILE
@@ -339,12 +347,12 @@ def _provenance(folder: Path, result: TuneResult) -> dict[str, object]:
         "traffic": {"requests": result.subject.requests, "padding": result.subject.padding},
         "spec_sha256": sha256_of(folder / SPEC_FILE),
         "trials": len(result.trials),
-        "before": _figures(result.baseline),
-        "after": _figures(result.winner),
+        "before": _summarize_outcome(result.baseline),
+        "after": _summarize_outcome(result.winner),
     }
 
 
-def _figures(outcome: Outcome) -> dict[str, object]:
+def _summarize_outcome(outcome: Outcome) -> dict[str, object]:
     rate = {} if outcome.rate is None else {"highest_rate_per_s": outcome.rate.highest_per_s}
     return {
         "score_per_s": round(outcome.score, 2),
@@ -355,14 +363,14 @@ def _figures(outcome: Outcome) -> dict[str, object]:
                 "throughput_per_s": round(point.median("throughput_per_s"), 2),
                 "p50_ms": round(point.median("p50_us") / 1e3, 2),
                 "p99_ms": round(point.median("p99_us") / 1e3, 2),
-                **(_streamed_figures(point) if point.streamed else {}),
+                **(_summarize_streaming(point) if point.streamed else {}),
             }
             for point in outcome.points
         ],
     }
 
 
-def _streamed_figures(point: Point) -> dict[str, object]:
+def _summarize_streaming(point: LoadPoint) -> dict[str, object]:
     return {
         "tokens_per_s": round(point.median("tokens_per_s"), 1),
         "goodput_per_s": round(point.median("goodput_per_s"), 2),

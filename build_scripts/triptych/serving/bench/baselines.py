@@ -24,8 +24,8 @@ from triptych.base.errors import Progress, UserError
 from triptych.core.inputs import PipelineInputs
 from triptych.serving.bench.baseline_calls import ROWS_A_CALL, work_of, write_work
 from triptych.serving.bench.baseline_worker import WorkerReply
-from triptych.serving.bench.perf_output import histogram_of
-from triptych.serving.bench.results import Load, Measurement, ProcessUse, Resources
+from triptych.serving.bench.perf_output import make_histogram
+from triptych.serving.bench.results import Measurement, OfferedLoad, ProcessUse, Resources
 
 _END_TIMEOUT_S = 10.0
 _MAX_REASON = 300
@@ -257,8 +257,8 @@ class Baselines:
     def pids(self) -> Mapping[str, int]:
         return {name: worker.pid for name, worker in self._workers.items()}
 
-    def load_of(self, name: str) -> Load:
-        return Load("in_process", ROWS_A_CALL[name])
+    def load_of(self, name: str) -> OfferedLoad:
+        return OfferedLoad("in_process", ROWS_A_CALL[name])
 
     def measure(self, name: str, seconds: float) -> Measurement:
         """Call it for `seconds`, going on in the traffic where it stopped before.
@@ -326,6 +326,6 @@ def _measurement(name: str, reply: WorkerReply) -> Measurement:
         p99_us=p99,
         p99_9_us=p99_9,
         is_stable=None,
-        histogram_us=histogram_of(latencies.tolist()),
+        histogram_us=make_histogram(latencies.tolist()),
         resources=Resources(cores, machine_cpu=None, client_cpu_cores=0.0, processes=(use,)),
     )

@@ -20,16 +20,16 @@ from triptych.core.inputs import PipelineInputs
 from triptych.repository.manifest import build_id, find_manifest
 from triptych.serving.bench.baselines import ALL, Baselines
 from triptych.serving.bench.bottleneck import find_bottleneck
-from triptych.serving.bench.comparison import cost_of
-from triptych.serving.bench.measure import Target, measure
+from triptych.serving.bench.comparison import compute_cost
+from triptych.serving.bench.measure import BenchTarget, measure
 from triptych.serving.bench.perf_analyzer import Distribution, Request
-from triptych.serving.bench.rates import highest_rate
+from triptych.serving.bench.rates import find_highest_rate
 from triptych.serving.bench.results import (
     BenchResult,
     Cost,
-    Load,
+    LoadPoint,
     Measurement,
-    Point,
+    OfferedLoad,
     RateSearch,
     Subject,
 )
@@ -40,16 +40,16 @@ from triptych.spec.slo import AnySlo, GenerationSlo, Slo
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32)
 SERVED_BY = ("numpy", "nvidia-pytriton", "onnxruntime", "tokenizers", "tritonclient")
-"""Packages whose versions decide how fast a pipeline is served here."""
+"""Packages whose versions affect the speed of a server here."""
 
 WARM_UP_REQUESTS = 100
 WARM_UP_ANSWERS = 3
-"""Of a pipeline that streams them, and at least one of each client: they take seconds each."""
+"""Minimum number of streamed warm-up answers, which take seconds each."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """What `cost_of` wants to know; see there."""
+    """Price of a device and expected volume; see `compute_cost`."""
 
     price_per_hour: float
     currency: str = "USD"
@@ -58,19 +58,19 @@ class Price:
     headroom: float = 0.3
 
     def cost(self, rate_per_s: float, tokens: float | None = None) -> Cost | None:
-        """At the rate that a device sustains; None where it sustains none.
+        """Return the cost at a sustained rate; None if the rate is 0.
 
         Args:
-            rate_per_s: requests a second.
-            tokens: that an answer has in the mean; None of a pipeline that generates none.
+            rate_per_s: Sustained requests per second of one device.
+            tokens: Mean number of tokens of an answer; None without text generation.
         """
         if rate_per_s <= 0:
             return None
         per_s = None if tokens is None else tokens * rate_per_s
-        return cost_of(rate_per_s, **vars(self), tokens_per_s=per_s)
+        return compute_cost(rate_per_s, **vars(self), tokens_per_s=per_s)
 
 
-def price_of(
+def make_price(
     per_hour: float | None,
     *,
     currency: str,
@@ -78,38 +78,40 @@ def price_of(
     peak_per_s: float | None,
     headroom: float,
 ) -> Price | None:
-    """The price as options give it; None without one.
+    """Return the price from command-line options; None without one.
 
     Raises:
-        UserError: a number out of range, or a volume without a price.
+        UserError: A number is out of range, or a volume has no price.
     """
     if per_hour is None:
         if daily_requests is not None or peak_per_s is not None:
             raise UserError(
                 "--price-per-hour",
-                "must be given for the cost of a volume or a peak",
+                "is required for the cost of a volume or a peak",
                 remedy="Give the price of one device",
             )
         return None
     price = Price(per_hour, currency, daily_requests, peak_per_s, headroom)
-    price.cost(1.0)  # refuses now what it would refuse after minutes of measuring
+    price.cost(1.0)  # checks the numbers before minutes of measuring
     return price
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What to measure.
+    """Options of a load test.
 
-    Each load and baseline is measured once a round, in turns, so that what drifts hits all alike.
+    Each load and baseline is measured once per round, so that slow changes affect all equally.
     """
 
-    loads: tuple[Load, ...] = tuple(Load("concurrency", clients) for clients in CONCURRENCY)
+    loads: tuple[OfferedLoad, ...] = tuple(
+        OfferedLoad("concurrency", clients) for clients in CONCURRENCY
+    )
     rounds: int = 3
-    seconds: float = 3.0  # of each measurement
-    budget_s: float = 600.0  # no round is begun that would end later; the first one always is run
+    seconds: float = 3.0  # duration of a measurement
+    budget_s: float = 600.0  # time budget; the first round always runs
     slo: AnySlo = field(default_factory=Slo)
-    find_rate: bool = False  # search the highest Poisson rate that holds the latencies of `slo` too
-    baselines: bool = False  # measure what one would have instead, too
+    find_rate: bool = False  # whether to search the highest Poisson rate within the SLO
+    baselines: bool = False  # whether to measure baselines
     price: Price | None = None
 
 
@@ -125,16 +127,16 @@ def bench_pipeline(
     """Measure a built pipeline.
 
     Args:
-        inputs: the pipeline.
-        repository: folder of the models; its lock tells what was built.
-        bench: what to measure.
-        progress: told each measurement.
-        url: ``host:port`` of a server's gRPC endpoint; None starts one on `repository`.
-        metrics_url: of the metrics page of the server at `url`.
+        inputs: Inputs of the pipeline.
+        repository: Folder of the models, with the lock of the build.
+        bench: Options.
+        progress: Called at each measurement.
+        url: gRPC address of a server; None starts one on `repository`.
+        metrics_url: URL of the metrics page of the server at `url`.
 
     Raises:
-        UserError: nothing is built, `url` is several servers, or the server does not serve this
-            pipeline (any more).
+        UserError: The pipeline is not built, `url` is several servers, or the server does not serve
+            the pipeline.
     """
     if url is not None:
         check_single(url, "measure it")
@@ -143,7 +145,9 @@ def bench_pipeline(
         check_built(repository, inputs.plan.spec.name)
     core = repository / inputs.plan.step("core") / "1" / "model.onnx"
     names = ALL if bench.baselines else ()
-    subject = subject_of(inputs, repository, server=server_of(url, inputs.plan.spec.core.backend))
+    subject = describe_target(
+        inputs, repository, server=describe_server(url, inputs.plan.spec.core.backend)
+    )
     with Baselines(inputs, core, names=names, progress=progress) as baselines:
         return bench_requests(
             subject,
@@ -157,7 +161,7 @@ def bench_pipeline(
         )
 
 
-def server_of(url: str | None, backend: str = "") -> str:
+def describe_server(url: str | None, backend: str = "") -> str:
     """Return the name of the server in a result: its address, or what is started here.
 
     Args:
@@ -181,28 +185,28 @@ def bench_requests(
     """Measure a pipeline of any kind.
 
     Args:
-        subject: what is measured; its build is found here.
-        requests: sent in turn.
-        repository: see `bench_pipeline`, as for the other arguments.
-        bench: of a promise of the kind `GenerationSlo` the answers are streamed.
-        progress: told each measurement.
-        url: of a server's gRPC endpoint.
-        metrics_url: of its metrics page.
-        baselines: measured in the same rounds.
+        subject: Description of the target, without the build.
+        requests: Requests, sent in turn.
+        repository: Folder of the models.
+        bench: Options; with a `GenerationSlo` the answers are streamed.
+        progress: Called at each measurement.
+        url: gRPC address of a server; None starts one on `repository`.
+        metrics_url: URL of the metrics page of the server at `url`.
+        baselines: Baselines to measure in the same rounds.
 
     Raises:
-        UserError: see `bench_pipeline`.
+        UserError: See `bench_pipeline`.
     """
     name = subject.pipeline
-    # What a server elsewhere has loaded may be of another build.
+    # A server elsewhere may have loaded another build.
     build = build_id(repository, name) if url is None else ""
     with open_endpoint(repository, name, url, progress, metrics_url=metrics_url) as endpoint:
         promise = bench.slo if isinstance(bench.slo, GenerationSlo) else None
-        target = Target(endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid, promise)
-        points, others = _points(target, requests, bench, baselines, progress)
+        target = BenchTarget(endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid, promise)
+        points, others = _measure_points(target, requests, bench, baselines, progress)
         rate = None
         if bench.find_rate and bench.slo.limits_us:
-            rate = highest_rate(
+            rate = find_highest_rate(
                 target,
                 requests,
                 bench.slo,
@@ -213,7 +217,7 @@ def bench_requests(
             )
     cost = None
     if bench.price is not None:
-        cost = bench.price.cost(sustained(points, bench.slo, rate), tokens_of(points))
+        cost = bench.price.cost(sustained_rate(points, bench.slo, rate), mean_answer_tokens(points))
     return BenchResult(
         subject=replace(subject, build=build),
         points=points,
@@ -226,46 +230,46 @@ def bench_requests(
     )
 
 
-def tokens_of(points: Sequence[Point]) -> float | None:
-    """Tokens of an answer in the mean; None of a pipeline that generates none."""
+def mean_answer_tokens(points: Sequence[LoadPoint]) -> float | None:
+    """Return the mean number of tokens of an answer; None without text generation."""
     rounds = [one for point in points for one in point.rounds if one.streamed is not None]
     answers = sum(one.requests for one in rounds)
     return sum(one.streamed.tokens for one in rounds if one.streamed) / answers if answers else None
 
 
-def sustained(points: Sequence[Point], slo: AnySlo, rate: RateSearch | None) -> float:
-    """Requests a second that one server sustains with its latencies as promised; 0 for none."""
+def sustained_rate(points: Sequence[LoadPoint], slo: AnySlo, rate: RateSearch | None) -> float:
+    """Return the sustained requests per second within the latency SLO; 0 without one."""
     if rate is not None:
         return rate.highest_per_s
     latencies = slo.model_copy(update={"throughput": None})
     return max((p.median("throughput_per_s") for p in points if p.meets(latencies)), default=0.0)
 
 
-def _points(
-    target: Target,
+def _measure_points(
+    target: BenchTarget,
     requests: Sequence[Request],
     bench: Bench,
     baselines: Baselines | None,
     progress: Progress,
-) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
-    """The pipeline's points and the baselines', every one measured once a round."""
-    turns: list[tuple[str, Load]] = [(target.pipeline, load) for load in bench.loads]
+) -> tuple[tuple[LoadPoint, ...], tuple[LoadPoint, ...]]:
+    """Measure the points of the pipeline and of the baselines, once per round."""
+    turns: list[tuple[str, OfferedLoad]] = [(target.pipeline, load) for load in bench.loads]
     if baselines is not None:
         turns += [(name, baselines.load_of(name)) for name in baselines.names]
-    found: dict[tuple[str, Load], list[Measurement]] = {turn: [] for turn in turns}
+    found: dict[tuple[str, OfferedLoad], list[Measurement]] = {turn: [] for turn in turns}
     for number, order in _rounds(turns, bench):
         for contender, load in order:
             if contender == target.pipeline:
                 earlier = found[contender, load]
                 seconds = bench.seconds
-                if earlier and target.promise is not None:  # the warm-up may have made it longer
+                if earlier and target.promise is not None:  # the warm-up may have extended it
                     seconds = max(seconds, earlier[0].seconds)
                 warm = 0 if earlier else WARM_UP_ANSWERS if target.promise else WARM_UP_REQUESTS
                 one = measure(target, requests, load, seconds=seconds, warmup_requests=warm)
             elif baselines is not None and contender in baselines.names:
                 try:
                     one = baselines.measure(contender, bench.seconds)
-                except UserError as error:  # it ended, and is among those that do not run
+                except UserError as error:  # the baseline ended and is now in `not_runnable`
                     progress("baseline", str(error))
                     continue
             else:
@@ -273,7 +277,7 @@ def _points(
             found[contender, load].append(one)
             progress("load", f"round {number}/{bench.rounds}: {contender}, {load}: {one}")
     points = [
-        Point(contender, load, tuple(rounds))
+        LoadPoint(contender, load, tuple(rounds))
         for (contender, load), rounds in found.items()
         if rounds
     ]
@@ -285,9 +289,9 @@ def _points(
 
 
 def _rounds(
-    turns: Sequence[tuple[str, Load]], bench: Bench
-) -> Iterator[tuple[int, list[tuple[str, Load]]]]:
-    """Numbered rounds, each in an order that starts elsewhere, for as long as the budget lasts."""
+    turns: Sequence[tuple[str, OfferedLoad]], bench: Bench
+) -> Iterator[tuple[int, list[tuple[str, OfferedLoad]]]]:
+    """Yield numbered rounds in rotated orders until the time budget is used."""
     began = time.monotonic()
     for index in range(bench.rounds):
         gone = time.monotonic() - began
@@ -297,20 +301,20 @@ def _rounds(
         yield index + 1, [*turns[shift:], *turns[:shift]]
 
 
-def subject_of(
+def describe_target(
     inputs: PipelineInputs,
     repository: Path,
     *,
     server: str,
     overrides: Mapping[str, JsonValue] | None = None,
 ) -> Subject:
-    """What is measured, and on what.
+    """Return a description of the measured pipeline, server and machine.
 
     Args:
-        inputs: the pipeline.
-        repository: its lock tells what was really built.
-        server: where it is served.
-        overrides: of the spec; None takes those of ``tuned.yaml``.
+        inputs: Inputs of the pipeline.
+        repository: Folder of the models, with the lock of the build.
+        server: Name of the server.
+        overrides: Overrides of the spec; None takes those of ``tuned.yaml``.
     """
     plan = inputs.plan
     lock = find_manifest(repository, plan.spec.name)
@@ -323,7 +327,7 @@ def subject_of(
         layout=plan.layout if lock is None else lock.plan.layout,
         overrides=dict(plan.spec.tuned if overrides is None else overrides),
         server=server,
-        machine=machine(),
+        machine=describe_machine(),
         versions=versions_of(*SERVED_BY),
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         requests=len(inputs.traffic),
@@ -332,7 +336,7 @@ def subject_of(
     )
 
 
-def machine() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     memory_gib = psutil.virtual_memory().total / 2**30
     return {
         "processor": processor() or platform.machine(),
@@ -344,11 +348,11 @@ def machine() -> dict[str, str]:
 
 def parse_loads(
     concurrency: Sequence[int], rates: Sequence[float], arrivals: str, burst: int
-) -> tuple[Load, ...]:
-    """Closed loops of so many clients, then open ones of so many requests a second.
+) -> tuple[OfferedLoad, ...]:
+    """Return closed loops for the numbers of clients, then open loops for the rates.
 
     Raises:
-        UserError: nothing to measure, or a number out of range.
+        UserError: A number is out of range, or `arrivals` is unknown.
     """
     if any(clients < 1 for clients in concurrency) or any(rate <= 0 for rate in rates):
         raise UserError(
@@ -360,10 +364,10 @@ def parse_loads(
             "--arrivals",
             f"must be one of {', '.join(get_args(Distribution))}",
             given=arrivals,
-            remedy="Name one",
+            remedy="Choose one of them",
         )
     if burst < 1:
-        raise UserError("--burst", "must be at least 1", given=burst)
+        raise UserError("--burst", "must be at least 1", given=burst, remedy="Give another number")
     size = burst if arrivals == "burst" else 1
-    closed = [Load("concurrency", float(clients)) for clients in concurrency]
-    return (*closed, *(Load(kind, rate, size) for rate in rates))
+    closed = [OfferedLoad("concurrency", float(clients)) for clients in concurrency]
+    return (*closed, *(OfferedLoad(kind, rate, size) for rate in rates))

@@ -1,9 +1,8 @@
-"""What holds a pipeline back, judged from one measurement.
+"""Find the bottleneck of a pipeline from one measurement.
 
-A long queue proves nothing by itself: requests wait in one where a batch is held open for more of
-them, where all instances are at work, and where a core is missing to run on. These are told apart
-by how busy the instances were, by what the step's process took of the processor, and by how long
-its threads stood ready without one.
+A long queue alone proves nothing: requests wait for a batch to fill, for a free instance, or for a
+free core. The busy share of the instances, the processor time of the step's process, and the time
+its threads waited for a core distinguish these causes.
 """
 
 from __future__ import annotations
@@ -13,39 +12,40 @@ from dataclasses import replace
 
 from triptych.serving.bench.results import (
     Bottleneck,
-    Load,
     Measurement,
+    OfferedLoad,
     Resources,
     StepUse,
     Streamed,
 )
 
-BUSY = 0.85
-"""Share of the time from which cores or a GPU count as full."""
+FULL_RATIO = 0.85
+"""Minimum busy share of cores or a GPU to count as full."""
 
-ALWAYS = 0.75
-"""The same of a step's instances where requests queue for them: they rest between two batches
-while the requests just answered come round again."""
+SATURATED_RATIO = 0.75
+"""Minimum busy share of a step's instances to count as saturated if requests queue for them.
 
-HELD = 0.4
-"""Least wait, as a share of the queue delay, that the delay is blamed for."""
+It is lower than `FULL_RATIO`, because instances rest while closed-loop clients send again."""
 
-WORTH = 0.2
-"""Least share of the latency that is worth a change."""
+MIN_DELAY_RATIO = 0.4
+"""Minimum ratio of queue wait to configured delay for the delay to count as the bottleneck."""
 
-COMPUTES = 0.5
-"""Least share of its busy time that a step wants a core, for it to be computing, not waiting."""
+MIN_LATENCY_RATIO = 0.2
+"""Minimum share of the total latency for a part to be reported."""
+
+MIN_COMPUTE_RATIO = 0.5
+"""Minimum share of its busy time that a step needs a core, to count as computing."""
 
 
-def find_bottleneck(measurement: Measurement, load: Load) -> Bottleneck:
-    """What holds the throughput, or most of the latency.
+def find_bottleneck(measurement: Measurement, load: OfferedLoad) -> Bottleneck:
+    """Return the bottleneck of the throughput, or the largest part of the latency.
 
     Without resources (a server on another machine) a step that is always busy is told from its
     counts alone: of a Python step one process runs on one core, so more of them are tried first.
 
     Args:
-        measurement: of a served pipeline.
-        load: what was offered.
+        measurement: Measurement of a served pipeline.
+        load: Load of the measurement.
     """
     if not measurement.requests or not measurement.steps:
         return Bottleneck("none", "", "Nothing was answered, so nothing is known.", "")
@@ -71,7 +71,7 @@ def _queue_delay(measurement: Measurement) -> Bottleneck | None:
     for step in sorted(measurement.steps, key=lambda step: -step.queue_us):
         held_us = min(step.queue_us, _rest_us(step, measurement), float(step.max_delay_us))
         if step.max_delay_us and held_us >= max(
-            HELD * step.max_delay_us, WORTH * measurement.mean_us
+            MIN_DELAY_RATIO * step.max_delay_us, MIN_LATENCY_RATIO * measurement.mean_us
         ):
             return Bottleneck(
                 "queue delay",
@@ -85,16 +85,16 @@ def _queue_delay(measurement: Measurement) -> Bottleneck | None:
     return None
 
 
-def _client(measurement: Measurement, load: Load) -> Bottleneck | None:
+def _client(measurement: Measurement, load: OfferedLoad) -> Bottleneck | None:
     """The load generator can not send, or takes most of a full machine."""
     seen = measurement.resources
     if seen is None:
         return None
     server = sum(process.cpu_cores for process in seen.processes)
-    starves = seen.machine_cpu is None and seen.client_cpu_cores >= BUSY * seen.cores
+    starves = seen.machine_cpu is None and seen.client_cpu_cores >= FULL_RATIO * seen.cores
     crowds = (
         seen.machine_cpu is not None
-        and seen.machine_cpu >= BUSY
+        and seen.machine_cpu >= FULL_RATIO
         and seen.client_cpu_cores >= max(server, seen.cores / 3)
     )
     if not starves and not crowds:
@@ -110,7 +110,7 @@ def _client(measurement: Measurement, load: Load) -> Bottleneck | None:
 
 def _full_gpu(measurement: Measurement) -> Bottleneck | None:
     seen = measurement.resources
-    full = [gpu for gpu in seen.gpus if gpu.utilization >= BUSY] if seen else []
+    full = [gpu for gpu in seen.gpus if gpu.utilization >= FULL_RATIO] if seen else []
     if not full:
         return None
     step = _core(measurement.steps)
@@ -130,14 +130,20 @@ def _full_instances(measurement: Measurement) -> Bottleneck | None:
     the one that sets the pace: so it must also be where the requests are.
     """
     step = _slowest(measurement.steps)
-    if step.busy is None or step.busy < ALWAYS or step.queue_us < WORTH * step.compute_us:
+    if (
+        step.busy is None
+        or step.busy < SATURATED_RATIO
+        or step.queue_us < MIN_LATENCY_RATIO * step.compute_us
+    ):
         return None
     wants = _wanted_cores(step, measurement.resources)
     if wants is None:
         if step.step == "core":
             return _compute(step, "the server's cores were not watched", measurement)
         evidence = "the server's cores were not watched"
-    elif wants >= COMPUTES * step.busy * (step.instances or 1) and not _has_room(measurement):
+    elif wants >= MIN_COMPUTE_RATIO * step.busy * (step.instances or 1) and not _has_room(
+        measurement
+    ):
         return None
     else:
         evidence = f"its process wants {wants:.2f} cores"
@@ -166,7 +172,7 @@ def _full_cores(measurement: Measurement) -> Bottleneck | None:
     words = f"{_percent(seen.machine_cpu)} of the {seen.cores} cores is taken, "
     words += f"{by_model.get(step.model, 0.0):.1f} cores by {step.step}"
     found = _compute(step, words, measurement)
-    if others < WORTH * seen.cores:
+    if others < MIN_LATENCY_RATIO * seen.cores:
         return found
     return replace(
         found,
@@ -190,13 +196,13 @@ def _compute(step: StepUse, words: str, measurement: Measurement) -> Bottleneck:
 
 
 def _generating(measurement: Measurement, streamed: Streamed) -> Bottleneck:
-    """Of streamed answers the server counts only that a step was asked: the machine tells."""
+    """Find the bottleneck of streamed answers from the machine, because step counts lack them."""
     seen = measurement.resources
     words = (
         f"the first token takes {streamed.ttft.mean_us / 1e3:.1f} ms in the mean, the next ones"
         f" {streamed.itl.mean_us / 1e3:.1f} ms each."
     )
-    if seen is not None and (full := [one for one in seen.gpus if one.utilization >= BUSY]):
+    if seen is not None and (full := [one for one in seen.gpus if one.utilization >= FULL_RATIO]):
         says = f"The GPU is busy {_percent(full[0].utilization)} of the time; {words}"
     elif seen is not None and seen.machine_cpu is not None and not _has_room(measurement):
         by_process = {process.name: process.cpu_cores for process in seen.processes}
@@ -226,12 +232,12 @@ def _nothing(measurement: Measurement) -> Bottleneck:
 
 
 def _slowest(steps: Sequence[StepUse]) -> StepUse:
-    """Where a request spends most of its time, and so where most requests are."""
+    """Return the step with the most time per request, where most requests are."""
     return max(steps, key=lambda step: step.queue_us + step.compute_us)
 
 
 def _rest_us(step: StepUse, measurement: Measurement) -> float:
-    """Mean time that an instance of `step` rests before a batch."""
+    """Return the mean idle time of an instance before a batch, in microseconds."""
     if step.busy is None or not step.executions or not step.requests:
         return 0.0
     executions = step.executions * min(1.0, measurement.requests / step.requests)
@@ -244,7 +250,7 @@ def _core(steps: Sequence[StepUse]) -> StepUse:
 
 
 def _wanted_cores(step: StepUse, resources: Resources | None) -> float | None:
-    """Cores that a step took or stood ready for; None where its process was not watched."""
+    """Return the cores a step used or waited for; None if its process was not monitored."""
     if resources is None:
         return None
     found = [process for process in resources.processes if process.name == step.model]
@@ -253,7 +259,7 @@ def _wanted_cores(step: StepUse, resources: Resources | None) -> float | None:
 
 def _has_room(measurement: Measurement) -> bool:
     seen = measurement.resources
-    return seen is not None and seen.machine_cpu is not None and seen.machine_cpu < BUSY
+    return seen is not None and seen.machine_cpu is not None and seen.machine_cpu < FULL_RATIO
 
 
 def _machine_words(resources: Resources | None) -> str:

@@ -1,7 +1,4 @@
-"""Two results side by side: what changed, and whether it is more than the noise of the rounds.
-
-What inferences cost: money on a device, devices for a load, time of cores and GPUs.
-"""
+"""Compare two results of bench with the noise of their rounds, and compute costs of inference."""
 
 from __future__ import annotations
 
@@ -18,15 +15,15 @@ from triptych.base.errors import UserError
 from triptych.serving.bench.results import (
     BenchResult,
     Cost,
-    Load,
+    LoadPoint,
     Measurement,
-    Point,
+    OfferedLoad,
     StepUse,
     read_result,
     to_json,
 )
 
-Weight = Literal[
+Significance = Literal[
     "better", "worse", "changed", "within noise", "same", "one round: cannot tell", "cannot tell"
 ]
 Better = Literal["higher", "lower", ""]
@@ -34,65 +31,65 @@ _SUBJECT = ("pipeline", "task", "architecture", "precision", "layout", "server",
 
 
 @dataclass(frozen=True)
-class Change:
-    """One figure before and after: medians of the rounds.
+class MetricChange:
+    """Medians of a metric before and after.
 
-    The weight is ``better`` or ``worse`` (``changed`` where neither is) only where all rounds of
-    one are beyond all of the other, by more than either's rounds are apart.
+    The weight is ``better`` or ``worse`` (``changed`` for metrics without a direction) only if the
+    ranges of the rounds do not overlap and the medians differ by more than each range.
     """
 
-    name: str  # with its unit, as `p99 ms`
+    name: str  # name with unit, such as `p99 ms`
     before: float
     after: float
-    relative: float | None  # share of `before` it grew by; None where that is 0
-    weight: Weight
-    of_step: bool = False  # a figure of a step, as the server counts, not of the client
+    relative: float | None  # relative change; None if `before` is 0
+    weight: Significance
+    of_step: bool = False  # whether it is a server-side metric of a step
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A contender at a load that both results hold."""
+class ComparedPoint:
+    """A benchmark target at a load that both results contain."""
 
     contender: str
-    load: Load
-    changes: tuple[Change, ...]
+    load: OfferedLoad
+    changes: tuple[MetricChange, ...]
 
 
 @dataclass(frozen=True)
-class Comparison:
-    before: str  # pipeline and time of the first
+class BenchComparison:
+    before: str  # pipeline and time of the first result
     after: str
-    pairs: tuple[Pair, ...]  # what both measured, in the order of the second
-    totals: tuple[Change, ...]
-    """Highest rate and cost, where both have them for the same promise or price."""
-    only_before: tuple[str, ...]  # contenders at loads that only the first measured
+    pairs: tuple[ComparedPoint, ...]  # points of both results, in the order of the second
+    totals: tuple[MetricChange, ...]
+    """Highest rate and cost, if both results have the same SLO or price."""
+    only_before: tuple[str, ...]  # points of the first result only
     only_after: tuple[str, ...]
-    differences: dict[str, tuple[str, str]]  # between the subjects, each before and after
-    warnings: tuple[str, ...]  # why figures may differ for another reason than the pipeline
+    differences: dict[str, tuple[str, str]]  # differences of the subjects, before and after
+    warnings: tuple[str, ...]  # other reasons for changes than the pipeline
 
     def as_dict(self) -> JsonValue:
         return to_json(self)
 
 
 def read_bench(path: Path) -> BenchResult:
-    """The result in a ``bench.json``, or in the folder that holds one.
+    """Return the result in a ``bench.json`` or in its folder.
 
     Raises:
-        UserError: there is none, or it is of another form.
+        UserError: The file does not exist or has another format.
     """
     return read_result(BenchResult, path / "bench.json" if path.is_dir() else path, "bench")
 
 
-def compare(before: BenchResult, after: BenchResult) -> Comparison:
-    """What changed between two results; the pipelines are one contender, whatever their names."""
+def compare_results(before: BenchResult, after: BenchResult) -> BenchComparison:
+    """Compare two results; both pipelines count as the same target, whatever their names."""
     first, second = _contenders(before), _contenders(after)
     both = [key for key in second if key in first]
     name = after.subject.pipeline
-    return Comparison(
+    return BenchComparison(
         before=f"{before.subject.pipeline}, {before.subject.measured_at}",
         after=f"{name}, {after.subject.measured_at}",
         pairs=tuple(
-            Pair(key[0] or name, key[1], _changes(first[key], second[key])) for key in both
+            ComparedPoint(key[0] or name, key[1], _changes(first[key], second[key])) for key in both
         ),
         totals=_totals(before, after),
         only_before=tuple(_named(key, before) for key in first if key not in second),
@@ -102,12 +99,12 @@ def compare(before: BenchResult, after: BenchResult) -> Comparison:
     )
 
 
-Key = tuple[str, Load]
+Key = tuple[str, OfferedLoad]
 
 
-def _contenders(result: BenchResult) -> dict[Key, Point]:
-    """Contender ("" for the pipeline) and load to its point."""
-    own: dict[Key, Point] = {("", point.load): point for point in result.points}
+def _contenders(result: BenchResult) -> dict[Key, LoadPoint]:
+    """Return points by target ("" for the pipeline) and load."""
+    own: dict[Key, LoadPoint] = {("", point.load): point for point in result.points}
     return own | {(point.contender, point.load): point for point in result.baselines}
 
 
@@ -115,7 +112,7 @@ def _named(key: Key, result: BenchResult) -> str:
     return f"{key[0] or result.subject.pipeline}, {key[1]}"
 
 
-def _changes(before: Point, after: Point) -> tuple[Change, ...]:
+def _changes(before: LoadPoint, after: LoadPoint) -> tuple[MetricChange, ...]:
     figures: list[tuple[str, Callable[[Measurement], float], Better]] = [
         ("requests/s", lambda one: one.throughput_per_s, "higher"),
         ("p50 ms", lambda one: one.p50_us / 1e3, "lower"),
@@ -131,7 +128,7 @@ def _changes(before: Point, after: Point) -> tuple[Change, ...]:
     if before.errors or after.errors:
         figures.append(("errors %", _failed, "lower"))
     found = [
-        change_between(name, [*map(read, before.rounds)], [*map(read, after.rounds)], up)
+        compare_metric(name, [*map(read, before.rounds)], [*map(read, after.rounds)], up)
         for name, read, up in figures
     ]
     for step in dict.fromkeys(use.step for one in before.rounds for use in one.steps):
@@ -140,7 +137,7 @@ def _changes(before: Point, after: Point) -> tuple[Change, ...]:
             for point in (before, after)
         )
         for name, of, up in _STEP_FIGURES if theirs else ():
-            change = change_between(f"{step} {name}", [*map(of, ours)], [*map(of, theirs)], up)
+            change = compare_metric(f"{step} {name}", [*map(of, ours)], [*map(of, theirs)], up)
             found.append(replace(change, of_step=True))
     return tuple(found)
 
@@ -153,21 +150,21 @@ _STEP_FIGURES: tuple[tuple[str, Callable[[StepUse], float], Better], ...] = (
 
 
 def _failed(one: Measurement) -> float:
-    """Percent of the requests of a round that ended in an error."""
+    """Return the percentage of failed requests of a round."""
     failed = sum(one.errors.values())
     return 100 * failed / (failed + one.requests) if failed else 0.0
 
 
-def change_between(
+def compare_metric(
     name: str, before: Sequence[float], after: Sequence[float], better: Better
-) -> Change:
-    """One figure of all rounds before, and of all after."""
+) -> MetricChange:
+    """Compare a metric of all rounds before and after."""
     old, new = float(median(before)), float(median(after))
     relative = new / old - 1 if old else None
-    return Change(name, old, new, relative, _weight(before, after, better))
+    return MetricChange(name, old, new, relative, _weight(before, after, better))
 
 
-def _weight(before: Sequence[float], after: Sequence[float], better: Better) -> Weight:
+def _weight(before: Sequence[float], after: Sequence[float], better: Better) -> Significance:
     if min(len(before), len(after)) < 2:
         return "one round: cannot tell"
     grown = median(after) - median(before)
@@ -182,17 +179,17 @@ def _weight(before: Sequence[float], after: Sequence[float], better: Better) -> 
     return "better" if (grown > 0) == (better == "higher") else "worse"
 
 
-def _totals(before: BenchResult, after: BenchResult) -> tuple[Change, ...]:
+def _totals(before: BenchResult, after: BenchResult) -> tuple[MetricChange, ...]:
     found = []
     if before.rate and after.rate and before.rate.slo == after.rate.slo:
-        # A search only brackets the rate: the bracket is its noise.
+        # A search yields an interval of the rate, which is its noise.
         old, new = (
             (rate.highest_per_s, rate.lowest_broken_per_s or rate.highest_per_s)
             for rate in (before.rate, after.rate)
         )
         relative = new[0] / old[0] - 1 if old[0] else None
         weight = _weight(old, new, "higher")
-        found.append(Change("highest rate/s", old[0], new[0], relative, weight))
+        found.append(MetricChange("highest rate/s", old[0], new[0], relative, weight))
     first, last = before.cost, after.cost
     if (
         first
@@ -204,9 +201,9 @@ def _totals(before: BenchResult, after: BenchResult) -> tuple[Change, ...]:
         )
     ):
         was, now = first.per_million, last.per_million
-        # The cost is the rate in other words, and no surer than it.
+        # The cost derives from the rate, so it has the same significance.
         weight = found[0].weight if found else "cannot tell"
-        found.append(Change(f"{last.currency} a million", was, now, now / was - 1, weight))
+        found.append(MetricChange(f"{last.currency} a million", was, now, now / was - 1, weight))
     return tuple(found)
 
 
@@ -230,11 +227,11 @@ def _warnings(before: BenchResult, after: BenchResult) -> tuple[str, ...]:
     ours, theirs = before.subject, after.subject
     found = []
     if ours.machine != theirs.machine:
-        found.append("the machines differ: their speed is part of every change")
+        found.append("the machines differ, which affects every change")
     if (ours.requests, ours.lengths) != (theirs.requests, theirs.lengths):
-        found.append("the traffic differs: longer or other requests take another time")
+        found.append("the traffic differs, which affects every change")
     if ours.server != theirs.server:
-        found.append("the servers differ: their release or place is part of every change")
+        found.append("the servers differ, which affects every change")
     return tuple(found)
 
 
@@ -243,7 +240,7 @@ HOURS_A_MONTH = 365 / 12 * 24  # 730
 _SECONDS_A_DAY = 86_400
 
 
-def cost_of(
+def compute_cost(
     rate_per_s: float,
     *,
     price_per_hour: float,
@@ -253,34 +250,33 @@ def cost_of(
     headroom: float = 0.3,
     tokens_per_s: float | None = None,
 ) -> Cost:
-    """What a device that sustains `rate_per_s` makes of a price.
+    """Return the cost per million requests and per month at a sustained rate.
 
-    A million inferences cost what the device costs for the time they take at the full rate: no
-    idle time, no headroom. A month has 730 hours (365 days over 12), and whole machines are paid
-    for all of them. There are as many as the rate needs with `headroom` kept free on each, at least
-    one: the rate is the peak's where one is given, else the day's mean. Only devices are counted:
-    no network, storage or spare machine.
+    The cost of a million requests assumes the full rate, without idle time and headroom. A month
+    has 730 hours (365 days / 12) of whole machines. Their number is the peak rate, or else the
+    day's mean rate, divided by the sustained rate minus `headroom`, rounded up. Network, storage
+    and spare machines are not included.
 
     Args:
-        rate_per_s: requests a second of one device, at the promise where there is one.
-        price_per_hour: of one device.
-        currency: a word to print.
-        daily_requests: requests a day; without it there is no cost of a month.
-        peak_per_s: most requests a second; without it machines are not told.
-        headroom: share of each machine's rate that is kept free, 0 up to 1.
-        tokens_per_s: generated at that rate; without it there is no cost of tokens.
+        rate_per_s: Sustained requests per second of one device, within the SLO if there is one.
+        price_per_hour: Price of one device per hour.
+        currency: Name of the currency.
+        daily_requests: Requests per day; None omits the monthly cost.
+        peak_per_s: Peak requests per second; None omits the number of machines.
+        headroom: Free share of each machine's rate, at least 0 and below 1.
+        tokens_per_s: Generated tokens per second at the rate; None omits the cost per token.
 
     Raises:
-        UserError: a number that no device or load can have.
+        UserError: A number is out of range.
     """
-    _above_zero("rate", rate_per_s, "No rate held, so nothing can be priced")
-    _above_zero("price", price_per_hour, "Give what an hour of the device costs")
+    _above_zero("rate", rate_per_s, "Lower the load or the SLO, so that a rate can be sustained")
+    _above_zero("price", price_per_hour, "Give the price of the device per hour")
     if daily_requests is not None:
-        _above_zero("daily requests", daily_requests, "Leave it out where it is not known")
+        _above_zero("daily requests", daily_requests, "Omit it if it is unknown")
     if peak_per_s is not None:
-        _above_zero("peak rate", peak_per_s, "Leave it out where it is not known")
+        _above_zero("peak rate", peak_per_s, "Omit it if it is unknown")
     if not 0 <= headroom < 1:
-        remedy = "0.3 keeps three tenths of each machine free"
+        remedy = "Use for example 0.3 to keep 30 % of each machine free"
         raise UserError("headroom", "must be from 0 up to 1", given=headroom, remedy=remedy)
     mean = None if daily_requests is None else daily_requests / _SECONDS_A_DAY
     if mean is not None and peak_per_s is not None and peak_per_s < mean:
@@ -309,18 +305,18 @@ def cost_of(
     )
 
 
-def core_ms(one: Measurement) -> float | None:
-    """Processor time of the server for a request, in ms of a core; None where nobody watched it."""
+def core_ms_per_request(one: Measurement) -> float | None:
+    """Return the server's processor time per request, in core milliseconds; None if unknown."""
     used = one.resources
     if used is None or not used.processes or not one.throughput_per_s:
         return None
     return 1e3 * sum(process.cpu_cores for process in used.processes) / one.throughput_per_s
 
 
-def gpu_ms(one: Measurement) -> float | None:
-    """Time that GPUs were busy for a request, in ms; None where the server tells of none.
+def gpu_ms_per_request(one: Measurement) -> float | None:
+    """Return the GPU time per request, in milliseconds; None without GPUs.
 
-    The GPUs are the machine's: what others do on them counts, too.
+    Other work on the machine's GPUs counts too.
     """
     used = one.resources
     if used is None or not used.gpus or not one.throughput_per_s:
@@ -329,7 +325,7 @@ def gpu_ms(one: Measurement) -> float | None:
 
 
 def _machines(per_s: float, usable_per_s: float) -> int:
-    """Whole machines; a rounding error of the division is no machine."""
+    """Return the number of machines, rounded up except for floating-point errors."""
     return max(1, ceil(per_s / usable_per_s * (1 - 1e-12)))
 
 

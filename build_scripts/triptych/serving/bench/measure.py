@@ -1,4 +1,4 @@
-"""One round at one load: the client's figures, the server's, and what the machine gave for them."""
+"""Measure one round at one load: metrics of the client, the server and the machine."""
 
 from __future__ import annotations
 
@@ -9,70 +9,73 @@ from functools import partial
 
 from triptych.base.errors import UserError
 from triptych.serving.bench import perf_analyzer
-from triptych.serving.bench.perf_output import Export, LoadResult, check_stability, histogram_of
-from triptych.serving.bench.resources import Watch
-from triptych.serving.bench.results import Load, Measurement, Part, StepUse
+from triptych.serving.bench.perf_output import Export, LoadResult, check_stability, make_histogram
+from triptych.serving.bench.resources import ResourceMonitor
+from triptych.serving.bench.results import Measurement, OfferedLoad, Part, StepUse
 from triptych.serving.bench.statistics import Counts, ServedStep, ServerCounts, step_use
-from triptych.serving.bench.streamed import answer_parts, streamed_of
+from triptych.serving.bench.streamed import compute_streaming_metrics, split_answer_time
 from triptych.spec.slo import GenerationSlo
 
 WINDOWS = 3
-STRETCH = 1.2
-"""perf_analyzer's windows last so many times what it was asked for."""
+WINDOW_FACTOR = 1.2
+"""Actual duration of perf_analyzer's windows, relative to the requested one."""
 
 WARM_UP_CLIENTS = 8
 NO_ANSWER = "no answer in time"
 STREAM_ERROR = "refused or failed: the server counted it, its log may say why"
-MAX_ANSWERS = 3.0
-"""A measurement of streamed answers takes at least so many times the longest of the warm-up: one
-for each window, or a window may see no answer end."""
+ANSWER_WINDOWS = 3.0
+"""Minimum duration of a measurement of streamed answers, in longest answers of the warm-up.
 
-LONGER = 2
-"""Times that windows are doubled where one of them saw no answer."""
+One answer per window, because a window may otherwise contain no end of an answer."""
+
+MAX_WINDOW_DOUBLINGS = 2
+"""Maximum number of times that windows are doubled if one contained no answer."""
 
 STREAMS_END_S = 60.0
-"""After the windows of streamed answers those under way may take so long, and as long as the
-windows: perf_analyzer waits for ever where a stream ended with an error."""
+"""Timeout for streams after the windows, besides the duration of the windows, in seconds.
+
+perf_analyzer waits forever if a stream ended with an error."""
 
 _MAX_KIND = 160
-_STRANGERS = 1.2
-"""Requests that the server may have answered for each one that was sent, before it is said."""
+MAX_FOREIGN_RATIO = 1.2
+"""Maximum ratio of requests answered by the server to requests sent, before a warning."""
 
 
 @dataclass(frozen=True)
-class Target:
+class BenchTarget:
     grpc_url: str  # host:port
-    pipeline: str  # an ensemble, or a model by itself
-    metrics_url: str | None = None  # the whole address of the metrics page: tells of GPUs
-    pid: int | None = None  # of tritonserver, where it runs on this machine
-    promise: GenerationSlo | None = None  # of one that streams its answers, which goodput keeps
+    pipeline: str  # an ensemble or a single model
+    metrics_url: str | None = None  # URL of the metrics page, for GPUs
+    pid: int | None = None  # process id of tritonserver on this machine
+    promise: GenerationSlo | None = None  # SLO of streamed answers, for goodput
 
 
 def measure(
-    target: Target,
+    target: BenchTarget,
     requests: Sequence[perf_analyzer.Request],
-    load: Load,
+    load: OfferedLoad,
     *,
     seconds: float,
     warmup_requests: int = 0,
     timeout_s: float = 900.0,
 ) -> Measurement:
-    """Load the pipeline once, for three windows one after the other.
+    """Load the pipeline once, for three consecutive windows.
 
     Args:
-        target: what is measured.
-        requests: sent in turn, over and over.
-        load: what is offered: clients, or a rate.
-        seconds: of all windows together; perf_analyzer stretches them (`STRETCH`). They are longer
-            where a warm-up of streamed answers, or a window without any, shows that they must be.
-        warmup_requests: sent before, by a few clients in a closed loop, and not counted.
-        timeout_s: for each of warm-up and load. Where it runs out, `errors` say so.
+        target: Target of the load.
+        requests: Requests, sent in turn and repeated.
+        load: Number of clients, or rate.
+        seconds: Duration of all windows, stretched by `WINDOW_FACTOR`. Longer if
+            the warm-up of streamed answers, or a window without an answer, shows the need.
+        warmup_requests: Number of uncounted requests before, by a few clients in a closed loop.
+        timeout_s: Timeout of warm-up and of load, in seconds; `errors` reports it.
 
     Returns:
-        With errors, all figures but `errors` and `steps` are 0: perf_analyzer stops at the first.
+        The measurement. With errors, only `errors` and `steps` are set, because perf_analyzer stops
+        at the first error.
 
     Raises:
-        UserError: no server, no such model, a load that cannot be offered, or no perf_analyzer.
+        UserError: The server, the model, the load or perf_analyzer is unusable.
     """
     counts = ServerCounts(target.grpc_url, target.pipeline)
     try:
@@ -92,9 +95,9 @@ def measure(
                 )
                 if warmed.export is not None:
                     longest_s = max(warmed.export.latencies_us) / 1e6
-                    seconds = max(seconds, MAX_ANSWERS * longest_s)
+                    seconds = max(seconds, ANSWER_WINDOWS * longest_s)
                 before = counts.read()
-            with Watch(target.pid, target.metrics_url) as watch:
+            with ResourceMonitor(target.pid, target.metrics_url) as monitor:
                 result = run_longer(partial(_run, target, requests, load, timeout_s), seconds)
         except perf_analyzer.LoadError as error:
             return _failed(error, counts, before)
@@ -104,22 +107,22 @@ def measure(
     did = {model: after[model] - before[model] for model in after}
     if result.export is None:
         raise RuntimeError("perf_analyzer answered requests, and exported none")
-    measured = _measured(result, result.export, did, counts.steps, target.pipeline)
+    measured = _make_measurement(result, result.export, did, counts.steps, target.pipeline)
     if target.promise is not None:
-        streamed = streamed_of(result.export, target.promise)
-        parts = answer_parts(measured.mean_us, streamed)
+        streamed = compute_streaming_metrics(result.export, target.promise)
+        parts = split_answer_time(measured.mean_us, streamed)
         measured = replace(measured, streamed=streamed, parts=parts)
     span = result.export.boundaries_ns
-    return replace(measured, resources=watch.between(span[0], span[-1]))
+    return replace(measured, resources=monitor.between(span[0], span[-1]))
 
 
 def run_longer(run: Callable[[float], LoadResult], seconds: float) -> LoadResult:
-    """What `run` measures in so many seconds; in more where a window saw no answer at all.
+    """Run for `seconds`, and for twice as long if a window contained no answer.
 
     Raises:
-        LoadError: of `run`.
+        LoadError: `run` failed.
     """
-    for _ in range(LONGER):
+    for _ in range(MAX_WINDOW_DOUBLINGS):
         try:
             return run(seconds)
         except perf_analyzer.LoadError as error:
@@ -130,15 +133,17 @@ def run_longer(run: Callable[[float], LoadResult], seconds: float) -> LoadResult
 
 
 def _run(
-    target: Target,
+    target: BenchTarget,
     requests: Sequence[perf_analyzer.Request],
-    load: Load,
+    load: OfferedLoad,
     timeout_s: float,
     seconds: float,
 ) -> LoadResult:
     is_streaming = target.promise is not None
     if load.kind == "in_process":
-        raise UserError("load", "must be one that a server can be given", given=load)
+        raise UserError(
+            "load", "must be a load for a server", given=load, remedy="Use clients or a rate"
+        )
     is_closed = load.kind == "concurrency"
     return perf_analyzer.run(
         target.grpc_url,
@@ -155,7 +160,7 @@ def _run(
     )
 
 
-def _measured(
+def _make_measurement(
     result: LoadResult,
     export: Export,
     did: Mapping[str, Counts],
@@ -169,7 +174,7 @@ def _measured(
     p50, p90, p95, p99, p99_9 = export.percentiles_us(50, 90, 95, 99, 99.9)
     is_stable, unstable = check_stability(export.windows())
     said = [line for line in result.warnings if not line.startswith("unstable")]
-    if answered > requests * _STRANGERS + 100:
+    if answered > requests * MAX_FOREIGN_RATIO + 100:
         said.append(f"the server answered {answered} requests, {requests} of them measured here")
     return Measurement(
         seconds=export.seconds,
@@ -183,9 +188,9 @@ def _measured(
         p99_us=p99,
         p99_9_us=p99_9,
         is_stable=is_stable,
-        histogram_us=histogram_of(export.latencies_us),
+        histogram_us=make_histogram(export.latencies_us),
         steps=uses,
-        parts=time_parts(export.mean_us, did[pipeline].mean_us, uses),
+        parts=split_latency(export.mean_us, did[pipeline].mean_us, uses),
         warnings=tuple(said + unstable),
         sent_per_s=result.sent_per_s,
     )
@@ -194,19 +199,19 @@ def _measured(
 def _failed(
     error: perf_analyzer.LoadError, counts: ServerCounts, before: Mapping[str, Counts]
 ) -> Measurement:
-    """Nothing but the errors, as often as the server counted them.
+    """Return a measurement with errors only, as counted by the server.
 
     Raises:
-        LoadError: `error`, where it is neither an answer nor a missing one.
+        LoadError: `error`, if it is neither an error response nor a missing answer.
     """
     if not error.errors and not error.is_late:
         raise error
     did = {model: now - before[model] for model, now in counts.read().items()}
     failures = max(counted.statistics.failures for counted in did.values())
     missing = STREAM_ERROR if failures and error.is_late else NO_ANSWER
-    kinds = list(dict.fromkeys(error_kind(one) for one in error.errors)) or [missing]
+    kinds = list(dict.fromkeys(normalize_error(one) for one in error.errors)) or [missing]
     errors = dict.fromkeys(kinds, 1)
-    # The server does not tell its errors apart: what is left goes to the first that was seen.
+    # The server counts errors without kinds; the rest is assigned to the first kind.
     errors[kinds[0]] += max(0, failures - len(kinds))
     return Measurement(
         seconds=0.0,
@@ -221,30 +226,30 @@ def _failed(
         p99_9_us=0.0,
         is_stable=None,
         steps=tuple(step_use(step, did[step.model], 1.0, 0.0) for step in counts.steps),
-        warnings=("perf_analyzer stops at the first error: there are no figures",),
+        warnings=("perf_analyzer stopped at the first error: there are no metrics",),
     )
 
 
-def error_kind(message: str) -> str:
-    """A server's message without what differs from request to request, and not too long."""
+def normalize_error(message: str) -> str:
+    """Return a server's message with numbers replaced by N, shortened to 160 characters."""
     kind = re.sub(r"\d+", "N", " ".join(message.split()))
     return kind if len(kind) <= _MAX_KIND else kind[: _MAX_KIND - 1] + "…"
 
 
-def time_parts(client_us: float, server_us: float, steps: Sequence[StepUse]) -> tuple[Part, ...]:
-    """The mean latency of the client, taken apart.
+def split_latency(client_us: float, server_us: float, steps: Sequence[StepUse]) -> tuple[Part, ...]:
+    """Split the client's mean latency into parts.
 
-    `transport` is what the server does not see: the network, gRPC, and the wait for a processor on
-    both sides. `scheduling` is what the server sees and no step does: the hops between the steps.
+    `transport` is outside the server: network, gRPC, and waiting for a processor on both sides.
+    `scheduling` is in the server but in no step: the hops between the steps.
 
-    A step that answers a request before its batch ends keeps the request until then, and Triton
-    counts it up to there, in the step and in the ensemble: both times may be longer than what the
-    client saw. The excess is taken off the compute time of the core first.
+    A step may answer a request before its batch ends, but Triton counts the request until the end.
+    Server times may then exceed the client's latency; the excess is subtracted from the core's
+    compute time first.
 
     Args:
-        client_us: mean latency seen by the client.
-        server_us: mean time from a request's arrival to its answer, seen by the server.
-        steps: of the pipeline.
+        client_us: Mean latency at the client.
+        server_us: Mean time from a request's arrival to its answer at the server.
+        steps: Steps of the pipeline.
     """
     server_us = min(server_us, client_us)
     times_us = [us for step in steps for us in (step.queue_us, step.compute_us)]

@@ -1,4 +1,4 @@
-"""Reading what perf_analyzer writes: its report, and the times of each request that it exports."""
+"""Read perf_analyzer's report and its exported times of each request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 
 PERCENTILE = 99
-"""Whose latency must be stable, besides the throughput."""
+"""Percentile of the latency that must be stable, besides the throughput."""
 
 STABILITY_PERCENT = 10.0
-"""How far the highest window may lie above the lowest."""
+"""Maximum difference of the highest and lowest window, in percent of the lowest."""
 
 BIN_GROWTH = 1.1
-"""Each bin of a latency histogram is a tenth wider than the one below it."""
+"""Ratio of the widths of consecutive bins of a latency histogram."""
 
 # Inside a string of the export every quote is escaped, so these are its own fields.
 _INPUTS = b',"request_inputs":'
@@ -34,15 +34,15 @@ _DELAYED = re.compile(r"[\d.]+% of the requests were delayed")
 
 @dataclass(frozen=True)
 class Window:
-    """One measurement window: its throughput, and its latency at `PERCENTILE`."""
+    """Throughput and latency (at `PERCENTILE`) of one measurement window."""
 
     throughput_per_s: float
     latency_us: float
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A streamed answer: when it was asked for, and when each of its responses brought tokens."""
+class StreamedAnswer:
+    """Times of a streamed answer: the request, and each response with tokens."""
 
     sent_ns: int
     arrived_ns: tuple[int, ...]
@@ -50,28 +50,28 @@ class Answer:
 
     @property
     def ttft_us(self) -> float:
-        """From the request to its first token."""
+        """Time from the request to the first token, in microseconds."""
         return (self.arrived_ns[0] - self.sent_ns) / 1000
 
     @property
     def itl_us(self) -> list[float]:
-        """Between two responses, each."""
+        """Times between consecutive responses, in microseconds."""
         return [(after - before) / 1000 for before, after in pairwise(self.arrived_ns)]
 
     @property
     def e2e_us(self) -> float:
-        """From the request to its last token."""
+        """Time from the request to the last token, in microseconds."""
         return (self.arrived_ns[-1] - self.sent_ns) / 1000
 
 
 @dataclass(frozen=True)
 class Export:
-    """The requests answered within the windows, each by its own times."""
+    """Times of each request answered within the windows."""
 
-    boundaries_ns: tuple[int, ...]  # start of each window and end of the last, since the epoch
-    answered_ns: tuple[int, ...]  # when each request was answered, ascending
-    latencies_us: tuple[float, ...]  # of these requests, in the same order
-    answers: tuple[Answer, ...] = ()  # of a pipeline that generates text: the same requests
+    boundaries_ns: tuple[int, ...]  # start of each window and end of the last, as Unix time
+    answered_ns: tuple[int, ...]  # time of each answer, ascending
+    latencies_us: tuple[float, ...]  # latencies in the same order
+    answers: tuple[StreamedAnswer, ...] = ()  # streamed answers; empty without text generation
 
     @property
     def seconds(self) -> float:
@@ -86,11 +86,11 @@ class Export:
         return math.fsum(self.latencies_us) / len(self.latencies_us)
 
     def percentiles_us(self, *percents: float) -> list[float]:
-        """One latency for each of `percents`: the request closest to that rank."""
+        """Return the latency of the request closest to each percentile rank."""
         return percentiles(self.latencies_us, *percents)
 
     def windows(self) -> tuple[Window, ...]:
-        """Each window by itself; one in which nothing was answered has a throughput of 0."""
+        """Return throughput and latency of each window; 0 without answers."""
         found = []
         for start, end in zip(self.boundaries_ns, self.boundaries_ns[1:], strict=False):
             first, last = bisect_left(self.answered_ns, start), bisect_left(self.answered_ns, end)
@@ -101,35 +101,35 @@ class Export:
 
 
 def percentiles(values: Sequence[float], *percents: float) -> list[float]:
-    """One of `values` for each of `percents`: the one closest to that rank."""
+    """Return the value closest to the rank of each percentile."""
     ranked = sorted(values)
     return [ranked[int(percent / 100 * (len(ranked) - 1) + 0.5)] for percent in percents]
 
 
-def histogram_of(latencies_us: Sequence[float]) -> dict[float, int]:
-    """Lower edge of each bin that is not empty to the latencies in it, ascending."""
+def make_histogram(latencies_us: Sequence[float]) -> dict[float, int]:
+    """Return the number of latencies by lower bound of the bin, ascending, without empty bins."""
     bins = Counter(math.floor(math.log(max(us, 1.0), BIN_GROWTH)) for us in latencies_us)
     return {round(BIN_GROWTH**number, 1): bins[number] for number in sorted(bins)}
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """A measurement without a single failed request, in perf_analyzer's own figures."""
+    """A measurement without failed requests, by perf_analyzer."""
 
     model: str
     concurrency: int | None  # clients, each with one request in flight; None in open loop
-    request_rate_per_s: float | None  # sent whatever comes back; None in closed loop
-    requests: int  # answered within the windows
+    request_rate_per_s: float | None  # rate of an open loop; None in a closed loop
+    requests: int  # number of requests answered within the windows
     throughput_per_s: float
     p50_us: float  # latency percentiles seen by the client
     p90_us: float
     p95_us: float
     p99_us: float
-    windows: tuple[Window, ...]  # that the above merges
-    is_stable: bool | None  # whether the windows agree; None where there is one only
-    warnings: tuple[str, ...]  # what to know before the numbers are used, a sentence each
-    sent_per_s: float | None = None  # as it turned out; None in closed loop
-    export: Export | None = None  # every request; None where it was not asked for
+    windows: tuple[Window, ...]  # windows of the measurement
+    is_stable: bool | None  # whether the windows agree; None for one window
+    warnings: tuple[str, ...]  # warnings about the metrics
+    sent_per_s: float | None = None  # actual rate of an open loop; None in a closed loop
+    export: Export | None = None  # times of every request; None without an export
 
     def as_dict(self) -> dict[str, object]:
         plain = asdict(replace(self, export=None))
@@ -138,10 +138,10 @@ class LoadResult:
 
 
 def read_export(path: Path, *, streaming: bool = False) -> Export | None:
-    """The times in a file of ``--profile-export-file``; None where no request was answered.
+    """Return the times in a file of ``--profile-export-file``; None without answers.
 
-    The file also holds every input and output, byte for byte, and need not be valid JSON: only the
-    times are picked out of it.
+    The file also contains all inputs and outputs and need not be valid JSON, so only the times are
+    extracted.
     """
     if not path.stat().st_size:
         return None
@@ -164,9 +164,9 @@ def read_export(path: Path, *, streaming: bool = False) -> Export | None:
 
 
 def _read_times(text: mmap.mmap) -> Iterator[tuple[int, int]]:
-    """When each request was answered and when it was sent; those without an answer are left out.
+    """Yield the times of answer and request, without unanswered requests.
 
-    Searched for rather than parsed: images make this a file of hundreds of megabytes.
+    The text is searched, not parsed, because images make it hundreds of megabytes long.
     """
     end = 0
     while (at := text.find(_INPUTS, end)) >= 0:
@@ -179,11 +179,10 @@ def _read_times(text: mmap.mmap) -> Iterator[tuple[int, int]]:
             yield answers[-1], sent
 
 
-def _read_answers(text: mmap.mmap) -> Iterator[Answer]:
-    """Each request with a token and an end, response by response.
+def _read_answers(text: mmap.mmap) -> Iterator[StreamedAnswer]:
+    """Yield the answers that have a token and an end.
 
-    What comes after the end is the response without content that ends a stream on the wire: the
-    export repeats stale memory for it.
+    A stream ends with an empty response, for which the export repeats stale memory; it is ignored.
     """
     at = text.find(_INPUTS)
     while at >= 0:
@@ -198,11 +197,11 @@ def _read_answers(text: mmap.mmap) -> Iterator[Answer]:
             responses = list(zip(arrived, new, strict=False))[: ends.index(True) + 1]
             times = tuple(time for time, count in responses if count)
             if times:
-                yield Answer(sent, times, sum(count for _, count in responses))
+                yield StreamedAnswer(sent, times, sum(count for _, count in responses))
 
 
 def _numbers(text: mmap.mmap, start: int) -> tuple[int, ...]:
-    """The numbers from `start` up to the end of their list."""
+    """Return the numbers from `start` to the end of their list."""
     inside = text[start : text.find(b"]", start)]
     return tuple(int(one) for one in inside.split(b",") if one)
 
@@ -216,7 +215,7 @@ def read_report(
     request_rate_per_s: float | None,
     export: Export | None = None,
 ) -> LoadResult:
-    """What perf_analyzer printed with ``-v`` (`output`) and wrote as CSV (`report`), for one load.
+    """Parse perf_analyzer's output with ``-v`` and its CSV report for one load.
 
     The other arguments are those of `LoadResult`.
     """
@@ -230,8 +229,8 @@ def read_report(
     is_stable, unstable = check_stability(windows)
     counted = re.search(r"Request count: (\d+)", output)
     sent = re.search(r"Avg send request rate: (\S+) infer/sec", output)
-    # perf_analyzer counts a request as delayed that leaves microseconds late, so nearly all of a
-    # burst: `sent_per_s` tells whether it keeps up.
+    # perf_analyzer counts requests as delayed that are microseconds late, which are nearly all of a
+    # burst. `sent_per_s` shows whether it keeps up.
     said = [line.strip() for line in output.splitlines() if "[WARNING]" in line]
     return LoadResult(
         model=model,
@@ -246,14 +245,14 @@ def read_report(
         windows=windows,
         is_stable=is_stable,
         warnings=tuple([line for line in said if not _DELAYED.search(line)] + unstable),
-        # It tells the rate only where it was late.
+        # It prints the rate only if requests were late.
         sent_per_s=float(sent[1]) if sent else request_rate_per_s,
         export=export,
     )
 
 
 def check_stability(windows: Sequence[Window]) -> tuple[bool | None, list[str]]:
-    """Whether `windows` agree (None of fewer than two), and a sentence for each way they do not."""
+    """Return whether the windows agree (None for fewer than two), and a sentence per difference."""
     if len(windows) < 2:
         return None, []
     spreads = {

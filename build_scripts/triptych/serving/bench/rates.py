@@ -1,4 +1,4 @@
-"""The highest rate of Poisson arrivals at which a promise holds: by growth, then by halving."""
+"""Search the highest rate of Poisson arrivals within an SLO: by growth, then by bisection."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from collections.abc import Sequence
 
 from triptych.base.errors import Progress, UserError
 from triptych.serving.bench.bottleneck import find_bottleneck
-from triptych.serving.bench.measure import Target, measure
+from triptych.serving.bench.measure import BenchTarget, measure
 from triptych.serving.bench.perf_analyzer import Request
-from triptych.serving.bench.results import Load, Measurement, Point, RateSearch
+from triptych.serving.bench.results import LoadPoint, Measurement, OfferedLoad, RateSearch
 from triptych.spec.slo import AnySlo
 
 MIN_REQUESTS = 300
-"""In a measurement: the 99th percentile of fewer rests on two or three of them."""
+"""Minimum number of requests of a measurement; with fewer, p99 depends on two or three."""
 
 MIN_ANSWERED = 0.93
-"""Share of the requests sent that must come back within the windows: less is a growing backlog."""
+"""Minimum share of answered requests within the windows; less means a growing backlog."""
 
 GROWTH = 1.5
-CLOSE = 1.05
-"""The search ends where the lowest broken rate is within this factor of the highest that held."""
+MAX_BRACKET_RATIO = 1.05
+"""Maximum ratio of the lowest failed rate to the highest successful rate at the end."""
 
 _MIN_STEP_DOWN = 100.0
 _SIGMAS = 3.0
 _SLACK_S = 20.0
 WARM_UP_REQUESTS = 50
 DRAIN_REQUESTS = 8
-"""Sent after a rate that broke: when they are answered, what it left in the queues is too."""
+"""Requests sent after a failed rate, which are answered after the queues are empty."""
 
 
-def highest_rate(
-    target: Target,
+def find_highest_rate(
+    target: BenchTarget,
     requests: Sequence[Request],
     slo: AnySlo,
     *,
@@ -43,26 +43,30 @@ def highest_rate(
 ) -> RateSearch:
     """Search for the highest rate at which the latency limits of `slo` hold.
 
-    A rate holds where no request fails, all percentiles are within their limits, and what is sent
-    comes back at the pace at which it is sent. A rate that breaks is measured once more before it
-    is believed.
+    A rate succeeds if no request fails, all percentiles are within their limits, and answers keep
+    pace with requests. A rate that fails is measured again.
 
     Args:
-        target: what is measured.
-        requests: sent in turn.
-        slo: the promise; its throughput is no limit here.
-        start_per_s: the first rate.
-        seconds: of each measurement; longer where it would hold too few requests.
-        budget_s: no measurement begins that would end after it.
-        progress: told each measurement.
+        target: Target of the load.
+        requests: Requests, sent in turn.
+        slo: SLO; its throughput is ignored.
+        start_per_s: First rate.
+        seconds: Duration of a measurement; extended for a minimum number of requests.
+        budget_s: Time budget; no measurement begins that would end after it.
+        progress: Called at each measurement.
 
     Raises:
-        UserError: no server, no such model, or a start or budget that is not above 0.
+        UserError: The server or model is unusable, or the start or budget is not above 0.
     """
     if start_per_s <= 0 or budget_s <= 0:
-        raise UserError("start_per_s, budget_s", "must be above 0", given=(start_per_s, budget_s))
+        raise UserError(
+            "start_per_s, budget_s",
+            "must be above 0",
+            given=(start_per_s, budget_s),
+            remedy="Give positive numbers",
+        )
     deadline = time.monotonic() + budget_s
-    tried: dict[float, Point] = {}
+    tried: dict[float, LoadPoint] = {}
     warmup_requests = WARM_UP_REQUESTS
     held, broken = 0.0, math.inf
     rate: float | None = start_per_s
@@ -72,7 +76,7 @@ def highest_rate(
             progress("rate", f"{rate:.0f}/s: no time left")
             break
         tried[rate] = point
-        if holds(point.rounds[-1], slo, rate):
+        if rate_meets_slo(point.rounds[-1], slo, rate):
             held = max(held, rate)
             warmup_requests = 0
         else:
@@ -101,10 +105,10 @@ def next_rate(held: float, broken: float, start_per_s: float) -> float | None:
     if held == 0:
         lower = broken / 2
         return lower if lower >= start_per_s / _MIN_STEP_DOWN else None
-    return math.sqrt(held * broken) if broken / held > CLOSE else None
+    return math.sqrt(held * broken) if broken / held > MAX_BRACKET_RATIO else None
 
 
-def holds(measurement: Measurement, slo: AnySlo, rate_per_s: float) -> bool:
+def rate_meets_slo(measurement: Measurement, slo: AnySlo, rate_per_s: float) -> bool:
     """Whether one measurement at `rate_per_s` keeps the promise."""
     if measurement.errors or not measurement.requests:
         return False
@@ -113,20 +117,20 @@ def holds(measurement: Measurement, slo: AnySlo, rate_per_s: float) -> bool:
     noise = _SIGMAS / math.sqrt(measurement.requests)
     is_sent = sent >= rate_per_s * (1 - max(1 - MIN_ANSWERED, noise))
     is_answered = measurement.throughput_per_s >= MIN_ANSWERED * min(sent, rate_per_s)
-    return is_sent and is_answered and slo.strain(measurement.latencies_us) <= 1
+    return is_sent and is_answered and slo.slo_ratio(measurement.latencies_us) <= 1
 
 
 def _try_rate(
-    target: Target,
+    target: BenchTarget,
     requests: Sequence[Request],
     slo: AnySlo,
     rate: float,
     seconds: float,
     deadline: float,
     warmup_requests: int,
-) -> Point | None:
+) -> LoadPoint | None:
     """One rate, measured twice where it breaks; None where there is no time for it."""
-    load = Load("poisson", rate)
+    load = OfferedLoad("poisson", rate)
     length = max(seconds, MIN_REQUESTS / rate)
     rounds: list[Measurement] = []
     for _ in range(2):
@@ -143,17 +147,17 @@ def _try_rate(
                 timeout_s=min(left, 2 * length) + _SLACK_S,
             )
         )
-        if holds(rounds[-1], slo, rate):
+        if rate_meets_slo(rounds[-1], slo, rate):
             break
     if not rounds:
         return None
-    return Point(target.pipeline, load, tuple(rounds), find_bottleneck(rounds[-1], load))
+    return LoadPoint(target.pipeline, load, tuple(rounds), find_bottleneck(rounds[-1], load))
 
 
-def _line(point: Point, slo: AnySlo, rate: float) -> str:
+def _line(point: LoadPoint, slo: AnySlo, rate: float) -> str:
     last = point.rounds[-1]
     if last.errors:
         said = ", ".join(f"{count} x {kind}" for kind, count in last.errors.items())
     else:
         said = f"{last.throughput_per_s:.0f}/s answered, p99 {last.p99_us / 1e3:.1f} ms"
-    return f"{rate:.0f}/s {'holds' if holds(last, slo, rate) else 'breaks'}: {said}"
+    return f"{rate:.0f}/s {'holds' if rate_meets_slo(last, slo, rate) else 'breaks'}: {said}"

@@ -1,7 +1,4 @@
-"""What a load takes of the machine: processor and memory of each process, GPUs.
-
-The server's metrics page: the Prometheus text format as plain samples.
-"""
+"""Monitor processor, memory and GPUs during a load, and read the server's metrics page."""
 
 from __future__ import annotations
 
@@ -29,13 +26,15 @@ _TIMEOUT_S = 5.0
 
 
 def read_metrics(text: str) -> list[MetricSample]:
-    """Every sample of a metrics page, in its order; lines that are none are left out.
+    """Return the samples of a metrics page in order, without invalid lines.
 
     Args:
-        text: the page; ``name{label="value"} 1.5`` a line.
+        text: Page in Prometheus text format.
     """
     samples: list[MetricSample] = []
-    for line in text.splitlines():  # the parser gives up a page at the first line that is broken
+    for (
+        line
+    ) in text.splitlines():  # line by line, because the parser stops at the first invalid line
         if line.strip() and not line.startswith("#"):
             try:
                 (family,) = text_string_to_metric_families(line)
@@ -46,12 +45,12 @@ def read_metrics(text: str) -> list[MetricSample]:
 
 
 def fetch_metrics(metrics_url: str) -> list[MetricSample]:
-    """The samples of the page at `metrics_url`, the whole address, as `Server.metrics_url`.
+    """Return the samples of the metrics page at a URL, such as `Server.metrics_url`.
 
     Raises:
-        UserError: nothing answers there.
+        UserError: The page does not answer.
     """
-    # No proxy stands between this and the server, as for gRPC.
+    # No proxy is used, as for gRPC.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(metrics_url, timeout=_TIMEOUT_S) as response:
@@ -59,7 +58,7 @@ def fetch_metrics(metrics_url: str) -> list[MetricSample]:
     except (OSError, ValueError) as error:
         raise UserError(
             "metrics_url",
-            "must be the address of a metrics page that answers",
+            "is not a metrics page that answers",
             given=f"{metrics_url}: {error}",
             remedy="Write for example http://127.0.0.1:8002/metrics",
         ) from error
@@ -69,31 +68,31 @@ SERVER = "tritonserver"
 CLIENT = "perf_analyzer"
 EVERY_S = 0.3
 MEMORY_EVERY = 3
-"""Memory is summed up by the kernel page by page: it is read with every third snapshot only."""
+"""Memory is read with every third snapshot, because the kernel sums it page by page."""
 
 _MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One look at the machine; counters have run since the processes, or the machine, started."""
+    """State of the machine at one time; counters run since the start of processes or machine."""
 
-    time_ns: int  # since the epoch
-    cpu_s: dict[str, float]  # process to the seconds of processor time that it has taken
-    machine: tuple[float, float]  # seconds that this process's cores were busy, and that passed
+    time_ns: int  # Unix time
+    cpu_s: dict[str, float]  # processor time by process
+    machine: tuple[float, float]  # busy and elapsed seconds of this process's cores
     wait_s: dict[str, float] = field(default_factory=dict)
-    """Process to the seconds that its threads stood ready and had no core."""
+    """Seconds that threads waited for a core, by process."""
     memory_mib: dict[str, float] = field(default_factory=dict)  # empty in most snapshots
     gpus: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """GPU to its utilization (0 to 1) and memory in MiB."""
+    """Utilization (0 to 1) and memory (MiB) by GPU."""
 
 
-class Watch:
-    """Looks at a server from a thread while the context lasts.
+class ResourceMonitor:
+    """Thread that monitors a server while the context is open.
 
     Args:
-        pid: of tritonserver; None where it runs on another machine.
-        metrics_url: of the server's metrics page; None leaves out GPUs.
+        pid: Process id of tritonserver; None on another machine.
+        metrics_url: URL of the server's metrics page; None omits GPUs.
     """
 
     def __init__(self, pid: int | None, metrics_url: str | None) -> None:
@@ -103,7 +102,7 @@ class Watch:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ResourceMonitor:
         self._thread.start()
         return self
 
@@ -112,9 +111,9 @@ class Watch:
         self._thread.join()
 
     def between(self, start_ns: int, end_ns: int) -> Resources | None:
-        """What was taken from `start_ns` to `end_ns` (since the epoch); None without two looks.
+        """Return the use from `start_ns` to `end_ns`; None with fewer than two snapshots.
 
-        The clock of those times must be this machine's.
+        The times are Unix times of this machine's clock, in nanoseconds.
         """
         return summarize(self._snapshots, start_ns, end_ns, is_local=self._pid is not None)
 
@@ -139,7 +138,7 @@ class Watch:
                 if with_memory and name != CLIENT:
                     held = process.memory_full_info().pss / _MIB
                     memory[name] += held
-            except psutil.Error:  # ended between the listing and the reading
+            except psutil.Error:  # ended after it was listed
                 continue
         return Snapshot(time.time_ns(), cpu_s, _machine_s(), wait_s, memory, self._gpus())
 
@@ -147,7 +146,7 @@ class Watch:
         if self._pid is not None:
             for process in process_tree(self._pid):
                 try:
-                    yield model_of(process_name(process, self._pid)), process
+                    yield instance_model(name_process(process, self._pid)), process
                 except psutil.Error:  # ended since it was listed
                     continue
         for process in process_tree(os.getpid()):
@@ -170,7 +169,7 @@ class Watch:
             if name in ("nv_gpu_utilization", "nv_gpu_memory_used_bytes")
         }
         if not used:
-            self._metrics_url = None  # no GPU now, none later
+            self._metrics_url = None  # without a GPU now, there is none later
         return {
             gpu: (
                 used.get(("nv_gpu_utilization", gpu), 0.0),
@@ -183,13 +182,13 @@ class Watch:
 def summarize(
     snapshots: Sequence[Snapshot], start_ns: int, end_ns: int, *, is_local: bool
 ) -> Resources | None:
-    """Means and peaks over a span of time; counters are interpolated at its ends.
+    """Return means and peaks over a time span; counters are interpolated at its ends.
 
     Args:
-        snapshots: in order of time.
-        start_ns: since the epoch.
-        end_ns: since the epoch.
-        is_local: whether the server runs on the machine that was looked at.
+        snapshots: Snapshots in order of time.
+        start_ns: Start of the span as Unix time.
+        end_ns: End of the span as Unix time.
+        is_local: Whether the server runs on the monitored machine.
     """
     if len(snapshots) < 2 or end_ns <= start_ns:
         return None
@@ -227,9 +226,9 @@ def summarize(
 def _rise(
     values: Sequence[float | None], snapshots: Sequence[Snapshot], span: tuple[int, int]
 ) -> float:
-    """How far a counter went within `span`, read off straight lines between the snapshots.
+    """Return the increase of a counter within `span`, interpolated linearly.
 
-    A counter that appears later than the first snapshot began at 0; one that is gone stays.
+    A counter that appears after the first snapshot starts at 0; a missing counter stays constant.
     """
     times = [one.time_ns for one in snapshots]
     known = [(time, value) for time, value in zip(times, values, strict=True) if value is not None]
@@ -257,7 +256,7 @@ def _gpu_use(name: str, snapshots: Sequence[Snapshot]) -> GpuUse:
 
 
 def process_tree(root: int) -> list[psutil.Process]:
-    """`root` and everything that descends from it; empty where it has ended."""
+    """Return the process `root` and its descendants; empty if it has ended."""
     try:
         process = psutil.Process(root)
         return [process, *process.children(recursive=True)]
@@ -265,13 +264,13 @@ def process_tree(root: int) -> list[psutil.Process]:
         return []
 
 
-def process_name(process: psutil.Process, server: int) -> str:
-    """``tritonserver`` for the process `server`, else its model instance, else its program's name.
+def name_process(process: psutil.Process, server: int) -> str:
+    """Return ``tritonserver`` for the process `server`, else its model instance or program name.
 
-    What an instance has started, as an engine's workers, goes by the instance's name.
+    Child processes of an instance, such as an engine's workers, have the instance's name.
 
     Raises:
-        psutil.Error: it has ended, or cannot be looked at.
+        psutil.Error: The process has ended or cannot be read.
     """
     if process.pid == server:
         return SERVER
@@ -284,13 +283,13 @@ def process_name(process: psutil.Process, server: int) -> str:
     return Path((process.cmdline() or [process.name()])[0]).name
 
 
-def model_of(instance: str) -> str:
-    """The model of an instance: ``minilm_core`` of ``minilm_core_0_1``."""
+def instance_model(instance: str) -> str:
+    """Return the model of an instance: ``minilm_core`` for ``minilm_core_0_1``."""
     return re.sub(r"_\d+_\d+$", "", instance)
 
 
 def _wait_s(pid: int) -> float:
-    """Seconds its threads were ready to run and did not (Linux: sched-stats.rst)."""
+    """Return the seconds that threads waited for a core (Linux: sched-stats.rst)."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:  # it has ended
@@ -306,7 +305,7 @@ def _wait_s(pid: int) -> float:
 
 
 def _machine_s() -> tuple[float, float]:
-    """Seconds that the cores of this process were busy, and seconds that passed on them."""
+    """Return busy and elapsed seconds of this process's cores."""
     own = os.sched_getaffinity(0)
     busy = passed = 0.0
     for core, times in enumerate(psutil.cpu_times(percpu=True)):

@@ -1,9 +1,7 @@
-"""What a load did to a server: the one form of a result that all of bench, tune and reports use.
+"""Results of load tests, used by bench, tune and reports, with SLO verdict and summaries.
 
-Times are in microseconds and seen by the client unless a name says otherwise. `to_json` is the only
-writer of these classes, `from_json` and `read_result` (of a file) their only readers.
-
-What a bench comes to: whether the promise holds, the best figures, what holds it back.
+Times are client latencies in microseconds unless a name says otherwise. `to_json` is the only
+writer of these classes; `from_json` and `read_result` are their only readers.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Load:
-    """What was offered.
+class OfferedLoad:
+    """Load of a measurement.
 
     Attributes:
-        kind: ``concurrency`` is a closed loop; the next three send whatever comes back;
-            ``in_process`` calls a library directly, with no server.
-        value: clients of a closed loop; mean requests a second of an open one; rows a call.
-        burst: requests sent at once, where the kind is ``burst``.
+        kind: ``concurrency`` is a closed loop; ``poisson``, ``constant`` and ``burst`` are open
+            loops; ``in_process`` calls a library without a server.
+        value: Clients of a closed loop, mean requests per second of an open loop, or rows per call.
+        burst: Requests sent at once, for the kind ``burst``.
     """
 
     kind: Kind
@@ -46,29 +44,29 @@ class Load:
         if self.kind == "concurrency":
             return f"{self.value:g} client{'s' if self.value != 1 else ''}"
         if self.kind == "in_process":
-            return f"{self.value:g} a call"
+            return f"{self.value:g} per call"
         how = f"in bursts of {self.burst}" if self.kind == "burst" else self.kind
         return f"{self.value:g}/s {how}"
 
 
 @dataclass(frozen=True)
 class StepUse:
-    """One step during a measurement, in the server's own counts; times are means of a request."""
+    """One step during a measurement, by the server's counts; times are means per request."""
 
-    step: str  # preprocess, core, postprocess; the model's name where it is none of them
+    step: str  # preprocess, core, postprocess, or the model's name
     model: str
-    instances: int | None  # None where the server does not tell
-    max_delay_us: int  # how long its batcher may hold a batch open
+    instances: int | None  # None if unknown
+    max_delay_us: int  # maximum queue delay of its batcher
     requests: int  # answered
     failures: int  # ended in an error
     rows: int
     executions: int  # batches
-    batch_sizes: dict[int, int]  # rows of a batch to how many such batches ran
+    batch_sizes: dict[int, int]  # number of batches by batch size
     queue_us: float
-    compute_input_us: float  # gathering the batch
+    compute_input_us: float  # time to gather the batch
     compute_infer_us: float
-    compute_output_us: float  # handing out its results
-    busy: float | None  # share of the time that its instances ran a batch; None where not known
+    compute_output_us: float  # time to distribute the results
+    busy: float | None  # share of the time that instances ran a batch; None if unknown
 
     @property
     def mean_batch(self) -> float:
@@ -76,7 +74,7 @@ class StepUse:
 
     @property
     def compute_us(self) -> float:
-        """Mean time a request is in the step's hands, its queue apart."""
+        """Mean time of a request in the step, without the queue."""
         return self.compute_input_us + self.compute_infer_us + self.compute_output_us
 
 
@@ -85,14 +83,14 @@ class ProcessUse:
     """One process of the server: ``tritonserver``, or a step's Python process (all instances)."""
 
     name: str  # tritonserver, or the step's model
-    cpu_cores: float  # mean cores it kept busy
-    memory_mib: float  # most private and shared memory (PSS) it held
-    wait_cores: float = 0.0  # mean cores its threads were ready to use and did not get
+    cpu_cores: float  # mean busy cores
+    memory_mib: float  # maximum memory (PSS)
+    wait_cores: float = 0.0  # mean cores that its threads waited for
 
 
 @dataclass(frozen=True)
 class GpuUse:
-    """One GPU: mean utilization (0 to 1) and most memory used."""
+    """One GPU: mean utilization (0 to 1) and maximum memory."""
 
     name: str
     utilization: float
@@ -101,13 +99,13 @@ class GpuUse:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the measurement took of the machine the server runs on."""
+    """Resources that the measurement used on the server's machine."""
 
-    cores: int  # that this process may use
-    machine_cpu: float | None  # share of all cores busy with anything; None where not known
-    client_cpu_cores: float  # mean cores of the load generator
-    processes: tuple[ProcessUse, ...] = ()  # empty where the server runs elsewhere
-    gpus: tuple[GpuUse, ...] = ()  # that the server's metrics tell of
+    cores: int  # cores available to this process
+    machine_cpu: float | None  # busy share of all cores; None if unknown
+    client_cpu_cores: float  # mean busy cores of the load generator
+    processes: tuple[ProcessUse, ...] = ()  # empty for a server on another machine
+    gpus: tuple[GpuUse, ...] = ()  # GPUs of the server's metrics
 
 
 @dataclass(frozen=True)
@@ -121,16 +119,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What holds the throughput, or most of the latency.
+    """Bottleneck of the throughput, or the largest part of the latency.
 
     Attributes:
         kind: ``queue delay`` (requests wait for a batch held open), ``instances`` (a step's
             instances are always busy while the machine has room), ``compute`` (the machine's
             cores, or the GPU, are full: the step that takes most of them), ``client`` (the load
             generator is), ``none`` (nothing is full: more load would find it).
-        step: whose; empty where it is no step's.
+        step: Step of the bottleneck; empty if it is not a step.
         says: a sentence with the figures it is drawn from.
-        remedy: what to change.
+        remedy: Recommended change.
     """
 
     kind: Literal["queue delay", "instances", "compute", "client", "none"]
@@ -154,14 +152,14 @@ class Times:
 
 @dataclass(frozen=True)
 class Streamed:
-    """What a round says of answers that come token by token.
+    """Metrics of streamed answers in one round.
 
     Attributes:
-        tokens: of the answers.
-        tokens_per_s: of all answers together.
+        tokens: Number of tokens of the answers.
+        tokens_per_s: Tokens per second of all answers.
         goodput_per_s: requests a second that kept every limit of the promise.
-        ttft: from a request to its first token.
-        itl: between two responses of an answer, after the first.
+        ttft: Times from a request to its first token.
+        itl: Times between two responses of an answer, after the first.
     """
 
     tokens: int
@@ -179,25 +177,25 @@ class Measurement:
     requests: int  # answered well
     errors: dict[str, int]  # the server's messages, shortened, to how often
     throughput_per_s: float  # requests answered
-    mean_us: float  # of the latency, as are the percentiles
+    mean_us: float  # mean latency
     p50_us: float
     p90_us: float
     p95_us: float
     p99_us: float
-    p99_9_us: float  # of fewer than 1,000 requests it is close to the largest
+    p99_9_us: float  # with fewer than 1,000 requests, close to the maximum
     is_stable: bool | None  # whether its windows agree; None where that cannot be told
     histogram_us: dict[float, int] = field(default_factory=dict)
     """Lower edge of a latency bin to requests in it; bins grow by a tenth each."""
-    steps: tuple[StepUse, ...] = ()  # in a request's order; empty where no server answered
-    parts: tuple[Part, ...] = ()  # where the mean time goes; they add up to `mean_us`
+    steps: tuple[StepUse, ...] = ()  # steps in the order of a request; empty without a server
+    parts: tuple[Part, ...] = ()  # parts of the mean latency, which add up to `mean_us`
     resources: Resources | None = None  # None where they were not watched
-    warnings: tuple[str, ...] = ()  # what to know before the figures are used
-    sent_per_s: float | None = None  # in an open loop, as it turned out; None in a closed one
+    warnings: tuple[str, ...] = ()  # warnings about the metrics
+    sent_per_s: float | None = None  # actual rate of an open loop; None in a closed loop
     streamed: Streamed | None = None  # None of a pipeline that answers at once, and with errors
 
     @property
     def latencies_us(self) -> dict[str, float]:
-        """By the names that promises limit."""
+        """Latencies by the names of SLO limits."""
         found = {name: getattr(self, f"{name}_us") for name in PERCENTILES}
         if self.streamed is None:
             return found
@@ -210,7 +208,7 @@ class Measurement:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of streamed answers; else 0."""
+        """Tokens per second of streamed answers; 0 for others."""
         return self.streamed.tokens_per_s if self.streamed else 0.0
 
     @property
@@ -233,16 +231,16 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Point:
+class LoadPoint:
     """One contender at one load, over all rounds."""
 
     contender: str  # the pipeline's name, or what it is compared with, as `torch eager`
-    load: Load
+    load: OfferedLoad
     rounds: tuple[Measurement, ...]  # at least one, in the order they were measured
-    bottleneck: Bottleneck | None = None  # of a served pipeline
+    bottleneck: Bottleneck | None = None  # bottleneck of a served pipeline
 
     def median(self, name: str) -> float:
-        """Of a number of `Measurement`, over the rounds."""
+        """Return the median of a field of `Measurement` over the rounds."""
         return float(median(getattr(one, name) for one in self.rounds))
 
     def span(self, name: str) -> tuple[float, float]:
@@ -257,7 +255,7 @@ class Point:
 
     @property
     def streamed(self) -> tuple[Streamed, ...]:
-        """Of each round that was answered token by token."""
+        """Streaming metrics of each round with streamed answers."""
         return tuple(one.streamed for one in self.rounds if one.streamed is not None)
 
     @property
@@ -275,7 +273,7 @@ class Point:
     def meets(self, slo: AnySlo) -> bool:
         """Whether the medians hold all of `slo`, with no error."""
         enough = slo.throughput is None or self.median("throughput_per_s") >= slo.throughput
-        return slo.strain(self.latencies_us) <= 1 and enough and not self.errors
+        return slo.slo_ratio(self.latencies_us) <= 1 and enough and not self.errors
 
 
 @dataclass(frozen=True)
@@ -283,18 +281,20 @@ class RateSearch:
     """The highest Poisson rate at which the latencies of a promise hold."""
 
     slo: AnySlo
-    highest_per_s: float  # that held; 0 where none that was tried did
+    highest_per_s: float  # highest rate that met the SLO; 0 without one
     lowest_broken_per_s: float | None  # None where every rate that was tried held
-    points: tuple[Point, ...]  # every rate tried, ascending
+    points: tuple[LoadPoint, ...]  # every rate tried, ascending
 
 
 @dataclass(frozen=True)
 class Cost:
-    rate_per_s: float  # that one device sustains, at the SLO where there is one
-    price_per_hour: float  # of the device
+    rate_per_s: float  # sustained rate of one device, within the SLO
+    price_per_hour: float  # price of one device
     per_million: float
-    monthly: float | None  # at `daily_requests`, with whole machines; None without a volume
-    machines: int | None  # for `peak_per_s` with `headroom`; None where no peak was given
+    monthly: (
+        float | None
+    )  # monthly cost at `daily_requests`, with whole machines; None without a volume
+    machines: int | None  # machines for `peak_per_s` with `headroom`; None without a peak
     currency: str
     daily_requests: float | None
     peak_per_s: float | None
@@ -312,7 +312,7 @@ class Subject:
     overrides: dict[str, JsonValue]  # dotted key to value, of all that differs from the spec
     server: str  # its URL, or what was started here and which backend of it is replaced
     machine: dict[str, str]
-    versions: dict[str, str]  # of packages
+    versions: dict[str, str]  # versions by package
     measured_at: str  # UTC, ISO 8601
     requests: int  # different ones in the traffic
     lengths: dict[int, int]  # tokens of a core row to rows of the traffic; empty for images
@@ -323,13 +323,13 @@ class Subject:
 @dataclass(frozen=True)
 class BenchResult:
     subject: Subject
-    points: tuple[Point, ...]  # the pipeline's own, in the order of the loads
-    baselines: tuple[Point, ...] = ()  # what one would have instead, in the same rounds
+    points: tuple[LoadPoint, ...]  # the pipeline's own, in the order of the loads
+    baselines: tuple[LoadPoint, ...] = ()  # baselines, measured in the same rounds
     slo: AnySlo = field(default_factory=Slo)
     rate: RateSearch | None = None
     cost: Cost | None = None
     not_runnable: dict[str, str] = field(default_factory=dict)  # baseline to the reason
-    load_s: float | None = None  # from the server's start to ready; None where it ran already
+    load_s: float | None = None  # time from the server's start to ready; None if it ran before
     schema: Literal["triptych-bench/1"] = "triptych-bench/1"
 
 
@@ -340,7 +340,7 @@ def to_json(value: object) -> JsonValue:
 
 
 def from_json(kind: type[Result], document: object) -> Result:
-    """The inverse of `to_json`.
+    """Read the output of `to_json`.
 
     Raises:
         pydantic.ValidationError: `document` is not of that form.
@@ -349,7 +349,7 @@ def from_json(kind: type[Result], document: object) -> Result:
 
 
 def read_result(kind: type[Result], file: Path, verb: str) -> Result:
-    """The result that the command `verb` wrote as JSON.
+    """Return the result that the command `verb` wrote as JSON.
 
     Raises:
         UserError: there is no such file, or it is of another form.
@@ -359,7 +359,7 @@ def read_result(kind: type[Result], file: Path, verb: str) -> Result:
         return from_json(kind, json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         given = error.strerror or error
-        raise UserError(str(file), "must be a file to read", given=given, remedy=remedy) from error
+        raise UserError(str(file), "must be a readable file", given=given, remedy=remedy) from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the document"
@@ -372,7 +372,7 @@ def read_result(kind: type[Result], file: Path, verb: str) -> Result:
 
 @dataclass(frozen=True)
 class SloVerdict:
-    """Whether a promise holds: a word, and a sentence with the figures."""
+    """SLO verdict: a word, and a sentence with metrics."""
 
     kind: Literal["met", "not met", "none"]
     says: str
@@ -382,14 +382,14 @@ class SloVerdict:
         return {"met": "SLO met", "not met": "SLO NOT MET", "none": "No SLO"}[self.kind]
 
 
-def closed_loops(points: Sequence[Point]) -> list[Point]:
-    """Those with a number of clients, ascending."""
+def closed_loop_points(points: Sequence[LoadPoint]) -> list[LoadPoint]:
+    """Return the points of closed loops, ascending in clients."""
     closed = [point for point in points if point.load.kind == "concurrency"]
     return sorted(closed, key=lambda point: point.load.value)
 
 
-def best_point(points: Sequence[Point], slo: AnySlo) -> Point | None:
-    """The highest throughput that holds `slo`; else without an error, else of any."""
+def find_best_point(points: Sequence[LoadPoint], slo: AnySlo) -> LoadPoint | None:
+    """Return the point with the highest throughput: within the SLO, without errors, or any."""
     held = [point for point in points if point.meets(slo)]
     clean = [point for point in points if not point.errors]
     return max(
@@ -397,18 +397,18 @@ def best_point(points: Sequence[Point], slo: AnySlo) -> Point | None:
     )
 
 
-def bottleneck_of(points: Sequence[Point]) -> Bottleneck | None:
-    """That of the highest throughput, promise or not: what holds it from growing."""
-    told = [point for point in points if point.bottleneck is not None]
-    best = best_point(told, Slo())
+def find_limiting_bottleneck(points: Sequence[LoadPoint]) -> Bottleneck | None:
+    """Return the bottleneck at the highest throughput, regardless of the SLO."""
+    known = [point for point in points if point.bottleneck is not None]
+    best = find_best_point(known, Slo())
     return best.bottleneck if best else None
 
 
-def verdict_of(result: BenchResult) -> SloVerdict:
-    """Whether `result` holds its promise.
+def judge_slo(result: BenchResult) -> SloVerdict:
+    """Return whether `result` meets its SLO.
 
-    Where rates were searched they decide: a closed loop slows its clients down with the server,
-    and so hides a queue that real clients would stand in.
+    A rate search takes precedence, because the clients of a closed loop slow down with the server
+    and so hide the queue of real clients.
     """
     slo = result.slo
     if slo.is_empty:
@@ -416,25 +416,25 @@ def verdict_of(result: BenchResult) -> SloVerdict:
     if result.rate is not None:
         highest = result.rate.highest_per_s
         met = highest > 0 and highest >= (slo.throughput or 0)
-        return SloVerdict("met" if met else "not met", f"{slo}: {rates_say(result.rate)}.")
+        return SloVerdict("met" if met else "not met", f"{slo}: {format_rates(result.rate)}.")
     held = [point for point in result.points if point.meets(slo)]
-    best = best_point(result.points, slo)
+    best = find_best_point(result.points, slo)
     if best is None:
         return SloVerdict("not met", f"{slo}: nothing was measured.")
     if held:
         loads = ", ".join(str(point.load) for point in held)
         return SloVerdict("met", f"{slo}: holds at {loads}.")
-    nearest = min(result.points, key=lambda point: (bool(point.errors), _strain(point, slo)))
-    return SloVerdict("not met", f"{slo}: holds at no load. The nearest: {figures_of(nearest)}.")
+    nearest = min(result.points, key=lambda point: (bool(point.errors), _slo_ratio(point, slo)))
+    return SloVerdict("not met", f"{slo}: holds at no load. The nearest: {format_point(nearest)}.")
 
 
-def headline(result: BenchResult) -> str:
-    """The best figures in one line; "" where nothing was measured."""
-    best = best_point(result.points, result.slo)
-    return f"Best: {figures_of(best)}" if best else ""
+def format_headline(result: BenchResult) -> str:
+    """Return the best metrics in one line; empty without measurements."""
+    best = find_best_point(result.points, result.slo)
+    return f"Best: {format_point(best)}" if best else ""
 
 
-def figures_of(point: Point) -> str:
+def format_point(point: LoadPoint) -> str:
     """``231/s at 8 clients, p50 34.1 ms, p99 41.2 ms``, and errors where there were any.
 
     Of streamed answers tokens and goodput, and the times to the first token and between tokens.
@@ -455,10 +455,10 @@ def figures_of(point: Point) -> str:
     return f"{rate}/s at {point.load}, p50 {half} ms, p99 {most} ms{errors}"
 
 
-def warnings_of(points: Sequence[Point]) -> list[str]:
-    """What to know before the figures are used, and where.
+def collect_warnings(points: Sequence[LoadPoint]) -> list[str]:
+    """Return the warnings of all points, with their loads.
 
-    Warnings that differ only in their numbers are told once, with the numbers of the first.
+    Warnings that differ only in numbers are merged, with the numbers of the first.
     """
     found: dict[str, list[tuple[str, str]]] = {}
     for point in points:
@@ -473,8 +473,8 @@ def warnings_of(points: Sequence[Point]) -> list[str]:
     return told
 
 
-def rates_say(rate: RateSearch) -> str:
-    """How far the promise holds when requests arrive at random."""
+def format_rates(rate: RateSearch) -> str:
+    """Return text about the highest rate that meets the SLO."""
     if rate.highest_per_s <= 0:
         tried = ", ".join(f"{rounded(point.load.value)}/s" for point in rate.points)
         return f"holds at no rate that was tried ({tried or 'none'})"
@@ -484,11 +484,11 @@ def rates_say(rate: RateSearch) -> str:
     return f"{held}, and no longer at {rounded(rate.lowest_broken_per_s)}/s"
 
 
-def _strain(point: Point, slo: AnySlo) -> float:
-    """How far from holding: above 1 it does not."""
-    latency = slo.strain(point.latencies_us)
+def _slo_ratio(point: LoadPoint, slo: AnySlo) -> float:
+    """Return the SLO ratio of a point: above 1 it misses the SLO."""
+    latency = slo.slo_ratio(point.latencies_us)
     rate = point.median("throughput_per_s")
-    # A round without any answer has no latency, and is the furthest from a promise.
+    # A round without answers has no latency.
     if rate <= 0:
         return float("inf")
     return max(latency, (slo.throughput or 0) / rate)

@@ -1,4 +1,4 @@
-"""What the server itself counted: a pipeline's steps, and what each did between two moments."""
+"""Server-side counts of a pipeline's steps between two points in time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class ServedStep:
-    """A model that requests go through; see `StepUse`."""
+    """A model on the path of requests; see `StepUse`."""
 
     step: str
     model: str
@@ -32,9 +32,9 @@ class Counts:
     """Sums of one model since the server loaded it."""
 
     statistics: StepStatistics
-    total_us: float  # from arrival to answer of all requests together, those without error
-    busy_us: float  # of all executions together
-    batch_sizes: Mapping[int, int]  # rows of a batch to its executions
+    total_us: float  # total time from arrival to answer of successful requests
+    busy_us: float  # total time of executions
+    batch_sizes: Mapping[int, int]  # executions by batch size
 
     @property
     def mean_us(self) -> float:
@@ -42,7 +42,7 @@ class Counts:
         return self.total_us / answered if answered else 0.0
 
     def __sub__(self, earlier: Counts) -> Counts:
-        """What happened after `earlier` was taken; sizes that did not run are left out."""
+        """Return the counts since `earlier`, without batch sizes that did not run."""
         return Counts(
             statistics=self.statistics - earlier.statistics,
             total_us=self.total_us - earlier.total_us,
@@ -52,21 +52,21 @@ class Counts:
 
 
 class ServerCounts:
-    """A pipeline on a server, asked for its counts.
+    """Reader of a pipeline's counts on a server.
 
     Args:
-        grpc_url: ``host:port``.
-        pipeline: an ensemble, or a model by itself.
+        grpc_url: gRPC address, ``host:port``.
+        pipeline: Name of an ensemble or a single model.
 
     Attributes:
-        steps: in the ensemble's order; the model itself where it is no ensemble.
+        steps: Steps in the order of the ensemble, or the single model.
 
     Raises:
-        UserError: nothing answers there, or there is no such model.
+        UserError: The server does not answer, or the model does not exist.
     """
 
     def __init__(self, grpc_url: str, pipeline: str) -> None:
-        # No proxy stands between this and the server, as for perf_analyzer.
+        # No proxy is used, as for perf_analyzer.
         direct = [("grpc.enable_http_proxy", 0)]
         self._pipeline = pipeline
         self._url = grpc_url
@@ -79,10 +79,10 @@ class ServerCounts:
         )
 
     def read(self) -> dict[str, Counts]:
-        """The counts of the pipeline and of each step, by model.
+        """Return the counts of the pipeline and of each step, by model.
 
         Raises:
-            UserError: the server no longer answers.
+            UserError: The server does not answer.
         """
         names = dict.fromkeys([self._pipeline, *(step.model for step in self.steps)])
         ask = self._client.get_inference_statistics
@@ -114,13 +114,13 @@ class ServerCounts:
 
 
 def step_use(step: ServedStep, counts: Counts, share: float, seconds: float) -> StepUse:
-    """What `step` did, as a value of the result.
+    """Return the use of a step as part of the result.
 
     Args:
-        step: whose.
-        counts: between the two moments.
-        share: of these counts that falls into the measured time; the rest is before and after.
-        seconds: of the measured time.
+        step: Step.
+        counts: Counts between the two points in time.
+        share: Share of the counts within the measured time.
+        seconds: Duration of the measured time.
     """
     statistics = counts.statistics
     room_s = step.instances * seconds
@@ -143,7 +143,7 @@ def step_use(step: ServedStep, counts: Counts, share: float, seconds: float) -> 
 
 
 def _read_counts(model: str, response: Any) -> Counts:
-    """The sums over all versions in a ``ModelStatisticsResponse`` for `model`."""
+    """Return the sums over all versions in a ``ModelStatisticsResponse`` for `model`."""
     sizes: Counter[int] = Counter()
     busy_ns = total_ns = 0
     for version in response.model_stats:

@@ -1,37 +1,36 @@
-"""What a round says of streamed answers: first tokens, the times between tokens, goodput."""
+"""Metrics of streamed answers: time to first token, inter-token latency, goodput."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import fsum
 
-from triptych.serving.bench.perf_output import Answer, Export, percentiles
+from triptych.serving.bench.perf_output import Export, StreamedAnswer, percentiles
 from triptych.serving.bench.results import Part, Streamed, Times
 from triptych.spec.slo import PERCENTILES, GenerationSlo
 
 
-def streamed_of(export: Export, promise: GenerationSlo) -> Streamed:
-    """The figures of all answers that ended within the windows.
+def compute_streaming_metrics(export: Export, promise: GenerationSlo) -> Streamed:
+    """Return the metrics of all answers that ended within the windows.
 
-    Tokens a second are those of these answers: what is under way at the end is left out, as what
-    was under way at the beginning is counted.
+    Answers in flight at the end are excluded; in return, answers in flight at the start count.
     """
     answers = export.answers
     tokens = sum(answer.tokens for answer in answers)
     return Streamed(
         tokens=tokens,
         tokens_per_s=tokens / export.seconds,
-        goodput_per_s=sum(keeps(answer, promise) for answer in answers) / export.seconds,
-        ttft=times_of([answer.ttft_us for answer in answers]),
-        itl=times_of([us for answer in answers for us in answer.itl_us]),
+        goodput_per_s=sum(meets_limits(answer, promise) for answer in answers) / export.seconds,
+        ttft=summarize_times([answer.ttft_us for answer in answers]),
+        itl=summarize_times([us for answer in answers for us in answer.itl_us]),
     )
 
 
-def keeps(answer: Answer, promise: GenerationSlo) -> bool:
-    """Whether one answer keeps every limit.
+def meets_limits(answer: StreamedAnswer, promise: GenerationSlo) -> bool:
+    """Return whether an answer meets every limit.
 
-    It has one first token and one end: each must keep the loosest of its limits, which nearly all
-    answers have to. Of the times between its responses each limited percentile is its own.
+    First token and end are single values, so each must meet the largest of its percentile limits.
+    Inter-token times have percentiles within the answer.
     """
     limits = promise.limits_us
     for moment, value in (("ttft", answer.ttft_us), ("e2e", answer.e2e_us)):
@@ -45,8 +44,8 @@ def keeps(answer: Answer, promise: GenerationSlo) -> bool:
     )
 
 
-def times_of(values_us: Sequence[float]) -> Times:
-    """Percentiles with the number of samples; all 0 of none."""
+def summarize_times(values_us: Sequence[float]) -> Times:
+    """Return mean and percentiles with the number of samples; all 0 without samples."""
     if not values_us:
         return Times(0)
     percents = [float(name[1:].replace("_", ".")) for name in PERCENTILES]
@@ -55,8 +54,8 @@ def times_of(values_us: Sequence[float]) -> Times:
     )
 
 
-def answer_parts(mean_us: float, streamed: Streamed) -> tuple[Part, ...]:
-    """An answer's mean time: the steps' own counts end where its first token is asked for."""
+def split_answer_time(mean_us: float, streamed: Streamed) -> tuple[Part, ...]:
+    """Split an answer's mean time at its first token, where the counts of the steps end."""
     first = min(streamed.ttft.mean_us, mean_us)
     return (
         Part("answer", "first token", first),

@@ -1,13 +1,7 @@
-"""Replicas behind Envoy: what dies is replaced, what is built anew is put in one at a time.
+"""Replicas behind Envoy: restart after crashes, rolling update after builds, and a candidate.
 
-What replicas serve: a repository as it was at one time, whatever is built into it later.
-
-A build swaps whole models and changes no file in place, so that links to its files keep what
-they hold.
-
-One server of a fleet: started, stopped and started again, each in a thread of its own.
-
-A server beside a fleet, on another build, that gets copies of some requests and samples them.
+Each replica serves hard links to a build. A build replaces whole models and modifies no file in
+place, so the links keep the content of their build.
 """
 
 from __future__ import annotations
@@ -34,17 +28,17 @@ from triptych.serving.server import Server
 
 @dataclass(frozen=True, order=True)
 class ReplicaBuild:
-    """One of them: a later one has a higher number."""
+    """A linked build in a folder; later builds have higher numbers."""
 
     number: int
     folder: Path
 
 
 def link_build(repository: Path, home: Path, number: int) -> ReplicaBuild:
-    """Keep what the repository holds now, in a folder that is made in `home`.
+    """Link the repository's present content into a new folder in `home`.
 
     Raises:
-        UserError: a build writes into the repository just now, or there is no room.
+        UserError: A build is writing the repository, or the disk is full.
     """
     folder = home / f"build-{number}"
     with told_to_user(folder), locked(repository):
@@ -66,18 +60,18 @@ _ASK_POLL_S = 0.2
 
 
 class Replica:
-    """A server and what became of it; `Fleet` decides, the methods here take their time.
+    """A server of a fleet and its state. `Fleet` decides; these methods may block.
 
     Attributes:
-        name: as it is told to the user.
-        build: what it serves, or is being started on.
-        is_ready: whether it may get requests.
-        work: its start or exchange under way; None where there is none.
-        again_at: when it is to be started again, on the monotonic clock; None where it is not.
-        most_failed_starts: in a row: what fails so often will fail again.
+        name: Name in messages.
+        build: Build that it serves or starts on.
+        is_ready: Whether it may get requests.
+        work: Start or update in progress; None without one.
+        again_at: Time of the next start on the monotonic clock; None without one.
+        max_failed_starts: Maximum number of failed starts in a row.
     """
 
-    most_failed_starts = 6
+    max_failed_starts = 6
 
     def __init__(
         self, name: str, server: Server, models: Sequence[str], build: ReplicaBuild
@@ -98,18 +92,18 @@ class Replica:
 
     @property
     def has_failed_for_good(self) -> bool:
-        """Whether it answers nothing and is not started again."""
+        """Whether it is down and will not be restarted."""
         return not self.is_ready and self.work is None and self.again_at is None
 
     def start(self, build: ReplicaBuild, timeout_s: float) -> None:
-        """Start it on `build`, and return once each of its pipelines has answered a question.
+        """Start it on `build`, and wait until each of its pipelines answers a request.
 
         Raises:
-            UserError: it does not load, or does not answer.
+            UserError: A model does not load, or a pipeline does not answer.
         """
         with self._ending:
             if self._ended:
-                raise RuntimeError("the fleet is being stopped")
+                raise RuntimeError("the fleet is stopping")
             if build != self.build:
                 self.build = build
                 self._failed_starts = 0
@@ -123,29 +117,29 @@ class Replica:
         self._answer(deadline)
 
     def drain(self) -> None:
-        """Answer what is under way, then end the server."""
+        """Answer the requests in flight, then stop the server."""
         with self._ending:
             self.server.stop()
 
     def end(self) -> None:
-        """`drain`, and never start again."""
+        """Drain the server and never start it again."""
         with self._ending:
             self._ended = True
             self.server.stop()
 
     def ready(self) -> None:
-        """Count it as one that answers."""
+        """Mark it as ready."""
         self.is_ready = True
         self._failed_starts = 0
         self._ready_at = time.monotonic()
 
     def failed(self) -> float | None:
-        """Count a death or a failed start; the pause until the next start, None if that is over."""
+        """Count a crash or failed start; return the pause in seconds, or None if it gives up."""
         now = time.monotonic()
         self._failed_starts += not self.is_ready
         pause_s = self._pauses.take_s(now - self._ready_at if self.is_ready else 0.0)
         self.is_ready = False
-        if self._failed_starts >= self.most_failed_starts:
+        if self._failed_starts >= self.max_failed_starts:
             self.again_at = None
             return None
         self.again_at = now + pause_s
@@ -163,17 +157,22 @@ class Replica:
             if death is not None:
                 raise death
             if time.monotonic() > deadline:
-                raise UserError(self.name, "must answer a question of its traffic", given=fault)
+                raise UserError(
+                    self.name,
+                    "loaded its models but failed the health-check request",
+                    given=fault,
+                    remedy="See the log of that replica",
+                )
 
 
 class CandidateServer:
-    """Its server, kept up as a replica is; nothing that becomes of it changes the fleet.
+    """Server of a candidate build, restarted like a replica; its failures do not affect the fleet.
 
     Args:
-        replica: not started.
-        load_s: that its models may take to load.
-        on_change: told in a line what went well.
-        on_problem: told in a line what did not.
+        replica: Replica, not started.
+        load_s: Timeout for loading its models, in seconds.
+        on_change: Called with a line about each success.
+        on_problem: Called with a line about each problem.
     """
 
     def __init__(
@@ -190,7 +189,7 @@ class CandidateServer:
         self._on_problem = on_problem
 
     def start(self) -> None:
-        """Start it, in a thread of its own."""
+        """Start it in a separate thread."""
         replica = self.replica
         done: Future[None] = Future()
 
@@ -207,7 +206,7 @@ class CandidateServer:
         threading.Thread(target=work, name="candidate", daemon=True).start()
 
     def reconcile(self) -> None:
-        """Tell what became of it, and start it again where it died; as `Fleet.reconcile`."""
+        """Report its state and restart it after a crash; call it like `Fleet.reconcile`."""
         replica = self.replica
         if replica.work is not None:
             if replica.work.done():
@@ -220,7 +219,7 @@ class CandidateServer:
             self.start()
 
     def end(self) -> None:
-        """Answer what is under way, and end the server for good."""
+        """Answer the requests in flight, and stop the server for good."""
         self.replica.end()
 
     def _end_start(self, error: BaseException | None) -> None:
@@ -235,8 +234,8 @@ class CandidateServer:
 
     def _failed(self, error: UserError) -> None:
         pause_s = self.replica.failed()
-        again = "is not started again" if pause_s is None else f"is started again in {pause_s:g} s"
-        self._on_problem(f"{error.message} The candidate {again}; the fleet goes on without it.")
+        again = "is not restarted" if pause_s is None else f"restarts in {pause_s:g} s"
+        self._on_problem(f"{error.message} The candidate {again}; the fleet serves without it.")
 
 
 _TAKEN_OUT_S = 10.0
@@ -245,22 +244,22 @@ Tell = Callable[[str], None]
 
 
 class Fleet:
-    """Servers on what a repository holds, kept up; never outlives this process.
+    """Replicas on a repository behind Envoy; it never outlives this process.
 
-    All is decided in `reconcile`, by one thread; what takes long is done by others meanwhile.
+    `reconcile` makes all decisions in one thread. Worker threads run what blocks.
 
     Args:
-        repository: what is served, and watched for builds.
-        folder: of this fleet's own, for what is served as it was; on the repository's file system.
-        servers: makes a server on a build, by its number from 0, not started.
-        replicas: how many of them.
-        proxy: in front of them, not started.
-        models: serve these only; empty serves all.
-        candidate: beside them, not started; None for none.
-        exchanges: whether what is built anew is put in.
-        load_s: that the models of a replica may take to load.
-        on_change: told in a line what went well.
-        on_problem: told in a line what did not, and what follows.
+        repository: Repository to serve and to poll for builds.
+        folder: Folder of this fleet for linked builds, on the repository's file system.
+        servers: Function from a folder and a number from 0 to a server that is not started.
+        replicas: Number of replicas.
+        proxy: Proxy in front of the replicas, not started.
+        models: Models to serve; empty serves all.
+        candidate: Server of a candidate build, not started; None without one.
+        exchanges: Whether rebuilt pipelines are rolled out.
+        load_s: Timeout for loading the models of a replica, in seconds.
+        on_change: Called with a line about each success.
+        on_problem: Called with a line about each problem and its consequence.
     """
 
     def __init__(
@@ -299,27 +298,27 @@ class Fleet:
 
     @property
     def ready(self) -> list[Replica]:
-        """Those that get requests."""
+        """Replicas that get requests."""
         return [replica for replica in self.replicas if replica.is_ready]
 
     @property
     def endpoints(self) -> dict[str, str]:
-        """Where Envoy is asked."""
+        """Addresses of Envoy: ``grpc``, ``http`` and ``metrics``."""
         proxy = self.proxy
         return {"grpc": proxy.grpc_url, "http": proxy.http_url, "metrics": proxy.metrics_url}
 
     @property
     def is_settled(self) -> bool:
-        """Whether all replicas are ready, on the newest build of those that load."""
+        """Whether all replicas are ready and serve the newest build that loads."""
         return not self._built and all(
             replica.is_ready and replica.build == self._wanted for replica in self.replicas
         )
 
     def start(self) -> None:
-        """Start all replicas at once, and Envoy in front of them once each has answered.
+        """Start all replicas concurrently, then Envoy.
 
         Raises:
-            UserError: one does not become ready, a port is busy, or Envoy does not start.
+            UserError: A replica does not become ready, a port is busy, or Envoy does not start.
         """
         work = [self._begin(replica, self._wanted) for replica in self.replicas]
         for replica, started in zip(self.replicas, work, strict=True):
@@ -332,29 +331,29 @@ class Fleet:
             self._candidate.start()
 
     def described(self) -> list[dict[str, Any]]:
-        """Each replica: where it can be asked itself, and its process."""
+        """Return addresses and process id of each replica."""
         return [
             {"grpc": r.server.grpc_url, "metrics": r.server.metrics_url, "pid": r.server.pid}
             for r in self.replicas
         ]
 
     def reconcile(self) -> None:
-        """Replace what died, put in what was built; to be called about three times a second.
+        """Restart crashed servers and roll out new builds; call it about three times per second.
 
         Raises:
-            UserError: no replica is left, and none is started again.
+            UserError: All replicas have failed for good.
         """
         for replica in self.replicas:
             self._reconcile_replica(replica)
         if all(replica.has_failed_for_good for replica in self.replicas):
             raise UserError(
                 "replicas",
-                "must not all fail",
-                given=f"each of {len(self.replicas)} failed too often to be started again",
-                remedy="The lines above say why",
+                "have all failed",
+                given=f"{len(self.replicas)} replicas that failed too often to be restarted",
+                remedy="See the reasons above",
             )
         if self.proxy.has_died():
-            self._on_problem(f"{self.proxy.failure('must stay up').message} It is started again.")
+            self._on_problem(f"{self.proxy.failure('crashed').message} It restarts.")
             self.proxy.stop()
             self._start_proxy()
         if self._candidate is not None:
@@ -363,15 +362,15 @@ class Fleet:
         self._update_next()
 
     def drain_replica(self, replica: Replica) -> None:
-        """Let Envoy give this replica nothing more; what is under way goes on.
+        """Remove this replica from Envoy's endpoints; requests in flight continue.
 
-        Returns at once: `Proxy.wait_drained` waits until it is so.
+        It does not wait; see `Proxy.wait_drained`.
         """
         replica.is_ready = False
         self._route()
 
     def stop(self) -> None:
-        """Answer what is under way, and end all servers and Envoy."""
+        """Answer the requests in flight, and stop all servers and Envoy."""
         try:
             enders = [threading.Thread(target=replica.end) for replica in self.replicas]
             if self._candidate is not None:
@@ -388,7 +387,7 @@ class Fleet:
         servers = [replica.server for replica in self.ready]
         self.proxy.start(servers)
         if not self.proxy.wait_healthy(servers, _FOUND_S):
-            raise self.proxy.failure("must find its replicas healthy")
+            raise self.proxy.failure("found no healthy replica")
 
     def _route(self) -> None:
         self.proxy.route_to(replica.server for replica in self.ready)
@@ -407,7 +406,7 @@ class Fleet:
     def _begin(
         self, replica: Replica, build: ReplicaBuild, *, drains: bool = False
     ) -> Future[None]:
-        """Start a replica that gets no requests any more, in a thread of its own."""
+        """Start a replica in a worker thread. It must already be out of Envoy's endpoints."""
 
         def work() -> None:
             if drains:
@@ -435,8 +434,8 @@ class Fleet:
             if self._wanted == replica.build:
                 self._wanted = self._proven
             self._on_problem(
-                f"{error.message} What was built gets no requests: the replicas go on with what "
-                "they served before."
+                f"{error.message} The new build was not deployed; the replicas keep serving the "
+                "previous build."
             )
             self._begin(replica, self._proven)
         else:
@@ -447,16 +446,16 @@ class Fleet:
         if was_ready:
             self._route()
         if pause_s is None:
-            again = f"failed {replica.most_failed_starts} times in a row and is not started again"
+            again = f"failed {replica.max_failed_starts} times in a row and is not restarted"
         else:
-            again = f"is started again {f'in {pause_s:g} s' if pause_s else 'now'}"
+            again = f"restarts {f'in {pause_s:g} s' if pause_s else 'now'}"
         self._on_problem(f"{error.message} {replica.name.capitalize()} {again}.")
 
     def _check_for_builds(self) -> None:
         change = self._builds.poll()
         if change is not None:
             for pipeline in change.gone:
-                self._on_problem(f"{pipeline} is not in the repository any more, but still served")
+                self._on_problem(f"{pipeline} was removed from the repository, but is still served")
             self._built |= change.built
         if not self._built:
             return
@@ -466,25 +465,32 @@ class Fleet:
                 self._wanted = link_build(self._repository, self._folder, self._wanted.number + 1)
             except UserError as error:
                 if change is not None:
-                    self._on_problem(f"{error.message} It is tried again.")
+                    self._on_problem(f"{error.message} This is retried.")
                 return
         self._built.clear()
         if refusal:
-            self._on_problem(f"{refusal} The replicas go on with what they serve.")
+            self._on_problem(f"{refusal} The replicas keep serving the previous build.")
 
     def _rejection_reason(self) -> str:
-        """Why what was built is not even tried; empty where it is."""
+        """Return why a new build is not tried; empty if it is."""
         if not self._exchanges:
-            return f"{', '.join(self._built)} was built anew; this profile exchanges nothing."
+            return (
+                f"{', '.join(self._built)} was rebuilt; this profile does not roll out new builds."
+            )
         wrong = find_wrong_pipelines(self._repository)
         return " ".join(
-            UserError(pipeline, "must be as it was built", given=wrong[pipeline]).message
+            UserError(
+                pipeline,
+                "was changed after the build",
+                given=wrong[pipeline],
+                remedy=f"Run `triptych build {pipeline}`",
+            ).message
             for pipeline in self._built
             if pipeline in wrong
         )
 
     def _update_next(self) -> None:
-        """One replica at a time, first those that failed, and never the only one that answers."""
+        """Update one replica: failed ones first, and never the only ready one."""
         if any(replica.work or replica.again_at is not None for replica in self.replicas):
             return
         old = [replica for replica in self.replicas if replica.build != self._wanted]

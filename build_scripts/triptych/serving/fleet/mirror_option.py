@@ -1,4 +1,4 @@
-"""Which build gets copies of requests beside a fleet, and how many, as a user names it."""
+"""The option ``--mirror``: candidate build and share of the requests that are copied to it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from triptych.container.manifests import find_pipelines
 from triptych.repository.manifest import find_manifest, read_manifest
 
 FOLDER = ".candidate"
-"""In the folder of the samples: what a candidate answered must not push out what the fleet did."""
+"""Subfolder for the candidate's samples, so that they do not displace those of the fleet."""
 
 
 class MirrorOption(NamedTuple):
-    """A candidate, and the share of the requests that it gets, above 0 and up to 1."""
+    """Repository of a candidate, and its share of the requests, above 0 and at most 1."""
 
     repository: Path
     share: float
 
 
 def parse_mirror(text: str) -> MirrorOption:
-    """``REPOSITORY:SHARE``.
+    """Parse ``REPOSITORY:SHARE``.
 
     Raises:
-        UserError: another form, or what the repository holds samples nothing.
+        UserError: The form is wrong, or a pipeline of the repository has no `serving.sample`.
     """
     folder, _, share_text = text.rpartition(":")
     try:
@@ -34,9 +34,9 @@ def parse_mirror(text: str) -> MirrorOption:
     if not folder or not 0 < share <= 1:
         raise UserError(
             "--mirror",
-            "must name a repository and a share of the requests, above 0 and up to 1",
+            "must be a repository and a share of the requests, above 0 and at most 1",
             given=text,
-            remedy="As in --mirror candidate:0.05",
+            remedy="Write for example --mirror candidate:0.05",
         )
     repository = Path(folder)
     names = [pipeline.name for pipeline in find_pipelines(repository)]
@@ -44,23 +44,29 @@ def parse_mirror(text: str) -> MirrorOption:
         if read_manifest(repository, name).spec.serving.sample is None:
             raise UserError(
                 "--mirror",
-                "must name builds that sample: answers to mirrored requests are thrown away, so "
-                "nothing else would be left of them",
+                "requires pipelines with serving.sample, because answers to mirrored requests are "
+                "only kept as samples",
                 given=f"{name} without serving.sample",
                 remedy=f"Run `triptych build {name} --set serving.sample.rate=1 --repository "
                 f"{folder}`",
             )
     if not names:
-        raise UserError("--mirror", "must name a repository with a pipeline", given=folder)
+        raise UserError(
+            "--mirror",
+            "must be a repository with a pipeline",
+            given=folder,
+            remedy="Build the candidate with `triptych build NAME --repository FOLDER`",
+        )
     return MirrorOption(repository, share)
 
 
 def check_same_pipelines(repository: Path, candidate: Path) -> None:
-    """Raises a `UserError` where a candidate holds a pipeline that is not served beside it."""
+    """Check that every pipeline of a candidate is also served; raise `UserError` otherwise."""
     for pipeline in find_pipelines(candidate):
         if find_manifest(repository, pipeline.name) is None:
             raise UserError(
                 "--mirror",
-                "must name builds of pipelines that are served",
-                given=f"{pipeline.name}, which {repository} does not hold",
+                "must only have pipelines that are also served",
+                given=f"{pipeline.name}, which is not in {repository}",
+                remedy=f"Remove {pipeline.name} from the candidate, or build it in both",
             )

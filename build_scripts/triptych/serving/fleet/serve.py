@@ -1,9 +1,4 @@
-"""A repository served by several replicas, from nothing to a fleet and back.
-
-Whether replicas have room beside each other, by what they were measured to use.
-
-Which GPU each replica has, and how many replicas that makes.
-"""
+"""Serve a repository with several replicas: options, GPUs, capacity warnings, and the fleet."""
 
 from __future__ import annotations
 
@@ -32,74 +27,76 @@ _MIB = 2**20
 
 
 def find_capacity_warnings(servers: Iterable[int]) -> list[str]:
-    """What to warn of, in sentences, now that the servers with these process ids are ready."""
+    """Return capacity warnings about running servers, given their process ids."""
     used = [_memory_mib(pid) for pid in servers]
     free_mib = psutil.virtual_memory().available / _MIB
     return list(capacity_warnings(used, free_mib, len(os.sched_getaffinity(0))))
 
 
 def capacity_warnings(used_mib: list[float], free_mib: float, cores: int) -> Iterator[str]:
-    """The same from numbers: MiB that each replica uses and that are left, cores to run on."""
+    """Yield capacity warnings from the memory of each replica, free memory (MiB), and cores."""
     if max(used_mib) > free_mib:
         yield (
-            f"a replica uses {max(used_mib):.0f} MiB and {free_mib:.0f} MiB are left: under load "
-            "they may need more; fewer replicas leave room"
+            f"a replica uses {max(used_mib):.0f} MiB and {free_mib:.0f} MiB are free: under load "
+            "replicas may need more; use fewer replicas"
         )
     if len(used_mib) > cores:
-        yield f"{len(used_mib)} replicas share {cores} cores, and take them from each other"
+        yield f"{len(used_mib)} replicas share {cores} cores and slow each other down"
 
 
 def _memory_mib(server: int) -> float:
-    """Of a server and its steps; what they share counts once for all of them."""
-    found = 0
+    """Return the memory of a server and its steps in MiB (PSS: shared pages count once)."""
+    total = 0
     with suppress(psutil.Error):
         process = psutil.Process(server)
         for member in (process, *process.children(recursive=True)):
             with suppress(psutil.Error):
-                found += member.memory_full_info().pss
-    return found / _MIB
+                total += member.memory_full_info().pss
+    return total / _MIB
 
 
 def count_replicas(replicas: int | None, gpus: Sequence[str]) -> int:
-    """How many replicas are asked for.
+    """Return the number of replicas.
 
     Raises:
-        UserError: less than one, a GPU twice, or another number of replicas than of GPUs.
+        UserError: The number is below 1 or differs from the number of GPUs, or a GPU is repeated.
     """
     count = len(gpus) or 1 if replicas is None else replicas
     if count < 1:
-        raise UserError("--replicas", "must be at least 1", given=replicas)
+        raise UserError(
+            "--replicas", "must be at least 1", given=replicas, remedy="Give another number"
+        )
     if "" in gpus or len(set(gpus)) < len(gpus):
         raise UserError(
             "--gpus",
-            "must name each GPU once: numbers, or UUIDs as nvidia-smi -L tells them",
+            "must list each GPU once, as numbers or UUIDs of `nvidia-smi -L`",
             given=",".join(gpus),
             remedy="Write for example --gpus 0,1",
         )
     if gpus and count != len(gpus):
         raise UserError(
             "--replicas",
-            "must be as many as GPUs: each replica has one",
+            "must equal the number of GPUs, because each replica uses one",
             given=f"{count} with --gpus {','.join(gpus)}",
             remedy="Leave --replicas out",
         )
     return count
 
 
-def check_gpus(gpus: Sequence[str], there: int) -> None:
-    """Raises a `UserError` where a number names none of the GPUs that this machine has."""
+def check_gpus(gpus: Sequence[str], installed: int) -> None:
+    """Check that this machine has the GPUs; raise `UserError` otherwise."""
     for gpu in gpus:
-        if there == 0 or (gpu.isdecimal() and int(gpu) >= there):
+        if installed == 0 or (gpu.isdecimal() and int(gpu) >= installed):
             raise UserError(
                 "--gpus",
-                "must name GPUs of this machine",
-                given=f"{gpu}, and there are {there or 'none'}",
-                remedy="`nvidia-smi -L` lists them" if there else "Leave --gpus out",
+                "contains an unknown GPU",
+                given=f"{gpu}; GPUs of this machine: {installed or 'none'}",
+                remedy="Use numbers of `nvidia-smi -L`" if installed else "Leave --gpus out",
             )
 
 
 def gpu_variables(gpus: Sequence[str], number: int) -> dict[str, str]:
-    """What shows a server its own GPU alone; nothing where none were named."""
+    """Return the variable that limits a server to its GPU; empty without `gpus`."""
     return {"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else {}
 
 
@@ -128,22 +125,22 @@ def new_fleet(
     on_change: Callable[[str], None],
     on_problem: Callable[[str], None],
 ) -> Iterator[Fleet]:
-    """A fleet of two replicas or more, not started; what it leaves on the disk goes at the end.
+    """Yield a fleet of at least two replicas, not started; remove its files after the block.
 
-    Each of the `gpus`, written as in ``CUDA_VISIBLE_DEVICES``, is one replica's; without them each
-    sees all. `mirrored` is a candidate of the same flags, with variables of its own. Each server
-    and Envoy log into a file of their own beside the name `log_file`. What `Fleet` and `Server`
-    take besides is passed on.
+    Each entry of `gpus`, written as in ``CUDA_VISIBLE_DEVICES``, is the GPU of one replica; without
+    it each replica sees all GPUs. `mirrored` is a candidate with the same flags and with
+    `candidate_environment`. Each server and Envoy write a log file whose name starts like
+    `log_file`. The other arguments are those of `Fleet` and `Server`.
 
     Raises:
         UserError: Envoy is not installed, a port is busy, or the folder beside the repository
-            cannot be made.
+            cannot be created.
     """
     find_envoy()
     wanted = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
     servers = replicas + (mirrored is not None)
     own = [f"{name}_{number}" for number in range(servers) for name in wanted]
-    # All at once, so that no two replicas pick the same.
+    # Reserved together, so that no two replicas pick the same port.
     ports = reserve_ports(host, {**wanted, **dict.fromkeys(["admin_port", *own], 0)})
 
     def new_server(build: Path, number: int) -> Server:
@@ -208,13 +205,10 @@ def new_fleet(
 
 
 def serve_until_signal(fleet: Fleet, on_ready: Callable[[], None]) -> str:
-    """Start a fleet and keep it up until the first SIGTERM or SIGINT, also one while it starts.
-
-    Returns:
-        The signal's name.
+    """Start a fleet and reconcile it until SIGTERM or SIGINT; return the signal's name.
 
     Raises:
-        UserError: a replica does not load at first, or none is left.
+        UserError: A replica does not load at the start, or all replicas fail for good.
     """
     with until_signal(fleet.stop) as asked:
         fleet.start()
