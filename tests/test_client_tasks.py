@@ -21,6 +21,7 @@ from triptych.client import (
     Entity,
     InvalidRequestError,
     Ranked,
+    tasks,
 )
 
 pytestmark = pytest.mark.server
@@ -75,7 +76,9 @@ def test_classify_zero_shot(call: Call) -> None:
     )
     assert asked == [Choice(f"About {label}.", 1.0) for label in labels]
     for wrong in ("billing", [1, 2]):
-        with pytest.raises(InvalidRequestError, match="parameter `labels` must be a list of str"):
+        with pytest.raises(
+            InvalidRequestError, match="parameter `candidate_labels` must be a list of str"
+        ):
             call("classifier", "classify_zero_shot", ["a"], wrong)
     with pytest.raises(InvalidRequestError, match=r"parameter labels.*lone surrogate U\+D800"):
         call("classifier", "classify_zero_shot", ["a"], ["\ud800"])
@@ -232,3 +235,21 @@ def test_results_cannot_be_changed(call: Call) -> None:
     ((choice,),) = call("classifier", "classify", ["a"])
     with pytest.raises(AttributeError):
         choice.score = 1.0
+
+
+def test_arguments_have_the_names_of_transformers_and_the_former_ones() -> None:
+    for one, other in (
+        (
+            tasks.answer(["a"], ["b"], max_answer_len=3, handle_impossible_answer=False),
+            tasks.answer(["a"], ["b"], max_answer_tokens=3, impossible_answer=False),
+        ),
+        (
+            tasks.entities(["a"], aggregation_strategy="max"),
+            tasks.entities(["a"], aggregation="max"),
+        ),
+        (
+            tasks.classify_zero_shot(["a"], candidate_labels=["x"]),
+            tasks.classify_zero_shot(["a"], labels=["x"]),
+        ),
+    ):
+        assert one.parameters == other.parameters != {}

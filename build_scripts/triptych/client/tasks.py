@@ -213,22 +213,25 @@ def classify_images(
 
 def classify_zero_shot(
     texts: Texts,
-    labels: Sequence[str],
+    candidate_labels: Sequence[str] | None = None,
     *,
     multi_label: bool | None = None,
     hypothesis_template: str | None = None,
     timeout_s: float | None = None,
+    labels: Sequence[str] | None = None,
 ) -> TaskCall[list[list[Choice]], list[Choice]]:
-    """Return scores of `labels` for each text, without training on them.
+    """Return scores of `candidate_labels` for each text, without training on them.
 
     With `multi_label` each label is scored independently, else the scores of a text sum to 1;
     `hypothesis_template` is the sentence that the model judges, with ``{}`` for the label.
+    `labels` is another name of `candidate_labels`.
 
     Returns:
         For each text all labels, best first.
     """
+    named = labels if candidate_labels is None else candidate_labels
     parameters = _given(
-        labels=_json_list("labels", labels),
+        labels=None if named is None else _json_list("candidate_labels", named),
         multi_label=multi_label,
         hypothesis_template=hypothesis_template,
     )
@@ -247,9 +250,15 @@ def fill_mask(
 
 
 def entities(
-    texts: Texts, *, aggregation: Aggregation | None = None, timeout_s: float | None = None
+    texts: Texts,
+    *,
+    aggregation_strategy: Aggregation | None = None,
+    timeout_s: float | None = None,
+    aggregation: Aggregation | None = None,
 ) -> TaskCall[list[list[Entity]], list[Entity]]:
-    """Find named entities in each text; `aggregation` determines how tokens form entities.
+    """Find named entities in each text.
+
+    `aggregation_strategy` (or `aggregation`) determines how tokens form entities.
 
     Returns:
         For each text its entities in order, with character offsets.
@@ -265,7 +274,7 @@ def entities(
             for found in json.loads(outputs["entities"][0])
         ]
 
-    inputs, parameters = {"text": texts}, _given(aggregation=aggregation)
+    inputs, parameters = {"text": texts}, _given(aggregation=aggregation_strategy or aggregation)
     return TaskCall(inputs, parameters, ("entities",), _by_row(read_row), read_row, timeout_s)
 
 
@@ -273,13 +282,16 @@ def answer(
     questions: Texts,
     contexts: Texts,
     *,
+    max_answer_len: int | None = None,
+    handle_impossible_answer: bool | None = None,
+    timeout_s: float | None = None,
     max_answer_tokens: int | None = None,
     impossible_answer: bool | None = None,
-    timeout_s: float | None = None,
 ) -> TaskCall[list[Answer], Answer]:
-    """Answer each question with a span of its context, at most `max_answer_tokens` long.
+    """Answer each question with a span of its context, of at most `max_answer_len` tokens.
 
-    With `impossible_answer` the model may return an empty answer for none.
+    With `handle_impossible_answer` the model may return an empty answer for none.
+    `max_answer_tokens` and `impossible_answer` are other names of these arguments.
 
     Returns:
         For each question its answer, with character offsets in the context.
@@ -291,7 +303,12 @@ def answer(
 
     return TaskCall(
         {"text": questions, "text_pair": contexts},
-        _given(max_answer_tokens=max_answer_tokens, impossible_answer=impossible_answer),
+        _given(
+            max_answer_tokens=max_answer_tokens if max_answer_len is None else max_answer_len,
+            impossible_answer=impossible_answer
+            if handle_impossible_answer is None
+            else handle_impossible_answer,
+        ),
         ("answer", "score", "start", "end"),
         _by_row(read_row),
         read_row,
