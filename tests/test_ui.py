@@ -86,7 +86,7 @@ def test_answers_are_shown_as_their_tasks_have_them() -> None:
 
     answer = {"answer": "Köln", "score": 0.25, "start": 9, "end": 13}
     assert view_answer("answer", one, [answer]).pieces[1] == TextPiece("Köln", "answer", 0.25)
-    assert "no answer" in view_answer("answer", one, [{**answer, "answer": ""}]).lines[0]
+    assert "No answer" in view_answer("answer", one, [{**answer, "answer": ""}]).lines[0]
     choices = view_answer("choices", one, [{"token": ["a", "b"], "score": [0.75, float("nan")]}])
     assert choices.bars[0] == ScoreBar("a", 0.75, 0.75)
     assert choices.bars[1].share == 0.0
