@@ -191,7 +191,7 @@ def test_what_streams_late_hangs_or_finds_no_place_is_told(talking: Case, tmp_pa
             for what in ("Failures", "SlowTtftP99", "SlowItlP99", "SlowE2EP50")
             for window in ("1h", "6h", "3d")
         ),
-        *("Silent", "Crowded", "KvCacheFull", "ReplicaNotReady", "NoMetrics"),
+        *("EngineStalled", "RequestsQueued", "KvCacheFull", "ReplicaNotReady", "NoMetrics"),
     }
     phases = (30, 30, 15)
 
@@ -203,29 +203,31 @@ def test_what_streams_late_hangs_or_finds_no_place_is_told(talking: Case, tmp_pa
         """Series to their values, or for counters their increases; what is wrong meanwhile."""
         late = {moment: 0.0 if wrong == moment else USUAL for moment in ("ttft", "itl", "e2e")}
         return {
-            'ttft_ms_bucket,le="500"': phased(USUAL, late["ttft"]),
-            'itl_ms_bucket,le="50"': phased(USUAL, late["itl"]),
-            'e2e_ms_bucket,le="8000"': phased(USUAL, late["e2e"]),
-            **{f"{moment}_ms_count": phased(USUAL, USUAL) for moment in late},
-            'ended,how="stop"': phased(USUAL, USUAL / 2 if wrong == "fault" else USUAL),
-            'ended,how="overloaded"': phased(0, USUAL / 2 if wrong == "fault" else 0),
-            'ended,how="refused"': phased(0, 9 * USUAL if wrong == "client" else 0),
-            'unprepared,how="error"': phased(0, 0),
+            'ttft_seconds_bucket,le="0.5"': phased(USUAL, late["ttft"]),
+            'itl_seconds_bucket,le="0.05"': phased(USUAL, late["itl"]),
+            'e2e_seconds_bucket,le="8"': phased(USUAL, late["e2e"]),
+            **{f"{moment}_seconds_count": phased(USUAL, USUAL) for moment in late},
+            'requests_total,outcome="stop"': phased(
+                USUAL, USUAL / 2 if wrong == "fault" else USUAL
+            ),
+            'requests_total,outcome="overloaded"': phased(0, USUAL / 2 if wrong == "fault" else 0),
+            'requests_total,outcome="refused"': phased(0, 9 * USUAL if wrong == "client" else 0),
+            'preprocess_errors_total,outcome="error"': phased(0, 0),
             'tokens,kind="new"': phased(USUAL, 0 if wrong == "hang" else USUAL),
-            "under_way": phased(4, 4),
+            "in_flight": phased(4, 4),
             "waiting": phased(0, 3 if wrong == "crowd" else 0),
-            "kv_cache_share": phased(0.5, 0.95 if wrong == "crowd" else 0.5),
+            "kv_cache_usage_ratio": phased(0.5, 0.95 if wrong == "crowd" else 0.5),
         }
 
-    gauges = ("under_way", "waiting", "kv_cache_share")
+    gauges = ("in_flight", "waiting", "kv_cache_usage_ratio")
     files = []
     for wrong, raises in {
         "ttft": {"TalkSlowTtftP99Burn1h", "TalkSlowTtftP99Burn6h"},
         "itl": {"TalkSlowItlP99Burn1h", "TalkSlowItlP99Burn6h"},
         "e2e": {"TalkSlowE2EP50Burn1h"},
         "fault": {"TalkFailuresBurn1h", "TalkFailuresBurn6h"},
-        "hang": {"TalkSilent"},
-        "crowd": {"TalkCrowded", "TalkKvCacheFull"},
+        "hang": {"TalkEngineStalled"},
+        "crowd": {"TalkRequestsQueued", "TalkKvCacheFull"},
         "client": set(),
     }.items():
         where = 'namespace="default",pod="talk-1",pipeline="talk"'
@@ -268,7 +270,7 @@ def test_rows_that_drifted_are_told(tmp_path: Path) -> None:
                 "values": counter([each * mean for each in rows]),
             },
         )
-        alert = "MinilmRowsDrifted"
+        alert = "MinilmInputLengthDrift"
         checks = [
             raised(case, 8, alert, is_raised=False),  # too few rows to tell
             raised(case, 50, alert, is_raised=mean != near[1]),
@@ -281,27 +283,31 @@ def test_what_the_watch_finds_is_told_and_that_it_does_not_look(tmp_path: Path) 
     """Values every two minutes; a look at once, a second one that alarms, then none any more."""
     case = deployed(tmp_path / "built", {"p99_ms": 80.0}, "histogram", samples=True)
     where = 'namespace="default",pod="minilm-watch-1",pipeline="minilm"'
-    looks = {"alarms": "0x30 1x90", "drifts": "0x30 1x29 0x60", "at_seconds": "0x30 3600x180"}
+    looks = {
+        "alarms": "0x30 1x90",
+        "drifts": "0x30 1x29 0x60",
+        "last_run_timestamp_seconds": "0x30 3600x180",
+    }
     pod = 'namespace="default",pod="minilm-1",pipeline="minilm"'
     lost = {"disk": "0x60 0+2x120", "redact": "0+50x180", "exchange": "0+50x180"}
     more = (
-        *({"series": f"triptych_watch_{n}{{{where}}}", "values": v} for n, v in looks.items()),
-        {"series": f"triptych_sample_kept{{{pod}}}", "values": "0+4x180"},
+        *({"series": f"triptych_monitor_{n}{{{where}}}", "values": v} for n, v in looks.items()),
+        {"series": f"triptych_samples_written_total{{{pod}}}", "values": "0+4x180"},
         *(
-            {"series": f'triptych_sample_dropped{{{pod},reason="{why}"}}', "values": values}
+            {"series": f'triptych_samples_dropped_total{{{pod},reason="{why}"}}', "values": values}
             for why, values in lost.items()
         ),
     )
     checks = [
         raised(case, minute, f"Minilm{name}", is_raised=is_raised)
         for name, minute, is_raised in (
-            ("AnswersWrong", 58, False),
-            ("AnswersWrong", 64, True),
-            ("AnswersWrong", 240, True),
+            ("AccuracyDegraded", 58, False),
+            ("AccuracyDegraded", 64, True),
+            ("AccuracyDegraded", 240, True),
             ("RequestsDrifted", 64, True),
             ("RequestsDrifted", 130, False),
-            ("WatchSilent", 230, False),
-            ("WatchSilent", 310, True),  # three hours and the hour of `for`
+            ("MonitorStale", 230, False),
+            ("MonitorStale", 310, True),  # three hours and the hour of `for`
             ("SamplesDropped", 118, False),
             ("SamplesDropped", 210, True),
         )
@@ -309,5 +315,7 @@ def test_what_the_watch_finds_is_told_and_that_it_does_not_look(tmp_path: Path) 
     promtool(
         "test", "rules", write_test(tmp_path, "watch", case, [(USUAL, 0.0)] * 160, checks, more)
     )
-    gone = [raised(case, minute, "MinilmWatchSilent", is_raised=minute > 60) for minute in (50, 70)]
+    gone = [
+        raised(case, minute, "MinilmMonitorStale", is_raised=minute > 60) for minute in (50, 70)
+    ]
     promtool("test", "rules", write_test(tmp_path, "gone", case, [(USUAL, 0.0)] * 40, gone))

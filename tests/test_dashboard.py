@@ -75,7 +75,7 @@ def test_the_dashboard_is_as_grafana_has_it(
         assert used <= records, case.name
     titles = {panel["title"] for panel in made["panels"]}
     assert titles >= {"Tokens of a row", "GPU busy", "Latency at Envoy", "Capacity used"}
-    assert titles >= {"Samples", "Evidence of wrong answers", "Looks"}
+    assert titles >= {"Samples", "Evidence of wrong answers", "Monitor runs"}
 
 
 def within(part: Any, whole: Any) -> bool:
@@ -96,7 +96,8 @@ def test_the_runbook_has_an_entry_for_each_alert(
     drifting = deployed(tmp_path, {"p99_ms": 80.0}, "histogram", samples=True, mean_tokens=20.0)
     names = {name for case in (*cases, talking, drifting) for name in case.alerts}
     kinds = {
-        re.sub(r"P[\d_]+(?=Burn|Missed)|(?<=Burn)\w+$|^(Minilm|Talk)", "", name) for name in names
+        re.sub(r"P[\d_]+(?=Burn|LatencySloMissed)|(?<=Burn)\w+$|^(Minilm|Talk)", "", name)
+        for name in names
     }
     guide = (ROOT / "docker/README.md").read_text()
     runbook = guide.split("## Runbook")[1].split("\n## ")[0]

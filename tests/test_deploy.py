@@ -204,7 +204,7 @@ def test_alerts_fit_the_promise_and_the_release(tmp_path: Path) -> None:
                 assert f'le=~"{limit_ms:g}([.]0)?"' in text, case
             else:
                 assert f"> {limit_ms * 1e3:.0f}" in missed[0], case
-                assert "no histogram with an edge there" in " ".join(text.split("\n")).replace(
+                assert "no histogram with a bound there" in " ".join(text.split("\n")).replace(
                     "          # ", ""
                 ), case
 
@@ -221,7 +221,7 @@ def test_every_number_says_why(tmp_path: Path) -> None:
     told = json.loads(done.stdout)
     by_field = {number["field"]: number for number in told["numbers"]}
     threshold = by_field["spec.triggers[0].metadata.threshold"]
-    assert "150/s held p99 <= 80 ms, 165/s broke it" in threshold["reason"]
+    assert "150/s met p99 <= 80 ms, 165/s missed it" in threshold["reason"]
     assert "may grow by 50% a minute (--max-growth)" in threshold["reason"]
     assert "measured to load in 4.2 s" in threshold["reason"]
     assert "2026-01-02T03:04:05Z on 2 cores of Some Xeon" in threshold["reason"]
@@ -294,10 +294,10 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
         (repository, {}, bare, "bench minilm --find-max-rate"),
         (repository, {"rps_per_replica": 9.0}, none, "--cpu and --memory"),
         (repository, {}, slow, "one client alone was measured"),
-        (repository, {}, unheld, "holds at some rate"),
-        (repository, {}, other, "measured for p99 <= 70 ms; promised is p99 <= 80 ms"),
+        (repository, {}, unheld, "must be met at some rate"),
+        (repository, {}, other, "measured for p99 <= 70 ms; the SLO is p99 <= 80 ms"),
         (repository, {}, old, "built at 2026-01-01"),
-        (repository, {"rps_per_replica": 170.0}, reports, "165/s broke"),
+        (repository, {"rps_per_replica": 170.0}, reports, "165/s missed"),
         (repository, {"memory_mib": 600}, reports, "it used 701 MiB"),
         (repository, {**by_hand, "memory_mib": 256}, none, "256 MiB may be shared"),
         (repository, {"max_grace_seconds": 40}, reports, "15 + 30 + 5 s are 50 s"),
@@ -327,7 +327,7 @@ def test_files_of_others_and_changed_ones_are_left_alone(tmp_path: Path) -> None
     assert "maxSurge: 2" in deployment.read_text()
     deployment.write_bytes(first[deployment])
     (out / "mine.yaml").write_text("kind: Secret\n")
-    with pytest.raises(UserError, match=r"mine\.yaml is another one"):
+    with pytest.raises(UserError, match=r"mine\.yaml, which is another file"):
         write_manifests(out, made.files)
     assert {file.name for file in tmp_path.iterdir()} >= {"out"}
     assert not list(tmp_path.glob(".out-*"))

@@ -79,7 +79,7 @@ def test_what_deploy_writes_has_no_finding(tmp_path: Path, known: Known) -> None
 def test_what_cannot_be_read_is_a_finding(tmp_path: Path) -> None:
     cases = {
         "kind: {{ .Values.kind }}\n  x: [": "helm template",
-        "kind: [": "Mend the YAML",
+        "kind: [": "Fix the YAML",
     }
     for text, remedy in cases.items():
         (finding,) = found_in(tmp_path, text)

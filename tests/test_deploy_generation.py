@@ -48,7 +48,7 @@ def test_kubernetes_takes_it_and_a_pod_has_a_gpu_for_each_part(tmp_path: Path) -
     triggers = found["ScaledObject talk"]["spec"]["triggers"]
     assert [one["name"] for one in triggers] == ["requests", "kv-cache"]
     assert triggers[0]["metadata"]["threshold"] == "8"
-    cache = 'triptych_generation_kv_cache_share{namespace="default",pipeline="talk"}'
+    cache = 'triptych_generation_kv_cache_usage_ratio{namespace="default",pipeline="talk"}'
     assert f"(avg({cache}) > bool 0.9)" in triggers[1]["metadata"]["query"]
     assert all(reason for node in manifests.files.values() for *_, reason in reasons_of(node))
 
@@ -159,7 +159,7 @@ def test_a_text_to_text_pipeline_is_on_processors(tmp_path: Path) -> None:
     for changes in cases:
         objects = taken(kustomized(tmp_path / "out", made(repository, **changes)))
         assert "nvidia.com" not in str(objects)
-        assert "kv_cache_share" not in str(objects)
+        assert "kv_cache_usage_ratio" not in str(objects)
         assert check_manifests(tmp_path / "out") == []
     with pytest.raises(UserError, match="only supported for an engine on a GPU"):
         made(repository, gpu_product="NVIDIA-L4")

@@ -269,7 +269,7 @@ def test_a_slowed_step_raises_the_alert_and_it_clears(tmp_path: Path, tiny_model
     parts = deployed.parts()
     missing = {part for part in parts if any(name in part for name in ELSEWHERE)}
     assert len(missing) == 3  # replicas wanted, ready, and not available
-    alert, wrong = "TinySlowP99Burn1h", "TinyAnswersWrong"
+    alert, wrong = "TinySlowP99Burn1h", "TinyAccuracyDegraded"
     with (
         Server(repository, environment={FOLDER_VARIABLE: str(tmp_path / "samples")}) as server,
         watched(server, deployed, tmp_path) as watch,

@@ -54,11 +54,11 @@ def compose_manifests(c: DeploymentContext) -> Manifests:
 def _count_replicas(c: DeploymentContext) -> ExplainedValue:
     given, fewest = c.options.replicas, c.sizes.fewest
     count = fewest.value if given is None else given
-    why = fewest.reason if given is None else "given by hand (--replicas)"
+    why = fewest.reason if given is None else "given by the user (--replicas)"
     return ExplainedValue(
         count,
         f"{why}. All on one host: {c.cores.reason} each keeps {c.cores.value:.2g} cores busy, "
-        f"{count * c.cores.value:.2g} in all, and has no limit of them: containers share alike",
+        f"{count * c.cores.value:.2g} in all, and has no limit of them: containers share equally",
     )
 
 

@@ -12,7 +12,7 @@ from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue, reasons_of
 from triptych.container.manifests import find_pipelines
 from triptych.deploy.metrics import Metrics
-from triptych.deploy.numbers import Measured, Sizes, measured_of, sizes_of
+from triptych.deploy.numbers import MeasuredReplica, Sizes, compute_sizes, read_measurements
 from triptych.deploy.options import DeployOptions, check_options
 from triptych.deploy.rules import SloObjective, encoder_facts, encoder_objectives
 from triptych.deploy.scaling import Trigger, encoder_triggers
@@ -42,7 +42,7 @@ class Placement(NamedTuple):
     product: ExplainedValue | None = None
 
 
-class Candidate(NamedTuple):
+class CandidateBuild(NamedTuple):
     """A build that gets copies of requests, by the first digits of its lock's hash."""
 
     version: str
@@ -84,7 +84,7 @@ class DeploymentContext:
     environment: Mapping[str, ExplainedValue] = field(default_factory=dict)
     concurrency: ExplainedValue | None = None
     sample: SamplingSettings | None = None
-    candidate: Candidate | None = None
+    candidate: CandidateBuild | None = None
     baseline: str | None = None
 
 
@@ -153,14 +153,14 @@ def read_context(
     lock = read_manifest(repository, pipeline)
     check_alone(repository, pipeline)
     _check_lock(lock, options)
-    measured = measured_of(lock, options, reports)
-    sizes = sizes_of(lock, options, measured, repository)
+    measured = read_measurements(lock, options, reports)
+    sizes = compute_sizes(lock, options, measured, repository)
     version = build_id(repository, pipeline)[:VERSION_DIGITS]
     metrics = Metrics(pipeline, options.namespace, options.workload, options.envoy, time_scale)
     candidate = baseline = None
     if options.mirrored is not None:
         other = options.mirrored.repository
-        candidate = Candidate(
+        candidate = CandidateBuild(
             _read_version(other, pipeline, version, "--mirror"),
             _place(read_manifest(other, pipeline), options, measured),
         )
@@ -209,7 +209,7 @@ def check_alone(repository: Path, name: str) -> None:
         )
 
 
-def _place(lock: BuildManifest, options: DeployOptions, measured: Measured) -> Placement:
+def _place(lock: BuildManifest, options: DeployOptions, measured: MeasuredReplica) -> Placement:
     if lock.spec.core.device == "cpu":
         if options.gpu_product is not None:
             raise UserError(
@@ -258,7 +258,7 @@ def _find_product(lock: BuildManifest, options: DeployOptions) -> str | None:
 
 def _explain_product(lock: BuildManifest) -> str:
     if lock.engine is None:
-        return "given by hand (--gpu-product)"
+        return "given by the user (--gpu-product)"
     return (
         f"the engine was built on {lock.engine.gpu} (compute capability "
         f"{lock.engine.compute_capability}) with TensorRT {lock.engine.tensorrt}; the start-up "

@@ -1,4 +1,4 @@
-"""Where manifests are written: all at once, and never over what somebody else wrote or changed."""
+"""Write manifests all at once, and never over a file that a user wrote or changed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ _MARK = "# Written by `triptych deploy`; put changes into an overlay of your own
 
 
 def write_manifests(out: Path, files: Mapping[str, Any]) -> None:
-    """Write documents (path to content) into `out`, in place of what this wrote there before.
+    """Replace the manifests in a folder.
+
+    Args:
+        out: Folder of manifests.
+        files: Document of each file by its path.
 
     Raises:
-        UserError: `out` holds a file that is not as this wrote it, or cannot be written to.
+        UserError: `out` holds a file that `deploy` did not write so, or is not writable.
     """
     _check_own(out)
     parent = out.resolve().parent
@@ -38,7 +42,7 @@ def write_manifests(out: Path, files: Mapping[str, Any]) -> None:
 
 def _check_own(out: Path) -> None:
     if out.exists() and not out.is_dir():
-        raise UserError("--out", "must be a folder", given=out, remedy="Name another one")
+        raise UserError("--out", "must be a folder", given=out, remedy="Name another path")
     for file in sorted(out.rglob("*")):
         if file.is_dir():
             continue
@@ -46,8 +50,8 @@ def _check_own(out: Path) -> None:
         if head.decode("utf-8", "replace") != f"{_MARK}{_digest(body.decode('utf-8', 'replace'))}":
             raise UserError(
                 "--out",
-                "must hold nothing but files as `triptych deploy` wrote them",
-                given=f"{file} is another one, or was changed",
+                "must only hold files as `triptych deploy` wrote them",
+                given=f"{file}, which is another file or was changed",
                 remedy="Move it away (changes belong into an overlay of your own), or name another "
                 "folder",
             )

@@ -102,7 +102,7 @@ def read_generation_context(
         ),
         environment={
             "HOME": ExplainedValue(
-                "/tmp", "engines keep what they compile below it, and the file system is read-only"
+                "/tmp", "engines store compiled code below it, and the file system is read-only"
             )
         },
         concurrency=ExplainedValue(max(1, math.floor(float(threshold.value))), threshold.reason),
@@ -192,11 +192,14 @@ def _sizes(repository: Path, spec: TextSpec, options: DeployOptions) -> Sizes:
             shm_mib,
             f"{_processes(spec)} Python processes x ({STEP_SHM_MIB} MiB + "
             f"{largest_request_mib(repository)} MiB, the largest request)"
-            + (f"; {_PARTS_SHM_MIB} MiB in which the parts of the model talk" * (gpus > 1)),
+            + (
+                f"; {_PARTS_SHM_MIB} MiB for communication between the parts of the model"
+                * (gpus > 1)
+            ),
         ),
         memory_mib=ExplainedValue(
             f"{memory_mib}Mi",
-            "given by hand (--memory)"
+            "given by the user (--memory)"
             if options.memory_mib
             else f"not measured: twice the {weights_mib:.0f} MiB of weights while they load, "
             f"{_ENGINE_MIB} MiB of the engine, and shared memory",
@@ -209,15 +212,11 @@ def _sizes(repository: Path, spec: TextSpec, options: DeployOptions) -> Sizes:
             f"requests in flight: {BUSY_RATIO:.0%} of the {at_once} that share a batch "
             "(core.max_num_seqs); replicas = ceil(requests / this)",
         ),
-        fewest=ExplainedValue(
-            MIN_REPLICAS, "one may end, or be exchanged, while the other answers"
-        ),
-        most=ExplainedValue(most, f"{_MAX_FACTOR} times the fewest: a bound on cost"),
-        stable_s=ExplainedValue(
-            stable_s(ready_s), f"a replica that goes is missed for {ready_s:.0f} s"
-        ),
+        fewest=ExplainedValue(MIN_REPLICAS, "one may end, or be replaced, while the other answers"),
+        most=ExplainedValue(most, f"{_MAX_FACTOR} times the minimum, to limit the cost"),
+        stable_s=ExplainedValue(stable_s(ready_s), f"a new replica takes {ready_s:.0f} s"),
         tmp_mib=ExplainedValue(
-            _CACHES_MIB, "what the engine compiles, not measured; nothing is kept"
+            _CACHES_MIB, "code that the engine compiles, not measured; nothing in it persists"
         ),
     )
 

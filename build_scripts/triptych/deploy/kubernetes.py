@@ -15,7 +15,7 @@ from triptych.container.manifests import largest_request_mib
 from triptych.container.settings import read_settings
 from triptych.deploy.context import DeploymentContext, Manifests
 from triptych.deploy.dashboard import Rows, lay_out
-from triptych.deploy.metrics import quantile_of
+from triptych.deploy.metrics import parse_quantile
 from triptych.deploy.numbers import (
     POLL_S,
     PRE_STOP_S,
@@ -99,7 +99,7 @@ def template_values(c: DeploymentContext) -> dict[str, Any]:
     dashboard = lay_out(
         options.name,
         f"{c.pipeline} ({options.namespace})",
-        f"{c.pipeline} promises {c.slo}",
+        f"SLO of {c.pipeline}: {c.slo}",
         render_panels(c),
     )
     return {
@@ -130,8 +130,8 @@ def template_values(c: DeploymentContext) -> dict[str, Any]:
             "arguments": envoy_arguments(workers=2),
             "drain": ExplainedValue(
                 drain_script(PRE_STOP_S, exit_s),
-                f"{PRE_STOP_S} s in which clients are told to connect anew, then until nothing is "
-                f"under way, {exit_s} s at most, as the servers' exit timeout. On SIGTERM Envoy "
+                f"{PRE_STOP_S} s in which clients are told to reconnect, then until no request is "
+                f"in flight, {exit_s} s at most, as the servers' exit timeout. On SIGTERM Envoy "
                 "ends at once",
             ),
             "grace_s": PRE_STOP_S + exit_s * (1 + _SETTLE_S) + _MARGIN_S,
@@ -156,7 +156,7 @@ def _base_values(c: DeploymentContext) -> dict[str, Any]:
         "s": c.sizes,
         "m": c.metrics,
         "f": c.facts,
-        "quantile_of": quantile_of,
+        "parse_quantile": parse_quantile,
         "watch_every": WATCH_EVERY,
         "kv_cache_full_ratio": KV_CACHE_FULL_RATIO,
     }
@@ -223,7 +223,7 @@ def envoy_memory(c: DeploymentContext) -> ExplainedValue:
     return ExplainedValue(
         _ENVOY_MIB + _ENVOY_REQUESTS * request_mib,
         f"not measured: {_ENVOY_MIB} MiB, and {_ENVOY_REQUESTS} requests of {request_mib} MiB, "
-        "the largest, which are held until they are answered",
+        "the largest, which are buffered until they are answered",
     )
 
 
@@ -264,7 +264,7 @@ def monitor_memory(c: DeploymentContext) -> ExplainedValue:
         math.ceil(mib / _STEP_MIB) * _STEP_MIB,
         f"{_MONITOR_MIB} MiB, and {_MONITOR_CORE_FACTOR} times the core's files ({size_mib:.0f} "
         "MiB), whose weights may be a fourth of the original's: MiniLM's 90 MiB took 570. Not "
-        "measured for this model: watch it",
+        "measured for this model: observe it",
     )
 
 
@@ -285,7 +285,7 @@ def _samples_mib(c: DeploymentContext) -> ExplainedValue | None:
         math.ceil((rows_mib + _SAMPLE_CACHE_MIB) / _STEP_MIB) * _STEP_MIB,
         f"{_SAMPLE_FOLDERS} x serving.sample.max_bytes ({c.sample.max_bytes} bytes): each "
         "replica may be over it by a file of a tenth, and a candidate has a folder of its own; "
-        f"{_SAMPLE_CACHE_MIB} MiB for the looks and what they computed once",
+        f"{_SAMPLE_CACHE_MIB} MiB for the results of the monitor",
     )
 
 
@@ -293,8 +293,8 @@ def _peers(options: DeployOptions, namespace: str) -> tuple[list[dict[str, Any]]
     """Return the pods that may send requests to the servers, and the reason."""
     if options.envoy is not None:
         return [{"podSelector": {"matchLabels": labels(options.envoy)}}], (
-            "Triton checks nobody's identity, and what went past the proxy would not be counted: "
-            "the proxy alone may ask"
+            "Triton does not authenticate clients, and requests past the proxy would not be "
+            "counted: only the proxy has access"
         )
     peers: list[dict[str, Any]] = [{"podSelector": {}}]
     if options.target == "kserve":
@@ -303,8 +303,8 @@ def _peers(options: DeployOptions, namespace: str) -> tuple[list[dict[str, Any]]
     if namespace not in ("", options.namespace):
         peers.append(_pods_of(namespace))
     return peers, (
-        "Triton checks nobody's identity: only this namespace and the gateway's may ask; a gateway "
-        "whose proxies run in another one must be let in"
+        "Triton does not authenticate clients: only this namespace and the gateway's have access; "
+        "add the namespace of the gateway's proxies, if it is another one"
     )
 
 
@@ -317,7 +317,7 @@ def _weights(thresholds: Sequence[float]) -> list[Any]:
     first = _STEP_PERCENT * math.floor(100 * max(thresholds) / _STEP_PERCENT + 1)
     explained = ExplainedValue(
         first,
-        "the rules see both builds together: with a smaller share not even a build that fails "
+        "the rules measure both builds together: with a smaller share not even a build that fails "
         f"every request would burn the budget {_BURN.times:g} times too fast",
     )
     return [explained, *[weight for weight in (50,) if weight > first]]

@@ -1,6 +1,6 @@
-"""The numbers of a replica and of the fleet, each from what decides it.
+"""The table of numbers of a deployment, each with its reason.
 
-What one replica was measured to hold and to use: of `bench`, or given by hand.
+The numbers of a replica come from `bench`, or from the user.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from triptych.repository.manifest import BuildManifest
 from triptych.serving.bench.results import BenchResult, Measurement, Resources, read_result
 
 MEMORY_MARGIN = 1.25
-"""Over the most that was seen: a longer run and other requests need more than a bench does."""
+"""Factor of the measured maximum: a longer run and other requests need more than a bench."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Figures of one replica.
+class MeasuredReplica:
+    """Measurements of one replica.
 
     Attributes:
-        capacity_per_s: requests a second that keep the promise.
-        cpu_cores: that it keeps busy at that rate.
-        memory_mib: most that it held.
-        load_s: from start to ready; None where nobody knows.
-        gpu_memory_mib: most in use on its GPU; None where there is none.
+        capacity_per_s: Maximum requests per second within the SLO.
+        cpu_cores: Number of busy cores at that rate.
+        memory_mib: Maximum memory.
+        load_s: Time from start to ready; None if it is unknown.
+        gpu_memory_mib: Maximum memory in use on the GPU; None without one.
     """
 
     capacity_per_s: ExplainedValue
@@ -42,17 +42,19 @@ class Measured:
     gpu_memory_mib: float | None
 
 
-def measured_of(lock: BuildManifest, options: DeployOptions, reports: Path) -> Measured:
-    """The figures of the lock's pipeline.
+def read_measurements(
+    lock: BuildManifest, options: DeployOptions, reports: Path
+) -> MeasuredReplica:
+    """Return the measurements of a built pipeline.
 
     Args:
-        lock: of the build that is deployed.
-        options: those given by hand win.
-        reports: the pipeline's folder of reports.
+        lock: Manifest of the build that is deployed.
+        options: Options of the user, which win over measurements.
+        reports: Folder of the pipeline's reports.
 
     Raises:
-        UserError: something is neither measured nor given, is of another build or promise, or says
-            that the promise cannot be kept.
+        UserError: A number is neither measured nor given, comes from another build or SLO, or shows
+            that the SLO cannot be met.
     """
     bench = _read_bench(lock, options, reports / "bench/bench.json")
     if bench is not None:
@@ -61,10 +63,10 @@ def measured_of(lock: BuildManifest, options: DeployOptions, reports: Path) -> M
 
 
 def memory_seen_mib(lock: BuildManifest, reports: Path) -> float | None:
-    """Most MiB that `bench` saw a server of this very build hold; None where it saw none.
+    """Return the maximum memory that `bench` measured for this build, in MiB; None without one.
 
     Raises:
-        UserError: its result cannot be read.
+        UserError: The result of `bench` cannot be read.
     """
     file = reports / "bench/bench.json"
     bench = read_result(BenchResult, file, "bench") if file.is_file() else None
@@ -77,11 +79,11 @@ def _capacity(
     lock: BuildManifest, options: DeployOptions, bench: BenchResult | None, reports: Path
 ) -> ExplainedValue:
     if options.rps_per_replica is not None:
-        return ExplainedValue(options.rps_per_replica, "given by hand (--rps-per-replica)")
+        return ExplainedValue(options.rps_per_replica, "given by the user (--rps-per-replica)")
     if bench is None or bench.rate is None:
         raise UserError(
             "--rps-per-replica",
-            "must be given where the rate that one replica holds is not measured",
+            "is required where the capacity of one replica is not measured",
             given="no search for it in the last bench"
             if bench
             else f"no {reports}/bench/bench.json",
@@ -90,14 +92,14 @@ def _capacity(
         )
     rate = bench.rate
     broken = rate.lowest_broken_per_s
-    more = "" if broken is None else f", {broken:.4g}/s broke it"
-    held = f"measured: {rate.highest_per_s:.4g}/s held {bench.slo}{more} ({_where(bench)})"
+    more = "" if broken is None else f", {broken:.4g}/s missed it"
+    held = f"measured: {rate.highest_per_s:.4g}/s met {bench.slo}{more} ({_where(bench)})"
     return ExplainedValue(rate.highest_per_s, held)
 
 
 def _with_use(
     lock: BuildManifest, options: DeployOptions, bench: BenchResult | None, capacity: ExplainedValue
-) -> Measured:
+) -> MeasuredReplica:
     used = None if bench is None else _use_at(bench, capacity.value)
     missing = [
         option
@@ -107,7 +109,7 @@ def _with_use(
     if missing:
         raise UserError(
             " and ".join(missing),
-            "must be given where nothing of it was measured",
+            "is required where it was not measured",
             given="a bench of a server elsewhere" if bench else "no bench of this build",
             remedy=f"Run `triptych bench {lock.spec.name} --find-max-rate` without --url",
         )
@@ -116,27 +118,27 @@ def _with_use(
     if options.memory_mib is not None and options.memory_mib < memory:
         raise UserError(
             "--memory",
-            "must not be below what the server was measured to use",
+            "must not be below the measured use of the server",
             given=f"{options.memory_mib}Mi, and it used {memory:.0f} MiB",
             remedy="Give more, or build a smaller core (core.precision)",
         )
     where = "" if bench is None else f" ({_where(bench)})"
     seen = used.cores if used else 0
     gpus = [gpu.memory_mib for gpu in used.gpus] if used else []
-    return Measured(
+    return MeasuredReplica(
         capacity_per_s=capacity,
-        cpu_cores=ExplainedValue(options.cpu_cores, "given by hand (--cpu)")
+        cpu_cores=ExplainedValue(options.cpu_cores, "given by the user (--cpu)")
         if options.cpu_cores is not None
         else ExplainedValue(
             cores,
             f"measured: {cores:.2f} of {seen} cores busy, at the rate nearest to capacity{where}",
         ),
-        memory_mib=ExplainedValue(options.memory_mib, "given by hand (--memory)")
+        memory_mib=ExplainedValue(options.memory_mib, "given by the user (--memory)")
         if options.memory_mib is not None
         else ExplainedValue(
             memory * MEMORY_MARGIN,
-            f"measured: {memory:.0f} MiB at most{where}, times {MEMORY_MARGIN:g} for what a bench "
-            "does not meet",
+            f"measured: {memory:.0f} MiB at most{where}, times {MEMORY_MARGIN:g} for requests "
+            "that a bench does not send",
         ),
         load_s=None if bench is None else bench.load_s,
         gpu_memory_mib=max(gpus, default=None),
@@ -144,7 +146,7 @@ def _with_use(
 
 
 def _read_bench(lock: BuildManifest, options: DeployOptions, file: Path) -> BenchResult | None:
-    """The last bench of this very build, under this very promise; None where there is no file."""
+    """Return the last bench of this build and SLO; None without a file."""
     by_hand = (options.rps_per_replica, options.cpu_cores, options.memory_mib)
     if not file.is_file():
         return None
@@ -155,11 +157,11 @@ def _read_bench(lock: BuildManifest, options: DeployOptions, file: Path) -> Benc
         return bench
     if None not in by_hand:
         return None
-    raise UserError(str(file), "must be of this build and its promise", given=given, remedy=again)
+    raise UserError(str(file), "must be of this build and its SLO", given=given, remedy=again)
 
 
 def _fault(lock: BuildManifest, bench: BenchResult) -> str | None:
-    """Why a result says nothing of the build; None where it does."""
+    """Return the reason why a result is not valid for the build; None if it is valid."""
     subject = bench.subject
     own = (lock.spec.name, lock.gate.precision, lock.plan.layout)
     measured = (subject.pipeline, subject.precision, subject.layout)
@@ -168,43 +170,43 @@ def _fault(lock: BuildManifest, bench: BenchResult) -> str | None:
     if _time(subject.measured_at) < _time(lock.built_at):
         return f"measured at {subject.measured_at}, built at {lock.built_at}"
     if bench.slo.limits_us != lock.spec.serving.slo.limits_us:
-        return f"measured for {bench.slo}; promised is {lock.spec.serving.slo}"
+        return f"measured for {bench.slo}; the SLO is {lock.spec.serving.slo}"
     return None
 
 
 def _check_promise(bench: BenchResult, capacity: float | None) -> None:
-    """Raises a `UserError` where what was measured says that the promise cannot be kept."""
+    """Raise a `UserError` where the measurements show that the SLO cannot be met."""
     name = bench.subject.pipeline
     rate = bench.rate
     alone = [p for p in bench.points if p.load.kind == "concurrency" and p.load.value == 1]
     if any(point.rounds and bench.slo.slo_ratio(point.latencies_us) > 1 for point in alone):
         raise UserError(
             "serving.slo",
-            "must be a promise that one request alone keeps",
+            "must be met by one request alone",
             given=f"{bench.slo}; one client alone was measured at {alone[0].typical}",
-            remedy=f"Promise less, or make it faster: `triptych tune {name}`",
+            remedy=f"Raise the limit, or run `triptych tune {name}`",
         )
     if rate is None:
         return
     if rate.highest_per_s <= 0:
         raise UserError(
             "serving.slo",
-            "must be a promise that holds at some rate",
-            given=f"{bench.slo}; the lowest rate that broke it: {rate.lowest_broken_per_s:.4g}/s",
-            remedy=f"Promise less, or make it faster: `triptych tune {name}`",
+            "must be met at some rate",
+            given=f"{bench.slo}; the lowest rate that missed it: {rate.lowest_broken_per_s:.4g}/s",
+            remedy=f"Raise the limit, or run `triptych tune {name}`",
         )
     broken = rate.lowest_broken_per_s
     if capacity is not None and broken is not None and capacity >= broken:
         raise UserError(
             "--rps-per-replica",
-            "must be below the rate that was measured to break the promise",
-            given=f"{capacity:g}/s; {broken:.4g}/s broke {bench.slo}",
-            remedy=f"Leave it out: {rate.highest_per_s:.4g}/s held",
+            "must be below the measured rate that missed the SLO",
+            given=f"{capacity:g}/s; {broken:.4g}/s missed {bench.slo}",
+            remedy=f"Leave it out: {rate.highest_per_s:.4g}/s met it",
         )
 
 
 def _use_at(bench: BenchResult, rate_per_s: float) -> Resources | None:
-    """What was taken in the round whose throughput is nearest to a rate, of those watched."""
+    """Return the resources in the measured round whose throughput is nearest to a rate."""
     watched = [one for one in _rounds(bench) if one.resources is not None]
     nearest = min(watched, key=lambda one: abs(one.throughput_per_s - rate_per_s), default=None)
     return None if nearest is None else nearest.resources
@@ -232,13 +234,13 @@ def _time(text: str) -> datetime.datetime:
 
 
 START_S = 300
-"""The start period of the image's own health check: for a load that nobody measured."""
+"""Start period of the image's own health check, for a load that is not measured."""
 PROBE_S, PROBE_TIMEOUT_S, PROBE_FAILURES = 2, 5, 2
 """Interval, timeout and retries of the image's own health check."""
 SCRAPE_S, POLL_S, SYNC_S, RATE_WINDOW_S = 15, 15, 15, 60
-"""Prometheus, KEDA and Kubernetes' autoscaler look so often; a rate is taken over four scrapes."""
+"""Intervals of Prometheus, KEDA and Kubernetes' autoscaler; the window of rates is four scrapes."""
 TOLERANCE = 0.1
-"""Kubernetes' autoscaler leaves a fleet alone that is less far off."""
+"""Relative deviation below which Kubernetes' autoscaler does not act."""
 MIN_REPLICAS = 2
 TMP_MIB = 64
 PRE_STOP_S = 10
@@ -253,9 +255,10 @@ _ABOVE_FEWEST = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Seconds, MiB, cores and replicas.
+    """Seconds, MiB, cores and replicas of a deployment.
 
-    `threshold_per_s` is the rate that one replica is given: its capacity, less headroom.
+    Attributes:
+        threshold_per_s: Load of one replica: its capacity, less headroom.
     """
 
     start_s: ExplainedValue
@@ -270,16 +273,18 @@ class Sizes:
     fewest: ExplainedValue
     most: ExplainedValue
     stable_s: ExplainedValue
-    tmp_mib: ExplainedValue = ExplainedValue(TMP_MIB, "the steps' scratch; nothing is kept there")
+    tmp_mib: ExplainedValue = ExplainedValue(
+        TMP_MIB, "scratch space of the steps; nothing in it persists"
+    )
 
 
-def sizes_of(
-    lock: BuildManifest, options: DeployOptions, measured: Measured, repository: Path
+def compute_sizes(
+    lock: BuildManifest, options: DeployOptions, measured: MeasuredReplica, repository: Path
 ) -> Sizes:
-    """All numbers of a deployment.
+    """Return the numbers of a deployment.
 
     Raises:
-        UserError: a replica could not end in the time that it is left.
+        UserError: A replica cannot end within its grace, or its memory is too small.
     """
     ready_s, ready_reason = _ready(options, measured)
     delay_s = delay(ready_s)
@@ -297,7 +302,7 @@ def sizes_of(
         connection_age_s=ExplainedValue(
             max(60, math.ceil(2 * delay_s)),
             "a gRPC client looks for new replicas only when a connection ends: twice the "
-            f"{delay_s:.0f} s from more load to a ready replica, so that each soon gets its part",
+            f"{delay_s:.0f} s from more load to a ready replica, so that each soon gets its share",
         ),
         shm_mib=shm,
         memory_mib=_memory(lock, options, measured, shm.value),
@@ -313,14 +318,14 @@ def sizes_of(
             f"Headroom: the rate may grow by {options.max_growth:.0%} a minute (--max-growth), and "
             f"{delay_s:.0f} s pass until a new replica answers: {RATE_WINDOW_S / 2:.0f} s of the "
             f"rate's window, {SCRAPE_S} s to a scrape, {POLL_S} s to KEDA, {SYNC_S} s to the "
-            f"autoscaler, {ready_s:.0f} s to ready ({ready_reason}); and the autoscaler leaves a "
-            f"fleet alone that is less than {TOLERANCE:.0%} off",
+            f"autoscaler, {ready_s:.0f} s to ready ({ready_reason}); and the autoscaler "
+            f"ignores deviations below {TOLERANCE:.0%}",
         ),
         fewest=fewest,
         most=_most(options, fewest.value, threshold),
         stable_s=ExplainedValue(
             stable_s(ready_s),
-            f"a replica that goes is missed for the {ready_s:.0f} s that a new one takes: the load "
+            f"a new replica takes {ready_s:.0f} s: before one is removed, the load "
             f"must have been lower for {_STABLE_TIMES} times that, and for Kubernetes' usual "
             f"{_MIN_STABLE_S} s",
         ),
@@ -328,17 +333,17 @@ def sizes_of(
 
 
 def delay(ready_s: float) -> float:
-    """Seconds from more load to a replica that takes its part."""
+    """Return the seconds from a rise of the load to a new replica that serves."""
     return ready_s + SCRAPE_S + POLL_S + SYNC_S + RATE_WINDOW_S / 2
 
 
 def headroom(growth: float, ready_s: float) -> float:
-    """Share of its capacity that a replica is given: the rest is for growth until another one."""
+    """Return the ratio of its capacity that a replica gets; the rest is for growth meanwhile."""
     return 1 / ((1 + growth * delay(ready_s) / 60) * (1 + TOLERANCE))
 
 
 def stable_s(ready_s: float) -> int:
-    """Seconds for which the load must have been lower before a replica goes."""
+    """Return the seconds for which the load must have been lower before a replica is removed."""
     return min(_MAX_STABLE_S, max(_MIN_STABLE_S, math.ceil(_STABLE_TIMES * ready_s)))
 
 
@@ -351,21 +356,21 @@ def _threads(lock: BuildManifest) -> str:
     return "core.threads is not set: the core starts a thread for each core that the node has"
 
 
-def _ready(options: DeployOptions, measured: Measured) -> tuple[float, str]:
+def _ready(options: DeployOptions, measured: MeasuredReplica) -> tuple[float, str]:
     if options.startup_seconds is not None:
-        return options.startup_seconds, "given by hand, --startup-seconds"
+        return options.startup_seconds, "given by the user, --startup-seconds"
     if measured.load_s is not None:
         return measured.load_s + PROBE_S, (
             f"the models were measured to load in {measured.load_s:.1f} s, and a probe; scheduling,"
-            " images and new nodes are not in it: give --startup-seconds once a cluster has told it"
+            " images and new nodes are excluded: give --startup-seconds once a cluster has shown it"
         )
-    return START_S, "nobody measured it: the image's own start period; give --startup-seconds"
+    return START_S, "not measured: the image's own start period; give --startup-seconds"
 
 
-def _start(options: DeployOptions, measured: Measured) -> ExplainedValue:
+def _start(options: DeployOptions, measured: MeasuredReplica) -> ExplainedValue:
     if measured.load_s is None:
         return ExplainedValue(
-            START_S, "nobody measured the load: the start period of the image itself"
+            START_S, "the load is not measured: the start period of the image itself"
         )
     seconds = max(_MIN_START_S, math.ceil(_START_TIMES * measured.load_s))
     return ExplainedValue(
@@ -376,34 +381,34 @@ def _start(options: DeployOptions, measured: Measured) -> ExplainedValue:
 
 
 def _exit_timeout(lock: BuildManifest) -> ExplainedValue:
-    """Whatever is under way may take as long as it may wait, and its latency."""
+    """Return the maximum time of a request in flight: its wait and its latency."""
     slowest_ms = (
         lock.spec.serving.longest_wait_ms + max(lock.spec.serving.slo.limits_us.values()) / 1e3
     )
     usual = ServerOptions.exit_timeout_s
     return ExplainedValue(
         str(max(usual, math.ceil(slowest_ms / 1e3))),
-        f"requests under way may still take {slowest_ms / 1e3:g} s (serving.queue and the promise);"
+        f"requests in flight may still take {slowest_ms / 1e3:g} s (serving.queue and the SLO);"
         f" {usual} s is the image's own",
     )
 
 
 def pre_stop(options: DeployOptions) -> ExplainedValue:
-    """Seconds of a replica before SIGTERM."""
+    """Return the seconds that a replica sleeps before SIGTERM."""
     if options.target == "compose":
         return ExplainedValue(
-            0, "Docker takes nothing out of its DNS before SIGTERM: a wait gains nothing"
+            0, "Docker keeps the container in DNS until SIGTERM, so a wait would have no effect"
         )
-    why = "a server that is told to stop at once fails what still comes to it"
+    why = "requests that still reach a stopping server fail"
     if options.envoy is not None:
         return ExplainedValue(
             PRE_STOP_S + _DNS_S,
-            f"before SIGTERM, so that the proxy has let go of this replica: {why}. {_DNS_S} s each "
-            "for endpoints, the time that DNS keeps an answer, and the proxy's own look",
+            f"before SIGTERM, so that the proxy no longer uses this replica: {why}. {_DNS_S} s "
+            "each for endpoints, the lifetime of a DNS answer, and the proxy's own refresh",
         )
     return ExplainedValue(
         PRE_STOP_S,
-        f"before SIGTERM, so that endpoints and balancers have let go of this replica: {why}",
+        f"before SIGTERM, so that endpoints and balancers no longer use this replica: {why}",
     )
 
 
@@ -413,19 +418,19 @@ def _grace(options: DeployOptions, pre_stop_s: int, exit_timeout: str) -> Explai
     if given is not None and given < drain_s:
         raise UserError(
             "--max-grace-seconds",
-            "must be longer than a replica takes to end: sleep, requests under way, exit",
+            "must be longer than a replica takes to end: sleep, requests in flight, exit",
             given=f"{given} s; {pre_stop_s} + {exit_timeout} + {EXIT_S:g} s are {drain_s} s",
-            remedy="Give more, or lower serving.queue.max_backlog_ms where it is what takes long",
+            remedy="Give more, or lower serving.queue.max_backlog_ms where the queue takes long",
         )
     return ExplainedValue(
         given or drain_s + _END_MARGIN_S,
-        f"{pre_stop_s} s of preStop, {exit_timeout} s for requests under way (exit timeout), "
+        f"{pre_stop_s} s of preStop, {exit_timeout} s for requests in flight (exit timeout), "
         f"{EXIT_S:g} s for the server to end, and a margin: SIGKILL must never come first",
     )
 
 
 def shm_mib(lock: BuildManifest, repository: Path) -> int:
-    """Shared memory that the Python steps of a pipeline may need, in MiB."""
+    """Return the maximum shared memory of the Python steps in MiB."""
     processes = _step_processes(lock)
     return processes * (STEP_SHM_MIB + largest_request_mib(repository))
 
@@ -441,24 +446,24 @@ def _shm(lock: BuildManifest, repository: Path) -> ExplainedValue:
     return ExplainedValue(
         shm_mib(lock, repository),
         f"{processes} Python processes (instances of preprocess and postprocess) x ({STEP_SHM_MIB} "
-        f"MiB + {request_mib} MiB, the largest request that the pipeline takes): tensors pass "
-        "between Triton and its steps here, and 64 MiB, the usual size, ends them",
+        f"MiB + {request_mib} MiB, the largest request of the pipeline): tensors pass between "
+        "Triton and its steps here, and steps die with the default of 64 MiB",
     )
 
 
 def _memory(
-    lock: BuildManifest, options: DeployOptions, measured: Measured, shm_mib: int
+    lock: BuildManifest, options: DeployOptions, measured: MeasuredReplica, shm_mib: int
 ) -> ExplainedValue:
     if options.memory_mib is not None:
         if options.memory_mib <= shm_mib:
             raise UserError(
                 "--memory",
-                "must be more than shared memory, which counts as the container's",
+                "must be more than shared memory, which counts as memory of the container",
                 given=f"{options.memory_mib}Mi, of which {shm_mib} MiB may be shared",
                 remedy="Give more, or fewer instances of the Python steps",
             )
         return ExplainedValue(
-            f"{options.memory_mib}Mi", "given by hand (--memory); request and limit"
+            f"{options.memory_mib}Mi", "given by the user (--memory); request and limit"
         )
     instances = lock.spec.serving.instances.core
     batch_mib = math.ceil((lock.plan.batch_mib or 0) * instances)
@@ -468,8 +473,8 @@ def _memory(
         f"{rounded}Mi",
         f"{measured.memory_mib.reason}; {batch_mib} MiB for {lock.plan.max_batch_size} rows of "
         f"{lock.plan.max_length} tokens in each of {instances} instances of the core, "
-        f"estimated; and {shm_mib} MiB of shared memory, which counts as the "
-        "container's. Request and limit are one: a node must not run out of what it promised",
+        f"estimated; and {shm_mib} MiB of shared memory, which counts as memory "
+        "of the container. Request equals limit, so that a node cannot run out of memory",
     )
 
 
@@ -477,13 +482,13 @@ def _fewest(lock: BuildManifest, threshold: float) -> ExplainedValue:
     promised = lock.spec.serving.slo.throughput
     if promised is None or promised <= threshold:
         return ExplainedValue(
-            MIN_REPLICAS, "one may end, or be exchanged, while the other answers; no promised "
-            "throughput asks for more",
+            MIN_REPLICAS, "one may end, or be replaced, while the other answers; the SLO's "
+            "throughput needs no more",
         )  # fmt: skip
     needed = math.ceil(promised / threshold)
     return ExplainedValue(
         max(MIN_REPLICAS, needed),
-        f"{promised:g}/s are promised (serving.slo.throughput): ceil({promised:g} / "
+        f"{promised:g}/s are the SLO (serving.slo.throughput): ceil({promised:g} / "
         f"{threshold:.4g}), at least {MIN_REPLICAS}",
     )
 
@@ -492,7 +497,7 @@ def _most(options: DeployOptions, fewest: int, threshold: float) -> ExplainedVal
     if options.peak_rps is None:
         return ExplainedValue(
             _ABOVE_FEWEST * fewest,
-            f"{_ABOVE_FEWEST} times the fewest: a bound on cost; --peak-rps says what is needed",
+            f"{_ABOVE_FEWEST} times the minimum, to limit the cost; --peak-rps sets the need",
         )
     needed = math.ceil(options.peak_rps / threshold)
     return ExplainedValue(

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from triptych.base.explained import ExplainedValue
-from triptych.deploy.metrics import GenerationMetrics, Metrics, quantile_of
-from triptych.deploy.numbers import Measured
+from triptych.deploy.metrics import GenerationMetrics, Metrics, parse_quantile
+from triptych.deploy.numbers import MeasuredReplica
 from triptych.deploy.options import DeployOptions
 from triptych.operate.tune.drift import MIN_LOAD_CHANGE
 from triptych.repository.config import COUNTED_FROM, has_edge
@@ -132,7 +132,7 @@ def generation_objectives(
         min(budgets.values(), default=MAX_FAILED_RATIO),
         "triptych:generation_failed:ratio",
         metrics.faulty_share,
-        "requests fail, or find no room",
+        "requests fail or are refused for overload",
         where,
         metrics.ended,
     )
@@ -161,7 +161,7 @@ def _burn_alert(one: SloObjective, burn: Burn, pipeline: str, slo: str) -> Mappi
     capped = (
         ""
         if threshold == burn.times * one.budget
-        else f", capped: {burn.times:g} times it is more than all"
+        else f", capped: {burn.times:g} times the budget is more than all requests"
     )
     min_requests = math.ceil(2 / threshold)
     conditions = (
@@ -176,15 +176,15 @@ def _burn_alert(one: SloObjective, burn: Burn, pipeline: str, slo: str) -> Mappi
         "expression": ExplainedValue(
             "\nand ".join(conditions),
             f"budget {one.budget:.4g} of the {one.unit} ({slo}), burned {burn.times:g} times as "
-            f"fast as it may: {threshold:.4g}{capped}. With fewer than {min_requests} {one.unit} "
+            f"fast as allowed: {threshold:.4g}{capped}. With fewer than {min_requests} {one.unit} "
             f"in {burn.short} a single one could raise it",
         ),
-        "summary": f"{pipeline}: {one.summary}, {burn.times:g} times what may be",
+        "summary": f"{pipeline}: {one.summary}, {burn.times:g} times the allowed ratio",
     }
 
 
 def encoder_facts(
-    lock: BuildManifest, options: DeployOptions, measured: Measured, metrics: Metrics
+    lock: BuildManifest, options: DeployOptions, measured: MeasuredReplica, metrics: Metrics
 ) -> dict[str, Any]:
     """Return what the templates of rules and dashboard read of a pipeline that answers at once."""
     tokens = lock.traffic.get("mean_tokens")
@@ -206,24 +206,24 @@ def generation_facts(spec: TextSpec, metrics: GenerationMetrics) -> dict[str, An
             "ttft",
             "Time to first token",
             "From token ids in the core to the first new one. It climbs with waiting requests: see "
-            "Load. Without any: longer prompts, or the prefix cache no longer helps (see Work).",
+            "Load. Without any: longer prompts, or fewer hits in the prefix cache (see Work).",
         ),
         (
             "itl",
             "Time between tokens",
-            "It climbs with requests in a batch, and where long prompts are computed between: "
+            "It climbs with requests in a batch, and with long prompts between the tokens: "
             "lower core.max_num_seqs or core.max_num_batched_tokens, or add replicas.",
         ),
         (
             "e2e",
             "Whole answers",
-            "From token ids to the last new one; as long as answers are. Compare with tokens a "
-            "second (see Work).",
+            "From token ids to the last new one; it grows with the length of answers. Compare with "
+            "tokens per second (see Work).",
         ),
     ):
         names = [name for name in limits_ms if name.startswith(latency)]
         shown = dict.fromkeys(["p50", *(name.partition("_")[2] for name in names), "p99"])
-        queries = {one: metrics.quantile_ms(latency, quantile_of(one), "5m") for one in shown}
+        queries = {one: metrics.quantile_ms(latency, parse_quantile(one), "5m") for one in shown}
         limit = limits_ms[names[0]] if names else None
         latencies.append({"title": title, "advice": advice, "queries": queries, "limit": limit})
     return {
@@ -242,7 +242,7 @@ def camel(name: str) -> str:
 
 
 def _budget(percentile: str) -> float:
-    return round(1 - quantile_of(percentile), 6)
+    return round(1 - parse_quantile(percentile), 6)
 
 
 def _select(pipeline: str, options: DeployOptions) -> str:
@@ -272,11 +272,11 @@ def _percentile_alerts(
             "name": name.upper(),
             "expression": ExplainedValue(
                 f"{metrics.percentile_us(name)} > {limit_ms * 1e3:.0f}",
-                f"{shown} <= {limit_ms:g} ms is promised. Triton {options.release} has no "
-                f"histogram with an edge there (serving.triton and --triton of {COUNTED_FROM} or "
-                "later have one, and so has an Envoy in front): this is each replica's own "
-                "percentile of the last minute, seen by the server, and cannot be added up; so it "
-                "says that the promise is missed now, not how much of a budget is left",
+                f"{shown} <= {limit_ms:g} ms is the SLO. Triton {options.release} has no "
+                f"histogram with a bound there (serving.triton and --triton of {COUNTED_FROM} or "
+                "later have one, and so has Envoy): this is each replica's own percentile of the "
+                "last minute, by the server's clock, and cannot be summed; it shows that the SLO "
+                "is missed now, not the remaining budget",
             ),
             "summary": f"{lock.spec.name}: {shown} of a replica is over {limit_ms:g} ms",
         }
@@ -297,7 +297,7 @@ def _drift(built_for: float, metrics: Metrics) -> ExplainedValue:
     )
     return ExplainedValue(
         expression,
-        f"built for rows of {built_for:g} tokens in the mean; work of {MIN_LOAD_CHANGE:g} times "
-        f"that, or the reverse, is worth tuning anew. Means of {MIN_DRIFT_ROWS} rows do not "
-        "differ so by chance",
+        f"built for rows of {built_for:g} tokens in the mean; a change by a factor of "
+        f"{MIN_LOAD_CHANGE:g} is worth tuning again. Means of {MIN_DRIFT_ROWS} rows do not differ "
+        "so much by chance",
     )

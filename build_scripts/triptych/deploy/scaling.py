@@ -28,20 +28,20 @@ def encoder_triggers(lock: BuildManifest, sizes: Sizes, metrics: Metrics) -> lis
     limit_us = WAITING_SHARE * min(lock.spec.serving.slo.limits_us.values())
     waits = f"({metrics.waiting_us(window)} > bool {limit_us:.0f})"
     where = (
-        "What reaches no server is not in it: put the gateway's own rate here, if it has one"
+        "Requests that reach no server are not counted: use the gateway's own rate, if it has one"
         if metrics.envoy is None
-        else "Of the proxy: were there no server to take it"
+        else "The proxy counts them, also without a server"
     )
     offered = ExplainedValue(
         metrics.offered(window),
-        "what came in, refused requests included: answers saturate just when replicas are missing. "
+        "arriving requests with refused ones: answers saturate just when replicas are missing. "
         f"{where}",
     )
     guard = ExplainedValue(
         f"{waits} * ({metrics.replicas()} + 1)",
         f"a guard: one replica more for as long as a request waits over {limit_us / 1e3:g} ms "
-        f"on average ({WAITING_SHARE:.0%} of the shortest promise). Queue time itself explodes "
-        "near saturation and would multiply replicas",
+        f"on average ({WAITING_SHARE:.0%} of the lowest latency limit). Queue time itself "
+        "explodes near saturation and would multiply replicas",
     )
     return [Trigger("rate", offered, sizes.threshold_per_s), Trigger("queue", guard, "1")]
 
@@ -50,12 +50,12 @@ def generation_triggers(spec: TextSpec, sizes: Sizes, metrics: GenerationMetrics
     """Return the triggers of a pipeline that generates text: requests in flight, and a guard."""
     requests = ExplainedValue(
         f"sum({metrics.gauge('running')} + {metrics.gauge('waiting')})",
-        "requests in the engines and before them: an answer takes as long as it is, so that a "
+        "running and waiting requests: the duration of an answer depends on its length, so the "
         "rate says little",
     )
     triggers = [Trigger("requests", requests, sizes.threshold_per_s)]
     if spec.has_kv_cache:
-        cache, full = metrics.gauge("kv_cache_share"), KV_CACHE_FULL_RATIO
+        cache, full = metrics.gauge("kv_cache_usage_ratio"), KV_CACHE_FULL_RATIO
         guard = ExplainedValue(
             f"(avg({cache}) > bool {full:g}) * (count({cache}) + 1)",
             f"a guard: one replica more for as long as the KV caches are over {full:.0%} full "

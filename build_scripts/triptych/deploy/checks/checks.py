@@ -1,4 +1,4 @@
-"""All checks of a folder of manifests: no cluster is asked, every fault is told at once."""
+"""All checks of a folder of manifests, without a cluster; every fault is reported at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from triptych.base.errors import Finding
 from triptych.base.releases import Release
 from triptych.deploy.checks import fleet, pods
-from triptych.deploy.checks.objects import Folder, Server, Unread, read_folder
+from triptych.deploy.checks.objects import Folder, ServerPods, UnreadableFile, read_folder
 from triptych.deploy.checks.pods import Known
 from triptych.repository.lint.snapshot import Flaw, error
 
@@ -19,15 +19,15 @@ _TAG = re.compile(r":(\d\d)\.(\d\d)\b")
 
 
 class Checked(NamedTuple):
-    """What checks look at: a folder, and what is known of the pipeline that it serves."""
+    """A folder with manifests, and the known facts about the pipeline that it serves."""
 
     folder: Folder
     known: Known | None
     release: Release | None
 
 
-class Check(NamedTuple):
-    """A row of the table: subjects of a folder, and the flaws of each."""
+class ManifestCheck(NamedTuple):
+    """A check: its subjects in a folder, and a generator of the flaws of each."""
 
     id: str
     subjects: Callable[[Checked], Iterable[Any]]
@@ -35,25 +35,25 @@ class Check(NamedTuple):
 
 
 def _alone(flaws: Callable[[Any], Iterator[Flaw]]) -> Callable[[Any, Checked], Iterator[Flaw]]:
-    """For a check that needs nothing but its subject."""
+    """Return a check that reads its subject alone."""
     return lambda subject, _: flaws(subject)
 
 
 def _amid(
     flaws: Callable[[Any, Folder], Iterator[Flaw]],
 ) -> Callable[[Any, Checked], Iterator[Flaw]]:
-    """For one that looks at the other objects of the folder."""
+    """Return a check that reads the other objects of the folder, too."""
     return lambda subject, checked: flaws(subject, checked.folder)
 
 
 def _built(
     flaws: Callable[[Any, Known | None], Iterator[Flaw]],
 ) -> Callable[[Any, Checked], Iterator[Flaw]]:
-    """For one that compares with what was built and measured."""
+    """Return a check that compares with what was built and measured."""
     return lambda subject, checked: flaws(subject, checked.known)
 
 
-def _servers(checked: Checked) -> list[Server]:
+def _servers(checked: Checked) -> list[ServerPods]:
     return checked.folder.servers
 
 
@@ -61,7 +61,7 @@ def _autoscalers(checked: Checked) -> Iterable[Any]:
     return checked.folder.autoscalers
 
 
-def _of(*kinds: str) -> Callable[[Checked], Iterable[Any]]:
+def _kinds(*kinds: str) -> Callable[[Checked], Iterable[Any]]:
     return lambda checked: checked.folder.of(*kinds)
 
 
@@ -69,63 +69,66 @@ def _queries(checked: Checked) -> Iterable[Any]:
     return fleet.queries(checked.folder)
 
 
-# A new check is a generator of flaws and a line here. What most often causes the rest comes first.
+# A new check is a generator of flaws and a line here. Checks of causes stand before those of
+# consequences.
 CHECKS = (
-    Check("manifest-readable", lambda checked: checked.folder.unread, lambda one, _: _unread(one)),
-    Check("serves-triton", lambda checked: [checked.folder], lambda one, _: _serves(one)),
-    Check("api-version", lambda checked: checked.folder.objects, _alone(fleet.api_version)),
-    Check("field-known", _servers, _alone(pods.field_known)),
-    Check("image-tag", _servers, _alone(pods.image_tag)),
-    Check("startup-probe", _servers, _alone(pods.startup_probe)),
-    Check("readiness-probe", _servers, _alone(pods.readiness_probe)),
-    Check("liveness-probe", _servers, _alone(pods.liveness_probe)),
-    Check("probe-timeout", _servers, _alone(pods.probe_timeout)),
-    Check("shared-memory", _servers, _alone(pods.shared_memory)),
-    Check("shared-memory-measured", _servers, _built(pods.shared_memory_measured)),
-    Check("memory-limit", _servers, _alone(pods.memory_limit)),
-    Check("memory-measured", _servers, _built(pods.memory_measured)),
-    Check("engine-gpu", _servers, _built(pods.engine_gpu)),
-    Check("pre-stop", _servers, _alone(pods.pre_stop)),
-    Check("grace", _servers, _alone(pods.grace)),
-    Check("restricted", _servers, _alone(pods.restricted)),
-    Check("model-control", _servers, _alone(pods.model_control)),
-    Check("recreated", _servers, _alone(fleet.recreated)),
-    Check("disruption-budget", _servers, _amid(fleet.disruption_budget)),
-    Check("replicas-autoscaled", _autoscalers, _amid(fleet.replicas_autoscaled)),
-    Check("one-autoscaler", _autoscalers, _amid(fleet.one_autoscaler)),
-    Check("null-values", _of("ScaledObject"), _alone(fleet.null_values)),
-    Check("fallback", _of("ScaledObject"), _alone(fleet.fallback)),
-    Check("value-metric", _of("ScaledObject"), _alone(fleet.value_metric)),
-    Check("scales-on-use", _queries, _alone(fleet.scales_on_use)),
-    Check("scales-on-ratio", _queries, _alone(fleet.scales_on_ratio)),
-    Check("metric-known", _queries, _alone(fleet.metric_known)),
-    Check(
+    ManifestCheck(
+        "manifest-readable", lambda checked: checked.folder.unread, lambda one, _: _unread(one)
+    ),
+    ManifestCheck("serves-triton", lambda checked: [checked.folder], lambda one, _: _serves(one)),
+    ManifestCheck("api-version", lambda checked: checked.folder.objects, _alone(fleet.api_version)),
+    ManifestCheck("field-known", _servers, _alone(pods.field_known)),
+    ManifestCheck("image-tag", _servers, _alone(pods.image_tag)),
+    ManifestCheck("startup-probe", _servers, _alone(pods.startup_probe)),
+    ManifestCheck("readiness-probe", _servers, _alone(pods.readiness_probe)),
+    ManifestCheck("liveness-probe", _servers, _alone(pods.liveness_probe)),
+    ManifestCheck("probe-timeout", _servers, _alone(pods.probe_timeout)),
+    ManifestCheck("shared-memory", _servers, _alone(pods.shared_memory)),
+    ManifestCheck("shared-memory-measured", _servers, _built(pods.shared_memory_measured)),
+    ManifestCheck("memory-limit", _servers, _alone(pods.memory_limit)),
+    ManifestCheck("memory-measured", _servers, _built(pods.memory_measured)),
+    ManifestCheck("engine-gpu", _servers, _built(pods.engine_gpu)),
+    ManifestCheck("pre-stop", _servers, _alone(pods.pre_stop)),
+    ManifestCheck("grace", _servers, _alone(pods.grace)),
+    ManifestCheck("restricted", _servers, _alone(pods.restricted)),
+    ManifestCheck("model-control", _servers, _alone(pods.model_control)),
+    ManifestCheck("recreated", _servers, _alone(fleet.recreated)),
+    ManifestCheck("disruption-budget", _servers, _amid(fleet.disruption_budget)),
+    ManifestCheck("replicas-autoscaled", _autoscalers, _amid(fleet.replicas_autoscaled)),
+    ManifestCheck("one-autoscaler", _autoscalers, _amid(fleet.one_autoscaler)),
+    ManifestCheck("null-values", _kinds("ScaledObject"), _alone(fleet.null_values)),
+    ManifestCheck("fallback", _kinds("ScaledObject"), _alone(fleet.fallback)),
+    ManifestCheck("value-metric", _kinds("ScaledObject"), _alone(fleet.value_metric)),
+    ManifestCheck("scales-on-use", _queries, _alone(fleet.scales_on_use)),
+    ManifestCheck("scales-on-ratio", _queries, _alone(fleet.scales_on_ratio)),
+    ManifestCheck("metric-known", _queries, _alone(fleet.metric_known)),
+    ManifestCheck(
         "histogram-release",
         _queries,
         lambda query, checked: fleet.histogram_release(query, checked.release),
     ),
-    Check("balanced", _of("Service"), _amid(fleet.balanced)),
-    Check("closed", _of("Service"), _amid(fleet.closed)),
-    Check("canary-percent", _of("InferenceService"), _alone(fleet.canary_percent)),
-    Check("grpc-port", _servers, _alone(fleet.grpc_port)),
+    ManifestCheck("balanced", _kinds("Service"), _amid(fleet.balanced)),
+    ManifestCheck("closed", _kinds("Service"), _amid(fleet.closed)),
+    ManifestCheck("canary-percent", _kinds("InferenceService"), _alone(fleet.canary_percent)),
+    ManifestCheck("grpc-port", _servers, _alone(fleet.grpc_port)),
 )
 
 
 def check_manifests(
     folder: Path, *, release: Release | None = None, known: Known | None = None
 ) -> list[Finding]:
-    """Every finding on the manifests below `folder`, errors first.
+    """Return the findings on the manifests below `folder`, errors first.
 
     Args:
-        folder: YAML files, and folders of Kustomize as `kubectl kustomize` makes them.
-        release: of Triton; None takes the image's, where its tag tells.
-        known: what was built and measured of the pipeline; None compares with nothing.
+        folder: Folder with YAML files, or folders of Kustomize as `kubectl kustomize` renders them.
+        release: Release of Triton; None takes the tag of the image, if it is one.
+        known: Facts about the built pipeline; None compares with nothing.
 
     Raises:
-        UserError: there is no such folder, or no kubectl for one that needs it.
+        UserError: The folder does not exist, or it needs kubectl, which is not installed.
     """
     read = read_folder(folder)
-    checked = Checked(read, known, release or _release_of(read))
+    checked = Checked(read, known, release or _find_release(read))
     findings = [
         Finding(check.id, **{**vars(flaw), "file": flaw.file or subject.where})
         for check in CHECKS
@@ -135,8 +138,8 @@ def check_manifests(
     return sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity))
 
 
-def _unread(one: Unread) -> Iterator[Flaw]:
-    yield error("A file must be a manifest that can be read", one.reason, one.remedy, one.file)
+def _unread(one: UnreadableFile) -> Iterator[Flaw]:
+    yield error("A file must be a readable manifest", one.reason, one.remedy, one.file)
 
 
 def _serves(folder: Folder) -> Iterator[Flaw]:
@@ -149,7 +152,7 @@ def _serves(folder: Folder) -> Iterator[Flaw]:
         )
 
 
-def _release_of(folder: Folder) -> Release | None:
+def _find_release(folder: Folder) -> Release | None:
     for server in folder.servers:
         found = _TAG.search(str(server.container.get("image", "")))
         if found:

@@ -1,6 +1,6 @@
-"""Checks of what stands around the pods: API versions, autoscalers, Services, budgets, KServe.
+"""Checks of the objects around the pods: API versions, autoscalers, Services, budgets, KServe.
 
-Checks of what is asked of Prometheus: by autoscalers, rules and analyses.
+Queries of Prometheus in autoscalers, rules and analyses are checked here, too.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from triptych.base.errors import closest
 from triptych.base.releases import Release
-from triptych.deploy.checks.objects import Folder, Object, Server, mapping, sequence
+from triptych.deploy.checks.objects import Folder, ManifestObject, ServerPods, mapping, sequence
 from triptych.repository.config import COUNTED_FROM, HISTOGRAM
 from triptych.repository.lint.snapshot import Flaw, error, warning
 from triptych.runtime.generation_metrics import NAMES, PREFIX
 
-# Group and version, and the Kubernetes that has it no more (its deprecation guide).
+# API version, the Kubernetes release that removed it (its deprecation guide), and the new version.
 REMOVED = {
     "autoscaling/v2beta1": ("1.25", "autoscaling/v2"),
     "autoscaling/v2beta2": ("1.26", "autoscaling/v2"),
@@ -30,18 +30,18 @@ REMOVED = {
 _STANDARD = ("Standard", "RawDeployment", "")
 
 
-def api_version(one: Object) -> Iterator[Flaw]:
+def api_version(one: ManifestObject) -> Iterator[Flaw]:
     version = str(one.data.get("apiVersion", ""))
     if version in REMOVED:
         gone, now = REMOVED[version]
         yield error(
-            "An API must be one that clusters still have",
+            "An API must exist in supported clusters",
             f"{version} {one.kind}, removed in Kubernetes {gone}",
             f"Write {now}",
         )
 
 
-def replicas_autoscaled(autoscaler: Object, folder: Folder) -> Iterator[Flaw]:
+def replicas_autoscaled(autoscaler: ManifestObject, folder: Folder) -> Iterator[Flaw]:
     kind, name = target_of(autoscaler)
     for one in folder.of(kind):
         if one.name == name and "replicas" in one.spec:
@@ -53,7 +53,7 @@ def replicas_autoscaled(autoscaler: Object, folder: Folder) -> Iterator[Flaw]:
             )
 
 
-def one_autoscaler(autoscaler: Object, folder: Folder) -> Iterator[Flaw]:
+def one_autoscaler(autoscaler: ManifestObject, folder: Folder) -> Iterator[Flaw]:
     others = [
         one
         for one in folder.autoscalers
@@ -68,7 +68,7 @@ def one_autoscaler(autoscaler: Object, folder: Folder) -> Iterator[Flaw]:
         )
 
 
-def null_values(autoscaler: Object) -> Iterator[Flaw]:
+def null_values(autoscaler: ManifestObject) -> Iterator[Flaw]:
     for trigger in triggers(autoscaler):
         data = mapping(trigger.get("metadata"))
         if trigger.get("type") == "prometheus" and str(data.get("ignoreNullValues")) != "false":
@@ -79,7 +79,7 @@ def null_values(autoscaler: Object) -> Iterator[Flaw]:
             )
 
 
-def fallback(autoscaler: Object) -> Iterator[Flaw]:
+def fallback(autoscaler: ManifestObject) -> Iterator[Flaw]:
     asked = [one for one in triggers(autoscaler) if one.get("type") == "prometheus"]
     if asked and "fallback" not in autoscaler.spec:
         yield warning(
@@ -89,7 +89,7 @@ def fallback(autoscaler: Object) -> Iterator[Flaw]:
         )
 
 
-def value_metric(autoscaler: Object) -> Iterator[Flaw]:
+def value_metric(autoscaler: ManifestObject) -> Iterator[Flaw]:
     for trigger in triggers(autoscaler):
         query = str(mapping(trigger.get("metadata")).get("query", ""))
         if trigger.get("metricType") == "Value" and ("queue" in query or "latency" in query):
@@ -102,7 +102,7 @@ def value_metric(autoscaler: Object) -> Iterator[Flaw]:
             )
 
 
-def balanced(service: Object, folder: Folder) -> Iterator[Flaw]:
+def balanced(service: ManifestObject, folder: Folder) -> Iterator[Flaw]:
     spec = service.spec
     if spec.get("clusterIP") == "None" or not _grpc_ports(service):
         return
@@ -118,7 +118,7 @@ def balanced(service: Object, folder: Folder) -> Iterator[Flaw]:
         )
 
 
-def closed(service: Object, folder: Folder) -> Iterator[Flaw]:
+def closed(service: ManifestObject, folder: Folder) -> Iterator[Flaw]:
     kind = service.spec.get("type")
     if kind in ("LoadBalancer", "NodePort") and any(
         selects(service, server) for server in folder.servers
@@ -130,7 +130,7 @@ def closed(service: Object, folder: Folder) -> Iterator[Flaw]:
         )
 
 
-def disruption_budget(server: Server, folder: Folder) -> Iterator[Flaw]:
+def disruption_budget(server: ServerPods, folder: Folder) -> Iterator[Flaw]:
     if server.owner.kind not in ("Deployment", "StatefulSet", "Rollout"):
         return
     budgets = [
@@ -146,7 +146,7 @@ def disruption_budget(server: Server, folder: Folder) -> Iterator[Flaw]:
         )
 
 
-def recreated(server: Server) -> Iterator[Flaw]:
+def recreated(server: ServerPods) -> Iterator[Flaw]:
     strategy = mapping(server.owner.spec.get("strategy"))
     if strategy.get("type") == "Recreate":
         yield error(
@@ -156,7 +156,7 @@ def recreated(server: Server) -> Iterator[Flaw]:
         )
 
 
-def canary_percent(service: Object) -> Iterator[Flaw]:
+def canary_percent(service: ManifestObject) -> Iterator[Flaw]:
     predictor = mapping(service.spec.get("predictor"))
     mode = str(service.annotations.get("serving.kserve.io/deploymentMode", ""))
     if "canaryTrafficPercent" in predictor and mode in _STANDARD:
@@ -169,7 +169,7 @@ def canary_percent(service: Object) -> Iterator[Flaw]:
         )
 
 
-def grpc_port(server: Server) -> Iterator[Flaw]:
+def grpc_port(server: ServerPods) -> Iterator[Flaw]:
     if server.owner.kind not in ("InferenceService", "ServingRuntime", "ClusterServingRuntime"):
         return
     ports = [str(mapping(port).get("name", "")) for port in sequence(server.container.get("ports"))]
@@ -181,17 +181,17 @@ def grpc_port(server: Server) -> Iterator[Flaw]:
         )
 
 
-def triggers(autoscaler: Object) -> list[dict[str, object]]:
+def triggers(autoscaler: ManifestObject) -> list[dict[str, object]]:
     return [mapping(one) for one in sequence(autoscaler.spec.get("triggers"))]
 
 
-def target_of(autoscaler: Object) -> tuple[str, str]:
-    """Kind and name of what it scales; KEDA's usual kind is Deployment."""
+def target_of(autoscaler: ManifestObject) -> tuple[str, str]:
+    """Return kind and name of the scaled object; KEDA's default kind is Deployment."""
     target = mapping(autoscaler.spec.get("scaleTargetRef"))
     return str(target.get("kind", "Deployment")), str(target.get("name", ""))
 
 
-def selects(service: Object, server: Server) -> bool:
+def selects(service: ManifestObject, server: ServerPods) -> bool:
     return _within(mapping(service.spec.get("selector")), server.labels)
 
 
@@ -199,7 +199,7 @@ def _within(selector: dict[str, object], labels: dict[str, object]) -> bool:
     return bool(selector) and selector.items() <= labels.items()
 
 
-def _grpc_ports(service: Object) -> list[dict[str, object]]:
+def _grpc_ports(service: ManifestObject) -> list[dict[str, object]]:
     ports = [mapping(port) for port in sequence(service.spec.get("ports"))]
     return [
         port
@@ -238,9 +238,9 @@ _UTILIZATION = re.compile(
 
 
 class Query(NamedTuple):
-    """An expression, or a metric's name, and what it is for."""
+    """An expression or the name of a metric, and its purpose."""
 
-    owner: Object
+    owner: ManifestObject
     text: str
     scales: bool
 
@@ -250,7 +250,7 @@ class Query(NamedTuple):
 
 
 def queries(folder: Folder) -> list[Query]:
-    """Every expression of a folder."""
+    """Yield the expressions of a folder."""
     return [query for one in folder.objects for query in _of(one)]
 
 
@@ -296,7 +296,7 @@ def scales_on_ratio(query: Query) -> Iterator[Flaw]:
         )
 
 
-def _of(one: Object) -> Iterator[Query]:
+def _of(one: ManifestObject) -> Iterator[Query]:
     if one.kind == "ScaledObject":
         for trigger in sequence(one.spec.get("triggers")):
             data = mapping(mapping(trigger).get("metadata"))
@@ -316,7 +316,7 @@ def _of(one: Object) -> Iterator[Query]:
 
 
 def _metric_name(metric: dict[str, object]) -> str:
-    """Of an HPA's metric, in the forms of v2beta1 and later."""
+    """Return the name of an HPA's metric, in the forms of v2beta1 and later."""
     for kind in ("pods", "object", "external"):
         value = mapping(metric.get(kind))
         if value:

