@@ -22,7 +22,7 @@ from triptych.repository.lint.snapshot import (
 
 _CLASS = "TritonPythonModel"
 _IN_CONTAINER = {"numpy", "tokenizers", "triton_python_backend_utils", "c_python_backend_utils"}
-_GENERATION_MARK = "generation_wire.py"
+_GENERATION_MARK = "generation_messages.py"
 # Steps with the file above need NVIDIA's image with the engine, or CTranslate2.
 _FOR_GENERATION = {"jinja2", "vllm", "tensorrt_llm", "ctranslate2"}
 _GPU_MODULES = {
