@@ -14,7 +14,7 @@ from conftest import quiet, traffic_texts
 from task_models import MODELS
 from triptych.core.feeds import Sample
 from triptych.core.gate.cached import decoding_of
-from triptych.core.gate.check import Labeled, check
+from triptych.core.gate.check import GateLabels, check
 from triptych.core.gate.reference import reference_of
 from triptych.core.gate.runs import RowOutputs, RunBatch, open_core
 from triptych.core.inputs import PipelineInputs, read_inputs
@@ -71,7 +71,7 @@ class Bench:
         return open_core(file or self.file, self.inputs.plan)
 
     def check(
-        self, run: RunBatch, precision: Precision = "fp32", labeled: Labeled | None = None
+        self, run: RunBatch, precision: Precision = "fp32", labeled: GateLabels | None = None
     ) -> GateResult:
         plan = self.inputs.plan
         return check(

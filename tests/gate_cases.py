@@ -96,7 +96,7 @@ def requests_of(samples: Sequence[Sample], *, edges: int = 0) -> list[GateReques
             rows=(sample,),
             carries=(),
             edge=i < edges,
-            shown=f"row {i}",
+            preview=f"row {i}",
         )
         for i, sample in enumerate(samples)
     ]

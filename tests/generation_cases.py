@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import struct
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +20,9 @@ from tritonclient.grpc import InferInput, service_pb2_grpc
 from tritonclient.grpc._utils import _get_inference_request
 
 from triptych.building.generation.adapters import CONFIG, WEIGHTS
+from triptych.building.generation.inputs import GeneratingInputs, Prompt
+from triptych.building.generation.reference import Reference
+from triptych.building.generation.render import EngineModule, register_engine
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
@@ -123,16 +129,59 @@ def write_adapter(
     return folder
 
 
+FAKE_FILE = Path(__file__).with_name("fake_engine.py")
+
+
+class RepeatedPrompt:
+    """Answers of the fake engine: the prompt again, or backwards where an adapter is named."""
+
+    def answer(self, inputs: GeneratingInputs, prompt: Prompt, max_tokens: int) -> Reference:
+        ids = (prompt.ids[::-1] if prompt.adapter else prompt.ids)[:max_tokens]
+        return Reference(
+            prompt=prompt.ids,
+            ids=ids,
+            text=inputs.model.decoding().decode(list(ids), skip_special_tokens=True),
+            margins=(math.inf,) * len(ids),
+            logprobs=tuple(-float(index) for index in range(len(ids))),
+        )
+
+
+def fake_backend(token_delay_ms: float = 0.0) -> str:
+    """Register the fake engine, which takes a time for each token; its name for `core.backend`."""
+    name = f"fake_{token_delay_ms:g}ms"
+    settings = {"token_delay_ms": token_delay_ms}
+    engine = EngineModule(str(FAKE_FILE), fake=RepeatedPrompt(), settings=settings)
+    register_engine(name, engine, on_gpu=False)
+    return name
+
+
+def fake_engine() -> Any:
+    """The class of the fake engine, loaded as the module of `runtime` that it is in a step."""
+    name = "triptych.runtime.fake_engine"
+    if name not in sys.modules:
+        found = importlib.util.spec_from_file_location(name, FAKE_FILE)
+        assert found is not None
+        assert found.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(found)
+        found.loader.exec_module(sys.modules[name])
+    return sys.modules[name].Engine
+
+
 def write_pipeline(
-    folder: Path, model: Path, adapters: Mapping[str, str] | None = None, **core: object
+    folder: Path,
+    model: Path,
+    adapters: Mapping[str, str] | None = None,
+    *,
+    token_delay_ms: float = 0.0,
+    **core: object,
 ) -> Path:
-    """A pipeline of the scripted engine."""
+    """A pipeline of the fake engine."""
     folder.mkdir(parents=True)
     spec = {
         "task": "text-generation",
         "model": {"source": str(model)},
         "adapters": adapters or {},
-        "core": {"backend": "scripted", "kv_cache": {"memory_mib": 2}, **core},
+        "core": {"backend": fake_backend(token_delay_ms), "kv_cache": {"memory_mib": 2}, **core},
         "serving": {"queue": {"max_in_flight": 12}},
     }
     (folder / "pipeline.yaml").write_text(json.dumps(spec))

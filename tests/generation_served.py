@@ -1,4 +1,4 @@
-"""Two small pipelines of the scripted engine, and what the metrics page tells of them."""
+"""Two small pipelines of the fake engine, and what the metrics page tells of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import re
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from conftest import quiet
 from generation_cases import TEXTS, write_adapter, write_pipeline, write_tiny_model
-from triptych.building.generation.build import build_generation
+from triptych.building.build import build
 from triptych.building.generation.inputs import read_generation
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec
@@ -23,14 +24,15 @@ def build_both(base: Path) -> Path:
     """The repository with `quick`, which has an adapter, and `slow`: two places, 20 ms a token."""
     model = write_tiny_model(base / "model")
     write_adapter(base / "adapters/terse", model)
-    for name, adapters, promised, core in (
+    cases: tuple[tuple[str, dict[str, str], tuple[str, ...], dict[str, Any]], ...] = (
         ("quick", {"terse": "../adapters/terse"}, (), {}),
         ("slow", {}, PROMISE, {"token_delay_ms": 20.0, "max_num_seqs": 2}),
-    ):
+    )
+    for name, adapters, promised, core in cases:
         folder = write_pipeline(base / name, model, adapters, **core)
         inputs = read_generation(load_generation_spec(folder, promised), quiet)
-        build_generation(inputs, base / "repository", quiet)
-        assert not build_generation(inputs, base / "repository", quiet).changed
+        build(inputs, base / "repository", quiet)
+        assert not build(inputs, base / "repository", quiet).changed
     return base / "repository"
 
 

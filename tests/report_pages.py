@@ -104,7 +104,7 @@ LABELED = LabeledResult(
 )
 CONVERSION = Conversion(
     layers=LAYERS,
-    kept=(LAYERS[3],),
+    excluded_layers=(LAYERS[3],),
     reasons={LAYERS[3]: "most sensitive"},
     ranges={name: 1.5 + index for index, name in enumerate(LAYERS)},
     notes=("of the conversion",),
@@ -122,7 +122,7 @@ def gate_of(**changes: Any) -> GateResult:
     gate = GateResult(
         precision="int8",
         rows=267,
-        edge_rows=9,
+        edge_case_rows=9,
         finite=True,
         verdicts=(
             verdict("max_difference", 0.0834, None),

@@ -112,12 +112,15 @@ def test_a_core_that_fails_on_its_warm_ups_is_refused(
 def test_the_lock_records_the_build(minilm_repository: Path) -> None:
     lock = lock_data(minilm_repository, "minilm_packed")
     assert lock["gate"]["failures"] == []
-    assert lock["schema"] == 4
+    assert lock["schema"] == 5
     found = {verdict["metric"]: verdict for verdict in lock["gate"]["verdicts"]}
     assert set(found) == set(metrics_of(TASKS["text-embedding"]))
     assert found["max_difference"]["value"] < found["max_difference"]["limit"] == 1e-5
     assert lock["gate"]["rows"] > 90
-    assert len(lock["gate"]["row_differences"]) == lock["gate"]["rows"] + lock["gate"]["edge_rows"]
+    assert (
+        len(lock["gate"]["row_differences"])
+        == lock["gate"]["rows"] + lock["gate"]["edge_case_rows"]
+    )
     assert "accepted" not in lock["gate"]
     assert lock["traffic"]["rows"] == TRAFFIC_ROWS
     assert set(lock["versions"]) >= {"torch", "transformers", "onnx"}
@@ -239,6 +242,7 @@ def test_a_failed_gate_may_be_accepted_and_that_is_seen(
 ) -> None:
     spec = load_spec(tiny, ["accuracy.max_difference=1e-12", f"core.layout={layout}"])
     built = build(read_inputs(spec, quiet), tmp_path / "r", quiet, accept="only for a trial")
+    assert built.plan is not None
     assert built.plan.layout == layout
     assert [f.id for f in built.findings if f.severity == "warning"] == ["gate-accepted"]
     lock = lock_data(tmp_path / "r", "tiny")

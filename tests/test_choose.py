@@ -10,11 +10,11 @@ import pytest
 
 from conftest import lock_data, quiet, write_pipeline
 from triptych.base.errors import UserError
-from triptych.building import auto
+from triptych.building import auto, encoder
 from triptych.building import auto as choose
 from triptych.building import build as building
 from triptych.building.auto import Throughput
-from triptych.building.build import Built
+from triptych.building.build import BuildOutcome
 from triptych.core.engine.stage import EngineFailure
 from triptych.core.gate.cached import GateFailure
 from triptych.core.inputs import read_inputs
@@ -55,7 +55,9 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
 
 
 @pytest.fixture(scope="module")
-def chosen(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Built, Path, Told]:
+def chosen(
+    pipeline: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[BuildOutcome, Path, Told]:
     """A build of it: what it did, where, and what it told."""
     told: Told = []
     repository = tmp_path_factory.mktemp("auto") / "repository"
@@ -64,11 +66,11 @@ def chosen(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bu
     return built, repository, told
 
 
-def by_precision(built: Built) -> Mapping[str, Mapping[str, Any]]:
+def by_precision(built: BuildOutcome) -> Mapping[str, Mapping[str, Any]]:
     return {one["precision"]: one for one in built.gate.as_dict()["candidates"]}
 
 
-def test_the_fastest_that_passes_is_built(chosen: tuple[Built, Path, Told]) -> None:
+def test_the_fastest_that_passes_is_built(chosen: tuple[BuildOutcome, Path, Told]) -> None:
     built, repository, told = chosen
     candidates = by_precision(built)
     assert tuple(candidates) == CANDIDATES
@@ -84,7 +86,7 @@ def test_the_fastest_that_passes_is_built(chosen: tuple[Built, Path, Told]) -> N
     assert len([line for stage, line in told if stage == "race"]) >= len(measured)
 
 
-def test_every_candidate_has_its_figures(chosen: tuple[Built, Path, Told]) -> None:
+def test_every_candidate_has_its_figures(chosen: tuple[BuildOutcome, Path, Told]) -> None:
     for name, one in by_precision(chosen[0]).items():
         if one["status"] in ("passed", "chosen"):
             assert one["size_bytes"] > 0
@@ -94,7 +96,7 @@ def test_every_candidate_has_its_figures(chosen: tuple[Built, Path, Told]) -> No
             assert one["failures"] or one["note"], name
 
 
-def test_only_the_repository_is_left(chosen: tuple[Built, Path, Told]) -> None:
+def test_only_the_repository_is_left(chosen: tuple[BuildOutcome, Path, Told]) -> None:
     _, repository, _ = chosen
     assert {path.name for path in repository.parent.iterdir()} == {
         "repository",
@@ -103,7 +105,7 @@ def test_only_the_repository_is_left(chosen: tuple[Built, Path, Told]) -> None:
 
 
 def test_nothing_is_measured_twice(
-    chosen: tuple[Built, Path, Told], pipeline: Path, monkeypatch: pytest.MonkeyPatch
+    chosen: tuple[BuildOutcome, Path, Told], pipeline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built, repository, _ = chosen
 
@@ -185,7 +187,7 @@ def test_an_engine_that_differs_from_its_graph_does_not_race(
 
     monkeypatch.setattr(choose, "missing_for_engines", lambda: "")
     monkeypatch.setattr(choose, "RUNS", {("tensorrt", "gpu"): ("fp32", "fp16", "bf16")})
-    monkeypatch.setattr(building, "build_engine_here", engine)
+    monkeypatch.setattr(encoder, "build_engine_here", engine)
     monkeypatch.setattr(choose, "race", pretend)
     inputs = read_inputs(load_spec(pipeline, ["core.backend=tensorrt"]), quiet)
     candidates = by_precision(building.build(inputs, tmp_path / "repository", quiet))

@@ -51,7 +51,7 @@ def choosing(request: pytest.FixtureRequest) -> Case:
 def test_a_right_artifact_passes(case: Case) -> None:
     result = case.check(case.right)
     assert result.passed, result.failures
-    assert (result.rows, result.edge_rows, result.finite) == (10, 0, True)
+    assert (result.rows, result.edge_case_rows, result.finite) == (10, 0, True)
     assert (result.value("max_difference"), result.value("batch_sensitivity")) == (0.0, 0.0)
     assert (result.value("min_cosine") is not None) == (case.core.returns == "vector")
     has_labels = case.core.returns in (*CHOOSING, "token_scores", "logits")

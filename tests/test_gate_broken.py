@@ -20,7 +20,7 @@ from gate_benches import (
     write_task,
 )
 from triptych.core.gate.cached import decoding_of
-from triptych.core.gate.check import Labeled
+from triptych.core.gate.check import GateLabels
 from triptych.core.gate.reference import reference_outputs
 from triptych.core.gate.runs import RowOutputs, decode, reference_row_outputs
 from triptych.core.samples import GateRequest, by_request, rows_of
@@ -141,7 +141,7 @@ def test_outputs_in_the_wrong_place_are_caught(
     note(fallen, f"{name}: {fault}", result)
     assert not result.passed
     assert missed(result, "int8"), GRAVE
-    assert result.worst[0].wanted != result.worst[0].got
+    assert result.worst[0].expected != result.worst[0].actual
 
 
 def shifted(request: GateRequest) -> GateRequest:
@@ -188,11 +188,11 @@ def test_labeled_rows_show_offsets_that_both_sides_have_wrong(
         LabeledRow(i, (dict(request.inputs),), {}, read_entities(answer).spans)  # type: ignore[arg-type]
         for i, (request, answer) in enumerate(zip(requests, answers, strict=True))
     )
-    right = bench.check(bench.open(), labeled=Labeled(labels, tuple(requests), expected, 0.0))
+    right = bench.check(bench.open(), labeled=GateLabels(labels, tuple(requests), expected, 0.0))
     assert right.passed, right.failures
     assert right.labeled is not None
     assert right.labeled.candidate == 1
     wrong = tuple(shifted(request) for request in requests)
-    result = bench.check(bench.open(), labeled=Labeled(labels, wrong, expected, 0.0))
+    result = bench.check(bench.open(), labeled=GateLabels(labels, wrong, expected, 0.0))
     fallen.append(f"{'tags: both sides off':24} {result.failures}")
     assert "Check that the labels match" in result.failures[0]

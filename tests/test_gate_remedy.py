@@ -15,7 +15,8 @@ def said(precision: Any, **fields: Any) -> str:
     spec = PipelineSpec.model_validate(given)
     plan: Any = SimpleNamespace(spec=spec)
     verdicts = (Verdict("min_cosine", 0.5, 0.9, passed=False), Verdict("mean_cosine", 1, 0, True))
-    return str(GateFailure(plan, GateResult(precision, 1, 0, True, verdicts, ("bad",), ())))
+    gate = GateResult(precision, 1, 0, True, verdicts, ("bad",), ())
+    return str(GateFailure(plan.spec.name, gate, plan))
 
 
 def test_the_remedy_fits_what_was_asked_for() -> None:

@@ -27,7 +27,7 @@ def test_made_up_rows_count_for_the_core_but_not_for_shares_and_means(returns: R
     limits = {metric: 0.99}
     edged = requests_of(SAMPLES, edges=1)
     result = check(wrong.right, edged, case.expected, case.core, limits, **settings)
-    assert (result.rows, result.edge_rows) == (9, 1)
+    assert (result.rows, result.edge_case_rows) == (9, 1)
     assert result.passed, result.failures
     difference = result.value("max_difference")
     assert difference is not None
@@ -68,8 +68,8 @@ def test_few_rows_are_said_and_the_worst_come_first() -> None:
     result = case.broken(damage, row=6)
     assert "only 10 rows of traffic" in result.notes[0]
     assert len(result.worst) == 10
-    assert result.worst[0].shown == "row 6"
-    assert result.worst[0].wanted != result.worst[0].got
+    assert result.worst[0].preview == "row 6"
+    assert result.worst[0].expected != result.worst[0].actual
     assert result.row_differences[6] == max(result.row_differences)
 
 

@@ -92,7 +92,9 @@ def test_rows_at_the_limit_have_exactly_that_many_tokens(
 ) -> None:
     made = inputs[name]
     limit = made.plan.max_length
-    edges = {request.shown.partition(":")[0]: request for request in made.requests if request.edge}
+    edges = {
+        request.preview.partition(":")[0]: request for request in made.requests if request.edge
+    }
     at, over = edges["at the limit"], edges["one over the limit"]
     assert longest(at) == longest(over) == longest(edges["far over the limit"]) == limit
     last = list(at.inputs)[-1]
@@ -106,17 +108,17 @@ def test_rows_at_the_limit_have_exactly_that_many_tokens(
 
 @pytest.mark.parametrize("name", TEXT_TASKS)
 def test_made_up_rows_are_of_many_kinds(inputs: dict[str, PipelineInputs], name: str) -> None:
-    kinds = {r.shown.partition(":")[0] for r in inputs[name].requests if r.edge}
+    kinds = {r.preview.partition(":")[0] for r in inputs[name].requests if r.edge}
     pairs = inputs[name].plan.task.pairs  # both halves of one must say something
     refused = {"empty", "blank"} if pairs else set()
     assert kinds >= set(gate_rows.EDGE_TEXTS) - refused
-    special = {r.shown for r in inputs[name].requests if r.shown.startswith("special token")}
+    special = {r.preview for r in inputs[name].requests if r.preview.startswith("special token")}
     # Two mask tokens are more than fill-mask takes.
     for token in {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"} - (
         {"[MASK]"} if name == "masks" else set()
     ):
         assert any(f"one {token} of two" in shown for shown in special)
-    assert all(request.shown.isprintable() for request in inputs[name].requests)
+    assert all(request.preview.isprintable() for request in inputs[name].requests)
 
 
 @pytest.mark.parametrize("name", TEXT_TASKS)
@@ -165,8 +167,8 @@ def test_rows_are_made_of_what_the_hook_makes_and_sent_as_they_were(
     assert sent <= {json.loads(line)["text"] for line in lines}
     for request in made.requests:
         assert request.inputs == {"text": str(request.sent["text"]).upper()}
-    kinds = {r.shown.partition(":")[0]: r for r in made.requests if r.edge}
-    every = {r.shown.partition(":")[0] for r in plain if r.edge}
+    kinds = {r.preview.partition(":")[0]: r for r in made.requests if r.edge}
+    every = {r.preview.partition(":")[0] for r in plain if r.edge}
     assert set(kinds) == every - {"empty", "blank", "punctuation"}  # refused, and made no text
     assert longest(kinds["at the limit"]) == made.plan.max_length
     assert kinds["repeated tokens"].sent["text"] == gate_rows.EDGE_TEXTS["repeated tokens"]
@@ -231,7 +233,7 @@ def test_images_are_split_as_texts_are(
     lines = [json.dumps({"image": f"{number}.img"}) for number in range(len(encoded))]
     (folder / "traffic.jsonl").write_text("\n".join(lines))
     made = read_inputs(load_spec(folder), quiet)
-    shown = [request.shown for request in made.requests]
+    shown = [request.preview for request in made.requests]
     assert shown[:2] == ["one pixel", "very wide"]
     assert [request.edge for request in made.requests[:2]] == [True, True]
     gate, rest = split_traffic([{"image": data} for data in encoded], most=4)

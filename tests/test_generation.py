@@ -68,8 +68,8 @@ def test_what_was_built_is_in_order(repository: Path) -> None:
     lock = json.loads((repository / "quick/triptych.lock.json").read_bytes())
     with pytest.raises(UserError, match="is not supported by this command"):
         read_manifest(repository, "quick")
-    assert lock["spec"]["core"]["backend"] == "scripted"
-    assert lock["gate"] is None
+    assert lock["spec"]["core"]["backend"] == "fake_0ms"
+    assert lock["gate"]["rows"] == 0
     assert list(lock["adapters"]) == ["terse"]
     inputs = read_generation(load_generation_spec(repository.parent / "quick"), quiet)
     described = describe_text_generation(inputs, Path())
@@ -138,7 +138,7 @@ def test_a_conversation_is_as_the_template_has_it(quick: Streams) -> None:
 def test_an_adapter_answers_where_a_request_names_it(
     server: Server, quick: Streams, slow: Streams
 ) -> None:
-    """The scripted engine, which has no weights, then repeats the prompt backwards."""
+    """The fake engine, which has no weights, then repeats the prompt backwards."""
     ids = byte_pairs().encode(TEXTS[0]).ids
     for name, wanted in (("terse", ids[::-1]), ("", ids)):
         assert quick.ask(text_input=TEXTS[0], sampling_parameters={"adapter": name}).ids == wanted

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+from generation_cases import fake_engine
 from triptych.runtime import engine_vllm
 from triptych.runtime.engine_ctranslate2 import next_batch
-from triptych.runtime.engine_scripted import Engine
 from triptych.runtime.generation_messages import Delta, EngineLoad
 from triptych.runtime.sampling_parameters import DEFAULTS
 
 
-def test_the_scripted_engine_batches_reports_and_gives_up() -> None:
+def test_the_fake_engine_batches_reports_and_gives_up() -> None:
     loads: list[EngineLoad] = []
     settings = {"token_delay_ms": 1.0, "max_sequences": 1, "max_length": 10}
     sampling = {**DEFAULTS, "max_tokens": 3, "logprobs": 1}
@@ -22,7 +22,7 @@ def test_the_scripted_engine_batches_reports_and_gives_up() -> None:
         return [delta async for delta in answer]
 
     async def run() -> list[Delta]:
-        engine = Engine(settings, Path(), loads.append)
+        engine = fake_engine()(settings, Path(), loads.append)
         await engine.start()
         first = engine.generate("a", [7, 8, 9, 10], sampling)
         begun = [await anext(first)]

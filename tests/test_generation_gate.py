@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
-from generation_cases import byte_pairs
+from generation_cases import byte_pairs, fake_engine
 from triptych.building.generation.gate import EVERY, LIMITS, METRICS, Answered, judge
 from triptych.building.generation.inputs import Prompt
 from triptych.building.generation.reference import Reference
 from triptych.building.generation.worker_gate import run_engine
 from triptych.repository.records import GateResult
 from triptych.runtime import engine_vllm
-from triptych.runtime.engine_scripted import Engine
 from triptych.spec.tasks.compare import Outputs
 from triptych.spec.tasks.labeled import LabeledRow, compare_labeled
 from triptych.spec.tasks.metrics_generated import GENERATED, exact_match, rouge_l
@@ -149,8 +148,11 @@ def test_each_adapter_is_judged_by_itself() -> None:
     assert "mean difference of log-probabilities (adapter b): 0.08" in gate.failures[0]
 
 
-class FakeVllm(Engine):
-    """In place of vLLM: the scripted engine; a token is as likely as its adapter's name is long."""
+FakeEngine = fake_engine()
+
+
+class FakeVllm(FakeEngine):  # type: ignore[misc, valid-type]
+    """In place of vLLM: the fake engine; a token is as likely as its adapter's name is long."""
 
     async def score(
         self, key: str, prompt: list[int], answer: list[int], adapter: str

@@ -31,7 +31,8 @@ from triptych.base.explained import plain
 from triptych.building.generation.bench import bench_generation
 from triptych.building.generation.gate import EVERY, METRICS
 from triptych.building.generation.inputs import read_generation
-from triptych.building.generation.live import describe_generation, verify_generation
+from triptych.building.generation.live import verify_generation
+from triptych.core.gate.verify import describe_verification
 from triptych.deploy.targets import make_manifests
 from triptych.interface.page.page import ChatPage
 from triptych.serving.bench import measure as measuring
@@ -98,10 +99,10 @@ def test_verify_passes_what_is_right_and_sees_other_prompts(
         clients=4,
         timeout_s=DEADLINE_S,
     )
-    failed = {one.metric for one in found.gate.verdicts if not one.passed}
+    failed = {one.metric for one in found.verdicts if not one.passed}
     assert {"prompt_agreement", "margin_at_difference"} <= failed
     assert not found.passed
-    assert any("failed" in line for line, _ in describe_generation(found))
+    assert any("failed" in line for line, _ in describe_verification(found))
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,10 @@ from triptych.spec.spec import load_spec
 def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "talk", tmp_path / "model")
     for override, said in (
-        ("core.backend=onnxruntime", "'tensorrt_llm' or 'scripted'"),
+        ("core.backend=onnxruntime", "one of vllm, tensorrt_llm"),
         ("core.max_num_seq=3", "Did you mean `max_num_seqs`?"),
         ("core.max_num_batched_tokens=16", "must be at least core.max_num_seqs"),
-        ("core.token_delay_ms=-1", "greater than or equal to 0"),
+        ("core.token_delay_ms=1", "is not a field"),
         ("serving.stream_interval=0", "greater than or equal to 1"),
         ("parameters.max_tokens=0", "parameters.max_tokens must be an integer from 1"),
         ("parameters.stops=a", "parameters.stops is not known"),

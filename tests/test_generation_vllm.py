@@ -18,10 +18,13 @@ import pytest
 from conftest import ROOT, quiet
 from generation_cases import Answer, Streams, write_adapter
 from generation_served import wait_until
-from triptych.building.generation import build, live
-from triptych.building.generation.build import build_generation
+from triptych.building.build import build
+from triptych.building.generation import build as stages
+from triptych.building.generation import live
 from triptych.building.generation.inputs import read_generation
-from triptych.building.generation.live import describe_generation, verify_generation
+from triptych.building.generation.live import verify_generation
+from triptych.core.gate.verify import describe_verification
+from triptych.repository.records import GateResult
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec
 
@@ -45,14 +48,15 @@ def test_the_example_passes_its_gate_streams_and_gives_up(
     assert figures["exact_prefix"] == figures["invariance"] == 1.0
 
     # The gate is left out here: `verify` does the same, live.
-    monkeypatch.setattr(build, "check_generation", lambda *_, **__: None)
+    passed = GateResult("fp32", 0, 0, True, (), ())
+    monkeypatch.setattr(stages, "check_generation", lambda *_, **__: passed)
     monkeypatch.setattr(live, "PROMPTS", 2)
     folder = tmp_path / "chat"
     shutil.copytree(ROOT / "pipelines/chat", folder)
     inputs = read_generation(load_generation_spec(folder), quiet)
     write_adapter(tmp_path / "pirate", inputs.weights, rank=8)
     inputs = read_generation(load_generation_spec(folder, ["adapters.pirate=../pirate"]), quiet)
-    build_generation(inputs, repository, quiet)
+    build(inputs, repository, quiet)
     server = Server(repository)
     try:
         server.start()
@@ -60,8 +64,8 @@ def test_the_example_passes_its_gate_streams_and_gives_up(
         found = verify_generation(
             inputs, repository, nullcontext(server), quiet, clients=4, timeout_s=120
         )
-        assert found.passed, list(describe_generation(found))
-        figures = {one.metric: one.value for one in found.gate.verdicts}
+        assert found.passed, list(describe_verification(found))
+        figures = {one.metric: one.value for one in found.verdicts}
         for name in ("exact_prefix", "invariance"):
             assert figures[name] == figures[f"{name}[pirate]"] == 1
         chat = Streams(server.grpc_url, "chat")

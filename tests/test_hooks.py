@@ -342,7 +342,7 @@ def test_lint_sees_a_shared_core_that_was_built_anew(tmp_path: Path, base: Path)
     with pytest.raises(UserError, match="cleaned uses it, and it would change"):
         build_into(base / "p/plain", repository, "core.layout=bucketed")
     inputs = read_inputs(load_spec(base / "p/plain", ["core.layout=bucketed"]), quiet)
-    build(inputs, repository, quiet, together=["cleaned"])
+    build(inputs, repository, quiet, built_after=["cleaned"])
     found = [f for f in run_checks(repository) if f.id == "shared-core"]
     assert [(f.severity, f.file) for f in found] == [("error", "cleaned/triptych.lock.json")]
 

@@ -15,8 +15,8 @@ from triptych.client import DeadlineExceededError, InvalidRequestError, Pipeline
 from triptych.core.gate.live import (
     WAYS,
     LiveCase,
+    LiveReply,
     LiveRuns,
-    Reply,
     Rules,
     differences,
     is_finite,
@@ -25,9 +25,11 @@ from triptych.core.gate.live import (
     shape_fault,
     show_answer,
 )
-from triptych.core.gate.verify import ALIKE, LiveVerdict, judge_live
+from triptych.core.gate.verify import ALIKE, judge_live
+from triptych.repository.records import GateResult, LiveRun
+from triptych.spec.fields import Precision
 from triptych.spec.tasks import TASKS
-from triptych.spec.tasks.accuracy import TOLERANCES, thresholds
+from triptych.spec.tasks.accuracy import thresholds
 
 Answer = Mapping[str, NDArray[Any]]
 
@@ -47,10 +49,10 @@ def entity(kind: str, start: int, score: float | None) -> Mapping[str, Any]:
 
 
 def rules(
-    task: str = "text-classification", precision: str = "fp32", *, hooked: bool = False
+    task: str = "text-classification", precision: Precision = "fp32", *, hooked: bool = False
 ) -> Rules:
     limits = thresholds(TASKS[task], precision, {})
-    return Rules(TASKS[task], TOLERANCES[precision], limits, hooked)
+    return Rules(TASKS[task], precision, limits, hooked)
 
 
 RIGHT = [labels(a=0.6 + i / 100, b=0.3 - i / 100, c=0.1) for i in range(20)]
@@ -66,19 +68,24 @@ def cases(
     ]
 
 
-def runs(replies: Sequence[Reply], mean_batch: float | None = 8.0, **other: Any) -> LiveRuns:
+def runs(replies: Sequence[LiveReply], mean_batch: float | None = 8.0, **other: Any) -> LiveRuns:
     return LiveRuns({way: other.get(way, replies) for way in WAYS}, mean_batch)
 
 
-def answered(answers: Sequence[Answer]) -> list[Reply]:
-    return [Reply(answer) for answer in answers]
+def answered(answers: Sequence[Answer]) -> list[LiveReply]:
+    return [LiveReply(answer) for answer in answers]
 
 
-def value(found: LiveVerdict, metric: str) -> float:
+def live(found: GateResult) -> LiveRun:
+    assert found.live is not None
+    return found.live
+
+
+def value(found: GateResult, metric: str) -> float:
     return next(verdict.value for verdict in found.verdicts if verdict.metric == metric)
 
 
-def failed(found: LiveVerdict) -> set[str]:
+def failed(found: GateResult) -> set[str]:
     return {verdict.metric for verdict in found.verdicts if not verdict.passed}
 
 
@@ -87,7 +94,7 @@ def test_equal_answers_pass() -> None:
     assert found.failures == ()
     assert value(found, "label_agreement") == 1.0
     assert value(found, "max_difference") == value(found, "batch_sensitivity") == 0.0
-    assert found.counts == {"answered": 60}
+    assert live(found).counts == {"answered": 60}
     assert found.notes == ("only 20 rows of traffic decide: 200 or more are better",)
 
 
@@ -96,9 +103,9 @@ def test_a_wrong_label_fails_by_name_and_shows_its_row() -> None:
     found = judge_live(cases(RIGHT), runs(answered(wrong)), rules())
     assert {"label_agreement", "max_difference"} <= failed(found)
     assert any("label_agreement is 0.95, below 1" in failure for failure in found.failures)
-    assert found.worst[0].shown == "text 7"
-    assert "label: a, b, c" in found.worst[0].wanted
-    assert "label: b, a, c" in found.worst[0].got
+    assert found.worst[0].preview == "text 7"
+    assert "label: a, b, c" in found.worst[0].expected
+    assert "label: b, a, c" in found.worst[0].actual
 
 
 def test_the_worst_way_of_sending_counts() -> None:
@@ -106,8 +113,8 @@ def test_the_worst_way_of_sending_counts() -> None:
     found = judge_live(cases(RIGHT), runs(answered(RIGHT), reversed=answered(mixed)), rules())
     assert "batch_sensitivity" in failed(found)
     assert value(found, "batch_sensitivity") == pytest.approx(0.19, abs=1e-6)
-    assert found.by_way["alone"]["max_probability_difference"] == 0.0
-    assert found.by_way["reversed"]["max_probability_difference"] > 0.1
+    assert live(found).by_way["alone"]["max_probability_difference"] == 0.0
+    assert live(found).by_way["reversed"]["max_probability_difference"] > 0.1
 
 
 def test_two_labels_of_equal_score_may_stand_in_either_order() -> None:
@@ -136,25 +143,25 @@ def test_edge_rows_count_for_differences_but_not_for_the_task() -> None:
     wrong = [labels(b=0.6, a=0.3, c=0.1), *RIGHT[1:]]
     found = judge_live(cases(RIGHT, edges=1), runs(answered(wrong)), rules())
     assert failed(found) == {"max_difference"}
-    assert found.edge_values["label_agreement"] == 0.0
+    assert live(found).edge_values["label_agreement"] == 0.0
     loose = judge_live(cases(RIGHT, edges=1), runs(answered(wrong)), rules(precision="int8"))
     assert loose.failures == ()
 
 
-def error(kind: type[Exception], words: str) -> Reply:
-    return Reply(error=kind(words))  # type: ignore[arg-type]
+def error(kind: type[Exception], words: str) -> LiveReply:
+    return LiveReply(error=kind(words))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("reply", "words"),
     [
-        (Reply(RIGHT[0]), "answered, though the spec refuses them"),
+        (LiveReply(RIGHT[0]), "answered, though the spec refuses them"),
         (error(InvalidRequestError, "`text` must have at most 9 tokens"), "in other words than"),
         (error(DeadlineExceededError, "too late"), "not answered (DeadlineExceededError)"),
         (error(InvalidRequestError, "`text` must have at most 5 tokens. Given: 6."), ""),
     ],
 )
-def test_what_the_spec_refuses_must_be_refused_in_its_words(reply: Reply, words: str) -> None:
+def test_what_the_spec_refuses_must_be_refused_in_its_words(reply: LiveReply, words: str) -> None:
     refusals = {0: "`text` must have at most 5 tokens"}
     replies = [reply, *answered(RIGHT[1:])]
     found = judge_live(cases(RIGHT, edges=1, refusals=refusals), runs(replies), rules())
@@ -169,9 +176,9 @@ def test_what_the_spec_refuses_must_be_refused_in_its_words(reply: Reply, words:
         (error(PipelineFailedError, "a step broke"), "PipelineFailedError", "a step broke"),
     ],
 )
-def test_a_row_without_an_answer_fails(reply: Reply, kind: str, words: str) -> None:
+def test_a_row_without_an_answer_fails(reply: LiveReply, kind: str, words: str) -> None:
     found = judge_live(cases(RIGHT), runs([reply, *answered(RIGHT[1:])]), rules())
-    assert found.counts[kind] == 3
+    assert live(found).counts[kind] == 3
     assert [words in failure for failure in found.failures] == [True] * 3
 
 

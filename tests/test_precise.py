@@ -73,7 +73,7 @@ def lowered_by(fp32: tuple[PipelineInputs, Path, str], gate: Gate, *, mark: str)
 def test_nothing_is_kept_where_the_gate_passes(fp32: Any, tmp_path: Path) -> None:
     gate = Gate(passes_at=0)
     lowered = lowered_by(fp32, gate, mark=str(tmp_path))
-    assert lowered.conversion.kept == ()
+    assert lowered.conversion.excluded_layers == ()
     assert len(lowered.conversion.layers) == LAYERS
     assert len(gate.judged) == 1
     assert not lowered.conversion.layer_errors
@@ -83,7 +83,7 @@ def test_the_layers_that_hurt_most_are_kept(fp32: Any, tmp_path: Path) -> None:
     gate = Gate(passes_at=3)
     lowered = lowered_by(fp32, gate, mark=str(tmp_path))
     layer_errors = lowered.conversion.layer_errors
-    assert set(lowered.conversion.kept) == set(
+    assert set(lowered.conversion.excluded_layers) == set(
         sorted(layer_errors, key=lambda n: -layer_errors[n])[:3]
     )
     assert lowered.gate.passed
@@ -124,7 +124,9 @@ def test_minilm_passes_in_lower_precision(tmp_path: Path, precision: str) -> Non
     assert len(gate["conversion"]["layers"]) == 24
     layer_errors = gate["conversion"].get("layer_errors", {})
     assert (precision == "int8") >= bool(layer_errors)  # fp16 needs no search
-    assert len([name for name in gate["conversion"]["kept"] if name in layer_errors]) <= 12
+    assert (
+        len([name for name in gate["conversion"]["excluded_layers"] if name in layer_errors]) <= 12
+    )
     found = {verdict["metric"]: verdict["value"] for verdict in gate["verdicts"]}
     assert found["mean_cosine"] >= 0.998
     assert found["nearest_neighbor_agreement"] >= 0.97

@@ -56,7 +56,7 @@ def test_exported_cores_stay_right(
     weights = [kind for name, kind in cases.stored(path).items() if name.endswith("weight")]
     assert weights.count(KIND[precision]) > 0.6 * len(weights)
     assert done.layers
-    assert set(done.kept) == set(done.reasons)
+    assert set(done.excluded_layers) == set(done.reasons)
     if precision == "fp16":  # also as a file: ONNX Runtime opens it and agrees
         plain = cases.run_plainly(path, feed)
         assert cases.relative_error(plain[0], cases.run(exported.path, feed)[0]) < CLOSE["fp16"]
@@ -217,7 +217,7 @@ def test_layers_asked_for_are_not_converted(
     plain = convert(exported.path, tmp_path / "plain", Recipe(precision), feeds)
     recipe = Recipe(precision, kept=plain.layers[:2])
     done = convert(exported.path, tmp_path / "kept", recipe, feeds)
-    assert set(done.kept) == {*plain.kept, *plain.layers[:2]}
+    assert set(done.excluded_layers) == {*plain.excluded_layers, *plain.layers[:2]}
     assert done.reasons == plain.reasons
     before, after = (
         cases.stored(tmp_path / "plain/model.onnx"),

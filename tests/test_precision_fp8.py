@@ -45,7 +45,7 @@ def test_both_layouts_are_quantized_and_right(exported: cases.Exported, tmp_path
     assert onnx.load(path).opset_import[0].version == OPSET
     layers = 2 * 6
     assert len(done.layers) == 2 * 4  # query, key and value read one value: they are a group
-    assert not done.kept
+    assert not done.excluded_layers
     assert list(done.ranges) == list(done.layers)
     found = operators(path)
     assert found.count("QuantizeLinear") == len(done.layers)
@@ -76,7 +76,7 @@ def test_layers_asked_for_are_not_quantized(exported: cases.Exported, tmp_path: 
     layers = convert(exported.path, tmp_path / "all", RECIPE, feeds).layers
     kept = (layers[0], layers[3])
     done = convert(exported.path, tmp_path / "some", Recipe("fp8", kept=kept), feeds)
-    assert done.kept == kept
+    assert done.excluded_layers == kept
     assert done.layers == layers
     before, after = operators(tmp_path / "all/model.onnx"), operators(tmp_path / "some/model.onnx")
     assert before.count("QuantizeLinear") - after.count("QuantizeLinear") == 2

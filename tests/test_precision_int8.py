@@ -49,7 +49,7 @@ def test_a_whole_model_stays_close(exported: Any, tmp_path: Path, precision: Pre
     feeds = exported.feeds()
     conversion = convert(exported.path, tmp_path, Recipe(precision), feeds)
     assert cases.declared(tmp_path / "model.onnx") == cases.declared(exported.path)
-    assert conversion.kept == ()
+    assert conversion.excluded_layers == ()
     assert set(conversion.ranges) == set(conversion.layers)
     for feed in exported.feeds(seed=8):
         wanted = cases.run(exported.path, feed)[0]
@@ -85,7 +85,7 @@ def test_kept_layers_are_as_they_were(exported: Any, tmp_path: Path) -> None:
     kept = quantizer.layers[:2]
     graph, conversion = quantizer.converted(kept)
     write_model(graph, tmp_path)
-    assert conversion.kept == kept
+    assert conversion.excluded_layers == kept
     quantized = Counter(n.op_type for n in onnx.load(tmp_path / "model.onnx").graph.node)
     assert quantized["QuantizeLinear"] == len(quantizer.layers) - 2
     write_model(quantizer.converted(quantizer.layers)[0], tmp_path / "all")

@@ -20,7 +20,7 @@ from task_models import MODELS
 from triptych.base import onnx_graph as export
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import open_session
-from triptych.building.build import Built, build
+from triptych.building.build import BuildOutcome, build
 from triptych.core.inputs import read_inputs
 from triptych.core.precision import float16, fp8, int8
 from triptych.core.precision.calibrate import MAX_VECTORS, capture, quiet_options
@@ -73,7 +73,7 @@ def image(path: Path, seed: int) -> str:
     return path.name
 
 
-def built(folder: Path, model: Path, task: str, layout: str, precision: Precision) -> Built:
+def built(folder: Path, model: Path, task: str, layout: str, precision: Precision) -> BuildOutcome:
     """The pipeline, whatever its gate says: of random weights it may say anything."""
     folder.mkdir()
     spec: dict[str, Any] = {"task": task, "model": {"source": str(model)}}
@@ -111,10 +111,10 @@ def test_every_task_is_built(
         assert ", below " in rest or ", above " in rest, failure
     conversion = gate["conversion"]
     assert len(conversion["layers"]) >= 8
-    assert set(conversion["kept"]) < set(conversion["layers"])
+    assert set(conversion["excluded_layers"]) < set(conversion["layers"])
     core = tmp_path / f"repository/{name}_core/1/model.onnx"
     kinds = Counter(node.op_type for node in onnx.load(core).graph.node)
-    assert kinds["QuantizeLinear"] == len(conversion["layers"]) - len(conversion["kept"])
+    assert kinds["QuantizeLinear"] == len(conversion["layers"]) - len(conversion["excluded_layers"])
 
 
 @pytest.mark.parametrize("precision", QUANTIZED)

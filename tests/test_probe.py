@@ -63,7 +63,7 @@ def test_a_question_is_of_the_texts_topic_or_of_another() -> None:
 
 
 def text_request(text: str) -> GateRequest:
-    return GateRequest({"text": text}, {"text": text}, {}, (), (), edge=False, shown=text)
+    return GateRequest({"text": text}, {"text": text}, {}, (), (), edge=False, preview=text)
 
 
 @pytest.mark.parametrize("pipeline", ["minilm", "pii", "ticket_routing"])

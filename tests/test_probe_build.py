@@ -10,7 +10,7 @@ import pytest
 
 from conftest import build_into, lock_data, quiet, write_lock, write_pipeline
 from triptych.base.onnx_graph import MODEL_FILE
-from triptych.building.build import Built
+from triptych.building.build import BuildOutcome
 from triptych.core.export.to_onnx import export_model
 from triptych.core.gate.cached import Gate
 from triptych.core.gate.probe import OUTSIDE
@@ -23,7 +23,7 @@ from triptych.spec.spec import load_spec
 @pytest.fixture(scope="module")
 def noisy(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, minilm_folder: Path
-) -> tuple[Built, Path]:
+) -> tuple[BuildOutcome, Path]:
     """A model whose weights are so large that fp32 itself is off by more than the gate's limit."""
     import torch
     from transformers import BertConfig, BertModel
@@ -48,7 +48,9 @@ def noisy(
     return build_into(folder, base / "repository"), base / "repository"
 
 
-def test_a_limit_below_pytorchs_own_rounding_stops_no_build(noisy: tuple[Built, Path]) -> None:
+def test_a_limit_below_pytorchs_own_rounding_stops_no_build(
+    noisy: tuple[BuildOutcome, Path],
+) -> None:
     gate = noisy[0].gate
     assert gate.passed
     assert gate.rounding is not None
@@ -60,14 +62,14 @@ def test_a_limit_below_pytorchs_own_rounding_stops_no_build(noisy: tuple[Built, 
     assert gate.probe is None  # fp32 is the original's own numbers
 
 
-def test_narrow_traffic_is_a_warning_with_figures(noisy: tuple[Built, Path]) -> None:
+def test_narrow_traffic_is_a_warning_with_figures(noisy: tuple[BuildOutcome, Path]) -> None:
     (finding,) = [f for f in noisy[0].findings if f.id == "traffic"]
     assert finding.severity == "warning"
     assert "near duplicates of others" in finding.given
     assert "Add real requests" in finding.remedy
 
 
-def test_a_lock_of_before_is_still_read(noisy: tuple[Built, Path], tmp_path: Path) -> None:
+def test_a_lock_of_before_is_still_read(noisy: tuple[BuildOutcome, Path], tmp_path: Path) -> None:
     shutil.copytree(noisy[1], tmp_path / "repository")
     lock = lock_data(tmp_path / "repository", "noisy")
     del lock["gate"]["rounding"]

@@ -22,6 +22,7 @@ from triptych.building.generation.model import (
     read_quantization,
 )
 from triptych.interface.cli.plan_text import describe_text_generation
+from triptych.repository.records import GateResult
 from triptych.spec.fields import ModelSource
 from triptych.spec.generation_fields import GenerationCore, GenerationSpec, KvCache
 
@@ -116,10 +117,17 @@ def test_the_limits_are_those_of_what_is_rounded() -> None:
 
 def test_inspect_and_the_lock_name_quantized_weights(tmp_path: Path) -> None:
     awq = Quantization("awq", "awq: weights of 4 bits, groups of 64")
+    gate = GateResult("fp32", 0, 0, True, (), ())
     for quantized in (awq, None):
         found = replace(inputs(quantized), prompts=(Prompt({"text_input": "a"}, (1, 2)),))
         lock = json.loads(
-            lock_bytes(found, {}, versions={}, gate=None, ungated="", repository=tmp_path)
+            lock_bytes(
+                found,
+                {},
+                versions={},
+                gate=gate,
+                repository=tmp_path,
+            )
         )
         assert lock.get("quantization") == (None if quantized is None else asdict(awq))
         assert describe_text_generation(found, Path())["model"].get("weights") == (

@@ -248,7 +248,7 @@ def test_only_an_interval_wholly_in_the_loss_is_red() -> None:
 def test_any_ranges_can_be_drawn(
     read: Callable[..., Page], ranges: dict[str, float], precision: str
 ) -> None:
-    conversion = replace(CONVERSION, ranges=ranges, kept=("one",), reasons={})
+    conversion = replace(CONVERSION, ranges=ranges, excluded_layers=("one",), reasons={})
     page = read(gate_of(conversion=conversion, precision=precision, labeled=None))
     assert_finite_drawing(page)
     assert page.count("svg") == 1 + bool(ranges)

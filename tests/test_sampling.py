@@ -37,7 +37,7 @@ from sampling_cases import (
 )
 from task_models import text_classifier
 from triptych.base.errors import Progress, UserError
-from triptych.building.build import Built, build
+from triptych.building.build import BuildOutcome, build
 from triptych.client import Client
 from triptych.container.supervisor import step_processes
 from triptych.core.inputs import PipelineInputs, read_inputs
@@ -341,7 +341,7 @@ def test_what_a_look_proposes_is_built_and_put_in_place(
     assert (code, "hooks.py changed since the build" in look["applied"]["failure"]) == (1, True)
     hooks.write_bytes(before["hooks.py"])
 
-    def breaks(inputs: PipelineInputs, folder: Path, progress: Progress) -> Built:
+    def breaks(inputs: PipelineInputs, folder: Path, progress: Progress) -> BuildOutcome:
         """As an engine that differs from its graph, which is in place by then."""
         build(inputs, folder, progress)
         assert build_id(repository, "sampled") != first

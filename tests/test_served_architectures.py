@@ -96,7 +96,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
     for name, served in SERVED.items():
         folder = write_pipeline(name, served, models[name], base)
         built = build_into(folder, base / "repository")
-        assert built.unpacked == ""
+        assert built.not_packed_reason == ""
         assert built.plan.layout == served.layout
     return base / "repository"
 

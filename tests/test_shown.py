@@ -17,7 +17,7 @@ from triptych.repository.records import Conversion, GateResult, Verdict, WorstRo
 class Done:
     """As much of a build's result as is shown."""
 
-    unpacked = ""
+    not_packed_reason = ""
     findings = ()
 
     def __init__(self, gate: GateResult) -> None:
@@ -37,7 +37,7 @@ def test_kept_layers_are_shown_with_their_cost_and_nodes_of_the_converter_are_no
     text = shown(
         conversion=Conversion(
             layers,
-            kept=("layer.1", "node_where_1", "layer.0"),
+            excluded_layers=("layer.1", "node_where_1", "layer.0"),
             layer_errors={"layer.0": 1e-3, "layer.1": 5e-3, "layer.2": 1e-6},
             batch_ms={"fp32": 20.0, "as kept": 12.5},
         )
@@ -52,7 +52,7 @@ def test_kept_layers_are_shown_with_their_cost_and_nodes_of_the_converter_are_no
 
 
 def test_where_nothing_was_looked_for_nothing_is_shown() -> None:
-    assert shown(conversion=Conversion((), kept=("node_where_1",))) == ""
+    assert shown(conversion=Conversion((), excluded_layers=("node_where_1",))) == ""
     assert shown(conversion=Conversion(())) == ""
     assert shown() == ""
 

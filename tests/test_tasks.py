@@ -99,7 +99,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
         (folder / "traffic.jsonl").write_text("\n".join(map(json.dumps, rows)))
         built = build_into(folder, base / "repository")
         assert built.plan.layout == (layout or "fixed")
-        assert built.unpacked == ""
+        assert built.not_packed_reason == ""
     return base / "repository"
 
 

@@ -18,15 +18,17 @@ from generation_served import wait_until
 from test_ui import fetch, post
 from text2text_cases import TEXTS, write_model, write_pipeline
 from triptych.base.errors import UserError
+from triptych.building.build import build
 from triptych.building.generation.bench import bench_generation
-from triptych.building.generation.build import build_generation
 from triptych.building.generation.gate import check_generation
-from triptych.building.generation.live import LiveGeneration, describe_generation, verify_generation
+from triptych.building.generation.live import verify_generation
 from triptych.building.generation.reference import reference_answers
 from triptych.building.generation.text2text import Text2TextInputs, read_text2text, without_advice
+from triptych.core.gate.verify import describe_verification
 from triptych.interface.cli.plan_text import describe_text2text
 from triptych.interface.page.page import TextPage
 from triptych.repository.lint.checks import run_checks
+from triptych.repository.records import GateResult
 from triptych.runtime.prompts import PIECES_FILE, SourcePieces
 from triptych.serving.bench.bench import Bench
 from triptych.serving.bench.results import OfferedLoad, to_json
@@ -69,12 +71,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         inputs = read_text2text(load_text2text_spec(folder), silent)
         if kind == LABELED:
             write_labels(inputs)
-        built = build_generation(inputs, base / "repository", silent)
+        built = build(inputs, base / "repository", silent)
         assert built.gate is not None
         assert (built.gate.labeled is not None) == (kind == LABELED)
         measured = {verdict.metric: verdict.value for verdict in built.gate.verdicts}
         assert measured["exact_prefix"] == measured["prompt_agreement"] == 1.0, kind
-        assert not build_generation(inputs, base / "repository", silent).changed
+        assert not build(inputs, base / "repository", silent).changed
     return base / "repository"
 
 
@@ -153,25 +155,25 @@ def test_a_request_at_fault_is_refused_alone(server: Server) -> None:
 
 
 def test_it_is_held_to_its_gate_where_it_is_served(server: Server, repository: Path) -> None:
-    def verified(kind: str, *overrides: str) -> LiveGeneration:
+    def verified(kind: str, *overrides: str) -> GateResult:
         inputs = read_text2text(load_text2text_spec(repository.parent / kind, overrides), silent)
         reached = nullcontext(Endpoint(server.grpc_url))
         return verify_generation(inputs, repository, reached, silent, clients=4, timeout_s=30.0)
 
     for kind in CORES:
         found = verified(kind)
-        assert found.passed, [line for line, _ in describe_generation(found)]
-        figures = {verdict.metric: verdict.value for verdict in found.gate.verdicts}
+        assert found.passed, [line for line, _ in describe_verification(found)]
+        figures = {verdict.metric: verdict.value for verdict in found.verdicts}
         assert figures["exact_prefix"] == figures["invariance"] == 1.0
         # Of a search that chooses among beams, or may not repeat itself, the server has no such.
         assert ("logprob_difference" in figures) == (kind == "t5")
-        assert (found.gate.labeled is not None) == (kind == LABELED)
-    assert found.gate.labeled is not None
-    assert 0 < found.gate.labeled.candidate < 1
+        assert (found.labeled is not None) == (kind == LABELED)
+    assert found.labeled is not None
+    assert 0 < found.labeled.candidate < 1
     # Not what is served: another prefix.
     other = verified("t5", "prefix=dog ")
     assert {"prompt_agreement", "exact_prefix"} <= {
-        verdict.metric for verdict in other.gate.verdicts if not verdict.passed
+        verdict.metric for verdict in other.verdicts if not verdict.passed
     }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from gate_cases import SAMPLES, make, requests_of
 from triptych.base.errors import UserError
-from triptych.core.gate.check import Labeled, check
+from triptych.core.gate.check import GateLabels, check
 from triptych.core.gate.runs import Decoding
 from triptych.runtime import open_row_maker, open_text_row_maker
 from triptych.runtime.row_types import RowMaker, TextRowMaker
@@ -80,7 +80,7 @@ def test_a_new_task_is_judged_by_what_its_value_says(tmp_path: Path) -> None:
         "precision": "fp16",
         "batch_size": 4,
         "decoding": Decoding(SIGNS, {}, tmp_path),
-        "labeled": Labeled(tuple(rows), requests, case.expected, 0.0),
+        "labeled": GateLabels(tuple(rows), requests, case.expected, 0.0),
     }
     right = check(case.right, requests, case.expected, core, limits, **settings)
     assert right.passed, right.failures

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import test_generation_load
 from conftest import ROOT, quiet
-from generation_cases import write_pipeline, write_tiny_model
+from generation_cases import fake_backend, write_pipeline, write_tiny_model
 from load_samples import outcome, subject, trial, tuned
 from report_pages import Page, assert_finite_drawing, assert_stands_alone
 from triptych.base.errors import UserError
@@ -120,7 +120,7 @@ def evidence(
             "name": "talk",
             "task": "text-generation",
             "model": {"source": "x"},
-            "core": {"backend": "scripted", **core},
+            "core": {"backend": fake_backend(), **core},
             "serving": {"queue": {"max_in_flight": queue}, **(serving or {})},
         }
     )
@@ -355,7 +355,7 @@ def test_what_cannot_be_served_is_refused_before_a_server_is_started(
     with pytest.raises(UserError, match=r"must hold one request of core.max_model_len 512: 2 MiB"):
         kind.make(TrialConfig({"core.kv_cache.memory_mib": 1}), repository, quiet)
     lock = json.loads((repository / "talk/triptych.lock.json").read_bytes())
-    assert lock["ungated"] == "a trial of `triptych tune`"
+    assert lock["gate"]["accepted"] == "a trial of `triptych tune`"
     assert lock["spec"]["core"]["max_num_seqs"] == 32
 
 

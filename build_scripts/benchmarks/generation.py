@@ -27,7 +27,7 @@ import aiohttp
 from benchmarks.harness import Series, Turn, finish, make_parser, progress, run_rounds
 from benchmarks.model import CACHE, CHAT
 from benchmarks.results import Table
-from triptych.building.generation.build import build_generation
+from triptych.building.build import build
 from triptych.building.generation.inputs import GenerationInputs, Prompt, read_generation
 from triptych.client import AsyncClient
 from triptych.runtime.engine_vllm import DTYPES, PRIVATE
@@ -60,7 +60,7 @@ def main() -> int:
     inputs = read_generation(load_generation_spec(CHAT), progress)
     prompts = [prompt for prompt in inputs.prompts if prompt.messages is not None]
     repository = CACHE / "generation"
-    build_generation(inputs, repository, progress)
+    build(inputs, repository, progress)
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
         ensemble = stack.enter_context(_serve(repository))

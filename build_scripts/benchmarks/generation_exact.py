@@ -44,7 +44,7 @@ def main() -> int:
         prompts = _make_prompts(inputs, options.prompts)
         found[precision] = gate = measure(inputs, prompts, progress, most=options.tokens)
         for row in gate.worst:
-            progress(precision, f"{row.shown!r}: {row.wanted!r}, not {row.got!r}")
+            progress(precision, f"{row.preview!r}: {row.expected!r}, not {row.actual!r}")
     rows = []
     for metric in METRICS:
         values = [gate.value(metric.name) for gate in found.values()]

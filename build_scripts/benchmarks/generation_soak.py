@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.harness import finish, make_parser, progress
 from benchmarks.memory import SECONDS, make_growth_table, read_memory
 from benchmarks.model import CACHE, CHAT
-from triptych.building.generation.build import build_generation
+from triptych.building.build import build
 from triptych.building.generation.inputs import GenerationInputs, read_generation
 from triptych.client import (
     AsyncClient,
@@ -132,7 +132,7 @@ def main() -> int:
     options = parser.parse_args()
     inputs = read_generation(load_generation_spec(options.pipeline), progress)
     repository = CACHE / f"soak_{inputs.spec.name}"
-    build_generation(inputs, repository, progress, accept="only its memory is measured")
+    build(inputs, repository, progress, accept="only its memory is measured")
     server = Server(repository)
     try:
         server.start()

@@ -80,7 +80,7 @@ def main() -> int:
     expected = _run(_open_session(_find_source(inputs)[0], CPU), feeds)
     sessions, results = {}, []
     for precision, core in cores.items():
-        excluded, failures = len(core.conversion.kept), core.gate.failures
+        excluded, failures = len(core.conversion.excluded_layers), core.gate.failures
         try:
             sessions[precision] = _open_session(core.file, options.provider)
             actual = _run(sessions[precision], feeds)

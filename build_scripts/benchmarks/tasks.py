@@ -84,7 +84,9 @@ def _measure(
         core = {"layout": layout} if layout else {}
         folder = write_pipeline(model, source, _FOLDER / "pipelines" / name, core, requests)
         built = build(read_inputs(load_spec(folder), quiet), repository, quiet)
-        pipelines[built.plan.layout + (" (fell back)" if built.unpacked else "")] = name
+        pipelines[
+            built.as_dict()["layout"] + (" (fell back)" if built.not_packed_reason else "")
+        ] = name
     run = transformers_pipelines.load(model, source, batch_size=BATCH_SIZE)
     expected = run(requests[:CHECKED_REQUESTS])
     agreement: dict[str, str] = {}

@@ -246,7 +246,7 @@ def _candidate(precision: Precision, gate: GateResult) -> PrecisionTrial:
         "failed",
         gate.failures,
         verdicts={verdict.metric: verdict.value for verdict in gate.verdicts},
-        kept=() if gate.conversion is None else gate.conversion.kept,
+        excluded_layers=() if gate.conversion is None else gate.conversion.excluded_layers,
     )
 
 

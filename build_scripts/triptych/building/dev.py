@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.base.errors import Progress
-from triptych.building.build import Built, build
+from triptych.building.build import BuildOutcome, build
 from triptych.building.hook_tests import Check, check_pipeline
 from triptych.core.inputs import read_inputs
 from triptych.spec.spec import load_spec
@@ -30,7 +30,7 @@ class Round:
     """
 
     checks: tuple[Check, ...]
-    built: Built | None
+    built: BuildOutcome | None
     failure: Exception | None
     seconds: float
 

@@ -1,24 +1,33 @@
-"""Steps of each kind of pipeline: read, check its folder, verify, measure.
+"""Steps of each kind of pipeline: read, check, build, verify, measure.
 
 `STEPS` is the only place in this package that chooses by `Kind`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import Progress
+from triptych.building.encoder import build_encoder_engine, make_encoder_core, render_encoder
 from triptych.building.generation.bench import bench_generation
+from triptych.building.generation.build import (
+    build_no_engine,
+    make_generation_core,
+    render_generating,
+)
 from triptych.building.generation.checks import check_folder
 from triptych.building.generation.inputs import read_generation
-from triptych.building.generation.live import describe_generation, verify_generation
+from triptych.building.generation.live import verify_generation
 from triptych.building.generation.text2text import read_text2text
 from triptych.building.hook_tests import Check, check_pipeline
-from triptych.core.gate.verify import describe_verification, verify_pipeline
+from triptych.core.gate.answers import check_hooks
+from triptych.core.gate.verify import verify_pipeline
 from triptych.core.inputs import read_inputs
+from triptych.repository.records import GateResult
+from triptych.repository.render import Rendered
 from triptych.serving.bench.bench import bench_pipeline
 from triptych.serving.bench.results import BenchResult
 from triptych.spec.kind import Kind
@@ -31,38 +40,59 @@ class Steps:
     Attributes:
         read: Resolves the model and reads the traffic of a spec; writes only to the cache.
         check_folder: Checks the files of a pipeline without a server or a model.
+        check: Runs the pipeline's own functions on answers of the original model.
+        make_core: Makes the model that is served and runs the gate; arguments as
+            `encoder.make_encoder_core`.
+        render: Returns the files around a result of `make_core`; arguments as
+            `encoder.render_encoder`.
+        build_engine: Builds the engine of a written pipeline, where its hardware is here.
         verify: Runs the gate through a server; arguments as `verify_pipeline`.
-        describe_verification: Yields the lines that show a result of `verify`, with their styles.
         bench: Measures a built pipeline; arguments as `bench_pipeline`.
     """
 
     read: Callable[[Any, Progress], Any]
     check_folder: Callable[[Path], Sequence[Check]]
-    verify: Callable[..., Any]
-    describe_verification: Callable[[Any], Iterator[tuple[str, str]]]
+    check: Callable[[Any, Progress], None]
+    make_core: Callable[..., Any]
+    render: Callable[[Any, Path, Progress, bool], Rendered]
+    build_engine: Callable[[Any, Path, Progress], Sequence[str]]
+    verify: Callable[..., GateResult]
     bench: Callable[..., BenchResult]
+
+
+def _check_nothing(_inputs: object, _progress: Progress) -> None:
+    """Return: pipelines that generate text have no functions of their own."""
 
 
 STEPS: Mapping[Kind, Steps] = {
     Kind.ENCODER: Steps(
         read=read_inputs,
         check_folder=check_pipeline,
+        check=check_hooks,
+        make_core=make_encoder_core,
+        render=render_encoder,
+        build_engine=build_encoder_engine,
         verify=verify_pipeline,
-        describe_verification=describe_verification,
         bench=bench_pipeline,
     ),
     Kind.TEXT_GENERATION: Steps(
         read=read_generation,
         check_folder=check_folder,
+        check=_check_nothing,
+        make_core=make_generation_core,
+        render=render_generating,
+        build_engine=build_no_engine,
         verify=verify_generation,
-        describe_verification=describe_generation,
         bench=bench_generation,
     ),
     Kind.TEXT2TEXT: Steps(
         read=read_text2text,
         check_folder=check_folder,
+        check=_check_nothing,
+        make_core=make_generation_core,
+        render=render_generating,
+        build_engine=build_no_engine,
         verify=verify_generation,
-        describe_verification=describe_generation,
         bench=bench_generation,
     ),
 }

@@ -22,7 +22,7 @@ import yaml
 
 from triptych.core.feeds import Sample
 from triptych.core.reader import RequestReader
-from triptych.core.samples import MIN_RECOMMENDED_ROWS, GateRequest, hash_inputs, shown_text
+from triptych.core.samples import MIN_RECOMMENDED_ROWS, GateRequest, hash_inputs, preview_text
 
 EDGE_TEXTS = {
     "empty": "",
@@ -50,8 +50,8 @@ def edge_images(reader: RequestReader, example: GateRequest) -> list[GateRequest
     """Return edge-case images in place of the example's, as far as the pipeline accepts them."""
     (name,) = example.sent
     made = (
-        reader.make_up({name: _bitmap(*size)}, example.parameters, shown)
-        for shown, size in EDGE_IMAGES.items()
+        reader.make_up({name: _bitmap(*size)}, example.parameters, preview)
+        for preview, size in EDGE_IMAGES.items()
     )
     return reader.accepted([request for request in made if request is not None])
 
@@ -71,7 +71,7 @@ def edge_texts(
     def put(kind: str, text: str) -> GateRequest | None:
         text = f"{mask_token} {text}".strip(" ") if mask_token else text
         sent = {**example.sent, name: text}
-        return reader.make_up(sent, example.parameters, f"{kind}: {shown_text(sent)}")
+        return reader.make_up(sent, example.parameters, f"{kind}: {preview_text(sent)}")
 
     made = [put(kind, text) for kind, text in EDGE_TEXTS.items()]
     for token in reader.special_tokens[:SPECIAL_TOKENS]:
@@ -180,7 +180,7 @@ def probe_requests(
         question = row.other_question if place % 2 else row.question
         text = _masked(row.text, mask_token) if mask_token else row.text
         sent = {**dict.fromkeys(names, question), names[-1]: text}
-        requests.append(reader.make_up(sent, example.parameters, shown_text(sent)))
+        requests.append(reader.make_up(sent, example.parameters, preview_text(sent)))
     taken = reader.accepted([request for request in requests if request is not None])
     return tuple(replace(request, edge=False) for request in taken)
 

@@ -72,6 +72,10 @@ class PipelineInputs:
     traffic: tuple[Mapping[str, str | bytes], ...] = ()
 
     @property
+    def spec(self) -> PipelineSpec:
+        return self.plan.spec
+
+    @property
     def tokenizer_folder(self) -> Path:
         """Folder of the ``tokenizer.json``, if the task has one; else the model's folder."""
         return self.model_folder if self.tokenizer_file is None else self.tokenizer_file.parent

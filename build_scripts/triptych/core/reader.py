@@ -15,7 +15,7 @@ from typing import Any
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import TokenRow
-from triptych.core.samples import GateRequest, shown_text
+from triptych.core.samples import GateRequest, preview_text
 from triptych.runtime import open_row_maker, open_text_row_maker
 from triptych.runtime.hooking import Hook, call_before
 from triptych.runtime.parameters import check_parameters
@@ -125,21 +125,21 @@ class RequestReader:
         return requests
 
     def make_up(
-        self, sent: Mapping[str, str | bytes], parameters: Mapping[str, Any], shown: str
+        self, sent: Mapping[str, str | bytes], parameters: Mapping[str, Any], preview: str
     ) -> GateRequest | None:
         """Return a synthetic request without core rows; None if `hooks.before` rejects it."""
         try:
-            return GateRequest(sent, self._after_hook(sent), parameters, (), (), True, shown)
+            return GateRequest(sent, self._after_hook(sent), parameters, (), (), True, preview)
         except Exception:  # the user's function need not support synthetic inputs
             return None
 
     def read_sent(
-        self, sent: Mapping[str, str | bytes], parameters: Mapping[str, Any], shown: str
+        self, sent: Mapping[str, str | bytes], parameters: Mapping[str, Any], preview: str
     ) -> GateRequest | None:
         """Return a request that a server received, without core rows; None if it is rejected."""
         try:
-            checked = _checked(shown, parameters, self._rules, self.parameters)
-            return GateRequest(sent, self._after_hook(sent), checked, (), (), False, shown)
+            checked = _checked(preview, parameters, self._rules, self.parameters)
+            return GateRequest(sent, self._after_hook(sent), checked, (), (), False, preview)
         except Exception:  # the user's own function may raise anything
             return None
 
@@ -188,7 +188,7 @@ class RequestReader:
                     remedy="Use a path relative to the pipeline's folder",
                 ) from error
         parameters = _checked(where, line.parameters, self._rules, self.parameters)
-        shown = line.inputs[self._images[0]] if self._images else shown_text(sent)
+        preview = line.inputs[self._images[0]] if self._images else preview_text(sent)
         try:
             inputs = self._after_hook(sent)
         except Exception as error:  # the user's own function
@@ -198,7 +198,7 @@ class RequestReader:
                 given=error,
                 remedy="Correct the line or the function",
             ) from error
-        return GateRequest(sent, inputs, parameters, (), (), False, shown)
+        return GateRequest(sent, inputs, parameters, (), (), False, preview)
 
     def _after_hook(self, sent: Mapping[str, str | bytes]) -> Mapping[str, str | bytes]:
         row = dict(sent)

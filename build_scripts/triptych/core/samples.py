@@ -38,7 +38,7 @@ class GateRequest:
         rows: Rows for the core; several if a text has windows or hypotheses.
         carries: Packed metadata of each core row; empty if the task has none.
         edge: Whether it is an edge case: empty, blank, at the length limit and similar.
-        shown: Preview for tables.
+        preview: Preview for tables.
     """
 
     sent: Mapping[str, str | bytes]
@@ -47,7 +47,7 @@ class GateRequest:
     rows: tuple[Sample, ...]
     carries: tuple[bytes, ...]
     edge: bool
-    shown: str
+    preview: str
 
     @property
     def row_inputs(self) -> RowInputs:
@@ -90,7 +90,7 @@ def hash_requests(requests: Iterable[GateRequest]) -> str:
     """Return the hash of everything that the gate uses of requests, in hex."""
     digest = hashlib.sha256()
     for request in requests:
-        parts = [hash_rows(request.rows), hash_inputs(request.inputs), request.shown]
+        parts = [hash_rows(request.rows), hash_inputs(request.inputs), request.preview]
         parts += [json.dumps(dict(request.parameters), sort_keys=True), str(request.edge)]
         parts += [hashlib.sha256(carry).hexdigest() for carry in request.carries]
         digest.update(json.dumps(parts).encode())
@@ -106,7 +106,7 @@ def hash_inputs(inputs: Mapping[str, str | bytes]) -> str:
     return digest.hexdigest()
 
 
-def shown_text(inputs: Mapping[str, str | bytes]) -> str:
+def preview_text(inputs: Mapping[str, str | bytes]) -> str:
     """Return a preview of the inputs for tables."""
     texts = [
         f"{len(value)} bytes" if isinstance(value, bytes) else " ".join(value.split())

@@ -15,7 +15,7 @@ from triptych.base.errors import Progress, UserError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from triptych.building.build import Built
+    from triptych.building.build import BuildOutcome
     from triptych.client import Client
     from triptych.interface.report.plots import SvgFigure
 
@@ -35,7 +35,7 @@ class BuildResult:
         built: Plan, changed models, gate result and findings of lint.
     """
 
-    built: Built
+    built: BuildOutcome
 
     @property
     def figures(self) -> dict[str, float]:
@@ -52,7 +52,8 @@ class BuildResult:
         """Return a histogram of the rows' number of tokens; empty for images."""
         from triptych.interface.report.plots import plot_row_lengths
 
-        return plot_row_lengths(self.built.plan.lengths)
+        plan = self.built.plan
+        return plot_row_lengths(None if plan is None else plan.lengths)
 
 
 @dataclass(frozen=True)

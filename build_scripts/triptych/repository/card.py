@@ -46,7 +46,7 @@ def render_card(plan: Plan, gate: GateResult, *, license: str, unpacked: str) ->
 
 def _accuracy(gate: GateResult) -> list[str]:
     verdict = "passed" if gate.passed else f"failed, and accepted: {_cell(gate.accepted)}"
-    compared = f"{amount(gate.rows, 'request')} of the traffic and {gate.edge_rows} edge cases"
+    compared = f"{amount(gate.rows, 'request')} of the traffic and {gate.edge_case_rows} edge cases"
     lines = [
         f"The accuracy gate {verdict}. It compared {compared} with the original model in PyTorch "
         "fp32.",

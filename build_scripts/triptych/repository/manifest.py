@@ -33,7 +33,7 @@ FIGURES_FILE = "BENCH.md"
 """Measurements of `bench` for a build, beside the build manifest but not listed in it. They are
 removed with the build."""
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class PlanRecord:
     """The part of the plan that later stages need; see `Plan`.
 
     Attributes:
-        unpacked: Reason why the layout is not packed although the spec says so; empty otherwise.
+        not_packed_reason: Why the layout is not packed although the spec asks for it; else empty.
         engine: Plan of the engine; None if no engine is built.
         batch_mib: Estimated MiB of the largest batch in addition to the weights; None for images.
     """
 
     layout: Layout
-    unpacked: str
+    not_packed_reason: str
     max_length: int
     bucket_edges: tuple[int, ...]
     max_batch_size: int
@@ -109,7 +109,7 @@ def make_manifest(
     *,
     core_key: str,
     source_key: str,
-    unpacked: str,
+    not_packed_reason: str,
     versions: Mapping[str, str],
     gate: GateResult,
     engine: EngineRecord | None,
@@ -140,7 +140,7 @@ def make_manifest(
         source_key=source_key,
         plan=PlanRecord(
             layout=plan.layout,
-            unpacked=unpacked,
+            not_packed_reason=not_packed_reason,
             max_length=plan.max_length,
             bucket_edges=plan.bucket_edges,
             max_batch_size=plan.max_batch_size,

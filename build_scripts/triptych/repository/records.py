@@ -67,7 +67,7 @@ class Conversion:
 
     Attributes:
         layers: Layers that can be excluded from the conversion, in the order of the graph.
-        kept: Layers that were excluded and stay in higher precision.
+        excluded_layers: Layers that were excluded and stay in higher precision.
         reasons: Reason for each layer that the converter itself excluded.
         ranges: Largest magnitude of each layer's input (or of each value) on calibration rows; may
             be infinite, like that of the logarithm of 0.
@@ -82,7 +82,7 @@ class Conversion:
     OPTIONAL = ("layer_errors", "batch_ms", "fp32_products")
 
     layers: tuple[str, ...]
-    kept: tuple[str, ...] = ()
+    excluded_layers: tuple[str, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     ranges: Mapping[str, Number] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class PrecisionTrial:
         throughput_per_s: Requests per second; None if not measured.
         p99_ms: 99th percentile of the latency in milliseconds.
         size_bytes: Size of the core's files in bytes.
-        kept: Layers that stayed in higher precision.
+        excluded_layers: Layers that stayed in higher precision.
         note: Reason why it is not runnable.
     """
 
@@ -113,7 +113,7 @@ class PrecisionTrial:
     throughput_per_s: float | None = None
     p99_ms: float | None = None
     size_bytes: int | None = None
-    kept: tuple[str, ...] = ()
+    excluded_layers: tuple[str, ...] = ()
     note: str = ""
 
 
@@ -139,19 +139,19 @@ class WorstRow:
     """A request whose answer differs most from the reference's.
 
     Attributes:
-        shown: Preview of the request.
-        badness: Error on the task's own scale; 0 if the answer is right, and for edge cases, which
-            do not count for the task's metrics.
+        preview: Preview of the request.
+        row_error: Error on the task's own scale; 0 if the answer is right, and for edge cases,
+            which do not count for the task's metrics.
         difference: Largest difference of any element of the core's outputs, as `max_difference`.
-        wanted: Preview of the reference's answer.
-        got: Preview of the artifact's answer.
+        expected: Preview of the reference's answer.
+        actual: Preview of the artifact's answer.
     """
 
-    shown: str
-    badness: Number
+    preview: str
+    row_error: Number
     difference: Number
-    wanted: str
-    got: str
+    expected: str
+    actual: str
 
 
 @dataclass(frozen=True)
@@ -171,13 +171,42 @@ class ProbeResult:
 
 
 @dataclass(frozen=True)
+class LiveRun:
+    """How the answers of a gate came from a server.
+
+    Attributes:
+        by_way: Way of sending to the values of the task's metrics.
+        edge_values: Values of the metrics on the synthetic rows alone.
+        counts: Outcome to the number of requests, over all ways of sending.
+        faults: Failed requests and wrong ends of answers, in words; part of the failures.
+        pipeline: Name of the pipeline.
+        url: ``host:port`` of the server's gRPC endpoint.
+        clients: Number of requests in flight where they were sent together.
+        mean_batch: Mean number of rows in a batch of the core then; None where it is not known.
+        seconds: Time that all requests took.
+        sent: What was sent, in words, a line each.
+    """
+
+    by_way: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
+    edge_values: Mapping[str, Number] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
+    pipeline: str = ""
+    url: str = ""
+    clients: int = 0
+    mean_batch: float | None = None
+    seconds: float = 0.0
+    sent: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class GateResult:
     """Measurements of the accuracy gate.
 
     Attributes:
         precision: Precision of the artifact.
         rows: Number of compared requests of the traffic.
-        edge_rows: Number of edge-case requests: empty, at the length limit and similar.
+        edge_case_rows: Number of edge-case requests: empty, at the length limit and similar.
         finite: Whether no result is NaN or infinite.
         verdicts: Result of each metric.
         failures: Limits that were exceeded, as text; empty if the artifact passed.
@@ -192,13 +221,14 @@ class GateResult:
         conversion: Record of the conversion to lower precision; None for fp32.
         accepted: Reason why a failed gate did not stop the build; empty if it passed.
         candidates: Precisions that were tried, if the spec leaves the precision open.
+        live: How the answers came from a server; None for a gate before the build.
     """
 
-    OPTIONAL = ("probe", "conversion", "accepted", "candidates")
+    OPTIONAL = ("probe", "conversion", "accepted", "candidates", "live")
 
     precision: Precision
     rows: int
-    edge_rows: int
+    edge_case_rows: int
     finite: bool
     verdicts: tuple[Verdict, ...]
     failures: tuple[str, ...]
@@ -211,6 +241,7 @@ class GateResult:
     conversion: Conversion | None = None
     accepted: str = ""
     candidates: tuple[PrecisionTrial, ...] = ()
+    live: LiveRun | None = None
 
     @property
     def passed(self) -> bool:

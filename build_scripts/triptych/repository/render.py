@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from triptych.base.releases import OLDEST, fields_newer_than, parse_release, without_newer_fields
 from triptych.base.tensors import ROW_SPAN, Tensor
@@ -38,6 +38,18 @@ IMPORT_BY_NAME = ("preprocess.py", "postprocess.py", "row_types.py")
 """Modules that import others by a computed name; `render` adds those to the files itself."""
 Content = bytes | Path
 """Content of a file: its bytes, or the file to copy."""
+
+
+class Rendered(NamedTuple):
+    """Files of a pipeline before they are written.
+
+    Attributes:
+        files: Path relative to the repository to the content, with the lock.
+        beside: Folders of models in the repository that the files refer to.
+    """
+
+    files: dict[str, Content]
+    beside: Sequence[Path] = ()
 
 
 def batch_tokens(device: str, hidden_size: int) -> int:

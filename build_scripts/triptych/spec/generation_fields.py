@@ -48,12 +48,15 @@ class KvCache(Frozen):
     dtype: Literal["auto", "fp8"] = "auto"
 
 
+GENERATION_BACKENDS = {"vllm": True, "tensorrt_llm": True}
+"""Engines that `core.backend` may name, and whether each runs on GPUs."""
+
+
 class GenerationCore(Frozen):
     """Options of the engine for text generation. Names are those of vLLM's engine arguments.
 
     Attributes:
-        backend: ``vllm``, ``tensorrt_llm``, or ``scripted``, which has no model and repeats the
-            prompt, for tests.
+        backend: Name of the engine: ``vllm`` or ``tensorrt_llm``.
         precision: Precision of the computation. ``int8`` and ``fp8`` compute products of 8-bit
             weights and activations and the rest in bf16; unquantized weights are converted.
             Quantized weights are used as they are: ``awq``, ``gptq``, ``int8`` and ``fp8`` must
@@ -66,12 +69,11 @@ class GenerationCore(Frozen):
         enable_prefix_caching: Whether prompts with a common prefix share its computation.
         tensor_parallel_size: Number of GPUs that share each layer.
         pipeline_parallel_size: Number of groups of GPUs, each with a part of the layers.
-        token_delay_ms: Time per token of the scripted engine in ms.
     """
 
     LENGTH_FIELD: ClassVar = "max_model_len"
 
-    backend: Literal["vllm", "tensorrt_llm", "scripted"] = "vllm"
+    backend: str = "vllm"
     precision: Literal["fp32", "fp16", "bf16", "int8", "fp8", "awq", "gptq"] = "bf16"
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 32
     max_num_batched_tokens: Annotated[int, Field(ge=16, le=1_000_000)] = 2048
@@ -80,19 +82,23 @@ class GenerationCore(Frozen):
     enable_prefix_caching: bool = True
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     pipeline_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    token_delay_ms: Annotated[float, Field(ge=0, le=1000)] | None = None
 
     @property
     def parts(self) -> int:
         """Number of GPUs for one copy of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @field_validator("backend")
+    @classmethod
+    def _known(cls, given: str) -> str:
+        if given not in GENERATION_BACKENDS:
+            raise ValueError(f"core.backend must be one of {', '.join(GENERATION_BACKENDS)}")
+        return given
+
     @model_validator(mode="after")
     def _fits(self) -> GenerationCore:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError("core.max_num_batched_tokens must be at least core.max_num_seqs")
-        if self.token_delay_ms is not None and self.backend != "scripted":
-            raise ValueError("core.token_delay_ms is only supported for the scripted backend")
         quantized = self.precision not in ("fp32", "fp16", "bf16")
         if self.backend == "tensorrt_llm" and (quantized or self.kv_cache.dtype != "auto"):
             raise ValueError(
@@ -230,7 +236,7 @@ class GenerationSpec(GeneratingSpec):
 
     @property
     def gpus_per_copy(self) -> int:
-        return 0 if self.core.backend == "scripted" else self.core.parts
+        return self.core.parts if GENERATION_BACKENDS[self.core.backend] else 0
 
 
 def load_generation_spec(

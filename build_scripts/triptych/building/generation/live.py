@@ -5,22 +5,20 @@ A generation's prompts through a served pipeline: alone, as wholes, beside other
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from triptych.base.errors import Progress, UserError
 from triptych.building.generation.gate import PROMPTS, Answered, common_length, judge
 from triptych.building.generation.inputs import GeneratingInputs, Prompt
-from triptych.building.generation.labeled import describe_labeled, judge_labeled, read_labeled
+from triptych.building.generation.labeled import judge_labeled, read_labeled
 from triptych.building.generation.lock import built_gate
 from triptych.building.generation.reference import (
     TOKENS,
@@ -30,6 +28,7 @@ from triptych.building.generation.reference import (
     reference_answers,
     weigh,
 )
+from triptych.building.generation.render import ENGINES
 from triptych.client import (
     AccessDeniedError,
     Client,
@@ -40,8 +39,8 @@ from triptych.client import (
     ServerUnreachableError,
 )
 from triptych.client.address import read_target
-from triptych.core.gate.verify import Endpoint
-from triptych.repository.records import GateResult, plain_data
+from triptych.core.gate.verify import ReadyServer, with_live_run
+from triptych.repository.records import GateResult, LiveRun
 from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ _NO_SERVER = (
 
 
 @dataclass(frozen=True)
-class Reply:
+class PromptReply:
     """What one request got: an answer, or an error."""
 
     answer: Completion
@@ -72,7 +71,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class LiveRuns:
+class PromptRuns:
     """What came back, in the order of the prompts.
 
     Attributes:
@@ -84,10 +83,10 @@ class LiveRuns:
     """
 
     prompts: Sequence[Sequence[int]]
-    alone: Sequence[Reply]
-    whole: Sequence[Reply]
-    together: Sequence[Sequence[Reply]]
-    labeled: Sequence[Reply]
+    alone: Sequence[PromptReply]
+    whole: Sequence[PromptReply]
+    together: Sequence[Sequence[PromptReply]]
+    labeled: Sequence[PromptReply]
 
 
 def ask_live(
@@ -98,7 +97,7 @@ def ask_live(
     clients: int,
     *,
     timeout_s: float,
-) -> LiveRuns:
+) -> PromptRuns:
     """Send every prompt in every way, greedily.
 
     Args:
@@ -119,20 +118,22 @@ def ask_live(
         ThreadPoolExecutor(clients) as pool,
     ):
 
-        def asked(prompts: Sequence[Prompt], most: int) -> list[_Asked]:
-            return [_Asked(client, one, answer_tokens(inputs, one, most)) for one in prompts]
+        def asked(prompts: Sequence[Prompt], most: int) -> list[_PromptSession]:
+            return [
+                _PromptSession(client, one, answer_tokens(inputs, one, most)) for one in prompts
+            ]
 
         gate, rows = asked(prompts, TOKENS), asked(labeled, spec.accuracy.max_tokens)
         try:
-            return LiveRuns(
+            return PromptRuns(
                 prompts=ids,
                 alone=[one.streamed() for one in gate],
                 whole=[one.whole() for one in gate],
                 together=(
-                    list(pool.map(_Asked.streamed, gate)),
-                    list(pool.map(_Asked.streamed, gate[::-1]))[::-1],
+                    list(pool.map(_PromptSession.streamed, gate)),
+                    list(pool.map(_PromptSession.streamed, gate[::-1]))[::-1],
                 ),
-                labeled=list(pool.map(_Asked.whole, rows)),
+                labeled=list(pool.map(_PromptSession.whole, rows)),
             )
         except _NO_SERVER as error:
             raise UserError(
@@ -140,7 +141,7 @@ def ask_live(
             ) from error
 
 
-class _Asked:
+class _PromptSession:
     """One prompt, as a client sends it again and again."""
 
     def __init__(self, client: Client, prompt: Prompt, max_tokens: int) -> None:
@@ -150,10 +151,10 @@ class _Asked:
             "Sampling", {**GREEDY, "max_tokens": max_tokens, ADAPTER: prompt.adapter}
         )
 
-    def streamed(self) -> Reply:
+    def streamed(self) -> PromptReply:
         return self._reply(lambda: Completion.join(self._generation()))
 
-    def whole(self) -> Reply:
+    def whole(self) -> PromptReply:
         return self._reply(lambda: self._generation().whole())
 
     def _generation(self) -> Any:
@@ -161,13 +162,13 @@ class _Asked:
             return self._client.generate(self._prompt.sent["text_input"], **self._order)
         return self._client.chat(self._prompt.messages, **self._order)
 
-    def _reply(self, ask: Callable[[], Completion]) -> Reply:
+    def _reply(self, ask: Callable[[], Completion]) -> PromptReply:
         try:
-            return Reply(ask())
+            return PromptReply(ask())
         except _NO_SERVER:
             raise
         except InferenceError as error:
-            return Reply(Completion("", (), "", None), error)
+            return PromptReply(Completion("", (), "", None), error)
 
 
 def _prompt_ids(url: str, model: str, prompt: Prompt, timeout_s: float) -> list[int]:
@@ -194,51 +195,15 @@ def _prompt_ids(url: str, model: str, prompt: Prompt, timeout_s: float) -> list[
     return ids
 
 
-@dataclass(frozen=True)
-class LiveGeneration:
-    """What the live gate found, and where.
-
-    Attributes:
-        pipeline: its name.
-        url: ``host:port`` of the server's gRPC endpoint.
-        clients: requests under way at once where they were sent together.
-        seconds: that the requests took.
-        accepted: why the build was let pass a failed gate; empty where it was not.
-        scripted: whether there is no model behind it.
-        gate: figures, failures and rows.
-        faults: requests that failed, and answers that end for another reason than the reference's.
-    """
-
-    pipeline: str
-    url: str
-    clients: int
-    seconds: float
-    accepted: str
-    scripted: bool
-    gate: GateResult
-    faults: tuple[str, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether the pipeline served is right."""
-        return not (self.faults or self.gate.failures)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For ``--json``: a figure that is no number is null."""
-        fields = {**asdict(self), "gate": None, "passed": self.passed}
-        plain: dict[str, Any] = plain_data(fields)
-        return {**plain, "gate": self.gate.as_dict()}
-
-
 def verify_generation(
     inputs: GeneratingInputs,
     repository: Path,
-    server: AbstractContextManager[Endpoint],
+    server: AbstractContextManager[ReadyServer],
     progress: Progress,
     *,
     clients: int,
     timeout_s: float,
-) -> LiveGeneration:
+) -> GateResult:
     """Send the gate's prompts to the served pipeline and compare with the reference.
 
     Each is asked alone, as a stream and as a whole, and twice among the others.
@@ -258,11 +223,13 @@ def verify_generation(
     built = built_gate(repository, spec.name)
     prompts, labeled = choose_prompts(inputs, PROMPTS), read_labeled(inputs)
     tokenizer = inputs.model.decoding()
-    scripted = spec.core.backend == "scripted"
+    fake = ENGINES[spec.core.backend].fake
 
     def reference(prompts: Sequence[Prompt], most: int) -> tuple[Reference, ...]:
-        if scripted:
-            return tuple(_scripted(inputs, one, tokenizer, most) for one in prompts)
+        if fake is not None:
+            return tuple(
+                fake.answer(inputs, one, answer_tokens(inputs, one, most)) for one in prompts
+            )
         return reference_answers(inputs, prompts, progress, most=most)
 
     wanted = reference(prompts, TOKENS)
@@ -287,51 +254,24 @@ def verify_generation(
         other_limits=other_limits,
         labeled=judge_labeled(inputs, labeled, texts, [one.text for one in right]),
     )
-    return LiveGeneration(
+    faults = tuple(_faults(inputs, wanted, runs))
+    failed = replace(gate, failures=(*faults, *gate.failures), live=LiveRun(faults=faults))
+    return with_live_run(
+        failed,
         pipeline=spec.name,
         url=reached.grpc_url,
         clients=clients,
         seconds=seconds,
         accepted=built.get("accepted", ""),
-        scripted=scripted,
-        gate=gate,
-        faults=tuple(_faults(inputs, wanted, runs)),
+        sent=(
+            f"{gate.rows} prompts, each alone as a stream and as a whole, and twice with others "
+            f"({clients} at a time), in {seconds:.1f} s",
+        ),
     )
-
-
-def describe_generation(result: LiveGeneration) -> Iterator[tuple[str, str]]:
-    """The lines that show a result, each with its style: figures, what is wrong."""
-    gate = result.gate
-    yield f"{result.pipeline} at {result.url}, held to the limits of {gate.precision}", "bold"
-    for verdict in gate.verdicts:
-        limit = "" if verdict.limit is None else f"limit {verdict.limit:g}"
-        state = "ok" if verdict.passed else "FAILED"
-        line = f"  {verdict.metric:24} {verdict.value:>12.5g}  {limit:14} {state if limit else ''}"
-        yield line.rstrip(), "" if verdict.passed else "red"
-    yield (
-        f"  {gate.rows} prompts, each alone as a stream and as a whole, and twice beside others"
-        f" ({result.clients} at a time), in {result.seconds:.1f} s",
-        "",
-    )
-    if gate.labeled is not None:
-        yield f"  {describe_labeled(gate.labeled)}", "red" if gate.labeled.failure else ""
-    if result.scripted:
-        yield "  note: the scripted engine has no model; it must repeat the prompt", "yellow"
-    if result.accepted:
-        yield f"  note: built although the gate failed, since: {result.accepted}", "yellow"
-    for row in gate.worst if gate.failures else ():
-        yield f"  {row.shown!r}", ""
-        yield f"    wanted {row.wanted!r}", ""
-        yield f"    got    {row.got!r}", ""
-    failures = (*result.faults, *gate.failures)
-    for failure in failures:
-        yield f"failed: {failure}", "red"
-    if not failures:
-        yield "passed", "green"
 
 
 def _answered(
-    wanted: Sequence[Reference], runs: LiveRuns, other_limits: Mapping[str, float | None]
+    wanted: Sequence[Reference], runs: PromptRuns, other_limits: Mapping[str, float | None]
 ) -> Answered:
     """What the server said, as the gate judges it.
 
@@ -355,14 +295,16 @@ def _answered(
     )
 
 
-def _faults(inputs: GeneratingInputs, wanted: Sequence[Reference], runs: LiveRuns) -> Iterator[str]:
+def _faults(
+    inputs: GeneratingInputs, wanted: Sequence[Reference], runs: PromptRuns
+) -> Iterator[str]:
     """What the metrics do not show."""
     passes = (runs.alone, runs.whole, *runs.together)
     every = [reply for one in (*passes, runs.labeled) for reply in one]
     failed = [str(one.error) for one in every if one.error is not None]
     if failed:
         yield f"{len(failed)} of {len(every)} requests: {failed[0]}"
-    if inputs.spec.core.backend == "scripted":
+    if ENGINES[inputs.spec.core.backend].fake is not None:
         return
     stops = inputs.model.facts.stop_token_ids
     ends = sum(
@@ -373,18 +315,3 @@ def _faults(inputs: GeneratingInputs, wanted: Sequence[Reference], runs: LiveRun
     )
     if ends:
         yield f"{ends} answers have another finish_reason than their last token tells"
-
-
-def _scripted(
-    inputs: GeneratingInputs, prompt: Prompt, tokenizer: Tokenizer, most: int
-) -> Reference:
-    """What the scripted engine must answer."""
-    repeated = prompt.ids[::-1] if prompt.adapter else prompt.ids
-    ids = repeated[: answer_tokens(inputs, prompt, most)]
-    return Reference(
-        prompt=prompt.ids,
-        ids=ids,
-        text=tokenizer.decode(list(ids), skip_special_tokens=True),
-        margins=(math.inf,) * len(ids),
-        logprobs=tuple(-float(place) for place in range(len(ids))),
-    )

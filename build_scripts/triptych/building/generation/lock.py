@@ -13,7 +13,7 @@ from triptych.building.generation.inputs import GeneratingInputs
 from triptych.repository.manifest import read_manifest_data
 from triptych.repository.records import GateResult, plain_data
 
-SCHEMA = "generation-1"
+SCHEMA = "generation-2"
 
 
 def lock_bytes(
@@ -21,8 +21,7 @@ def lock_bytes(
     files: Mapping[str, str],
     *,
     versions: Mapping[str, str],
-    gate: GateResult | None,
-    ungated: str,
+    gate: GateResult,
     repository: Path,
 ) -> bytes:
     """The lock's content; the time of the one in `repository` is kept where all else is equal.
@@ -31,8 +30,7 @@ def lock_bytes(
         inputs: of the build.
         files: path relative to the repository -> SHA-256 in hex.
         versions: of what the gate was run with.
-        gate: None where no model was checked.
-        ungated: why not, where somebody said so.
+        gate: Result of the gate.
         repository: folder of the models.
     """
     spec, facts = inputs.spec, inputs.model.facts
@@ -51,8 +49,7 @@ def lock_bytes(
             "prompts": len(prompts),
             "mean_tokens": round(sum(len(prompt.ids) for prompt in prompts) / len(prompts), 2),
         },
-        "gate": None if gate is None else gate.as_dict(),
-        **({"ungated": ungated} if ungated else {}),
+        "gate": gate.as_dict(),
         "files": dict(sorted(files.items())),
     }
     previous = read_manifest_data(repository, spec.name)

@@ -1,11 +1,12 @@
-"""A pipeline that generates text -> the files of its models."""
+"""Files of a pipeline that generates text, and the engines that it may run on."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from triptych.base.tensors import Tensor
 from triptych.building.generation.inputs import GeneratingInputs
@@ -15,13 +16,53 @@ from triptych.repository.render import RUNTIME, Content, with_imports
 from triptych.runtime.generation_messages import ADAPTERS_FOLDER, MODEL_FOLDER, TOKENIZER_FILE
 from triptych.runtime.generation_metrics import make_time_bounds
 from triptych.runtime.prompts import PIECES_FILE, TEMPLATE_FILE
+from triptych.spec.generation_fields import GENERATION_BACKENDS
+
+if TYPE_CHECKING:
+    from triptych.building.generation.inputs import Prompt
+    from triptych.building.generation.reference import Reference
+
+
+@dataclass(frozen=True)
+class EngineModule:
+    """Module of an engine that generates text, as `register_engine` adds it.
+
+    Attributes:
+        file: The module: a name in `runtime`, or an absolute path.
+        is_compared: Whether the gate can run the engine against transformers.
+        fake: What a fake engine of the tests answers instead of the model; None for all others.
+        settings: Settings of the engine beside those that every engine gets.
+    """
+
+    file: str
+    is_compared: bool = True
+    fake: FakeModel | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
+class FakeModel(Protocol):
+    """Answers of a fake engine, which reads no model."""
+
+    def answer(self, inputs: GeneratingInputs, prompt: Prompt, max_tokens: int) -> Reference:
+        """Return what the engine must answer to a prompt."""
+
 
 ENGINES = {
-    "vllm": "engine_vllm.py",
-    "tensorrt_llm": "engine_tensorrt_llm.py",
-    "scripted": "engine_scripted.py",
-    "ctranslate2": "engine_ctranslate2.py",
+    "vllm": EngineModule("engine_vllm.py"),
+    "tensorrt_llm": EngineModule("engine_tensorrt_llm.py", is_compared=False),
+    "ctranslate2": EngineModule("engine_ctranslate2.py"),
 }
+"""Engines by the name that `core.backend` gives them."""
+
+
+def register_engine(name: str, engine: EngineModule, *, on_gpu: bool = True) -> None:
+    """Add an engine that `core.backend` may name, for the life of this process.
+
+    This is the seam for tests: a fake engine is registered here, and no spec of a user can name it.
+    """
+    ENGINES[name] = engine
+    GENERATION_BACKENDS[name] = on_gpu
+
 
 INPUTS = (
     Tensor("text_input", "BYTES", (1,)),
@@ -98,7 +139,8 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
     }
     # Triton wants a version folder for an ensemble, too, and git and archives drop empty ones.
     files[f"{name}/1/.keep"] = b""
-    engine = {"model.py": "generation_core.py", "engine.py": ENGINES[spec.core.backend]}
+    engine_module = ENGINES[spec.core.backend]
+    engine = {"model.py": "generation_core.py", "engine.py": engine_module.file}
     files |= _step_files(step("preprocess"), {"model.py": "generation_preprocess.py"})
     files |= _step_files(step("core"), engine)
     files |= _step_files(step("postprocess"), {"model.py": "generation_postprocess.py"})
@@ -108,7 +150,7 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
     for file, path in ((TEMPLATE_FILE, model.chat_template), (PIECES_FILE, model.pieces)):
         if path is not None:
             files[f"{step('preprocess')}/1/{file}"] = path
-    if spec.core.backend != "scripted":
+    if engine_module.fake is None:
         for path in engine_files(inputs):
             files[f"{step('core')}/1/{MODEL_FOLDER}/{path.name}"] = path
         files[f"{step('core')}/1/{MODEL_FOLDER}/{TOKENIZER_FILE}"] = inputs.model.tokenizer
@@ -138,6 +180,7 @@ def _core_settings(inputs: GeneratingInputs) -> dict[str, object]:
         "context_tokens": inputs.context_tokens,
         "stream_interval": spec.serving.stream_interval,
         "latency_bounds_ms": make_time_bounds(spec.serving.slo.limits_ms),
+        **ENGINES[spec.core.backend].settings,
         **inputs.core_settings,
     }
 

@@ -259,7 +259,7 @@ def _dealt(run: RunBatch, inputs: tuple[Tensor, ...], most_tokens: int) -> RunBa
 
 def _request(place: int, row: Sample) -> GateRequest:
     size = f"{len(row.ids)} tokens" if isinstance(row, TokenRow) else f"image {list(row.shape)}"
-    return GateRequest({}, {}, {}, (row,), (), edge=False, shown=f"row {place}: {size}")
+    return GateRequest({}, {}, {}, (row,), (), edge=False, preview=f"row {place}: {size}")
 
 
 def _expected(rows: Sequence[RowOutputs], core: Core) -> list[Expected]:

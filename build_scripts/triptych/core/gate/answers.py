@@ -132,7 +132,7 @@ def _check_together(
                 raise UserError(
                     file,
                     "`after` must make the same of a row whatever stands beside it",
-                    given=f"another `{name}` for {inputs.requests[place].shown!r}",
+                    given=f"another `{name}` for {inputs.requests[place].preview!r}",
                     remedy="Treat each row by itself",
                 )
 
@@ -157,7 +157,7 @@ def _refused(plan: Plan, request: GateRequest, error: Exception) -> Answer:
     edge = ", a row made up as an edge case" if request.edge else ""
     raise UserError(
         str(plan.spec.folder / HOOKS_FILE),
-        f"must take what the model makes of {request.shown!r}{edge}",
+        f"must take what the model makes of {request.preview!r}{edge}",
         given=error,
         remedy="Mend the function; ValueError refuses a request in your words",
     ) from error

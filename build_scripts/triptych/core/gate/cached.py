@@ -9,7 +9,7 @@ from pathlib import Path
 
 from triptych.base.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.base.errors import Progress
-from triptych.core.gate.check import Labeled, check
+from triptych.core.gate.check import GateLabels, check
 from triptych.core.gate.probe import describe_probe, judge_probe
 from triptych.core.gate.reference import measure_rounding, reference_of
 from triptych.core.gate.remedy import remedy_of
@@ -45,13 +45,20 @@ class _Failed(Exception):
 
 
 class GateFailure(Exception):
-    """The artifact is not right: nothing was written."""
+    """A failed gate that ends a build: nothing was written.
 
-    def __init__(self, plan: Plan, gate: GateResult) -> None:
-        self.plan = plan
+    Args:
+        pipeline: Name of the pipeline.
+        gate: Result of the gate.
+        plan: Plan of an encoder; None for other kinds.
+    """
+
+    def __init__(self, pipeline: str, gate: GateResult, plan: Plan | None = None) -> None:
         self.gate = gate
-        failed = f"{plan.spec.name} failed the accuracy gate: {'; '.join(gate.failures)}"
-        super().__init__(f"{failed}. {remedy_of(plan, gate)}")
+        self.plan = plan
+        remedy = "" if plan is None else f". {remedy_of(plan, gate)}"
+        failures = "; ".join(gate.failures)
+        super().__init__(f"{pipeline} failed the accuracy gate: {failures}{remedy}")
 
 
 class Gate:
@@ -124,7 +131,7 @@ class Gate:
         inputs, plan, task = self._inputs, self._inputs.plan, self._inputs.plan.task
         labeled = None
         if inputs.labeled.rows:
-            labeled = Labeled(
+            labeled = GateLabels(
                 rows=inputs.labeled.rows,
                 requests=inputs.labeled.requests,
                 expected=reference_of(inputs, rows_of(inputs.labeled.requests), self._progress),

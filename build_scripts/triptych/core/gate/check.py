@@ -42,7 +42,7 @@ ALONE_BATCHES = 2
 
 
 @dataclass(frozen=True)
-class Labeled:
+class GateLabels:
     """Rows with the truth.
 
     Attributes:
@@ -69,7 +69,7 @@ def check(
     precision: Precision,
     batch_size: int,
     decoding: Decoding | None = None,
-    labeled: Labeled | None = None,
+    labeled: GateLabels | None = None,
     notes: Sequence[str] = (),
 ) -> GateResult:
     """Compare the artifact with the reference, fail-closed.
@@ -134,7 +134,7 @@ def check(
     return GateResult(
         precision=precision,
         rows=traffic,
-        edge_rows=edges,
+        edge_case_rows=edges,
         finite=finite,
         verdicts=verdicts,
         failures=tuple(failures),
@@ -234,7 +234,9 @@ def is_finite(row: RowOutputs) -> bool:
     return all(bool(np.isfinite(values).all()) for values in row.values())
 
 
-def _run_labeled(run: RunBatch, labeled: Labeled, core: Core, batch_size: int) -> list[RowOutputs]:
+def _run_labeled(
+    run: RunBatch, labeled: GateLabels, core: Core, batch_size: int
+) -> list[RowOutputs]:
     samples = rows_of(labeled.requests)
     rows = run_rows(run, samples, range(len(samples)), batch_size)
     check_rows(rows, samples, labeled.expected, core)
@@ -242,7 +244,7 @@ def _run_labeled(run: RunBatch, labeled: Labeled, core: Core, batch_size: int) -
 
 
 def _compare_labeled(
-    labeled: Labeled, outputs: Sequence[RowOutputs], core: Core, decoding: Decoding
+    labeled: GateLabels, outputs: Sequence[RowOutputs], core: Core, decoding: Decoding
 ) -> LabeledResult | None:
     if decoding.task.labeled is None:
         return None

@@ -37,8 +37,9 @@ from triptych.core.gate.runs import as_floats
 from triptych.core.samples import GateRequest
 from triptych.runtime import open_row_maker
 from triptych.runtime.hooking import NUMPY_TYPES
+from triptych.spec.fields import Precision
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.accuracy import Tolerance
+from triptych.spec.tasks.accuracy import TOLERANCES, Tolerance
 from triptych.spec.tasks.compare import Outputs
 from triptych.spec.tasks.task import Parameters, Task
 
@@ -200,7 +201,7 @@ class LiveRequest:
 
 
 @dataclass(frozen=True)
-class Reply:
+class LiveReply:
     """What came back: outputs by name, ``[1, …]`` each, or an error."""
 
     outputs: Outputs | None = None
@@ -222,7 +223,7 @@ class LiveRuns:
             server does not tell.
     """
 
-    replies: Mapping[str, Sequence[Reply]]
+    replies: Mapping[str, Sequence[LiveReply]]
     mean_batch: float | None
 
 
@@ -368,23 +369,23 @@ def _core_statistics(client: Client, plan: Plan) -> StepStatistics | None:
 
 def _send(
     client: Client, requests: Sequence[LiveRequest], order: Sequence[int], clients: int
-) -> list[Reply]:
+) -> list[LiveReply]:
     """One reply a request, in the order of `requests`; they are begun in the given `order`."""
     late: list[DeadlineExceededError] = []
 
-    def send(place: int) -> Reply:
+    def send(place: int) -> LiveReply:
         if len(late) >= MAX_LATE:
             raise late[0]
         request = requests[place]
         inputs = {name: [value] for name, value in request.inputs.items()}
         try:
-            return Reply(client.infer(inputs, parameters=request.parameters))
+            return LiveReply(client.infer(inputs, parameters=request.parameters))
         except _NO_SERVER:
             raise
         except InferenceError as error:
             if isinstance(error, DeadlineExceededError):
                 late.append(error)
-            return Reply(error=error)
+            return LiveReply(error=error)
 
     with ThreadPoolExecutor(clients) as pool:
         futures = {place: pool.submit(send, place) for place in order}
@@ -404,14 +405,14 @@ class LiveCase:
     """One request and what must come of it.
 
     Attributes:
-        shown: short text for tables.
+        preview: Short text for tables.
         query: what it is grouped by where rows are ranked.
         edge: generated, not of the traffic.
         wanted: what the reference answers.
         refusal: words of the error that the spec demands instead; empty where there is none.
     """
 
-    shown: str
+    preview: str
     query: str
     edge: bool
     wanted: Outputs
@@ -424,19 +425,25 @@ class Rules:
 
     Attributes:
         task: of the pipeline.
-        tolerance: that of the precision.
+        precision: Precision of the core, which decides the limits.
         limits: metric to limit.
         hooked: whether functions of the pipeline's own make the outputs: they may round, so that
             the numbers of two answers can be any distance apart.
     """
 
     task: Task
-    tolerance: Tolerance
+    precision: Precision
     limits: Mapping[str, float]
     hooked: bool
 
     @property
+    def tolerance(self) -> Tolerance:
+        """Tolerance of the precision."""
+        return TOLERANCES[self.precision]
+
+    @property
     def json_outputs(self) -> list[str]:
+        """Names of the outputs whose elements are JSON texts."""
         return [tensor.name for tensor in self.task.outputs if tensor.content == "json"]
 
 
@@ -458,7 +465,7 @@ class SortedReplies:
 
 
 def sort_replies(
-    cases: Sequence[LiveCase], replies: Sequence[Reply], rules: Rules
+    cases: Sequence[LiveCase], replies: Sequence[LiveReply], rules: Rules
 ) -> SortedReplies:
     """Which of the replies, one a case, can be compared, and what is wrong with the others."""
     answers: dict[int, Outputs] = {}
@@ -477,13 +484,13 @@ def sort_replies(
     return SortedReplies(answers, faults, counts, finite)
 
 
-def _fate(reply: Reply) -> str:
+def _fate(reply: LiveReply) -> str:
     if reply.error is None:
         return "answered"
     return "refused" if reply.refused else type(reply.error).__name__
 
 
-def _fault_of(case: LiveCase, reply: Reply, rules: Rules) -> tuple[str, str] | None:
+def _fault_of(case: LiveCase, reply: LiveReply, rules: Rules) -> tuple[str, str] | None:
     """Kind and words; None where the reply is as it must be."""
     if reply.outputs is None:
         said = "" if reply.error is None else reply.error.message
@@ -509,7 +516,7 @@ def describe_faults(cases: Sequence[LiveCase], view: SortedReplies, way: str) ->
     for kind, found in view.faults.items():
         place, words = found[0]
         count = f"{len(found)} requests were" if len(found) > 1 else "1 request was"
-        first = f"{cases[place].shown!r:.{_MAX_SHOWN}}" + (f": {words}" if words else "")
+        first = f"{cases[place].preview!r:.{_MAX_SHOWN}}" + (f": {words}" if words else "")
         yield f"{way}: {count} {kind}; the first: {first}"
     if not view.answers:
         yield f"{way}: there is no answer that can be compared"

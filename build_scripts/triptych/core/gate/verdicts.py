@@ -66,7 +66,7 @@ def worst_rows(
     ranks = -np.where(np.isnan(pairs), np.inf, pairs)
     return tuple(
         WorstRow(
-            requests[place].shown,
+            requests[place].preview,
             float(badness[place]),
             float(differences[place]),
             describe_answer(wanted[place]),

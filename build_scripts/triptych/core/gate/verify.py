@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -40,12 +40,13 @@ from triptych.core.gate.verdicts import WORST_ROWS, judge_metrics, say_failures
 from triptych.core.inputs import PipelineInputs
 from triptych.core.samples import MIN_RECOMMENDED_ROWS
 from triptych.repository.manifest import BuildManifest, find_manifest
-from triptych.repository.records import Verdict, WorstRow, plain_data
+from triptych.repository.records import GateResult, LiveRun, Verdict, WorstRow
 from triptych.runtime.hooking import find_hook
 from triptych.spec.fields import Precision
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, Tolerance, above_rounding
+from triptych.spec.tasks.accuracy import METRICS, Tolerance, above_rounding
 from triptych.spec.tasks.compare import Outputs
+from triptych.spec.tasks.labeled import describe_labeled
 
 ALIKE = "answers_alike"
 """The share of requests answered like the reference in everything: where the task's own metrics
@@ -66,33 +67,12 @@ MIN_BATCH = 1.2
 """Rows the core runs at a time on average, below which a run says little of neighbors."""
 
 
-@dataclass(frozen=True)
-class LiveVerdict:
-    """What the live gate found.
+def judge_live(cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules) -> GateResult:
+    """Compare every response, in the order of the cases, with the spec and the reference.
 
-    Attributes:
-        verdicts: metric by metric, the worst of all ways of sending.
-        by_way: way of sending to the figures of the task.
-        edge_values: figures of the generated rows alone; no limits but those of `verdicts`.
-        failures: what is wrong, in words; empty where the pipeline may serve.
-        notes: what else a user should know.
-        counts: requests by what became of them, over all ways of sending.
-        worst: the rows furthest from the reference.
-        finite: no NaN, no infinity.
+    An answer that cannot be compared is a failure. Each metric has the worst value of all ways of
+    sending.
     """
-
-    verdicts: tuple[Verdict, ...]
-    by_way: Mapping[str, Mapping[str, float]]
-    edge_values: Mapping[str, float]
-    failures: tuple[str, ...]
-    notes: tuple[str, ...]
-    counts: Mapping[str, int]
-    worst: tuple[WorstRow, ...]
-    finite: bool
-
-
-def judge_live(cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules) -> LiveVerdict:
-    """Hold every reply, in the order of the cases, to spec and reference, fail-closed."""
     ways = {way: sort_replies(cases, runs.replies[way], rules) for way in WAYS}
     held = _Held(cases, rules)
     read = {way: held.figures(view) for way, view in ways.items()}
@@ -114,15 +94,21 @@ def judge_live(cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules) -> LiveV
     verdicts = _verdicts(values, held.readable, rules)
     failures = [fault for way, view in ways.items() for fault in describe_faults(cases, view, way)]
     failures += say_failures(verdicts, {ALIKE: [_LITTLE_ALIKE.format(values.get(ALIKE, 0.0))]})
-    return LiveVerdict(
-        verdicts=verdicts,
-        by_way={way: figures.values for way, figures in read.items()},
-        edge_values=held.figures(ways[ALONE], edge=True).values,
-        failures=tuple(failures),
-        notes=tuple(_notes(cases, runs, rules, held.readable)),
-        counts=dict(sum((view.counts for view in ways.values()), Counter())),
-        worst=tuple(_worst(ways, read, held)),
+    edges = sum(case.edge for case in cases)
+    return GateResult(
+        precision=rules.precision,
+        rows=len(cases) - edges,
+        edge_case_rows=edges,
         finite=all(view.finite for view in ways.values()),
+        verdicts=verdicts,
+        failures=tuple(failures),
+        worst=tuple(_worst(ways, read, held)),
+        notes=tuple(_notes(cases, runs, rules, held.readable)),
+        live=LiveRun(
+            by_way={way: figures.values for way, figures in read.items()},
+            edge_values=held.figures(ways[ALONE], edge=True).values,
+            counts=dict(sum((view.counts for view in ways.values()), Counter())),
+        ),
     )
 
 
@@ -252,7 +238,7 @@ def _worst(
             got = {name: answer[name] for name in case.wanted if name in answer}  # in its order
             difference = held.difference(got, case.wanted)
             shown = show_answer(case.wanted), show_answer(got)
-            row = WorstRow(case.shown, badness, difference, *shown)
+            row = WorstRow(case.preview, badness, difference, *shown)
             if place not in rows or _rank(rows[place]) < _rank(row):
                 rows[place] = row
     return sorted(rows.values(), key=_rank, reverse=True)[:WORST_ROWS]
@@ -260,67 +246,26 @@ def _worst(
 
 def _rank(row: WorstRow) -> tuple[float, float]:
     difference = math.inf if math.isnan(row.difference) else row.difference
-    return row.badness, difference
+    return row.row_error, difference
 
 
-class Endpoint(Protocol):
+class ReadyServer(Protocol):
     """A server that is ready."""
 
     @property
     def grpc_url(self) -> str:
-        """``host:port``."""
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What the live gate found, and where.
-
-    Attributes:
-        pipeline: its name.
-        url: ``host:port`` of the server's gRPC endpoint.
-        precision: that decided the limits.
-        rows: requests of the traffic.
-        edge_rows: generated requests.
-        accepted: why the build was let pass a failed gate; empty where it was not.
-        clients: requests under way at once where they were sent together.
-        mean_batch: rows the core ran at a time then; None where the server does not tell.
-        seconds: that the requests took, all three times.
-        found: figures, failures and rows.
-    """
-
-    pipeline: str
-    url: str
-    precision: str
-    rows: int
-    edge_rows: int
-    accepted: str
-    clients: int
-    mean_batch: float | None
-    seconds: float
-    found: LiveVerdict
-
-    @property
-    def passed(self) -> bool:
-        """Whether the pipeline served is right."""
-        return not self.found.failures
-
-    def as_dict(self) -> dict[str, Any]:
-        """For ``--json``: a figure that is no number is null."""
-        fields = {**asdict(self), **asdict(self.found), "passed": self.passed}
-        del fields["found"]
-        plain: dict[str, Any] = plain_data(fields)
-        return plain
+        """``host:port`` of the server's gRPC endpoint."""
 
 
 def verify_pipeline(
     inputs: PipelineInputs,
     repository: Path,
-    server: AbstractContextManager[Endpoint],
+    server: AbstractContextManager[ReadyServer],
     progress: Progress,
     *,
     clients: int,
     timeout_s: float,
-) -> Verification:
+) -> GateResult:
     """Send the gate's requests to the served pipeline and compare with the reference.
 
     Args:
@@ -344,7 +289,7 @@ def verify_pipeline(
     refused = refusals(plan, inputs.tokenizer_folder, inputs.requests, sent)
     cases = [
         LiveCase(
-            request.shown, request.query, request.edge, answer.outputs, words or answer.refusal
+            request.preview, request.query, request.edge, answer.outputs, words or answer.refusal
         )
         for request, answer, words in zip(inputs.requests, wanted, refused, strict=True)
     ]
@@ -360,19 +305,61 @@ def verify_pipeline(
             progress=lambda line: progress("verify", line),
         )
         seconds = time.monotonic() - started
-    edge_rows = sum(case.edge for case in cases)
-    return Verification(
+    found = judge_live(cases, runs, rules)
+    counts = {} if found.live is None else found.live.counts
+    outcomes = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    batch = "" if runs.mean_batch is None else f", {runs.mean_batch:.1f} rows a batch"
+    return with_live_run(
+        found,
         pipeline=plan.spec.name,
         url=endpoint,
-        precision=precision,
-        rows=len(cases) - edge_rows,
-        edge_rows=edge_rows,
         clients=clients,
         mean_batch=runs.mean_batch,
         seconds=seconds,
         accepted="" if lock is None else lock.gate.accepted,
-        found=judge_live(cases, runs, rules),
+        sent=(
+            f"{found.rows} rows of the traffic and {found.edge_case_rows} edge-case rows: "
+            f"{outcomes}",
+            f"each sent alone and twice with others ({clients} at a time{batch}), in "
+            f"{seconds:.1f} s",
+        ),
     )
+
+
+def with_live_run(
+    found: GateResult,
+    *,
+    pipeline: str,
+    url: str,
+    clients: int,
+    seconds: float,
+    accepted: str,
+    sent: tuple[str, ...],
+    mean_batch: float | None = None,
+) -> GateResult:
+    """Return a result with how its answers came from a server.
+
+    For most arguments see `LiveRun`; `accepted` is the reason why a failed gate did not stop the
+    build that is served.
+    """
+    live = replace(
+        found.live or LiveRun(),
+        pipeline=pipeline,
+        url=url,
+        clients=clients,
+        mean_batch=mean_batch,
+        seconds=seconds,
+        sent=sent,
+    )
+    return replace(found, live=live, accepted=accepted)
+
+
+def verification_data(result: GateResult) -> dict[str, Any]:
+    """Return a live result as plain data, for ``verify --json``: one form for every kind."""
+    gate = {**result.as_dict(), "accepted": result.accepted}
+    live = gate.pop("live") or {}
+    del live["sent"]
+    return {**live, **gate, "passed": result.passed, "gate": gate}
 
 
 def rules_of(inputs: PipelineInputs, precision: Precision, rounding: float | None) -> Rules:
@@ -386,7 +373,7 @@ def rules_of(inputs: PipelineInputs, precision: Precision, rounding: float | Non
     plan = inputs.plan
     return Rules(
         task=plan.task,
-        tolerance=TOLERANCES[precision],
+        precision=precision,
         limits=above_rounding(limits_of(inputs, precision), rounding, overrides_of(inputs)),
         hooked=plan.spec.custom is not None or find_hook(plan.spec.folder, "after") is not None,
     )
@@ -410,35 +397,32 @@ def _precision(plan: Plan, repository: Path, lock: BuildManifest | None) -> Prec
     return precision
 
 
-def describe_verification(result: Verification) -> Iterator[tuple[str, str]]:
-    """The lines that show a result, each with its style: figures, rows, counts, what is wrong."""
-    found = result.found
-    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(found.counts.items()))
-    yield f"{result.pipeline} at {result.url}, held to the limits of {result.precision}", "bold"
-    for verdict in found.verdicts:
+def describe_verification(result: GateResult) -> Iterator[tuple[str, str]]:
+    """Yield the lines that show a live result, each with its style."""
+    live = result.live or LiveRun()
+    yield f"{live.pipeline} at {live.url}, with the limits of {result.precision}", "bold"
+    for verdict in result.verdicts:
         value = "-" if math.isnan(verdict.value) else f"{verdict.value:.7g}"
         limit = "" if verdict.limit is None else f"limit {verdict.limit:g}"
         state = "ok" if verdict.passed else "FAILED"
         line = f"  {verdict.metric:28} {value:>12}  {limit:16} {state if limit else ''}".rstrip()
         yield line, "" if verdict.passed else "red"
-    batch = "" if result.mean_batch is None else f", {result.mean_batch:.1f} rows a batch"
-    yield f"  {result.rows} rows of the traffic and {result.edge_rows} edge rows: {counts}", ""
-    yield (
-        f"  each sent alone and twice beside others ({result.clients} at a time{batch}), in"
-        f" {result.seconds:.1f} s",
-        "",
-    )
+    for line in live.sent:
+        yield f"  {line}", ""
+    if result.labeled is not None:
+        failed = "red" if result.labeled.failure else ""
+        yield f"  {describe_labeled(result.labeled)}", failed
     if result.accepted:
         yield f"  note: built although the gate failed, since: {result.accepted}", "yellow"
-    for note in found.notes:
+    for note in result.notes:
         yield f"  note: {note}", "yellow"
-    if found.failures:
-        yield "rows furthest from the reference:", "bold"
-        for row in found.worst:
-            yield f"  {row.shown!r}  (difference {row.difference:.3g})", ""
-            yield f"    wanted {row.wanted}", ""
-            yield f"    got    {row.got}", ""
-    for failure in found.failures:
+    if result.failures:
+        yield "rows with the largest error:", "bold"
+        for row in result.worst:
+            yield f"  {row.preview!r}  (difference {row.difference:.3g})", ""
+            yield f"    expected {row.expected}", ""
+            yield f"    actual   {row.actual}", ""
+    for failure in result.failures:
         yield f"failed: {failure}", "red"
-    if not found.failures:
+    if not result.failures:
         yield "passed", "green"

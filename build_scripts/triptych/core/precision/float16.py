@@ -277,7 +277,7 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
         notes.append("There are no calibration rows, so values that overflow fp16 are not known")
     return Conversion(
         layers=layers,
-        kept=(*(name for name in recipe.kept if name not in reasons), *reasons),
+        excluded_layers=(*(name for name in recipe.kept if name not in reasons), *reasons),
         reasons=reasons,
         ranges=ranges,
         notes=tuple(notes),

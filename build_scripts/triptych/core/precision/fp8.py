@@ -60,7 +60,7 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
     write_model(written, target)
     return Conversion(
         layers,
-        kept=tuple(group.name for group in groups if group not in wanted),
+        excluded_layers=tuple(group.name for group in groups if group not in wanted),
         ranges={group.name: seen[group.input] for group in groups},
         fp32_products=fp32_products,
     )

@@ -82,7 +82,7 @@ class Quantizer:
                 )
         return graph, Conversion(
             layers=self.layers,
-            kept=tuple(name for name in self.layers if name in kept),
+            excluded_layers=tuple(name for name in self.layers if name in kept),
             ranges=self._ranges,
             notes=tuple(notes),
             fp32_products=fp32_products,

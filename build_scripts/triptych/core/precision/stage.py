@@ -30,7 +30,7 @@ class CheckedCore:
         key: Hash of everything that decided the graph, in hex.
         source_key: Hash of everything that decided the fp32 graph it was made of, in hex.
         files: SHA-256 hashes of the graph's files that the gate checked, by name.
-        unpacked: Reason why the layout is not packed although the spec says so; empty otherwise.
+        not_packed_reason: Why the layout is not packed although the spec asks for it; else empty.
     """
 
     inputs: PipelineInputs
@@ -39,7 +39,7 @@ class CheckedCore:
     source_key: str
     gate: GateResult
     files: Mapping[str, str]
-    unpacked: str = ""
+    not_packed_reason: str = ""
 
     @property
     def plan(self) -> Plan:
@@ -55,7 +55,7 @@ class CheckedCore:
         if self.gate.passed:
             return self
         if not reason:
-            raise GateFailure(self.plan, self.gate)
+            raise GateFailure(self.plan.spec.name, self.gate, self.plan)
         return replace(self, gate=replace(self.gate, accepted=reason))
 
 
@@ -93,7 +93,7 @@ def full_precision(inputs: PipelineInputs, progress: Progress, accept: str) -> C
     bucketed = full_precision(inputs.replanned("bucketed"), progress, accept)
     if core is not None and not bucketed.gate.passed and _rows_are_apart(core.gate):
         return core.accepted(accept)
-    return replace(bucketed, unpacked=refusal)
+    return replace(bucketed, not_packed_reason=refusal)
 
 
 def lower_precision(

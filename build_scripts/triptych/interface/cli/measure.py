@@ -262,7 +262,6 @@ def tune(
 
     The settings include queue delay, instances and batch sizes.
     """
-    from triptych.building.generation.gate import GenerationGateFailure
     from triptych.core.gate.cached import GateFailure
     from triptych.interface.cli.measured_tables import print_tuned
     from triptych.interface.report.tuning_report import write_tune_report
@@ -283,7 +282,7 @@ def tune(
     try:
         with sigterm_as_interrupt():
             result = tune_pipeline(folder, folders.repository, tuning, progress)
-    except (GateFailure, GenerationGateFailure, LintFailure) as failure:
+    except (GateFailure, LintFailure) as failure:
         message = f"{failure}; run `triptych build {name}` for the details"
         fail(as_json, {"pipeline": name, "failure": str(failure)}, message)
     write_report(lambda folder: write_tune_report(result, folder), reports / name / "tune")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -34,14 +34,12 @@ from triptych.interface.cli.tables import (
     exit_with_findings,
     print_built,
     print_failed_gate,
-    print_finding,
     print_tree,
 )
 from triptych.spec.scaffold import tasks
 
 if TYPE_CHECKING:
     from triptych.repository.records import GateResult
-    from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
     from triptych.spec.plan import Plan
 
 
@@ -96,37 +94,6 @@ def _dry_run(names: list[str], repository: Path, *, as_json: bool) -> None:
             output.print(f"{done.owner}_core: {describe(done.record)}", markup=False)
     if as_json:
         print_json(results)
-
-
-def build_and_show(
-    spec: GenerationSpec | Text2TextSpec, repository: Path, *, accept: str, as_json: bool
-) -> dict[str, Any]:
-    """Build a pipeline and print what a user should know of it; the result as plain data.
-
-    Raises:
-        UserError: see `build_generation`.
-    """
-    from triptych.building.generation.build import build_generation
-    from triptych.building.generation.gate import GenerationGateFailure
-    from triptych.building.kinds import STEPS
-    from triptych.repository.lint.checks import LintFailure
-
-    try:
-        built = build_generation(
-            STEPS[spec.kind].read(spec, progress), repository, progress, accept=accept
-        )
-    except GenerationGateFailure as failure:
-        print_failed_gate(status, failure.gate)
-        fail(as_json, {"pipeline": spec.name, "gate": failure.gate.as_dict()}, str(failure))
-    except LintFailure as failure:
-        findings = [finding.as_dict() for finding in failure.findings]
-        fail(as_json, {"pipeline": spec.name, "findings": findings}, str(failure))
-    if built.gate is not None and built.gate.accepted:
-        print_failed_gate(status, built.gate)
-    for finding in built.findings:
-        if finding.severity == "warning":
-            print_finding(status, finding.as_dict())
-    return {**built.as_dict(), "repository": str(repository)}
 
 
 @verb()
@@ -245,12 +212,11 @@ def build(
     Nothing is written unless every check passes.
     """
     from triptych.building.build import build as build_pipeline
+    from triptych.building.kinds import STEPS
     from triptych.core.engine.stage import EngineFailure
     from triptych.core.gate.cached import GateFailure
-    from triptych.core.inputs import read_inputs
     from triptych.repository.lint.checks import LintFailure
     from triptych.spec.any_spec import load_any_spec
-    from triptych.spec.spec import PipelineSpec
 
     if accept is not None and not accept.strip():
         raise UserError(
@@ -265,44 +231,36 @@ def build(
     results = []
     for number, spec in enumerate(specs):
         status.print(f"{spec.name}", style="bold", markup=False)
-        if not isinstance(spec, PipelineSpec):
-            results.append(build_and_show(spec, folders.repository, accept=reason, as_json=as_json))
-            continue
         following = [later.name for later in specs[number + 1 :]]
         try:
             built = build_pipeline(
-                read_inputs(spec, progress),
+                STEPS[spec.kind].read(spec, progress),
                 folders.repository,
                 progress,
-                together=following,
+                built_after=following,
                 accept=reason,
                 engine_dry_run=not no_dry_run,
             )
-        except GateFailure as failure:
-            report = _report(failure.plan, failure.gate, reports)
+        except (GateFailure, EngineFailure) as failure:
+            plan = failure.plan if isinstance(failure, GateFailure) else None
+            report = _report(plan, failure.gate, reports)
             print_failed_gate(status, failure.gate)
-            result = {
-                "pipeline": spec.name,
-                "gate": failure.gate.as_dict(),
-                "report": str(report),
-            }
+            result = {"pipeline": spec.name, "gate": failure.gate.as_dict(), **report}
             fail(as_json, result, str(failure))
-        except EngineFailure as failure:
-            print_failed_gate(status, failure.gate)
-            fail(as_json, {"pipeline": spec.name, "gate": failure.gate.as_dict()}, str(failure))
         except LintFailure as failure:
             findings = [finding.as_dict() for finding in failure.findings]
             fail(as_json, {"pipeline": spec.name, "findings": findings}, str(failure))
         report = _report(built.plan, built.gate, reports)
         print_built(status, built)
-        paths = {"repository": str(folders.repository), "report": str(report)}
-        results.append({**built.as_dict(), **paths})
+        results.append({**built.as_dict(), "repository": str(folders.repository), **report})
     if as_json:
         print_json(results)
 
 
-def _report(plan: Plan, gate: GateResult, folder: Path) -> Path:
-    """Write the report of a gate into ``folder/<pipeline>`` and return the path of its page."""
+def _report(plan: Plan | None, gate: GateResult, folder: Path) -> dict[str, str]:
+    """Write the report of an encoder's gate into ``folder/<pipeline>``; return its path, if any."""
+    if plan is None:
+        return {}
     from triptych.base.cache import versions_of
     from triptych.core.export.to_onnx import LIBRARIES
     from triptych.interface.report.gate_write import GateHeader, write_gate_report
@@ -314,9 +272,10 @@ def _report(plan: Plan, gate: GateResult, folder: Path) -> Path:
         layout=plan.layout,
         versions=versions_of(*LIBRARIES, "onnxruntime"),
     )
-    return write_report(
+    page = write_report(
         lambda target: write_gate_report(gate, about, target), folder / plan.spec.name
     )
+    return {"report": str(page)}
 
 
 @verb()

@@ -357,7 +357,7 @@ def _describe_generating(
             "backend": core.backend,
             "precision": core.precision,
             **limits,
-            **({} if core.backend == "scripted" else {"engine": inputs.engine_settings}),
+            "engine": inputs.engine_settings,
         },
         "stream_interval": f"{amount(spec.serving.stream_interval, 'token')} per streamed response",
         "queue": f"{spec.serving.queue.max_in_flight} requests in flight at most",

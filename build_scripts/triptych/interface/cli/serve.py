@@ -373,6 +373,7 @@ def verify(
 ) -> None:
     """Run the accuracy gate against a running server."""
     from triptych.building.kinds import STEPS
+    from triptych.core.gate.verify import describe_verification, verification_data
     from triptych.serving.endpoint import check_built, open_endpoint
     from triptych.spec.any_spec import load_any_spec
 
@@ -385,8 +386,8 @@ def verify(
     result = steps.verify(
         inputs, folders.repository, server, progress, clients=clients, timeout_s=timeout_s
     )
-    lines = steps.describe_verification(result)
-    exit_with_verdict(result.as_dict(), lines, passed=result.passed, as_json=as_json)
+    lines = describe_verification(result)
+    exit_with_verdict(verification_data(result), lines, passed=result.passed, as_json=as_json)
 
 
 @verb()

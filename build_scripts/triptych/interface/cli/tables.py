@@ -20,7 +20,7 @@ from triptych.interface.cli.options import (
 from triptych.repository.records import Conversion, GateResult, PrecisionTrial
 
 if TYPE_CHECKING:
-    from triptych.building.build import Built
+    from triptych.building.build import BuildOutcome
 
 
 def print_finding(console: Console, finding: Mapping[str, str]) -> None:
@@ -69,7 +69,7 @@ def print_tree(console: Console, value: Mapping[str, object], indent: int = 0) -
             say(console, f"{pad}{key:22} {item}")
 
 
-def print_built(console: Console, built: Built) -> None:
+def print_built(console: Console, built: BuildOutcome) -> None:
     """Print notes, warnings and the chosen precision of a build."""
     gate = built.gate
     for note in gate.notes:
@@ -80,8 +80,8 @@ def print_built(console: Console, built: Built) -> None:
     print_candidates(console, gate.candidates)
     if gate.conversion:
         _print_excluded_layers(console, gate.conversion)
-    if built.unpacked:
-        say(console, f"  built bucketed, not packed: {built.unpacked}", "yellow")
+    if built.not_packed_reason:
+        say(console, f"  built bucketed, not packed: {built.not_packed_reason}", "yellow")
     for finding in built.findings:
         if finding.severity == "warning":
             print_finding(console, finding.as_dict())
@@ -102,7 +102,7 @@ def print_candidates(console: Console, candidates: Sequence[PrecisionTrial]) -> 
         line("requests/s", [one.throughput_per_s for one in candidates], ".0f"),
         line("p99 ms", [one.p99_ms for one in candidates], ".0f"),
         line("MB", sizes, ".1f"),
-        ["layers excluded", *(str(len(one.kept)) for one in candidates)],
+        ["layers excluded", *(str(len(one.excluded_layers)) for one in candidates)],
         *(line(metric, [one.get(metric) for one in verdicts], ".4g") for metric in verdicts[0]),
     ]
     print_table(console, "Precision", ["", *(one.precision for one in candidates)], rows)
@@ -116,7 +116,7 @@ def _print_excluded_layers(console: Console, conversion: Conversion) -> None:
     """Print the layers that stay in higher precision for accuracy, and their cost in time."""
     errors = conversion.layer_errors
     # Layers without an error were excluded by the converter itself, not by the search.
-    kept = [name for name in conversion.kept if name in errors]
+    kept = [name for name in conversion.excluded_layers if name in errors]
     if not kept:
         return
     say(console, f"  {len(kept)} of {len(errors)} layers stay in higher precision:")
@@ -142,7 +142,7 @@ def print_failed_gate(console: Console, gate: GateResult) -> None:
     for failure in gate.failures:
         say(console, f"  {failure}")
     worst = [
-        (row.shown, _number(row.badness), _number(row.difference), row.wanted, row.got)
+        (row.preview, _number(row.row_error), _number(row.difference), row.expected, row.actual)
         for row in (*gate.worst, *(() if gate.probe is None else gate.probe.worst))
     ]
     columns = ["row", "row error", "difference", "reference", "artifact"]

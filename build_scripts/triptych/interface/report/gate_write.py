@@ -121,7 +121,7 @@ def _candidate_lines(candidates: Sequence[PrecisionTrial]) -> dict[str, list[str
         else [],
         "p99, ms": [figure(each.p99_ms, 1) for each in candidates],
         "Size, MB": [figure(None if size is None else size * 1e-6, 1) for size in sizes],
-        "Layers excluded": [f"{len(each.kept):,}" for each in candidates],
+        "Layers excluded": [f"{len(each.excluded_layers):,}" for each in candidates],
     }
     for metric in _metrics(candidates):
         lines[code(metric)] = [figure(_verdicts(each).get(metric)) for each in candidates]
@@ -173,7 +173,7 @@ def _tightest(gate: GateResult, metrics: Sequence[str]) -> tuple[str, float | No
 
 def _remarks(candidate: PrecisionTrial) -> list[str]:
     """Return the failures and the notes of a candidate."""
-    remarks, kept = [*candidate.failures], candidate.kept
+    remarks, kept = [*candidate.failures], candidate.excluded_layers
     if candidate.note:
         remarks.append(candidate.note)
     if kept:

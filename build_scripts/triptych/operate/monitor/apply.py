@@ -12,7 +12,7 @@ from typing import Any
 from triptych.base.cache import sha256_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.files import scratch_folder, told_to_user, write_files
-from triptych.building.build import Built, build
+from triptych.building.build import BuildOutcome, build
 from triptych.core.gate_rows import CALIBRATION_ROWS, split_traffic
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.samples import MIN_RECOMMENDED_ROWS, hash_inputs
@@ -189,7 +189,7 @@ class Applied:
     pipeline: str
     build: str
     replaced: str
-    built: Built
+    built: BuildOutcome
     rows: int
     set: dict[str, Any]
 

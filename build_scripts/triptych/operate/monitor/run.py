@@ -17,7 +17,7 @@ from triptych.core.gate.live import show_answer
 from triptych.core.gate.verify import rules_of
 from triptych.core.inputs import PipelineInputs
 from triptych.core.reader import RequestReader
-from triptych.core.samples import GateRequest, shown_text
+from triptych.core.samples import GateRequest, preview_text
 from triptych.operate.monitor.results import (
     SIGNIFICANCE,
     CategoryDistribution,
@@ -230,7 +230,7 @@ def _find_worst(
     for row, score in pairs[:MAX_WORST_ROWS]:
         worst = LargeErrorRow(row.row.location, row.tokens, score.row_error, score.difference)
         if show_texts:
-            preview, expected = shown_text(row.row.inputs), show_answer(row.expected)
+            preview, expected = preview_text(row.row.inputs), show_answer(row.expected)
             actual = show_answer(row.row.answer)
             worst = replace(worst, preview=preview, expected=expected, actual=actual)
         yield worst

@@ -139,7 +139,7 @@ def read_requests(reader: RequestReader, rows: Sequence[SampledRow]) -> list[Gat
     """Return the request of each row with its core rows; None if the pipeline refuses the row."""
     read = [reader.read_sent(row.inputs, row.parameters, row.location) for row in rows]
     accepted = reader.accepted([request for request in read if request is not None])
-    by_location = {request.shown: request for request in accepted}
+    by_location = {request.preview: request for request in accepted}
     return [by_location.get(row.location) for row in rows]
 
 

@@ -107,7 +107,7 @@ def choose_tests(rules: Rules, expected: Sequence[Outputs], gate: GateResult) ->
         allowed[ALIKE] = max(1 - MIN_ALIKE[rules.tolerance], unseen)
     if rules.hooked:
         return LossTests(allowed, None)
-    rows = [value for value in gate.row_differences[gate.edge_rows :] if math.isfinite(value)]
+    rows = [value for value in gate.row_differences[gate.edge_case_rows :] if math.isfinite(value)]
     limit = rules.limits.get("max_difference", 0.0)
     if not rows and not limit:
         return LossTests(allowed, None)

@@ -11,7 +11,7 @@ import numpy as np
 
 from triptych.base.errors import Progress, UserError
 from triptych.base.tensors import Tensor
-from triptych.core.gate.live import TOGETHER, Reply, live_requests, run_live
+from triptych.core.gate.live import TOGETHER, LiveReply, live_requests, run_live
 from triptych.core.gate.verify import rules_of
 from triptych.core.inputs import PipelineInputs, task_of
 from triptych.core.samples import GateRequest
@@ -201,7 +201,7 @@ def _send_all(
     requests: Sequence[GateRequest],
     options: ReplayOptions,
     progress: Progress,
-) -> Sequence[Reply]:
+) -> Sequence[LiveReply]:
     sent = live_requests(inputs.plan, requests)
     runs = run_live(
         inputs.plan,

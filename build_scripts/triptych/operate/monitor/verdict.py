@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from triptych.base.formatting import percent, rounded, signed_percent
-from triptych.core.gate.live import Reply, Rules
+from triptych.core.gate.live import LiveReply, Rules
 from triptych.core.samples import MIN_RECOMMENDED_ROWS
 from triptych.operate.monitor.scores import (
     LossTests,
@@ -110,7 +110,7 @@ class Answers:
 def compare_answers(
     rules: Rules,
     gate: GateResult,
-    replies: tuple[Sequence[Reply], Sequence[Reply]],
+    replies: tuple[Sequence[LiveReply], Sequence[LiveReply]],
     expected: Sequence[Outputs | None] | None,
     queries: Sequence[str],
 ) -> Answers:

@@ -55,7 +55,7 @@ class EncoderTuning:
             )
         if inputs.plan.spec.core.precision != AUTO:
             return TrialConfig()
-        core = building.make_core(inputs, repository, progress)
+        core = building.build_checked_core(inputs, repository, progress)
         return TrialConfig({"core.precision": core.gate.precision})
 
     def make(self, setting: TrialConfig, repository: Path, progress: Progress) -> BuiltTrial:

@@ -263,7 +263,7 @@ def propose_kv_precision(evidence: Seen) -> FieldProposal | SkippedField:
     """Propose lower KV cache precision: more tokens, faster reads; the gate checks it."""
     key = "core.kv_cache.dtype"
     core = evidence.plan.spec.core
-    if core.kv_cache.dtype == "fp8" or core.backend == "scripted":
+    if core.kv_cache.dtype == "fp8":
         return SkippedField(key, "no other precision is supported")
     return FieldProposal(key, ("fp8",), "keys and values have the precision auto")
 

@@ -133,7 +133,7 @@ def suggest_for_generation(
     """Return advice beyond tuning, one sentence each."""
     found = [f"{winner.bottleneck.says} {winner.bottleneck.remedy}".strip()]
     core = inputs.spec.core
-    if core.precision == "fp32" and core.backend != "scripted":
+    if core.precision == "fp32":
         found.append(
             "A lower precision computes faster and halves the KV cache: core.precision bf16, "
             "which the accuracy gate checks."

@@ -87,7 +87,7 @@ class TunedPipeline(Protocol):
         """Build a configuration.
 
         Raises:
-            GateFailure, LintFailure, GenerationGateFailure, UserError: It cannot be built.
+            GateFailure, LintFailure, UserError: It cannot be built.
         """
 
     def warm_up(self, target: BenchTarget, made: BuiltTrial) -> None:

@@ -20,7 +20,6 @@ from triptych.base.cache import cache_root
 from triptych.base.errors import Progress, UserError
 from triptych.base.files import write_files
 from triptych.base.formatting import rounded
-from triptych.building.generation.gate import GenerationGateFailure
 from triptych.core.gate.cached import GateFailure
 from triptych.operate.tune.fields import FieldProposal, Propose, SkippedField, TrialObservation
 from triptych.operate.tune.kind import TrialConfig
@@ -230,7 +229,7 @@ class Search:
                 if verdict is None and not self._fits():
                     self.stopped = "time budget reached"
                     verdict, says = "no difference", f"{says}, not proven: {self.stopped}"
-        except (GateFailure, GenerationGateFailure, LintFailure, UserError, LoadFailed) as error:
+        except (GateFailure, LintFailure, UserError, LoadFailed) as error:
             self._first_s = max(self._first_s, self.clock() - began)
             verdict, says = "failed", str(error)
         return Trial(

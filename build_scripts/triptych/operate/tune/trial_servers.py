@@ -47,7 +47,7 @@ class Slot:
             building: Called at each stage of the build.
 
         Raises:
-            GateFailure, GenerationGateFailure, LintFailure, UserError: It cannot be built or
+            GateFailure, LintFailure, UserError: It cannot be built or
                 served; the slot is then empty.
         """
         if setting == self.setting:

@@ -422,3 +422,12 @@ ENTITY_F1 = LabeledMetric("entity_f1", _entity_f1, ENTITIES)
 ANSWER_F1 = LabeledMetric("answer_f1", _answer_f1, ANSWERS)
 RECIPROCAL_RANK = LabeledMetric("mean_reciprocal_rank", _reciprocal_rank, RELEVANCE)
 SIMILARITY_CORRELATION = LabeledMetric("similarity_correlation", _similarity, SIMILARITY)
+
+
+def describe_labeled(result: LabeledResult) -> str:
+    """Return the result in one line."""
+    return (
+        f"{result.metric} on {result.rows} rows: {result.candidate:.4f}, the original's "
+        f"{result.reference:.4f}; difference {result.difference:+.4f} "
+        f"(95 % interval {result.low:+.4f} to {result.high:+.4f}), may drop by {result.max_drop:g}"
+    )

@@ -1,4 +1,4 @@
-"""A scripted engine, for tests and for writing clients: no model, it repeats the prompt's tokens.
+"""A fake engine, for tests: it has no model and repeats the prompt's tokens.
 
 It admits, batches, reports and cancels as a real one does, and takes a set time for each token.
 An adapter, which it does not read, makes it repeat them backwards.
@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .generation_messages import Delta, EngineLoad, OnLoad
-from .sampling_parameters import ADAPTER, SCHEMA
+from .generation_messages import Delta, EngineLoad, OnLoad  # type: ignore[import-not-found]
+from .sampling_parameters import ADAPTER, SCHEMA  # type: ignore[import-not-found]
 
 
 class Engine:
@@ -36,7 +36,7 @@ class Engine:
         self, key: str, prompt: Sequence[int], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[Delta, None]:
         if sampling[SCHEMA] is not None:
-            raise ValueError("json_schema: the scripted engine follows none")
+            raise ValueError("json_schema: the fake engine follows none")
         self._waiting += 1
         self._tell()
         try:

@@ -1,0 +1,178 @@
+"""Stages of a build that are those of an encoder: its core, its files and lock, its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from triptych.base.cache import versions_of
+from triptych.base.errors import Progress
+from triptych.building.auto import WriteRepository, check_possible, choose
+from triptych.core.engine.dry_run import run_dry_build
+from triptych.core.engine.stage import (
+    build_engine_here,
+    find_reusable_engine,
+    missing_for_engines,
+    write_engine_samples,
+)
+from triptych.core.export.to_onnx import LIBRARIES
+from triptych.core.gate.runs import write_warm_ups
+from triptych.core.inputs import PipelineInputs
+from triptych.core.precision.stage import CheckedCore, full_precision, lower_precision, shared_core
+from triptych.core.variety import measure_diversity
+from triptych.repository.card import CARD_FILE, render_card
+from triptych.repository.manifest import (
+    MANIFEST_FILE,
+    BuildManifest,
+    find_manifest,
+    make_manifest,
+    planned_engine,
+)
+from triptych.repository.records import DryRun
+from triptych.repository.render import Rendered, render
+from triptych.repository.sharing import check_sharers, owner_of_core
+from triptych.repository.store import hash_files
+from triptych.spec.model_source import read_license
+
+
+def make_encoder_core(
+    inputs: PipelineInputs,
+    repository: Path,
+    progress: Progress,
+    accept: str,
+    built_after: Sequence[str] | None,
+    write: WriteRepository,
+) -> CheckedCore:
+    """Return the checked core that the spec asks for: its own, or that of another pipeline.
+
+    Args:
+        inputs: Inputs of the pipeline.
+        repository: Folder of the models; nothing is written into it.
+        progress: Receives each stage and its result.
+        accept: Reason why a failed gate is accepted; empty where it is not.
+        built_after: Names of the pipelines that are built right after this one; None to skip the
+            check of pipelines that share this core.
+        write: Writes the repository of a candidate that ``core.precision: auto`` measures.
+
+    Raises:
+        GateFailure: The core differs from the original model, and that is not accepted.
+        UserError: The model cannot be exported or converted.
+    """
+    core = _make_core(inputs, repository, progress, accept, write)
+    if built_after is not None:
+        spec = inputs.plan.spec
+        own_key = core.key if spec.core.shared_from is None else None
+        check_sharers(repository, spec.name, own_key, built_after)
+    return core
+
+
+def _make_core(
+    inputs: PipelineInputs,
+    repository: Path,
+    progress: Progress,
+    accept: str,
+    write: WriteRepository,
+) -> CheckedCore:
+    wanted = inputs.plan.spec.core
+    if wanted.shared_from is not None:
+        owner = owner_of_core(repository, inputs.plan.spec)
+        core = full_precision(inputs.replanned(owner.plan.layout), progress, accept)
+        return shared_core(core, owner, repository, progress, accept)
+    check_possible(wanted)
+    core = full_precision(inputs, progress, accept)
+    if wanted.precision == "auto":
+        return choose(core, repository, write, progress)
+    if wanted.precision == core.gate.precision:
+        return core
+    return lower_precision(core, wanted.precision, progress, accept)
+
+
+def render_encoder(
+    core: CheckedCore, repository: Path, progress: Progress, engine_dry_run: bool
+) -> Rendered:
+    """Return the files of the pipeline, with its lock and the engine of an equal build.
+
+    Raises:
+        UserError: NVIDIA's parser or builder refuses the graph.
+    """
+    plan, name = core.plan, core.plan.spec.name
+    shared = plan.spec.core.shared_from is not None
+    files = render(
+        plan,
+        core_file=core.file,
+        tokenizer_file=core.inputs.tokenizer_file,
+        hooks=core.inputs.hooks,
+        question=core.inputs.shortest_row,
+        warm_ups=None if shared else write_warm_ups(core.inputs, core.file, core.files, progress),
+        samples=write_engine_samples(core.inputs, progress),
+    )
+    license = read_license(core.inputs.model_folder)
+    files[f"{name}/{CARD_FILE}"] = render_card(
+        plan, core.gate, license=license, unpacked=core.not_packed_reason
+    )
+    previous = find_manifest(repository, name)
+    # The hashes are those of the graph that the gate ran: `serve` refuses a file changed since.
+    graph = {f"{plan.step('core')}/1/{part}": digest for part, digest in core.files.items()}
+    hashes = hash_files(files, graph)
+    engine = find_reusable_engine(
+        repository, plan, previous, hashes, planned_engine(plan, core.gate)
+    )
+    if engine is not None:
+        files[engine.path] = engine.file
+        hashes[engine.path] = engine.record.plan_sha256
+    dry_run = None
+    if engine_dry_run and engine is None:
+        dry_run = _dry_run(core, previous, progress)
+    variety = measure_diversity(core.inputs.requests)
+    manifest = make_manifest(
+        plan,
+        hashes,
+        core_key=core.key,
+        source_key=core.source_key,
+        not_packed_reason=core.not_packed_reason,
+        versions=versions_of(*LIBRARIES),
+        gate=core.gate,
+        engine=None if engine is None else engine.record,
+        dry_run=dry_run,
+        variety={} if variety is None else asdict(variety),
+        previous=previous,
+    )
+    files[f"{name}/{MANIFEST_FILE}"] = manifest.as_bytes()
+    return Rendered(files, [repository / plan.step("core")] if shared else [])
+
+
+def _dry_run(
+    core: CheckedCore, previous: BuildManifest | None, progress: Progress
+) -> DryRun | None:
+    """Run the dry run of the engine, for the GPU of the earlier build.
+
+    Returns None where a real engine is built, or none.
+
+    Raises:
+        UserError: NVIDIA's parser or builder refuses the graph.
+    """
+    planned = planned_engine(core.plan, core.gate)
+    if planned is None or not missing_for_engines():
+        return None
+    conversion = core.gate.conversion
+    earlier = None if previous is None else previous.engine
+    return run_dry_build(
+        core.file,
+        core.files,
+        planned,
+        progress,
+        fp32_products=() if conversion is None else conversion.fp32_products,
+        gpu="" if earlier is None else earlier.compute_capability,
+    )
+
+
+def build_encoder_engine(core: CheckedCore, repository: Path, progress: Progress) -> Sequence[str]:
+    """Build the engine of a written pipeline where a GPU is here; return the models that changed.
+
+    Raises:
+        EngineFailure: The engine differs from the graph.
+    """
+    if not core.plan.builds_engine:
+        return ()
+    return tuple(build_engine_here(repository, core.plan.spec.name, progress))

@@ -1,0 +1,219 @@
+"""The contract of every kind of pipeline: each verb does its part, and the results have one form.
+
+One tiny pipeline of each kind is built into a repository of its own and served, once. What is
+special to a kind has tests of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import generation_cases
+import text2text_cases
+from conftest import ROOT, quiet, write_pipeline
+from triptych.base.releases import parse_release
+from triptych.building.build import BuildOutcome, build
+from triptych.building.kinds import STEPS
+from triptych.client import Client
+from triptych.core.gate.verify import describe_verification, verification_data
+from triptych.deploy.options import DeployOptions
+from triptych.deploy.targets import KINDS, known_of, make_manifests
+from triptych.interface.kinds import FACES
+from triptych.operate.tune.tune import TUNERS, Tuning
+from triptych.repository.lint.checks import run_checks
+from triptych.repository.manifest import build_id, kind_of_build, read_built_spec
+from triptych.serving.bench.bench import Bench
+from triptych.serving.bench.results import OfferedLoad
+from triptych.serving.endpoint import Endpoint
+from triptych.serving.server import Server
+from triptych.spec.any_spec import READERS, kind_in, load_any_spec, parse_any_slo
+from triptych.spec.kind import Kind
+
+pytestmark = pytest.mark.server
+
+VERIFY_KEYS = {
+    *("pipeline", "url", "precision", "rows", "edge_case_rows", "accepted", "clients"),
+    *("mean_batch", "seconds", "verdicts", "by_way", "edge_values", "failures", "notes"),
+    *("counts", "worst", "finite", "faults", "passed", "gate"),
+}
+SLO = {Kind.ENCODER: "p99=2s", Kind.TEXT_GENERATION: "e2e_p99=20s", Kind.TEXT2TEXT: "e2e_p99=20s"}
+CAPACITY: dict[Kind, dict[str, Any]] = {
+    Kind.ENCODER: {
+        "rps_per_replica": 10.0,
+        "cpu_cores": 1.0,
+        "memory_mib": 1024,
+        "startup_seconds": 30.0,
+    },
+    Kind.TEXT_GENERATION: {},
+    Kind.TEXT2TEXT: {},
+}
+"""Options of `deploy` in place of a result of `bench`, where one is needed."""
+ANSWERS: dict[Kind, Callable[[Client], Any]] = {
+    Kind.ENCODER: lambda client: client.embed(["a text"]),
+    Kind.TEXT_GENERATION: lambda client: client.generate("a text", max_tokens=4).whole(),
+    Kind.TEXT2TEXT: lambda client: client.generate("a text", max_tokens=4).whole(),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline that is built and served.
+
+    Attributes:
+        outcome: Outcome of its build.
+    """
+
+    kind: Kind
+    folder: Path
+    repository: Path
+    spec: Any
+    inputs: Any
+    outcome: BuildOutcome
+    url: str
+
+
+def write(kind: Kind, folder: Path, tiny_model: Path) -> Path:
+    """Write the folder of a tiny pipeline of a kind."""
+    if kind is Kind.ENCODER:
+        source = {"source": str(tiny_model)}
+        return write_pipeline(folder / "embed", model=source, serving={"slo": {"p99_ms": 2000}})
+    if kind is Kind.TEXT2TEXT:
+        model = text2text_cases.write_model("t5", folder / "model")
+        return text2text_cases.write_pipeline(folder / "summary", model)
+    model = generation_cases.write_tiny_model(folder / "model")
+    return generation_cases.write_pipeline(folder / "talk", model)
+
+
+@pytest.fixture(scope="module", params=list(Kind), ids=lambda kind: kind.name.lower())
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> Iterator[Case]:
+    kind: Kind = request.param
+    base = tmp_path_factory.mktemp(kind.name.lower())
+    folder, repository = write(kind, base, tiny_model), base / "repository"
+    spec = load_any_spec(folder)
+    inputs = STEPS[kind].read(spec, quiet)
+    outcome = build(inputs, repository, quiet)
+    with Server(repository) as server:
+        yield Case(kind, folder, repository, spec, inputs, outcome, server.grpc_url)
+
+
+def test_each_layer_has_one_entry_for_each_kind() -> None:
+    for table in (READERS, STEPS, FACES, KINDS):
+        assert set(table) == set(Kind)
+    assert set(TUNERS) == {Kind.ENCODER, Kind.TEXT_GENERATION}
+
+
+def test_nothing_else_asks_for_the_class_of_a_spec_or_of_inputs() -> None:
+    classes = {
+        *("PipelineSpec", "GenerationSpec", "Text2TextSpec", "GeneratingSpec"),
+        *("PipelineInputs", "GenerationInputs", "Text2TextInputs", "GeneratingInputs"),
+    }
+    for path in sorted((ROOT / "build_scripts/triptych").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                named = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
+                assert not named & classes, f"{path.name}:{node.lineno}"
+
+
+def test_it_is_read_and_checked(case: Case) -> None:
+    assert kind_in(case.folder) is case.spec.kind is case.inputs.spec.kind is case.kind
+    slo = parse_any_slo(case.spec, [SLO[case.kind]], None)
+    assert max(slo.limits_ms.values()) in (2000.0, 20000.0)
+    checks = STEPS[case.kind].check_folder(case.folder)
+    assert not [check for check in checks if check.severity == "error"]
+
+
+def test_it_is_built_once_and_the_lock_says_how(case: Case) -> None:
+    name = case.spec.name
+    assert set(case.outcome.changed) == {
+        name,
+        *(f"{name}_{step}" for step in ("preprocess", "core", "postprocess")),
+    }
+    assert case.outcome.gate.passed
+    again = build(case.inputs, case.repository, quiet)
+    assert again.changed == ()
+    assert set(again.as_dict()) >= {"pipeline", "changed", "gate", "findings"}
+    assert json.loads(json.dumps(again.as_dict()))["pipeline"] == name
+    assert kind_of_build(case.repository, name) is case.kind
+    assert read_built_spec(case.repository, name).model_dump(
+        exclude={"folder"}
+    ) == case.spec.model_dump(exclude={"folder"})
+    assert len(build_id(case.repository, name)) == 64
+    assert run_checks(case.repository) == []
+
+
+def test_it_is_described(case: Case) -> None:
+    described = FACES[case.kind].describe(case.inputs, case.repository)
+    assert json.loads(json.dumps(described))["task"] == case.spec.task
+    assert set(described["models"]) == {path.parent.name for path in case.repository.glob("*/1")}
+
+
+def test_it_passes_its_gate_where_it_is_served(case: Case) -> None:
+    result = STEPS[case.kind].verify(
+        case.inputs,
+        case.repository,
+        nullcontext(Endpoint(case.url)),
+        quiet,
+        clients=4,
+        timeout_s=60.0,
+    )
+    lines = [line for line, _ in describe_verification(result)]
+    assert result.passed, lines
+    assert lines[0].startswith(f"{case.spec.name} at {case.url}")
+    assert lines[-1] == "passed"
+    data = json.loads(json.dumps(verification_data(result), allow_nan=False))
+    assert set(data) >= VERIFY_KEYS
+    assert (data["clients"], data["passed"], data["gate"]["failures"]) == (4, True, [])
+
+
+def test_a_client_gets_an_answer(case: Case) -> None:
+    with Client(case.spec.name, case.url, timeout_s=60.0) as client:
+        assert ANSWERS[case.kind](client) is not None
+
+
+def test_it_is_measured(case: Case) -> None:
+    slo = parse_any_slo(case.spec, [SLO[case.kind]], None)
+    bench = Bench(loads=(OfferedLoad("concurrency", 2.0),), rounds=1, seconds=0.5, slo=slo)
+    result = STEPS[case.kind].bench(case.inputs, case.repository, bench, quiet, url=case.url)
+    assert (result.subject.pipeline, result.subject.task) == (case.spec.name, case.spec.task)
+    assert result.points[0].median("throughput_per_s") > 0
+    assert result.subject.requests > 0
+    assert math.isfinite(result.subject.padding)
+
+
+def test_it_has_fields_to_tune_or_says_that_it_has_none(case: Case) -> None:
+    if case.kind not in TUNERS:
+        return
+    slo = parse_any_slo(case.spec, [SLO[case.kind]], None)
+    tuned, objective = TUNERS[case.kind](case.folder, slo, Tuning(slo))
+    assert tuned.fields
+    assert tuned.folder == case.folder
+    assert tuned.tunable
+    assert objective.says
+
+
+def test_it_is_deployed(case: Case, tmp_path: Path) -> None:
+    release = parse_release(case.spec.serving.triton)
+    options = DeployOptions("triptych-serve:26.08", "shop", release, **CAPACITY[case.kind])
+    assert known_of(case.repository, case.spec.name, tmp_path).name == case.spec.name
+    assert make_manifests(case.repository, case.spec.name, options, tmp_path).files
+
+
+def test_its_page_opens_and_answers_a_form(case: Case) -> None:
+    page = FACES[case.kind].open_page(case.spec, case.folder, case.url, "127.0.0.1", 0, 30.0)
+    with page:
+        assert case.spec.name in page.page("")
+        status, pieces = page.answer({"text": b"a text", "say": b"a text"})
+        assert status is HTTPStatus.OK
+        assert "</html>" in "".join(pieces)
