@@ -40,7 +40,7 @@ def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
         load_generation_spec(folder, ["core.backend=tensorrt_llm", "adapters={a: x}"])
     with pytest.raises(UserError) as caught:
         load_spec(folder)
-    assert "Given: text-generation. They can be tested, inspected" in caught.value.message
+    assert "Given: text-generation. Use test, inspect, build" in caught.value.message
 
 
 def test_an_adapter_is_a_plain_lora_of_the_models_sizes(tmp_path: Path) -> None:
