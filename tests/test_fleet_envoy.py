@@ -224,7 +224,7 @@ def test_what_replicas_need_and_is_not_there_is_said_before_anything_starts(
     taken = socket.create_server(("127.0.0.1", 0))
     with taken, pytest.raises(UserError, match="`http_port` must be a free port"):
         ask(tmp_path, taken.getsockname()[1])
-    with pytest.raises(UserError, match="can be written to"):
+    with pytest.raises(UserError, match="not a writable folder"):
         ask(Path("/sys/repository"))
     assert not list(tmp_path.parent.glob(".serve-*"))
 

@@ -98,9 +98,9 @@ def proxy_settings(
     """The settings of a fleet.
 
     Args:
-        replicas: fewest that are behind the proxy.
+        replicas: Minimum number of replicas behind the proxy.
         max_request_mib: the largest request that its pipelines take (`largest_request_mib`).
-        limits_ms: of the latency percentiles that are promised (`Slo.limits_ms`).
+        limits_ms: Latency limits of the SLO in milliseconds (`Slo.limits_ms`).
         affinity: a header of streams: those with the same value go to the same replica.
     """
     limits = sorted(set(limits_ms))
@@ -171,8 +171,8 @@ class Mirror:
     """A candidate that gets a copy of some requests; what it answers is thrown away.
 
     Attributes:
-        share: of the requests for inference, 0 to 1.
-        candidate: where it is.
+        share: Ratio of the requests for inference, 0 to 1.
+        candidate: Address of the candidate.
     """
 
     share: float
@@ -180,7 +180,7 @@ class Mirror:
 
 
 def assignment(service: Service, addresses: Iterable[tuple[str, int]]) -> dict[str, Any]:
-    """What an endpoint file holds: the hosts and ports of the replicas that may be asked."""
+    """Return the content of an endpoint file: hosts and ports of the replicas in use."""
     found = assigned(service.cluster, addresses)
     kind = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
     return {"resources": [{"@type": kind, **found}]}
@@ -197,7 +197,7 @@ def assigned(cluster: str, addresses: Iterable[tuple[str, int]]) -> dict[str, An
 
 @dataclass(frozen=True)
 class Listen:
-    """Where Envoy listens; the admin page is on loopback, whatever the host.
+    """Address and ports of Envoy; the admin page always listens on loopback.
 
     The metrics port serves ``/metrics`` and ``/ready`` and nothing else of the admin page.
     """
