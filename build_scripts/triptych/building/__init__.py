@@ -1,1 +1,1 @@
-"""The order of a build, for every kind of pipeline."""
+"""Build, check, verify and measure pipelines of every kind."""

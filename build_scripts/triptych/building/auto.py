@@ -1,9 +1,7 @@
-"""`core.precision: auto`: every precision that runs here is built, checked and measured.
+"""`core.precision: auto`: build, check and measure every precision that runs here.
 
-Those that fail the gate are dropped, the others race under the pipeline's own traffic, and the
-fastest is taken. What was built, checked or measured before is not done again.
-
-Built candidates against each other, each on a real server, under the pipeline's own traffic.
+Candidates that fail the gate are dropped. The others are measured on real servers with the
+pipeline's own traffic, and the fastest is chosen. Earlier results come from the cache.
 """
 
 from __future__ import annotations
@@ -36,21 +34,21 @@ from triptych.spec.fields import CoreSettings, Precision, check_runs
 ROUNDS = 3
 WINDOW_S = 1.5
 FAR_BEHIND = 0.75
-"""A candidate slower than this share of the fastest is not measured again, but for the baseline."""
+"""Minimum ratio of a candidate's throughput to the fastest one for it to be measured again."""
 
 WARM_UP_REQUESTS = 100
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """How fast one candidate answered: medians over its rounds.
+    """Throughput of one candidate: medians over its rounds.
 
     Attributes:
-        throughput_per_s: requests answered a second, of one row each.
-        lowest_per_s: in the slowest round.
-        highest_per_s: in the fastest.
+        throughput_per_s: Answered requests per second, of one row each.
+        lowest_per_s: Throughput in the slowest round.
+        highest_per_s: Throughput in the fastest round.
         p99_ms: 99th percentile of the latency.
-        rounds: that it was measured in.
+        rounds: Number of rounds in which the candidate was measured.
     """
 
     throughput_per_s: float
@@ -69,20 +67,20 @@ def race(
     clients: int,
     progress: Progress,
 ) -> dict[Precision, Throughput]:
-    """Measure every candidate in turn, round after round; their servers run all the while.
+    """Measure the candidates in turn, round after round, while the servers of all keep running.
 
-    A server without requests costs no time, and what drifts on the machine hits all alike.
+    An idle server costs no time, and a drift of the machine affects all candidates alike.
 
     Args:
-        repositories: candidate to the repository it was built into.
-        pipeline: name of the ensemble, the same in each.
-        requests: the traffic, a row each.
-        baseline: the candidate that the others are compared with.
-        clients: each with one request under way.
-        progress: told each measurement.
+        repositories: Candidate to the repository that it was built into.
+        pipeline: Name of the ensemble, the same in each repository.
+        requests: Traffic, one row in each request.
+        baseline: Candidate that is measured in every round.
+        clients: Number of clients, each with one request in flight.
+        progress: Receives each measurement.
 
     Raises:
-        UserError: a server does not start, or answers with an error.
+        UserError: A server does not start, or answers with an error.
     """
     results: dict[Precision, list[perf_analyzer.LoadResult]] = {name: [] for name in repositories}
     with ExitStack() as stack:
@@ -92,7 +90,7 @@ def race(
         }
         running = list(servers)
         for number in range(1, ROUNDS + 1):
-            shift = number % len(running)  # no candidate always comes first
+            shift = number % len(running)  # so that the first candidate changes
             for name in running[shift:] + running[:shift]:
                 result = perf_analyzer.run(
                     servers[name].grpc_url,
@@ -145,18 +143,18 @@ RUNS: dict[tuple[str, str], tuple[Precision, ...]] = {
     ("onnxruntime", "cpu"): ("fp32", "int8", "int8_dynamic", "fp16"),
     ("tensorrt", "gpu"): ("fp32", "fp16", "bf16", "int8", "fp8"),
 }
-"""Backend and device to the precisions worth a try there. On a CPU, ONNX Runtime computes bf16 not
-at all, fp8 and fp16 in fp32; some models gain by fp16 all the same, for their size."""
+"""Backend and device to the precisions to try. On a CPU, ONNX Runtime does not support bf16 and
+computes fp8 and fp16 in fp32. Some models are still faster in fp16, because they are smaller."""
 
 WriteRepository = Callable[[CheckedCore, Path], object]
 """Writes a repository with the pipeline around a core into a folder, engine included."""
 
 
 def check_possible(core: CoreSettings) -> None:
-    """The precision that the spec asks for can be built and, if open, measured here.
+    """Check that the precision of the spec can be built and, for ``auto``, measured here.
 
     Raises:
-        UserError: it cannot.
+        UserError: The precision cannot be built or measured here.
     """
     if core.precision == AUTO:
         _candidates_of(core)
@@ -167,17 +165,17 @@ def check_possible(core: CoreSettings) -> None:
 def choose(
     core: CheckedCore, repository: Path, write: WriteRepository, progress: Progress
 ) -> CheckedCore:
-    """The fastest core that passes the gate; `GateResult.candidates` has all that were tried.
+    """Return the fastest core that passes the gate; `GateResult.candidates` has all that ran.
 
     Args:
-        core: the fp32 one.
-        repository: where the chosen one is going to be written: candidates are built beside it.
-        write: makes a candidate ready to be served.
-        progress: told what becomes of each stage.
+        core: Core in fp32.
+        repository: Folder of the models; candidates are built in a folder next to it.
+        write: Writes the repository of a candidate, ready to be served.
+        progress: Receives each stage and its result.
 
     Raises:
-        EngineFailure: no engine of the fp32 core computes what its graph does.
-        UserError: the device cannot be measured here.
+        EngineFailure: The engine of the fp32 core differs from its graph.
+        UserError: The device cannot be measured here.
     """
     precisions = _candidates_of(core.plan.spec.core)
     cores: dict[Precision, CheckedCore] = {}
@@ -221,7 +219,7 @@ def _try(
     write: WriteRepository,
     progress: Progress,
 ) -> tuple[CheckedCore | None, PrecisionTrial]:
-    """The core in `precision`, written into `target`; None where it cannot be taken."""
+    """Write the core in `precision` to `target` and return it; None if it fails or cannot run."""
     try:
         found = core if precision == BASELINE else lower_precision(core, precision, progress)
         write(found, target)
@@ -256,7 +254,7 @@ def _measure(
     name = inputs.plan.spec.name
     requests = [dict(request.sent) for request in inputs.requests if not request.edge]
     key: dict[str, object] = {
-        # The files of a repository tell all that is served, and so all that is measured.
+        # The files of a repository decide everything that is served and measured.
         "files": {
             precision: dict(read_manifest(path, name).files)
             for precision, path in repositories.items()

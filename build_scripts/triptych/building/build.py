@@ -3,11 +3,11 @@
 1. Read the spec, the model and the traffic, and plan (`kinds.Steps.read`, before `build`).
 2. Check the pipeline's own functions on answers of the original model.
 3. Make the model: export it or convert its weights, run the gate, lower the precision.
-4. Render the files, with the lock.
+4. Render the files and the build manifest.
 5. Lint, then write all files at once.
-6. Build the engine, where its hardware is here.
+6. Build the engine if this machine has its hardware.
 
-A stage whose inputs and code are those of an earlier run takes its result from the cache.
+A stage with the inputs and the code of an earlier run takes its result from the cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class BuildOutcome:
         gate: Result of the gate.
         findings: Warnings and notes of lint.
         plan: Plan of an encoder; None for other kinds.
-        not_packed_reason: Why the layout is not packed although the spec asks for it; else empty.
+        not_packed_reason: Reason why the layout is not packed although the spec requests it;
+            empty otherwise.
     """
 
     pipeline: str
@@ -84,13 +85,13 @@ def build(
         repository: Folder of the models.
         progress: Receives each stage and its result.
         built_after: Names of the pipelines that are built right after this one.
-        accept: Reason why a failed gate is accepted, for the lock; empty to end the build instead.
+        accept: Reason why a failed gate is accepted, for the build manifest; empty to fail instead.
         engine_dry_run: Whether an engine that cannot be built here is built in a dry run, see
             `core.engine.dry_run`.
 
     Raises:
         EngineFailure: The engine differs from the graph, which is written without it.
-        GateFailure: The model differs from the original one, and that is not accepted.
+        GateFailure: The model differs from the original one, and `accept` is empty.
         LintFailure: A server would refuse the repository.
         UserError: The model cannot be exported or converted, a hook fails on the traffic, NVIDIA's
             parser or builder refuses the graph, or another build is running.
@@ -105,9 +106,9 @@ def build(
 def write_repository(
     core: Any, repository: Path, progress: Progress, *, engine_dry_run: bool = True
 ) -> BuildOutcome:
-    """Render, lint and write the pipeline around a checked model, and build its engine if possible.
+    """Render, lint and write the pipeline of a checked model, and build its engine if possible.
 
-    `core` is a checked model, from `kinds.Steps.make_core`. For the rest see `build`.
+    `core` is the result of `kinds.Steps.make_core`. See `build` for the other arguments.
     """
     spec = core.inputs.spec
     steps = STEPS[spec.kind]
@@ -130,7 +131,7 @@ def build_checked_core(
 ) -> CheckedCore:
     """Return the checked core of an encoder; nothing is written into the repository.
 
-    For the arguments and errors see `build`.
+    See `build` for the arguments and errors.
     """
     write = partial(write_repository, progress=progress)
     core: CheckedCore = STEPS[Kind.ENCODER].make_core(

@@ -1,7 +1,4 @@
-"""What has changed in a folder since the last look, by size and time of its files.
-
-One round of work on a pipeline: its tests, then its build; a mistake ends it, and is told.
-"""
+"""`triptych dev`: watch a pipeline's folder, then check and build the pipeline after a change."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ from triptych.spec.spec import load_spec
 
 @dataclass(frozen=True)
 class Round:
-    """What one round found.
+    """Result of checking and building a pipeline once.
 
     Attributes:
-        checks: of the pipeline's own files; empty where they could not be read.
-        built: None where a check or the build failed: the repository is as it was.
-        failure: what ended it, where a check did not.
-        seconds: that it took.
+        checks: Checks of the pipeline's files; empty if the files could not be read.
+        built: Outcome of the build; None if a check or the build failed.
+        failure: Exception that ended the round; None if there was none.
+        seconds: Duration of the round in seconds.
     """
 
     checks: tuple[Check, ...]
@@ -36,14 +33,14 @@ class Round:
 
     @property
     def problems(self) -> list[Check]:
-        """Checks that were not well."""
+        """Checks with a warning or an error."""
         return [check for check in self.checks if check.severity != "ok"]
 
 
 def rebuild(folder: Path, repository: Path, overrides: Sequence[str], progress: Progress) -> Round:
-    """Test the pipeline in `folder` and build it into `repository`.
+    """Check the pipeline in `folder` and build it into `repository`.
 
-    Raises nothing but what ends a process: whoever writes a pipeline goes on after a mistake.
+    Returns every exception as `Round.failure`, so that `dev` continues after an error.
     """
     started = time.monotonic()
     checks: tuple[Check, ...] = ()
@@ -60,25 +57,28 @@ def rebuild(folder: Path, repository: Path, overrides: Sequence[str], progress: 
 _SETTLE_S = 0.1
 _MAX_SETTLE_S = 2.0
 _PASSING = (".swp", ".tmp", "~", ".pyc")
-"""Ends of the names of what editors and Python leave beside a file."""
+"""Suffixes of temporary files of editors and of Python."""
 
 Stamps = dict[str, tuple[int, int]]
 
 
 class Watch:
-    """The files of `folder`, at any depth, but hidden ones and what editors leave for a moment."""
+    """Poller for changes of files at any depth of `folder`, except hidden and temporary files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seen = self._look()
 
     def changed(self) -> list[str]:
-        """Files that are new, gone or not as they were, once nobody is writing any more."""
+        """Return the paths of files that were added, removed or changed.
+
+        Waits until the files stop changing, at most `_MAX_SETTLE_S`.
+        """
         now = self._look()
         if now == self._seen:
             return []
         deadline = time.monotonic() + _MAX_SETTLE_S
-        while time.monotonic() < deadline:  # an editor empties a file, and then fills it
+        while time.monotonic() < deadline:  # an editor truncates a file before it writes it
             before = now
             time.sleep(_SETTLE_S)
             now = self._look()
@@ -97,7 +97,7 @@ class Watch:
                 path = Path(root, name)
                 try:
                     status = path.stat()
-                except OSError:  # gone meanwhile
+                except OSError:  # removed in the meantime
                     continue
                 shown = path.relative_to(self._folder).as_posix()
                 found[shown] = (status.st_mtime_ns, status.st_size)

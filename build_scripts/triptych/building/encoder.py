@@ -1,4 +1,4 @@
-"""Stages of a build that are those of an encoder: its core, its files and lock, its engine."""
+"""Build stages of an encoder: its core, files, build manifest and engine."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def make_encoder_core(
         inputs: Inputs of the pipeline.
         repository: Folder of the models; nothing is written into it.
         progress: Receives each stage and its result.
-        accept: Reason why a failed gate is accepted; empty where it is not.
+        accept: Reason why a failed gate is accepted; empty if it is not.
         built_after: Names of the pipelines that are built right after this one; None to skip the
             check of pipelines that share this core.
         write: Writes the repository of a candidate that ``core.precision: auto`` measures.
 
     Raises:
-        GateFailure: The core differs from the original model, and that is not accepted.
+        GateFailure: The core differs from the original model, and `accept` is empty.
         UserError: The model cannot be exported or converted.
     """
     core = _make_core(inputs, repository, progress, accept, write)
@@ -91,7 +91,7 @@ def _make_core(
 def render_encoder(
     core: CheckedCore, repository: Path, progress: Progress, engine_dry_run: bool
 ) -> Rendered:
-    """Return the files of the pipeline, with its lock and the engine of an equal build.
+    """Return the files of the pipeline, with its build manifest and the engine of an equal build.
 
     Raises:
         UserError: NVIDIA's parser or builder refuses the graph.
@@ -112,7 +112,7 @@ def render_encoder(
         plan, core.gate, license=license, unpacked=core.not_packed_reason
     )
     previous = find_manifest(repository, name)
-    # The hashes are those of the graph that the gate ran: `serve` refuses a file changed since.
+    # The hashes are of the graph that the gate ran, so `serve` rejects a file changed since then.
     graph = {f"{plan.step('core')}/1/{part}": digest for part, digest in core.files.items()}
     hashes = hash_files(files, graph)
     engine = find_reusable_engine(
@@ -145,9 +145,9 @@ def render_encoder(
 def _dry_run(
     core: CheckedCore, previous: BuildManifest | None, progress: Progress
 ) -> DryRun | None:
-    """Run the dry run of the engine, for the GPU of the earlier build.
+    """Build the engine in a dry run, for the GPU of the previous build.
 
-    Returns None where a real engine is built, or none.
+    Returns None if a real engine can be built, or if the pipeline has no engine.
 
     Raises:
         UserError: NVIDIA's parser or builder refuses the graph.
@@ -168,7 +168,7 @@ def _dry_run(
 
 
 def build_encoder_engine(core: CheckedCore, repository: Path, progress: Progress) -> Sequence[str]:
-    """Build the engine of a written pipeline where a GPU is here; return the models that changed.
+    """Build the engine of a written pipeline if possible; return the names of changed models.
 
     Raises:
         EngineFailure: The engine differs from the graph.

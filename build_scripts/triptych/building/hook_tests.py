@@ -1,6 +1,6 @@
-"""A pipeline's own files, checked without server or model: spec, traffic, hooks, their tests.
+"""`triptych test` of an encoder: check spec, traffic and hooks without a server or a model.
 
-Answers that no model made, in the form that a task's outputs are declared in.
+Hooks that follow the model run on synthetic outputs in the declared form of the task.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
 
 VARIABLE = 2
-"""Elements along an axis whose size varies."""
+"""Number of elements along an axis of variable size."""
 
 TEXT, NUMBER = "made up", 0.5
 
 
 def make_up_answers(task: Task, form: RowForm, count: int) -> list[Row]:
-    """`count` equal rows of the task's outputs, as `hooks.after` gets them.
+    """Return equal rows of synthetic outputs of a task, as `hooks.after` gets them.
 
     Args:
-        task: whose outputs they are.
-        form: of the same outputs.
-        count: at least 1.
+        task: Task that declares the outputs.
+        form: Form of the same outputs.
+        count: Number of rows, at least 1.
     """
     tensors = {}
     for output in task.outputs:
@@ -73,19 +73,19 @@ def make_up_answers(task: Task, form: RowForm, count: int) -> list[Row]:
 TESTS_FILE = "test_hooks.py"
 NO_TESTS_FOUND = 5  # pytest's exit code
 Kinds = Mapping[str, type]
-"""Inputs of the task and what a row holds for each: str, or bytes for an image."""
+"""Input of the task to the type of its values: str, or bytes for an image."""
 Rows = Mapping[int, Row]
-"""The traffic, by line."""
+"""Rows of the traffic by line number."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at.
+    """Result of one check.
 
     Attributes:
-        name: stable, in kebab case.
-        severity: ``error`` makes the command exit with 1.
-        note: what was found: the problem, if there is one.
+        name: Stable name in kebab case.
+        severity: Severity; ``error`` makes the command exit with 1.
+        note: Finding in words; the problem if there is one.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Check:
     note: str = ""
 
     def as_dict(self) -> dict[str, object]:
-        """For ``--json``: ``ok`` is false for errors alone, ``problem`` empty where all is well."""
+        """Return plain data for ``--json``; ``ok`` is false for errors only."""
         fine = self.severity == "ok"
         return {
             **asdict(self),
@@ -103,10 +103,10 @@ class Check:
 
 
 def check_pipeline(folder: Path) -> list[Check]:
-    """Look at everything in a pipeline's folder that needs neither the model nor a server.
+    """Check everything in a pipeline's folder that needs neither the model nor a server.
 
     Raises:
-        UserError: the spec or the traffic cannot be read, or pytest is not installed.
+        UserError: The spec or the traffic cannot be read, or pytest is not installed.
     """
     spec = load_spec(folder)
     task = task_of(spec)
@@ -115,7 +115,7 @@ def check_pipeline(folder: Path) -> list[Check]:
     checks = [Check("spec"), Check("traffic", note=f"{len(rows)} rows")]
     needed = ("decode",) if spec.custom is not None else ()
     if (folder / HOOKS_FILE).is_file():
-        # Hooks may print; stdout is for results.
+        # Hooks may print, but stdout is reserved for results.
         with redirect_stdout(sys.stderr), _no_bytecode():
             checks += _check_hooks(folder, task, kinds, rows, needed)
         checks.append(_run_tests(folder))
@@ -128,7 +128,7 @@ def check_pipeline(folder: Path) -> list[Check]:
 
 
 def _read_rows(folder: Path, kinds: Kinds) -> Rows:
-    """The traffic as `before` sees it, images read."""
+    """Return the rows of the traffic as `before` gets them, with the content of images."""
     rows: dict[int, Row] = {}
     for line, inputs, _ in read_traffic(folder, list(kinds)):
         rows[line] = {
@@ -243,7 +243,7 @@ def _is_called_with(value: Any, *arguments: object, **optional: object) -> bool:
 
 
 def _check_before(before: Hook, rows: Rows, kinds: Kinds) -> list[Check]:
-    """`before` on the traffic: its form, the same twice, and each row by itself."""
+    """Check `before` on the traffic: its rows, a repeated call, and each row alone."""
     together, alone = [*rows.values()], [[row] for row in rows.values()]
     try:
         result = _call(before, together, kinds)
@@ -269,7 +269,7 @@ def _check_before(before: Hook, rows: Rows, kinds: Kinds) -> list[Check]:
 
 
 def _check_after(after: Hook, task: Task, inputs: list[Row]) -> Check:
-    """`after` on answers that no model made, to these inputs: what it returns has their form."""
+    """Check the rows that `after` returns for synthetic outputs and these inputs."""
     form = RowForm(task.output_settings)
     given = make_up_answers(task, form, len(inputs))
     chunks = [slice(0, len(given)), *(slice(place, place + 1) for place in range(len(given)))]
@@ -278,7 +278,7 @@ def _check_after(after: Hook, task: Task, inputs: list[Row]) -> Check:
         try:
             answers = call_hook("after", after, deepcopy(given[chunk]), form.names, seen)
         except (RequestError, RuntimeError) as error:
-            if error.__cause__ is None:  # what it returned
+            if error.__cause__ is None:  # the hook returned wrong rows
                 return Check("after-rows", "error", str(error))
             note = f"{error} (of a made-up answer: `build` asks with the model's own)"
             return Check("after-rows", "warning", note)
@@ -290,18 +290,18 @@ def _check_after(after: Hook, task: Task, inputs: list[Row]) -> Check:
 
 
 def _call(before: Hook, rows: Sequence[Row], kinds: Kinds) -> list[Row]:
-    """What `before` makes of copies of `rows`, by input.
+    """Call `before` on copies of the rows and return its rows.
 
     Raises:
-        RequestError: it refuses the rows.
-        RuntimeError: it fails, or returns something that the server will not take.
+        RequestError: The hook rejects the rows.
+        RuntimeError: The hook fails, or returns rows that the server would not accept.
     """
     encoded = [name for name, kind in kinds.items() if kind is bytes]
     return call_before(before, [dict(row) for row in rows], list(kinds), encoded=encoded)
 
 
 def _first_fault(before: Hook, rows: Rows, kinds: Kinds) -> str | None:
-    """The first row at fault by itself, and its fault."""
+    """Return the first row that fails alone, with its error; None if every row succeeds."""
     for line, row in rows.items():
         try:
             _call(before, [row], kinds)
@@ -321,7 +321,7 @@ def _first_difference(lines: Iterable[int], first: list[Row], second: list[Row])
 
 
 def _run_tests(folder: Path) -> Check:
-    """``test_hooks.py`` under pytest, in a process of its own."""
+    """Run ``test_hooks.py`` with pytest in a subprocess."""
     if not (folder / TESTS_FILE).is_file():
         return Check("tests", "warning", f"there is no {TESTS_FILE}: the hooks are not tested")
     if find_spec("pytest") is None:
@@ -331,7 +331,7 @@ def _run_tests(folder: Path) -> Check:
             given="pytest is not installed",
             remedy="pip install pytest",
         )
-    # No settings but the folder's own: a pytest.ini further up is of other tests.
+    # A pytest.ini in a parent folder belongs to other tests and must have no effect.
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir=.", "--confcutdir=."]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, TESTS_FILE],
@@ -354,7 +354,7 @@ def _run_tests(folder: Path) -> Check:
 
 @contextmanager
 def _no_bytecode() -> Iterator[None]:
-    """Loading a module leaves no ``__pycache__`` in the user's folder."""
+    """Keep Python from writing ``__pycache__`` to the user's folder while the block runs."""
     before = sys.dont_write_bytecode
     sys.dont_write_bytecode = True
     try:

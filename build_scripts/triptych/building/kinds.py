@@ -1,7 +1,4 @@
-"""Steps of each kind of pipeline: read, check, build, verify, measure.
-
-`STEPS` is the only place in this package that chooses by `Kind`.
-"""
+"""Steps of each kind of pipeline: read, check, build, verify, measure."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ from triptych.spec.kind import Kind
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of one kind. Specs, inputs and results are those of the kind.
+    """Steps of one kind of pipeline, with the specs, inputs and results of that kind.
 
     Attributes:
         read: Resolves the model and reads the traffic of a spec; writes only to the cache.
@@ -45,7 +42,7 @@ class Steps:
             `encoder.make_encoder_core`.
         render: Returns the files around a result of `make_core`; arguments as
             `encoder.render_encoder`.
-        build_engine: Builds the engine of a written pipeline, where its hardware is here.
+        build_engine: Builds the engine of a written pipeline if this machine has its hardware.
         verify: Runs the gate through a server; arguments as `verify_pipeline`.
         bench: Measures a built pipeline; arguments as `bench_pipeline`.
     """
@@ -61,7 +58,7 @@ class Steps:
 
 
 def _check_nothing(_inputs: object, _progress: Progress) -> None:
-    """Return: pipelines that generate text have no functions of their own."""
+    """Check nothing, because pipelines that generate text have no hooks."""
 
 
 STEPS: Mapping[Kind, Steps] = {

@@ -1,1 +1,1 @@
-"""Pipelines that generate text: read, rendered, checked, built, measured. No models of its own."""
+"""Read, check, build, verify and measure pipelines that generate text."""

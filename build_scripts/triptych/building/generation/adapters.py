@@ -1,4 +1,4 @@
-"""LoRA adapters of a pipeline that generates text: found, held to the model's sizes, merged."""
+"""LoRA adapters of a pipeline that generates text: find, check against the model, merge."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from triptych.spec.model_source import find_folder
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 MAX_RANK = 512
-"""That vLLM makes room for."""
+"""Maximum rank of an adapter in vLLM."""
 
 NOT_PLAIN = (
     *("use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens"),
     *("layer_replication", "modules_to_save", "trainable_token_indices", "target_parameters"),
     *("rank_pattern", "alpha_pattern"),
 )
-"""Settings of PEFT that make an answer other than W + scale·B·A does, or that some releases of vLLM
-pass over in silence."""
+"""Settings of PEFT that compute other weights than W + scale·B·A, or that some releases of vLLM
+ignore without an error."""
 
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
-"""Ways to begin a training that leave the model's own weights as they are."""
+"""Values of `init_lora_weights` that do not change the weights of the model."""
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _MODULES = "modules.json"
@@ -38,11 +38,11 @@ _MODULES = "modules.json"
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter: the weights of a module are W + `scale`·B·A with it.
+    """Adapter that changes the weights of a module to W + `scale`·B·A.
 
     Attributes:
-        sha256: of its files.
-        rank: rows of A.
+        sha256: SHA-256 hash of its files, in hex.
+        rank: Number of rows of A.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Adapter:
 
     @property
     def files(self) -> tuple[Path, Path]:
-        """What an engine reads of it."""
+        """Paths of the files that an engine reads."""
         return self.folder / CONFIG, self.folder / WEIGHTS
 
 
@@ -63,13 +63,13 @@ def read_adapters(
     """Find and check the adapters of a pipeline.
 
     Args:
-        spec: of the pipeline.
-        weights: folder of the model's files.
-        sha256: of these.
-        progress: told of each adapter.
+        spec: Spec of the pipeline.
+        weights: Folder of the model's files.
+        sha256: SHA-256 hash of the model's files.
+        progress: Receives a line for each adapter.
 
     Raises:
-        UserError: one is not there, is no plain LoRA, or does not fit the model.
+        UserError: An adapter is missing, is not a plain LoRA, or does not fit the model.
     """
     if not spec.adapters:
         return ()
@@ -89,15 +89,15 @@ def read_adapters(
 
 
 def read_adapter(name: str, folder: Path, modules: Mapping[str, tuple[int, int]]) -> Adapter:
-    """Check one adapter.
+    """Read and check one adapter.
 
     Args:
-        name: in the spec.
-        folder: of its files.
-        modules: of the model: inputs and outputs of each linear one.
+        name: Name of the adapter in the spec.
+        folder: Folder of its files.
+        modules: Name of each linear module of the model to its numbers of inputs and outputs.
 
     Raises:
-        UserError: it is no plain LoRA, or does not fit the model.
+        UserError: The adapter is not a plain LoRA, or does not fit the model.
     """
     field = f"adapters.{name}"
     for file in (CONFIG, WEIGHTS):
@@ -133,7 +133,7 @@ def merge(model: Any, adapter: Adapter) -> None:
         outer = tensors[key.replace(".lora_A.", ".lora_B.")]
         change = adapter.scale * (outer.float() @ inner.float())
         module = model.get_submodule(found[1])
-        # GPT-2's own kind of module has its weights the other way round.
+        # Conv1D, the linear module of GPT-2, stores its weights transposed.
         module.weight.data += change if isinstance(module, torch.nn.Linear) else change.T
 
 
@@ -220,7 +220,7 @@ def _check_tensors(
 
 
 def _read_modules(folder: Path, sha256: str, progress: Progress) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of each linear module of a model, by transformers' name of it."""
+    """Return the numbers of inputs and outputs of each linear module, by its name."""
     inputs = {
         "model": sha256,
         "versions": versions_of("transformers"),

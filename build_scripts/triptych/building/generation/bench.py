@@ -1,4 +1,4 @@
-"""`triptych bench` of a pipeline that generates text: its own prompts and lengths of answers."""
+"""`triptych bench` of a pipeline that generates text, with its own prompts and answer lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from triptych.serving.environment import read_versions
 from triptych.spec.generation_fields import GeneratingSpec
 
 SENT = ("text_input", "messages", FIELD)
-"""Every request has all of them: an empty one is not given."""
+"""Inputs of every request; an empty text means that the input is missing."""
 
 
 def bench_generation(
@@ -32,7 +32,7 @@ def bench_generation(
     """Measure a built pipeline; see `bench_pipeline`.
 
     Raises:
-        UserError: more clients than the pipeline lets in; else as `bench_pipeline`.
+        UserError: The pipeline does not support the options, or see `bench_pipeline`.
     """
     if bench.baselines:
         raise UserError(
@@ -58,7 +58,11 @@ def bench_generation(
 
 
 def check_clients(option: str, clients: int, spec: GeneratingSpec) -> None:
-    """Raises a `UserError` where some would be refused: perf_analyzer waits for them for ever."""
+    """Check that the pipeline admits `clients` requests at once; else perf_analyzer never ends.
+
+    Raises:
+        UserError: There are more clients than the pipeline admits.
+    """
     most = spec.serving.queue.max_in_flight
     if clients > most:
         raise UserError(
@@ -70,12 +74,12 @@ def check_clients(option: str, clients: int, spec: GeneratingSpec) -> None:
 
 
 def requests_of(inputs: GeneratingInputs) -> list[dict[str, str]]:
-    """What perf_analyzer sends, in turn."""
+    """Return the requests that perf_analyzer sends, in turn."""
     return [{name: prompt.sent.get(name, "") for name in SENT} for prompt in inputs.prompts]
 
 
 def subject_of(inputs: GeneratingInputs, *, server: str) -> Subject:
-    """What is measured, and on what."""
+    """Return the pipeline and the machine of a measurement."""
     spec, core = inputs.spec, inputs.spec.core
     return Subject(
         pipeline=spec.name,

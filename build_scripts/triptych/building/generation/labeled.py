@@ -1,4 +1,4 @@
-"""`eval.jsonl` of a pipeline that generates text: prompts with right answers, and the verdict."""
+"""`eval.jsonl` of a pipeline that generates text: labeled prompts, and their result."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from triptych.spec.tasks.labeled import LabeledResult, LabeledRow, compare_label
 from triptych.spec.tasks.metrics_generated import GENERATED, OUTPUT, TEXTS
 
 MAX_ROWS = 200
-"""Of more rows, only the first ones are answered."""
+"""Maximum number of labeled rows that are answered."""
 
 
 class LabeledPrompts(NamedTuple):
-    """Rows of ``eval.jsonl``, and the prompt of each."""
+    """Rows of ``eval.jsonl`` and the prompt of each."""
 
     rows: tuple[LabeledRow, ...] = ()
     prompts: tuple[Prompt, ...] = ()
 
 
 def read_labeled(inputs: GeneratingInputs) -> LabeledPrompts:
-    """The first rows of the file; none where there is no file.
+    """Read the first rows of the file; without a file, return none.
 
     Raises:
-        UserError: a line that is no prompt with right answers, or leaves no room for an answer.
+        UserError: A line is not a prompt with correct answers, or is too long for an answer.
     """
     path = inputs.spec.folder / EVAL_FILE
     if not path.is_file():
@@ -56,10 +56,10 @@ def read_labeled(inputs: GeneratingInputs) -> LabeledPrompts:
 
 
 def read_rows(path: Path) -> list[LabeledRow]:
-    """Every row of ``eval.jsonl``.
+    """Read every row of ``eval.jsonl``.
 
     Raises:
-        UserError: a line that is no prompt with right answers, or no line at all.
+        UserError: A line is not a prompt with correct answers, or the file is empty.
     """
     rows = []
     for number, sent, line in read_prompt_lines(path):
@@ -79,7 +79,7 @@ def read_rows(path: Path) -> list[LabeledRow]:
 def judge_labeled(
     inputs: GeneratingInputs, labeled: LabeledPrompts, got: Sequence[str], reference: Sequence[str]
 ) -> LabeledResult | None:
-    """Whether texts are worse than the reference's, beyond chance; None where there are no rows."""
+    """Compare texts with the reference's on labeled rows; return None without rows."""
     if not labeled.rows:
         return None
     accuracy = inputs.spec.accuracy

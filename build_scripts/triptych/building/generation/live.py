@@ -1,6 +1,6 @@
-"""`triptych verify` of a pipeline that generates text: the gate through a live ensemble.
+"""`triptych verify` of a pipeline that generates text: run the gate on a served pipeline.
 
-A generation's prompts through a served pipeline: alone, as wholes, beside others.
+Every prompt is sent alone as a stream, alone as a whole, and twice among the others.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ GREEDY = {
     "temperature": 0.0,
     "logprobs": 0,
 }
-"""Every parameter is given: a pipeline's own defaults are not what is checked."""
+"""Sampling parameters of every request. All are given, so that defaults have no effect."""
 
 _NO_SERVER = (
     ServerUnreachableError,
@@ -64,7 +64,7 @@ _NO_SERVER = (
 
 @dataclass(frozen=True)
 class PromptReply:
-    """What one request got: an answer, or an error."""
+    """Response to one request: an answer, or an error."""
 
     answer: Completion
     error: InferenceError | None = None
@@ -72,14 +72,14 @@ class PromptReply:
 
 @dataclass(frozen=True)
 class PromptRuns:
-    """What came back, in the order of the prompts.
+    """Responses in the order of the prompts.
 
     Attributes:
-        prompts: ids that the server's own first step makes of them.
-        alone: streams, one after the other.
-        whole: answers in one piece, one after the other.
-        together: streams, many at once: from the first to the last, and from the last.
-        labeled: wholes of the prompts with right answers, many at once.
+        prompts: Token ids that the server's preprocess makes of the prompts.
+        alone: Streams, one by one.
+        whole: Complete answers, one by one.
+        together: Concurrent streams, from the first prompt to the last and in reverse order.
+        labeled: Complete answers to the labeled prompts, concurrently.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -98,18 +98,18 @@ def ask_live(
     *,
     timeout_s: float,
 ) -> PromptRuns:
-    """Send every prompt in every way, greedily.
+    """Send every prompt in every way, with greedy decoding.
 
     Args:
-        inputs: of the pipeline.
+        inputs: Inputs of the pipeline.
         url: ``host:port`` of the server's gRPC endpoint.
-        prompts: of the gate.
-        labeled: prompts with right answers.
-        clients: requests under way at once where they are sent together.
-        timeout_s: deadline of each request, in seconds.
+        prompts: Prompts of the gate.
+        labeled: Labeled prompts.
+        clients: Number of concurrent requests in the runs with concurrency.
+        timeout_s: Deadline of each request in seconds.
 
     Raises:
-        UserError: there is no server, or it does not serve this pipeline (any more).
+        UserError: No server answers, or it does not serve this pipeline.
     """
     spec = inputs.spec
     ids = [_prompt_ids(url, f"{spec.name}_preprocess", one, timeout_s) for one in prompts]
@@ -142,7 +142,7 @@ def ask_live(
 
 
 class _PromptSession:
-    """One prompt, as a client sends it again and again."""
+    """One prompt, as a client sends it several times."""
 
     def __init__(self, client: Client, prompt: Prompt, max_tokens: int) -> None:
         self._client = client
@@ -172,7 +172,7 @@ class _PromptSession:
 
 
 def _prompt_ids(url: str, model: str, prompt: Prompt, timeout_s: float) -> list[int]:
-    """The ids that the server's own first step makes of a prompt."""
+    """Return the token ids that the server's preprocess makes of a prompt."""
     from tritonclient.grpc import InferenceServerClient, InferInput
     from tritonclient.utils import InferenceServerException
 
@@ -206,18 +206,16 @@ def verify_generation(
 ) -> GateResult:
     """Send the gate's prompts to the served pipeline and compare with the reference.
 
-    Each is asked alone, as a stream and as a whole, and twice among the others.
-
     Args:
-        inputs: of the pipeline.
-        repository: folder of the models: its lock tells the precision that was built.
-        server: that serves the pipeline; entered once all else is ready.
-        progress: told what becomes of each stage.
-        clients: requests under way at once where they are sent together.
-        timeout_s: deadline of each request, in seconds.
+        inputs: Inputs of the pipeline.
+        repository: Folder of the models; the build manifest has the precision of the build.
+        server: Server of the pipeline; started once everything else is ready.
+        progress: Receives each stage.
+        clients: Number of concurrent requests in the runs with concurrency.
+        timeout_s: Deadline of each request in seconds.
 
     Raises:
-        UserError: there is no server, or it does not serve this pipeline (any more).
+        UserError: No server answers, or it does not serve this pipeline.
     """
     spec = inputs.spec
     built = built_gate(repository, spec.name)
@@ -273,10 +271,10 @@ def verify_generation(
 def _answered(
     wanted: Sequence[Reference], runs: PromptRuns, other_limits: Mapping[str, float | None]
 ) -> Answered:
-    """What the server said, as the gate judges it.
+    """Return the server's answers in the form that the gate checks.
 
-    A live server tells how likely it found its own tokens: those are the reference's up to where
-    the two part. A search that changes probabilities (`other_limits`) tells nothing.
+    A server gives the log-probabilities of its own tokens, which are the reference's tokens up to
+    the first difference. A search that changes probabilities (`other_limits`) gives none.
     """
     told = "logprob_difference" not in other_limits
     alone = [one.answer for one in runs.alone]
@@ -298,7 +296,7 @@ def _answered(
 def _faults(
     inputs: GeneratingInputs, wanted: Sequence[Reference], runs: PromptRuns
 ) -> Iterator[str]:
-    """What the metrics do not show."""
+    """Yield failed requests and wrong finish reasons, which no metric shows."""
     passes = (runs.alone, runs.whole, *runs.together)
     every = [reply for one in (*passes, runs.labeled) for reply in one]
     failed = [str(one.error) for one in every if one.error is not None]

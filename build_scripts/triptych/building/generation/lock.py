@@ -1,4 +1,4 @@
-"""The build record of a pipeline that generates text."""
+"""Build manifest of a pipeline that generates text."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def lock_bytes(
     gate: GateResult,
     repository: Path,
 ) -> bytes:
-    """The lock's content; the time of the one in `repository` is kept where all else is equal.
+    """Return the content of the build manifest; an equal one in `repository` is returned unchanged.
 
     Args:
-        inputs: of the build.
-        files: path relative to the repository -> SHA-256 in hex.
-        versions: of what the gate was run with.
+        inputs: Inputs of the build.
+        files: Path in the repository to the SHA-256 hash in hex.
+        versions: Versions of the packages of the gate.
         gate: Result of the gate.
-        repository: folder of the models.
+        repository: Folder of the models.
     """
     spec, facts = inputs.spec, inputs.model.facts
     prompts, adapters = inputs.prompts, inputs.adapters
@@ -60,5 +60,5 @@ def lock_bytes(
 
 
 def built_gate(repository: Path, pipeline: str) -> Mapping[str, Any]:
-    """What the gate found of the build in `repository`; empty where none did."""
+    """Return the gate's result of a build as plain data; empty where nothing is built."""
     return read_manifest_data(repository, pipeline).get("gate") or {}

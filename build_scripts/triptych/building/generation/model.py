@@ -1,7 +1,4 @@
-"""What the files of a model that generates text say of it.
-
-Numbers of fewer bits that a model's weights are stored in, by its files or by our own making.
-"""
+"""Read facts about a model that generates text from its files, such as its quantization."""
 
 from __future__ import annotations
 
@@ -25,20 +22,20 @@ from triptych.spec.model_source import OUT_OF_REACH, hash_model, read_tokenizer
 from triptych.spec.scaffold import LIMITS
 
 CONVERTED = {"int8": "int", "fp8": "float"}
-"""Precisions that an ordinary model is converted to, by the type as compressed-tensors calls it."""
+"""Precision that an ordinary model is converted to, to its type in compressed-tensors."""
 
 COMPUTED = ("fp16", "bf16")
-"""Precisions that quantized weights may be computed in."""
+"""Precisions in which products of quantized weights may be computed."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What the files of a model say.
+    """Quantization of a model's weights, by the model's files.
 
     Attributes:
-        name: a precision of `GenerationCore` where it is one: ``awq``, ``gptq``, ``int8``, ``fp8``;
-            else the method that made it.
-        words: for a reader.
+        name: Precision of `GenerationCore` (``awq``, ``gptq``, ``int8``, ``fp8``) if one
+            fits; otherwise the quantization method.
+        words: Description for a user.
     """
 
     name: str
@@ -46,7 +43,7 @@ class Quantization:
 
 
 def read_quantization(config: Mapping[str, Any] | None) -> Quantization | None:
-    """What ``quantization_config`` of a ``config.json`` says; None where there is none."""
+    """Read the ``quantization_config`` of a ``config.json``; return None without one."""
     if not config:
         return None
     method = str(config.get("quant_method", "unknown")).lower()
@@ -63,7 +60,7 @@ def read_quantization(config: Mapping[str, Any] | None) -> Quantization | None:
 
 
 def _kind(group: Mapping[str, Any]) -> str:
-    """A group of layers: ``int8`` or ``fp8`` where weights and activations are, else in words."""
+    """Return ``int8`` or ``fp8`` if weights and activations have this type, else a description."""
     weights, activations = group.get("weights") or {}, group.get("input_activations")
     kind = f"{'fp' if weights.get('type') == 'float' else 'int'}{weights.get('num_bits')}"
     same = activations is not None and all(
@@ -73,10 +70,11 @@ def _kind(group: Mapping[str, Any]) -> str:
 
 
 def check_precision(precision: str, found: Quantization | None, *, backend: str) -> None:
-    """The precision suits what the model's weights are stored in, and the engine reads that.
+    """Check that the precision fits the stored weights and that the engine reads them.
 
     Raises:
-        UserError: the precision names something else, or the engine was never tried on it.
+        UserError: The precision does not fit, or the weights are quantized and `backend` is not
+            vllm.
     """
     if found is not None and backend != "vllm":
         raise UserError(
@@ -108,10 +106,9 @@ def check_precision(precision: str, found: Quantization | None, *, backend: str)
 
 
 def compressed_tensors_config(precision: str) -> dict[str, Any]:
-    """``quantization_config`` of weights by channel and activations by token, scaled as they come.
+    """Return the ``quantization_config`` of weights scaled by channel and activations by token.
 
-    As the compressed-tensors format has it, which vLLM reads:
-    https://github.com/vllm-project/compressed-tensors
+    vLLM reads this format: https://github.com/vllm-project/compressed-tensors
     """
     both = {"num_bits": 8, "type": CONVERTED[precision], "symmetric": True}
     return {
@@ -135,20 +132,21 @@ GENERATION_FILE = "generation_config.json"
 
 @dataclass(frozen=True)
 class GenerationFacts:
-    """One model.
+    """Facts about a model.
 
     Attributes:
-        sha256: of the files that decide its results.
-        architecture: class of transformers.
-        max_length: tokens of a prompt and its answer together, at most; `OUT_OF_REACH` where the
+        sha256: SHA-256 hash of the files that decide its results, in hex.
+        architecture: Class of the model in transformers.
+        max_length: Maximum number of tokens of a prompt and its answer; `OUT_OF_REACH` if the
             files have no limit.
-        stop_token_ids: tokens that end an answer.
-        special_tokens: name to text, as chat templates use them.
-        kv_values: numbers that the KV cache holds for a token.
-        kv_heads: that these are of: more GPUs than heads hold some of them twice.
-        vocabulary: tokens that the weights know; a tokenizer may have more.
-        suggested: sampling parameters that the model's files suggest. They are no defaults here.
-        quantization: of the weights, by the model's files; None where there is none.
+        stop_token_ids: Ids of the tokens that end an answer.
+        special_tokens: Name to text of the special tokens, for chat templates.
+        kv_values: Number of values in the KV cache for a token.
+        kv_heads: Number of heads of these values. With more GPUs than heads, some GPUs hold
+            copies.
+        vocabulary: Number of tokens in the weights; a tokenizer may have more.
+        suggested: Sampling parameters that the model's files suggest, which are not defaults here.
+        quantization: Quantization of the weights; None if they are not quantized.
     """
 
     sha256: str
@@ -168,10 +166,11 @@ class GenerationModel:
     """A model's facts, and the files that the steps read, in the cache.
 
     Attributes:
-        tokenizer: that makes ids of a text.
-        chat_template: None where the model has none.
-        decoder: that makes text of ids, where it is another tokenizer.
-        pieces: see `runtime.prompts`; None where the tokenizer's ids are the model's.
+        tokenizer: File of the tokenizer that encodes texts.
+        chat_template: File of the chat template; None if the model has none.
+        decoder: File of the tokenizer that decodes ids; None if `tokenizer` decodes them.
+        pieces: File for `runtime.prompts` that maps the tokenizer's pieces to the model's ids; None
+            if the tokenizer has the model's ids.
     """
 
     facts: GenerationFacts
@@ -181,15 +180,15 @@ class GenerationModel:
     pieces: Path | None = None
 
     def decoding(self) -> Tokenizer:
-        """What makes text of ids."""
+        """Return the tokenizer that decodes ids."""
         return Tokenizer.from_file(str(self.decoder or self.tokenizer))
 
 
 def read_generation_model(folder: Path, progress: Progress) -> GenerationModel:
-    """Read the model in `folder`, once: transformers, which does, takes seconds to load.
+    """Read the model in `folder`. The result is cached, because transformers takes seconds to load.
 
     Raises:
-        UserError: a model that does not generate text, or without a fast tokenizer.
+        UserError: The model does not generate text, or has no fast tokenizer.
     """
     sha256 = hash_model(folder)
     inputs = {
@@ -204,7 +203,7 @@ def read_generation_model(folder: Path, progress: Progress) -> GenerationModel:
     }
 
     def work(target: Path) -> None:
-        # First: it says what is wrong with a tokenizer.
+        # The tokenizer is read first, because its errors are the most specific ones.
         (target / TOKENIZER_FILE).write_text(read_tokenizer(folder), encoding="utf-8")
         facts, template = _read(folder, sha256)
         if template is not None:
@@ -252,7 +251,7 @@ def _read(folder: Path, sha256: str) -> tuple[GenerationFacts, str | None]:
 
 
 def _kv_cache(config: Any, architecture: str) -> tuple[int, int]:
-    """The numbers that the KV cache holds for a token, and of how many heads they are."""
+    """Return the number of values in the KV cache for a token, and the number of their heads."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         raise UserError(
@@ -262,7 +261,7 @@ def _kv_cache(config: Any, architecture: str) -> tuple[int, int]:
             remedy="Choose another model",
         )
     if latent := getattr(config, "kv_lora_rank", None):
-        # DeepSeek's latent attention: one vector, and the part that has the place, for all heads.
+        # DeepSeek's latent attention stores one vector and one positional part for all heads.
         return config.num_hidden_layers * (latent + config.qk_rope_head_dim), 1
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -270,10 +269,10 @@ def _kv_cache(config: Any, architecture: str) -> tuple[int, int]:
 
 
 def read_config(folder: Path) -> Any:
-    """A model's configuration, as transformers has it.
+    """Read a model's configuration with transformers.
 
     Raises:
-        UserError: it does not know the model, or the file is no configuration.
+        UserError: transformers does not know the model, or the file is not a configuration.
     """
     from transformers import AutoConfig
 
@@ -282,10 +281,10 @@ def read_config(folder: Path) -> Any:
 
 
 def read_generation_config(folder: Path, config: Any) -> Any:
-    """How a model generates, as transformers has it: by its own file, else by its configuration.
+    """Read a model's generation configuration with transformers, else from its configuration.
 
     Raises:
-        UserError: the file is no such configuration.
+        UserError: The file is not a generation configuration.
     """
     from transformers import GenerationConfig
 
@@ -321,16 +320,16 @@ def _max_length(config: Any) -> int:
 
 
 def _stops(said: int | Sequence[int] | None, tokenizers: int | None) -> tuple[int, ...]:
-    """Those that the model's files name, and the tokenizer's own one: vLLM ends answers at both.
+    """Return the stop tokens of the model's files and of its tokenizer: vLLM stops at both.
 
-    Many a model that was trained further names its new end with the tokenizer alone.
+    Many fine-tuned models name their stop token in the tokenizer only.
     """
     named = [said] if isinstance(said, int) else list(said or ())
     return tuple(dict.fromkeys([*named, *([] if tokenizers is None else [tokenizers])]))
 
 
 def _suggested(file: Path) -> dict[str, float]:
-    """What is in the file itself: transformers adds defaults of its own."""
+    """Return the sampling parameters in the file itself: transformers adds its own defaults."""
     said = json.loads(file.read_bytes()) if file.is_file() else {}
     return {
         name: said[name]

@@ -1,7 +1,7 @@
-"""An ordinary model -> int8 or fp8 weights with a scale a channel, as vLLM reads them.
+"""Quantize an ordinary model to int8 or fp8 weights with one scale per channel, for vLLM.
 
-No calibration: a channel's largest value decides its scale, activations get theirs at run time.
-A tensor at a time is in memory.
+There is no calibration: the largest value of a channel decides its scale, and activations are
+scaled at run time. Only one tensor at a time is in memory.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MODEL = "model"
 
 
 def engine_weights(inputs: GeneratingInputs, progress: Progress = lambda *_: None) -> Path:
-    """The folder that the engine reads: the model's own, or one that is made of it, once.
+    """Return the folder of weights that the engine reads: the model's own, or their conversion.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: The weights cannot be converted.
     """
     precision = inputs.converted_precision
     if precision is None:
@@ -47,10 +47,10 @@ def engine_weights(inputs: GeneratingInputs, progress: Progress = lambda *_: Non
 
 
 def quantize(folder: Path, target: Path, precision: str) -> None:
-    """Write what the engine reads of the model in `folder`, quantized, to the new `target`.
+    """Quantize the model in `folder` and write the engine's files to the new folder `target`.
 
     Raises:
-        UserError: no safetensors, or no linear layers in them, or none that stand alone.
+        UserError: The folder has no safetensors, or layers that cannot be quantized.
     """
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
@@ -86,7 +86,7 @@ def quantize(folder: Path, target: Path, precision: str) -> None:
 
 
 def _matrices_in(shards: Sequence[Path]) -> set[str]:
-    """Names of the weights with rows and columns."""
+    """Return the names of the weights with at least two axes."""
     from safetensors import safe_open
 
     found = set()
@@ -98,7 +98,7 @@ def _matrices_in(shards: Sequence[Path]) -> set[str]:
 
 
 def _matrices_of(folder: Path) -> tuple[set[str], set[str]]:
-    """Names of the weights of linear layers; of embeddings and of the layer that makes logits."""
+    """Return the names of the weights of linear layers, and of embeddings and the logit layer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -116,7 +116,7 @@ def _matrices_of(folder: Path) -> tuple[set[str], set[str]]:
 
 
 def _quantize_shard(source: Path, target: Path, layers: set[str], precision: str) -> list[str]:
-    """One file of the model; names of the tensors in the new one."""
+    """Quantize one file of the model; return the names of the tensors in the new file."""
     import torch
     from safetensors import safe_open
 
@@ -142,7 +142,7 @@ def _quantize_shard(source: Path, target: Path, layers: set[str], precision: str
                 tensor = file.get_tensor(name)
                 declare(name, part.get_dtype(), shape, tensor.numel() * tensor.element_size())
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # the tensors are aligned by it
+        text += b" " * (-len(text) % 8)  # aligns the tensors to 8 bytes
         with target.open("wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
             for name in names:

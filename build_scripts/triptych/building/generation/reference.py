@@ -1,6 +1,6 @@
-"""What the original model says: transformers in fp32, one prompt at a time.
+"""Answers of the original model: transformers in fp32, one prompt at a time.
 
-Of quantized weights the original is not there: they are taken as they are, dequantized to fp32.
+Quantized weights are dequantized to fp32, because their original is not available.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from triptych.building.generation.weights import load_model
 from triptych.spec.kind import Kind
 
 TOKENS = 24
-"""Of an answer, at most."""
+"""Maximum number of tokens in an answer of the reference."""
 ADAPTER_PROMPTS = 2
-"""That each adapter is asked."""
+"""Number of prompts for each adapter."""
 _RESULT = "reference.json"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """One prompt and its answer.
+    """One prompt and its answer by the original model.
 
     Attributes:
-        prompt: its ids, as the model's own tokenizer and chat template make them.
-        ids: of the answer.
-        text: of the answer, decoded as a whole behind its prompt.
-        margins: at each token, the difference of the two best logits.
-        logprobs: of each token, the logarithm of its probability.
+        prompt: Token ids of the prompt, by the model's own tokenizer and chat template.
+        ids: Token ids of the answer.
+        text: Text of the answer, decoded as a whole after its prompt.
+        margins: Difference of the two best logits at each token.
+        logprobs: Log-probability of each token.
     """
 
     prompt: tuple[int, ...]
@@ -50,12 +50,13 @@ class Reference:
 
 
 def choose_prompts(inputs: GeneratingInputs, most: int) -> tuple[Prompt, ...]:
-    """The first prompts of the traffic that leave room to ask about an answer, for the model.
+    """Return the first `most` prompts of the traffic that leave space for an answer.
 
-    Behind them are those for each adapter: what the traffic asks it comes first.
+    They are sent to the model itself. `ADAPTER_PROMPTS` prompts for each adapter follow, first the
+    prompts that name the adapter in the traffic.
 
     Raises:
-        UserError: none does.
+        UserError: No prompt leaves space for an answer.
     """
     fitting = [one for one in inputs.prompts if answer_tokens(inputs, one) > 0]
     if not fitting:
@@ -75,7 +76,7 @@ def choose_prompts(inputs: GeneratingInputs, most: int) -> tuple[Prompt, ...]:
 
 
 def answer_tokens(inputs: GeneratingInputs, prompt: Prompt, most: int = TOKENS) -> int:
-    """Tokens that an answer to `prompt` is asked for, so that it can be checked."""
+    """Return the maximum number of tokens in an answer to `prompt` that can be checked."""
     return min(most, inputs.room(prompt))
 
 
@@ -86,7 +87,7 @@ def reference_answers(
     *,
     most: int = TOKENS,
 ) -> tuple[Reference, ...]:
-    """The original model's answers of `most` tokens each; from the cache where they are there.
+    """Return the original model's answers of at most `most` tokens each, cached.
 
     Raises:
         UserError: transformers does not run the model.
@@ -154,7 +155,7 @@ def _continue_prompts(
     prompts: Sequence[Prompt],
     tokens: Sequence[int],
 ) -> list[Reference]:
-    """Return the answers of a causal language model, the adapter merged into its weights."""
+    """Return the answers of a causal language model after merging the adapter into its weights."""
     import torch
     from transformers import AutoTokenizer, GenerationConfig
     from transformers.utils import logging as transformers_logging
@@ -172,7 +173,7 @@ def _continue_prompts(
         ) from error
     if adapter is not None:
         merge(model, adapter)
-    # Penalties and the like of the model's own files are no part of a pipeline.
+    # Sampling settings of the model's own files, such as penalties, have no effect on a pipeline.
     model.generation_config = GenerationConfig()
     found = []
     for prompt, max_tokens in zip(prompts, tokens, strict=True):
@@ -202,7 +203,7 @@ def _continue_prompts(
 
 
 def _text_behind(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]) -> str:
-    """What `answer` adds to the text of `prompt`: alone its first token may lose its space."""
+    """Return the text that `answer` adds to `prompt`; decoded alone, it may lose a first space."""
     before, both, alone = (
         tokenizer.decode(list(ids), skip_special_tokens=True)
         for ids in (prompt, [*prompt, *answer], answer)
@@ -214,7 +215,7 @@ def _text_behind(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]) -
 def _prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
     if prompt.messages is None:
         text = prompt.sent["text_input"]
-        # A text that begins as the tokenizer would begin it gets no second beginning.
+        # A text that begins with the BOS token must not get a second BOS token.
         begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
         return tuple(tokenizer(text, add_special_tokens=not begun)["input_ids"])
     ids = tokenizer.apply_chat_template(
@@ -224,7 +225,7 @@ def _prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
 
 
 class Text2TextReference:
-    """The model of a pipeline, one text at a time."""
+    """Original encoder-decoder model of a pipeline, with the pipeline's search."""
 
     def __init__(self, inputs: Text2TextInputs) -> None:
         import torch
@@ -248,13 +249,13 @@ class Text2TextReference:
         config.length_penalty = search["length_penalty"]
         config.no_repeat_ngram_size = search["no_repeat_ngram_size"]
         config.min_length = None
-        # CTranslate2 ends a search when it has as many answers as beams, and forces no end.
+        # CTranslate2 ends a search when it has as many answers as beams, and forces no EOS token.
         config.early_stopping = search["num_beams"] > 1
         config.forced_eos_token_id = None
         self._never = [one[0] for one in config.bad_words_ids or () if len(one) == 1]
 
     def answer(self, prompt: Prompt, most: int) -> Reference:
-        """The model's answer, of `most` tokens at most."""
+        """Return the model's answer of at most `most` tokens."""
         ids = self._torch.tensor([prompt.ids])
         mask = self._torch.ones_like(ids)
         least = min(self._least, most) or None
@@ -272,9 +273,9 @@ class Text2TextReference:
         )
 
     def score(self, prompt: Prompt, answer: Sequence[int]) -> tuple[list[float], list[float]]:
-        """For each token of an answer its log-probability, and the lead of the likeliest one.
+        """Return the log-probability of each token of an answer, and the logit margins.
 
-        A token that every answer begins with is certain.
+        A token that every answer begins with has the log-probability 0.
         """
         torch = self._torch
         start = self._search.decoder_start_token_id
@@ -307,10 +308,10 @@ def _weigh_searches(
     wanted: tuple[Reference, ...],
     got: Sequence[Sequence[int]],
 ) -> tuple[Reference, ...]:
-    """`wanted`, with margins that suit a search by several beams.
+    """Return the reference answers with margins for a search with several beams.
 
-    What matters of such a search is not one token, but how much likelier a token the reference
-    finds its own answer than the one that was `got`.
+    The margin is the mean log-probability per token of the reference answer minus that of the
+    answer `got`, and at least 0.
     """
     if inputs.search["num_beams"] == 1 or all(
         one.ids == tuple(ids) for one, ids in zip(wanted, got, strict=True)
@@ -339,11 +340,11 @@ def _keep_margins(
 
 @dataclass(frozen=True)
 class Original:
-    """How the original models of one kind answer.
+    """Functions that run the original models of one kind of pipeline.
 
     Attributes:
-        answer: Answers prompts: inputs, an adapter or None, the prompts, and the maximum number of
-            tokens of each answer.
+        answer: Function that answers prompts. Its arguments are the inputs, an adapter or None, the
+            prompts, and the maximum number of tokens of each answer.
         weigh: See `weigh`.
     """
 

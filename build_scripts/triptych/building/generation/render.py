@@ -30,8 +30,8 @@ class EngineModule:
     Attributes:
         file: The module: a name in `runtime`, or an absolute path.
         is_compared: Whether the gate can run the engine against transformers.
-        fake: What a fake engine of the tests answers instead of the model; None for all others.
-        settings: Settings of the engine beside those that every engine gets.
+        fake: Answers of a fake engine of the tests; None for a real engine.
+        settings: Settings of the engine in addition to those of every engine.
     """
 
     file: str
@@ -44,7 +44,7 @@ class FakeModel(Protocol):
     """Answers of a fake engine, which reads no model."""
 
     def answer(self, inputs: GeneratingInputs, prompt: Prompt, max_tokens: int) -> Reference:
-        """Return what the engine must answer to a prompt."""
+        """Return the expected answer to a prompt."""
 
 
 ENGINES = {
@@ -58,7 +58,7 @@ ENGINES = {
 def register_engine(name: str, engine: EngineModule, *, on_gpu: bool = True) -> None:
     """Add an engine that `core.backend` may name, for the life of this process.
 
-    This is the seam for tests: a fake engine is registered here, and no spec of a user can name it.
+    Tests register fake engines, which are unknown to `core.backend` outside of these tests.
     """
     ENGINES[name] = engine
     GENERATION_BACKENDS[name] = on_gpu
@@ -80,7 +80,7 @@ OPENAI_INPUTS = tuple(
         "return_num_output_tokens",
     )
 )
-"""What Triton's OpenAI frontend sends besides (``--backend vllm``, python/openai of the server)."""
+"""Further inputs that Triton's OpenAI frontend sends (``--backend vllm``)."""
 
 OUTPUTS = (
     Tensor("text_output", "BYTES", (1,)),
@@ -89,7 +89,7 @@ OUTPUTS = (
     Tensor("finish_reason", "BYTES", (1,)),
     Tensor("usage", "BYTES", (1,), content="json"),
     Tensor("logprobs", "BYTES", (1,), content="json"),
-    # What Triton's OpenAI frontend counts: the prompt's, and those new in a response.
+    # Token counts of the prompt and of the response, for Triton's OpenAI frontend.
     Tensor("num_input_tokens", "UINT32", (1,)),
     Tensor("num_output_tokens", "UINT32", (1,)),
 )
@@ -99,7 +99,7 @@ _DECOUPLED = {"decoupled": True}
 
 
 def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
-    """Every file of the pipeline but its lock: path relative to the repository -> content."""
+    """Return path to content of every file of the pipeline except its lock."""
     spec = inputs.spec
     name, step = spec.name, f"{spec.name}_{{}}".format
     configs = {
@@ -137,7 +137,7 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
     files: dict[str, Content] = {
         f"{model}/{CONFIG_FILE}": print_config(config).encode() for model, config in configs.items()
     }
-    # Triton wants a version folder for an ensemble, too, and git and archives drop empty ones.
+    # Triton requires a version folder for an ensemble, and git and archives drop empty folders.
     files[f"{name}/1/.keep"] = b""
     engine_module = ENGINES[spec.core.backend]
     engine = {"model.py": "generation_core.py", "engine.py": engine_module.file}
@@ -165,7 +165,7 @@ def engine_files(inputs: GeneratingInputs) -> list[Path]:
     """Return the files of the model that the engine reads."""
     folder = engine_weights(inputs)
     found = {path for pattern in inputs.model_patterns for path in folder.glob(pattern)}
-    if any(path.suffix == ".safetensors" for path in found):  # the same weights are not read twice
+    if any(path.suffix == ".safetensors" for path in found):  # avoids reading weights twice
         found = {path for path in found if path.suffix != ".bin"}
     return sorted(found)
 
@@ -198,7 +198,7 @@ def _ensemble(name: str) -> Any:
         ("core", TO_CORE, FROM_CORE),
         ("postprocess", FROM_CORE, OUTPUTS),
     ]
-    # What the core writes goes by a name of its own where the ensemble has an output of that name.
+    # A tensor of the core is renamed if the ensemble has an output of the same name.
     inner = {tensor.name: f"core_{tensor.name}" for tensor in FROM_CORE}
     return new_config(
         name=name,
@@ -240,8 +240,8 @@ def _python_step(
         backend="python",
         input=[{**declare(tensor), "optional": optional} for tensor in inputs],
         output=[declare(tensor) for tensor in outputs],
-        # KIND_AUTO, the default, would put a Python step on the GPU in a GPU build; the engine
-        # finds its devices itself.
+        # KIND_AUTO, the default, would put a Python step on the GPU in a GPU build, although the
+        # engine selects its devices.
         instance_group=[{"kind": kind, "count": count}],
         parameters={key: {"string_value": value} for key, value in texts.items()},
         **fields,

@@ -1,11 +1,8 @@
-"""Everything that is read before a pipeline that summarizes or translates is built.
+"""Inputs of a build of a pipeline that summarizes or translates: spec, model, prompts.
 
-Marian's tokenizer, which has no fast form, as files that the steps read.
-
-``source.spm`` finds the pieces of a text, ``vocab.json`` has the ids of both languages: what makes
-ids of a text is not what makes text of ids.
-
-An encoder-decoder model of transformers -> the files that CTranslate2 runs, by its converter.
+An encoder-decoder model of transformers is converted for CTranslate2 by its converter. Marian's
+tokenizer has no fast form and is written as files that the steps read: ``source.spm`` splits a text
+into pieces, and ``vocab.json`` has the ids of both languages.
 """
 
 from __future__ import annotations
@@ -53,13 +50,13 @@ MARGINS = r"\A +| +\z"
 
 
 def is_marian(folder: Path) -> bool:
-    """Whether the tokenizer in `folder` is one of Marian's, without a fast form."""
+    """Return whether the tokenizer in `folder` is Marian's, which has no fast form."""
     return (folder / SOURCE_FILE).is_file() and not (folder / TOKENIZER_FILE).is_file()
 
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Load Marian's tokenizer without its advice: a package for what it does not do itself."""
+    """Suppress the advice of Marian's tokenizer to install a package, while the block runs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Recommended: pip install sacremoses")
         yield
@@ -69,7 +66,7 @@ def write_marian(folder: Path, source: Path, target: Path) -> None:
     """Write the files of preprocess into `source`, those of postprocess into `target`.
 
     Raises:
-        UserError: a tokenizer of another kind than published models have, or no sentencepiece.
+        UserError: The tokenizer is not like those of published models, or sentencepiece is missing.
     """
     if find_spec("sentencepiece") is None:
         raise UserError(
@@ -98,7 +95,7 @@ def write_marian(folder: Path, source: Path, target: Path) -> None:
 
 
 def _read(path: Path) -> Any:
-    """A model of sentencepiece, as its protobuf message."""
+    """Read a model of sentencepiece as its protobuf message."""
     from transformers.convert_slow_tokenizer import import_protobuf
 
     model = import_protobuf().ModelProto()
@@ -113,7 +110,7 @@ def _read(path: Path) -> Any:
 
 
 def _finds_pieces(model: Any) -> Tokenizer:
-    # What is not of a text is found in none: none has a space when pieces are looked for.
+    # With a space before it, a special piece matches no text: preprocess replaces spaces there.
     pieces = [
         (one.piece if one.type == NORMAL else f" {one.piece}", one.score) for one in model.pieces
     ]
@@ -121,7 +118,7 @@ def _finds_pieces(model: Any) -> Tokenizer:
 
 
 def _decodes(tokenizer: Any, vocabulary: dict[str, int]) -> str:
-    """A tokenizer that is used to decode alone."""
+    """Return a tokenizer that is used for decoding only."""
     made = Tokenizer(models.WordLevel(vocabulary, unk_token=tokenizer.unk_token))
     special = [AddedToken(token, special=True) for token in tokenizer.added_tokens_encoder]
     made.add_special_tokens(special)
@@ -142,7 +139,7 @@ def _refused(given: str, remedy: str) -> UserError:
 
 
 def convert(folder: Path, target: Path, precision: str) -> None:
-    """Write the converted model of `folder` to `target`, which must not be there.
+    """Write the converted model of `folder` to the new folder `target`.
 
     Raises:
         UserError: CTranslate2 is not installed, or does not convert the model.
@@ -160,13 +157,13 @@ def convert(folder: Path, target: Path, precision: str) -> None:
     class Converter(TransformersConverter):  # type: ignore[misc]  # it has no types
         def load_model(self, model_class: Any, *places: Any, **named: Any) -> Any:
             model = super().load_model(model_class, *places, **named)
-            # transformers normalizes behind each block of BART whatever the file says, and newer
-            # configurations leave out what the converter asks for.
+            # transformers normalizes after each block of BART regardless of the file, and newer
+            # configurations lack the fields that the converter reads.
             if model_class.__name__ == "BartForConditionalGeneration":
                 model.config.normalize_before = False
                 model.config.normalize_embedding = True
-            # T5 1.1, Flan-T5 and mT5 do not scale what goes into the last layer. The converter asks
-            # whether embeddings are tied, which newer configurations say of all of them.
+            # T5 1.1, Flan-T5 and mT5 do not scale the input of the last layer. The converter
+            # decides this by tied embeddings, which newer configurations set for all T5 models.
             elif model_class.__name__ in (
                 "T5ForConditionalGeneration",
                 "MT5ForConditionalGeneration",
@@ -200,10 +197,10 @@ ARCHITECTURES = (
     "BartForConditionalGeneration",
     "MarianMTModel",
 )
-"""Those that CTranslate2 converts and that need no language of the answer in the request."""
+"""Model classes that CTranslate2 converts and that need no target language in the request."""
 
 GREEDY = {"num_beams": 1, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
-"""How transformers searches where a model says nothing."""
+"""Search settings of transformers if a model's files set none."""
 
 NOT_SEARCHED_BY = (
     "repetition_penalty",
@@ -215,35 +212,35 @@ NOT_SEARCHED_BY = (
     "begin_suppress_tokens",
     "sequence_bias",
 )
-"""Of ``generation_config.json``; nothing, 0 and 1 are as if it were not there."""
+"""Fields of ``generation_config.json`` that CTranslate2 does not follow, unless null, 0 or 1."""
 
 LIMITS_OF_OTHER_SEARCH: Mapping[str, float | None] = {
     "exact_prefix": None,
     "margin_at_difference": 0.25,
 }
-"""Where several beams may not repeat themselves. CTranslate2 shares out the probability of what is
-forbidden, transformers does not: scores of beams add up otherwise, and another may win."""
+"""Limits for several beams with `no_repeat_ngram_size`. Another beam may win, because CTranslate2
+renormalizes probabilities after it excludes a token and transformers does not."""
 
 LIMITS_WITHOUT_LOGPROBS: Mapping[str, float | None] = dict.fromkeys(
     ("logprob_difference", "p99_logprob_difference", "perplexity_ratio")
 )
-"""Of live answers, where a search has several beams, or tokens that it may not take: there are
-none, or such as the search made of them."""
+"""Limits for live answers of a search with several beams or excluded tokens, for which a server
+gives no log-probabilities or changed ones."""
 
 MAX_BY_DEFAULT = 512
-"""Tokens of a text where neither the model nor its tokenizer has a limit."""
+"""Maximum number of tokens in a text if neither the model nor its tokenizer has a limit."""
 
 _MODEL, _FACTS, _DECODER = "model", "facts.json", "decoder"
 
 
 @dataclass(frozen=True)
 class SearchFacts:
-    """What a model's files say of its answers.
+    """Facts about the answers of a model, from its files.
 
     Attributes:
-        answer_begins: ids that every answer has first.
-        end: the id that ends an answer.
-        own: as `GREEDY`, by the model's ``generation_config.json``.
+        answer_begins: Token ids at the beginning of every answer.
+        end: Id of the token that ends an answer.
+        own: Search settings of the model's ``generation_config.json``, as `GREEDY`.
     """
 
     answer_begins: tuple[int, ...]
@@ -253,12 +250,12 @@ class SearchFacts:
 
 @dataclass(frozen=True)
 class Text2TextInputs(GeneratingInputs):
-    """What is known before a pipeline that makes one text of another is built.
+    """Inputs of a build of a pipeline that summarizes or translates; see `GeneratingInputs`.
 
     Attributes:
-        weights: folder of what CTranslate2 made of the model's files.
-        original: folder of the model's files.
-        search: as `GREEDY`: by the spec, else the model.
+        weights: Folder of the model as CTranslate2 converted it.
+        original: Folder of the model's files.
+        search: Search settings as `GREEDY`, of the spec, else of the model.
     """
 
     spec: Text2TextSpec
@@ -324,7 +321,7 @@ def read_text2text(spec: Text2TextSpec, progress: Progress) -> Text2TextInputs:
     """Resolve the model, convert it, read the traffic. Writes only to the cache.
 
     Raises:
-        UserError: in the spec, the model or the traffic.
+        UserError: The spec, the model or the traffic is wrong.
     """
     lines = read_prompt_lines(spec.folder / TRAFFIC_FILE)
     original = locate(spec.model, spec.folder)
@@ -415,7 +412,7 @@ def _read_facts(folder: Path, sha256: str) -> tuple[GenerationFacts, SearchFacts
         "num_beams": generation.num_beams or 1,
         "length_penalty": generation.length_penalty,
         "no_repeat_ngram_size": generation.no_repeat_ngram_size,
-        # transformers counts the token that a decoder starts with.
+        # transformers counts the start token of the decoder.
         "min_new_tokens": max((generation.min_length or 0) - 1, 0),
     }
     said = {name: value for name, value in own.items() if value is not None}
@@ -424,7 +421,7 @@ def _read_facts(folder: Path, sha256: str) -> tuple[GenerationFacts, SearchFacts
 
 
 def _check_search(config: Any, generation: Any) -> None:
-    """Refuse what transformers would search by, and CTranslate2 would not."""
+    """Raise a `UserError` for search settings that CTranslate2 does not follow."""
     ends, start = generation.eos_token_id, generation.decoder_start_token_id
     asked = {name: getattr(generation, name, None) for name in NOT_SEARCHED_BY}
     found = {name: value for name, value in asked.items() if value not in (None, 0, 1, [])}
@@ -454,7 +451,6 @@ def _convert(folder: Path, precision: str, sha256: str, progress: Progress) -> P
     }
 
     def work(target: Path) -> None:
-
         progress("convert", f"to CTranslate2, {precision} ...")
         convert(folder, target / _MODEL, precision)
 

@@ -1,6 +1,4 @@
-"""Where a model that generates text has its files: a Hugging Face folder, or one made of a GGUF.
-
-A model whose weights are quantized, in fp32: what its engine rounds further is told apart.
+"""Weights of a model that generates text: find them, convert a GGUF file, dequantize them to fp32.
 
 Layouts are those of AutoAWQ (gemm), GPTQModel, compressed-tensors and the fp8 of transformers.
 """
@@ -20,7 +18,7 @@ from triptych.spec.fields import ModelSource
 from triptych.spec.model_source import locate
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where a word of AWQ has the values of eight neighbors."""
+"""Order of eight consecutive values in a word of AWQ."""
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 _BESIDE = (
@@ -30,15 +28,15 @@ _BESIDE = (
 
 
 class UnknownLayoutError(ValueError):
-    """Weights that are quantized in a way that is not known here."""
+    """Error: the layout of the quantized weights is not supported."""
 
 
 def load_model(folder: Path) -> Any:
-    """The causal language model in `folder` in fp32, by transformers.
+    """Load the causal language model in `folder` in fp32 with transformers.
 
     Raises:
-        UnknownLayoutError: of its weights.
-        OSError, ValueError, RuntimeError, KeyError: as transformers does.
+        UnknownLayoutError: The layout of the quantized weights is not supported.
+        OSError, ValueError, RuntimeError, KeyError: transformers does not load the model.
     """
     import torch
     import transformers
@@ -50,7 +48,7 @@ def load_model(folder: Path) -> Any:
         return kind.from_pretrained(folder, dtype=torch.float32).eval()
     del config.quantization_config
     weights = dict(dequantize(folder, quantized))
-    # The automatic class takes no weights in memory.
+    # AutoModelForCausalLM does not accept a state dict without a folder.
     model, report = getattr(transformers, config.architectures[0]).from_pretrained(
         None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True
     )
@@ -60,14 +58,14 @@ def load_model(folder: Path) -> Any:
 
 
 def dequantize(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Name and fp32 tensor of each parameter.
+    """Yield the name and the fp32 tensor of each parameter.
 
     Args:
-        folder: with ``*.safetensors``.
+        folder: Folder with ``*.safetensors``.
         config: ``quantization_config`` of the model's ``config.json``.
 
     Raises:
-        UnknownLayoutError: of a weight.
+        UnknownLayoutError: The layout of a weight is not supported.
     """
     import torch
     from safetensors.torch import load_file
@@ -98,7 +96,7 @@ def dequantize(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, A
 
 
 def _awq(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """Words hold neighbors of a row; rows are inputs."""
+    """Dequantize AWQ weights, whose words hold consecutive values of a row; rows are inputs."""
     import torch
 
     if config.get("bits", config.get("w_bit")) != 4 or config.get("version", "gemm") != "gemm":
@@ -115,14 +113,14 @@ def _awq(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> A
 
 
 def _gptq(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """Words hold neighbors of a column; rows are inputs."""
+    """Dequantize GPTQ weights, whose words hold consecutive values of a column; rows are inputs."""
     import torch
 
     bits = config["bits"]
     if 32 % bits:
         raise UnknownLayoutError(f"gptq of {bits} bits")
     values, scales = _unpacked(packed.T, bits).T, beside["scales"].float()
-    # The first version of the format has zeros less one.
+    # The first version of the format stores zero points minus one.
     first = config.get("checkpoint_format", "gptq") == "gptq"
     zeros = (_unpacked(beside["qzeros"], bits) + first) % 2**bits
     inputs = values.shape[0]
@@ -132,7 +130,7 @@ def _gptq(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def _packed(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """Words hold neighbors of a row; rows are outputs; values lie around the middle."""
+    """Dequantize packed weights, whose words hold values of a row plus half the range."""
     (group,) = config["config_groups"].values()
     bits = group["weights"]["num_bits"]
     if 32 % bits or "weight_zero_point" in beside or "weight_g_idx" in beside:
@@ -143,7 +141,7 @@ def _packed(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -
 
 
 def _scaled(values: Any, scale: Any) -> Any:
-    """`values` times a scale for all, each row, or each block of rows and columns."""
+    """Multiply values by one scale, one per row, or one per block of rows and columns."""
     scale = scale.float().reshape(scale.shape if scale.dim() == 2 else (-1, 1))
     for axis, size in enumerate(values.shape):
         times = -(-size // scale.shape[axis])
@@ -152,7 +150,7 @@ def _scaled(values: Any, scale: Any) -> Any:
 
 
 def _unpacked(words: Any, bits: int) -> Any:
-    """The values in the 32-bit words of each row, lowest bits first."""
+    """Unpack the values in the 32-bit words of each row, lowest bits first."""
     import torch
 
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
@@ -165,16 +163,16 @@ _MODEL = "model"
 
 
 def find_weights(model: ModelSource, folder: Path, progress: Progress) -> Path:
-    """The local folder with the model's files.
+    """Return the local folder with the model's files; a GGUF file is converted.
 
     Args:
-        model: as the spec has it; ``package:<module>/<file>.gguf`` is looked for among vLLM's
-            packages, too.
-        folder: of the pipeline.
-        progress: told of a conversion.
+        model: Source in the spec; ``package:<module>/<file>.gguf`` is also searched in the packages
+            of vLLM.
+        folder: Folder of the pipeline.
+        progress: Receives a line for a conversion.
 
     Raises:
-        UserError: nothing there, or nothing that can be read.
+        UserError: There is no model, or it cannot be read.
     """
     if not model.source.endswith(GGUF):
         return locate(model, folder)

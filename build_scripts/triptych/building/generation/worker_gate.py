@@ -1,10 +1,14 @@
-"""What an engine makes of prompts, alone and together; vLLM's is run in its own environment.
+"""Run an engine on prompts, alone and together; vLLM runs in its own Python environment.
 
-Usage: ``python worker_gate.py RUNTIME ORDER.json RESULT.json``, with RUNTIME the folder that has
-the package of the steps. The order: ``engine``, a module of `runtime`, its ``weights`` and
-``settings``; for each prompt its token ids in ``prompts``, the reference's answer in ``wanted``,
-its most tokens in ``max_tokens`` and its adapter in ``adapters``; ``labeled`` prompts, each with
-its most tokens and its adapter. What the result holds says `gate`.
+Usage: ``python worker_gate.py RUNTIME ORDER.json RESULT.json``. RUNTIME is the folder of the
+package ``triptych``. ORDER.json has these keys:
+
+- ``engine``, ``weights``, ``settings``: module of `runtime`, folder of the weights, settings.
+- ``prompts``, ``wanted``, ``max_tokens``, ``adapters``: token ids of each prompt and of the
+  reference's answer, maximum number of answer tokens, and name of the adapter.
+- ``labeled``: token ids, maximum number of answer tokens and adapter of each labeled prompt.
+
+RESULT.json is the result of `run_engine`.
 """
 
 from __future__ import annotations
@@ -19,9 +23,11 @@ from typing import Any
 
 
 async def run_engine(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Each prompt alone, then all, the second half joining while the first run.
+    """Answer each prompt alone, then all prompts together, and return the results.
 
-    The engine is also asked how likely it finds the reference's tokens.
+    The second half of the prompts starts while the first half runs. The keys of the result are
+    ``alone``, ``together`` and ``labeled`` with token ids, and ``forced`` with log-probabilities of
+    the reference's tokens.
     """
     from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS
 

@@ -1,7 +1,7 @@
-"""Run in the environment of generation: a GGUF file to an ordinary Hugging Face folder in fp32.
+"""Convert a GGUF file to an ordinary Hugging Face folder in fp32.
 
-Usage: ``python worker_gguf.py FILE.gguf FOLDER``. The weights are what the file's, dequantized,
-say: the original's rounding to few bits stays in them.
+Usage, in the Python environment of vLLM: ``python worker_gguf.py FILE.gguf FOLDER``. The weights
+are dequantized and keep the rounding errors of the GGUF file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def main(file: Path, folder: Path) -> None:
     """Write config, weights, tokenizer and chat template of `file` into `folder`."""
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # Else it is saved as a quantized model, which it is no more.
+    # Without this, transformers would save the dequantized model as a quantized one.
     model.hf_quantizer = None
     model.config.quantization_config = None
     del model.config.quantization_config
