@@ -67,9 +67,9 @@ def race(
     clients: int,
     progress: Progress,
 ) -> dict[Precision, Throughput]:
-    """Measure the candidates in turn, round after round, while the servers of all keep running.
+    """Measure the candidates in turn, round after round, while all servers keep running.
 
-    An idle server costs no time, and a drift of the machine affects all candidates alike.
+    An idle server costs no time, and a drift of the machine affects all candidates equally.
 
     Args:
         repositories: Candidate to the repository that it was built into.

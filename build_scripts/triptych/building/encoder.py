@@ -44,7 +44,7 @@ def make_encoder_core(
     built_after: Sequence[str] | None,
     write: WriteRepository,
 ) -> CheckedCore:
-    """Return the checked core that the spec asks for: its own, or that of another pipeline.
+    """Return the checked core of the spec: a new core, or the core of another pipeline.
 
     Args:
         inputs: Inputs of the pipeline.

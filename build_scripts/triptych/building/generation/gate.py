@@ -115,7 +115,7 @@ def limits_of(precision: str) -> dict[str, float]:
     """Return the limits of a precision; if the KV cache has another one, the wider of both limits.
 
     Args:
-        precision: Precision of the weights, and after a ``+`` that of the KV cache, as
+        precision: Precision of the weights, and after a ``+`` the precision of the KV cache, as
             `GenerationInputs.judged_as`.
     """
     own, _, cache = precision.partition("+")

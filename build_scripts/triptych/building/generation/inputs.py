@@ -320,7 +320,7 @@ def make_prompts(
 
 
 def make_prompt(inputs: GeneratingInputs, sent: Mapping[str, str], place: str) -> Prompt:
-    """Return the prompt that preprocess makes of a request; `place` names its file and line.
+    """Return the prompt of a request, as preprocess encodes it; `place` names its file and line.
 
     Raises:
         UserError: The pipeline would reject the request.
@@ -330,10 +330,10 @@ def make_prompt(inputs: GeneratingInputs, sent: Mapping[str, str], place: str) -
 
 
 def max_length_of(spec: GenerationSpec | Text2TextSpec, facts: GenerationFacts) -> int:
-    """Return the maximum number of tokens: the limit of the spec, else that of the model.
+    """Return the maximum number of tokens: the limit of the spec, else of the model.
 
     Raises:
-        UserError: The limit is above that of the model, or neither has a limit.
+        UserError: The spec's limit is above the model's limit, or neither has a limit.
     """
     field = f"core.{spec.core.LENGTH_FIELD}"
     wanted = getattr(spec.core, spec.core.LENGTH_FIELD)

@@ -75,7 +75,7 @@ class PromptRuns:
     """Responses in the order of the prompts.
 
     Attributes:
-        prompts: Token ids that the server's preprocess makes of the prompts.
+        prompts: Token ids of the prompts, from the server's preprocess.
         alone: Streams, one by one.
         whole: Complete answers, one by one.
         together: Concurrent streams, from the first prompt to the last and in reverse order.
@@ -172,7 +172,7 @@ class _PromptSession:
 
 
 def _prompt_ids(url: str, model: str, prompt: Prompt, timeout_s: float) -> list[int]:
-    """Return the token ids that the server's preprocess makes of a prompt."""
+    """Return the token ids of a prompt, from the server's preprocess."""
     from tritonclient.grpc import InferenceServerClient, InferInput
     from tritonclient.utils import InferenceServerException
 
@@ -209,7 +209,7 @@ def verify_generation(
     Args:
         inputs: Inputs of the pipeline.
         repository: Folder of the models; the build manifest has the precision of the build.
-        server: Server of the pipeline; started once everything else is ready.
+        server: Server of the pipeline; started when everything else is ready.
         progress: Receives each stage.
         clients: Number of concurrent requests in the runs with concurrency.
         timeout_s: Deadline of each request in seconds.

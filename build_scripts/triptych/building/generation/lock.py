@@ -60,5 +60,5 @@ def lock_bytes(
 
 
 def built_gate(repository: Path, pipeline: str) -> Mapping[str, Any]:
-    """Return the gate's result of a build as plain data; empty where nothing is built."""
+    """Return the gate's result of a build as plain data; empty without a build."""
     return read_manifest_data(repository, pipeline).get("gate") or {}

@@ -99,7 +99,7 @@ _DECOUPLED = {"decoupled": True}
 
 
 def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
-    """Return path to content of every file of the pipeline except its lock."""
+    """Return path to content of every file of the pipeline except its build manifest."""
     spec = inputs.spec
     name, step = spec.name, f"{spec.name}_{{}}".format
     configs = {
