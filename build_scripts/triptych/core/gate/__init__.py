@@ -1,1 +1,1 @@
-"""The verdict on an artifact and on a live server; it never changes what it judges."""
+"""Accuracy gate of an artifact and of a live server. The gate never changes what it checks."""

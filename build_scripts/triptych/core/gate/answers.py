@@ -1,4 +1,4 @@
-"""What the ensemble should answer: reference, decoder and the pipeline's own functions."""
+"""Expected answers of the ensemble: the decoded reference, passed through the hooks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from triptych.runtime.request_errors import RequestError
 from triptych.spec.plan import Plan
 
 ROUNDING = 1e-5
-"""What arrays of several rows may round another way than those of one row."""
+"""Tolerance, relative and absolute, between arrays of several rows and arrays of one row."""
 
 
 class Answer(NamedTuple):
-    """To one request of one row.
+    """Expected answer to one request of one row.
 
     Attributes:
-        outputs: of the ensemble; none where the request is refused.
-        refusal: words of the function that refuses it; else empty.
+        outputs: Outputs of the ensemble; empty if the request is rejected.
+        refusal: Message of the function that rejects the request; else empty.
     """
 
     outputs: Decoded
@@ -37,12 +37,12 @@ class Answer(NamedTuple):
 def reference_answers(
     inputs: PipelineInputs, progress: Progress, *, keep: bool = True
 ) -> list[Answer]:
-    """What the ensemble should answer to each request of the gate, by PyTorch fp32.
+    """Return the expected answer to each request of the gate, by PyTorch fp32.
 
-    Without `keep` nothing of the requests gets into the cache.
+    Without `keep`, the cache of reference outputs is neither read nor written.
 
     Raises:
-        UserError: a function of the pipeline's fails on what the reference made of a row.
+        UserError: A hook of the pipeline fails on the reference's outputs for a row.
     """
     decoded = _decode(inputs, progress, keep=keep)
     after = find_hook(inputs.plan.spec.folder, "after")
@@ -53,8 +53,8 @@ def check_hooks(inputs: PipelineInputs, progress: Progress) -> None:
     """Call `decode` and `after` as a server would, on the model's answers to the gate's requests.
 
     Raises:
-        UserError: one of them fails on a row, returns what the outputs cannot hold, or `after`
-            makes something else of a row that stands beside others.
+        UserError: A function fails on a row or returns values that the outputs cannot hold, or
+            `after` changes a row depending on the other rows of its request.
     """
     plan = inputs.plan
     after = find_hook(plan.spec.folder, "after")
@@ -73,13 +73,13 @@ def _decode(inputs: PipelineInputs, progress: Progress, *, keep: bool = True) ->
     decoding = decoding_of(inputs)
     try:
         return [Answer(decoded) for decoded in decode(decoding, requests, outputs)]
-    except (RequestError, RuntimeError):  # of a custom task's own function: on which rows?
+    except (RequestError, RuntimeError):  # A custom `decode` failed: find the rows.
         own = by_request(requests, outputs)
         return _one_by_one(inputs, lambda place: decode(decoding, [requests[place]], own[place])[0])
 
 
 def _call_after(after: Hook, inputs: PipelineInputs, decoded: Sequence[Answer]) -> list[Answer]:
-    """`after` on each answer by itself."""
+    """Call `after` on each answer alone."""
     plan, form = inputs.plan, RowForm(inputs.plan.task.output_settings)
 
     def answer(place: int) -> Decoded:
@@ -92,10 +92,10 @@ def _call_after(after: Hook, inputs: PipelineInputs, decoded: Sequence[Answer]) 
 def _one_by_one(
     inputs: PipelineInputs, answer: Callable[[int], Decoded], refusals: Sequence[str] = ()
 ) -> list[Answer]:
-    """What `answer` makes of each request, of the traffic first; one that is refused stays so.
+    """Return `answer` for each request, traffic first, and keep the given `refusals`.
 
     Raises:
-        UserError: a function fails, or refuses a request that was not made up.
+        UserError: A function fails, or rejects a request of the traffic.
     """
     requests = inputs.requests
     answers = {place: Answer({}, words) for place, words in enumerate(refusals) if words}
@@ -111,7 +111,7 @@ def _one_by_one(
 def _check_together(
     after: Hook, inputs: PipelineInputs, decoded: Sequence[Answer], alone: Sequence[Answer]
 ) -> None:
-    """All answers as the rows of one request: each becomes what it becomes by itself."""
+    """Check that `after` returns the same for all answers in one request as for each alone."""
     plan, form = inputs.plan, RowForm(inputs.plan.task.output_settings)
     file = str(plan.spec.folder / HOOKS_FILE)
     taken = [place for place, answer in enumerate(alone) if not answer.refusal]
@@ -151,7 +151,7 @@ def _after(
 
 
 def _refused(plan: Plan, request: GateRequest, error: Exception) -> Answer:
-    """A request that was made up a function may refuse, with ValueError; nothing else may fail."""
+    """Return the rejection of an edge case; raise `UserError` for any other failure."""
     if request.edge and isinstance(error, RequestError):
         return Answer({}, str(error))
     edge = ", a row made up as an edge case" if request.edge else ""

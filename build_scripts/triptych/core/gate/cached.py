@@ -1,4 +1,4 @@
-"""The gate of one artifact, cached: the limits of its precision, the reference, the verdicts."""
+"""Accuracy gate of one artifact, cached: limits of its precision, the reference, the verdicts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GATE_FILE = "gate.json"
 
 
 class _Failed(Exception):
-    """A gate's result that is not to be kept in the cache."""
+    """Result of a failed gate, which is not cached."""
 
     def __init__(self, result: GateResult) -> None:
         self.result = result
@@ -45,7 +45,7 @@ class _Failed(Exception):
 
 
 class GateFailure(Exception):
-    """A failed gate that ends a build: nothing was written.
+    """Failed gate that ends a build before the build writes anything.
 
     Args:
         pipeline: Name of the pipeline.
@@ -62,19 +62,18 @@ class GateFailure(Exception):
 
 
 class Gate:
-    """The gate of a pipeline's cores in one precision.
+    """Accuracy gate of a pipeline's cores in one precision.
 
     Args:
-        inputs: of the pipeline, with the gate's rows.
-        precision: of the cores, which decides the limits.
-        progress: told each result.
+        inputs: Inputs of the pipeline, with the gate's rows.
+        precision: Precision of the cores, which decides the limits.
+        progress: Receives each result.
 
     Attributes:
-        precision: see above.
-        judged_by: hash of what decides a verdict besides the artifact, in hex.
+        judged_by: Hash of everything that decides a verdict besides the artifact, in hex.
 
     Raises:
-        UserError: the spec overrides the limit of what is no metric of the task.
+        UserError: The spec sets a limit for a metric that the task does not have.
     """
 
     def __init__(self, inputs: PipelineInputs, precision: Precision, progress: Progress) -> None:
@@ -103,11 +102,11 @@ class Gate:
         self.judged_by = key_of("gate", key)
 
     def run(self, artifact: Path, files: Mapping[str, str]) -> GateResult:
-        """Check an artifact. What passed stays in the cache; what failed is run again when asked.
+        """Check an artifact. Only a passed result is cached.
 
         Args:
-            artifact: the ``model.onnx``.
-            files: hashes of the file and of those of weights beside it.
+            artifact: Path of the ``model.onnx``.
+            files: Hashes of the file and of its weight files, by name.
         """
 
         def work(target: Path) -> None:
@@ -178,16 +177,16 @@ class Gate:
 
 
 def limits_of(inputs: PipelineInputs, precision: Precision) -> dict[str, float]:
-    """The limit of each metric for a core of `precision`, the spec's own over the defaults.
+    """Return the limit of each metric for `precision`: the spec's limit, else the default.
 
     Raises:
-        UserError: the spec overrides the limit of what is no metric of the task.
+        UserError: The spec sets a limit for a metric that the task does not have.
     """
     return thresholds(inputs.plan.task, precision, overrides_of(inputs))
 
 
 def decoding_of(inputs: PipelineInputs) -> Decoding:
-    """How core outputs become answers, but for what `hooks.after` makes of those."""
+    """Return the decoder of core outputs, without `hooks.after`."""
     plan = inputs.plan
     custom = plan.spec.custom is not None
     return Decoding(
@@ -198,14 +197,14 @@ def decoding_of(inputs: PipelineInputs) -> Decoding:
 
 
 def _probe_limits(inputs: PipelineInputs, precision: Precision) -> dict[str, float]:
-    """Those of the probe; none where the core is not judged on it."""
+    """Return the limits on the probe; empty if the core is not checked on the probe."""
     if precision == "fp32" or not inputs.probe:
         return {}
     return probe_limits(inputs.plan.task, precision, overrides_of(inputs))
 
 
 def overrides_of(inputs: PipelineInputs) -> dict[str, float]:
-    """The limits that the spec sets."""
+    """Return the limits that the spec sets, by metric."""
     accuracy = inputs.plan.spec.accuracy
     limits: dict[str, float] = accuracy.model_dump(exclude={"max_drop"}, exclude_none=True)
     return limits
@@ -218,7 +217,7 @@ def _notes(
     limits: Mapping[str, float],
     raised: Mapping[str, float],
 ) -> Iterator[str]:
-    """What of the gate is not as usual."""
+    """Yield a sentence for raised limits and for a probe that was left out."""
     names = [name for name in limits if raised[name] > limits[name]]
     if names:
         yield (

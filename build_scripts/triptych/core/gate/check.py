@@ -1,4 +1,4 @@
-"""The accuracy gate: an artifact ships only if it answers as the reference does, in any batch."""
+"""Accuracy gate: an artifact ships only if it answers like the reference, in any batch."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from triptych.spec.tasks.task import Core
 
 NOT_FINITE = "results are not all finite"
 ALONE_BATCHES = 2
-"""Rows of so many batches are also run by themselves; made-up ones, which come first, all are."""
+"""Number of batches of traffic whose rows also run alone. All edge cases run alone."""
 
 
 @dataclass(frozen=True)
 class GateLabels:
-    """Rows with the truth.
+    """Labeled rows of the user, for the gate.
 
     Attributes:
-        rows: as the user labeled them.
-        requests: the same rows, as the gate runs them.
-        expected: what the reference made of each core row.
-        max_drop: how much worse than the reference's the metric may certainly be.
+        rows: Rows as the user labeled them.
+        requests: Requests of the gate with these rows.
+        expected: Outputs of the reference for each core row.
+        max_drop: Maximum allowed loss of the metric against the reference.
     """
 
     rows: tuple[LabeledRow, ...]
@@ -75,20 +75,21 @@ def check(
     """Compare the artifact with the reference, fail-closed.
 
     Args:
-        run: runs a batch on the artifact.
-        requests: made-up ones first; all rows are also run reversed and by length, some alone.
-        expected: what the reference made of each core row, in the order of the requests' rows.
-        core: what the artifact returns.
-        limits: the worst value allowed of each metric, see `tasks.accuracy.thresholds`.
-        metrics: what is measured, where it can be: names in `tasks.accuracy.METRICS`.
-        precision: of the artifact.
-        batch_size: rows per batch.
-        decoding: makes answers of core outputs; None to judge the core alone.
-        labeled: rows with the truth.
-        notes: more that the result should say.
+        run: Runs a batch on the artifact.
+        requests: Requests, edge cases first. All rows also run in reverse order and by length, some
+            also alone.
+        expected: Outputs of the reference for each core row, in the order of the requests' rows.
+        core: Core whose outputs the artifact returns.
+        limits: Worst allowed value of each metric, see `tasks.accuracy.thresholds`.
+        metrics: Names of the metrics to report, from `tasks.accuracy.METRICS`.
+        precision: Precision of the artifact.
+        batch_size: Maximum number of rows in a batch.
+        decoding: Decoder of core outputs; None to check the core outputs alone.
+        labeled: Labeled rows of the user.
+        notes: Further notes for the result.
 
     Raises:
-        ValueError: not one expected result a core row.
+        ValueError: The number of expected results differs from the number of core rows.
     """
     samples = rows_of(requests)
     if len(samples) != len(expected):
@@ -147,7 +148,7 @@ def check(
 
 @dataclass(frozen=True)
 class Compared:
-    """Answers of all requests and how they compare; without a decoder, the first core rows."""
+    """Answers of all requests and their comparison; without a decoder, the first core rows."""
 
     values: Mapping[str, float]
     badness: Sequence[float]
@@ -162,7 +163,7 @@ def compare_answers(
     core: Core,
     decoding: Decoding | None,
 ) -> Compared:
-    """Compare the answers to the requests that are no edge cases."""
+    """Decode the answers to all requests and compare those of the traffic."""
     right = reference_row_outputs(core, expected, like=outputs)
     badness = [0.0] * len(requests)
     if decoding is None:
@@ -187,7 +188,7 @@ def _core_values(
     measured: Sequence[Measured],
     core: Core,
 ) -> dict[str, float]:
-    """Metrics of the core's own outputs: of all rows, but for the shares and means of traffic."""
+    """Return the metrics of the core's outputs; `compare_rows` covers the traffic alone."""
     with np.errstate(invalid="ignore"):
         values = {
             "max_difference": float(np.max([view.difference for view in measured])),
@@ -203,7 +204,7 @@ def _core_values(
 
 
 def compare_rows(pairs: Pairs, core: Core) -> dict[str, float]:
-    """Metrics of the core's own outputs that are shares and means of rows, at least one."""
+    """Return the cosine and label-agreement metrics of at least one row."""
     values: dict[str, float] = {}
     if (angles := cosines(pairs, core)) is not None:
         values |= {"min_cosine": float(angles.min()), "mean_cosine": float(angles.mean())}
@@ -230,7 +231,7 @@ def _said(measured: Sequence[Measured], limits: Mapping[str, float]) -> dict[str
 
 
 def is_finite(row: RowOutputs) -> bool:
-    """Whether all numbers of a row are."""
+    """Return whether all numbers of a row are finite."""
     return all(bool(np.isfinite(values).all()) for values in row.values())
 
 

@@ -1,4 +1,4 @@
-"""How far a core's outputs are from the reference's, and from what other batches make of them."""
+"""Differences of a core's outputs from the reference, and between batches of other rows."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from triptych.spec.tasks.task import Core
 
 ERROR_BATCH = 32
 Pairs = Sequence[tuple[RowOutputs, Expected]]
-"""Rows, each with what the reference made of it."""
+"""Outputs of rows, each with the outputs of the reference."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One thing compared.
+    """Differences of one output, or of one view of the output.
 
     Attributes:
-        name: of it, in words.
-        rows: largest difference of each row from the reference, relative to the reference's
-            largest element of all rows where that is above 1.
-        effect: largest change by batch neighbors, on the same scale.
+        name: Name of the output or view, for messages.
+        rows: Largest difference of each row from the reference, relative to the largest absolute
+            element of the reference in all rows if that is above 1.
+        effect: Largest change caused by other rows in the batch, on the same scale.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Measured:
 
     @property
     def difference(self) -> float:
-        """Largest difference of any row; NaN where any is."""
+        """Largest difference of any row; NaN if the difference of any row is NaN."""
         return float(self.rows.max())
 
 
@@ -47,13 +47,13 @@ def measure(
     expected: Sequence[Expected],
     core: Core,
 ) -> list[Measured]:
-    """What differs from the reference in `batched`, and what `others` change of it.
+    """Measure how far rows are from the reference, and how much other batches change them.
 
     Args:
-        batched: outputs by place, of every row.
-        others: the same rows, or some of them, in other batches.
-        expected: what the reference made of each row.
-        core: what the artifact returns.
+        batched: Outputs of every row, by index.
+        others: Outputs of all or some of the rows in other batches, by index.
+        expected: Outputs of the reference for each row.
+        core: Core whose outputs the artifact returns.
     """
     differences, scales = [], []
     for place, wanted in enumerate(expected):
@@ -61,7 +61,7 @@ def measure(
         differences.append([_distance(own, right) for own, right in pairs])
         scales.append([float(np.abs(right).max(initial=0)) for _, right in pairs])
     found = np.array(differences)
-    # numpy's maximum is NaN where anything is, Python's is not.
+    # numpy's maximum is NaN if any element is NaN; Python's may not be.
     largest, scale = found.max(axis=0), np.maximum(1.0, np.max(scales, axis=0))
     effects = [
         _effects(batched[place], row, expected[place], core, float(largest.max()))
@@ -76,9 +76,9 @@ def measure(
 
 
 def best_agree(pairs: Pairs, core: Core) -> NDArray[np.bool_] | None:
-    """For each row, or token, whether its best class is the reference's or tied with it.
+    """Return for each row or token whether its best class is the reference's or ties with it.
 
-    None where there are no classes to choose from.
+    Returns None if the core has no classes.
     """
     if not core.chooses and core.returns not in ("token_scores", "scores", "logits"):
         return None
@@ -97,7 +97,7 @@ def best_agree(pairs: Pairs, core: Core) -> NDArray[np.bool_] | None:
 
 
 def cosines(pairs: Pairs, core: Core) -> NDArray[np.float64] | None:
-    """Cosine of each row with its reference; None where rows are no vectors."""
+    """Return the cosine of each row with its reference; None if the core returns no vectors."""
     if core.returns != "vector":
         return None
     vectors = np.stack([row[core.outputs[0].name] for row, _ in pairs])
@@ -105,9 +105,10 @@ def cosines(pairs: Pairs, core: Core) -> NDArray[np.float64] | None:
 
 
 def relative_errors(pairs: Pairs, core: Core) -> list[float]:
-    """Length of each row's error over that of its reference, or over 1 where that is shorter.
+    """Return the norm of each row's error, divided by the norm of its reference if above 1.
 
-    Of choices, the scores of all classes are compared, those not chosen being the reference's.
+    If the core chooses classes, the scores of all classes are compared. Classes that were not
+    chosen have the reference's scores.
     """
     squares = [_squares(row, wanted, core) for row, wanted in pairs]
     return [float(np.sqrt(off / max(size, 1.0))) for off, size in squares]
@@ -116,9 +117,9 @@ def relative_errors(pairs: Pairs, core: Core) -> list[float]:
 def core_error(
     run: RunBatch, samples: Sequence[Sample], expected: Sequence[Expected], core: Core
 ) -> float:
-    """Mean relative squared error of the rows: 0 is equal to the reference, higher is worse.
+    """Return the mean relative squared error of the rows; 0 means equal to the reference.
 
-    Infinite where the artifact does not run or a result is not finite.
+    The error is infinite if the artifact does not run or a result is not finite.
     """
     try:
         rows = run_rows(run, samples, range(len(samples)), ERROR_BATCH)
@@ -131,7 +132,7 @@ def core_error(
 
 
 def _squares(row: RowOutputs, expected: Expected, core: Core) -> tuple[float, float]:
-    """Squared lengths of a row's error and of its reference; of choices, in all classes' scores."""
+    """Return the squared norms of a row's error and of its reference."""
     pairs = _pairs(row, expected, core)[int(core.chooses) :]
     with np.errstate(invalid="ignore", over="ignore"):
         off = sum(float(np.square(own.astype(np.float64) - right).sum()) for own, right in pairs)
@@ -146,11 +147,11 @@ def _view_names(core: Core) -> list[str]:
 
 
 def _views(row: RowOutputs, expected: Expected, core: Core) -> list[NDArray[np.float32]]:
-    """A row's results as arrays that can be compared element by element.
+    """Return a row's results as arrays that can be compared element by element.
 
-    Choices become their scores, best first, and the scores of all classes, those not chosen taken
-    from the reference. Neither depends on the order of classes with the same score; together they
-    tell a wrong class, be it under its own score or under that of the right one.
+    Choices become two views: their scores, best first, and the scores of all classes. Classes that
+    were not chosen have the reference's scores. Neither view depends on the order of classes with
+    equal scores. Together they detect a wrong class, whatever score it has.
     """
     if not core.chooses:
         return [row[tensor.name] for tensor in core.outputs]
@@ -163,7 +164,7 @@ def _views(row: RowOutputs, expected: Expected, core: Core) -> list[NDArray[np.f
 def _pairs(
     row: RowOutputs, expected: Expected, core: Core
 ) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-    """Each of a row's views with the reference's, with as many choices as the row has."""
+    """Return each view of a row with that of the reference, cut to the row's number of choices."""
     right = list(expected)
     if core.chooses:
         ids, _ = choices_of(row, core)
@@ -179,11 +180,10 @@ def _distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
 def _effects(
     row: RowOutputs, changed: RowOutputs, expected: Expected, core: Core, error: float
 ) -> list[float]:
-    """What neighbors change of each view of a row.
+    """Return the largest change of each view of a row by other rows in the batch.
 
-    A class that only one of both chooses is compared with the reference's score instead of with
-    what the other one gave it, which is not known: that score may be off by `error`, the
-    artifact's own, without any neighbor having a part in it.
+    A class that only one of the two runs chose has no known score in the other run. Its score is
+    compared with the reference's, and `error`, the artifact's largest error, is subtracted.
     """
     views, others = _views(row, expected, core), _views(changed, expected, core)
     if not core.chooses:

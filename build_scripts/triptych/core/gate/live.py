@@ -1,8 +1,6 @@
-"""The gate's requests through a served pipeline: alone, beside others, in reverse order.
+"""Requests of the gate to a served encoder: alone, concurrently, and in reverse order.
 
-How far two answers to the same request are from each other, in numbers.
-
-Replies of a served pipeline sorted: what can be compared, what is at fault, and how.
+The module sorts the responses into answers and faults, and computes the differences of answers.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ _SHOWN_CHARACTERS = 200
 
 
 def shape_fault(got: Outputs, wanted: Outputs) -> str:
-    """What of `got` has another form than `wanted`; empty where all can be compared."""
+    """Return which output of `got` is missing or has a wrong shape; empty if none."""
     for name, array in wanted.items():
         if name not in got:
             return f"{name} is missing"
@@ -59,7 +57,7 @@ def shape_fault(got: Outputs, wanted: Outputs) -> str:
 
 
 def is_finite(answer: Outputs, json_outputs: Sequence[str]) -> bool:
-    """No NaN and no infinity among the numbers; a score in JSON is a number, too."""
+    """Return whether no number is NaN or infinite, including the numbers in JSON."""
     for name, array in answer.items():
         if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
             return False
@@ -69,16 +67,16 @@ def is_finite(answer: Outputs, json_outputs: Sequence[str]) -> bool:
 
 
 def differences(one: Outputs, other: Outputs, json_outputs: Sequence[str]) -> dict[str, float]:
-    """Largest difference of the numbers in each output that has any.
+    """Return the largest difference of the numbers in each output that has numbers.
 
-    Named scores are compared by name, so that two of equal score may stand in either order; a name
-    that only one answer has is held against the last of the other's. Entries of JSON are compared
-    where all but their numbers is the same.
+    Named scores are compared by name, so that names of equal score may be in any order. A name
+    that only one answer has is compared with the last score of the other answer. Entries of JSON
+    are compared if they are equal without their fractional numbers.
 
     Args:
-        one: an answer.
-        other: one without a `shape_fault` against it.
-        json_outputs: names of the outputs whose elements are JSON texts.
+        one: An answer.
+        other: Another answer, without a `shape_fault` against the first.
+        json_outputs: Names of the outputs whose elements are JSON texts.
     """
     found = {}
     for name, array in one.items():
@@ -87,7 +85,7 @@ def differences(one: Outputs, other: Outputs, json_outputs: Sequence[str]) -> di
         elif name == SCORES and (names := _names(one)) and names == _names(other):
             found[name] = _largest(_named_differences(one, other, names))
         elif np.issubdtype(array.dtype, np.floating) and array.size:
-            with np.errstate(invalid="ignore", over="ignore"):  # infinities give NaN
+            with np.errstate(invalid="ignore", over="ignore"):  # Infinities give NaN.
                 found[name] = float(np.abs(array - other[name]).max())
     return found
 
@@ -116,11 +114,11 @@ def _show(element: Any) -> str:
 
 
 def _largest(values: Iterator[float]) -> float:
-    return float(np.max([0.0, *values]))  # NaN where anything is: Python's maximum may lose it
+    return float(np.max([0.0, *values]))  # Python's maximum may lose a NaN.
 
 
 def _names(answer: Outputs) -> str:
-    """The output that names the scores, each once; empty where there is none."""
+    """Return the output that names each score uniquely; empty if there is none."""
     scores = answer[SCORES]
     for name, array in answer.items():
         if array.dtype == np.object_ and array.shape == scores.shape:
@@ -137,7 +135,7 @@ def _named_differences(one: Outputs, other: Outputs, names: str) -> Iterator[flo
 
 
 def _entries(array: NDArray[Any]) -> list[Any]:
-    """What the JSON texts of one output hold, lists one entry after the other."""
+    """Return the values in the JSON texts of one output, with lists flattened."""
     values = [_loaded(text) for text in array.flat]
     return [entry for value in values for entry in (value if isinstance(value, list) else [value])]
 
@@ -145,7 +143,7 @@ def _entries(array: NDArray[Any]) -> list[Any]:
 def _loaded(text: bytes) -> Any:
     try:
         return json.loads(text)
-    except ValueError:  # a wrong model may answer anything
+    except ValueError:  # A wrong model may return any text.
         return text.decode("utf-8", "backslashreplace")
 
 
@@ -160,14 +158,14 @@ def _json_differences(one: Sequence[Any], other: Sequence[Any]) -> Iterator[floa
 
 
 def _known(entry: Any) -> str:
-    """All of an entry but its numbers with a fraction: what makes it the same in another answer."""
+    """Return the JSON text of an entry without its floats, to find the entry in another answer."""
     if isinstance(entry, dict):
         entry = {key: value for key, value in entry.items() if not isinstance(value, float)}
     return json.dumps(entry, sort_keys=True)
 
 
 def _finite_json(entry: Any) -> bool:
-    # A decoder writes a score that is no number as null.
+    # Decoders write a score that is NaN as null.
     if isinstance(entry, dict):
         missing = SCORES in entry and entry[SCORES] is None
         return not missing and all(map(_finite_json, entry.values()))
@@ -178,11 +176,10 @@ def _finite_json(entry: Any) -> bool:
 
 ALONE, TOGETHER, REVERSED = "alone", "together", "reversed"
 WAYS = (ALONE, TOGETHER, REVERSED)
-"""How the requests are sent: one after the other, many at once, and so from the last to the first.
-"""
+"""Ways of sending: one by one, concurrently, and concurrently from the last to the first."""
 
 MAX_LATE = 3
-"""So many requests past their deadline, and the others are not waited for."""
+"""Number of requests past their deadline that ends the run."""
 
 _NO_SERVER = (
     ServerUnreachableError,
@@ -194,7 +191,7 @@ _NO_SERVER = (
 
 @dataclass(frozen=True)
 class LiveRequest:
-    """One request of one row, as a client sends it; the pipeline has defaults for the rest."""
+    """Request of one row, as a client sends it, with the non-default parameters alone."""
 
     inputs: Mapping[str, str | bytes]
     parameters: Mapping[str, bool | int | float | str]
@@ -202,25 +199,25 @@ class LiveRequest:
 
 @dataclass(frozen=True)
 class LiveReply:
-    """What came back: outputs by name, ``[1, …]`` each, or an error."""
+    """Response to one request: outputs by name, of shape ``[1, …]``, or an error."""
 
     outputs: Outputs | None = None
     error: InferenceError | None = None
 
     @property
     def refused(self) -> bool:
-        """Whether the pipeline says that the request breaks one of its rules."""
+        """Whether the pipeline rejected the request as invalid."""
         return isinstance(self.error, InvalidRequestError)
 
 
 @dataclass(frozen=True)
 class LiveRuns:
-    """The replies of all ways of sending, in the order of the requests.
+    """Responses of all ways of sending, in the order of the requests.
 
     Attributes:
-        replies: way to one reply a request.
-        mean_batch: rows the core ran at a time while many requests were under way; None where the
-            server does not tell.
+        replies: Response to each request, by way of sending.
+        mean_batch: Mean number of rows in a batch of the core during the last way of sending; None
+            if the server does not report it.
     """
 
     replies: Mapping[str, Sequence[LiveReply]]
@@ -230,7 +227,7 @@ class LiveRuns:
 def live_request(
     inputs: Mapping[str, str | bytes], parameters: Parameters, defaults: Parameters
 ) -> LiveRequest:
-    """A request that gives the `parameters` other than the `defaults`; lists go as JSON."""
+    """Return a request with the `parameters` that differ from the `defaults`; lists as JSON."""
     given = {
         name: json.dumps(value, ensure_ascii=False) if isinstance(value, list | tuple) else value
         for name, value in parameters.items()
@@ -249,17 +246,21 @@ def live_requests(plan: Plan, requests: Sequence[GateRequest]) -> list[LiveReque
 def refusals(
     plan: Plan, folder: Path, requests: Sequence[GateRequest], sent: Sequence[LiveRequest]
 ) -> list[str]:
-    """For each request the words in which the pipeline must refuse it; empty where it must not.
+    """Return the message with which the pipeline must reject each request; empty if none.
 
-    The gate's own rows are cut to the limit whatever the spec says; a server does what it says.
-    `folder` has the ``tokenizer.json``, where the task has one; `sent` is what a client sends.
+    The gate truncates its rows to the limit; a server follows the spec.
+
+    Args:
+        folder: Folder of the ``tokenizer.json``, if the task has one.
+        requests: Requests of the gate.
+        sent: Requests in the form that a client sends, in the same order.
     """
     maker = open_row_maker(plan.task.rows, {**plan.row_settings, "bucket_edges": []}, folder)
     row_inputs = [request.row_inputs for request in requests]
     limit = plan.spec.tokenizer.max_text_bytes
     found = []
     for live, rows in zip(sent, maker.make(row_inputs), strict=True):
-        # Texts are measured before anything else is done with them.
+        # A server checks the size of a text before it tokenizes the text.
         long = [
             name
             for name, value in live.inputs.items()
@@ -267,7 +268,7 @@ def refusals(
         ]
         if long:
             found.append(f"`{long[0]}` must have at most {limit} bytes")
-        else:  # a client with one row is not told which one
+        else:  # The server names no row to a client that sent one row.
             found.append(str(rows).removeprefix("row 0: ") * isinstance(rows, Exception))
     return found
 
@@ -285,17 +286,17 @@ def run_live(
     """Send every request in each of `ways`.
 
     Args:
-        plan: what the server should serve.
-        url: ``host:port`` of its gRPC endpoint.
-        requests: of one row each.
-        clients: requests under way at once where they are sent together.
-        timeout_s: deadline of each request, in seconds.
-        progress: told what is being done.
-        ways: of `WAYS`, at least one.
+        plan: Plan of the pipeline that the server should serve.
+        url: ``host:port`` of the server's gRPC endpoint.
+        requests: Requests of one row each.
+        clients: Number of requests in flight, if requests are sent concurrently.
+        timeout_s: Deadline of each request in seconds.
+        progress: Receives a line before each way of sending.
+        ways: Ways of sending from `WAYS`, at least one.
 
     Raises:
-        UserError: no server answers there (any more), it does not serve the pipeline, the
-            pipeline has other inputs or outputs, or requests are not answered in time.
+        UserError: No server answers, the server does not serve the pipeline, the pipeline has
+            other inputs or outputs, or requests are not answered in time.
     """
     name = plan.spec.name
     try:
@@ -361,7 +362,7 @@ def _words(way: str, clients: int) -> str:
 
 
 def _core_statistics(client: Client, plan: Plan) -> StepStatistics | None:
-    with suppress(InferenceError):  # a server may keep its statistics to itself
+    with suppress(InferenceError):  # Statistics may be disabled on the server.
         steps = client.step_statistics()
         return next((step for step in steps if step.model == plan.step("core")), None)
     return None
@@ -370,7 +371,7 @@ def _core_statistics(client: Client, plan: Plan) -> StepStatistics | None:
 def _send(
     client: Client, requests: Sequence[LiveRequest], order: Sequence[int], clients: int
 ) -> list[LiveReply]:
-    """One reply a request, in the order of `requests`; they are begun in the given `order`."""
+    """Return the response to each of `requests`; the requests are sent in the given `order`."""
     late: list[DeadlineExceededError] = []
 
     def send(place: int) -> LiveReply:
@@ -402,14 +403,14 @@ _MAX_SHOWN = 160
 
 @dataclass(frozen=True)
 class LiveCase:
-    """One request and what must come of it.
+    """One request and its expected result.
 
     Attributes:
         preview: Short text for tables.
-        query: what it is grouped by where rows are ranked.
-        edge: generated, not of the traffic.
-        wanted: what the reference answers.
-        refusal: words of the error that the spec demands instead; empty where there is none.
+        query: Group of the row, if rows are ranked.
+        edge: Whether the request is a synthetic edge case.
+        wanted: Answer of the reference.
+        refusal: Message of the error that the spec requires instead; empty if there is none.
     """
 
     preview: str
@@ -421,14 +422,14 @@ class LiveCase:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the answers are held to.
+    """Rules that the answers must meet.
 
     Attributes:
-        task: of the pipeline.
+        task: Task of the pipeline.
         precision: Precision of the core, which decides the limits.
-        limits: metric to limit.
-        hooked: whether functions of the pipeline's own make the outputs: they may round, so that
-            the numbers of two answers can be any distance apart.
+        limits: Limit of each metric.
+        hooked: Whether hooks of the pipeline make the outputs. Hooks may round, so the numbers of
+            two answers may differ by any amount.
     """
 
     task: Task
@@ -449,13 +450,13 @@ class Rules:
 
 @dataclass(frozen=True)
 class SortedReplies:
-    """The replies to one way of sending: what can be compared, what is wrong, what became of all.
+    """Responses of one way of sending, sorted into answers and faults.
 
     Attributes:
-        answers: place of a case to its answer, where it should have one.
-        faults: kind of fault to the places and words of the replies that have it.
-        counts: replies by what they are.
-        finite: no NaN, no infinity.
+        answers: Answers by index of the case, without the cases that must be rejected.
+        faults: Index of the case and message of each fault, by kind of fault.
+        counts: Number of responses by outcome.
+        finite: Whether no number is NaN or infinite.
     """
 
     answers: Mapping[int, Outputs]
@@ -467,7 +468,7 @@ class SortedReplies:
 def sort_replies(
     cases: Sequence[LiveCase], replies: Sequence[LiveReply], rules: Rules
 ) -> SortedReplies:
-    """Which of the replies, one a case, can be compared, and what is wrong with the others."""
+    """Sort the responses, one for each case, into answers and faults."""
     answers: dict[int, Outputs] = {}
     faults: dict[str, list[tuple[int, str]]] = {}
     counts: Counter[str] = Counter()
@@ -491,7 +492,7 @@ def _fate(reply: LiveReply) -> str:
 
 
 def _fault_of(case: LiveCase, reply: LiveReply, rules: Rules) -> tuple[str, str] | None:
-    """Kind and words; None where the reply is as it must be."""
+    """Return kind and message of the fault; None if the response is as expected."""
     if reply.outputs is None:
         said = "" if reply.error is None else reply.error.message
         if not reply.refused:
@@ -506,13 +507,13 @@ def _fault_of(case: LiveCase, reply: LiveReply, rules: Rules) -> tuple[str, str]
     if not is_finite(reply.outputs, rules.json_outputs):
         return _NOT_FINITE, ""
     shape = shape_fault(reply.outputs, case.wanted)
-    if shape and not rules.hooked:  # functions of the user's own may leave out what scores low
+    if shape and not rules.hooked:  # Hooks may leave out low scores.
         return "answered in another form", shape
     return None
 
 
 def describe_faults(cases: Sequence[LiveCase], view: SortedReplies, way: str) -> Iterator[str]:
-    """One line for each kind of fault among the replies to one `way` of sending."""
+    """Yield a line for each kind of fault among the responses of one `way` of sending."""
     for kind, found in view.faults.items():
         place, words = found[0]
         count = f"{len(found)} requests were" if len(found) > 1 else "1 request was"

@@ -1,4 +1,4 @@
-"""A core of lower precision on the general probe: what it makes of texts outside the traffic."""
+"""Check of a core of lower precision on the general probe: texts outside the traffic."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from triptych.spec.tasks.task import Core
 OUTSIDE = "outside your traffic"
 WORST_PROBE_ROWS = 5
 BATCH_ROWS = 8
-"""Rows of a batch, or the pipeline's fewer: packed attention takes the square of its tokens."""
+"""Maximum number of rows in a batch: memory of packed attention grows with tokens squared."""
 
 
 def judge_probe(
@@ -37,19 +37,20 @@ def judge_probe(
     batch_size: int,
     decoding: Decoding | None,
 ) -> tuple[ProbeResult, tuple[str, ...]]:
-    """The figures, and what is wrong in words, fail-closed.
+    """Return the result on the probe and its failures in words, fail-closed.
 
-    What neighbors do, the traffic has shown: rows run once, in batches of like lengths.
+    Rows run once, in batches of similar length: the traffic has shown the effect of other rows in
+    the batch.
 
     Args:
-        run: runs a batch on the artifact.
-        requests: of the probe, at least one.
-        expected: what the reference made of each core row.
-        core: what the artifact returns.
-        limits: the worst value allowed of each metric, see `tasks.accuracy.probe_limits`; these
-            are the metrics that are measured.
-        batch_size: most rows of a batch.
-        decoding: makes answers of core outputs; None to judge the core alone.
+        run: Runs a batch on the artifact.
+        requests: Requests of the probe, at least one.
+        expected: Outputs of the reference for each core row.
+        core: Core whose outputs the artifact returns.
+        limits: Worst allowed value of each metric, see `tasks.accuracy.probe_limits`. Only these
+            metrics are reported.
+        batch_size: Maximum number of rows in a batch of the pipeline.
+        decoding: Decoder of core outputs; None to check the core outputs alone.
     """
     samples = rows_of(requests)
     order = sorted(range(len(samples)), key=lambda place: tokens_of(samples[place]))
@@ -82,7 +83,7 @@ def judge_probe(
 
 
 def describe_probe(probe: ProbeResult) -> str:
-    """The result in a line."""
+    """Return the result in one line."""
 
     def figures() -> Iterator[str]:
         for verdict in probe.verdicts:

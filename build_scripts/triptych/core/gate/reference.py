@@ -1,8 +1,6 @@
-"""The reference: the Hugging Face model in PyTorch, one row at a time, nothing shared.
+"""Reference outputs: the Hugging Face model in PyTorch, one row at a time, cached.
 
-What the reference makes of core rows, kept in the cache: all candidates are held against it.
-
-PyTorch's own rounding: what the reference in fp32 makes of the same rows in fp64.
+The module also measures PyTorch's rounding: the difference of fp32 from fp64.
 """
 
 from __future__ import annotations
@@ -34,15 +32,15 @@ def reference_outputs(
     *,
     double: bool = False,
 ) -> list[Expected]:
-    """What the core should return for each sample, computed in fp32, or in fp64 where `double`.
+    """Return the core's expected outputs for each sample, in fp32, or in fp64 if `double`.
 
-    Each row runs alone and unpadded, so no mask, no neighbor and no padding takes part. What the
-    model does not do itself (pooling, scores, pixel values) is written plainly here, apart from
-    the exported code that it is to check.
+    Each row runs alone and unpadded, so masks, other rows and padding have no effect. Pooling,
+    scores and pixel values are written here a second time, independent of the exported code that
+    they check.
 
     Raises:
         UserError: transformers cannot load the model.
-        ValueError: a sample does not have exactly one mask token where the core reads that.
+        ValueError: The core reads the mask token, and a sample has none or several.
     """
     import torch
 
@@ -75,7 +73,7 @@ def reference_outputs(
 
 
 def pixel_values(pixels: NDArray[np.uint8], facts: ModelFacts) -> NDArray[np.float32]:
-    """The model's input for an image: UINT8 ``[H, W, C]`` to FP32 ``[C, H, W]``."""
+    """Convert an image, UINT8 ``[H, W, C]``, to the model's input, FP32 ``[C, H, W]``."""
     if facts.image is None:
         raise ValueError("the model's facts say nothing of images")
     values = pixels.astype(np.float32)
@@ -107,7 +105,7 @@ def _mask_place(row: TokenRow, facts: ModelFacts) -> int:
 def _activation(facts: ModelFacts, core: Core) -> Activation:
     if core.returns in ("vector", "logits", "spans"):
         return "none"
-    # Only a head that classifies the whole row or image is one whose config may say otherwise.
+    # The config can replace softmax only in heads that classify a whole row or image.
     return facts.activation if core.reads in ("row", "image") else "softmax"
 
 
@@ -128,7 +126,7 @@ def _dense_layers(folder: Path, facts: ModelFacts) -> dict[int, Any]:
 
 
 def _sentence(tokens: Any, facts: ModelFacts, dense: dict[int, Any]) -> Any:
-    """Token vectors ``[tokens, hidden]`` to the row's one vector."""
+    """Pool token vectors ``[tokens, hidden]`` to one vector and apply the head."""
     import torch
 
     vector = torch.cat([_pool(mode, tokens) for mode in facts.pooling])[None]
@@ -169,9 +167,9 @@ def reference_of(
     double: bool = False,
     keep: bool = True,
 ) -> list[Expected]:
-    """What the core should return for each of `samples`, by the model in PyTorch fp32 (or fp64).
+    """Return the core's expected outputs for each sample, by PyTorch in fp32, or fp64 if `double`.
 
-    Without `keep` it is neither looked for in the cache nor left there.
+    Without `keep`, the cache is neither read nor written.
 
     Raises:
         UserError: transformers cannot load the model.
@@ -202,7 +200,7 @@ def reference_of(
 
 
 def save(path: Path, expected: Sequence[Expected]) -> None:
-    """Write results of any shape, all rows of a part end to end, for `load`."""
+    """Write results of any shapes for `load`: each part has its rows concatenated."""
     arrays: dict[str, Any] = {}
     for part, values in enumerate(zip(*expected, strict=True)):
         arrays[f"shapes_{part}"] = np.array([value.shape for value in values], dtype=np.int64)
@@ -211,7 +209,7 @@ def save(path: Path, expected: Sequence[Expected]) -> None:
 
 
 def load(path: Path) -> list[Expected]:
-    """What `save` has written."""
+    """Read the results that `save` wrote."""
     with np.load(path, allow_pickle=False) as arrays:
         parts = []
         for part in range(len(arrays.files) // 2):
@@ -223,26 +221,26 @@ def load(path: Path) -> list[Expected]:
 
 
 ROUNDING_ROWS = 32
-"""Rows of the gate that are also run in fp64, evenly spaced: it takes twice the time of fp32."""
+"""Maximum number of gate rows, evenly spaced, that also run in fp64, which takes twice the time."""
 
 
 def measure_rounding(
     inputs: PipelineInputs, expected: Sequence[Expected], progress: Progress
 ) -> float | None:
-    """Largest difference of fp32 from fp64, on the scale of `max_difference`.
+    """Return the largest difference of fp32 from fp64, on the scale of `max_difference`.
 
-    None where the model does not run in fp64, or a result is not finite.
+    Returns None if the model does not run in fp64, or a result is not finite.
 
     Args:
-        inputs: of the pipeline.
-        expected: what the reference made of all of the gate's rows in fp32.
-        progress: told of damaged entries of the cache.
+        inputs: Inputs of the pipeline.
+        expected: Outputs of the reference in fp32, for all rows of the gate.
+        progress: Receives a line for each damaged entry of the cache.
     """
     rows = rows_of(inputs.requests)
     step = -(-len(rows) // ROUNDING_ROWS)
     try:
         exact = reference_of(inputs, rows[::step], progress, double=True)
-    except (RuntimeError, TypeError, ValueError, MemoryError):  # a model made for fp32 alone
+    except (RuntimeError, TypeError, ValueError, MemoryError):  # The model supports fp32 only.
         return None
     return _largest_difference(expected[::step], exact, expected)
 

@@ -1,4 +1,4 @@
-"""What to do about a failed gate: the first thing that helps and was not tried."""
+"""Remedy of a failed gate: the first change that helps and was not tried."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from triptych.spec.plan import Plan
 
 
 def remedy_of(plan: Plan, gate: GateResult) -> str:
-    """A sentence for a user. Of fp32 both layouts were judged, where the plan had a choice."""
+    """Return the remedy as a sentence. If both layouts are allowed, fp32 failed in both."""
     spec = plan.spec
     own = [
         f"accuracy.{verdict.metric}"

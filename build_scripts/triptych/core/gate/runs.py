@@ -1,10 +1,6 @@
-"""Running an artifact on the same rows in several ways: in batches, alone, in another order.
+"""In-process runs of a core artifact: in batches, alone, and in another order.
 
-Running a core artifact in process on rows as the server passes them: what the gate checks.
-
-What the ensemble would answer: core outputs through the runtime's own decoder, in process.
-
-What a core is warmed up with: rows of the traffic, proven to run on the artifact.
+The module also decodes core outputs with the runtime's decoder, and writes the warm-up rows.
 """
 
 from __future__ import annotations
@@ -31,17 +27,17 @@ from triptych.spec.tasks.compare import TIE
 from triptych.spec.tasks.task import Core, Parameters, Task
 
 RowOutputs = dict[str, NDArray[Any]]
-"""What the core returned for one row, by output; per-token outputs end with the row's tokens."""
+"""Outputs of the core for one row, by name; per-token outputs are without padding."""
 
 RunBatch = Callable[[Sequence[Sample]], list[RowOutputs]]
-"""Runs one batch of rows on the artifact."""
+"""Function that runs one batch of rows on the artifact."""
 
 RunFeed = Callable[[Feed], Mapping[str, NDArray[Any]]]
-"""Runs one batch as the graph takes it; the outputs by name."""
+"""Function that runs one feed of the graph and returns the outputs by name."""
 
 
 def open_onnx(path: Path, core: Core, inputs: tuple[Tensor, ...], *, pad_token_id: int) -> RunBatch:
-    """A function that runs one batch of rows through a ``model.onnx`` of any precision on the CPU.
+    """Return a function that runs a batch of rows through a ``model.onnx`` on the CPU.
 
     The other arguments are those of `by_rows`.
     """
@@ -57,13 +53,13 @@ def open_onnx(path: Path, core: Core, inputs: tuple[Tensor, ...], *, pad_token_i
 def by_rows(
     run_feed: RunFeed, core: Core, inputs: tuple[Tensor, ...], *, pad_token_id: int
 ) -> RunBatch:
-    """A function that runs one batch of rows by whatever runs a feed.
+    """Return a function that runs a batch of rows through `run_feed`.
 
     Args:
-        run_feed: gives the outputs for a feed, by name.
-        core: what it returns.
-        inputs: of a feed, as `core_feed` takes them.
-        pad_token_id: fills rows up.
+        run_feed: Returns the outputs for a feed, by name.
+        core: Core whose outputs `run_feed` returns.
+        inputs: Inputs of a feed, as `core_feed` takes them.
+        pad_token_id: Token ID of the padding.
     """
     names = [tensor.name for tensor in core.outputs]
 
@@ -86,7 +82,7 @@ def by_rows(
 
 
 def open_core(path: Path, plan: Plan) -> RunBatch:
-    """`open_onnx` for the core of a plan."""
+    """Call `open_onnx` for the core of a plan."""
     pad = plan.facts.pad_token_id
     return open_onnx(path, plan.core, plan.core_inputs, pad_token_id=pad)
 
@@ -100,13 +96,13 @@ def _cut(
 
 
 BATCH_TOKENS = 4096
-"""Tokens of a batch, unless one row has as many: packed attention takes their square in memory."""
+"""Token limit of a batch: memory of packed attention grows with tokens squared."""
 
 IN_BATCHES = "in batches"
 
 
 class Incomparable(Exception):
-    """Why results cannot even be compared with the reference."""
+    """Results that cannot be compared with the reference, with the reason."""
 
 
 def run_ways(
@@ -118,20 +114,20 @@ def run_ways(
     batch_size: int,
     alone: Sequence[int],
 ) -> dict[str, dict[int, RowOutputs]]:
-    """What each way of batching makes of the rows: way to place in `samples` to outputs.
+    """Run the rows in several ways of batching; return their outputs by way and index.
 
-    The first way is `IN_BATCHES`, with every row; the others are held against it.
+    The first way is `IN_BATCHES`, with every row; the other ways are compared with it.
 
     Args:
-        run: runs a batch on the artifact.
-        samples: the rows.
-        expected: what the reference made of each; decides the shapes.
-        core: what the artifact returns.
-        batch_size: most rows of a batch.
-        alone: places of the rows that are also run by themselves.
+        run: Runs a batch on the artifact.
+        samples: Core rows.
+        expected: Outputs of the reference for each row, which decide the shapes.
+        core: Core whose outputs the artifact returns.
+        batch_size: Maximum number of rows in a batch.
+        alone: Indexes of the rows that also run alone.
 
     Raises:
-        Incomparable: the artifact fails, or returns what cannot be.
+        Incomparable: The artifact fails, or its outputs have wrong shapes or classes.
     """
     if not samples:
         raise Incomparable("there are no rows to compare")
@@ -152,10 +148,10 @@ def run_ways(
 def run_rows(
     run: RunBatch, samples: Sequence[Sample], order: Sequence[int], batch_size: int
 ) -> dict[int, RowOutputs]:
-    """Outputs of the rows at the places in `order`, batched in that order.
+    """Return the outputs of the rows at the indexes in `order`, batched in that order.
 
     Raises:
-        Incomparable: the artifact fails.
+        Incomparable: The artifact fails.
     """
     rows: dict[int, RowOutputs] = {}
     for batch in _batches(samples, order, batch_size):
@@ -170,7 +166,7 @@ def check_rows(
     core: Core,
     way: str = IN_BATCHES,
 ) -> None:
-    """Raise `Incomparable` where outputs by place have another form than the reference's."""
+    """Raise `Incomparable` if outputs have wrong shapes or classes."""
     for place in sorted(rows):
         fault = _fault(rows[place], samples[place], expected[place], core)
         if fault:
@@ -180,7 +176,7 @@ def check_rows(
 def _batches(
     samples: Sequence[Sample], order: Sequence[int], batch_size: int
 ) -> Iterator[list[int]]:
-    # A row that fills a batch alone still gets a short neighbor.
+    # Leave space for a short row beside a row that would fill a batch alone.
     room = max(BATCH_TOKENS, BATCH_TOKENS // 16 + max(map(tokens_of, samples), default=0))
     batch: list[int] = []
     tokens = 0
@@ -198,7 +194,7 @@ def _batches(
 def _run(run: RunBatch, batch: Sequence[Sample]) -> list[RowOutputs]:
     try:
         results = run(batch)
-    except Exception as error:  # an artifact that cannot run is not right, whatever the reason
+    except Exception as error:  # Any failure to run is a failed gate.
         reason = " ".join(str(error).split())[:200]
         raise Incomparable(
             f"a batch of {len(batch)} does not run: {type(error).__name__}: {reason}"
@@ -209,12 +205,12 @@ def _run(run: RunBatch, batch: Sequence[Sample]) -> list[RowOutputs]:
 
 
 def tokens_of(sample: Sample) -> int:
-    """Tokens of a row; 0 for an image."""
+    """Return the number of tokens of a row; 0 for an image."""
     return len(sample.ids) if isinstance(sample, TokenRow) else 0
 
 
 def choices_of(row: RowOutputs, core: Core) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Ids and scores of the classes chosen: ``[1 or tokens, choices]``."""
+    """Return IDs and scores of the chosen classes, each ``[1 or tokens, choices]``."""
     ids, scores = (row[tensor.name] for tensor in core.outputs)
     shape = (1, -1) if core.returns == "choices" else (-1, 1)
     return ids.reshape(shape), scores.reshape(shape)
@@ -248,22 +244,22 @@ def _choice_fault(row: RowOutputs, expected: Expected, core: Core) -> str:
 
 
 Decoded = Arrays
-"""The outputs of the ensemble for one request of one row, by name, ``[1, …]`` each."""
+"""Outputs of the ensemble for one request of one row, by name, each ``[1, …]``."""
 
 
 def as_floats(parameters: Parameters) -> Parameters:
-    """Request parameters for answers in full: making them smaller is not the model's doing."""
+    """Return the parameters with float encoding, because other encodings lose precision."""
     return {**parameters, "encoding": "float"} if "encoding" in parameters else parameters
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How core outputs become answers.
+    """Decoder of core outputs, with its settings.
 
     Attributes:
-        task: whose decoder it is.
-        settings: of the task, as its postprocess step gets them.
-        folder: with the ``tokenizer.json``, where the decoder reads one.
+        task: Task of the decoder.
+        settings: Settings of the task, as the postprocess step gets them.
+        folder: Folder of the ``tokenizer.json``, or of the functions of a custom task.
     """
 
     task: Task
@@ -274,15 +270,15 @@ class Decoding:
 def decode(
     decoding: Decoding, requests: Sequence[GateRequest], outputs: Sequence[RowOutputs]
 ) -> list[Decoded]:
-    """The answer to each request, from what the core made of its rows.
+    """Return the answer to each request, decoded from the core's outputs for its rows.
 
     Args:
-        decoding: how.
-        requests: each of one row.
-        outputs: one a core row; per-token ones have as many entries as the row has tokens.
+        decoding: Decoder and its settings.
+        requests: Requests of one row each.
+        outputs: Outputs of each core row; per-token outputs have one entry for each token.
 
     Raises:
-        ValueError: not one output a core row.
+        ValueError: The number of outputs differs from the number of core rows.
     """
     if len(outputs) != sum(len(request.rows) for request in requests):
         raise ValueError(f"{len(outputs)} outputs are not one for each core row of the requests")
@@ -296,7 +292,7 @@ def decode(
 
 
 def _stack(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Rows as one array; those of fewer tokens are filled up with zeros, as the server's are."""
+    """Return rows as one array, padded with zeros to the longest row, as on a server."""
     if len({array.shape for array in arrays}) == 1:
         return np.stack(arrays)
     width = max(len(array) for array in arrays)
@@ -307,13 +303,13 @@ def _stack(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 def reference_row_outputs(
     core: Core, expected: Sequence[Expected], like: Sequence[RowOutputs] | None = None
 ) -> list[RowOutputs]:
-    """The reference in the form of the artifact's outputs.
+    """Return the reference in the form of the artifact's outputs.
 
     Args:
-        core: what the artifact returns.
-        expected: what the reference computed, one a row.
-        like: the artifact's outputs. Of classes that the reference scores equally up to rounding
-            the one that the artifact chose is chosen, so that a tie is no disagreement.
+        core: Core whose outputs the artifact returns.
+        expected: Outputs of the reference for each row.
+        like: Outputs of the artifact. If the reference scores classes equally up to rounding, the
+            class that the artifact chose is used, so that a tie is not a difference.
     """
     names = [tensor.name for tensor in core.outputs]
     if not core.chooses:
@@ -335,7 +331,7 @@ def reference_row_outputs(
 def _with_ties(
     ids: NDArray[np.int64], other: NDArray[np.int64], scores: NDArray[np.float32]
 ) -> NDArray[np.int64]:
-    """`ids`, but those of `other` as far as they score the same."""
+    """Return `ids` with the leading classes of `other` as long as their scores tie."""
     right, reached = (np.take_along_axis(scores, chosen, axis=1) for chosen in (ids, other))
     same = np.logical_and.accumulate(np.abs(right - reached) <= TIE, axis=1)
     result = ids.copy()
@@ -353,24 +349,24 @@ CODE = (
     "base/onnx_graph.py",
 )
 TOGETHER = 2
-"""Rows of a batch that is tried; more of the same row show nothing more."""
+"""Number of rows in the trial batch; more copies of the row would show nothing more."""
 
 
 def write_warm_ups(
     inputs: PipelineInputs, artifact: Path, files: Mapping[str, str], progress: Progress
 ) -> Path:
-    """A folder with one row of the traffic for each length that the plan warms up, cached.
+    """Return a cached folder with one row of the traffic for each length that the plan warms up.
 
     Each file is one input of the core, as Triton reads an ``input_data_file``.
 
     Args:
-        inputs: of the pipeline, planned in the layout that the artifact has.
-        artifact: the ``model.onnx`` that must take the rows, alone and in a batch.
-        files: hashes of the file and of those of weights beside it.
-        progress: told of a damaged entry of the cache.
+        inputs: Inputs of the pipeline, planned in the layout of the artifact.
+        artifact: Path of the ``model.onnx`` that must run the rows, alone and in a batch.
+        files: Hashes of the file and of its weight files, by name.
+        progress: Receives a line for a damaged entry of the cache.
 
     Raises:
-        UserError: the artifact fails on one, or returns what is no number.
+        UserError: The artifact fails on a row, or returns NaN or infinity.
     """
     plan = inputs.plan
     traffic = [request for request in inputs.requests if not request.edge]
@@ -410,7 +406,7 @@ def write_warm_ups(
 
 
 def _row_of(rows: list[Sample], tokens: int) -> Sample:
-    """The longest row that fits; where none does, the shortest without tokens of its middle."""
+    """Return the longest row that fits, else the shortest row without its middle tokens."""
     texts = [row for row in rows if isinstance(row, TokenRow)]
     if not texts:
         return rows[0]

@@ -1,4 +1,4 @@
-"""What the gate says: a verdict on each metric, the worst rows, and what is wrong in words."""
+"""Verdicts of the gate: one for each metric, the worst rows, and the failures in words."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _FEW = 4
 def judge_metrics(
     values: Mapping[str, float], limits: Mapping[str, float], *, complete: bool
 ) -> tuple[Verdict, ...]:
-    """A verdict on each metric that was measured or has a limit, in the order of `METRICS`.
+    """Return verdicts on the metrics that were measured or have a limit, ordered as `METRICS`.
 
     Args:
-        values: measured, by metric.
-        limits: the worst value allowed, by metric.
-        complete: whether all that can be was measured. If not, a limit without a value is broken.
+        values: Measured values, by metric.
+        limits: Worst allowed values, by metric.
+        complete: Whether all applicable metrics were measured. If not, a limit without a value
+            fails; else it gets no verdict.
     """
     verdicts = []
     for name, metric in METRICS.items():
@@ -40,7 +41,7 @@ def judge_metrics(
 
 
 def say_failures(verdicts: Sequence[Verdict], said: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """A sentence for each verdict that failed, or those of `said` for its metric."""
+    """Yield the messages of `said` for each failed verdict, or a default sentence."""
     for verdict in verdicts:
         if verdict.passed:
             continue
@@ -58,9 +59,9 @@ def worst_rows(
     wanted: Sequence[Mapping[str, NDArray[Any]]],
     got: Sequence[Mapping[str, NDArray[Any]]],
 ) -> tuple[WorstRow, ...]:
-    """The `WORST_ROWS` with the most badness, then the largest difference; NaN is the worst.
+    """Return the `WORST_ROWS` rows with the largest errors, then differences; NaN is the worst.
 
-    Every argument has one entry a request, `wanted` and `got` its outputs.
+    Every argument has one entry for each request; `wanted` and `got` are its outputs.
     """
     pairs = np.array([badness, differences])
     ranks = -np.where(np.isnan(pairs), np.inf, pairs)
@@ -77,7 +78,7 @@ def worst_rows(
 
 
 def describe_answer(outputs: Mapping[str, NDArray[Any]]) -> str:
-    """Outputs of one request in a line: names with their scores, entities, text, numbers."""
+    """Return the outputs of one request in one line: entities, named scores, or values."""
     filled = {name: array.ravel() for name, array in outputs.items() if array.size}
     if "entities" in filled:
         text = _entities(json.loads(filled["entities"][0]))

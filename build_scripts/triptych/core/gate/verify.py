@@ -1,6 +1,6 @@
-"""`triptych verify`: the accuracy gate through a live ensemble, on a server of one's own or not.
+"""`triptych verify`: compare the answers of a served pipeline with the reference.
 
-What a served pipeline answered against what the reference says: the gate's limits, live.
+The limits are those of the accuracy gate.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ from triptych.spec.tasks.compare import Outputs
 from triptych.spec.tasks.labeled import describe_labeled
 
 ALIKE = "answers_alike"
-"""The share of requests answered like the reference in everything: where the task's own metrics
-say nothing of the outputs, as those of a custom task's functions."""
+"""Ratio of requests whose whole answer is like the reference's. It is measured if no metric of the
+task applies to the outputs, for example because hooks changed them."""
 
 MIN_ALIKE: Mapping[Tolerance, float] = {"exact": 0.99, "close": 0.95, "quantized": 0.5}
-# A function that prints digits prints other ones for every rounding, so little can be asked there.
+# Hooks that print digits print different digits after any rounding, so quantized cores get 0.5.
 _LOOSE = 0.05
-"""Largest difference of answers that are alike where the precision sets no limit of its own."""
+"""Maximum difference of answers that count as alike, if the precision sets no limit."""
 
 _LITTLE_ALIKE = "only {:.1%} of the answers are like the reference's"
 
 CORE_LEVEL = ("max_difference", "batch_sensitivity")
 CORE_ONLY = ("edge_error",)
-"""Metrics of the core's own outputs, which no answer shows."""
+"""Metrics of the core's outputs that answers do not show."""
 
 MIN_BATCH = 1.2
-"""Rows the core runs at a time on average, below which a run says little of neighbors."""
+"""Minimum mean batch size of the core for a run to show the effect of batches."""
 
 
 def judge_live(cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules) -> GateResult:
     """Compare every response, in the order of the cases, with the spec and the reference.
 
-    An answer that cannot be compared is a failure. Each metric has the worst value of all ways of
+    An answer that cannot be compared is a failure. Each metric has its worst value over all ways of
     sending.
     """
     ways = {way: sort_replies(cases, runs.replies[way], rules) for way in WAYS}
@@ -113,26 +113,25 @@ def judge_live(cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules) -> GateR
 
 
 class _Figures(NamedTuple):
-    """What the rows of one way of sending come to: by metric, and by place of a case."""
+    """Metrics of one way of sending, and the error of each row by index of its case."""
 
     values: Mapping[str, float]
     badness: Mapping[int, float]
 
 
 class _Held:
-    """The cases as what answers are held against.
+    """Cases that answers are compared with.
 
     Attributes:
-        cases: in the order of the requests sent.
-        readable: the task's metrics that the answers show. The reference is held against itself:
-            where it misses a limit, functions of the pipeline's own took out of the outputs what
-            the metric needs.
+        cases: Cases in the order of the requests sent.
+        readable: Names of the task's metrics that the answers show. If the reference misses a limit
+            against itself, hooks removed the values that the metric needs.
     """
 
     def __init__(self, cases: Sequence[LiveCase], rules: Rules) -> None:
         self.cases = cases
         self._rules = rules
-        # What differences are relative to: the reference's largest number, where that is above 1.
+        # Differences are relative to the largest number of the reference, if that is above 1.
         self._scales: dict[str, float] = {}
         for case in cases:
             for name, array in case.wanted.items():
@@ -149,7 +148,7 @@ class _Held:
         )
 
     def figures(self, view: SortedReplies, *, edge: bool = False) -> _Figures:
-        """The task's metrics of the traffic's rows, or of the generated ones."""
+        """Return the task's metrics over the rows of the traffic, or over the edge cases."""
         places = [place for place in view.answers if self.cases[place].edge == edge]
         if not places:
             return _Figures({}, {})
@@ -170,7 +169,7 @@ class _Held:
         return self.difference(got, wanted) <= self._rules.limits.get("max_difference", _LOOSE)
 
     def difference(self, one: Outputs, other: Outputs) -> float:
-        """Largest difference of two answers; infinite where they cannot be compared."""
+        """Return the largest difference of two answers; infinite if they cannot be compared."""
         if shape_fault(one, other):
             return math.inf
         found = differences(one, other, self._rules.json_outputs)
@@ -178,13 +177,13 @@ class _Held:
         return float(np.max([0.0, *scaled]))
 
     def largest(self, pairs: Iterable[tuple[Outputs, Outputs]]) -> float:
-        """Largest `difference` of any pair; NaN where there is none."""
+        """Return the largest `difference` of any pair; NaN if there are no pairs."""
         found = [self.difference(one, other) for one, other in pairs]
         return float(np.max(found)) if found else math.nan
 
 
 def _worst_values(ways: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The worst figure of each metric over all ways of sending."""
+    """Return the worst value of each metric over all ways of sending."""
     worst: dict[str, float] = {}
     for values in ways:
         for name, value in values.items():
@@ -235,7 +234,9 @@ def _worst(
     for way, figures in read.items():
         for place, badness in figures.badness.items():
             case, answer = held.cases[place], ways[way].answers[place]
-            got = {name: answer[name] for name in case.wanted if name in answer}  # in its order
+            got = {
+                name: answer[name] for name in case.wanted if name in answer
+            }  # Keep the order of `wanted`.
             difference = held.difference(got, case.wanted)
             shown = show_answer(case.wanted), show_answer(got)
             row = WorstRow(case.preview, badness, difference, *shown)
@@ -250,7 +251,7 @@ def _rank(row: WorstRow) -> tuple[float, float]:
 
 
 class ReadyServer(Protocol):
-    """A server that is ready."""
+    """Server that is ready for requests."""
 
     @property
     def grpc_url(self) -> str:
@@ -269,15 +270,15 @@ def verify_pipeline(
     """Send the gate's requests to the served pipeline and compare with the reference.
 
     Args:
-        inputs: of the pipeline.
-        repository: folder of the models: its lock tells the precision that was built.
-        server: that serves the pipeline; entered once all else is ready.
-        progress: told what becomes of each stage.
-        clients: requests under way at once where they are sent together.
-        timeout_s: deadline of each request, in seconds.
+        inputs: Inputs of the pipeline.
+        repository: Folder of the models, whose build manifest has the precision.
+        server: Server of the pipeline; entered once everything else is ready.
+        progress: Receives each stage.
+        clients: Number of requests in flight, if requests are sent concurrently.
+        timeout_s: Deadline of each request in seconds.
 
     Raises:
-        UserError: there is no server, or it does not serve this pipeline (any more).
+        UserError: No server answers, or the server does not serve this pipeline.
     """
     plan = inputs.plan
     lock = find_manifest(repository, plan.spec.name)
@@ -337,10 +338,10 @@ def with_live_run(
     sent: tuple[str, ...],
     mean_batch: float | None = None,
 ) -> GateResult:
-    """Return a result with how its answers came from a server.
+    """Return the result with the data of its live run.
 
-    For most arguments see `LiveRun`; `accepted` is the reason why a failed gate did not stop the
-    build that is served.
+    The arguments are fields of `LiveRun`, except for `accepted`: the reason why a failed gate did
+    not stop the build that is served.
     """
     live = replace(
         found.live or LiveRun(),
@@ -355,7 +356,7 @@ def with_live_run(
 
 
 def verification_data(result: GateResult) -> dict[str, Any]:
-    """Return a live result as plain data, for ``verify --json``: one form for every kind."""
+    """Return a live result as plain data for ``verify --json``, in one form for every kind."""
     gate = {**result.as_dict(), "accepted": result.accepted}
     live = gate.pop("live") or {}
     del live["sent"]
@@ -363,12 +364,12 @@ def verification_data(result: GateResult) -> dict[str, Any]:
 
 
 def rules_of(inputs: PipelineInputs, precision: Precision, rounding: float | None) -> Rules:
-    """What the answers of a build are held to.
+    """Return the rules that the answers of a build must meet.
 
     Args:
-        inputs: of the pipeline.
-        precision: of the core that was built.
-        rounding: see `GateResult`; None where it is not known.
+        inputs: Inputs of the pipeline.
+        precision: Precision of the core that was built.
+        rounding: PyTorch's rounding, see `GateResult`; None if unknown.
     """
     plan = inputs.plan
     return Rules(
@@ -380,10 +381,10 @@ def rules_of(inputs: PipelineInputs, precision: Precision, rounding: float | Non
 
 
 def _precision(plan: Plan, repository: Path, lock: BuildManifest | None) -> Precision:
-    """Of the core that was built, where the repository says so; else what the spec asks for.
+    """Return the precision of the core that was built; without a build, that of the spec.
 
     Raises:
-        UserError: the spec leaves it to the build, and there is none.
+        UserError: Nothing is built, and the spec leaves the precision to the build.
     """
     spec = plan.spec
     precision = spec.core.precision if lock is None else lock.gate.precision
@@ -398,7 +399,7 @@ def _precision(plan: Plan, repository: Path, lock: BuildManifest | None) -> Prec
 
 
 def describe_verification(result: GateResult) -> Iterator[tuple[str, str]]:
-    """Yield the lines that show a live result, each with its style."""
+    """Yield the lines that show a live result, each with its color or text style."""
     live = result.live or LiveRun()
     yield f"{live.pipeline} at {live.url}, with the limits of {result.precision}", "bold"
     for verdict in result.verdicts:

@@ -30,7 +30,7 @@ class CheckedCore:
         key: Hash of everything that decided the graph, in hex.
         source_key: Hash of everything that decided the fp32 graph it was made of, in hex.
         files: SHA-256 hashes of the graph's files that the gate checked, by name.
-        not_packed_reason: Why the layout is not packed although the spec asks for it; else empty.
+        not_packed_reason: Reason for a bucketed layout instead of a packed one; else empty.
     """
 
     inputs: PipelineInputs
