@@ -1,7 +1,7 @@
-"""Decodes question-answering: logits of starts and ends to the answer in the context.
+"""Decode question answering: from start and end logits to an answer in the context.
 
-The choice is that of the question-answering pipeline of transformers 4, with its defaults: one
-answer, aligned to words.
+The answer is the same as that of the question-answering pipeline of transformers 4 with its
+defaults: one answer, aligned to words.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from .row_types import OUTSIDE, Arrays, Metadata, Parameters, RowMetadata
 
 CANDIDATES = 12
-"""Spans of a window that are looked at: as many as transformers does for one answer."""
+"""Number of spans examined per window, as in transformers for one answer."""
 
 _NEVER = np.float32(-10000)
-"""Logit of tokens that cannot be in an answer: no chance at all once it is a probability."""
+"""Logit of tokens outside the context; its softmax is 0."""
 
 
 class Span(NamedTuple):
-    """An answer in a context; one without characters says that there is none."""
+    """An answer in a context, as character offsets and a score; empty for no answer."""
 
     start: int
     end: int
@@ -31,23 +31,23 @@ class Span(NamedTuple):
 
 
 class AnswerDecoder:
-    """``start_logit`` and ``end_logit`` FP32 ``[m, T]``, a core row a window of a context.
+    """Decoder of ``start_logit`` and ``end_logit`` FP32 ``[m, T]``; each core row is a window.
 
-    Metadata have the offsets of each token's whole word (`token_kinds.word_offsets`), and OUTSIDE
-    for everything but the context. The first token of a window is never of the context: what the
-    model gives it stands for "there is no answer".
+    The row metadata have the offsets of each token's whole word (`rows_spans.word_offsets`), and
+    OUTSIDE for tokens that are not in the context. The scores of a window's first token, which is
+    never in the context, mean "no answer".
     """
 
     def __init__(self, settings: Parameters, folder: Path) -> None:
         pass
 
     def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
-        """The best answer of every row, over all of its windows.
+        """Return the best answer of every row, over all of its windows.
 
         Returns:
             ``answer`` BYTES, ``score`` FP32, ``start`` and ``end`` INT32, each ``[n, 1]``. An
-            answer found in several places, or windows, has the sum of their scores (so above 1
-            at times), and its first place.
+            answer found several times has the offsets of the first and the sum of the scores,
+            which can exceed 1.
         """
         allowed = _answerable(carries, outputs["start_logit"].shape[1])
         start = _probabilities(outputs["start_logit"], allowed)
@@ -76,7 +76,7 @@ class AnswerDecoder:
 
 
 def _answerable(carries: Metadata, width: int) -> NDArray[np.bool_]:
-    """``[m, width]``: the tokens of the context, and the first of each window."""
+    """Return a mask ``[m, width]`` of the tokens of the context and the first of each window."""
     allowed = np.zeros((len(carries), width), dtype=bool)
     for window, carry in enumerate(carries):
         np.not_equal(carry.kinds, OUTSIDE, out=allowed[window, : len(carry.kinds)])
@@ -85,7 +85,7 @@ def _answerable(carries: Metadata, width: int) -> NDArray[np.bool_]:
 
 
 def _probabilities(logits: NDArray[np.float32], allowed: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Softmax of each window over its `allowed` tokens; 0 for the others."""
+    """Return the softmax of each window over its `allowed` tokens; 0 for other tokens."""
     logits = np.where(allowed, logits, _NEVER)
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
     shares: NDArray[np.float32] = powers / powers.sum(axis=1, keepdims=True)
@@ -95,10 +95,10 @@ def _probabilities(logits: NDArray[np.float32], allowed: NDArray[np.bool_]) -> N
 def _best_spans(
     start: NDArray[np.float32], end: NDArray[np.float32], longest: int
 ) -> list[list[tuple[int, int, float]]]:
-    """First token, last token and score of the best spans of every window, best first.
+    """Return first token, last token and score of each window's best spans, best first.
 
-    The score is the product of both probabilities. The matrix of all spans is never made: the
-    best ones begin at the tokens from which the best single span is best.
+    The score is the product of both probabilities. Only spans from the `CANDIDATES` best start
+    tokens are computed: the other start tokens cannot begin one of the best spans.
     """
     windows, width = start.shape
     longest = min(longest, width)
@@ -110,7 +110,7 @@ def _best_spans(
     last = (first[:, :, None] + np.arange(longest)).reshape(windows, -1)
     scores = np.repeat(start[every, first], longest, axis=1) * ahead[every, last]
     best = _top(scores)
-    # Stable: of spans that score the same, the first in the text.
+    # A stable sort puts the first span in the text first among equal scores.
     order = np.argsort(-np.take_along_axis(scores, best, axis=1), axis=1, kind="stable")
     best = np.take_along_axis(best, order, axis=1)
     first, last, scores = first[every, best // longest], last[every, best], scores[every, best]
@@ -119,7 +119,7 @@ def _best_spans(
 
 
 def _sliding_max(values: NDArray[np.float32], width: int) -> NDArray[np.float32]:
-    """At each place of a row, the highest of `width` values from there on, where so many are."""
+    """Return the maximum of `width` values from each index of a row, if the row has them."""
     reach = 1
     while reach < width:
         step = min(reach, width - reach)
@@ -128,7 +128,7 @@ def _sliding_max(values: NDArray[np.float32], width: int) -> NDArray[np.float32]
 
 
 def _top(scores: NDArray[np.float32]) -> NDArray[np.intp]:
-    """Indices of the `CANDIDATES` highest of each row, in the order of the row."""
+    """Return the indices of the `CANDIDATES` highest scores of each row, ascending."""
     if scores.shape[1] <= CANDIDATES:
         return np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
     return np.sort(np.argpartition(-scores, CANDIDATES - 1, axis=1)[:, :CANDIDATES], axis=1)
@@ -137,7 +137,7 @@ def _top(scores: NDArray[np.float32]) -> NDArray[np.intp]:
 def _choose(
     windows: Sequence[tuple[RowMetadata, Sequence[tuple[int, int, float]]]], text: str
 ) -> Span:
-    """The answer with the highest sum of scores, letter case aside; an empty one if none is."""
+    """Return the answer with the highest sum of scores, ignoring letter case; empty without any."""
     found: dict[str, Span] = {}
     for carry, spans in windows:
         for first, last, score in spans:

@@ -1,6 +1,6 @@
-"""Decodes token-classification: classes of tokens to entities with their characters.
+"""Decode token classification: from classes of tokens to entities with character offsets.
 
-The ways to aggregate are those of transformers' token-classification pipeline.
+The aggregations are those of the token-classification pipeline of transformers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _BY_WORD = ("first", "max", "average")
 
 
 class Pieces(NamedTuple):
-    """Tokens, words or entities of all rows, end to end; every field has one entry a piece."""
+    """Tokens, words or entities of all rows, concatenated; each field has one entry per piece."""
 
     row: NDArray[np.intp]
     start: NDArray[np.int32]  # first character
-    end: NDArray[np.int32]  # the one after its last
-    label: NDArray[np.intp]  # index of its class
+    end: NDArray[np.int32]  # index after the last character
+    label: NDArray[np.intp]  # index of the class
     score: NDArray[np.float32]
 
 
@@ -44,18 +44,17 @@ class EntityDecoder:
     def __init__(self, settings: Parameters, folder: Path) -> None:
         labels: list[str] = settings["labels"]
         self._names = labels
-        # Both as transformers has them: a label such as PER-SUB is of the tag PER-SUB, but names
-        # its group SUB.
+        # transformers gives a label such as PER-SUB the tag PER-SUB, but the group name SUB.
         self._groups = [label.split("-", 1)[-1] for label in labels]
         tags = [label[2:] if label[:2] in ("B-", "I-") else label for label in labels]
         self._tag = np.unique(np.array(tags), return_inverse=True)[1]
         self._begins = np.array([label.startswith("B-") for label in labels])
 
     def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
-        """The entities of every row.
+        """Return the entities of every row.
 
         Raises:
-            RequestError: the aggregation needs scores the core does not return.
+            RequestError: The aggregation needs scores that the core does not return.
         """
         aggregation: str = parameters["aggregation"]
         if aggregation == "average" and "token_scores" not in outputs:
@@ -89,7 +88,7 @@ class EntityDecoder:
         return _write(self._group(pieces), self._groups, carries)
 
     def _group(self, pieces: Pieces) -> Pieces:
-        """Join neighbors of one tag; a ``B-`` label always begins anew."""
+        """Join adjacent pieces with the same tag; a ``B-`` label always begins an entity."""
         tag = self._tag[pieces.label]
         changes = self._begins[pieces.label]
         changes[1:] |= tag[1:] != tag[:-1]
@@ -98,7 +97,7 @@ class EntityDecoder:
 
 
 def _stack_kinds(carries: Metadata) -> NDArray[np.uint8]:
-    """The kinds of all rows, ``[n, widest]``, filled up with OUTSIDE."""
+    """Return the kinds of all rows, ``[n, longest row]``, padded with OUTSIDE."""
     if len(carries) == 1:
         return carries[0].kinds[None]
     lengths = np.array([len(carry.kinds) for carry in carries])
@@ -118,7 +117,7 @@ def _starts(row: NDArray[np.intp], begins: NDArray[np.bool_]) -> NDArray[np.intp
 
 
 def _lengths(first: NDArray[np.intp], count: int) -> NDArray[np.intp]:
-    """Pieces from each of `first` to before the next, of so many in all."""
+    """Return the number of pieces from each index in `first` to the next, or to `count`."""
     lengths = np.empty_like(first)
     lengths[:-1] = first[1:] - first[:-1]
     lengths[-1] = count - first[-1]
@@ -128,7 +127,7 @@ def _lengths(first: NDArray[np.intp], count: int) -> NDArray[np.intp]:
 def _join(
     pieces: Pieces, first: NDArray[np.intp], label: NDArray[np.intp], score: NDArray[np.float32]
 ) -> Pieces:
-    """One piece from each of `first` to before the next, with the label and score given."""
+    """Join the pieces from each index in `first` to the next, with the given labels and scores."""
     last = first + _lengths(first, len(pieces.row)) - 1
     return Pieces(pieces.row[first], pieces.start[first], pieces.end[last], label, score)
 
@@ -139,7 +138,7 @@ def _best(scores: NDArray[np.float32]) -> tuple[NDArray[np.intp], NDArray[np.flo
 
 
 def _mean(scores: NDArray[np.float32], first: NDArray[np.intp]) -> NDArray[np.float32]:
-    """Mean over the pieces from each of `first` to before the next, leaving out NaN."""
+    """Return the mean over the pieces from each index in `first` to the next, without NaN."""
     known = ~np.isnan(scores)
     if known.all():
         length = _lengths(first, len(scores)).astype(np.float32)
@@ -152,11 +151,11 @@ def _mean(scores: NDArray[np.float32], first: NDArray[np.intp]) -> NDArray[np.fl
 
 
 def _surest(score: NDArray[np.float32], first: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Index of the highest score from each of `first` to before the next; of equals, the first."""
+    """Return the first index of the highest score from each index in `first` to the next."""
     order = np.arange(len(score))
     highest = np.fmax.reduceat(score, first)
     length = _lengths(first, len(score))
-    # Where no score is a number, none equals the highest: the first then stands for all.
+    # NaN equals no score, so pieces without a number get their first index.
     found = np.minimum.reduceat(
         np.where(score == np.repeat(highest, length), order, len(score)), first
     )

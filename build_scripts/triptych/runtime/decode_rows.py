@@ -56,7 +56,7 @@ def to_int8(vectors: NDArray[np.float32]) -> NDArray[np.int8]:
 def to_sign_bits(vectors: NDArray[np.float32]) -> NDArray[np.int8]:
     """Return one bit per element, set if above 0, 8 per byte from the highest down, minus 128.
 
-    As the ``binary`` precision of sentence-transformers.
+    The format is the ``binary`` precision of sentence-transformers.
     """
     packed = np.packbits(vectors > 0, axis=1)
     return (packed ^ np.uint8(0x80)).view(np.int8)
@@ -69,7 +69,7 @@ class ClassDecoder:
         self._labels = np.array([label.encode("utf-8") for label in settings["labels"]], object)
 
     def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
-        """The best ``top_k``: ``label`` BYTES ``[n, k]`` and ``score`` FP32 ``[n, k]``."""
+        """Return the ``top_k`` best: ``label`` BYTES ``[n, k]`` and ``score`` FP32 ``[n, k]``."""
         kept = parameters["top_k"]
         labels = self._labels[outputs["class_id"][:, :kept]]
         return {"label": labels, "score": np.ascontiguousarray(outputs["class_score"][:, :kept])}
@@ -83,10 +83,10 @@ class ZeroShotDecoder:
         self._contradiction: int = settings["contradiction"]
 
     def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
-        """All labels, best first: ``label`` BYTES ``[n, L]`` and ``score`` FP32 ``[n, L]``.
+        """Return all labels, best first: ``label`` BYTES ``[n, L]`` and ``score`` FP32 ``[n, L]``.
 
-        With ``multi_label``, or one label, each score is entailment against contradiction;
-        otherwise the labels of a text share 1 by their entailment.
+        With ``multi_label``, or one label, a score is the softmax of entailment and contradiction;
+        otherwise the scores are the softmax of the entailment of all labels.
         """
         names = np.array([label.encode("utf-8") for label in parameters["labels"]], object)
         logits = outputs["inference_logits"]
@@ -125,7 +125,7 @@ class MaskDecoder:
         self._texts = _TokenTexts(Tokenizer.from_file(str(folder / "tokenizer.json")))
 
     def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
-        """The best ``top_k``: ``token`` BYTES ``[n, k]`` and ``score`` FP32 ``[n, k]``."""
+        """Return the ``top_k`` best: ``token`` BYTES ``[n, k]`` and ``score`` FP32 ``[n, k]``."""
         kept = parameters["top_k"]
         ids = outputs["class_id"][:, :kept]
         texts = np.array([self._texts[token_id] for token_id in ids.ravel().tolist()], object)

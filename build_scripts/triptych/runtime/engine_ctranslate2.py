@@ -1,4 +1,4 @@
-"""CTranslate2 as the engine: encoder-decoder models, in batches of prompts of similar length."""
+"""Run CTranslate2 as the engine of encoder-decoder models, in batches of similar lengths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def next_batch(lengths: Sequence[int], kinds: Sequence[Hashable], *, most: int) 
     if len(order) <= most:
         return order
     oldest = order.index(0)
-    # Of the runs of neighbors with the oldest in it, the one that pads least.
+    # Choose the range of sorted prompts that contains the oldest and has the least padding.
     starts = range(max(0, oldest - most + 1), min(oldest, len(order) - most) + 1)
 
     def padding(start: int) -> int:
@@ -52,20 +52,20 @@ UNKNOWN = (
     "ignore_eos",
     SCHEMA,
 )
-"""Sampling parameters that CTranslate2 has not, or not for a request."""
+"""Sampling parameters that CTranslate2 does not support, or not per request."""
 
 SHARED = ("temperature", "top_p", "top_k", "repetition_penalty")
 """Sampling parameters that all requests of a batch must share."""
 
 
 class _Job:
-    """One request: `deltas` gets what its caller is waiting for, or what went wrong.
+    """A request; `deltas` gets its results, or an error.
 
     Attributes:
-        kind: requests of the same one may share a batch.
-        count: tokens that came one by one.
-        finished: whether its last delta is on the way.
-        given_up: nobody waits for it any more.
+        kind: Batching key; only requests with the same key can share a batch.
+        count: Number of tokens streamed so far.
+        finished: Whether the last delta was queued.
+        given_up: Whether the caller no longer waits for the result.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class _Job:
 
 
 class Engine:
-    """Engine of CTranslate2's `Translator`. Later requests wait for the next batch.
+    """Engine of CTranslate2's `Translator`; requests wait for the next batch.
 
-    Tokens come one by one with one beam, all at once with several.
+    With one beam, tokens are streamed; with several, they come at the end.
     """
 
     def __init__(self, settings: Mapping[str, Any], folder: Path, on_load: OnLoad) -> None:
@@ -94,7 +94,7 @@ class Engine:
         self._waiting: list[_Job] = []
         self._running: list[_Job] = []
         self._some_wait = asyncio.Event()
-        # CTranslate2 computes outside of the loop, one batch at a time with all its threads.
+        # A thread runs CTranslate2 outside the event loop, one batch at a time on all cores.
         self._thread = ThreadPoolExecutor(1, "ctranslate2")
 
     async def start(self) -> None:
@@ -126,9 +126,9 @@ class Engine:
     async def score(
         self, key: str, prompt: Sequence[int], answer: Sequence[int], _adapter: str
     ) -> list[float]:
-        """The logarithm of probability of each token of `answer`, given the prompt.
+        """Return the log probability of each token of `answer`, given the prompt.
 
-        Those that every answer begins with are certain.
+        Tokens that every answer begins with have the log probability 0.
         """
 
         def run() -> list[float]:
@@ -137,7 +137,7 @@ class Engine:
             found = self._translator.score_batch(
                 [self._words(prompt)], [target], max_input_length=0
             )
-            # The end is scored behind the target, whether or not the answer has it.
+            # CTranslate2 always scores an end token after the target.
             logprobs = list(found[0].log_probs[: len(answer)])
             forced = min(len(self._settings["answer_begins"]), len(logprobs))
             return [0.0] * forced + logprobs[forced:]
@@ -172,7 +172,7 @@ class Engine:
         if refused:
             raise ValueError(f"{', '.join(refused)}: CTranslate2 has no such parameter")
         kind: tuple[object, ...] = tuple(sampling[name] for name in SHARED)
-        # A search by several beams is one for its length: it cannot be cut afterwards.
+        # A beam search depends on its maximum length, so its result cannot be cut afterwards.
         if self._beams_of(sampling) > 1:
             kind = (*kind, sampling["max_tokens"])
         return _Job(self._words(prompt), sampling, kind)
@@ -234,7 +234,7 @@ class Engine:
                 self._put(job, Delta(ids, "length" if ids and ids[-1] != self._end else "stop"))
 
     def _step(self, job: _Job, step: Any) -> bool:
-        """Hand on one new token; true ends the row."""
+        """Queue one new token; return whether to end the row."""
         job.count += 1
         ended = step.token_id == self._end
         job.finished = ended or job.count >= job.sampling["max_tokens"]

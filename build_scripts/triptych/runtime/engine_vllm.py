@@ -1,4 +1,4 @@
-"""vLLM as the engine: continuous batching, paged KV cache, prefix cache."""
+"""Run vLLM as the engine, with continuous batching, paged KV cache and prefix cache."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .generation_messages import (
 from .sampling_parameters import ADAPTER, SCHEMA
 
 PACKAGES_VARIABLE = "TRIPTYCH_GENERATION_PACKAGES"
-"""A folder with vLLM and what it needs, where the step's own Python does not have it."""
+"""Variable for a folder with vLLM and its dependencies, if the step's Python lacks them."""
 
 PRIVATE = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}
-"""vLLM's processes talk to each other on one machine, and to nobody else."""
+"""Variables that keep the communication of vLLM's processes on this machine."""
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `max_lora_rank` that vLLM accepts."""
@@ -34,7 +34,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16"}
 
 
 class Engine:
-    """vLLM's `AsyncLLM` on token ids: text is neither read nor made here."""
+    """Engine of vLLM's `AsyncLLM`, with token ids instead of text."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path, on_load: OnLoad) -> None:
         self._settings = settings
@@ -48,7 +48,7 @@ class Engine:
         _find_packages()
         _check_there()
         if self._settings["gpus"] is not None:
-            # Before vLLM looks for devices; its processes inherit it.
+            # vLLM reads the variable when it finds devices, and its processes inherit it.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._settings["gpus"]))
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
@@ -56,8 +56,8 @@ class Engine:
 
         settings = self._settings
         if current_platform.is_cpu():
-            # Compiling takes minutes on a processor, and a compiler; a small model never wins it
-            # back. What vLLM compiles besides its graphs, its processes learn from the environment.
+            # On a CPU, compilation needs a compiler and minutes, which small models never regain.
+            # `enforce_eager` disables graphs; the variable disables the rest in all processes.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         arguments = AsyncEngineArgs(
             model=str(self._folder),
@@ -70,12 +70,12 @@ class Engine:
             enable_prefix_caching=settings["prefix_caching"],
             tensor_parallel_size=settings["tensor_parallel"],
             pipeline_parallel_size=settings["pipeline_parallel"],
-            # Only a schema needs the tokenizer here: text is neither read nor made.
+            # The engine works on token ids, so only a schema needs the tokenizer.
             skip_tokenizer_init=not (self._folder / TOKENIZER_FILE).is_file(),
-            # One for all requests, so that a schema is taken or refused whatever came before it. A
-            # model that may write white space anywhere in JSON may never end it.
+            # One backend for all requests accepts or rejects a schema regardless of earlier ones.
+            # A model that may write white space anywhere in JSON may never end it.
             structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
-            # The pipeline's parameters are the defaults, not the model's file.
+            # The defaults are the pipeline's parameters, not those of the model's file.
             generation_config="vllm",
             enforce_eager=current_platform.is_cpu(),
             enable_log_requests=False,
@@ -87,7 +87,7 @@ class Engine:
         await self._load_adapters()
 
     async def _load_adapters(self) -> None:
-        """All of them, before any request: one that vLLM does not take is no request's fault."""
+        """Load all adapters before the first request, so that an invalid one fails the start."""
         for number, name in enumerate(self._settings["adapters"], 1):
             from vllm.lora.request import LoRARequest
 
@@ -135,7 +135,7 @@ class Engine:
     async def score(
         self, key: str, prompt: Sequence[int], answer: Sequence[int], adapter: str
     ) -> list[float]:
-        """The logarithm of probability of each token of `answer`, given those before it."""
+        """Return the log probability of each token of `answer`, given the earlier tokens."""
         from vllm import SamplingParams, TokensPrompt
 
         parameters = SamplingParams(
@@ -158,12 +158,12 @@ class Engine:
 
 
 def room_for_adapters(ranks: Mapping[str, int], *, spare: bool) -> dict[str, Any]:
-    """The engine's arguments for adapters of these ranks: all are in memory at once.
+    """Return the engine's arguments that keep all adapters in memory at once.
 
     Args:
         ranks: Rank of each adapter.
-        spare: leave a place empty. On a processor vLLM gives tokens without an adapter the one in
-            the last place, where others of the batch have one (vllm#48421): an empty one is none.
+        spare: Whether to add an empty slot. On a CPU, vLLM applies the adapter of the last slot to
+            rows without one if other rows of the batch have adapters (vllm#48421).
     """
     if not ranks:
         return {}
@@ -188,7 +188,7 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 
 def _find_packages() -> None:
-    """Let this process, and those that vLLM starts, import it; and read UTF-8, which it writes."""
+    """Let this process and its children import vLLM, and use the UTF-8 locale that vLLM needs."""
     for name, value in PRIVATE.items():
         os.environ.setdefault(name, value)
     locale.setlocale(locale.LC_ALL, "C.UTF-8")

@@ -1,4 +1,4 @@
-"""Request parameters: known names, right types, values in range, defaults filled in."""
+"""Check request parameters (names, types and ranges) and add defaults."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ WORDS = {
 def check_parameters(
     text: str, rules: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """The request's parameters (JSON text) checked against `rules`, over the `defaults`.
+    """Return the parameters of a request (JSON text) with defaults, checked by `rules`.
 
     A rule has ``type`` (bool, int, float, str or list) and may have ``min``, ``max``, ``choices``.
 
     Raises:
-        RequestError: an unknown name, a wrong type or a value out of range.
+        RequestError: A name is unknown, a type is wrong, or a value is out of range.
     """
-    if len(text) < 3:  # "{}": by far the most frequent
+    if len(text) < 3:  # fast path for "{}", the most frequent value
         return defaults
     parameters = dict(defaults)
     for name, value in own_parameters(text, rules).items():
@@ -49,10 +49,10 @@ def check_parameters(
 
 
 def own_parameters(text: str, known: Container[str] = ()) -> dict[str, Any]:
-    """The request's parameters that are for us.
+    """Return the parameters of a request without those of Triton and forwarded headers.
 
-    Those that start with ``triton_`` or hold a ``-`` (forwarded headers) are not, unless with a
-    ``_`` instead they are `known`.
+    Names that begin with ``triton_`` are excluded. Names with ``-`` are excluded unless they are
+    `known` when spelled with ``_``.
     """
     return {
         name: value
@@ -83,7 +83,7 @@ def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
 
 
 def _names(name: str, text: str) -> list[str]:
-    """The list in `text`: JSON where it begins like it, else cut at commas."""
+    """Return the list in `text`: JSON if it begins with ``[``, otherwise split at commas."""
     if not text.lstrip().startswith("["):
         names = [part.strip() for part in text.split(",") if part.strip()]
     else:

@@ -1,4 +1,4 @@
-"""Token ids to text while they come: no broken character, no lost space, nothing after a stop."""
+"""Decode streamed token ids to text, with whole characters, spaces and stop strings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MAX_WAITING = 64
 
 
 class TextStream:
-    """Decodes one answer.
+    """Decoder of one answer.
 
-    A token is decoded behind those before it, since alone it may lose its space or be a part of a
-    character. Such a part at the end of the text waits for the next token.
+    A token is decoded together with earlier tokens, because alone it may lose its space or be part
+    of a character. An incomplete character at the end of the text waits for the next token.
 
     Args:
         tokenizer: Tokenizer of the model.
-        context: the last ids of the prompt: decoders drop the space of a text's first token.
+        context: Last ids of the prompt, because decoders drop the space of a text's first token.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
@@ -32,7 +32,7 @@ class TextStream:
         self._waiting = 0
 
     def add(self, ids: Sequence[int]) -> str:
-        """The text that has become certain with these ids."""
+        """Add ids; return the text that is now final."""
         self._ids += ids
         self._waiting += len(ids)
         text = self._decode()
@@ -42,7 +42,7 @@ class TextStream:
         return self._show(certain, ends_here=certain == text)
 
     def finish(self) -> str:
-        """The text that is left, broken characters included."""
+        """Return the remaining text, with incomplete characters."""
         return self._show(self._decode(), ends_here=True)
 
     def _show(self, text: str, *, ends_here: bool) -> str:
@@ -50,7 +50,7 @@ class TextStream:
         if not new:
             return ""
         self._shown, self._waiting = text, 0
-        if ends_here:  # at the end of a token: what came so far is the context of what comes next
+        if ends_here:  # at the end of a token, so that earlier ids become the next context
             self._ids = self._ids[self._context :]
             self._context = len(self._ids)
             self._shown = self._decode()
@@ -62,7 +62,7 @@ class TextStream:
 
 
 class StopStrings:
-    """Holds back what may be the beginning of a stop string, and ends the text before one."""
+    """Filter that ends a text before a stop string, and holds back a possible beginning of it."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -70,7 +70,7 @@ class StopStrings:
         self.stopped = False
 
     def add(self, text: str) -> str:
-        """The text that may be shown; `stopped` tells whether a stop string has come."""
+        """Add text; return the text to send. `stopped` is true after a stop string."""
         held = self._held + text
         found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
         if found:
@@ -87,6 +87,6 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that `stop` begins with."""
+    """Return the number of characters at the end of `text` that `stop` begins with."""
     most = min(len(text), len(stop) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

@@ -10,7 +10,7 @@ from .request_errors import InternalError, RequestError, StepError
 
 try:
     import triton_python_backend_utils as pb_utils
-except ImportError:  # a build reads parameters where there is no server
+except ImportError:  # a build reads parameters without a server
     pb_utils = None
 
 
@@ -21,11 +21,11 @@ from pathlib import Path
 Inputs = Mapping[str, Any]
 MAX_MESSAGE = 4000
 TEXTS_A_REQUEST = 8
-"""All texts of a request together may have so many times the bytes that one may have."""
+"""Maximum total size of a request's texts, as a multiple of the limit of one text."""
 
 
 def settings_of(args: Mapping[str, str]) -> dict[str, Any]:
-    """The parameters of the step's ``config.pbtxt``, each JSON text, as plain data."""
+    """Return the parameters of the step's ``config.pbtxt``, parsed from JSON."""
     parameters = json.loads(args["model_config"])["parameters"]
     return {name: json.loads(value["string_value"]) for name, value in parameters.items()}
 
@@ -33,24 +33,24 @@ def settings_of(args: Mapping[str, str]) -> dict[str, Any]:
 def error_response(fault: Exception) -> Any:
     """Return a response that fails its own request, with the status of the error's kind."""
     known = fault if isinstance(fault, StepError) else InternalError(fault)
-    # A hook's own words may be anything: a lone surrogate, or megabytes, would fail a whole batch.
+    # A hook's message may have a lone surrogate or megabytes, which would fail a whole batch.
     message = known.message[:MAX_MESSAGE].encode("utf-8", "replace").decode("utf-8")
     error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, known.status))
     return pb_utils.InferenceResponse(output_tensors=[], error=error)
 
 
 def send(sender: Any, response: Any) -> None:
-    """Answer a request through its sender, now, and not with the others of its batch."""
+    """Send the response of a request immediately, before the other responses of its batch."""
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
 def read_texts(
     inputs: Inputs, field: str, max_bytes: int, limit: str = "tokenizer.max_text_bytes"
 ) -> list[str]:
-    """The rows of a BYTES input ``[n, 1]`` as a list of n str; `limit` is the field of `max_bytes`.
+    """Return the rows of a BYTES input ``[n, 1]`` as text; `limit` names the field of `max_bytes`.
 
     Raises:
-        RequestError: a row that is not UTF-8 or is longer than `max_bytes`.
+        RequestError: A row is not UTF-8, or the texts exceed a limit.
     """
     texts = []
     total = 0
@@ -86,13 +86,13 @@ def read_texts(
 
 
 def read_bytes(inputs: Inputs, field: str) -> list[bytes]:
-    """The rows of a BYTES input ``[n, 1]`` as a list of n bytes."""
+    """Return the rows of a BYTES input ``[n, 1]`` as a list of n bytes."""
     values: list[bytes] = inputs[field].as_numpy().ravel().tolist()
     return values
 
 
 def inputs_of(request: Any) -> Inputs:
-    """A request's tensors by name, asked for once: each time Triton makes them all anew."""
+    """Return a request's tensors by name. Call it once per request, as Triton copies them all."""
     return {tensor.name(): tensor for tensor in request.inputs()}
 
 
@@ -100,9 +100,9 @@ FOLDER = "/dev/shm/"
 
 
 def make_private() -> None:
-    """Leaves what this process has mapped to its own user; no request has come so far.
+    """Restrict the shared memory of this process to its user, before the first request.
 
-    A umask is not enough: the Python backend sets the mode of its regions itself.
+    A umask is not enough, because the Python backend sets the mode of its regions itself.
     """
     for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines():
         path = line.partition(FOLDER)[2]

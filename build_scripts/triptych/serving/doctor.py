@@ -1,9 +1,4 @@
-"""Checks of a machine: what works here, what does not, and what to do about it.
-
-The facts about this machine that `doctor` checks, read once.
-
-The name of this machine's processor.
-"""
+"""Check this machine: read facts about it, and return findings with remedies."""
 
 from __future__ import annotations
 
@@ -37,9 +32,9 @@ _GPU_QUERY = "name,memory.total,compute_cap,driver_version"
 
 
 class StubPython(NamedTuple):
-    """The Python whose packages the steps of a served pipeline see: the first on a server's PATH.
+    """Python whose packages the steps of a served pipeline use: the first on a server's PATH.
 
-    `version` is as ``3.11``, `prefix` the environment that it belongs to.
+    `version` is text such as ``3.11``, and `prefix` is the path of its environment.
     """
 
     program: Path
@@ -48,7 +43,7 @@ class StubPython(NamedTuple):
 
 
 class GpuSummary(NamedTuple):
-    """One GPU as nvidia-smi describes it; `compute_capability` is as ``(9, 0)``."""
+    """A GPU according to nvidia-smi; `compute_capability` is a tuple such as ``(9, 0)``."""
 
     name: str
     memory_mib: int
@@ -57,19 +52,19 @@ class GpuSummary(NamedTuple):
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What is there; whether that will do is for `doctor` to say.
+    """Facts about a machine, which `check_machine` judges.
 
     Attributes:
-        tritonserver: the server program on PATH; None outside an NGC container.
-        prefix: the environment that this Python belongs to.
-        stub_python: None where no ``python3`` would be found, or it does not run.
-        temporary_folder_runs_programs: whether a program in it may be run (no ``noexec`` mount).
-        ports: the port by its name (``grpc``); 0 asks for any free one.
-        busy_ports: the names of those where something listens already.
-        shm_free_bytes: None where there is no such mount.
-        extras: by extra, by package of that extra: its version, None where it is missing. Empty
-            where triptych itself is not installed.
-        torch_pin: the version of torch that the `build` extra asks for.
+        tritonserver: Server program on PATH; None outside an NGC container.
+        prefix: Environment of this Python.
+        stub_python: None if ``python3`` is missing or does not run.
+        temporary_folder_runs_programs: Whether the folder is mounted without ``noexec``.
+        ports: Port by name (``grpc``); 0 requests any free port.
+        busy_ports: Names of the ports that are in use.
+        shm_free_bytes: Free shared memory in bytes; None without such a mount.
+        extras: Version of each package, by extra and package; None if the package is missing.
+            Empty if triptych itself is not installed.
+        torch_pin: Version of torch that the `build` extra requires.
     """
 
     platform: Platform
@@ -91,10 +86,10 @@ class MachineFacts:
 
 
 def read_machine(ports: Mapping[str, int], shm_path: Path) -> MachineFacts:
-    """Looks at this machine; changes nothing on it. Ports are by name; 0 is not looked at.
+    """Read facts about this machine without changing it; ports with the number 0 are skipped.
 
     Raises:
-        UserError: a port is out of range.
+        UserError: A port is out of range.
     """
     requirements = _extra_requirements()
     temporary_folder = Path(tempfile.gettempdir())
@@ -123,7 +118,7 @@ def read_machine(ports: Mapping[str, int], shm_path: Path) -> MachineFacts:
 
 
 def _extra_requirements() -> dict[str, dict[str, str]]:
-    """Triptych's own metadata: by extra, the pinned version by package, empty where not pinned."""
+    """Return the versions that triptych pins, by extra and package; empty if not pinned."""
     try:
         lines = metadata.requires("triptych") or []
     except metadata.PackageNotFoundError:
@@ -167,7 +162,7 @@ def _on_path(program: str) -> Path | None:
 
 
 def _output(command: list[str]) -> str:
-    """What a program prints; empty where it is missing, fails or does not end."""
+    """Return the output of a program; empty if it is missing, fails or times out."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROGRAM_TIMEOUT_S
@@ -179,11 +174,11 @@ def _output(command: list[str]) -> str:
 
 _MIB = 2**20
 _PYTHON_MIN, _PYTHON_END = (3, 10), (3, 13)
-# Of a pipeline served on a laptop: preprocess, the emulated core, postprocess.
+# A pipeline on a machine without GPU has three: preprocess, the emulated core, postprocess.
 _PYTHON_STEPS = 3
 _SHM_WARNING_BYTES = 64 * _MIB * _PYTHON_STEPS
 _SHM_ERROR_BYTES = 16 * _MIB * _PYTHON_STEPS
-# What TensorRT 11 and the NGC containers that carry it ask for.
+# TensorRT 11 and its NGC containers require this driver.
 _DRIVER_MIN = 590
 _COMPUTE_CAPABILITY_MIN = (7, 5)
 _EXTRAS: tuple[tuple[str, str, Severity], ...] = (
@@ -200,21 +195,20 @@ def examine(
     metrics_port: int = 8002,
     shm_path: Path = Path("/dev/shm"),
 ) -> list[Finding]:
-    """Looks at this machine and checks it; a port of 0 is always free.
+    """Read facts about this machine and check them; port 0 is always free.
 
     Returns:
-        The findings of every check, in their order; what is in order is an ``info``
-        without a remedy.
+        The findings of all checks, in order; a passing check is an ``info`` without a remedy.
 
     Raises:
-        UserError: a port is out of range.
+        UserError: A port is out of range.
     """
     ports = {"grpc": grpc_port, "http": http_port, "metrics": metrics_port}
     return check_machine(read_machine(ports, shm_path))
 
 
 def check_machine(machine: MachineFacts) -> list[Finding]:
-    """The findings of every check about these facts: the ground first, then what few verbs need."""
+    """Return the findings of all checks of `machine`."""
     return [
         *_ground(machine),
         *_embedded(machine),
@@ -235,7 +229,7 @@ def check_machine(machine: MachineFacts) -> list[Finding]:
 def _finding(
     name: str, holds: object, rule: str, given: object, severity: Severity, remedy: str
 ) -> Finding:
-    """An ``info`` without a remedy where the rule holds."""
+    """Return a finding; an ``info`` without a remedy if the rule holds."""
     kind: Severity = "info" if holds else severity
     return Finding(name, kind, "", rule, str(given), "" if holds else remedy)
 
@@ -258,7 +252,7 @@ def _ground(machine: MachineFacts) -> Iterable[Finding]:
 
 
 def _embedded(machine: MachineFacts) -> Iterable[Finding]:
-    """What the embedded server lacks stops nobody who has another server on PATH."""
+    """Check the embedded server; with another server on PATH, its faults are only an ``info``."""
     severity: Severity = "info" if machine.tritonserver else "error"
     for name, rule, holds, given, remedy in REQUIREMENTS:
         rule = f"the embedded tritonserver {rule}"
@@ -393,7 +387,7 @@ def _gpus(machine: MachineFacts) -> Iterable[Finding]:
 
 
 def processor() -> str:
-    """As the kernel tells it; empty where it does not."""
+    """Return the processor's name from ``/proc/cpuinfo``; empty if unknown."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")

@@ -314,7 +314,7 @@ class Server:
                 self.restart()
                 continue
             ready = not exited and self._answers("/v2/health/ready") and not self._waiting_for()
-            state = self._load_state()  # of no earlier moment: all that is ready is told
+            state = self._load_state()  # read after `ready`, so that each ready model is reported
             for name in state.loaded:
                 if name not in told and on_progress is not None:
                     on_progress(f"{name} is ready")

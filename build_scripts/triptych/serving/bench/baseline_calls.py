@@ -1,9 +1,9 @@
-"""A baseline as the calls that are timed: requests in, results of the model out.
+"""Timed calls of the baselines, from requests to model outputs.
 
-A call tokenizes its requests (or decodes and resizes its images) with the pipeline's own row maker,
-which is faster than transformers' tokenizers in Python, and runs the model. It leaves out what
-comes before, the pipeline's ``hooks.before``, and what comes after, decoding: both favor the
-baseline. It runs on the CPU, with as many threads as the library takes by itself.
+A call tokenizes its requests (or decodes and resizes its images) with the pipeline's row maker,
+which is faster than the tokenizers of transformers in Python. Then it runs the model on the CPU,
+with the library's default number of threads. It leaves out ``hooks.before`` and decoding, which
+favors the baseline.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from triptych.spec.model_facts import ModelFacts
 from triptych.spec.tasks.task import Core
 
 ROWS_A_CALL = {"torch eager": 1, "torch batched": 32, "torch.compile": 1, "onnxruntime": 1}
-"""Baseline to the requests of a call.
+"""Number of requests per call, by baseline.
 
-``torch eager`` takes one at a time; ``torch batched`` the same in padded batches of requests of
-like length; ``torch.compile`` is as ``torch eager``, compiled; ``onnxruntime`` runs the pipeline's
-own fp32 core.
+``torch batched`` pads batches of requests of similar length; ``torch.compile`` compiles the model
+of ``torch eager``; ``onnxruntime`` runs the pipeline's fp32 core.
 """
 
 MAX_BATCH = 32
-"""Rows of a padded batch: a request may come to several, as windows of a long text do."""
+"""Maximum number of rows in a padded batch; a request can have several, such as text windows."""
 
 Request = Mapping[str, str | bytes]
 Call = Callable[[Sequence[Request]], object]
@@ -48,17 +47,17 @@ class BaselineWork:
     core_file: Path  # the core's model.onnx, in fp32 and in the plan's layout
     core_inputs: tuple[Tensor, ...]
     rows: str  # module of `triptych.runtime` with the task's row maker
-    settings: Mapping[str, object]  # of the row maker
-    parameters: Mapping[str, object]  # of every request: the pipeline's defaults
+    settings: Mapping[str, object]  # settings of the row maker
+    parameters: Mapping[str, object]  # the pipeline's default request parameters
     requests: tuple[Request, ...]  # the traffic, after the pipeline's own `hooks.before`
 
 
 def work_of(inputs: PipelineInputs, core_file: Path) -> BaselineWork:
-    """What the baselines of a pipeline work on.
+    """Return the data that the baselines of a pipeline need.
 
     Args:
-        inputs: the pipeline.
-        core_file: its ``model.onnx``, in fp32 and in the plan's layout.
+        inputs: Inputs of the pipeline.
+        core_file: The pipeline's ``model.onnx``, in fp32 and in the plan's layout.
     """
     plan = inputs.plan
     names = [tensor.name for tensor in plan.task.inputs]
@@ -75,7 +74,7 @@ def work_of(inputs: PipelineInputs, core_file: Path) -> BaselineWork:
         core_file=core_file.resolve(),
         core_inputs=plan.core_inputs,
         rows=plan.task.rows,
-        # Long texts are cut, as sentence-transformers and the pipelines of transformers do.
+        # sentence-transformers and the pipelines of transformers also truncate long texts.
         settings={**plan.row_settings, "bucket_edges": [], "overflow": "truncate"},
         parameters=dict(plan.parameters),
         requests=tuple({name: request[name] for name in names} for request in requests),
@@ -83,7 +82,7 @@ def work_of(inputs: PipelineInputs, core_file: Path) -> BaselineWork:
 
 
 def write_work(work: BaselineWork, path: Path) -> None:
-    """Write `work` for a process of this same program: a pickle, so to a folder of one's own."""
+    """Write `work` as a pickle, for `read_work` in a worker; the folder must be private."""
     path.write_bytes(pickle.dumps(work))
 
 
@@ -93,10 +92,10 @@ def read_work(path: Path) -> BaselineWork:
 
 
 def open_call(name: str, work: BaselineWork) -> Call:
-    """The function that `name` times.
+    """Return the function that the baseline `name` times.
 
     Raises:
-        UserError: the model cannot be loaded.
+        UserError: The model cannot be loaded.
     """
     make, run = open_rows(work), open_model(name, work)
 
@@ -109,10 +108,10 @@ def open_call(name: str, work: BaselineWork) -> Call:
 
 
 def plan_calls(name: str, requests: Sequence[Request]) -> list[list[Request]]:
-    """The requests of each call, in the order of the calls: the traffic once.
+    """Return the requests of each call, in the order of the calls; each request occurs once.
 
-    Batches are of like length, as sentence-transformers makes them; their order is random, but the
-    same each time, so that a measurement that ends before the last is no worse for it.
+    Requests of a batch have similar lengths, as in sentence-transformers. The order of the batches
+    is random with a fixed seed, so that a measurement that ends early sees all lengths.
     """
     size = ROWS_A_CALL[name]
     if size == 1:
@@ -124,7 +123,7 @@ def plan_calls(name: str, requests: Sequence[Request]) -> list[list[Request]]:
 
 
 def open_rows(work: BaselineWork) -> Callable[[Sequence[Request]], list[Sample]]:
-    """A function from requests to the rows of the model, request by request."""
+    """Return a function that converts requests to rows of the model, in the same order."""
     maker: Any = find_class(work.rows)(work.settings, work.tokenizer_folder)
 
     def make(requests: Sequence[Request]) -> list[Sample]:
@@ -145,10 +144,10 @@ def open_rows(work: BaselineWork) -> Callable[[Sequence[Request]], list[Sample]]
 
 
 def open_model(name: str, work: BaselineWork) -> Callable[[Sequence[Sample]], object]:
-    """The function that runs a batch of rows.
+    """Return the function that runs a batch of rows.
 
     Raises:
-        UserError: the model cannot be loaded.
+        UserError: The model cannot be loaded.
     """
     if name == "onnxruntime":
         from triptych.core.gate.runs import open_onnx

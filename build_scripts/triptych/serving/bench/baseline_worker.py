@@ -1,8 +1,8 @@
-"""One baseline in its own process: ``python -m triptych.serving.bench.baseline_worker WORK NAME``.
+"""Run a baseline: ``python -m triptych.serving.bench.baseline_worker WORK NAME``.
 
-A line of JSON each way. It sends an empty `WorkerReply` once it is warm; to a number of seconds it
-replies with what it measured, and whatever goes wrong it tells instead, before it ends. It also
-ends with its standard input, at once.
+The worker exchanges lines of JSON with its parent. It sends an empty `WorkerReply` after the
+warm-up, and a reply with measurements for each number of seconds that it reads. After an error it
+replies with the reason and exits. It exits immediately when its standard input closes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ MAX_REASON = 300
 
 @dataclass(frozen=True)
 class WorkerReply:
-    failed: str = ""  # why there is nothing else
+    failed: str = ""  # reason of a failure, which leaves the other fields unset
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    memory_mib: float = 0.0  # the most it ever held
+    memory_mib: float = 0.0  # maximum resident memory of the process
     calls: list[tuple[float, int]] = field(default_factory=list)
-    """Latency in microseconds and requests of each call."""
+    """Latency in microseconds and number of requests of each call."""
 
 
 def main(work_file: Path, name: str) -> None:
-    """Load, warm up, then measure whenever asked to."""
+    """Load the baseline, warm it up, then measure on each order of the parent."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no reply
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print to stdout
 
     def send(reply: WorkerReply) -> None:
         print(json.dumps(asdict(reply)), file=replies, flush=True)
@@ -48,7 +48,7 @@ def main(work_file: Path, name: str) -> None:
     try:
         work = read_work(work_file)
         call, planned = open_call(name, work), plan_calls(name, work.requests)
-        # Short, long and those between: a compiler that fixes a length finds out now.
+        # Calls of all lengths make a compiler recompile for dynamic lengths before the measurement.
         ranked = sorted(planned, key=lambda requests: len(str(requests)))
         for requests in ranked[:: -(-len(ranked) // WARM_UP_CALLS)] + ranked[-1:]:
             call(requests)
@@ -56,14 +56,14 @@ def main(work_file: Path, name: str) -> None:
         turns = cycle(planned)
         while True:
             send(_measure(call, turns, orders.get()))
-    except BaseException as error:  # whatever it is, the parent tells it
+    except BaseException as error:  # the parent reports every kind of error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         send(WorkerReply(failed=reason[:MAX_REASON]))
         raise
 
 
 def _measure(call: Call, turns: Iterator[Sequence[Request]], seconds: float) -> WorkerReply:
-    """Calls, one after the other, until `seconds` are over; at least one."""
+    """Return measurements of consecutive calls during `seconds`, at least one call."""
     calls: list[tuple[float, int]] = []
     cpu = time.process_time()
     start = end = time.perf_counter()
@@ -78,7 +78,10 @@ def _measure(call: Call, turns: Iterator[Sequence[Request]], seconds: float) -> 
 
 
 def _orders() -> queue.SimpleQueue[float]:
-    """What the parent asks for. When it is gone, so are this process and all that it started."""
+    """Return the queue of the parent's orders: durations in seconds.
+
+    A thread kills the process group when standard input closes.
+    """
     orders: queue.SimpleQueue[float] = queue.SimpleQueue()
 
     def listen() -> None:

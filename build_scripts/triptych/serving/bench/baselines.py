@@ -1,6 +1,6 @@
-"""The baselines of a pipeline: started once, measured in turns with it, ended with the context.
+"""Run the baselines of a pipeline in child processes.
 
-A program that is measured beside the pipeline: started apart, and ended with all it started.
+`Baselines` starts them once, so that they can be measured in turns with the pipeline.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from triptych.serving.bench.results import Measurement, OfferedLoad, ProcessUse,
 _END_TIMEOUT_S = 10.0
 _MAX_REASON = 300
 _LOOK = os.WEXITED | os.WNOWAIT
-"""How to look at its end: it is left for `end` to wait for."""
+"""Options of `os.waitid` that leave an ended process for `ChildProcess.end` to reap."""
 
 
 class ChildProcess:
-    """A process and what it starts, in a session of their own: Ctrl-C does not reach them.
+    """A process with its descendants, in a separate session that Ctrl-C does not reach.
 
     Args:
-        command: what to start.
-        log: file for its standard error, and its standard output unless it has `pipes`.
-        variables: of its environment, over those of this process.
-        folder: where it is started.
-        pipes: whether its standard input and output are `process.stdin` and `process.stdout`.
+        command: Command line of the process.
+        log: File for standard error, and for standard output without `pipes`.
+        variables: Environment variables that override those of this process.
+        folder: Working directory of the process.
+        pipes: Whether standard input and output are `process.stdin` and `process.stdout`.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process, and of its group."""
+        """Id of the process and of its process group."""
         return self.process.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has; what it started may live on until `end`."""
+        """Whether the process has ended; its descendants may run until `end`."""
         return os.waitid(os.P_PID, self.pid, _LOOK | os.WNOHANG) is not None
 
     def ending(self) -> str:
-        """Wait until it has ended; how it did, and the last line that it wrote."""
+        """Wait for the end of the process; return its exit status and the last line of its log."""
         ended = os.waitid(os.P_PID, self.pid, _LOOK)
         code = 0 if ended is None else ended.si_status
         exited = ended is None or ended.si_code == os.CLD_EXITED
@@ -86,17 +86,17 @@ class ChildProcess:
         return f"its process ended ({how})" + (f": {said[-1][:_MAX_REASON]}" if said else "")
 
     def end(self, grace_s: float = 0.0) -> None:
-        """Kill it with all that it started, and wait until it is gone.
+        """Kill the process and its descendants, and wait until the process has ended.
 
         Args:
-            grace_s: how long it may take to end by itself once it is asked to.
+            grace_s: Time between SIGTERM and SIGKILL, in seconds; 0 sends only SIGKILL.
         """
         if grace_s:
-            os.kill(self.pid, signal.SIGTERM)  # `terminate` of Popen would wait for it
+            os.kill(self.pid, signal.SIGTERM)  # `Popen.terminate` would reap the process
             deadline = time.monotonic() + grace_s
             while not self.has_ended and time.monotonic() < deadline:
                 time.sleep(0.05)
-        # Nobody has waited for it until now, so its number cannot have become another's.
+        # The process has not been reaped, so the system cannot have reused its id.
         os.killpg(self.pid, signal.SIGKILL)
         self.process.wait(_END_TIMEOUT_S)
 
@@ -105,20 +105,20 @@ ALL = tuple(ROWS_A_CALL)
 START_LIMIT_S = 300.0
 COMPILE_LIMIT_S = 240.0
 ANSWER_LIMIT_S = 120.0
-"""How long after the end of a measurement its last call may take."""
+"""Maximum time of the last call after the end of a measurement, in seconds."""
 
 
 class WorkerFailed(Exception):
-    """Why a worker gives no answer."""
+    """Failure of a worker to reply, with the reason."""
 
 
 class WorkerProcess(ChildProcess):
-    """A worker from outside: asked, waited for with a limit, ended.
+    """The parent's side of a worker.
 
     Args:
-        work_file: as `write_work` wrote it.
-        name: of the baseline.
-        scratch: a folder of its own: its standard error, and what a compiler leaves.
+        work_file: File that `write_work` wrote.
+        name: Name of the baseline.
+        scratch: Private folder for standard error and the compiler's cache.
     """
 
     def __init__(self, work_file: Path, name: str, scratch: Path) -> None:
@@ -130,13 +130,12 @@ class WorkerProcess(ChildProcess):
             name,
         ]
         variables = {
-            # A thread of torch that waits for another spins up to 15 ms by default: where the
-            # other has lost its core to a neighbor, that takes one core more. Spinning for a
-            # tenth of a millisecond loses nothing on a quiet machine.
+            # A waiting thread of torch spins up to 15 ms by default, which takes a core from a
+            # thread that lost its own. Spinning for 0.1 ms costs nothing on an idle machine.
             "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "3000"),
             "HF_HUB_OFFLINE": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(scratch),
-            # No pool of compilers beside it, idle while others are measured.
+            # A pool of compiler processes would stay alive while other baselines are measured.
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }
         super().__init__(command, scratch / "stderr.txt", variables=variables, pipes=True)
@@ -145,10 +144,10 @@ class WorkerProcess(ChildProcess):
         self._reader.start()
 
     def ask(self, seconds: float) -> None:
-        """Have it measure for so long.
+        """Request a measurement of `seconds`.
 
         Raises:
-            WorkerFailed: the worker has ended.
+            WorkerFailed: The worker has ended.
         """
         assert self.process.stdin is not None
         try:
@@ -158,10 +157,10 @@ class WorkerProcess(ChildProcess):
             raise WorkerFailed(self.ending()) from error
 
     def answer(self, limit_s: float) -> WorkerReply:
-        """The next reply.
+        """Return the next reply.
 
         Raises:
-            WorkerFailed: there is none within `limit_s`, the worker says why, or it has ended.
+            WorkerFailed: No reply came within `limit_s`, the worker reported an error, or it ended.
         """
         try:
             line = self._replies.get(timeout=limit_s)
@@ -180,7 +179,7 @@ class WorkerProcess(ChildProcess):
         self._reader.join()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # an order that never reached it
+            with contextlib.suppress(BrokenPipeError):  # the pipe still holds an unread order
                 pipe.close()
 
     def _read(self) -> None:
@@ -191,23 +190,23 @@ class WorkerProcess(ChildProcess):
 
 
 class Baselines:
-    """In-process contenders, each in a worker of its own that idles between measurements.
+    """Baselines of a pipeline, each in a worker that idles between measurements.
 
-    All run on the CPU, whatever the pipeline's core runs on.
+    All run on the CPU, also if the pipeline's core runs on a GPU.
 
     Args:
-        inputs: the pipeline; its `traffic` is what is sent.
-        core_file: the pipeline's ``model.onnx``, in fp32 and in the plan's layout.
-        names: which of `ALL`.
-        progress: told what became of each.
-        compile_limit_s: how long ``torch.compile`` may take to load, compile and warm up.
+        inputs: Inputs of the pipeline; their `traffic` is sent.
+        core_file: The pipeline's ``model.onnx``, in fp32 and in the plan's layout.
+        names: Names from `ALL`.
+        progress: Called when a baseline is ready or has failed.
+        compile_limit_s: Maximum time for ``torch.compile`` to load, compile and warm up.
 
     Attributes:
-        not_runnable: name to why it does not run, or does not any more.
-        ready_s: name to how long it took to load, compile and warm up.
+        not_runnable: Reason of the failure, by name of the baseline.
+        ready_s: Time to load, compile and warm up in seconds, by name of the baseline.
 
     Raises:
-        UserError: a name is none of `ALL`.
+        UserError: A name is not in `ALL`.
     """
 
     def __init__(
@@ -237,7 +236,7 @@ class Baselines:
             work_file = Path(self._scratch.name, "work.pickle")
             if self._asked:
                 write_work(work_of(self._inputs, self._core_file), work_file)
-            # One after the other: none takes the cores from another that compiles.
+            # Baselines start one after the other, so that they do not compete for cores.
             for name in self._asked:
                 self._start(name, work_file)
         except BaseException:
@@ -250,7 +249,7 @@ class Baselines:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that run."""
+        """Names of the running baselines."""
         return tuple(self._workers)
 
     @property
@@ -261,12 +260,12 @@ class Baselines:
         return OfferedLoad("in_process", ROWS_A_CALL[name])
 
     def measure(self, name: str, seconds: float) -> Measurement:
-        """Call it for `seconds`, going on in the traffic where it stopped before.
+        """Measure a baseline for `seconds`, continuing in the traffic where it stopped.
 
-        A latency is that of a call, and counts once for each of its requests.
+        Each request has the latency of its call.
 
         Raises:
-            UserError: it does not run, or ended; from then on it is in `not_runnable`.
+            UserError: The baseline does not run or has ended; it is then in `not_runnable`.
         """
         worker = self._workers.get(name)
         if worker is None:

@@ -40,8 +40,8 @@ MIN_COMPUTE_RATIO = 0.5
 def find_bottleneck(measurement: Measurement, load: OfferedLoad) -> Bottleneck:
     """Return the bottleneck of the throughput, or the largest part of the latency.
 
-    Without resources (a server on another machine) a step that is always busy is told from its
-    counts alone: of a Python step one process runs on one core, so more of them are tried first.
+    Without resources (a server on another machine), the busy share of the steps alone decides. For
+    a saturated Python step, more instances are recommended first, because each uses one core.
 
     Args:
         measurement: Measurement of a served pipeline.
@@ -62,11 +62,10 @@ def find_bottleneck(measurement: Measurement, load: OfferedLoad) -> Bottleneck:
 
 
 def _queue_delay(measurement: Measurement) -> Bottleneck | None:
-    """A step whose requests wait although an instance is free.
+    """Return a step whose requests wait although an instance is free, or None.
 
-    With a queue delay a free instance takes no batch that is not full until the delay is over. So
-    the delay costs a request at most what it waits, and at most what an instance rests before each
-    batch.
+    A free instance takes a partial batch only after the queue delay. So the delay costs a request
+    at most its waiting time, and at most the idle time of an instance before a batch.
     """
     for step in sorted(measurement.steps, key=lambda step: -step.queue_us):
         held_us = min(step.queue_us, _rest_us(step, measurement), float(step.max_delay_us))
@@ -86,7 +85,7 @@ def _queue_delay(measurement: Measurement) -> Bottleneck | None:
 
 
 def _client(measurement: Measurement, load: OfferedLoad) -> Bottleneck | None:
-    """The load generator can not send, or takes most of a full machine."""
+    """Return the load generator if it has too few cores or uses most of a full machine."""
     seen = measurement.resources
     if seen is None:
         return None
@@ -124,10 +123,10 @@ def _full_gpu(measurement: Measurement) -> Bottleneck | None:
 
 
 def _full_instances(measurement: Measurement) -> Bottleneck | None:
-    """The step that holds most of the requests, where its instances never rest and more may help.
+    """Return the step with the most requests if its instances are saturated and more may help.
 
-    A step that takes larger batches when it falls behind may be busy all the time and still follow
-    the one that sets the pace: so it must also be where the requests are.
+    A step that batches more rows when it falls behind can be busy all the time without limiting
+    the throughput. So the step must also hold most of the requests.
     """
     step = _slowest(measurement.steps)
     if (

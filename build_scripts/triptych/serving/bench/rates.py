@@ -93,12 +93,14 @@ def find_highest_rate(
 
 
 def next_rate(held: float, broken: float, start_per_s: float) -> float | None:
-    """What to try: up until one breaks, down until one holds, then between; None at the end.
+    """Return the next rate of the search; None at its end.
+
+    Rates increase until one fails, decrease until one succeeds, and then bisect the bracket.
 
     Args:
-        held: highest rate that held; 0 where none did.
-        broken: lowest that broke; infinite where none did.
-        start_per_s: the first rate.
+        held: Highest rate that met the SLO; 0 without one.
+        broken: Lowest rate that missed the SLO; infinite without one.
+        start_per_s: First rate.
     """
     if math.isinf(broken):
         return held * GROWTH
@@ -109,11 +111,11 @@ def next_rate(held: float, broken: float, start_per_s: float) -> float | None:
 
 
 def rate_meets_slo(measurement: Measurement, slo: AnySlo, rate_per_s: float) -> bool:
-    """Whether one measurement at `rate_per_s` keeps the promise."""
+    """Whether a measurement at `rate_per_s` meets the SLO."""
     if measurement.errors or not measurement.requests:
         return False
     sent = measurement.sent_per_s or rate_per_s
-    # Arrivals are random: of few requests the rate comes out a little lower or higher.
+    # Arrivals are random, so the actual rate of few requests deviates from the requested rate.
     noise = _SIGMAS / math.sqrt(measurement.requests)
     is_sent = sent >= rate_per_s * (1 - max(1 - MIN_ANSWERED, noise))
     is_answered = measurement.throughput_per_s >= MIN_ANSWERED * min(sent, rate_per_s)
@@ -129,7 +131,7 @@ def _try_rate(
     deadline: float,
     warmup_requests: int,
 ) -> LoadPoint | None:
-    """One rate, measured twice where it breaks; None where there is no time for it."""
+    """Measure a rate, again if it misses the SLO; return None without time for a measurement."""
     load = OfferedLoad("poisson", rate)
     length = max(seconds, MIN_REQUESTS / rate)
     rounds: list[Measurement] = []

@@ -40,7 +40,7 @@ class OfferedLoad:
     burst: int = 1
 
     def __str__(self) -> str:
-        """``32 clients``, ``100/s poisson``, ``100/s in bursts of 8``."""
+        """Return text such as ``32 clients``, ``100/s poisson`` or ``100/s in bursts of 8``."""
         if self.kind == "concurrency":
             return f"{self.value:g} client{'s' if self.value != 1 else ''}"
         if self.kind == "in_process":
@@ -123,11 +123,10 @@ class Bottleneck:
 
     Attributes:
         kind: ``queue delay`` (requests wait for a batch held open), ``instances`` (a step's
-            instances are always busy while the machine has room), ``compute`` (the machine's
-            cores, or the GPU, are full: the step that takes most of them), ``client`` (the load
-            generator is), ``none`` (nothing is full: more load would find it).
+            instances are always busy while cores are free), ``compute`` (all cores or the GPU are
+            busy), ``client`` (the load generator), ``none`` (nothing is saturated at this load).
         step: Step of the bottleneck; empty if it is not a step.
-        says: a sentence with the figures it is drawn from.
+        says: Explanation with the metric values.
         remedy: Recommended change.
     """
 
@@ -139,7 +138,7 @@ class Bottleneck:
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one kind: percentiles, and of how many samples they are."""
+    """Mean and percentiles of a number of samples, in microseconds."""
 
     samples: int
     mean_us: float = 0.0
@@ -157,7 +156,7 @@ class Streamed:
     Attributes:
         tokens: Number of tokens of the answers.
         tokens_per_s: Tokens per second of all answers.
-        goodput_per_s: requests a second that kept every limit of the promise.
+        goodput_per_s: Requests per second that met every limit of the SLO.
         ttft: Times from a request to its first token.
         itl: Times between two responses of an answer, after the first.
     """
@@ -173,25 +172,25 @@ class Streamed:
 class Measurement:
     """One round at one load."""
 
-    seconds: float  # warm-up apart
-    requests: int  # answered well
-    errors: dict[str, int]  # the server's messages, shortened, to how often
+    seconds: float  # duration without the warm-up
+    requests: int  # requests answered without an error
+    errors: dict[str, int]  # number of errors by shortened message of the server
     throughput_per_s: float  # requests answered
     mean_us: float  # mean latency
     p50_us: float
     p90_us: float
     p95_us: float
     p99_us: float
-    p99_9_us: float  # with fewer than 1,000 requests, close to the maximum
-    is_stable: bool | None  # whether its windows agree; None where that cannot be told
+    p99_9_us: float  # 99.9th percentile; close to the maximum for fewer than 1,000 requests
+    is_stable: bool | None  # whether the windows agree; None if unknown
     histogram_us: dict[float, int] = field(default_factory=dict)
-    """Lower edge of a latency bin to requests in it; bins grow by a tenth each."""
+    """Number of requests by lower bound of the latency bin; each bin is 10 % wider than before."""
     steps: tuple[StepUse, ...] = ()  # steps in the order of a request; empty without a server
     parts: tuple[Part, ...] = ()  # parts of the mean latency, which add up to `mean_us`
-    resources: Resources | None = None  # None where they were not watched
+    resources: Resources | None = None  # None if not monitored
     warnings: tuple[str, ...] = ()  # warnings about the metrics
     sent_per_s: float | None = None  # actual rate of an open loop; None in a closed loop
-    streamed: Streamed | None = None  # None of a pipeline that answers at once, and with errors
+    streamed: Streamed | None = None  # None without streaming, or with errors
 
     @property
     def latencies_us(self) -> dict[str, float]:
@@ -213,11 +212,11 @@ class Measurement:
 
     @property
     def goodput_per_s(self) -> float:
-        """Requests a second that kept the promise: of streamed answers; else 0."""
+        """Requests per second that met the SLO, for streamed answers; 0 for others."""
         return self.streamed.goodput_per_s if self.streamed else 0.0
 
     def __str__(self) -> str:
-        """Rate and latencies, or the errors."""
+        """Return text with rate and latencies, or with the errors."""
         if self.errors:
             return "; ".join(f"{count} x {kind}" for kind, count in self.errors.items())
         middle, tail = self.p50_us / 1e3, self.p99_us / 1e3
@@ -232,11 +231,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """One contender at one load, over all rounds."""
+    """Measurements of a pipeline or baseline at one load, over all rounds."""
 
-    contender: str  # the pipeline's name, or what it is compared with, as `torch eager`
+    contender: str  # name of the pipeline or of a baseline, such as `torch eager`
     load: OfferedLoad
-    rounds: tuple[Measurement, ...]  # at least one, in the order they were measured
+    rounds: tuple[Measurement, ...]  # one or more measurements, in order
     bottleneck: Bottleneck | None = None  # bottleneck of a served pipeline
 
     def median(self, name: str) -> float:
@@ -249,7 +248,7 @@ class LoadPoint:
 
     @property
     def typical(self) -> Measurement:
-        """The round whose throughput is the median one (the lower of two): for its details."""
+        """Round with the median throughput (the lower of two medians)."""
         ranked = sorted(self.rounds, key=lambda one: one.throughput_per_s)
         return ranked[(len(ranked) - 1) // 2]
 
@@ -271,18 +270,18 @@ class LoadPoint:
         return {name: float(median(one.get(name, 0.0) for one in rounds)) for name in names}
 
     def meets(self, slo: AnySlo) -> bool:
-        """Whether the medians hold all of `slo`, with no error."""
+        """Whether the medians meet all limits of `slo`, without errors."""
         enough = slo.throughput is None or self.median("throughput_per_s") >= slo.throughput
         return slo.slo_ratio(self.latencies_us) <= 1 and enough and not self.errors
 
 
 @dataclass(frozen=True)
 class RateSearch:
-    """The highest Poisson rate at which the latencies of a promise hold."""
+    """Highest Poisson rate at which the latencies meet the SLO."""
 
     slo: AnySlo
     highest_per_s: float  # highest rate that met the SLO; 0 without one
-    lowest_broken_per_s: float | None  # None where every rate that was tried held
+    lowest_broken_per_s: float | None  # lowest rate that missed the SLO; None without one
     points: tuple[LoadPoint, ...]  # every rate tried, ascending
 
 
@@ -298,8 +297,8 @@ class Cost:
     currency: str
     daily_requests: float | None
     peak_per_s: float | None
-    headroom: float  # share of a machine's rate that is kept free
-    per_million_tokens: float | None = None  # generated; what their prompts cost is in it
+    headroom: float  # unused share of a machine's rate
+    per_million_tokens: float | None = None  # cost per million generated tokens, prompts included
 
 
 @dataclass(frozen=True)
@@ -309,21 +308,21 @@ class Subject:
     architecture: str
     precision: str
     layout: str
-    overrides: dict[str, JsonValue]  # dotted key to value, of all that differs from the spec
-    server: str  # its URL, or what was started here and which backend of it is replaced
+    overrides: dict[str, JsonValue]  # values that differ from the spec, by dotted key
+    server: str  # URL, or the local server with its emulated backend
     machine: dict[str, str]
     versions: dict[str, str]  # versions by package
     measured_at: str  # UTC, ISO 8601
-    requests: int  # different ones in the traffic
-    lengths: dict[int, int]  # tokens of a core row to rows of the traffic; empty for images
-    padding: float  # share of the computed tokens that are padding, for this traffic
-    build: str = ""  # `build_id` of what was measured; empty where that is not known
+    requests: int  # number of distinct requests in the traffic
+    lengths: dict[int, int]  # number of core rows by token length; empty for images
+    padding: float  # padding share of the computed tokens for this traffic
+    build: str = ""  # `build_id` of the measured build; empty if unknown
 
 
 @dataclass(frozen=True)
 class BenchResult:
     subject: Subject
-    points: tuple[LoadPoint, ...]  # the pipeline's own, in the order of the loads
+    points: tuple[LoadPoint, ...]  # points of the pipeline, in the order of the loads
     baselines: tuple[LoadPoint, ...] = ()  # baselines, measured in the same rounds
     slo: AnySlo = field(default_factory=Slo)
     rate: RateSearch | None = None
@@ -334,7 +333,7 @@ class BenchResult:
 
 
 def to_json(value: object) -> JsonValue:
-    """Plain data of any of the classes above."""
+    """Return an object of a class of this module as plain data."""
     plain: JsonValue = TypeAdapter(type(value)).dump_python(value, mode="json")
     return plain
 
@@ -343,7 +342,7 @@ def from_json(kind: type[Result], document: object) -> Result:
     """Read the output of `to_json`.
 
     Raises:
-        pydantic.ValidationError: `document` is not of that form.
+        pydantic.ValidationError: `document` has another form.
     """
     return TypeAdapter(kind).validate_python(document)
 
@@ -352,7 +351,7 @@ def read_result(kind: type[Result], file: Path, verb: str) -> Result:
     """Return the result that the command `verb` wrote as JSON.
 
     Raises:
-        UserError: there is no such file, or it is of another form.
+        UserError: The file is missing or has another form.
     """
     remedy = f"Give a {verb}.json that `triptych {verb}` wrote"
     try:
@@ -366,13 +365,13 @@ def read_result(kind: type[Result], file: Path, verb: str) -> Result:
         given = f"{where}: {first['msg']}"
         rule = f"must be a {verb} result"
         raise UserError(str(file), rule, given=given, remedy=remedy) from error
-    except ValueError as error:  # of the text: no UTF-8, no JSON
+    except ValueError as error:  # the text is not UTF-8 or not JSON
         raise UserError(str(file), "must be JSON", given=error, remedy=remedy) from error
 
 
 @dataclass(frozen=True)
 class SloVerdict:
-    """SLO verdict: a word, and a sentence with metrics."""
+    """SLO verdict, with an explanation."""
 
     kind: Literal["met", "not met", "none"]
     says: str
@@ -407,8 +406,8 @@ def find_limiting_bottleneck(points: Sequence[LoadPoint]) -> Bottleneck | None:
 def judge_slo(result: BenchResult) -> SloVerdict:
     """Return whether `result` meets its SLO.
 
-    A rate search takes precedence, because the clients of a closed loop slow down with the server
-    and so hide the queue of real clients.
+    A rate search takes precedence, because clients of a closed loop slow down with the server and
+    thereby hide queues.
     """
     slo = result.slo
     if slo.is_empty:
@@ -435,9 +434,10 @@ def format_headline(result: BenchResult) -> str:
 
 
 def format_point(point: LoadPoint) -> str:
-    """``231/s at 8 clients, p50 34.1 ms, p99 41.2 ms``, and errors where there were any.
+    """Return text such as ``231/s at 8 clients, p50 34.1 ms, p99 41.2 ms``, and any errors.
 
-    Of streamed answers tokens and goodput, and the times to the first token and between tokens.
+    For streamed answers, the text has tokens, goodput, and p99 of the first token and between
+    tokens.
     """
     rate = rounded(point.median("throughput_per_s"))
     half, most = (milliseconds(point.median(name)) for name in ("p50_us", "p99_us"))

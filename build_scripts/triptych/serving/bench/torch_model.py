@@ -1,4 +1,4 @@
-"""The pipeline's model in PyTorch fp32 on padded batches, as transformers' own users call it."""
+"""Run the pipeline's model in PyTorch fp32 on padded batches."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from triptych.spec.tasks.task import Core
 
 
 class TorchModel:
-    """Rows to vectors where the core pools, else to logits; nothing is decoded.
+    """Model that returns vectors if the core pools, otherwise logits, without decoding.
 
-    Logits are of every token where the model gives them so: of fill-mask, too, whose users get
-    them at every place and pick the mask's afterwards.
+    Token models, including those for fill-mask, return logits of every token.
 
     Args:
-        folder: as `save_pretrained` wrote it.
-        facts: of the model.
-        core: what the pipeline's core computes.
-        compiled: whether `torch.compile` is asked to compile it, for all shapes.
+        folder: Folder that `save_pretrained` wrote.
+        facts: Facts about the model.
+        core: Definition of the pipeline's core.
+        compiled: Whether `torch.compile` compiles the model, with dynamic shapes.
 
     Raises:
-        UserError: transformers cannot load the model.
+        UserError: Transformers cannot load the model.
     """
 
     def __init__(self, folder: Path, facts: ModelFacts, core: Core, *, compiled: bool) -> None:
@@ -43,10 +42,10 @@ class TorchModel:
             self._model = torch.compile(self._model, dynamic=True)
 
     def __call__(self, samples: Sequence[Sample]) -> tuple[Any, ...]:
-        """One padded batch: FP32 ``[rows, ...]``, two of them for spans.
+        """Run one padded batch; return FP32 tensors ``[rows, ...]``, two for spans.
 
         Args:
-            samples: all tokens, or all pixels of one size.
+            samples: Token rows, or pixels of one size.
         """
         with torch.inference_mode():
             rows = [sample for sample in samples if isinstance(sample, TokenRow)]

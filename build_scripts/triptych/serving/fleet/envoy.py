@@ -1,7 +1,7 @@
-"""Envoy in front of replicas: its numbers with their reasons, for ``templates/envoy.yaml.j2``.
+"""Write Envoy's configuration for replicas, with the reason of each number.
 
-Requests that only one server can answer (statistics, shared memory, repository) have no route: a
-client sends them to that server.
+Requests about one server (statistics, shared memory, repository) have no route; clients send them
+to that server. The template is ``templates/envoy.yaml.j2``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _EDGES_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30
 
 @dataclass(frozen=True)
 class ProxySettings:
-    """Seconds, milliseconds, MiB and percent, as the names say; `proxy_settings` makes one.
+    """Numbers of Envoy's configuration, each with its reason; units are in the names.
 
-    `affinity`, where it is set, is a header of streams that decides on their replica.
+    `affinity` is an optional header of streams that selects their replica.
     """
 
     max_request_mib: ExplainedValue
@@ -95,7 +95,7 @@ def proxy_settings(
     limits_ms: Iterable[float] = (),
     affinity: str | None = None,
 ) -> ProxySettings:
-    """The settings of a fleet.
+    """Return the settings of a fleet.
 
     Args:
         replicas: Minimum number of replicas behind the proxy.
@@ -132,7 +132,7 @@ def proxy_settings(
 
 
 class Service(NamedTuple):
-    """One of the two ways to ask a replica: its name in Envoy's statistics, and the protocol."""
+    """A protocol of the replicas, with the cluster's name in Envoy's statistics."""
 
     cluster: str
     is_grpc: bool
@@ -148,7 +148,7 @@ CANDIDATES = {
 
 @dataclass(frozen=True)
 class EndpointFiles:
-    """Replicas as files tell them, which are exchanged by rename; `assignment` makes them."""
+    """Files that list the replicas (see `assignment`), replaced by rename."""
 
     grpc: Path
     http: Path
@@ -156,7 +156,7 @@ class EndpointFiles:
 
 @dataclass(frozen=True)
 class EndpointNames:
-    """Replicas as DNS tells them: every address of a host, such as a headless Service's."""
+    """DNS name of the replicas, such as a headless Service; each address is a replica."""
 
     host: str
     grpc_port: int
@@ -168,7 +168,7 @@ Endpoints = EndpointFiles | EndpointNames
 
 @dataclass(frozen=True)
 class Mirror:
-    """A candidate that gets a copy of some requests; what it answers is thrown away.
+    """Candidate that gets copies of some requests; its responses are discarded.
 
     Attributes:
         share: Ratio of the requests for inference, 0 to 1.
@@ -187,7 +187,7 @@ def assignment(service: Service, addresses: Iterable[tuple[str, int]]) -> dict[s
 
 
 def assigned(cluster: str, addresses: Iterable[tuple[str, int]]) -> dict[str, Any]:
-    """The hosts and ports of a cluster."""
+    """Return the part of a configuration with the hosts and ports of a cluster."""
     hosts = [
         {"endpoint": {"address": {"socket_address": {"address": host, "port_value": port}}}}
         for host, port in addresses
@@ -199,7 +199,7 @@ def assigned(cluster: str, addresses: Iterable[tuple[str, int]]) -> dict[str, An
 class Listen:
     """Address and ports of Envoy; the admin page always listens on loopback.
 
-    The metrics port serves ``/metrics`` and ``/ready`` and nothing else of the admin page.
+    The metrics port serves only ``/metrics`` and ``/ready`` of the admin page.
     """
 
     host: str
@@ -210,7 +210,7 @@ class Listen:
 
 
 class Route(NamedTuple):
-    """A kind of request, by Envoy's match of its path."""
+    """Kind of request, selected by Envoy's match of its path."""
 
     match: dict[str, Any]
     is_inference: bool = False
@@ -241,7 +241,7 @@ _HTTP_ROUTES = (
 def bootstrap(
     settings: ProxySettings, listen: Listen, endpoints: Endpoints, mirror: Mirror | None = None
 ) -> Any:
-    """Return the configuration, in which numbers have their reasons (see `base.explained`)."""
+    """Return the configuration, with the reasons of its numbers (see `base.explained`)."""
     clusters = [_cluster(service, service.cluster, endpoints) for service in (GRPC, HTTP)]
     if mirror is not None:
         clusters += [
@@ -280,7 +280,7 @@ def bootstrap(
 
 
 def _cluster(service: Service, name: str, endpoints: Endpoints) -> dict[str, Any]:
-    """Return what the template needs of a cluster that endpoints of one protocol make up."""
+    """Return the template's data of a cluster of `endpoints`."""
     cluster = {"name": name, "is_grpc": service.is_grpc, "is_candidate": False, "file": None}
     if isinstance(endpoints, EndpointNames):
         port = endpoints.grpc_port if service.is_grpc else endpoints.http_port

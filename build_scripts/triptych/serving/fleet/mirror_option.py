@@ -21,7 +21,7 @@ class MirrorOption(NamedTuple):
 
 
 def parse_mirror(text: str) -> MirrorOption:
-    """Parse ``REPOSITORY:SHARE``.
+    """Return the repository and the share of an option ``REPOSITORY:SHARE``.
 
     Raises:
         UserError: The form is wrong, or a pipeline of the repository has no `serving.sample`.

@@ -1,4 +1,4 @@
-"""What a config says of plans, devices, profiles, copies and CUDA graphs."""
+"""Read plans, devices, profiles, pinned memory and CUDA graphs from a model's config."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PLAN_FILE = "model.plan"
 
 
 def device_of(config: ModelConfig, *, kind: str, device_id: str) -> int:
-    """The number of the GPU of one instance, whose `kind` is GPU, CPU or MODEL.
+    """Return the number of an instance's GPU; `kind` is GPU, CPU or MODEL.
 
-    KIND_MODEL, by which a backend chooses for itself, means the first GPU: so the model loads where
-    Triton itself sees none. The native backend refuses it.
+    KIND_MODEL selects the first GPU, so that the model also loads if Triton itself finds no GPU.
+    The native backend rejects KIND_MODEL.
 
     Raises:
-        ContractError: the instance is to run on the processor.
+        ContractError: The instance must run on the CPU.
     """
     if kind == "GPU":
         return int(device_id)
@@ -36,10 +36,10 @@ def device_of(config: ModelConfig, *, kind: str, device_id: str) -> int:
 
 
 def plan_file(version_folder: Path, config: ModelConfig) -> Path:
-    """The plan of one model version: the config's file, or ``model.plan``.
+    """Return the plan of a model version: the file that the config names, or ``model.plan``.
 
     Raises:
-        ContractError: there is none, or the config names one for each compute capability.
+        ContractError: The file is missing, or the config has `cc_model_filenames`.
     """
     if config.get("cc_model_filenames"):
         raise ContractError(
@@ -50,12 +50,12 @@ def plan_file(version_folder: Path, config: ModelConfig) -> Path:
 
 
 def profiles_of(config: ModelConfig, instance: str) -> list[int]:
-    """Places of the optimization profiles that an instance uses; the first where it names none.
+    """Return the indices of an instance's optimization profiles, by default the first profile.
 
-    Triton makes the name of an `instance` of its group's and a number.
+    Triton names an `instance` by the name of its group and a number.
 
     Raises:
-        ContractError: a name that is no number.
+        ContractError: A profile's name is not a number.
     """
     groups = config.get("instance_group", [])
     own = [group for group in groups if instance.startswith(f"{group.get('name', '')}_")]
@@ -71,7 +71,7 @@ def profiles_of(config: ModelConfig, instance: str) -> list[int]:
 
 
 def pinned(config: ModelConfig) -> tuple[bool, bool]:
-    """Whether the copies of inputs and of outputs use page-locked memory; Triton's default: yes."""
+    """Whether input and output copies use page-locked memory, by default both, as in Triton."""
     optimization = config.get("optimization", {})
     inputs = optimization.get("input_pinned_memory", {})
     outputs = optimization.get("output_pinned_memory", {})
@@ -79,11 +79,11 @@ def pinned(config: ModelConfig) -> tuple[bool, bool]:
 
 
 def graph_specs(config: ModelConfig) -> list[GraphSpec]:
-    """The CUDA graphs to capture; none unless the config turns them on and lists them.
+    """Return the CUDA graphs to capture; none unless the config enables and lists them.
 
     Raises:
-        ContractError: a graph for a model that does not batch, a batch size that it never has, or
-            a lower bound that gives other dims than the graph.
+        ContractError: A graph's batch size is not between 1 and the model's maximum, or its lower
+            bound has other dims than the graph.
     """
     cuda = config.get("optimization", {}).get("cuda", {})
     if not cuda.get("graphs"):
