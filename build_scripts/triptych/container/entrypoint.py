@@ -54,7 +54,7 @@ def check_model_names(repository: Path) -> None:
             )
 
 
-# Each step is a process of its own: threads of tokenizers would fight over the cores.
+# Each step is a separate process, whose tokenizer threads would compete for the cores.
 _STEPS = {"TOKENIZERS_PARALLELISM": "false"}
 _VERSION_FILE = Path("/opt/tritonserver/TRITON_VERSION")
 
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         print(inert(f"error: {error.message}"), file=sys.stderr, flush=True)
         return EXIT_MISTAKE
-    os.umask(0o077)  # what users sent lies in shared memory: nobody else may read it
+    os.umask(0o077)  # shared memory has user data, which must be private
     return supervise(
         words,
         server_variables(os.environ),

@@ -78,7 +78,7 @@ def uses_rate_limiter(repository: Path) -> bool:
 
 
 def _flags(options: ServerFlags) -> Iterator[str]:
-    # Loading models on request runs code of whoever may write to the repository.
+    # Loading models on request would run code of any user who can write to the repository.
     yield "--model-control-mode=none"
     # A half-loaded server must not look like a started one.
     yield "--exit-on-error=true"
@@ -90,7 +90,7 @@ def _flags(options: ServerFlags) -> Iterator[str]:
     if options.rate_limit:
         yield "--rate-limit=execution_count"
     if options.version_compatible:
-        # Such plans bring host code of their own, which the backend refuses unless told.
+        # Such plans contain host code, which the backend rejects without this flag.
         yield "--backend-config=tensorrt,version-compatible=true"
     yield from restricted_flags(RESTRICTED, options.restricted_key)
     # Before a step gets it, and its shared memory grows for good. gRPC has no such flag.
@@ -107,7 +107,7 @@ def _flags(options: ServerFlags) -> Iterator[str]:
     yield "--grpc-http2-max-pings-without-data=0"
     # Clients may ping every 10 s; the default hangs up on any that ping more than every 300 s.
     yield "--grpc-http2-min-recv-ping-interval-without-data=10000"
-    # A connection stays on one replica: clients must connect anew to find one that was added.
+    # A connection stays on one replica, so clients must reconnect to find a new replica.
     yield f"--grpc-max-connection-age={options.connection_age_s * 1000}"
     yield f"--grpc-max-connection-age-grace={options.exit_timeout_s * 1000}"
     # Two threads, the default, take in all requests: too few for many short ones.

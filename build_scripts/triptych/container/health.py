@@ -51,7 +51,7 @@ def find_server_fault(url: str) -> str | None:
 def _ask(url: str, pipeline: ServedPipeline) -> str | None:
     try:
         body = (pipeline.repository / pipeline.name / QUESTION_FILE).read_bytes()
-    except FileNotFoundError:  # an ensemble of somebody else's
+    except FileNotFoundError:  # triptych did not build this ensemble
         return None
     headers = {"Inference-Header-Content-Length": str(body.index(b"\n") + 1)}
     return _fault(pipeline.name, f"{url}/v2/models/{pipeline.name}/infer", body, headers)

@@ -62,12 +62,12 @@ STARVED = (
 """Explanation for a server that ended or never finishes loading for this reason."""
 
 _DRAIN_POLL_S = 0.02
-# After the last answer was made it still has to be written, by processes that may have to wait for
-# the CPU: much longer than it takes, where there was one.
+# The last response must still be written after it was computed, by processes that may wait for a
+# CPU. These times are much longer than the write itself.
 _QUIET_S = 0.2
 _LAST_WRITE_S = 2.0
 _LOOK_S = 1.0
-# A step that was told to end does so within this time, also on a busy machine.
+# A step ends within this time after its signal, also on a busy machine.
 _MAX_END_S = 15.0
 _WAIT4 = {"x86_64": "61", "aarch64": "260"}
 
@@ -182,7 +182,7 @@ than the usual 8 MiB hold, and ends the server. Only what is used takes memory."
 
 
 def stack_limits() -> tuple[int, int]:
-    """The soft and the hard limit of a server's stack, in bytes, as far as the system allows."""
+    """Return the soft and the hard limit of a server's stack in bytes, as the system allows."""
     _, most = resource.getrlimit(resource.RLIMIT_STACK)
     return STACK_BYTES if most == resource.RLIM_INFINITY else min(STACK_BYTES, most), most
 
@@ -198,9 +198,9 @@ def supervise(
 
     Args:
         command: Command line of tritonserver.
-        variables: its environment.
-        is_ready: whether it has loaded all of its models.
-        grace_s: how long an orderly stop may take.
+        variables: Environment of the server.
+        is_ready: Whether the server has loaded all of its models.
+        grace_s: Maximum time of an orderly stop, in seconds.
 
     Returns:
         The exit code: 0 after an orderly stop, never 0 after a death.
@@ -209,7 +209,7 @@ def supervise(
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: asked.append(number))
-    # A session of its own: what a terminal sends reaches this process, which passes it on in order.
+    # In a separate session, signals of a terminal reach only this process, which forwards them.
     server = subprocess.Popen(command, env=variables, start_new_session=True)
     conceal_keys(server.pid)
     steps: dict[int, str] = {}

@@ -140,7 +140,7 @@ class Admission:
         return max(self._rows, 0.0) * self._row_s * known
 
     def _lost_count(self) -> bool:
-        """Whether there was no progress for so long that one request is admitted as a test."""
+        """Whether progress stopped for long enough to admit one request as a test."""
         patience_s = max(PATIENCE_S, 3 * self._row_s * self._rows_a_request)
         lost = self._began_at - self._progress_at > patience_s
         if lost:

@@ -38,16 +38,17 @@ from .sampling_parameters import FIELD
 from .triton_io import error_response, inputs_of, make_private, settings_of
 
 QUIET_S = 0.5
-"""A request without a new token for so long sends an empty chunk: postprocess can see only then
-whether anybody still waits for it."""
+"""Time without a token after which a request sends an empty chunk, in seconds.
+
+Only with a chunk can postprocess see whether the client still waits."""
 TICK_S = 0.1
 SETTLE_S = 0.005
 LOST_S = 2.0
-"""A chunk that postprocess has not taken after so long is lost: the next one waits no longer."""
+"""Time after which a chunk that postprocess has not taken counts as lost, in seconds."""
 EARLY_S = 60.0
-"""A request may come so long after the one that cancels it: several steps may work before."""
+"""Maximum time between a cancellation and the request that it cancels, in seconds."""
 RETRY_MS = 1000
-"""Wait that a refused request is told: answers differ too much in length to estimate one."""
+"""Retry delay of a rejected request, in milliseconds; answer lengths vary too much to estimate."""
 _MAX_FAULT = 300
 
 
@@ -75,7 +76,7 @@ class _RequestStream:
         self._cancel_at = cancel_at
 
     def chunk(self, place: Place, delta: Delta, *, finish: str = "", error: str = "") -> Any:
-        """The next response."""
+        """Return the next response."""
         self.told_at = time.monotonic()
         self.number = place.number
         chunk = CoreChunk(
@@ -286,7 +287,7 @@ class TritonPythonModel:
         self._outbox.put((stream.sender, response))
 
     def _deliver(self) -> None:
-        """Send what is in the outbox; None as a response tells that the last one was sent."""
+        """Send the responses of the outbox; the response None ends a stream."""
         while (item := self._outbox.get()) is not None:
             sender, response = item
             if response is None:
@@ -307,11 +308,11 @@ class TritonPythonModel:
                 if not self._send_waiting(stream) and is_quiet:
                     self._send(stream)
             self._early = {name: at for name, at in self._early.items() if now - at < EARLY_S}
-            # An engine that nothing is asked of takes no steps, and tells of none.
+            # An idle engine takes no steps and does not report its load.
             load = self._load if self._streams else EngineLoad()
             if sending is None or sending.done():
                 due = self._metrics.take_due(load, len(self._streams))
-                if due:  # the server is waited for elsewhere
+                if due:  # the call blocks, so it runs in a thread
                     sending = asyncio.ensure_future(asyncio.to_thread(self._metrics.send, due))
 
     def _on_loop(self, work: Any) -> Any:

@@ -88,8 +88,8 @@ def make_time_bounds(limits_ms: Mapping[str, float]) -> dict[str, list[float]]:
 class PreprocessErrors:
     """Counter of the requests that do not reach the core, sent at once.
 
-    The metric has a name of its own: Triton removes a metric that two models share together with
-    the first of them.
+    The metric has a separate name, because Triton removes a metric that two models share when the
+    first of them is unloaded.
     """
 
     def __init__(self, pipeline: str) -> None:

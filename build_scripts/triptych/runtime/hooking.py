@@ -1,4 +1,4 @@
-"""The pipeline's own functions, where it has any: called on plain rows, checked on the way back."""
+"""Load the hooks of a pipeline, call them with rows of plain data, and check their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOOKS_FILE = "hooks.py"
 MODULE_NAME = "triptych_hooks"
 FUNCTIONS = ("before", "after", "decode")
 REDACT = "redact"
-"""Called on what is sampled, not on requests."""
+"""Hook for samples, not for requests."""
 
 Row = dict[str, Any]
 Hook = Callable[..., list[Row]]
@@ -35,7 +35,7 @@ NUMPY_TYPES: dict[str, type[np.generic]] = {
 
 
 def load_hooks(folder: Path) -> ModuleType | None:
-    """The module ``hooks.py`` of `folder`, or None."""
+    """Return the module ``hooks.py`` of `folder`, or None."""
     path = folder / HOOKS_FILE
     if not path.is_file():
         return None
@@ -43,7 +43,7 @@ def load_hooks(folder: Path) -> ModuleType | None:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be loaded")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # `dataclasses` needs the module there
     spec.loader.exec_module(module)
     return module
 
@@ -54,7 +54,7 @@ def find_hook(folder: Path, name: str) -> Hook | None:
 
 
 def takes_inputs(after: Any) -> bool:
-    """Whether `after` asks for the request's inputs, by a parameter `inputs`."""
+    """Whether `after` has a parameter `inputs`, for the request's inputs."""
     return callable(after) and "inputs" in inspect.signature(after).parameters
 
 
@@ -65,13 +65,14 @@ def call_hook(
     keys: Sequence[str],
     inputs: list[Row] | None = None,
 ) -> list[Row]:
-    """`hook` on `rows`: as many rows, each with `keys` and no others.
+    """Return the result of `hook` on `rows`: the same number of rows, each with exactly `keys`.
 
-    `inputs` are the rows of the request, for a hook that takes them.
+    Args:
+        inputs: Rows of the request, for a hook that takes them.
 
     Raises:
-        RequestError: the hook raised ValueError, in its words.
-        RuntimeError: it raised anything else, or returned something else.
+        RequestError: The hook raised ValueError; the error has its message.
+        RuntimeError: The hook raised another exception, or its result has another form.
     """
     given = len(rows)
     try:
@@ -95,11 +96,11 @@ def call_hook(
 def call_before(
     hook: Hook, rows: list[Row], fields: Sequence[str], *, encoded: Sequence[str]
 ) -> list[Row]:
-    """`before` on rows of inputs: str, or bytes where `encoded`.
+    """Return the result of `before` on rows of inputs: bytes for `encoded` fields, otherwise str.
 
     Raises:
-        RequestError: the hook raised ValueError, in its words.
-        RuntimeError: it raised anything else, or returned something else.
+        RequestError: The hook raised ValueError; the error has its message.
+        RuntimeError: The hook raised another exception, or its result has another form.
     """
     result = call_hook("before", hook, rows, fields)
     for row in result:
@@ -114,10 +115,10 @@ def call_before(
 
 
 class RowForm:
-    """The ensemble's outputs as the rows `after` and `decode` see, and back again.
+    """Converter between the ensemble's outputs and the rows of `after` and `decode`.
 
     Args:
-        outputs: name, dtype, dims (without the batch) and whether elements are JSON texts.
+        outputs: Name, dtype, dims (without the batch) and ``json`` (whether elements are JSON).
     """
 
     def __init__(self, outputs: Sequence[Mapping[str, Any]]) -> None:
@@ -125,16 +126,16 @@ class RowForm:
         self.names = [output["name"] for output in outputs]
 
     def rows(self, tensors: Mapping[str, NDArray[Any]]) -> list[Row]:
-        """Each row as a dict: scalars for outputs of dims [1], lists of str, arrays of numbers."""
+        """Return each row as a dict of scalars (dims [1]), lists of str, or arrays of numbers."""
         count = len(tensors[self.names[0]])
         columns = {o["name"]: self._column(o, tensors[o["name"]]) for o in self._outputs}
         return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 
     def tensors(self, rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
-        """The outputs of `rows`, each ``[len(rows), …]``.
+        """Return the outputs of `rows`, each ``[len(rows), …]``.
 
         Raises:
-            RuntimeError: a value does not fit the output.
+            RuntimeError: A value does not fit the output.
         """
         return {o["name"]: self._tensor(o, [row[o["name"]] for row in rows]) for o in self._outputs}
 
@@ -173,7 +174,7 @@ class RowForm:
 
 
 def _texts(rows: Sequence[Any], *, as_json: bool) -> NDArray[np.object_]:
-    """Rows of texts, or of what becomes JSON, as bytes; a str is no row of texts."""
+    """Return rows of texts, or of data for JSON, as bytes; a row must be a list, not a str."""
     for row in rows:
         if not isinstance(row, list | tuple | np.ndarray):
             raise TypeError(f"a row must be a list of str, not {type(row).__name__} {row!r:.40}")
@@ -187,7 +188,7 @@ def _texts(rows: Sequence[Any], *, as_json: bool) -> NDArray[np.object_]:
 
 
 def _numbers(rows: Sequence[Any], dtype: type[np.generic]) -> NDArray[Any]:
-    """Rows of numbers in `dtype`: whole ones where it has only those, none that it cannot hold."""
+    """Return rows of numbers as `dtype`; raise an error if a number does not fit."""
     given = np.array(rows)
     if given.size and not np.can_cast(given.dtype, dtype, "same_kind"):
         raise TypeError(f"elements must be {dtype.__name__}, not {given.dtype}")

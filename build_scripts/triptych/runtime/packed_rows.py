@@ -56,7 +56,7 @@ def unpack_rows(values: NDArray[Any], lengths: Sequence[int]) -> NDArray[Any]:
 
 
 def slots_of(tokens: int) -> int:
-    """Return the slots that the core makes for a longest row of so many tokens."""
+    """Return the number of slots of the core for a longest row of `tokens` tokens."""
     return -(-tokens // MULTIPLE) * MULTIPLE
 
 

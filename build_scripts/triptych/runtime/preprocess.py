@@ -1,4 +1,4 @@
-"""The preprocess step of every task: requests in, the core's rows out."""
+"""Run the preprocess step of every task: from requests to rows of the core."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ from .triton_io import (
 
 
 class TritonPythonModel:
-    """The ensemble's inputs, BYTES ``[n, 1]`` each, to what the task's row maker makes of them.
+    """Step that converts the ensemble's inputs, each BYTES ``[n, 1]``, with the task's row maker.
 
-    ``ticket`` INT64 ``[core rows, 4]`` goes past the core to postprocess, and so does ``carry``
-    BYTES ``[core rows, 1]`` where the task has one. Where `hooks.after` takes the inputs, they go,
-    too, as `given` says.
+    ``ticket`` INT64 ``[core rows, 4]`` goes directly to postprocess, as does ``carry`` BYTES
+    ``[core rows, 1]`` if the task has one. Inputs are forwarded too if `hooks.after` takes them.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -70,18 +69,18 @@ class TritonPythonModel:
         )
         make_private()
         self._drawing: Any = None
-        if "sample" in settings:  # else the module is not even there
+        if "sample" in settings:  # without samples, the module is not installed
             sampling = import_module(".sampling", __package__)
             self._drawing = sampling.RowSampler(settings["sample"]["rate"])
             self._add_payload = sampling.add_payload
         self._row_tokens = RowTokens(settings)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer every request; a request at fault gets its own error."""
+        """Return a response to every request; an invalid request gets its own error."""
         responses: list[Any] = [None] * len(requests)
         row_inputs: dict[int, RowInputs] = {}
         drawn: dict[int, bytes] = {}
-        # Triton's own field of a request, in microseconds; 0 where there is none.
+        # Triton's timeout of a request is in microseconds, and 0 without one.
         left_s = [request.timeout() / 1e6 or None for request in requests]
         self._admission.begin()
         for index, request in enumerate(requests):
@@ -110,8 +109,8 @@ class TritonPythonModel:
         last_width = answered[order[-1]].width if order else 0
         for index, response in zip(order, self._backlog.take(ready), strict=True):
             if self._by_width and response is not None and answered[index].width != last_width:
-                # Triton joins only neighbors of equal shape into one batch of the core. To send
-                # takes a round trip each: the most go by being returned, after all others.
+                # Triton batches only adjacent requests of equal shape. A send takes a round trip,
+                # so the most frequent shape is returned instead, after all others.
                 send(requests[index].get_response_sender(), response)
             else:
                 responses[index] = response
@@ -120,7 +119,7 @@ class TritonPythonModel:
         return responses
 
     def _in_order(self, answered: dict[int, CoreRows]) -> list[int]:
-        """The requests as they go to the core: bucketed by width, the most frequent one last."""
+        """Return the order of requests for the core: by padded length, the most frequent last."""
         if not self._by_width or not answered:
             return list(answered)
         widths = joined_widths(list(answered.values()), batch_tokens=self._batch_tokens)
@@ -136,7 +135,7 @@ class TritonPythonModel:
         self._row_tokens.flush()
 
     def _read(self, request: Any) -> tuple[RowInputs, bytes]:
-        """The request for the row maker, and what of it is sampled; empty for nothing."""
+        """Return the request for the row maker, and its sample payload, which may be empty."""
         parameters = check_parameters(request.parameters(), self._rules, self._defaults)
         inputs = inputs_of(request)
         columns: dict[str, list[Any]] = {

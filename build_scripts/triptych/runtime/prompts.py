@@ -1,4 +1,4 @@
-"""Token ids of prompts: texts, rendered chats, and Marian's source texts."""
+"""Make token ids of prompts, from texts, rendered chats and Marian's source texts."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The prompt of a conversation, up to where the model's answer begins.
+        """Return the prompt of a conversation, up to the beginning of the model's answer.
 
         Raises:
-            RequestError: the model has no template, or its template refuses the messages.
+            RequestError: The model has no template, or its template rejects the messages.
         """
         if self._template is None:
             raise RequestError(
@@ -107,7 +107,7 @@ SPACE = "\u2581"
 
 
 class SourcePieces:
-    """Makes ids as `transformers.MarianTokenizer` does.
+    """Tokenizer with the same ids as `transformers.MarianTokenizer`.
 
     Args:
         tokenizer: finds pieces in what sentencepiece would look for them in.
@@ -127,7 +127,7 @@ class SourcePieces:
         self._characters = CharacterMap(b64decode(known["characters"]))
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, with the end."""
+        """Return the ids of a text, with the end token."""
         pieces: list[str] = []
         for part in self._split.split(text):
             if part in self._special:
@@ -141,7 +141,7 @@ class SourcePieces:
         return [*(self._ids.get(piece, self._unknown) for piece in pieces), self._end]
 
     def _find(self, text: str) -> list[str]:
-        """The pieces of a text, which is made as sentencepiece's normalizer does."""
+        """Return the pieces of a text, normalized as in sentencepiece."""
         plain = re.sub(" {2,}", " ", self._characters.change(text)).lstrip(" ")
         plain = plain.replace(" ", SPACE).rstrip(SPACE)
         if not plain:
@@ -167,7 +167,7 @@ class CharacterMap:
         self._texts = compiled[4 + size :]
 
     def change(self, text: str) -> str:
-        """`text`, with the longest characters from each place that become others as these."""
+        """Return `text` with the longest match of the map at each position replaced."""
         if not self._units:
             return text
         given, made, at = text.encode(), bytearray(), 0
@@ -198,7 +198,7 @@ class CharacterMap:
 
 
 def _below(unit: int) -> int:
-    """How far off the children of a unit are."""
+    """Return the offset of a unit's children."""
     return unit >> 10 << ((unit & 1 << 9) >> 6)
 
 
@@ -206,7 +206,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 
 class Prompts:
-    """Makes prompts of one model.
+    """Encoder of prompts for one model.
 
     Args:
         settings: ``special_tokens``, name to text; ``max_length``, tokens of a prompt and its
@@ -236,10 +236,9 @@ class Prompts:
             self._widest = max(map(len, self._tokenizer.get_vocab()))
 
     def of_text(self, text: str) -> list[int]:
-        """The ids of a text, with the tokens that the tokenizer adds.
+        """Return the ids of a text, with the tokens that the tokenizer adds.
 
-        A text that begins with the first of these (a chat template was applied before) gets no
-        second one.
+        No tokens are added if the text already begins with the BOS token (a rendered chat).
         """
         whole = self._prefix + text
         if self._pieces is not None:
@@ -248,7 +247,7 @@ class Prompts:
         return self._encode(whole, "text_input", special=not rendered)
 
     def of_messages(self, text: str) -> list[int]:
-        """The ids of a conversation: a JSON list of objects with `role` and `content`."""
+        """Return the ids of a conversation: a JSON list of objects with `role` and `content`."""
         rendered = self._template.render(read_messages(text))
         try:
             rendered.encode()
@@ -297,10 +296,10 @@ class Prompts:
 
 
 def read_messages(text: str) -> list[Message]:
-    """A conversation; parts of a message, which must be texts, are joined by line ends as in vLLM.
+    """Return a conversation; text parts of a message are joined by line feeds, as in vLLM.
 
     Raises:
-        RequestError: no JSON list of at least one message, or a message without its strings.
+        RequestError: The text is not a JSON list of messages with `role` and `content`.
     """
     try:
         messages = json.loads(text)

@@ -93,7 +93,7 @@ class EngineFailed(StepError):
 
 
 class InternalError(StepError):
-    """A step failed by a fault of its own."""
+    """Internal error of a step."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(f"{type(cause).__name__}: {cause}. This is a bug of the pipeline.")

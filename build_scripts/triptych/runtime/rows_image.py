@@ -32,7 +32,7 @@ MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX")
 """Kinds of pixel, 8 bits a channel at most, whose colors are not a matter of a profile."""
 
 IMAGES_A_REQUEST = 2
-"""All images of a request together may have so many times the pixels that one may have."""
+"""Maximum total pixels of a request's images, as a multiple of the limit of one image."""
 
 MAX_THREADS = 4
 _BIT_DEPTH = 24  # place in a PNG file: signature, length and name of the header, two sizes
@@ -96,7 +96,7 @@ def to_pixels(image: Image.Image, facts: Mapping[str, Any]) -> NDArray[np.uint8]
 
 
 def resized(facts: Mapping[str, Any], height: int, width: int) -> tuple[int, int]:
-    """Height and width of an image after resizing, before the crop."""
+    """Return height and width of an image after resizing, before the crop."""
     if facts["resize"] == "exact":
         return facts["edges"][0], facts["edges"][1]
     if facts["resize"] == "shorter":
@@ -107,7 +107,7 @@ def resized(facts: Mapping[str, Any], height: int, width: int) -> tuple[int, int
 
 
 class ImageRowMaker:
-    """One core row a row: ``pixels`` UINT8 ``[n, height, width, channels]``."""
+    """Row maker with one core row per row: ``pixels`` UINT8 ``[n, height, width, channels]``."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
         self._facts: Mapping[str, Any] = settings["image"]
@@ -117,7 +117,7 @@ class ImageRowMaker:
         self._pool = ThreadPoolExecutor(self._threads)  # starts a thread when it is first needed
 
     def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
-        """The pixels of every row; a request with a bad image gets its first fault instead."""
+        """Return the pixels of every row; a request with an invalid image gets its first error."""
         crowded = [self._crowded(request.columns[FIELD]) for request in requests]
         pixels = [
             np.empty((len(request.columns[FIELD]), *self._shape), np.uint8) for request in requests
@@ -183,9 +183,9 @@ def _call(job: partial[RequestError | None]) -> RequestError | None:
 
 @contextmanager
 def own_limits() -> Iterator[None]:
-    """Pillow neither warns of nor refuses large images: `Limits` does, and in our words.
+    """Disable Pillow's size limit while the block runs, because `Limits` replaces it.
 
-    Holds for the whole process, so it is entered once for all threads.
+    The change affects the whole process, so one block must enclose all threads.
     """
     before = Image.MAX_IMAGE_PIXELS
     with warnings.catch_warnings():
@@ -215,7 +215,7 @@ def _header_fault(image: Image.Image, data: bytes, limits: Limits) -> tuple[str,
 
 
 def _crop(pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """The middle of an image; where it is smaller, zeros around it, the odd one before it."""
+    """Return the center of an image, padded with zeros if it is smaller; odd padding goes first."""
     missing = (max(0, height - pixels.shape[0]), max(0, width - pixels.shape[1]))
     if any(missing):
         pads = [((size + 1) // 2, size // 2) for size in missing]

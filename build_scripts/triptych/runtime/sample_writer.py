@@ -142,7 +142,7 @@ class SampleWriter:
                 # The arrays may lie in memory that Triton takes back after the answer.
                 self._waiting.append((payload, {name: a.copy() for name, a in outputs.items()}))
                 self._waiting_bytes += len(payload)
-        if not taken:  # told here: the writer may hang in `redact`
+        if not taken:  # counted here, because the writer may hang in `redact`
             self._count({(DROPS, "waiting"): 1})
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -167,7 +167,7 @@ class SampleWriter:
                 if ending or time.monotonic() >= ends_at:
                     ends_at = time.monotonic() + self._window_s
                     self._flush()
-            except Exception as error:  # of a kind that nobody foresaw: its words may be a text
+            except Exception as error:  # an unforeseen message may quote user text
                 self._counts[DROPS, "fault"] += len(self._reservoir)
                 self._reservoir, self._reservoir_bytes, self._seen = [], 0, 0
                 pb_utils.Logger.log_warn(f"samples of {self._pipeline}: {type(error).__name__}")
@@ -188,7 +188,7 @@ class SampleWriter:
         """Take a request; an invalid one must not cost the rows of others."""
         try:
             self._take(payload, outputs)
-        except Exception:  # whoever reaches the steps themselves may send anything
+        except Exception:  # clients of the step itself may send anything
             self._counts[DROPS, "fault"] += 1
 
     def _take(self, payload: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:

@@ -89,18 +89,18 @@ def check_sampling(
     adapters: Collection[str] = (),
     parameters: str = "{}",
 ) -> dict[str, Any]:
-    """The parameters of a request, all of them, over the `defaults`.
+    """Return all sampling parameters of a request, with defaults.
 
     Args:
-        text: a JSON object; empty for none.
-        defaults: a value for each parameter, as `DEFAULTS`.
-        room: tokens that there are for an answer.
-        adapters: names of those that the pipeline has.
-        parameters: JSON parameters of Triton's request, as for vLLM's own backend: over HTTP fields
-            beside the inputs. What `text` says counts for more.
+        text: JSON object, or an empty text.
+        defaults: Value of each parameter, such as `DEFAULTS`.
+        room: Maximum number of tokens of the answer.
+        adapters: Names of the pipeline's adapters.
+        parameters: JSON parameters of Triton's request, as for Triton's vLLM backend (over HTTP,
+            fields next to the inputs). Values in `text` take precedence.
 
     Raises:
-        RequestError: no JSON object, an unknown name, a value that will not do.
+        RequestError: The text is not a JSON object, a name is unknown, or a value is invalid.
     """
     given = {**own_parameters(parameters), **_read(text)}
     for name, value in given.items():
