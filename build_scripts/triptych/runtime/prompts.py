@@ -36,8 +36,8 @@ class ChatTemplate:
     """One model's template, rendered as transformers does: same filters, same sandbox.
 
     Args:
-        source: Jinja text; None for a model that has none.
-        special_tokens: name to text (``bos_token`` and the like), as the template may use them.
+        source: Jinja text; None for a model without a template.
+        special_tokens: Text of the special tokens by name, such as ``bos_token``.
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
@@ -110,10 +110,10 @@ class SourcePieces:
     """Tokenizer with the same ids as `transformers.MarianTokenizer`.
 
     Args:
-        tokenizer: finds pieces in what sentencepiece would look for them in.
-        file: a JSON object: ``ids`` of pieces, in a vocabulary that the languages share;
-            ``special``, those that are a token wherever a text has them; the id of what is
-            ``unknown`` and that of the ``end``; ``characters``, a `CharacterMap` in base 64.
+        tokenizer: Tokenizer that splits normalized text into pieces.
+        file: JSON object with ``ids`` (id by piece, in the shared vocabulary), ``special`` (pieces
+            that are always a token), the ids ``unknown`` and ``end``, and ``characters`` (a
+            `CharacterMap` in base64).
     """
 
     def __init__(self, tokenizer: Tokenizer, file: Path) -> None:
@@ -183,7 +183,10 @@ class CharacterMap:
         return made.decode()
 
     def _longest(self, given: bytes, start: int) -> tuple[int, int]:
-        """Bytes from `start` that become others, and where those are; none where no length is."""
+        """Return the byte length of the longest match at `start`, and its replacement's offset.
+
+        The length is 0 without a match.
+        """
         units = self._units
         node, found = _below(units[0]), (0, 0)
         for at in range(start, len(given)):
@@ -209,10 +212,10 @@ class Prompts:
     """Encoder of prompts for one model.
 
     Args:
-        settings: ``special_tokens``, name to text; ``max_length``, tokens of a prompt and its
-            answer together; ``max_answer``, where an answer has a limit of its own, else None;
-            ``prefix``, which is put before a text; ``vocabulary``, ids that the model knows.
-        folder: with `TOKENIZER_FILE` and, where the model has them, `TEMPLATE_FILE` and
+        settings: ``special_tokens`` (text by name), ``max_length`` (maximum tokens of prompt and
+            answer), ``max_answer`` (separate limit of the answer, or None), ``prefix`` (text
+            before each text), and ``vocabulary`` (number of ids of the model).
+        folder: Folder with `TOKENIZER_FILE` and, if the model has them, `TEMPLATE_FILE` and
             `PIECES_FILE`.
     """
 

@@ -35,7 +35,7 @@ class BuildChange:
 
 
 class BuildPoller:
-    """Finds rebuilt pipelines by polling a repository; its present builds count as known.
+    """Poller of a repository for rebuilt pipelines; the builds at its creation count as known.
 
     Args:
         repository: Folder of the models.
@@ -95,7 +95,7 @@ class BuildPoller:
 
 
 _LAST_ANSWERS_S = 5.0
-"""How long replaced steps may take to answer their last requests, in seconds."""
+"""Maximum time for replaced steps to answer their last requests, in seconds."""
 
 _POLL_S = 0.05
 
@@ -166,7 +166,7 @@ def _kill_stuck_steps(server: Server) -> Iterator[list[int]]:
 
 
 class HotReload:
-    """Keeps a server up to date with its repository.
+    """Updater that reloads a server's pipelines after changes of its repository.
 
     Args:
         server: Server on the repository, with model control or with the production profile.

@@ -344,7 +344,7 @@ class Server:
         return self._failed(self._load_state())
 
     def living_steps(self) -> dict[int, str]:
-        """Return living steps as models by process id; `find_crash` then watches them."""
+        """Return living steps as models by process id; `find_crash` then monitors them."""
         self._steps = step_processes(self.pid)
         return self._steps
 

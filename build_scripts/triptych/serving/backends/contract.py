@@ -96,7 +96,7 @@ class OutputSpec(NamedTuple):
     Attributes:
         dims: Dimensions in the graph, without the batch dimension.
         scatter_source: Input that gives a batch output its shape; None for other outputs.
-        answered: Whether responses contain the output. Of a `batch_output` with several targets
+        answered: Whether responses contain the output. For a `batch_output` with several targets,
             Triton's responder answers only the first.
     """
 
@@ -253,7 +253,7 @@ def _graph_dims(entry: TensorEntry) -> tuple[int, ...]:
 
 
 def _check_scattered(contract: Contract) -> None:
-    """Refuse an output whose shape its source input cannot give.
+    """Reject an output whose source input cannot determine its shape.
 
     Triton's own responder would read past the end of the source's dimensions.
     """

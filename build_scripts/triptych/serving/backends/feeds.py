@@ -11,7 +11,7 @@ from triptych.serving.backends.contract import BatchInputSpec, Contract, OutputS
 
 Array = np.ndarray[Any, Any]
 Arrays = Mapping[str, Array]
-"""Tensors by name. Those of a request have the batch dimension; strings are `str` objects."""
+"""Tensors by name. Tensors of a request have the batch dimension; strings are `str` objects."""
 
 
 class SplitError(Exception):

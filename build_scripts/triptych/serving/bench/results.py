@@ -170,7 +170,7 @@ class Streamed:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One round at one load."""
+    """Metrics of one round at one load."""
 
     seconds: float  # duration without the warm-up
     requests: int  # requests answered without an error

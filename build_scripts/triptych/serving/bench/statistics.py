@@ -29,7 +29,7 @@ class ServedStep:
 
 @dataclass(frozen=True)
 class Counts:
-    """Sums of one model since the server loaded it."""
+    """Cumulative statistics of one model since the server loaded it."""
 
     statistics: StepStatistics
     total_us: float  # total time from arrival to answer of successful requests

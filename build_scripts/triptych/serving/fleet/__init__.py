@@ -1,4 +1,4 @@
-"""Several real servers behind a real Envoy: its settings, its process, and who replaces whom.
+"""Run several servers behind Envoy: its configuration, its process, and updates of replicas.
 
-It balances nothing itself and asks no model but for the question of its health check.
+Envoy balances the requests. This package sends models only the requests of the health check.
 """

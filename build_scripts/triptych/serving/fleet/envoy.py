@@ -99,9 +99,9 @@ def proxy_settings(
 
     Args:
         replicas: Minimum number of replicas behind the proxy.
-        max_request_mib: the largest request that its pipelines take (`largest_request_mib`).
+        max_request_mib: Maximum request size of the pipelines in MiB (`largest_request_mib`).
         limits_ms: Latency limits of the SLO in milliseconds (`Slo.limits_ms`).
-        affinity: a header of streams: those with the same value go to the same replica.
+        affinity: Header of streams; streams with the same value go to the same replica.
     """
     limits = sorted(set(limits_ms))
     promised = ", ".join(f"{limit:g}" for limit in limits)

@@ -44,7 +44,7 @@ class TritonPythonModel:
         return auto_complete_model_config
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Open the session, and refuse a config that does not match the graph."""
+        """Open the session, and reject a config that does not match the graph."""
         make_private()
         config = json.loads(args["model_config"])
         ort_sessions.check_settings(config, kind=args["model_instance_kind"])

@@ -49,7 +49,7 @@ class OrtTensor(NamedTuple):
     """Input or output of the ONNX graph.
 
     `type` is ONNX Runtime's name, such as ``tensor(float)``; `dims` have the batch dimension, and
-    -1 for what varies.
+    -1 for dynamic sizes.
     """
 
     name: str
@@ -63,12 +63,12 @@ def check_contract(
     outputs: Sequence[OrtTensor],
     initializers: Sequence[OrtTensor] = (),
 ) -> None:
-    """Refuse a config that the native backend refuses at load, or that it could never run.
+    """Reject a config that the native backend rejects at load or could never run.
 
     The graph's overridable `initializers` serve optional inputs.
 
     Raises:
-        ContractError: the first thing that does not fit.
+        ContractError: The config and the graph do not match.
     """
     for tensor in (*inputs, *outputs, *initializers):
         if not tensor.type.startswith("tensor("):

@@ -12,7 +12,7 @@ MODEL_FILE = "model.onnx"
 
 
 def check_settings(config: ModelConfig, *, kind: str) -> None:
-    """Refuse a GPU instance, and an accelerator that ONNX Runtime lacks on this machine."""
+    """Reject GPU instances, and accelerators that ONNX Runtime lacks on this machine."""
     if kind == "GPU":
         raise ContractError(
             f"unable to load model '{config['name']}', the local emulation of the onnxruntime "

@@ -31,7 +31,7 @@ class TritonPythonModel:
     """Instance of a model with ``backend: "tensorrt"``."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the plan, and refuse a config that does not match it."""
+        """Load the plan, and reject a config that does not match it."""
         make_private()
         config = json.loads(args["model_config"])
         device = trt_settings.device_of(

@@ -43,12 +43,12 @@ def check_engine(
     profiles: Sequence[Mapping[str, ShapeRange]],
     chosen: Sequence[int],
 ) -> None:
-    """Refuse what Triton's native backend refuses at load, and what it could never run.
+    """Reject a config that Triton's native backend rejects at load or could never run.
 
-    `chosen` are the places of those `profiles` of the engine that the instance uses.
+    `chosen` are the indices of the `profiles` of the engine that the instance uses.
 
     Raises:
-        ContractError: the first thing that does not fit.
+        ContractError: The config and the engine do not match.
     """
     _check_profiles(contract, profiles, chosen)
     known_inputs = {tensor.name: tensor for tensor in inputs}
