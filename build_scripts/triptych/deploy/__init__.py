@@ -1,4 +1,4 @@
-"""Manifests that run a built pipeline as a fleet: every number in them with its reason.
+"""Manifests that run a built pipeline as a fleet, with a reason for every number.
 
-It reads the lock, the promise and what `bench` measured, and writes files; it talks to no cluster.
+The package reads the build manifest, the SLO and the result of `bench`. It accesses no cluster.
 """

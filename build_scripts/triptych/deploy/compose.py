@@ -63,5 +63,5 @@ def _count_replicas(c: DeploymentContext) -> ExplainedValue:
 
 
 def _escape(text: str) -> str:
-    """Return a text as Compose reads it; what follows a dollar sign would be a variable."""
+    """Return a text with dollar signs escaped, because Compose expands variables."""
     return text.replace("$", "$$")

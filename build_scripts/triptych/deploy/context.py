@@ -1,4 +1,4 @@
-"""The deployment context: the values that the templates of every target are filled with."""
+"""Deployment context: the values in the templates of every target."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SLICE = re.compile(r".*-MIG-(\d+g\.\d+gb)")
 
 
 class Placement(NamedTuple):
-    """The nodes that a replica runs on.
+    """Nodes that a replica runs on.
 
     Attributes:
         overlay: ``cpu``, ``gpu`` or ``mig``.
@@ -43,7 +43,7 @@ class Placement(NamedTuple):
 
 
 class CandidateBuild(NamedTuple):
-    """A build that gets copies of requests, by the first digits of its lock's hash."""
+    """Build that gets copies of requests, by the first digits of its manifest's hash."""
 
     version: str
     placement: Placement
@@ -62,9 +62,9 @@ class DeploymentContext:
         gpus: Number of GPUs of a replica.
         cores: Number of cores that a replica keeps busy.
         environment: Environment variables of the server besides those that all servers have.
-        concurrency: Concurrent requests per replica, where they scale it; None where the rate does.
+        concurrency: Concurrent requests per replica; None if the request rate scales replicas.
         metrics: Queries of the pipeline's metrics.
-        facts: Values that the templates of rules and dashboard read besides.
+        facts: Further values for the templates of rules and dashboard.
     """
 
     pipeline: str
@@ -96,7 +96,7 @@ class Manifests:
         files: Document of each file by its path.
         version: Version of the context.
         start: Path of the folder or file that the tool takes.
-        tool: Command with ``{}`` for the path of `start`.
+        tool: Command with ``{}`` in place of the path of `start`.
     """
 
     files: Mapping[str, Any]
@@ -109,7 +109,7 @@ class Manifests:
         return self.tool.format(folder / self.start)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the files, and each number with its reason, for ``--json``."""
+        """Return the files and each number with its reason, for ``--json``."""
         return {
             "start": self.start,
             "version": self.version,
@@ -130,7 +130,7 @@ def read_context(
     *,
     time_scale: float = 1.0,
 ) -> DeploymentContext:
-    """Return the context of a pipeline that answers at once.
+    """Return the context of a pipeline that does not generate text.
 
     Args:
         repository: Repository that holds the pipeline alone.
@@ -197,7 +197,7 @@ def check_alone(repository: Path, name: str) -> None:
     """Check that a repository holds one pipeline, since one Deployment serves one pipeline.
 
     Raises:
-        UserError: The repository holds other pipelines, too.
+        UserError: The repository also holds other pipelines.
     """
     others = [pipeline.name for pipeline in find_pipelines(repository) if pipeline.name != name]
     if others:

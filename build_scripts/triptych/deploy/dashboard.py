@@ -1,4 +1,4 @@
-"""The dashboard of a pipeline for Grafana: panels of ``templates/dashboard.yaml.j2``, laid out."""
+"""Layout of a Grafana dashboard with the panels of ``templates/dashboard.yaml.j2``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write manifests all at once, and never over a file that a user wrote or changed."""
+"""Write manifests together, and never over a file that a user wrote or changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_manifests(out: Path, files: Mapping[str, Any]) -> None:
         files: Document of each file by its path.
 
     Raises:
-        UserError: `out` holds a file that `deploy` did not write so, or is not writable.
+        UserError: `out` is not writable, or holds a file that a user wrote or changed.
     """
     _check_own(out)
     parent = out.resolve().parent

@@ -1,7 +1,7 @@
-"""The deployment context of a pipeline that generates text.
+"""Deployment context of a pipeline that generates text.
 
-Replicas scale by requests in flight: the duration of an answer depends on its length, so the rate
-of requests says little.
+Replicas scale by requests in flight. The request rate is no measure of the load, because the
+duration of an answer depends on its length.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _UNSUPPORTED = {
 def read_generation_context(
     repository: Path, pipeline: str, options: DeployOptions, _reports: Path
 ) -> DeploymentContext:
-    """Return the context of a pipeline that generates text; nothing of it is measured.
+    """Return the context of a pipeline that generates text, without measurements.
 
     Args:
         repository: Repository that holds the pipeline alone.

@@ -38,9 +38,9 @@ from triptych.serving.fleet.envoy import EndpointNames, Listen, Mirror, bootstra
 TEMPLATES = Path(__file__).with_name("templates")
 APPLY = "kubectl apply -k {}"
 USER = 1000
-"""User of the containers, which NVIDIA's images call triton-server."""
+"""User ID of the containers, called triton-server in NVIDIA's images."""
 ENVOY_USER = 101
-"""User of Envoy's images, which call it envoy."""
+"""User ID of Envoy's containers, called envoy in its images."""
 ADMIN_PORT = 9901
 CONFIG_FOLDER = "/etc/envoy-config"
 SAMPLES = "/samples"
@@ -49,7 +49,7 @@ MONITOR_ENVIRONMENT = {
     CACHE_VARIABLE: f"{SAMPLES}/.cache",
     "HF_HUB_OFFLINE": "1",
 }
-"""Environment of the monitor: its file system is read-only, and it reaches no network."""
+"""Environment of the monitor, which has a read-only file system and no network."""
 ON_CALL = "https://on-call.example.com/triptych"
 TICKETS = "https://tickets.example.com/triptych"
 
@@ -84,7 +84,7 @@ def kubernetes_manifests(c: DeploymentContext) -> Manifests:
 
 
 def labels(name: str) -> dict[str, str]:
-    """Return the labels that select the pods of a name; a Deployment demands that they stay."""
+    """Return the labels that select the pods of a name; a Deployment cannot change them."""
     return {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "triptych"}
 
 
@@ -149,7 +149,7 @@ def template_values(c: DeploymentContext) -> dict[str, Any]:
 
 
 def _base_values(c: DeploymentContext) -> dict[str, Any]:
-    """Return the values that the template of the dashboard has, too."""
+    """Return the values that the dashboard's template also has."""
     return {
         "c": c,
         "o": c.options,

@@ -1,7 +1,7 @@
 """Queries of a fleet in PromQL, on the metrics of Triton, Envoy and the steps.
 
-Triton's counters mislead where a request is refused or has steps (seen on 24.10). A request that
-preprocess refuses is a success of preprocess and two failures of the ensemble, and the ensemble's
+Triton's counters mislead if a request is rejected or has steps (seen on 24.10). A request that
+preprocess rejects is a success of preprocess and two failures of the ensemble, and the ensemble's
 queue time excludes that of its steps. Requests are therefore counted in preprocess and answers in
 the ensemble, and the wait is the time of a request less the computing time of the steps.
 
@@ -34,7 +34,7 @@ class Metrics:
     Attributes:
         namespace: Namespace of the replicas and of Envoy.
         workload: Deployment of the replicas, with which the names of the pods begin.
-        envoy: Deployment of Envoy, configured as by `serve --replicas`; None where clients reach
+        envoy: Deployment of Envoy, configured as by `serve --replicas`; None if clients reach
             the servers directly.
         time_scale: Factor of every window; below 1 for tests.
     """
@@ -58,9 +58,9 @@ class Metrics:
     # The whole pipeline
 
     def offered(self, window: str) -> str:
-        """Return the requests per second that arrived: answered, refused and failed.
+        """Return the requests per second that arrived: answered, rejected and failed.
 
-        Envoy counts those that reach it, also without a server.
+        Envoy also counts requests for which no server is available.
         """
         if self.envoy is None:
             return self._came_in("rate", window)
@@ -165,7 +165,7 @@ class Metrics:
         return self._a_request("nv_inference_queue_duration_us", window)
 
     def step_compute_us(self, window: str) -> str:
-        """Return the mean time of a request in a step in µs, inputs and outputs included."""
+        """Return the mean time of a request in a step in µs, including inputs and outputs."""
         parts = (
             self._by_step(f"nv_inference_compute_{part}_duration_us", window) for part in _COMPUTING
         )
@@ -260,9 +260,9 @@ def parse_quantile(percentile: str) -> float:
 
 
 _FAULTS = 'outcome=~"overloaded|error"'
-"""Selector of outcomes that are the fault of the server."""
+"""Selector of outcomes caused by the server."""
 _OURS = 'outcome!="refused"'
-"""Selector of outcomes that are not the fault of the request."""
+"""Selector of outcomes not caused by the request."""
 
 
 class GenerationMetrics(Metrics):
@@ -282,7 +282,7 @@ class GenerationMetrics(Metrics):
         return f"sum by (outcome) (rate({self._ended()}[{self.window(window)}]))"
 
     def faulty_share(self, window: str) -> str:
-        """Return the ratio of `ended` that failed or was refused for overload; NaN without any."""
+        """Return the ratio of `ended` that failed or was rejected for overload; NaN without any."""
         bad, all_ = (self._rate(self._ended(which), window) for which in (_FAULTS, _OURS))
         lost = self._rate(self._unprepared('outcome="error"'), window)
         return f"({bad} + ({lost} or vector(0))) / ({all_} + ({lost} or vector(0)))"
@@ -319,13 +319,13 @@ class GenerationMetrics(Metrics):
         return f"{cached} / {all_}"
 
     def crowded(self, max_waiting: float) -> str:
-        """Return the condition that more requests per replica wait, in the mean of 5 minutes."""
+        """Return the condition that waiting requests per replica exceed a limit, 5-minute mean."""
         waiting = self.gauge("waiting")
         mean = f"sum(avg_over_time({waiting}[{self.window('5m')}]))"
         return f"{mean} > {max_waiting:.6g} * count({waiting})"
 
     def silent(self, window: str) -> str:
-        """Return the replicas that had requests throughout a window and made no token in it."""
+        """Return the replicas that had requests throughout a window but generated no token."""
         span = self.window(window)
         busy = f"sum by (pod) (min_over_time({self.gauge('in_flight')}[{span}])) > 0"
         tokens = self._of_pipeline(f"{PREFIX}_tokens", 'kind="new"')

@@ -1,6 +1,6 @@
-"""The table of numbers of a deployment, each with its reason.
+"""Numbers of a deployment, each with its reason.
 
-The numbers of a replica come from `bench`, or from the user.
+The numbers of a replica come from `bench` or from the user.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triptych.repository.manifest import BuildManifest
 from triptych.serving.bench.results import BenchResult, Measurement, Resources, read_result
 
 MEMORY_MARGIN = 1.25
-"""Factor of the measured maximum: a longer run and other requests need more than a bench."""
+"""Factor for memory limits, because longer runs and other requests need more than `bench`."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def read_measurements(
 
     Args:
         lock: Manifest of the build that is deployed.
-        options: Options of the user, which win over measurements.
+        options: Options of the user, which override measurements.
         reports: Folder of the pipeline's reports.
 
     Raises:
@@ -175,7 +175,7 @@ def _fault(lock: BuildManifest, bench: BenchResult) -> str | None:
 
 
 def _check_promise(bench: BenchResult, capacity: float | None) -> None:
-    """Raise a `UserError` where the measurements show that the SLO cannot be met."""
+    """Raise a `UserError` if the measurements show that the SLO cannot be met."""
     name = bench.subject.pipeline
     rate = bench.rate
     alone = [p for p in bench.points if p.load.kind == "concurrency" and p.load.value == 1]
@@ -284,7 +284,7 @@ def compute_sizes(
     """Return the numbers of a deployment.
 
     Raises:
-        UserError: A replica cannot end within its grace, or its memory is too small.
+        UserError: A replica cannot stop within its grace period, or its memory is too small.
     """
     ready_s, ready_reason = _ready(options, measured)
     delay_s = delay(ready_s)
@@ -338,7 +338,7 @@ def delay(ready_s: float) -> float:
 
 
 def headroom(growth: float, ready_s: float) -> float:
-    """Return the ratio of its capacity that a replica gets; the rest is for growth meanwhile."""
+    """Return the ratio of a replica's capacity to use; the rest is for growth during scale-up."""
     return 1 / ((1 + growth * delay(ready_s) / 60) * (1 + TOLERANCE))
 
 
@@ -381,7 +381,7 @@ def _start(options: DeployOptions, measured: MeasuredReplica) -> ExplainedValue:
 
 
 def _exit_timeout(lock: BuildManifest) -> ExplainedValue:
-    """Return the maximum time of a request in flight: its wait and its latency."""
+    """Return the maximum time in flight of a request: its wait plus its latency."""
     slowest_ms = (
         lock.spec.serving.longest_wait_ms + max(lock.spec.serving.slo.limits_us.values()) / 1e3
     )

@@ -1,4 +1,4 @@
-"""Options of a deployment; all other numbers follow from what was built and measured."""
+"""Options of a deployment. All other numbers follow from the build and its measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENVOY_IMAGE = "envoyproxy/envoy:v1.40.0"
 WATCH_EVERY = "1h"
 """Interval between two runs of the monitor."""
 MAX_NAME_CHARACTERS = 54
-"""KEDA names its autoscaler ``keda-hpa-NAME``, and a label holds 63 characters."""
+"""Maximum length of a name, because the label ``keda-hpa-NAME`` is limited to 63 characters."""
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _GATEWAY = re.compile(r"([a-z0-9-]{1,63}/)?[a-z0-9][a-z0-9.-]{0,252}")
@@ -41,24 +41,24 @@ class DeployOptions:
         prometheus: URL of Prometheus as KEDA reaches it.
         repository_image: Image that holds the repository, without a tag, since the tag is the
             hash of the lock. None mounts a volume claim.
-        rps_per_replica: Requests per second that a replica holds; None takes what bench measured.
-        cpu_cores: Cores of a replica; None takes what bench measured.
-        memory_mib: Memory of a replica; None takes what bench measured.
-        startup_seconds: Time from the request for a replica to its first answer, pulls of images
-            and new nodes included; None takes what bench measured of the models' load.
+        rps_per_replica: Maximum requests per second of a replica; None uses the measurement.
+        cpu_cores: Number of cores of a replica; None uses the measurement.
+        memory_mib: Memory of a replica; None uses the measurement.
+        startup_seconds: Time from scaling up to the first answer, including image pulls and new
+            nodes; None uses the measured load time of the models.
         max_growth: Maximum growth of the request rate per minute, as a ratio.
-        peak_rps: Maximum requests per second; None allows four times the minimum of replicas.
-        max_grace_seconds: Maximum termination grace of the platform; None is no limit.
+        peak_rps: Maximum requests per second; None allows four times the minimum replicas.
+        max_grace_seconds: Maximum termination grace period of the platform; None for no limit.
         gpu_product: Product of the GPU as its nodes are labeled, with a MIG profile where it has
-            one; None takes the GPU of the engine.
+            one; None uses the GPU of the engine.
         gateway: Gateway of the cluster, as ``NAME`` or ``NAMESPACE/NAME``, in place of Envoy.
         rollout: Controller of progressive rollouts.
         canary_percent: Percentage of the requests for the new build (KServe).
-        replicas: Replicas on a host (Compose); None takes the minimum that the SLO needs.
+        replicas: Replicas on a host (Compose); None uses the minimum for the SLO.
         monitor_image: Image with this package, PyTorch and the pipeline; None deploys no monitor.
         mirrored: Build that gets copies of some requests.
         baseline: Repository of the active build, which the new one is compared with.
-        affinity_header: Header of streams; streams with the same value go to the same replica.
+        affinity_header: Request header; streams with equal values use the same replica.
     """
 
     image: str
@@ -88,13 +88,13 @@ class DeployOptions:
 
     @property
     def envoy(self) -> str | None:
-        """Deployment of Envoy; None without one."""
+        """Name of Envoy's Deployment; None without Envoy."""
         has_own = self.target == "kubernetes" and self.gateway is None
         return f"{self.name}-envoy" if has_own else None
 
     @property
     def workload(self) -> str:
-        """Deployment of the servers, which KServe makes for its target."""
+        """Name of the servers' Deployment, which KServe creates for its target."""
         return f"{self.name}-predictor" if self.target == "kserve" else self.name
 
     @property
@@ -105,12 +105,12 @@ class DeployOptions:
 
     @property
     def is_gradual(self) -> bool:
-        """Whether a new build gets its requests step by step."""
+        """Whether a new build gets requests in steps."""
         return self.rollout is not None or self.canary_percent is not None
 
 
 class _Rule(NamedTuple):
-    """A condition that an option meets."""
+    """Condition that an option must meet."""
 
     option: str
     is_met: bool

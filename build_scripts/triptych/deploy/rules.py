@@ -1,4 +1,4 @@
-"""Objectives of a pipeline, and how fast their error budgets burn, for the rules of Prometheus."""
+"""Objectives of a pipeline and their burn-rate alerts, for the rules of Prometheus."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 """Windows of the recorded ratios."""
 DRIFT_WINDOW = "6h"
 MIN_DRIFT_ROWS = 1000
-"""Number of rows whose mean length is known to a few percent, whatever the lengths."""
+"""Number of rows that gives the mean length to a few percent."""
 MAX_FAILED_RATIO = 0.01
 """Error budget of a pipeline whose SLO has no percentile."""
 KV_CACHE_FULL_RATIO = 0.9
-"""Use of a replica's KV cache beyond which requests wait, or are evicted and computed again."""
+"""Usage ratio of the KV cache above which requests wait, or are evicted and recomputed."""
 MAX_WAITING_RATIO = 0.2
-"""Waiting requests per slot of all replicas beyond which the autoscaler is late, or at its end."""
+"""Waiting requests per slot above which the autoscaler is too slow or at its maximum."""
 
 _LATENCIES = {
     "ttft": "first tokens",
@@ -37,7 +37,7 @@ _LATENCIES = {
 
 
 class Burn(NamedTuple):
-    """An alert where a budget burns `times` as fast as it may, over both windows."""
+    """Alert on an error budget that burns `times` as fast as allowed, over both windows."""
 
     times: float
     long: str
@@ -45,9 +45,9 @@ class Burn(NamedTuple):
     severity: str
 
     def threshold(self, budget: float) -> float:
-        """Return the ratio of bad requests that burns a budget so fast.
+        """Return the ratio of bad requests at which a budget burns at the alert's rate.
 
-        The ratio is at most half way between the budget and 1, so that all bad requests exceed it.
+        The ratio is at most halfway between the budget and 1, so that a total failure exceeds it.
         """
         return min(self.times * budget, (1 + budget) / 2)
 
@@ -60,7 +60,7 @@ BURNS = (
 
 
 class SloObjective(NamedTuple):
-    """One limit of the SLO over requests.
+    """Limit of the SLO over requests.
 
     Attributes:
         kind: Label of its alerts, by which they are routed and muted: ``failures`` or ``latency``.
@@ -70,7 +70,7 @@ class SloObjective(NamedTuple):
         summary: Text of the alerts.
         where: Labels that select the recorded series.
         counted: Expression of the number of requests in a window.
-        unit: Name of the things that are counted.
+        unit: Name of the counted items.
     """
 
     name: str
@@ -91,7 +91,7 @@ class SloObjective(NamedTuple):
 def encoder_objectives(
     lock: BuildManifest, options: DeployOptions, metrics: Metrics
 ) -> Iterator[SloObjective]:
-    """Yield the limits of requests that can be counted: an answer at all, and each latency."""
+    """Yield the countable limits of requests: failures and each latency."""
     budgets = {name: _budget(name) for name in lock.spec.serving.slo.limits_ms}
     where = _select(lock.spec.name, options)
     yield SloObjective(
@@ -122,7 +122,7 @@ def encoder_objectives(
 def generation_objectives(
     spec: TextSpec, options: DeployOptions, metrics: GenerationMetrics
 ) -> Iterator[SloObjective]:
-    """Yield the limits of generated text that can be counted: an answer at all, each latency."""
+    """Yield the countable limits of generated text: failures and each latency."""
     limits_ms = spec.serving.slo.limits_ms
     budgets = {name: _budget(name.partition("_")[2]) for name in limits_ms}
     where = _select(spec.name, options)
@@ -186,7 +186,7 @@ def _burn_alert(one: SloObjective, burn: Burn, pipeline: str, slo: str) -> Mappi
 def encoder_facts(
     lock: BuildManifest, options: DeployOptions, measured: MeasuredReplica, metrics: Metrics
 ) -> dict[str, Any]:
-    """Return what the templates of rules and dashboard read of a pipeline that answers at once."""
+    """Return the values of rules and dashboard for a pipeline that does not generate text."""
     tokens = lock.traffic.get("mean_tokens")
     return {
         "capacity_per_s": measured.capacity_per_s.value,
@@ -198,7 +198,7 @@ def encoder_facts(
 
 
 def generation_facts(spec: TextSpec, metrics: GenerationMetrics) -> dict[str, Any]:
-    """Return what the templates of rules and dashboard read of a pipeline that generates text."""
+    """Return the values of rules and dashboard for a pipeline that generates text."""
     limits_ms = spec.serving.slo.limits_ms
     latencies = []
     for latency, title, advice in (
@@ -283,9 +283,9 @@ def _percentile_alerts(
 
 
 def _drift(built_for: float, metrics: Metrics) -> ExplainedValue:
-    """Return the condition of rows whose length is not that of the traffic of the build.
+    """Return the condition that the rows' mean length differs from that of the build's traffic.
 
-    The lengths of texts decide on batches, padded lengths and the measured capacity.
+    Text lengths decide the batches, padded lengths and measured capacity.
     """
     mean = metrics.mean_tokens(DRIFT_WINDOW)
     expression = "\n".join(

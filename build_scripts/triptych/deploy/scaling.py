@@ -1,4 +1,4 @@
-"""Triggers of KEDA's ScaledObject: as many replicas as the load takes at the measured capacity."""
+"""Triggers of KEDA's ScaledObject, which scale replicas by load over measured capacity."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from triptych.deploy.rules import KV_CACHE_FULL_RATIO, TextSpec
 from triptych.repository.manifest import BuildManifest
 
 WAITING_SHARE = 0.5
-"""Mean wait over the lowest latency limit beyond which requests often miss the SLO."""
+"""Ratio of mean wait to lowest latency limit above which requests often miss the SLO."""
 
 
 class Trigger(NamedTuple):
-    """A query of Prometheus; KEDA runs as many replicas as its value has thresholds."""
+    """Prometheus query; KEDA runs its value divided by the threshold, rounded up, as replicas."""
 
     name: str
     query: ExplainedValue
@@ -23,7 +23,7 @@ class Trigger(NamedTuple):
 
 
 def encoder_triggers(lock: BuildManifest, sizes: Sizes, metrics: Metrics) -> list[Trigger]:
-    """Return the triggers of a pipeline that answers at once: its rate, and a guard."""
+    """Return the triggers of a pipeline that does not generate text: its rate, and a guard."""
     window = f"{RATE_WINDOW_S}s"
     limit_us = WAITING_SHARE * min(lock.spec.serving.slo.limits_us.values())
     waits = f"({metrics.waiting_us(window)} > bool {limit_us:.0f})"

@@ -28,8 +28,8 @@ class DeployedKind:
     """Functions that deploy pipelines of one kind.
 
     Attributes:
-        context: Reads what was built and measured of a pipeline; arguments as `make_manifests`.
-        known: Reads the facts that manifests are checked with; arguments as `known_of`.
+        context: Returns the deployment context; arguments as for `make_manifests`.
+        known: Returns the facts that manifests are checked with; arguments as for `known_of`.
     """
 
     context: Callable[[Path, str, DeployOptions, Path], DeploymentContext]
@@ -57,7 +57,7 @@ def make_manifests(
             pipeline that generates text.
 
     Raises:
-        UserError: The pipeline cannot be deployed so; the message says what to do.
+        UserError: The pipeline cannot be deployed with these options.
     """
     kind = KINDS[kind_of_build(repository, pipeline)]
     return WRITERS[options.target](kind.context(repository, pipeline, options, reports))

@@ -1,4 +1,4 @@
-"""Findings on manifests for Triton, ours or hand-written: what will hurt once they are applied."""
+"""Checks of manifests for Triton, generated or hand-written, for faults at run time."""
 
 from triptych.deploy.checks.checks import CHECKS, check_manifests
 

@@ -1,4 +1,4 @@
-"""All checks of a folder of manifests, without a cluster; every fault is reported at once."""
+"""All checks of a folder of manifests, without a cluster, in one report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TAG = re.compile(r":(\d\d)\.(\d\d)\b")
 
 
 class Checked(NamedTuple):
-    """A folder with manifests, and the known facts about the pipeline that it serves."""
+    """Folder with manifests, and the known facts about the pipeline that it serves."""
 
     folder: Folder
     known: Known | None
@@ -27,7 +27,7 @@ class Checked(NamedTuple):
 
 
 class ManifestCheck(NamedTuple):
-    """A check: its subjects in a folder, and a generator of the flaws of each."""
+    """Check with its subjects in a folder, and a generator of the flaws of each subject."""
 
     id: str
     subjects: Callable[[Checked], Iterable[Any]]
@@ -35,21 +35,21 @@ class ManifestCheck(NamedTuple):
 
 
 def _alone(flaws: Callable[[Any], Iterator[Flaw]]) -> Callable[[Any, Checked], Iterator[Flaw]]:
-    """Return a check that reads its subject alone."""
+    """Return a check that reads only its subject."""
     return lambda subject, _: flaws(subject)
 
 
 def _amid(
     flaws: Callable[[Any, Folder], Iterator[Flaw]],
 ) -> Callable[[Any, Checked], Iterator[Flaw]]:
-    """Return a check that reads the other objects of the folder, too."""
+    """Return a check that also reads the other objects of the folder."""
     return lambda subject, checked: flaws(subject, checked.folder)
 
 
 def _built(
     flaws: Callable[[Any, Known | None], Iterator[Flaw]],
 ) -> Callable[[Any, Checked], Iterator[Flaw]]:
-    """Return a check that compares with what was built and measured."""
+    """Return a check that compares with the build and its measurements."""
     return lambda subject, checked: flaws(subject, checked.known)
 
 
@@ -121,8 +121,8 @@ def check_manifests(
 
     Args:
         folder: Folder with YAML files, or folders of Kustomize as `kubectl kustomize` renders them.
-        release: Release of Triton; None takes the tag of the image, if it is one.
-        known: Facts about the built pipeline; None compares with nothing.
+        release: Release of Triton; None uses the tag of the image if the tag is a release.
+        known: Facts about the built pipeline; None skips the checks that need them.
 
     Raises:
         UserError: The folder does not exist, or it needs kubectl, which is not installed.

@@ -229,8 +229,8 @@ _SERIES = {
     *(f"{HISTOGRAM}_{part}" for part in ("count", "sum", "bucket")),
     *NAMES,
 }
-# Backends and caches add names of their own: what is checked are Triton's own families, and those
-# of pipelines that generate text.
+# Backends and caches add names, so only the families of Triton itself and of pipelines that
+# generate text are checked.
 _NAME = re.compile(rf"\b(?:nv_(?:inference|gpu|cpu|energy|pinned|model)|{PREFIX})_[a-z0-9_]+")
 _UTILIZATION = re.compile(
     r"DCGM_FI\w*|nv_gpu_utilization|nv_gpu_power_usage|duty_cycle|accelerator\w*", re.IGNORECASE
@@ -238,7 +238,7 @@ _UTILIZATION = re.compile(
 
 
 class Query(NamedTuple):
-    """An expression or the name of a metric, and its purpose."""
+    """Expression or name of a metric, and its purpose."""
 
     owner: ManifestObject
     text: str

@@ -1,4 +1,4 @@
-"""A folder of manifests, read once: objects as a cluster gets them, and the pods with Triton.
+"""Objects in a folder of manifests, as a cluster gets them, and the pods with Triton.
 
 Services of Compose become pods, so that most checks cover both.
 """
@@ -107,7 +107,7 @@ _OF_KSERVE = "kserve-container"
 
 @dataclass(frozen=True)
 class ManifestObject:
-    """A resource, and the file or folder that holds it."""
+    """Resource, and the file or folder that holds it."""
 
     file: str
     data: dict[str, Any]
@@ -130,13 +130,13 @@ class ManifestObject:
 
     @property
     def where(self) -> str:
-        """Place in a finding: file, kind and name."""
+        """Location for findings: file, kind and name."""
         return f"{self.file} ({self.kind} {self.name})"
 
 
 @dataclass(frozen=True)
 class UnreadableFile:
-    """A file or folder that is no manifest, with the reason."""
+    """File or folder that cannot be read as a manifest, with the reason."""
 
     file: str
     reason: str
@@ -232,12 +232,12 @@ def read_folder(folder: Path) -> Folder:
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """Return a mapping, or an empty one where a broken manifest has another value."""
+    """Return a mapping, or an empty mapping if a broken manifest has another value."""
     return value if isinstance(value, dict) else {}
 
 
 def sequence(value: Any) -> list[Any]:
-    """Return a list, or an empty one where a broken manifest has another value."""
+    """Return a list, or an empty list if a broken manifest has another value."""
     return value if isinstance(value, list) else []
 
 
@@ -334,7 +334,7 @@ def _pods(one: ManifestObject, folder: Folder) -> Iterator[tuple[dict[str, Any],
 
 
 def _served(predictor: dict[str, Any], folder: Folder) -> dict[str, Any]:
-    """Return the pod that KServe makes: fields of the predictor win over those of the runtime."""
+    """Return the pod that KServe makes; the predictor's fields override the runtime's."""
     model = mapping(predictor.get("model")) or mapping(predictor.get("triton"))
     runtimes = {one.name: one.spec for one in folder.of(*_RUNTIMES)}
     runtime = runtimes.get(str(model.get("runtime")), {})

@@ -1,6 +1,6 @@
-"""Checks of the pods that run Triton: images, probes, shared memory, ends, rights.
+"""Checks of the pods that run Triton: images, probes, shared memory, shutdown, permissions.
 
-Checks against what was built and measured of the pipeline that the manifests serve.
+Some checks compare with the build and the measurements of the pipeline.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def model_control(server: ServerPods) -> Iterator[Flaw]:
 
 
 def pre_stop_s(server: ServerPods) -> float:
-    """Return the seconds that preStop sleeps, as far as its command can be read."""
+    """Return the seconds that preStop sleeps, if its command can be parsed."""
     handler = mapping(mapping(server.container.get("lifecycle")).get("preStop"))
     native = mapping(handler.get("sleep")).get("seconds")
     if native is not None:
