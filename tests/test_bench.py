@@ -116,7 +116,7 @@ def test_a_missed_promise_ends_with_1_and_a_comparison_tells_what_changed(
         (["bench", "tiny", "--rate", "5", "--arrivals", "sine"], "must be one of poisson"),
         (["bench", "tiny", "--time-budget", "5"], "Write it as 90s"),
         (["bench", "tiny", "--slo", "p99=fast"], "must have the form"),
-        (["bench", "tiny", "--peak-rps", "5"], "`--price-per-hour` must be given"),
+        (["bench", "tiny", "--peak-rps", "5"], "`--price-per-hour` is required"),
         (["bench", "tiny", "--url", "127.0.0.1:9", "-c", "1"], "127.0.0.1:9"),
         (["bench-diff", "here.json", "there.json"], "here.json"),
         (["tune", "tiny", "--slo", "fast"], "must have the form"),

@@ -167,5 +167,5 @@ def test_a_shared_core_brings_its_precision(tmp_path: Path, tiny_model: Path) ->
 
 
 def test_a_shared_core_has_one_precision(tmp_path: Path, tiny_model: Path) -> None:
-    with pytest.raises(UserError, match="must be that of the shared core, fp32"):
+    with pytest.raises(UserError, match="differs from that of the shared core, fp32"):
         sharing(tmp_path, tiny_model, [], ["core.precision=int8"])

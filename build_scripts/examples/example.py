@@ -14,7 +14,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Example:
-    """One of the example pipelines.
+    """Training and data of an example pipeline.
 
     Attributes:
         auto_class: Name of the transformers class.

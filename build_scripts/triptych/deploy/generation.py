@@ -21,7 +21,7 @@ from triptych.deploy.context import (
     check_alone,
     gpu_resource,
 )
-from triptych.deploy.metrics import GenerationMetrics
+from triptych.deploy.metrics import GenerationQueries
 from triptych.deploy.numbers import MIN_REPLICAS, Sizes, delay, pre_stop, stable_s
 from triptych.deploy.options import DeployOptions, check_options
 from triptych.deploy.rules import TextSpec, generation_facts, generation_objectives
@@ -82,7 +82,7 @@ def read_generation_context(
     check_alone(repository, spec.name)
     placement = _place(spec, options)
     sizes = _sizes(repository, spec, options)
-    metrics = GenerationMetrics(spec.name, options.namespace, options.workload, options.envoy)
+    metrics = GenerationQueries(spec.name, options.namespace, options.workload, options.envoy)
     threshold = sizes.threshold_per_s
     return DeploymentContext(
         pipeline=spec.name,

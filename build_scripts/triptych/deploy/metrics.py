@@ -265,7 +265,7 @@ _OURS = 'outcome!="refused"'
 """Selector of outcomes not caused by the request."""
 
 
-class GenerationMetrics(Metrics):
+class GenerationQueries(Metrics):
     """Expressions over the replicas of one pipeline that generates text."""
 
     def gauge(self, name: str) -> str:

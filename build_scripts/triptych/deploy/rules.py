@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from triptych.base.explained import ExplainedValue
-from triptych.deploy.metrics import GenerationMetrics, Metrics, parse_quantile
+from triptych.deploy.metrics import GenerationQueries, Metrics, parse_quantile
 from triptych.deploy.numbers import MeasuredReplica
 from triptych.deploy.options import DeployOptions
 from triptych.operate.tune.drift import MIN_LOAD_CHANGE
@@ -120,7 +120,7 @@ def encoder_objectives(
 
 
 def generation_objectives(
-    spec: TextSpec, options: DeployOptions, metrics: GenerationMetrics
+    spec: TextSpec, options: DeployOptions, metrics: GenerationQueries
 ) -> Iterator[SloObjective]:
     """Yield the countable limits of generated text: failures and each latency."""
     limits_ms = spec.serving.slo.limits_ms
@@ -197,7 +197,7 @@ def encoder_facts(
     }
 
 
-def generation_facts(spec: TextSpec, metrics: GenerationMetrics) -> dict[str, Any]:
+def generation_facts(spec: TextSpec, metrics: GenerationQueries) -> dict[str, Any]:
     """Return the values of rules and dashboard for a pipeline that generates text."""
     limits_ms = spec.serving.slo.limits_ms
     latencies = []

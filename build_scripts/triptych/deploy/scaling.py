@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from triptych.base.explained import ExplainedValue
-from triptych.deploy.metrics import GenerationMetrics, Metrics
+from triptych.deploy.metrics import GenerationQueries, Metrics
 from triptych.deploy.numbers import RATE_WINDOW_S, Sizes
 from triptych.deploy.rules import KV_CACHE_FULL_RATIO, TextSpec
 from triptych.repository.manifest import BuildManifest
@@ -46,7 +46,7 @@ def encoder_triggers(lock: BuildManifest, sizes: Sizes, metrics: Metrics) -> lis
     return [Trigger("rate", offered, sizes.threshold_per_s), Trigger("queue", guard, "1")]
 
 
-def generation_triggers(spec: TextSpec, sizes: Sizes, metrics: GenerationMetrics) -> list[Trigger]:
+def generation_triggers(spec: TextSpec, sizes: Sizes, metrics: GenerationQueries) -> list[Trigger]:
     """Return the triggers of a pipeline that generates text: requests in flight, and a guard."""
     requests = ExplainedValue(
         f"sum({metrics.gauge('running')} + {metrics.gauge('waiting')})",

@@ -41,7 +41,7 @@ class PlanRecord:
     """The part of the plan that later stages need; see `Plan`.
 
     Attributes:
-        not_packed_reason: Why the layout is not packed although the spec asks for it; else empty.
+        not_packed_reason: Reason why the layout is not packed as the spec requests; else empty.
         engine: Plan of the engine; None if no engine is built.
         batch_mib: Estimated MiB of the largest batch in addition to the weights; None for images.
     """

@@ -172,7 +172,7 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class LiveRun:
-    """How the answers of a gate came from a server.
+    """Circumstances in which a server gave the answers of a gate.
 
     Attributes:
         by_way: Way of sending to the values of the task's metrics.
@@ -184,7 +184,7 @@ class LiveRun:
         clients: Number of requests in flight where they were sent together.
         mean_batch: Mean number of rows in a batch of the core then; None where it is not known.
         seconds: Time that all requests took.
-        sent: What was sent, in words, a line each.
+        sent: Description of the requests, one line each.
     """
 
     by_way: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
@@ -221,7 +221,7 @@ class GateResult:
         conversion: Record of the conversion to lower precision; None for fp32.
         accepted: Reason why a failed gate did not stop the build; empty if it passed.
         candidates: Precisions that were tried, if the spec leaves the precision open.
-        live: How the answers came from a server; None for a gate before the build.
+        live: Circumstances of a run through a server; None for a gate before the build.
     """
 
     OPTIONAL = ("probe", "conversion", "accepted", "candidates", "live")

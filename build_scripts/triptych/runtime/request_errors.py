@@ -31,7 +31,7 @@ class StepError(Exception):
         numbers: Values of the code, such as ``row`` or ``retry_after_ms``; each at least 0.
 
     Attributes:
-        code: One of the codes of this module.
+        code: Error code of this module.
         status: Name of its status in Triton's `TritonError`.
     """
 
@@ -103,7 +103,7 @@ class ReadError(NamedTuple):
     """A step's message, read.
 
     Attributes:
-        code: One of the codes of this module, or one of a newer server.
+        code: Error code of this module, or one of a newer server.
         numbers: Values of the code by name.
         text: The message without Triton's prefix and without the code.
     """

@@ -22,7 +22,7 @@ ROUNDING = 1e-5
 """Tolerance, relative and absolute, between arrays of several rows and arrays of one row."""
 
 
-class Answer(NamedTuple):
+class DecodedAnswer(NamedTuple):
     """Expected answer to one request of one row.
 
     Attributes:
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 
 def reference_answers(
     inputs: PipelineInputs, progress: Progress, *, keep: bool = True
-) -> list[Answer]:
+) -> list[DecodedAnswer]:
     """Return the expected answer to each request of the gate, by PyTorch fp32.
 
     Without `keep`, the cache of reference outputs is neither read nor written.
@@ -66,19 +66,23 @@ def check_hooks(inputs: PipelineInputs, progress: Progress) -> None:
     progress("hooks", f"{len(decoded)} answers of the model taken, as the outputs are declared")
 
 
-def _decode(inputs: PipelineInputs, progress: Progress, *, keep: bool = True) -> list[Answer]:
+def _decode(
+    inputs: PipelineInputs, progress: Progress, *, keep: bool = True
+) -> list[DecodedAnswer]:
     plan, requests = inputs.plan, inputs.requests
     expected = reference_of(inputs, rows_of(requests), progress, keep=keep)
     outputs = reference_row_outputs(plan.core, expected)
     decoding = decoding_of(inputs)
     try:
-        return [Answer(decoded) for decoded in decode(decoding, requests, outputs)]
+        return [DecodedAnswer(decoded) for decoded in decode(decoding, requests, outputs)]
     except (RequestError, RuntimeError):  # A custom `decode` failed: find the rows.
         own = by_request(requests, outputs)
         return _one_by_one(inputs, lambda place: decode(decoding, [requests[place]], own[place])[0])
 
 
-def _call_after(after: Hook, inputs: PipelineInputs, decoded: Sequence[Answer]) -> list[Answer]:
+def _call_after(
+    after: Hook, inputs: PipelineInputs, decoded: Sequence[DecodedAnswer]
+) -> list[DecodedAnswer]:
     """Call `after` on each answer alone."""
     plan, form = inputs.plan, RowForm(inputs.plan.task.output_settings)
 
@@ -91,25 +95,28 @@ def _call_after(after: Hook, inputs: PipelineInputs, decoded: Sequence[Answer]) 
 
 def _one_by_one(
     inputs: PipelineInputs, answer: Callable[[int], Decoded], refusals: Sequence[str] = ()
-) -> list[Answer]:
+) -> list[DecodedAnswer]:
     """Return `answer` for each request, traffic first, and keep the given `refusals`.
 
     Raises:
         UserError: A function fails, or rejects a request of the traffic.
     """
     requests = inputs.requests
-    answers = {place: Answer({}, words) for place, words in enumerate(refusals) if words}
+    answers = {place: DecodedAnswer({}, words) for place, words in enumerate(refusals) if words}
     for place in sorted(range(len(requests)), key=lambda place: requests[place].edge):
         try:
             if place not in answers:
-                answers[place] = Answer(answer(place))
+                answers[place] = DecodedAnswer(answer(place))
         except (RequestError, RuntimeError) as error:
             answers[place] = _refused(inputs.plan, requests[place], error)
     return [answers[place] for place in range(len(requests))]
 
 
 def _check_together(
-    after: Hook, inputs: PipelineInputs, decoded: Sequence[Answer], alone: Sequence[Answer]
+    after: Hook,
+    inputs: PipelineInputs,
+    decoded: Sequence[DecodedAnswer],
+    alone: Sequence[DecodedAnswer],
 ) -> None:
     """Check that `after` returns the same for all answers in one request as for each alone."""
     plan, form = inputs.plan, RowForm(inputs.plan.task.output_settings)
@@ -150,10 +157,10 @@ def _after(
     return call_hook("after", after, rows, form.names, given)
 
 
-def _refused(plan: Plan, request: GateRequest, error: Exception) -> Answer:
+def _refused(plan: Plan, request: GateRequest, error: Exception) -> DecodedAnswer:
     """Return the rejection of an edge case; raise `UserError` for any other failure."""
     if request.edge and isinstance(error, RequestError):
-        return Answer({}, str(error))
+        return DecodedAnswer({}, str(error))
     edge = ", a row made up as an edge case" if request.edge else ""
     raise UserError(
         str(plan.spec.folder / HOOKS_FILE),

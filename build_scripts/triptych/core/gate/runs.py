@@ -1,4 +1,4 @@
-"""In-process runs of a core artifact: in batches, alone, and in another order.
+"""Run a core artifact in this process: in batches, alone, and in another order.
 
 The module also decodes core outputs with the runtime's decoder, and writes the warm-up rows.
 """

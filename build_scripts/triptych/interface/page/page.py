@@ -301,7 +301,7 @@ _MAX_PREVIEW_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class ServedPipeline:
+class PagePipeline:
     """A served pipeline with the form of its page.
 
     Attributes:
@@ -317,7 +317,7 @@ class ServedPipeline:
     folder: Path
 
 
-def open_pipeline(spec: PipelineSpec, folder: Path, url: str, timeout_s: float) -> ServedPipeline:
+def open_pipeline(spec: PipelineSpec, folder: Path, url: str, timeout_s: float) -> PagePipeline:
     """Return a served pipeline with the form of its page.
 
     Args:
@@ -342,7 +342,7 @@ def open_pipeline(spec: PipelineSpec, folder: Path, url: str, timeout_s: float) 
         ) from error
     names = [tensor.name for tensor in task.inputs]
     rows = read_traffic(folder, names) if (folder / TRAFFIC_FILE).is_file() else []
-    return ServedPipeline(spec, form, client, tuple(rows[:MAX_EXAMPLES]), folder)
+    return PagePipeline(spec, form, client, tuple(rows[:MAX_EXAMPLES]), folder)
 
 
 class DemoPage(PageServer):
@@ -352,7 +352,7 @@ class DemoPage(PageServer):
         OSError: The server cannot listen on the address.
     """
 
-    def __init__(self, pipeline: ServedPipeline, host: str, port: int) -> None:
+    def __init__(self, pipeline: PagePipeline, host: str, port: int) -> None:
         super().__init__(host, port)
         self.pipeline = pipeline
 
@@ -376,12 +376,12 @@ def open_demo_page(
     return DemoPage(open_pipeline(spec, folder, url, timeout_s), host, port)
 
 
-def _chosen(pipeline: ServedPipeline, number: str) -> TrafficRow | None:
+def _chosen(pipeline: PagePipeline, number: str) -> TrafficRow | None:
     known = number.isdecimal() and int(number) < len(pipeline.examples)
     return pipeline.examples[int(number)] if known else None
 
 
-def answer(pipeline: ServedPipeline, sent: Mapping[str, bytes]) -> tuple[HTTPStatus, str]:
+def answer(pipeline: PagePipeline, sent: Mapping[str, bytes]) -> tuple[HTTPStatus, str]:
     """Return the HTTP status and the page for a submitted form, with the content of each field."""
     images = [tensor.name for tensor in pipeline.form.inputs if tensor.content == "image"]
     given: dict[str, str | bytes] = {
@@ -408,7 +408,7 @@ def answer(pipeline: ServedPipeline, sent: Mapping[str, bytes]) -> tuple[HTTPSta
 
 
 def _page(
-    pipeline: ServedPipeline,
+    pipeline: PagePipeline,
     values: Mapping[str, str],
     example: str,
     *,

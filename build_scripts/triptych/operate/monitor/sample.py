@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.errors import Progress, UserError
-from triptych.core.gate.answers import Answer, reference_answers
+from triptych.core.gate.answers import DecodedAnswer, reference_answers
 from triptych.core.inputs import PipelineInputs
 from triptych.core.reader import RequestReader
 from triptych.core.samples import GateRequest
@@ -145,7 +145,7 @@ def read_requests(reader: RequestReader, rows: Sequence[SampledRow]) -> list[Gat
 
 def answer_requests(
     inputs: PipelineInputs, requests: Sequence[GateRequest], progress: Progress
-) -> Sequence[Answer]:
+) -> Sequence[DecodedAnswer]:
     """Return the original model's answers, without writing them to the cache.
 
     Raises:

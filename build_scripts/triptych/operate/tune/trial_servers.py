@@ -251,4 +251,4 @@ def trial_servers(
 
 
 def _quiet(_stage: str, _line: str) -> None:
-    """Ignore progress."""
+    """Ignore messages of progress."""

@@ -57,7 +57,7 @@ class OptimizationEntry(TypedDict, total=False):
     output_pinned_memory: dict[str, bool]
 
 
-class ModelConfig(TypedDict, total=False):
+class BackendConfig(TypedDict, total=False):
     """Fields of a ModelConfig in JSON form that a backend reads; 64-bit numbers may be strings."""
 
     name: str
@@ -131,7 +131,7 @@ class Contract(NamedTuple):
     batch_inputs: tuple[BatchInputSpec, ...]
 
 
-def parse_contract(config: ModelConfig, *, backend: str) -> Contract:
+def parse_contract(config: BackendConfig, *, backend: str) -> Contract:
     """Return the contract of the ModelConfig that Triton passes to a `backend`.
 
     Raises:
@@ -183,7 +183,7 @@ def parse_contract(config: ModelConfig, *, backend: str) -> Contract:
     return contract
 
 
-def model_file(version_folder: Path, config: ModelConfig, default: str) -> Path:
+def model_file(version_folder: Path, config: BackendConfig, default: str) -> Path:
     """Return the file of one model version.
 
     It is the file that the config names, or `default`. In place of the file there may be a folder

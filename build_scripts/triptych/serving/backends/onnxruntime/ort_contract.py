@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from triptych.serving.backends.contract import (
+    BackendConfig,
     BatchInputSpec,
     Contract,
     ContractError,
     InputSpec,
-    ModelConfig,
     OutputSpec,
     TensorEntry,
     batch_input_rank,
@@ -92,7 +92,7 @@ def check_contract(
 
 
 def complete_config(
-    config: ModelConfig, inputs: Sequence[OrtTensor], outputs: Sequence[OrtTensor]
+    config: BackendConfig, inputs: Sequence[OrtTensor], outputs: Sequence[OrtTensor]
 ) -> None:
     """Add missing inputs, outputs and batching to the config as the native backend does.
 
@@ -116,7 +116,7 @@ def complete_config(
         config["output"] = [_completed_entry(tensor, batched=batched) for tensor in sorted(outputs)]
 
 
-def needs_inputs(config: ModelConfig) -> bool:
+def needs_inputs(config: BackendConfig) -> bool:
     """Return whether the config names no input, so that those of the graph must be added."""
     return not config.get("input") and not config.get("batch_input")
 

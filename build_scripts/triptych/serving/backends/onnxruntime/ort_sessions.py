@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from triptych.serving.backends.contract import ContractError, ModelConfig
+from triptych.serving.backends.contract import BackendConfig, ContractError
 
 MODEL_FILE = "model.onnx"
 
 
-def check_settings(config: ModelConfig, *, kind: str) -> None:
+def check_settings(config: BackendConfig, *, kind: str) -> None:
     """Reject GPU instances, and accelerators that ONNX Runtime lacks on this machine."""
     if kind == "GPU":
         raise ContractError(
@@ -26,7 +26,7 @@ def check_settings(config: ModelConfig, *, kind: str) -> None:
         )
 
 
-def open_session(path: Path, config: ModelConfig) -> Any:
+def open_session(path: Path, config: BackendConfig) -> Any:
     """Return an `onnxruntime.InferenceSession` on the CPU with the options of the config.
 
     Raises:
@@ -66,7 +66,7 @@ def open_session(path: Path, config: ModelConfig) -> Any:
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def run_options(config: ModelConfig) -> Any:
+def run_options(config: BackendConfig) -> Any:
     """Return `onnxruntime.RunOptions` with the config's only run parameter, or None."""
     import onnxruntime
 
@@ -79,12 +79,12 @@ def run_options(config: ModelConfig) -> Any:
     return options
 
 
-def _parameter(config: ModelConfig, key: str) -> str | None:
+def _parameter(config: BackendConfig, key: str) -> str | None:
     entry = config.get("parameters", {}).get(key)
     return None if entry is None else entry["string_value"]
 
 
-def _int_parameter(config: ModelConfig, key: str) -> int:
+def _int_parameter(config: BackendConfig, key: str) -> int:
     text = _parameter(config, key)
     if text is None:
         return 0
@@ -94,7 +94,7 @@ def _int_parameter(config: ModelConfig, key: str) -> int:
     return int(number[0])
 
 
-def _bool_parameter(config: ModelConfig, key: str) -> bool | None:
+def _bool_parameter(config: BackendConfig, key: str) -> bool | None:
     text = _parameter(config, key)
     if text is None:
         return None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from triptych.serving.backends.contract import (
+    BackendConfig,
     ContractError,
     GraphBoundEntry,
     GraphEntry,
     GroupEntry,
-    ModelConfig,
     model_file,
 )
 from triptych.spec.engine_plan import GraphSpec
@@ -17,7 +17,7 @@ from triptych.spec.engine_plan import GraphSpec
 PLAN_FILE = "model.plan"
 
 
-def device_of(config: ModelConfig, *, kind: str, device_id: str) -> int:
+def device_of(config: BackendConfig, *, kind: str, device_id: str) -> int:
     """Return the number of an instance's GPU; `kind` is GPU, CPU or MODEL.
 
     KIND_MODEL selects the first GPU, so that the model also loads if Triton itself finds no GPU.
@@ -35,7 +35,7 @@ def device_of(config: ModelConfig, *, kind: str, device_id: str) -> int:
     )
 
 
-def plan_file(version_folder: Path, config: ModelConfig) -> Path:
+def plan_file(version_folder: Path, config: BackendConfig) -> Path:
     """Return the plan of a model version: the file that the config names, or ``model.plan``.
 
     Raises:
@@ -49,7 +49,7 @@ def plan_file(version_folder: Path, config: ModelConfig) -> Path:
     return model_file(version_folder, config, PLAN_FILE)
 
 
-def profiles_of(config: ModelConfig, instance: str) -> list[int]:
+def profiles_of(config: BackendConfig, instance: str) -> list[int]:
     """Return the indices of an instance's optimization profiles, by default the first profile.
 
     Triton names an `instance` by the name of its group and a number.
@@ -70,7 +70,7 @@ def profiles_of(config: ModelConfig, instance: str) -> list[int]:
     return places or [0]
 
 
-def pinned(config: ModelConfig) -> tuple[bool, bool]:
+def pinned(config: BackendConfig) -> tuple[bool, bool]:
     """Whether input and output copies use page-locked memory, by default both, as in Triton."""
     optimization = config.get("optimization", {})
     inputs = optimization.get("input_pinned_memory", {})
@@ -78,7 +78,7 @@ def pinned(config: ModelConfig) -> tuple[bool, bool]:
     return inputs.get("enable", True), outputs.get("enable", True)
 
 
-def graph_specs(config: ModelConfig) -> list[GraphSpec]:
+def graph_specs(config: BackendConfig) -> list[GraphSpec]:
     """Return the CUDA graphs to capture; none unless the config enables and lists them.
 
     Raises:
@@ -91,7 +91,7 @@ def graph_specs(config: ModelConfig) -> list[GraphSpec]:
     return [_graph_spec(config, entry) for entry in cuda.get("graph_spec", [])]
 
 
-def _graph_spec(config: ModelConfig, entry: GraphEntry) -> GraphSpec:
+def _graph_spec(config: BackendConfig, entry: GraphEntry) -> GraphSpec:
     load = f"unable to load model '{config['name']}'"
     most, size = int(config["max_batch_size"]), int(entry.get("batch_size", 0))
     if not 1 <= size <= most:
