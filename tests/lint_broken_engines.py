@@ -87,7 +87,7 @@ ENGINES = (
     error(
         "engine-version",
         ONNX_FILE,
-        f"another one than {LOCK} records",
+        f"another graph than {LOCK} records",
         put(ONNX_FILE, graph("plan")),
         engine(onnx_sha256="0" * 64),
         layout="plan",

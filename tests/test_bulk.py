@@ -61,7 +61,7 @@ def test_rows_that_fail_are_told_of_and_stop_nothing(toy: Toy, tmp_path: Path) -
     out = tmp_path / "out.csv"
     done = infer(toy, "toy", "-f", tmp_path / "rows.csv", "-o", out, "--json")
     assert done.returncode == 1, done.stderr
-    assert f"failed: 4 of 201 rows: why is in `error` of {out}" in done.stderr
+    assert f"failed: 4 of 201 rows; column `error` of {out} has the reasons" in done.stderr
     assert json.loads(done.stdout)["failed"] == 4
     with out.open(newline="") as file:
         found = list(csv.DictReader(file))

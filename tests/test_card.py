@@ -50,7 +50,7 @@ def test_a_card_never_has_figures_of_another_build(tmp_path: Path) -> None:
     assert write_models(tmp_path / "repository", files) == ["minilm"]
     assert not page.exists()
     said = write_figures(bench(subject=measured), tmp_path / "repository")
-    assert "has been built anew" in said
+    assert "the pipeline was rebuilt since" in said
     assert not page.exists()
 
 

@@ -283,7 +283,7 @@ def test_a_setting_that_makes_no_sense_is_the_users_mistake(
 
 
 def test_half_a_client_certificate_is_the_users_mistake() -> None:
-    with pytest.raises(UserError, match="`certificate` and `key` together"):
+    with pytest.raises(UserError, match="must have both `certificate` and `key`"):
         Tls(certificate=Path("client.pem"))
     with pytest.raises(UserError, match=r"retry\.attempts"):
         Retry(attempts=0)

@@ -105,7 +105,7 @@ def test_a_server_that_joins_gets_traffic(fleet: list[Replica]) -> None:
             first.embed([f"after it joined {number}"])
         # The contrast: gRPC alone does not look again while nothing breaks.
         assert fleet[2].executed() == newest
-        with pytest.raises(InvalidRequestError, match="one server's for its counts"):
+        with pytest.raises(InvalidRequestError, match="Open a client of one server"):
             first.step_statistics()
 
 

@@ -301,7 +301,7 @@ def test_the_command_streams_to_the_terminal(toy: ToyChat) -> None:
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "cached_tokens": 0}
     for wrong, said in (
         (["--parameter", "temperature=9"], "`temperature` must be a number"),
-        (["--text", "a"], "must be given alone"),
+        (["--text", "a"], "cannot be combined"),
         (["--parameter", "stop=[a, b]", "--url", "127.0.0.1:1"], "No Triton server answered"),
     ):
         done = CliRunner().invoke(app, [*words, *wrong])

@@ -141,5 +141,5 @@ def test_inspect_says_why_and_what_is_left_out(tmp_path: Path) -> None:
     newer = describe_gpu(plan_of(tmp_path / "new", [*wanted, "serving.triton='26.08'"]))
     assert "does not know" not in newer["context_memory"]
     packed = describe_gpu(plan_of(tmp_path / "packed", CASES["packed"]))
-    assert packed["cuda_graphs"].startswith("none: a packed batch")
+    assert packed["cuda_graphs"].startswith("none: packed batches")
     assert "4 rows of 32 tokens" in packed["why_these_profiles"]

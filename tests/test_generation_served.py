@@ -7,8 +7,6 @@ import html
 import json
 import re
 import shutil
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from browser import open_tab
 from conftest import quiet
@@ -34,6 +33,7 @@ from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.live import verify_generation
 from triptych.core.gate.verify import describe_verification
 from triptych.deploy.targets import make_manifests
+from triptych.interface.cli import app
 from triptych.interface.page.page import ChatPage
 from triptych.serving.bench import measure as measuring
 from triptych.serving.bench.bench import Bench
@@ -44,7 +44,6 @@ from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.slo import GenerationSlo
 
 pytestmark = pytest.mark.server
-TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +71,9 @@ def test_verify_passes_what_is_right_and_sees_other_prompts(
     chat = {"messages": [{"role": "user", "content": "Hi"}], "answers": ["user Hi assistant"]}
     lines = [{"text_input": "The dog sleeps", "answers": ["no", "The dog sleeps on"]}, chat]
     (repository.parent / "quick/eval.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    done = subprocess.run(
-        [TRIPTYCH, "verify", "quick", f"--url={server.grpc_url}", "--json", *options],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["verify", "quick", f"--url={server.grpc_url}", "--json", *options]
+    done = CliRunner().invoke(app, words)  # in this process, which knows the fake engine
+    assert done.exit_code == 0, (done.output, done.exception)
     result = json.loads(done.stdout)
     assert result["passed"]
     figures = {one["metric"] for one in result["gate"]["verdicts"]}
@@ -189,9 +185,10 @@ def test_what_deploy_asks_for_is_on_the_metrics_page(
         for name, where in re.findall(r"((?:nv_inference|triptych_generation)_\w+)\{(.*?)\}", asked)
     }
     assert {name.removeprefix("triptych_generation_") for name, _ in selected} >= {
-        *("under_way", "running", "waiting", "kv_cache_share", "tokens", "ended"),
-        "unprepared",
-        *("ttft_ms_bucket", "itl_ms_bucket", "e2e_ms_bucket", "ttft_ms_count"),
+        *("in_flight", "running", "waiting", "kv_cache_usage_ratio", "requests_total"),
+        "preprocess_errors_total",
+        *("ttft_seconds_bucket", "itl_seconds_bucket", "e2e_seconds_bucket"),
+        "ttft_seconds_count",
     }
     short = {"max_tokens": 8}
     with ThreadPoolExecutor(4) as pool:

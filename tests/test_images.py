@@ -259,7 +259,7 @@ def test_a_processor_that_does_more_is_refused(tmp_path: Path) -> None:
         "Perceiver": t.PerceiverImageProcessorPil(),
         "one height and one width": t.ViTImageProcessorPil(do_resize=False),
         "nothing else": t.Siglip2ImageProcessorPil(),
-        "say all": t.DonutImageProcessorPil(size={"height": 40, "width": 30}),
+        "describe it completely": t.DonutImageProcessorPil(size={"height": 40, "width": 30}),
     }
     for part, processor in processors.items():
         processor.save_pretrained(tmp_path / part)

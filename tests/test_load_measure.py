@@ -226,7 +226,7 @@ def test_the_highest_rate_lies_below_what_one_instance_can_do(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(rates, "CLOSE", 3.0)
+    monkeypatch.setattr(rates, "MAX_BRACKET_RATIO", 3.0)
     monkeypatch.setattr(rates, "MIN_REQUESTS", 60)
     # One request every 5 ms at most.
     found = find_highest_rate(

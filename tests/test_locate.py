@@ -79,7 +79,7 @@ def test_a_source_that_is_not_there_is_explained(
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"no config\.json"):
+    with pytest.raises(UserError, match=r"without config\.json"):
         locate(ModelSource(source="empty"), tmp_path)
 
 

@@ -146,9 +146,9 @@ def test_a_weight_used_twice_is_stored_once(tmp_path: Path) -> None:
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     source = cases.two_layers(tmp_path)
-    with pytest.raises(UserError, match="calibration rows"):
+    with pytest.raises(UserError, match="has no rows left to calibrate"):
         convert(source, tmp_path / "out", RECIPE, [])
     plain = cases.write_graph(tmp_path / "plain", [node("Relu", "x", "y")], {})
-    with pytest.raises(UserError, match="linear layers"):
+    with pytest.raises(UserError, match="no linear layer"):
         convert(plain, tmp_path / "out", RECIPE, [{"x": cases.vectors()}])
     assert not (tmp_path / "out").exists()

@@ -149,7 +149,7 @@ def test_a_layer_to_keep_that_does_not_exist_is_refused(
 @pytest.mark.parametrize("precision", QUANTIZED)
 def test_what_cannot_be_quantized_says_what_to_do(precision: Precision, tmp_path: Path) -> None:
     convert, recipe, out = CONVERT[precision], Recipe(precision), tmp_path / "out"
-    with pytest.raises(UserError, match=rf"left to calibrate {precision} with\..*Add real requests"):
+    with pytest.raises(UserError, match=rf"left to calibrate {precision} .*Add real requests"):
         convert(cases.two_layers(tmp_path), out, recipe, [])
     path = cases.write_graph(tmp_path / "none", [cases.node("Relu", "x", "y")], {})
     with pytest.raises(UserError, match=rf"is not supported for this model. Given: {precision}"):

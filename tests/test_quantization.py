@@ -84,7 +84,7 @@ def test_a_precision_that_does_not_suit_the_weights_is_refused_in_words() -> Non
     with pytest.raises(UserError, match="must be vllm"):
         check_precision("bf16", awq, backend="tensorrt_llm")
     for core in ({"precision": "int8"}, {"kv_cache": {"dtype": "fp8"}}):
-        with pytest.raises(ValueError, match="never tried"):
+        with pytest.raises(ValueError, match="never tested"):
             GenerationCore.model_validate({"backend": "tensorrt_llm", **core})
 
 
