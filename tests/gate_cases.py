@@ -94,7 +94,7 @@ def requests_of(samples: Sequence[Sample], *, edges: int = 0) -> list[GateReques
             inputs={"text": f"text {i}"},
             parameters={},
             rows=(sample,),
-            carries=(),
+            metadata=(),
             edge=i < edges,
             preview=f"row {i}",
         )

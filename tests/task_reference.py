@@ -40,7 +40,7 @@ def answer_spans(
             return_overflowing_tokens=True,
             return_offsets_mapping=True,
         )
-        logits, carries = [], []
+        logits, metadata = [], []
         for window, ids in enumerate(encoded["input_ids"]):
             types = encoded["token_type_ids"][window]
             with torch.inference_mode():
@@ -50,13 +50,13 @@ def answer_spans(
             offsets = word_offsets(words, encoded.word_ids(window))
             inside = [sequence == 1 for sequence in encoded.sequence_ids(window)]
             kinds = np.where(inside, WORD_START, OUTSIDE).astype(np.uint8)
-            carries.append(RowMetadata(0, context if window == 0 else "", offsets, kinds))
+            metadata.append(RowMetadata(0, context if window == 0 else "", offsets, kinds))
         width = max(len(ids) for ids in encoded["input_ids"])
         outputs = {
             name: np.stack([np.pad(pair[place], (0, width - len(pair[place]))) for pair in logits])
             for place, name in enumerate(("start_logit", "end_logit"))
         }
-        decoded = decoder.decode(outputs, carries, parameters)
+        decoded = decoder.decode(outputs, metadata, parameters)
         answers.append({name: decoded[name][0, 0] for name in ("score", "start", "end")})
     return answers
 

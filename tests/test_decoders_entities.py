@@ -142,8 +142,8 @@ class Case:
             for text in TEXTS
         ]
         self.expected = {strategy: self._expect(strategy) for strategy in STRATEGIES}
-        self.carries = [self._carry(row, text) for row, text in enumerate(TEXTS)]
-        width = max(len(carry.kinds) for carry in self.carries)
+        self.metadata = [self._row_metadata(row, text) for row, text in enumerate(TEXTS)]
+        width = max(len(row_metadata.kinds) for row_metadata in self.metadata)
         self.scores = np.full((len(TEXTS), width, len(LABELS)), 7, dtype=np.float32)
         for place, [ran] in zip(self.scores, self._ran, strict=True):
             # The pipeline's own arithmetic, to the last bit: near-ties then break alike.
@@ -151,7 +151,7 @@ class Case:
             powers = np.exp(logits - logits.max(-1, keepdims=True))
             place[: len(logits)] = powers / powers.sum(-1, keepdims=True)
 
-    def _carry(self, row: int, text: str) -> RowMetadata:
+    def _row_metadata(self, row: int, text: str) -> RowMetadata:
         tokenizer = self.pipeline.tokenizer
         encoding = tokenizer.backend_tokenizer.encode(text)
         model = tokenizer.backend_tokenizer.model
@@ -173,7 +173,7 @@ class Case:
                 "token_class": self.scores.argmax(-1).astype(np.int32),
                 "token_score": self.scores.max(-1),
             }
-        return decode(outputs, self.carries, strategy)
+        return decode(outputs, self.metadata, strategy)
 
     def _expect(self, strategy: str) -> list[list[dict[str, Any]]]:
         """The pipeline's own entities, in the form of ours."""
@@ -200,14 +200,14 @@ class Case:
 
 def decode(
     outputs: Mapping[str, NDArray[Any]],
-    carries: Sequence[RowMetadata],
+    metadata: Sequence[RowMetadata],
     aggregation: str,
     labels: Sequence[str] = LABELS,
 ) -> list[list[dict[str, Any]]]:
     """The decoder's entities, read as a client reads them."""
     decoder = EntityDecoder({"labels": list(labels)}, Path())
-    found = decoder.decode(outputs, carries, {"aggregation": aggregation})["entities"]
-    assert found.shape == (len(carries), 1)
+    found = decoder.decode(outputs, metadata, {"aggregation": aggregation})["entities"]
+    assert found.shape == (len(metadata), 1)
     return [json.loads(row) for row in found[:, 0]]
 
 
@@ -235,16 +235,21 @@ def test_entities_are_those_of_the_pipeline(case: Case, strategy: str) -> None:
 
 def test_case_is_worth_comparing(case: Case) -> None:
     best = np.concatenate(
-        [case.scores[row, : len(carry.kinds)].argmax(-1) for row, carry in enumerate(case.carries)]
+        [
+            case.scores[row, : len(row_metadata.kinds)].argmax(-1)
+            for row, row_metadata in enumerate(case.metadata)
+        ]
     )
     assert len(np.unique(best)) >= 6
-    kinds = np.concatenate([carry.kinds for carry in case.carries])
+    kinds = np.concatenate([row_metadata.kinds for row_metadata in case.metadata])
     assert set(kinds.tolist()) == {OUTSIDE, WORD_START, WORD_INSIDE}
     answers = [case.expected[strategy] for strategy in STRATEGIES[1:]]
     assert all(one != other for one, other in itertools.combinations(answers, 2))
 
 
-def carry_of(words: Sequence[str], kinds: Sequence[int] | None = None, row: int = 0) -> RowMetadata:
+def metadata_of(
+    words: Sequence[str], kinds: Sequence[int] | None = None, row: int = 0
+) -> RowMetadata:
     """One token a word, with spaces between."""
     ends = np.cumsum([len(word) + 1 for word in words]) - 1
     starts = ends - [len(word) for word in words]
@@ -275,39 +280,39 @@ def choices(labels: Sequence[str], scores: Sequence[float] | None = None) -> dic
 def test_neighbors_of_one_tag_are_one_entity(
     labels: list[str], groups: list[tuple[str, str]]
 ) -> None:
-    [found] = decode(choices(labels), [carry_of(["a", "b"])], "simple")
+    [found] = decode(choices(labels), [metadata_of(["a", "b"])], "simple")
     assert [(entity["entity"], entity["text"]) for entity in found] == groups
 
 
 def test_rows_end_entities_and_words() -> None:
-    carries = [carry_of(["a"]), carry_of(["b", "c"], [WORD_INSIDE, WORD_INSIDE], 1)]
+    metadata = [metadata_of(["a"]), metadata_of(["b", "c"], [WORD_INSIDE, WORD_INSIDE], 1)]
     outputs = {"token_class": np.full((2, 2), 2), "token_score": np.full((2, 2), 0.5, "f4")}
     for strategy in ("simple", "first", "max"):
-        found = decode(outputs, carries, strategy)
+        found = decode(outputs, metadata, strategy)
         assert [[entity["text"] for entity in row] for row in found] == [["a"], ["b c"]]
 
 
 def test_scores_that_are_no_numbers() -> None:
     nan = float("nan")
-    carry = carry_of(["a", "b", "c"], [WORD_START, WORD_INSIDE, WORD_INSIDE])
+    row_metadata = metadata_of(["a", "b", "c"], [WORD_START, WORD_INSIDE, WORD_INSIDE])
     known = choices(["B-PER", "I-PER", "I-PER"], [nan, 0.25, 0.75])
     for strategy, expected in (("simple", 0.5), ("first", None), ("max", 0.75)):
-        assert decode(known, [carry], strategy)[0][0]["score"] == expected
+        assert decode(known, [row_metadata], strategy)[0][0]["score"] == expected
     unknown = choices(["B-PER", "I-LOC", "I-LOC"], [nan] * 3)
     for strategy, texts in (("simple", ["a", "b c"]), ("first", ["a b c"]), ("max", ["a b c"])):
-        found = decode(unknown, [carry], strategy)[0]
+        found = decode(unknown, [row_metadata], strategy)[0]
         assert [entity["text"] for entity in found] == texts
         assert found[0]["entity"] == "PER"
         assert {entity["score"] for entity in found} == {None}
     scores = np.zeros((1, 3, len(LABELS)), np.float32)
     scores[0, :, 1] = nan, 0.5, 1
-    assert decode({"token_scores": scores}, [carry], "average")[0][0]["score"] == 0.75
+    assert decode({"token_scores": scores}, [row_metadata], "average")[0][0]["score"] == 0.75
 
 
 def test_text_is_not_escaped() -> None:
     outputs = choices(["B-PER"])
     raw = EntityDecoder({"labels": LABELS}, Path()).decode(
-        outputs, [carry_of(["“Zoë” 東京"])], {"aggregation": "none"}
+        outputs, [metadata_of(["“Zoë” 東京"])], {"aggregation": "none"}
     )["entities"][0, 0]
     assert "Zoë” 東京".encode() in raw
     assert json.loads(raw)[0] == {
@@ -328,4 +333,4 @@ def test_rows_without_tokens_have_no_entities() -> None:
 
 def test_average_needs_every_score() -> None:
     with pytest.raises(RequestError, match=r"parameters: \{aggregation: average\}"):
-        decode(choices(["O"]), [carry_of(["a"])], "average")
+        decode(choices(["O"]), [metadata_of(["a"])], "average")

@@ -26,23 +26,25 @@ def tokenizer(minilm_folder: Path) -> Tokenizer:
 
 
 def windows_of(tokenizer: Tokenizer, case: dict[str, Any], row: int) -> list[RowMetadata]:
-    """The carries of a case's windows, as the rows of question-answering make them."""
+    """The metadata of a case's windows, as the rows of question-answering make them."""
     tokenizer.no_padding()
     tokenizer.enable_truncation(case["max_length"], stride=case["stride"], strategy="only_second")
     encoding = tokenizer.encode(case["question"], case["context"])
-    carries = []
+    metadata = []
     for index, window in enumerate([encoding, *encoding.overflowing]):
         inside = np.array([sequence == 1 for sequence in window.sequence_ids])
         kinds = np.where(inside, WORD_START, OUTSIDE).astype(np.uint8)
         text = case["context"] if index == 0 else ""
-        carries.append(RowMetadata(row, text, word_offsets(window.offsets, window.word_ids), kinds))
-    return carries
+        metadata.append(
+            RowMetadata(row, text, word_offsets(window.offsets, window.word_ids), kinds)
+        )
+    return metadata
 
 
-def decode(cases: list[dict[str, Any]], carries: list[RowMetadata]) -> Arrays:
+def decode(cases: list[dict[str, Any]], metadata: list[RowMetadata]) -> Arrays:
     """All cases as the rows of one request; padding holds the highest logits of all."""
     outputs = {}
-    width = max(len(carry.kinds) for carry in carries)
+    width = max(len(row_metadata.kinds) for row_metadata in metadata)
     for name, field in (("start_logit", "start"), ("end_logit", "end")):
         rows = [window for case in cases for window in case[field]]
         padded = np.full((len(rows), width), 99, dtype=np.float32)
@@ -50,7 +52,7 @@ def decode(cases: list[dict[str, Any]], carries: list[RowMetadata]) -> Arrays:
             place[: len(window)] = np.array(window) / 100
         outputs[name] = padded
     parameters = {name: cases[0][name] for name in ("max_answer_tokens", "impossible_answer")}
-    return AnswerDecoder({}, Path()).decode(outputs, carries, parameters)
+    return AnswerDecoder({}, Path()).decode(outputs, metadata, parameters)
 
 
 def agrees(case: dict[str, Any], found: Arrays, row: int) -> bool:
@@ -82,19 +84,21 @@ def test_rows_of_a_request_do_not_mix(tokenizer: Tokenizer) -> None:
     first = {name: CASES[0][name] for name in ("max_answer_tokens", "impossible_answer")}
     cases = [case for case in CASES if first.items() <= case.items()]
     assert len(cases) > 1
-    carries = [
-        carry for row, case in enumerate(cases) for carry in windows_of(tokenizer, case, row)
+    metadata = [
+        row_metadata
+        for row, case in enumerate(cases)
+        for row_metadata in windows_of(tokenizer, case, row)
     ]
-    found = decode(cases, carries)
+    found = decode(cases, metadata)
     assert all(agrees(case, found, row) for row, case in enumerate(cases))
 
 
 def test_context_without_tokens_has_an_empty_answer() -> None:
-    carry = RowMetadata(0, "  ", np.zeros((3, 2), np.int32), np.full(3, OUTSIDE, np.uint8))
+    row_metadata = RowMetadata(0, "  ", np.zeros((3, 2), np.int32), np.full(3, OUTSIDE, np.uint8))
     logits = np.ones((1, 3), np.float32)
     outputs = {"start_logit": logits, "end_logit": logits}
     parameters = {"max_answer_tokens": 15, "impossible_answer": False}
-    found = AnswerDecoder({}, Path()).decode(outputs, [carry], parameters)
+    found = AnswerDecoder({}, Path()).decode(outputs, [row_metadata], parameters)
     assert [found[name].tolist() for name in NAMES] == [[[b""]], [[0.0]], [[0]], [[0]]]
 
 

@@ -146,9 +146,12 @@ def test_outputs_in_the_wrong_place_are_caught(
 
 def shifted(request: GateRequest) -> GateRequest:
     """Metadata whose offsets are one character too far."""
-    carries = [unpack_metadata(carry) for carry in request.carries]
-    moved = [pack_metadata(carry._replace(offsets=carry.offsets + 1)) for carry in carries]
-    return replace(request, carries=tuple(moved))
+    metadata = [unpack_metadata(row_metadata) for row_metadata in request.metadata]
+    moved = [
+        pack_metadata(row_metadata._replace(offsets=row_metadata.offsets + 1))
+        for row_metadata in metadata
+    ]
+    return replace(request, metadata=tuple(moved))
 
 
 @pytest.mark.parametrize(("name", "metric"), [("tags", "entity_f1"), ("answers", "exact_match")])
@@ -175,7 +178,7 @@ def test_offsets_off_by_one_change_the_answers(
 def test_labeled_rows_show_offsets_that_both_sides_have_wrong(
     benches: dict[str, Bench], fallen: list[str]
 ) -> None:
-    """The gate decodes both sides with the same carries: only the truth can tell."""
+    """The gate decodes both sides with the same metadata: only the truth can tell."""
     bench = benches["tags"]
     decoding = decoding_of(bench.inputs)
     assert decoding is not None

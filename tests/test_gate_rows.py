@@ -194,12 +194,12 @@ def test_a_hook_that_refuses_made_up_images_is_asked(tmp_path: Path, minilm_fold
 
 def test_carries_go_with_their_core_rows(inputs: dict[str, PipelineInputs]) -> None:
     for request in inputs["answers"].requests:
-        carries = [unpack_metadata(carry) for carry in request.carries]
-        assert [len(carry.kinds) for carry in carries] == [
+        metadata = [unpack_metadata(row_metadata) for row_metadata in request.metadata]
+        assert [len(row_metadata.kinds) for row_metadata in metadata] == [
             len(row.ids) for row in request.rows if isinstance(row, TokenRow)
         ]
-        assert carries[0].text == request.inputs["text_pair"]
-    assert all(not request.carries for request in inputs["topics"].requests)
+        assert metadata[0].text == request.inputs["text_pair"]
+    assert all(not request.metadata for request in inputs["topics"].requests)
 
 
 def test_a_request_has_a_row_for_each_hypothesis(inputs: dict[str, PipelineInputs]) -> None:

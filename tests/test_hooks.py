@@ -264,10 +264,10 @@ def test_inputs_go_past_a_core_of_more_rows_than_the_request() -> None:
     columns: dict[str, list[Any]] = {"text": ["Käse", ""], "image": [b"\xff\0", b""]}
     tensors = make_forwarded(columns, 5)
     assert {name: tensor.shape for name, tensor in tensors.items()} == {
-        "given_text": (5, 1),
-        "given_image": (5, 1),
+        "forwarded_text": (5, 1),
+        "forwarded_image": (5, 1),
     }
-    read = {name: tensors[f"given_{name}"].ravel().tolist() for name in columns}
+    read = {name: tensors[f"forwarded_{name}"].ravel().tolist() for name in columns}
     assert read_forwarded(read, {"text": "text", "image": "image"}, 2) == [
         {"text": "Käse", "image": b"\xff\0"},
         {"text": "", "image": b""},

@@ -40,13 +40,15 @@ TEXT = "my parcel has not arrived, and nobody has answered me since last week " 
 
 
 def test_a_forged_ticket_is_refused(minilm_server: Any) -> None:
-    ticket = triton.InferInput("ticket", [1, 4], "INT64")
+    ticket = triton.InferInput("request_ticket", [1, 4], "INT64")
     ticket.set_data_from_numpy(np.array([[2**62, 1, 2, 3]], np.int64))
     core = triton.InferInput("sentence_embedding", [1, 384], "FP32")
     core.set_data_from_numpy(np.zeros((1, 384), np.float32))
     with (
         triton.InferenceServerClient(minilm_server.grpc_url) as client,
-        pytest.raises(InferenceServerException, match="`ticket` must be one that this server") as e,
+        pytest.raises(
+            InferenceServerException, match="`request_ticket` must be one that this server"
+        ) as e,
     ):
         client.infer("minilm_packed_postprocess", [ticket, core])
     assert e.value.status() == "StatusCode.INVALID_ARGUMENT"

@@ -275,7 +275,7 @@ def answers(folder: Path, *, impossible: bool) -> list[tuple[int, int, float]]:
         encoded.pop("overflow_to_sample_mapping")
         with torch.inference_mode():
             output = model(**encoded)
-        carries = []
+        metadata = []
         for number, window in enumerate(encoded.encodings):
             inside = [sequence == 1 for sequence in window.sequence_ids]
             offsets = [
@@ -284,16 +284,16 @@ def answers(folder: Path, *, impossible: bool) -> list[tuple[int, int, float]]:
             ]
             kinds = np.where(inside, WORD_START, OUTSIDE).astype(np.uint8)
             text = context if number == 0 else ""
-            carries.append(RowMetadata(0, text, np.array(offsets, dtype=np.int32), kinds))
+            metadata.append(RowMetadata(0, text, np.array(offsets, dtype=np.int32), kinds))
         outputs = {
             "start_logit": output.start_logits.numpy(),
             "end_logit": output.end_logits.numpy(),
         }
         parameters = {"max_answer_tokens": 15, "impossible_answer": impossible}
-        decoded = AnswerDecoder({}, folder).decode(outputs, carries, parameters)
+        decoded = AnswerDecoder({}, folder).decode(outputs, metadata, parameters)
         start, end, score = (decoded[name][0, 0] for name in ("start", "end", "score"))
         found.append((int(start), int(end), float(score)))
-    assert len(carries) > 2  # the last context takes several windows
+    assert len(metadata) > 2  # the last context takes several windows
     return found
 
 

@@ -35,7 +35,16 @@ DEADLINE_S = 20.0
 CLIENTS = 8
 PROBE = "where is my parcel"
 TYPES = ("BYTES", "INT32", "INT64", "FP32", "UINT8", "BOOL", "FP16", "", "NONSENSE")
-NAMES = ("text", "text_pair", "ticket", "carry", "input_ids", "row_length", "", "x" * 999)
+NAMES = (
+    "text",
+    "text_pair",
+    "request_ticket",
+    "row_metadata",
+    "input_ids",
+    "row_length",
+    "",
+    "x" * 999,
+)
 FAULTS = ("WRONG", "DEADLINE", "UNKNOWN", "INTERNAL", "imeout", "Refused", "Unreachable")
 """Parts of the outcomes that are faults."""
 NUMBERS = (-(2**63), -(2**31), -1, 0, 1, 7, 255, 2**31 - 1, 2**40, 2**63 - 1)

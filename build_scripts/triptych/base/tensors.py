@@ -45,13 +45,13 @@ ROW_LENGTH = Tensor("row_length", "INT32", (1,))
 FIRST_SEGMENT = Tensor("first_segment", "INT32", (1,))
 """Tokens of a row before its second segment: token types are 0 there and 1 from there on."""
 
-CARRY = Tensor("carry", "BYTES", (1,))
+ROW_METADATA = Tensor("row_metadata", "BYTES", (1,))
 """Goes past the core from preprocess to postprocess, a row each: see `runtime.row_types`."""
 
-TICKET = Tensor("ticket", "INT64", (4,))
+REQUEST_TICKET = Tensor("request_ticket", "INT64", (4,))
 """Goes past the core from preprocess to postprocess: see `runtime.in_flight`."""
 
-SAMPLED_TICKET = Tensor("ticket", "INT64", ("numbers",))
+SAMPLED_REQUEST_TICKET = Tensor("request_ticket", "INT64", ("numbers",))
 """Request ticket of pipelines that sample rows; see `runtime.sampling`."""
 
 ROW_OFFSET = Tensor("row_offset", "INT32", (1,))

@@ -221,7 +221,7 @@ class RequestReader:
             else replace(
                 request,
                 rows=tuple(TokenRow(tuple(row.ids), row.first_segment) for row in made),
-                carries=tuple(row.carry for row in made if row.carry),
+                metadata=tuple(row.metadata for row in made if row.metadata),
             )
             for request, made in zip(requests, self._texts_maker.token_rows(inputs), strict=True)
         ]

@@ -36,7 +36,7 @@ class GateRequest:
         inputs: Inputs after `hooks.before`; the core rows are made from them.
         parameters: Checked parameters with defaults.
         rows: Rows for the core; several if a text has windows or hypotheses.
-        carries: Packed metadata of each core row; empty if the task has none.
+        metadata: Packed metadata of each core row; empty if the task has none.
         edge: Whether it is an edge case: empty, blank, at the length limit and similar.
         preview: Preview for tables.
     """
@@ -45,7 +45,7 @@ class GateRequest:
     inputs: Mapping[str, str | bytes]
     parameters: Mapping[str, Any]
     rows: tuple[Sample, ...]
-    carries: tuple[bytes, ...]
+    metadata: tuple[bytes, ...]
     edge: bool
     preview: str
 
@@ -92,7 +92,7 @@ def hash_requests(requests: Iterable[GateRequest]) -> str:
     for request in requests:
         parts = [hash_rows(request.rows), hash_inputs(request.inputs), request.preview]
         parts += [json.dumps(dict(request.parameters), sort_keys=True), str(request.edge)]
-        parts += [hashlib.sha256(carry).hexdigest() for carry in request.carries]
+        parts += [hashlib.sha256(row_metadata).hexdigest() for row_metadata in request.metadata]
         digest.update(json.dumps(parts).encode())
     return digest.hexdigest()
 

@@ -269,9 +269,9 @@ def _python_step(
     settings = {
         **plan.task.settings(plan.facts),
         **own,
-        **({"given_inputs": given} if plan.gives_inputs else {}),
+        **({"forwarded_inputs": given} if plan.gives_inputs else {}),
         **_sample_settings(plan, given),
-        "carries": plan.task.carries,
+        "has_row_metadata": plan.task.has_row_metadata,
         "parameters": dict(plan.parameters),
         "pipeline": plan.spec.name,
         "request_parameters": {name: rule.as_dict() for name, rule in rules.items()},

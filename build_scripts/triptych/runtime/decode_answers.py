@@ -41,7 +41,7 @@ class AnswerDecoder:
     def __init__(self, settings: Parameters, folder: Path) -> None:
         pass
 
-    def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
+    def decode(self, outputs: Arrays, metadata: Metadata, parameters: Parameters) -> Arrays:
         """Return the best answer of every row, over all of its windows.
 
         Returns:
@@ -49,19 +49,19 @@ class AnswerDecoder:
             answer found several times has the offsets of the first and the sum of the scores,
             which can exceed 1.
         """
-        allowed = _answerable(carries, outputs["start_logit"].shape[1])
+        allowed = _answerable(metadata, outputs["start_logit"].shape[1])
         start = _probabilities(outputs["start_logit"], allowed)
         end = _probabilities(outputs["end_logit"], allowed)
         null_score = start[:, 0] * end[:, 0]
         start[:, 0] = end[:, 0] = 0
         spans = _best_spans(start, end, parameters["max_answer_tokens"])
         rows: dict[int, list[int]] = {}
-        for window, carry in enumerate(carries):
-            rows.setdefault(carry.row, []).append(window)
+        for window, row_metadata in enumerate(metadata):
+            rows.setdefault(row_metadata.row, []).append(window)
         texts, answers = [], []
         for _, windows in sorted(rows.items()):
-            text = carries[windows[0]].text
-            answer = _choose([(carries[window], spans[window]) for window in windows], text)
+            text = metadata[windows[0]].text
+            answer = _choose([(metadata[window], spans[window]) for window in windows], text)
             if parameters["impossible_answer"]:
                 null = float(null_score[windows].min())
                 answer = Span(0, 0, null) if null > answer.score else answer
@@ -75,11 +75,11 @@ class AnswerDecoder:
         }
 
 
-def _answerable(carries: Metadata, width: int) -> NDArray[np.bool_]:
+def _answerable(metadata: Metadata, width: int) -> NDArray[np.bool_]:
     """Return a mask ``[m, width]`` of the tokens of the context and the first of each window."""
-    allowed = np.zeros((len(carries), width), dtype=bool)
-    for window, carry in enumerate(carries):
-        np.not_equal(carry.kinds, OUTSIDE, out=allowed[window, : len(carry.kinds)])
+    allowed = np.zeros((len(metadata), width), dtype=bool)
+    for window, row_metadata in enumerate(metadata):
+        np.not_equal(row_metadata.kinds, OUTSIDE, out=allowed[window, : len(row_metadata.kinds)])
     allowed[:, 0] = True
     return allowed
 
@@ -139,9 +139,9 @@ def _choose(
 ) -> Span:
     """Return the answer with the highest sum of scores, ignoring letter case; empty without any."""
     found: dict[str, Span] = {}
-    for carry, spans in windows:
+    for row_metadata, spans in windows:
         for first, last, score in spans:
-            start, end = int(carry.offsets[first, 0]), int(carry.offsets[last, 1])
+            start, end = int(row_metadata.offsets[first, 0]), int(row_metadata.offsets[last, 1])
             key = text[start:end].lower()
             known = found.get(key)
             found[key] = (

@@ -50,7 +50,7 @@ class EntityDecoder:
         self._tag = np.unique(np.array(tags), return_inverse=True)[1]
         self._begins = np.array([label.startswith("B-") for label in labels])
 
-    def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
+    def decode(self, outputs: Arrays, metadata: Metadata, parameters: Parameters) -> Arrays:
         """Return the entities of every row.
 
         Raises:
@@ -65,11 +65,11 @@ class EntityDecoder:
                 "Choose another, or set `parameters: {aggregation: average}` in pipeline.yaml and"
                 " build it again",
             )
-        kinds = _stack_kinds(carries)
+        kinds = _stack_kinds(metadata)
         row, column = np.nonzero(kinds != OUTSIDE)
         if not len(row):
-            return _encode([[]] * len(carries))
-        start, end = np.concatenate([c.offsets[c.kinds != OUTSIDE] for c in carries]).T
+            return _encode([[]] * len(metadata))
+        start, end = np.concatenate([c.offsets[c.kinds != OUTSIDE] for c in metadata]).T
         if "token_scores" in outputs:
             scores = outputs["token_scores"][row, column]
             label, score = _best(scores)
@@ -84,8 +84,8 @@ class EntityDecoder:
                 chosen = first if aggregation == "first" else _surest(score, first)
                 pieces = _join(pieces, first, label[chosen], score[chosen])
         if aggregation == "none":
-            return _write(pieces, self._names, carries)
-        return _write(self._group(pieces), self._groups, carries)
+            return _write(pieces, self._names, metadata)
+        return _write(self._group(pieces), self._groups, metadata)
 
     def _group(self, pieces: Pieces) -> Pieces:
         """Join adjacent pieces with the same tag; a ``B-`` label always begins an entity."""
@@ -96,15 +96,15 @@ class EntityDecoder:
         return _join(pieces, first, pieces.label[first], _mean(pieces.score, first))
 
 
-def _stack_kinds(carries: Metadata) -> NDArray[np.uint8]:
+def _stack_kinds(metadata: Metadata) -> NDArray[np.uint8]:
     """Return the kinds of all rows, ``[n, longest row]``, padded with OUTSIDE."""
-    if len(carries) == 1:
-        return carries[0].kinds[None]
-    lengths = np.array([len(carry.kinds) for carry in carries])
-    kinds = np.full((len(carries), lengths.max(initial=0)), OUTSIDE, dtype=np.uint8)
-    if len(carries):
+    if len(metadata) == 1:
+        return metadata[0].kinds[None]
+    lengths = np.array([len(row_metadata.kinds) for row_metadata in metadata])
+    kinds = np.full((len(metadata), lengths.max(initial=0)), OUTSIDE, dtype=np.uint8)
+    if len(metadata):
         used = np.arange(kinds.shape[1]) < lengths[:, None]
-        kinds[used] = np.concatenate([carry.kinds for carry in carries])
+        kinds[used] = np.concatenate([row_metadata.kinds for row_metadata in metadata])
     return kinds
 
 
@@ -162,8 +162,8 @@ def _surest(score: NDArray[np.float32], first: NDArray[np.intp]) -> NDArray[np.i
     return np.where(found < len(score), found, first)
 
 
-def _write(pieces: Pieces, names: Sequence[str], carries: Metadata) -> Arrays:
-    found: list[list[dict[str, object]]] = [[] for _ in carries]
+def _write(pieces: Pieces, names: Sequence[str], metadata: Metadata) -> Arrays:
+    found: list[list[dict[str, object]]] = [[] for _ in metadata]
     kept = np.array([name != "O" for name in names])[pieces.label]
     scores = np.round(pieces.score[kept].astype(np.float64), _SCORE_DECIMALS).tolist()
     places = (column[kept].tolist() for column in pieces[:4])
@@ -171,7 +171,7 @@ def _write(pieces: Pieces, names: Sequence[str], carries: Metadata) -> Arrays:
         found[row].append(
             {
                 "entity": names[label],
-                "text": carries[row].text[start:end],
+                "text": metadata[row].text[start:end],
                 "start": start,
                 "end": end,
                 "score": None if math.isnan(score) else score,

@@ -18,7 +18,7 @@ class EmbeddingDecoder:
     def __init__(self, settings: Parameters, folder: Path) -> None:
         pass
 
-    def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
+    def decode(self, outputs: Arrays, metadata: Metadata, parameters: Parameters) -> Arrays:
         """Truncate each vector and encode it as the request's `dimensions` and `encoding` ask.
 
         Returns:
@@ -68,7 +68,7 @@ class ClassDecoder:
     def __init__(self, settings: Parameters, folder: Path) -> None:
         self._labels = np.array([label.encode("utf-8") for label in settings["labels"]], object)
 
-    def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
+    def decode(self, outputs: Arrays, metadata: Metadata, parameters: Parameters) -> Arrays:
         """Return the ``top_k`` best: ``label`` BYTES ``[n, k]`` and ``score`` FP32 ``[n, k]``."""
         kept = parameters["top_k"]
         labels = self._labels[outputs["class_id"][:, :kept]]
@@ -82,7 +82,7 @@ class ZeroShotDecoder:
         self._entailment: int = settings["entailment"]
         self._contradiction: int = settings["contradiction"]
 
-    def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
+    def decode(self, outputs: Arrays, metadata: Metadata, parameters: Parameters) -> Arrays:
         """Return all labels, best first: ``label`` BYTES ``[n, L]`` and ``score`` FP32 ``[n, L]``.
 
         With ``multi_label``, or one label, a score is the softmax of entailment and contradiction;
@@ -112,7 +112,7 @@ class ScoreDecoder:
     def __init__(self, settings: Parameters, folder: Path) -> None:
         pass
 
-    def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
+    def decode(self, outputs: Arrays, metadata: Metadata, parameters: Parameters) -> Arrays:
         return {"score": outputs["relevance"]}
 
 
@@ -124,7 +124,7 @@ class MaskDecoder:
 
         self._texts = _TokenTexts(Tokenizer.from_file(str(folder / "tokenizer.json")))
 
-    def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
+    def decode(self, outputs: Arrays, metadata: Metadata, parameters: Parameters) -> Arrays:
         """Return the ``top_k`` best: ``token`` BYTES ``[n, k]`` and ``score`` FP32 ``[n, k]``."""
         kept = parameters["top_k"]
         ids = outputs["class_id"][:, :kept]
@@ -156,16 +156,16 @@ class CustomDecoder:
         self._decode = hook
         self._form = RowForm(settings["outputs"])
 
-    def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
+    def decode(self, outputs: Arrays, metadata: Metadata, parameters: Parameters) -> Arrays:
         count = len(next(iter(outputs.values())))
         rows: list[Row] = [
             {name.removeprefix(CORE_PREFIX): value[i] for name, value in outputs.items()}
             for i in range(count)
         ]
-        for row, carry in zip(rows[: len(carries)], carries, strict=True):
-            tokens = len(carry.kinds)
+        for row, row_metadata in zip(rows[: len(metadata)], metadata, strict=True):
+            tokens = len(row_metadata.kinds)
             for name in outputs:
                 name = name.removeprefix(CORE_PREFIX)
                 row[name] = row[name][:tokens]
-            row.update(text=carry.text, offsets=carry.offsets)
+            row.update(text=row_metadata.text, offsets=row_metadata.offsets)
         return self._form.tensors(call_hook("decode", self._decode, rows, self._form.names))

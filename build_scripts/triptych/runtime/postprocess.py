@@ -28,11 +28,11 @@ class TritonPythonModel:
         self._core_outputs = settings["core_outputs"]
         self._rules = settings["request_parameters"]
         self._defaults = settings["parameters"]
-        self._carries = settings["carries"]
+        self._has_row_metadata = settings["has_row_metadata"]
         self._unpacks = settings["packed_tokens"]
         self._decoder = find_class(settings["decoder"])(settings, folder)
         self._after = find_hook(folder, "after")
-        self._given = settings.get("given_inputs")
+        self._given = settings.get("forwarded_inputs")
         self._form = RowForm(settings["outputs"])
         self._in_flight = InFlight(settings["pipeline"])
         make_private()
@@ -53,23 +53,23 @@ class TritonPythonModel:
         came_at, ticket = time.monotonic(), None
         try:
             inputs = inputs_of(request)
-            sent = inputs["ticket"].as_numpy()
+            sent = inputs["request_ticket"].as_numpy()
             ticket = Ticket(*sent[0, : len(Ticket._fields)].tolist())
             if not self._in_flight.is_valid(ticket):
                 raise RequestError(
-                    "ticket",
+                    "request_ticket",
                     "must be one that this server's preprocess step gave out",
                     list(ticket),
                     "Send the request to the ensemble, not to its steps",
                 )
             parameters = check_parameters(request.parameters(), self._rules, self._defaults)
             outputs = {name: inputs[name].as_numpy() for name in self._core_outputs}
-            packed = read_bytes(inputs, "carry") if self._carries else []
-            carries = [unpack_metadata(data) for data in packed]
+            packed = read_bytes(inputs, "row_metadata") if self._has_row_metadata else []
+            metadata = [unpack_metadata(data) for data in packed]
             if self._unpacks:
-                lengths = [len(carry.kinds) for carry in carries]
+                lengths = [len(row_metadata.kinds) for row_metadata in metadata]
                 outputs = {name: unpack_rows(value, lengths) for name, value in outputs.items()}
-            result = self._decoder.decode(outputs, carries, parameters)
+            result = self._decoder.decode(outputs, metadata, parameters)
             if self._after is not None:
                 rows = self._form.rows(result)
                 given = self._read_given(inputs, len(rows))

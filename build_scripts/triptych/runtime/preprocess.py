@@ -40,7 +40,7 @@ from .triton_io import (
 class TritonPythonModel:
     """Step that converts the ensemble's inputs, each BYTES ``[n, 1]``, with the task's row maker.
 
-    ``ticket`` INT64 ``[core rows, 4]`` goes directly to postprocess, as does ``carry`` BYTES
+    ``request_ticket`` INT64 ``[core rows, 4]`` goes directly to postprocess, as does ``row_metadata`` BYTES
     ``[core rows, 1]`` if the task has one. Inputs are forwarded too if `hooks.after` takes them.
     """
 
@@ -55,10 +55,10 @@ class TritonPythonModel:
         self._by_width = settings["layout"] == "bucketed"
         self._batch_tokens: int = settings["batch_tokens"]
         self._pad_token_id: int = settings.get("pad_token_id", 0)
-        self._carries = settings["carries"]
+        self._has_row_metadata = settings["has_row_metadata"]
         self._maker: RowMaker = find_class(settings["row_maker"])(settings, folder)
         self._before = find_hook(folder, "before")
-        self._gives_inputs = "given_inputs" in settings
+        self._gives_inputs = "forwarded_inputs" in settings
         in_flight, longest_wait_s = InFlight(settings["pipeline"]), settings["max_wait_ms"] / 1e3
         self._admission = Admission(in_flight, settings["max_requests"], longest_wait_s)
         self._backlog = Backlog(
@@ -114,7 +114,13 @@ class TritonPythonModel:
                 send(requests[index].get_response_sender(), response)
             else:
                 responses[index] = response
-        self._row_tokens.count([rows.tensors["row_length"] for rows in answered.values()])
+        self._row_tokens.count(
+            [  # rows of images have no length
+                rows.tensors["row_length"]
+                for rows in answered.values()
+                if "row_length" in rows.tensors
+            ]
+        )
         self._admission.end()
         return responses
 
@@ -159,9 +165,9 @@ class TritonPythonModel:
     def _respond(self, core_rows: CoreRows, inputs: RowInputs, drawn: bytes) -> Any:
         count = core_rows.row_count
         tensors = [pb_utils.Tensor(name, value) for name, value in core_rows.tensors.items()]
-        if self._carries:
-            carries = np.array(core_rows.carries, dtype=np.object_).reshape(-1, 1)
-            tensors.append(pb_utils.Tensor("carry", carries))
+        if self._has_row_metadata:
+            metadata = np.array(core_rows.metadata, dtype=np.object_).reshape(-1, 1)
+            tensors.append(pb_utils.Tensor("row_metadata", metadata))
         if self._gives_inputs:
             given = make_forwarded(inputs.columns, count)
             tensors += [pb_utils.Tensor(name, value) for name, value in given.items()]
@@ -169,5 +175,5 @@ class TritonPythonModel:
         ticket[:] = self._admission.admit(count)
         if drawn:
             ticket = self._add_payload(ticket, drawn)
-        tensors.append(pb_utils.Tensor("ticket", ticket))
+        tensors.append(pb_utils.Tensor("request_ticket", ticket))
         return pb_utils.InferenceResponse(tensors)

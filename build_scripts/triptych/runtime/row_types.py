@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
     ids: Sequence[int]
     first_segment: int
-    carry: bytes = b""
+    metadata: bytes = b""
 
 
 class CoreRows(NamedTuple):
@@ -60,7 +60,7 @@ class CoreRows(NamedTuple):
     """
 
     tensors: dict[str, NDArray[Any]]
-    carries: list[bytes]
+    metadata: list[bytes]
     width: int
 
     @property
@@ -119,11 +119,11 @@ Arrays = Mapping[str, NDArray[Any]]
 Parameters = Mapping[str, Any]
 
 
-def pack_metadata(carry: RowMetadata) -> bytes:
-    text = carry.text.encode("utf-8")
-    header = _HEADER.pack(carry.row, len(carry.kinds), len(text))
-    offsets = np.ascontiguousarray(carry.offsets, dtype="<i4").tobytes()
-    return header + offsets + carry.kinds.astype(np.uint8).tobytes() + text
+def pack_metadata(row_metadata: RowMetadata) -> bytes:
+    text = row_metadata.text.encode("utf-8")
+    header = _HEADER.pack(row_metadata.row, len(row_metadata.kinds), len(text))
+    offsets = np.ascontiguousarray(row_metadata.offsets, dtype="<i4").tobytes()
+    return header + offsets + row_metadata.kinds.astype(np.uint8).tobytes() + text
 
 
 def unpack_metadata(data: bytes) -> RowMetadata:
@@ -135,7 +135,7 @@ def unpack_metadata(data: bytes) -> RowMetadata:
     return RowMetadata(row, data[end : end + size].decode("utf-8"), offsets, kinds)
 
 
-FORWARDED_PREFIX = "given_"
+FORWARDED_PREFIX = "forwarded_"
 """Prefix of the tensors with forwarded inputs between preprocess and postprocess."""
 
 

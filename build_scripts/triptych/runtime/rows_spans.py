@@ -182,9 +182,9 @@ class WindowRowMaker(TokenRowMaker):
                 )
             first = len(question.ids) + self._form.ahead
             for index, window in enumerate(windows):
-                carry = _carry(number, pair[1] if index == 0 else "", window)
+                row_metadata = _row_metadata(number, pair[1] if index == 0 else "", window)
                 ids = window.ids
-                rows.append(Row(ids, first if self._segments else len(ids), carry))
+                rows.append(Row(ids, first if self._segments else len(ids), row_metadata))
         return rows
 
     def _check_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
@@ -208,7 +208,7 @@ class WindowRowMaker(TokenRowMaker):
         self.check_count(windows)
 
 
-def _carry(number: int, context: str, window: Any) -> bytes:
+def _row_metadata(number: int, context: str, window: Any) -> bytes:
     inside = np.array([sequence == 1 for sequence in window.sequence_ids])
     kinds = np.where(inside, WORD_START, OUTSIDE).astype(np.uint8)
     offsets = np.array(window.offsets, dtype=np.int32).reshape(-1, 2)

@@ -94,14 +94,14 @@ class TokenRowMaker(ABC):
             for inputs, (i, j) in zip(asked, spans, strict=True)
         ]
 
-    def row(self, encoding: Any, carry: bytes = b"") -> Row:
+    def row(self, encoding: Any, row_metadata: bytes = b"") -> Row:
         """Return an encoding as a model row; pairs are model rows already."""
         if isinstance(encoding, Row):
             return encoding
         ids = encoding.ids
         if not self._segments:
-            return Row(ids, len(ids), carry)
-        return Row(ids, len(ids) - sum(encoding.type_ids), carry)
+            return Row(ids, len(ids), row_metadata)
+        return Row(ids, len(ids) - sum(encoding.type_ids), row_metadata)
 
     def _finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row] | Exception:
         try:
@@ -201,7 +201,7 @@ class TokenRowMaker(ABC):
         if self._segments:
             tensors["first_segment"] = np.array([[r.first_segment] for r in rows], dtype=np.int32)
         width = tensors["input_ids"].shape[1]
-        return CoreRows(tensors, [row.carry for row in rows], width)
+        return CoreRows(tensors, [row.metadata for row in rows], width)
 
 
 def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> NDArray[np.int32]:

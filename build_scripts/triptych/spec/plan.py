@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.tensors import (
-    CARRY,
     FIRST_SEGMENT,
     INPUT_IDS,
+    REQUEST_TICKET,
     ROW_LENGTH,
+    ROW_METADATA,
     ROW_OFFSET,
     ROW_SPAN,
-    SAMPLED_TICKET,
-    TICKET,
+    SAMPLED_REQUEST_TICKET,
     Tensor,
 )
 from triptych.runtime.row_types import FORWARDED_PREFIX
@@ -91,10 +91,14 @@ class Plan:
     @property
     def past_core(self) -> tuple[Tensor, ...]:
         """Tensors that preprocess sends to postprocess without passing through the core."""
-        carry = (CARRY,) if self.task.carries else ()
+        row_metadata = (ROW_METADATA,) if self.task.has_row_metadata else ()
         inputs = self.task.inputs if self.gives_inputs else ()
-        ticket = TICKET if self.spec.serving.sample is None else SAMPLED_TICKET
-        return (ticket, *carry, *(replace(t, name=FORWARDED_PREFIX + t.name) for t in inputs))
+        ticket = REQUEST_TICKET if self.spec.serving.sample is None else SAMPLED_REQUEST_TICKET
+        return (
+            ticket,
+            *row_metadata,
+            *(replace(t, name=FORWARDED_PREFIX + t.name) for t in inputs),
+        )
 
     def step(self, name: str) -> str:
         """Return the Triton model name of a step."""

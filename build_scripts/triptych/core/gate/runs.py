@@ -286,8 +286,8 @@ def decode(
     answers: list[Decoded] = []
     for request, rows in zip(requests, by_request(requests, outputs), strict=True):
         columns = {name: _stack([row[name] for row in rows]) for name in rows[0]}
-        carries = [unpack_metadata(carry) for carry in request.carries]
-        answers.append(decoder.decode(columns, carries, as_floats(request.parameters)))
+        metadata = [unpack_metadata(row_metadata) for row_metadata in request.metadata]
+        answers.append(decoder.decode(columns, metadata, as_floats(request.parameters)))
     return answers
 
 

@@ -122,7 +122,7 @@ TOKEN_CLASSIFICATION = Task(
     labeled=ENTITY_F1,
     parameters=lambda facts: {"aggregation": Rule("str", default="simple", choices=AGGREGATIONS)},
     settings=labels,
-    carries=True,
+    has_row_metadata=True,
     view=View("entities"),
     example={"entities": [_ENTITY_EXAMPLE]},
     check=has_labels,
@@ -156,7 +156,7 @@ QUESTION_ANSWERING = Task(
         "max_answer_tokens": Rule("int", default=15, min=1, max=512),
         "impossible_answer": Rule("bool", default=False),
     },
-    carries=True,
+    has_row_metadata=True,
     view=View("answer"),
     max_length=384,  # as transformers' pipeline has it
 )

@@ -11,9 +11,15 @@ from triptych.spec.tasks.compare import compare_anything
 from triptych.spec.tasks.metrics_vectors import COSINES
 from triptych.spec.tasks.task import TEXT, TEXT_PAIR, Core, Parameters, Task, labels
 
-RESERVED = {"text", "text_pair", "input_ids", "row_length", "first_segment", "carry", "ticket"} | {
-    FORWARDED_PREFIX + name for name in ("text", "text_pair")
-}
+RESERVED = {
+    "text",
+    "text_pair",
+    "input_ids",
+    "row_length",
+    "first_segment",
+    "row_metadata",
+    "request_ticket",
+} | {FORWARDED_PREFIX + name for name in ("text", "text_pair")}
 """Names of tensors between the steps."""
 
 RETURNS = {"row": ("logits", "scores"), "tokens": ("token_scores",), "pooled": ("vector",)}
@@ -96,6 +102,6 @@ def custom_task(custom: Custom) -> Task:
         labeled=None,
         decodes_answers=False,
         settings=labels,
-        carries=custom.head_input == "tokens",
+        has_row_metadata=custom.head_input == "tokens",
         check=check,
     )

@@ -120,7 +120,7 @@ class Task:
         parameters: Rules of request parameters by name.
         settings: Further settings of both classes, as JSON values.
         pairs: Whether a model row has two segments.
-        carries: Whether each model row has row metadata (`tensors.CARRY`).
+        has_row_metadata: Whether each model row has row metadata (`tensors.ROW_METADATA`).
         decodes_tokens: Whether postprocess needs the tokenizer.
         max_length: Default maximum number of tokens in a model row; None for the model's limit.
         request_rows: Maximum number of rows in a request; None for the batch size.
@@ -143,7 +143,7 @@ class Task:
     settings: Callable[[ModelFacts], Mapping[str, object]] = lambda facts: {}
     check: Callable[[ModelFacts], None] = lambda facts: None
     pairs: bool = False
-    carries: bool = False
+    has_row_metadata: bool = False
     decodes_tokens: bool = False
     request_rows: int | None = None
     max_length: int | None = None
