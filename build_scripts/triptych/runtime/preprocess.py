@@ -40,8 +40,9 @@ from .triton_io import (
 class TritonPythonModel:
     """Step that converts the ensemble's inputs, each BYTES ``[n, 1]``, with the task's row maker.
 
-    ``request_ticket`` INT64 ``[core rows, 4]`` goes directly to postprocess. So does ``row_metadata``
-    BYTES ``[core rows, 1]`` if the task has one. Inputs are forwarded too if `hooks.after` takes them.
+    ``request_ticket`` INT64 ``[core rows, 4]`` goes directly to postprocess. So does
+    ``row_metadata`` BYTES ``[core rows, 1]`` if the task has one. Inputs are forwarded too if
+    `hooks.after` takes them.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
