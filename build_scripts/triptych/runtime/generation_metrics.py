@@ -209,7 +209,7 @@ class GenerationMetrics:
         self._counted[f"{PREFIX}_tokens", kind] += count
 
     def _observe(self, metric: str, seconds: float) -> None:
-        self._histograms[metric].observe([seconds])
+        self._histograms[metric].observe_one(seconds)
 
     def _make(self) -> None:
         for name in GAUGES:
