@@ -40,13 +40,16 @@ class RenamedWarning(FutureWarning):
     """Use of a former name that a later release will not accept."""
 
 
-def warn_renamed(old: str, new: str) -> None:
-    """Warn that `old` has a new name; the command line prints the warning as one line."""
-    warnings.warn(
-        f"`{old}` is now called `{new}`. The old name will be removed in a later release.",
-        RenamedWarning,
-        stacklevel=3,
-    )
+def describe_renamed(old: str, new: str) -> str:
+    """Return the text of a warning that `old` has a new name."""
+    return f"`{old}` is now called `{new}`. A later release will not accept the old name."
+
+
+def warn_renamed(
+    old: str, new: str, category: type[Warning] = RenamedWarning, *, stacklevel: int = 3
+) -> None:
+    """Warn that `old` has a new name; the command line prints a `RenamedWarning` as one line."""
+    warnings.warn(describe_renamed(old, new), category, stacklevel=stacklevel)
 
 
 class UserError(Exception):

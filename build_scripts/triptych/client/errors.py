@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 
+from triptych.base.errors import warn_renamed
 from triptych.runtime.request_errors import (
     ENGINE_FAILED,
     INTERNAL,
@@ -232,12 +232,7 @@ def former_class(module: str, name: str) -> type[InferenceError]:
     if name not in _FORMER:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     kind = _FORMER[name]
-    warnings.warn(
-        f"{module}.{name} is now called {kind.__name__}. The old name will be removed in a later "
-        "release.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
+    warn_renamed(f"{module}.{name}", kind.__name__, DeprecationWarning, stacklevel=4)
     return kind
 
 

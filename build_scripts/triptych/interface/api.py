@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from triptych.base.errors import Progress, UserError
+from triptych.base.errors import Progress, UserError, warn_renamed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -147,7 +146,7 @@ def build(
     from triptych.spec.spec import load_spec
 
     if rehearsal is not None:
-        _warn_renamed("rehearsal", "engine_dry_run")
+        warn_renamed("rehearsal", "engine_dry_run", DeprecationWarning)
         engine_dry_run = rehearsal
     changes = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
     inputs = read_inputs(load_spec(Path(pipelines) / name, changes), progress)
@@ -215,10 +214,5 @@ def __getattr__(name: str) -> Any:
     """Return a class by its former name, with a warning."""
     if name not in _RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _warn_renamed(name, _RENAMED[name])
+    warn_renamed(name, _RENAMED[name], DeprecationWarning)
     return globals()[_RENAMED[name]]
-
-
-def _warn_renamed(old: str, new: str) -> None:
-    text = f"`{old}` is now called `{new}`. A later release will not accept the old name."
-    warnings.warn(text, DeprecationWarning, stacklevel=3)

@@ -24,8 +24,7 @@ _TURNS = 2
 class BatchSizeTuner:
     """Finds the number of rows per request by trials on the server.
 
-    Measured with packed MiniLM on 2 busy cores, in rows per second: 12 requests of 8 rows in
-    flight
+    Measured with packed MiniLM on 2 busy cores, in rows per second: 12 requests of 8 rows in flight
     44; 2 of 8 53; 6 of 4 70; 8 of 2 77; 16 of 1 73. On a GPU large batches win.
 
     Args:

@@ -15,6 +15,8 @@ from typing import Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from triptych.base.errors import describe_renamed
+
 VERBS = {
     "Build": ("new", "test", "inspect", "build", "engine", "lint", "history", "rollback"),
     "Serve": ("serve", "dev", "ui", "infer", "doctor"),
@@ -63,8 +65,7 @@ IGNORED = {("traffic", "--from-sample")}
 
 
 def _warn_renamed(old: str, new: str) -> None:
-    text = f"warning: `{old}` is now called `{new}`. A later release will not accept the old name."
-    print(text, file=sys.stderr)
+    print(f"warning: {describe_renamed(old, new)}", file=sys.stderr)
 
 
 def _forward(words: Sequence[str]) -> list[str]:
