@@ -27,10 +27,10 @@ from triptych.core.inputs import task_of
 from triptych.runtime.hooking import NUMPY_TYPES, RowForm, call_hook, find_hook
 from triptych.runtime.rows_image import Limits, open_image
 from triptych.spec.generation_fields import load_generation_spec, load_text2text_spec
-from triptych.spec.kind import GENERATION, TEXT2TEXT
+from triptych.spec.kind import GENERATING, GENERATION, TEXT2TEXT
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.scaffold import TEMPLATES, Scaffold, scaffold, tasks
-from triptych.spec.spec import GENERATING, load_spec
+from triptych.spec.spec import load_spec
 from triptych.spec.tasks import TASKS
 from triptych.spec.traffic import read_traffic
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,17 @@ def _check_nothing(_inputs: object, _progress: Progress) -> None:
     """Check nothing, because pipelines that generate text have no hooks."""
 
 
+_TEXT_GENERATION = Steps(
+    read=read_generation,
+    check_folder=check_folder,
+    check=_check_nothing,
+    make_core=make_generation_core,
+    render=render_generating,
+    build_engine=build_no_engine,
+    verify=verify_generation,
+    bench=bench_generation,
+)
+
 STEPS: Mapping[Kind, Steps] = {
     Kind.ENCODER: Steps(
         read=read_inputs,
@@ -72,24 +83,6 @@ STEPS: Mapping[Kind, Steps] = {
         verify=verify_pipeline,
         bench=bench_pipeline,
     ),
-    Kind.TEXT_GENERATION: Steps(
-        read=read_generation,
-        check_folder=check_folder,
-        check=_check_nothing,
-        make_core=make_generation_core,
-        render=render_generating,
-        build_engine=build_no_engine,
-        verify=verify_generation,
-        bench=bench_generation,
-    ),
-    Kind.TEXT2TEXT: Steps(
-        read=read_text2text,
-        check_folder=check_folder,
-        check=_check_nothing,
-        make_core=make_generation_core,
-        render=render_generating,
-        build_engine=build_no_engine,
-        verify=verify_generation,
-        bench=bench_generation,
-    ),
+    Kind.TEXT_GENERATION: _TEXT_GENERATION,
+    Kind.TEXT2TEXT: replace(_TEXT_GENERATION, read=read_text2text),
 }

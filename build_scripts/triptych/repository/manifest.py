@@ -18,9 +18,9 @@ from triptych.container.manifests import ManifestError, read_manifest_file
 from triptych.repository.records import DryRun, EngineRecord, GateResult, plain_data
 from triptych.spec.any_spec import READERS, AnySpec
 from triptych.spec.engine_plan import EnginePlan
-from triptych.spec.kind import Kind, kind_of_task
+from triptych.spec.kind import GENERATING, Kind, kind_of_task
 from triptych.spec.plan import Layout, Plan
-from triptych.spec.spec import GENERATING, PipelineSpec, not_known_here
+from triptych.spec.spec import PipelineSpec, not_known_here
 from triptych.spec.tasks.task import Core
 
 PLAN_FILE = "model.plan"

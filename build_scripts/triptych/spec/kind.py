@@ -21,6 +21,9 @@ class Kind(Enum):
 
 _BY_TASK = {GENERATION: Kind.TEXT_GENERATION, TEXT2TEXT: Kind.TEXT2TEXT}
 
+GENERATING = tuple(_BY_TASK)
+"""Names of the tasks that generate text."""
+
 
 def kind_of_task(task: str) -> Kind:
     """Return the kind of the pipelines with a task; every other task is one of an encoder."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from triptych.base.errors import UserError, warn_renamed
+from triptych.spec.kind import Kind, kind_of_task
 
 METRICS = {
     "neighbour_effect": "batch_sensitivity",
@@ -45,11 +46,16 @@ _TEXT2TEXT = {
     "core.max_answer": "core.max_new_tokens",
     "core.min_answer": "core.min_new_tokens",
 }
+_FORMER: Mapping[Kind, Mapping[str, str]] = {
+    Kind.ENCODER: _ENCODER,
+    Kind.TEXT_GENERATION: _GENERATION,
+    Kind.TEXT2TEXT: _TEXT2TEXT,
+}
 
 
 def former_fields(task: str) -> Mapping[str, str]:
     """Return former dotted names of the fields of a task's specs, each with its present name."""
-    return {"text-generation": _GENERATION, "text2text-generation": _TEXT2TEXT}.get(task, _ENCODER)
+    return _FORMER[kind_of_task(task)]
 
 
 def rename_fields(document: dict[str, Any], task: str, *, source: str = "", warn: bool) -> None:

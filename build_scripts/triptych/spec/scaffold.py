@@ -20,8 +20,8 @@ from typing import Any
 
 from triptych.base.errors import UserError, closest
 from triptych.base.files import parse_yaml
-from triptych.spec.kind import GENERATION
-from triptych.spec.spec import GENERATING, SPEC_FILE, check_folder
+from triptych.spec.kind import GENERATING, GENERATION
+from triptych.spec.spec import SPEC_FILE, check_folder
 from triptych.spec.traffic import TRAFFIC_FILE
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -25,12 +25,11 @@ from triptych.spec.fields import (
     Serving,
     Tokenizer,
 )
-from triptych.spec.kind import GENERATION, TEXT2TEXT, Kind
+from triptych.spec.kind import GENERATING, GENERATION, TEXT2TEXT, Kind
 from triptych.spec.renamed import former_fields, rename_fields
 from triptych.spec.tuned import TUNED_FILE, read_tuned
 
 SPEC_FILE = "pipeline.yaml"
-GENERATING = (GENERATION, TEXT2TEXT)
 _REMEDIES = {
     GENERATION: "Use test, inspect, build, lint, serve, verify, infer, bench, tune or deploy",
     TEXT2TEXT: "Use test, inspect, build, lint, serve, verify, infer, bench or deploy",
