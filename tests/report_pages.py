@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 from triptych.base.formatting import MINUS, TIMES
-from triptych.interface.report.gate_write import GateHeader
+from triptych.interface.report.gate import GateHeader
 from triptych.repository.records import (
     Conversion,
     GateResult,

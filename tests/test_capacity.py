@@ -11,7 +11,7 @@ import pytest
 
 from load_samples import bench
 from triptych.base.errors import UserError
-from triptych.interface.report.load import write_bench_report
+from triptych.interface.report.bench import write_bench_report
 from triptych.operate.tune.proposal import MeasuredLoad, estimate_capacity, read_measured_load
 from triptych.serving.bench.results import LoadPoint, Measurement, OfferedLoad, RateSearch, StepUse
 from triptych.spec.slo import Slo

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from conftest import lock_data
 from load_samples import bench, subject
-from triptych.interface.report.load import write_figures
+from triptych.interface.report.bench import write_figures
 from triptych.repository.manifest import build_id
 from triptych.repository.render import Content
 from triptych.repository.store import write_models

@@ -10,7 +10,7 @@ import pytest
 
 from load_samples import NASTY, NOTHING_ANSWERED, baseline, bench, measurement, point, subject
 from triptych.base.errors import UserError
-from triptych.interface.report.load import write_bench_report
+from triptych.interface.report.bench import write_bench_report
 from triptych.serving.bench.comparison import MetricChange, compare_results, read_bench
 from triptych.serving.bench.results import BenchResult, LoadPoint, OfferedLoad
 

@@ -21,7 +21,7 @@ from load_samples import (
     subject,
 )
 from report_pages import Page, assert_finite_drawing, assert_stands_alone
-from triptych.interface.report.load import page, shown_points, write_bench_report
+from triptych.interface.report.bench import page, shown_points, write_bench_report
 from triptych.serving.bench.results import (
     BenchResult,
     OfferedLoad,

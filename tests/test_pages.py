@@ -35,10 +35,9 @@ from triptych.interface.report.plots import (
     compared,
     curves,
     histogram,
-    linear,
-    log_scale,
     waterfall,
 )
+from triptych.interface.report.svg import linear, log_scale
 
 
 def test_texts_keep_what_can_be_read() -> None:

@@ -29,7 +29,7 @@ from report_pages import (
     verdict,
 )
 from triptych.interface.report import plots
-from triptych.interface.report.gate_write import GateHeader, write_gate_report
+from triptych.interface.report.gate import GateHeader, write_gate_report
 from triptych.repository.records import Conversion, GateResult, PrecisionTrial, WorstRow, plain_data
 
 NAN = math.nan
@@ -339,4 +339,4 @@ def test_a_write_that_fails_leaves_no_scraps(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     with pytest.raises(OSError, match=r"report\.html"):
         write_gate_report(gate_of(), ABOUT, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gate.json", "report.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html"]

@@ -21,7 +21,7 @@ from triptych.base.errors import UserError
 from triptych.building.generation.inputs import GenerationInputs, Prompt, read_generation
 from triptych.interface.cli.measured_tables import print_tuned
 from triptych.interface.cli.plan_text import describe_text_generation
-from triptych.interface.report.tuning_report import tune_page
+from triptych.interface.report.tune import tune_page
 from triptych.operate.tune import fields
 from triptych.operate.tune import tune as tuning
 from triptych.operate.tune.fields import (

@@ -15,7 +15,7 @@ from rich.console import Console
 from load_samples import NOTHING_ANSWERED, measurement, outcome, point, subject, trial, tuned
 from report_pages import Page, assert_finite_drawing, assert_stands_alone, typed
 from triptych.interface.cli.measured_tables import print_tuned
-from triptych.interface.report.tuning_report import tune_page, write_tune_report
+from triptych.interface.report.tune import tune_page, write_tune_report
 from triptych.operate.tune.results import TuneResult, pareto_front
 from triptych.serving.bench.results import LoadPoint, OfferedLoad, from_json
 from triptych.spec.slo import Slo

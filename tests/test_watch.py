@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from load_samples import measurement
 from report_pages import assert_stands_alone
 from triptych.base.errors import UserError
-from triptych.interface.report.watch import write_shadow_report
+from triptych.interface.report.monitor import write_shadow_report
 from triptych.operate.monitor.metrics import metrics_text
 from triptych.operate.monitor.results import (
     MeanTest,

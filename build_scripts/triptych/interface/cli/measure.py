@@ -188,7 +188,7 @@ def bench(
     """
     from triptych.building.kinds import STEPS
     from triptych.interface.cli.measured_tables import print_bench
-    from triptych.interface.report.load import write_bench_report, write_figures
+    from triptych.interface.report.bench import write_bench_report, write_figures
     from triptych.serving.bench.bench import CONCURRENCY, Bench, parse_loads
     from triptych.serving.bench.results import judge_slo, to_json
     from triptych.spec.any_spec import load_any_spec, parse_any_slo
@@ -264,7 +264,7 @@ def tune(
     """
     from triptych.core.gate.cached import GateFailure
     from triptych.interface.cli.measured_tables import print_tuned
-    from triptych.interface.report.tuning_report import write_tune_report
+    from triptych.interface.report.tune import write_tune_report
     from triptych.operate.tune.tune import Tuning, tune_pipeline
     from triptych.repository.lint.checks import LintFailure
     from triptych.serving.bench.results import to_json

@@ -14,8 +14,8 @@ from triptych.interface.cli.options import (
     print_table,
     say,
 )
-from triptych.interface.report.load import cost_entries, part_name, samples, times_as_fast
-from triptych.interface.report.tuning_report import before_and_after, gained, grown
+from triptych.interface.report.bench import cost_entries, part_name, samples, times_as_fast
+from triptych.interface.report.tune import before_and_after, gained, grown
 from triptych.operate.tune.results import TuneResult
 from triptych.serving.bench.comparison import BenchComparison, MetricChange
 from triptych.serving.bench.results import (

@@ -232,7 +232,7 @@ def _page(host: str, port: int | None) -> Iterator[RunCollector | None]:
 
 def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRun:
     from triptych.core.inputs import read_inputs
-    from triptych.interface.report.watch import write_watch_report
+    from triptych.interface.report.monitor import write_monitor_report
     from triptych.operate.monitor.run import run_monitor
     from triptych.operate.monitor.sample import read_files, read_sample
     from triptych.operate.monitor.timeline import RUN_FOLDER, read_timeline
@@ -260,7 +260,7 @@ def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRu
         show_texts=options.show_texts,
     )
     timeline = timeline.after(result, sample.known)
-    write_report(lambda target: write_watch_report(result, timeline, target), folder)
+    write_report(lambda target: write_monitor_report(result, timeline, target), folder)
     return result
 
 
@@ -346,7 +346,7 @@ def shadow(
     candidate, each on its own server. The verdict covers answers, latency and cost.
     """
     from triptych.core.inputs import read_inputs
-    from triptych.interface.report.watch import write_shadow_report
+    from triptych.interface.report.monitor import write_shadow_report
     from triptych.operate.monitor.sample import read_sample
     from triptych.operate.monitor.shadow import ReplayOptions, compare_candidate
     from triptych.operate.monitor.verdict import format_comparison

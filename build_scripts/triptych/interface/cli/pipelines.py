@@ -263,7 +263,7 @@ def _report(plan: Plan | None, gate: GateResult, folder: Path) -> dict[str, str]
         return {}
     from triptych.base.cache import versions_of
     from triptych.core.export.to_onnx import LIBRARIES
-    from triptych.interface.report.gate_write import GateHeader, write_gate_report
+    from triptych.interface.report.gate import GateHeader, write_gate_report
 
     about = GateHeader(
         pipeline=plan.spec.name,

@@ -1,7 +1,8 @@
-"""Rendering of pages. Templates escape every value unless a filter made it HTML."""
+"""HTML pages from templates, which escape every value unless a filter made it HTML."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from triptych.base import formatting
+from triptych.base.files import write_files
 from triptych.base.formatting import NOTHING, plain, shown
 from triptych.interface.report import plots
 
@@ -34,7 +36,21 @@ def render(template: str, **values: Any) -> str:
     return PAGES.get_template(template).render(values)
 
 
-def _inert(value: Any) -> Markup:
+def write_report(folder: Path, page: str, files: Mapping[str, str]) -> Path:
+    """Write a report into `folder`, which is created, and return the path of its page.
+
+    Args:
+        page: HTML of the page.
+        files: Content of the other files by name; they are written in this order, after the page.
+
+    Raises:
+        OSError: A file cannot be written. No file is left incomplete.
+    """
+    write_files(folder, {"report.html": page, **files})
+    return folder / "report.html"
+
+
+def _escape(value: Any) -> Markup:
     if isinstance(value, Markup):
         return value
     return plain(NOTHING if value is None else value)
@@ -44,7 +60,7 @@ PAGES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
     autoescape=True,
     undefined=StrictUndefined,
-    finalize=_inert,
+    finalize=_escape,
     extensions=["jinja2.ext.do"],
     trim_blocks=True,
     lstrip_blocks=True,

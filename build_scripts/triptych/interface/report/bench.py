@@ -15,7 +15,7 @@ from markupsafe import Markup
 from triptych.base.errors import UserError
 from triptych.base.files import told_to_user, write_files
 from triptych.base.formatting import NOTHING, TIMES, milliseconds, number, percent, rounded
-from triptych.interface.report.pages import render
+from triptych.interface.report.pages import render, write_report
 from triptych.interface.report.plots import (
     Dot,
     PlotBar,
@@ -429,18 +429,9 @@ _STEP = ("queue_us", "compute_us", "mean_batch", "executions", "busy")
 
 
 def write_bench_report(result: BenchResult, folder: Path) -> Path:
-    """Write page, JSON and CSV into `folder`, which is created, and return the page.
-
-    Raises:
-        OSError: A file cannot be written. No file is left incomplete.
-    """
-    files = {
-        "bench.json": json_text(to_json(result)),
-        "bench.csv": as_csv(result),
-        "report.html": page(result),
-    }
-    write_files(folder, files)
-    return folder / "report.html"
+    """Write the report into `folder`; see `write_report`."""
+    files = {"bench.json": json_text(to_json(result)), "bench.csv": as_csv(result)}
+    return write_report(folder, page(result), files)
 
 
 def as_csv(result: BenchResult) -> str:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from triptych.base.files import write_files
 from triptych.base.formatting import NOTHING, milliseconds, rounded, signed_percent
-from triptych.interface.report.load import achieved, latency, origin
-from triptych.interface.report.pages import render
+from triptych.interface.report.bench import achieved, latency, origin
+from triptych.interface.report.pages import render, write_report
 from triptych.interface.report.plots import Dot, Series, curves
 from triptych.operate.tune.results import Outcome, Trial, TuneResult, pareto_front
 from triptych.repository.records import json_text
@@ -104,14 +103,8 @@ def choose_axes(result: TuneResult) -> Axes:
 
 
 def write_tune_report(result: TuneResult, folder: Path) -> Path:
-    """Write page and JSON into `folder`, which is created, and return the page.
-
-    Raises:
-        OSError: A file cannot be written. No file is left incomplete.
-    """
-    record = json_text(to_json(result))
-    write_files(folder, {"tune.json": record, "report.html": tune_page(result)})
-    return folder / "report.html"
+    """Write the report into `folder`; see `write_report`."""
+    return write_report(folder, tune_page(result), {"tune.json": json_text(to_json(result))})
 
 
 def tune_page(result: TuneResult) -> str:

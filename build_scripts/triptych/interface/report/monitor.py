@@ -6,36 +6,23 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from triptych.base.files import write_files
-from triptych.interface.report.pages import render
+from triptych.interface.report.pages import render, write_report
 from triptych.interface.report.plots import Dot, Series, curves
-from triptych.operate.monitor.results import MonitorRun, format_metric, format_test
+from triptych.operate.monitor.results import MonitorRun
 from triptych.operate.monitor.timeline import TIMELINE_FILE, Timeline
 from triptych.operate.monitor.verdict import ReplayComparison, Speed
 from triptych.operate.tune.proposal import format_proposal
 from triptych.repository.records import json_text
 
 
-def write_shadow_report(found: ReplayComparison, folder: Path) -> Path:
-    """Write page and figures into `folder`; each appears whole or not. No text is in them.
-
-    Returns:
-        The page.
-
-    Raises:
-        OSError: one of them cannot be written.
-    """
-    page = shadow_page(found)
-    write_files(folder, {"shadow.json": json_text(found.as_dict()), "report.html": page})
-    return folder / "report.html"
-
-
-def shadow_page(found: ReplayComparison) -> str:
-    """Return the page as HTML."""
+def write_shadow_report(comparison: ReplayComparison, folder: Path) -> Path:
+    """Write the report into `folder`, without any text of a request; see `write_report`."""
     plots = [
-        (_rounds(speed), f"{speed.name}: the measurements, in turns.") for speed in found.speeds
+        (_rounds(speed), f"{speed.name}: the measurements, in turns.")
+        for speed in comparison.speeds
     ]
-    return render("shadow.html.j2", found=found, plots=plots)
+    page = render("shadow.html.j2", found=comparison, plots=plots)
+    return write_report(folder, page, {"shadow.json": json_text(comparison.as_dict())})
 
 
 def _rounds(speed: Speed) -> Markup:
@@ -58,41 +45,25 @@ def _rounds(speed: Speed) -> Markup:
     return curves(key, speed.name, series, axes=("round", speed.name))
 
 
-KINDS = ("s1", "s2", "s3", "s4")
+SERIES_KINDS = ("s1", "s2", "s3", "s4")
+"""CSS classes of the plotted tests."""
 
 
-def write_watch_report(run: MonitorRun, timeline: Timeline, folder: Path) -> Path:
-    """Write page, timeline and the last run into `folder`; each appears whole or not.
-
-    Returns:
-        The page.
-
-    Raises:
-        OSError: one of them cannot be written.
-    """
-    files = {
-        "monitor.json": json_text(run.as_dict()),
-        "report.html": watch_page(run, timeline),
-        TIMELINE_FILE: timeline.as_text(),  # last: rows count as seen once all is told
-    }
-    write_files(folder, files)
-    return folder / "report.html"
-
-
-def watch_page(run: MonitorRun, timeline: Timeline) -> str:
-    """Return the page as HTML."""
+def write_monitor_report(run: MonitorRun, timeline: Timeline, folder: Path) -> Path:
+    """Write the report of the last run and the timeline into `folder`; see `write_report`."""
     drift = run.drift
     proposed = format_proposal(drift.proposal, drift.rate_per_s) if drift and drift.proposal else ()
-    return render(
-        "watch.html.j2",
+    page = render(
+        "monitor.html.j2",
         run=run,
         proposed=[line.strip() for line, _ in proposed],
         runs=timeline.runs,
         evidence_plot=_evidence(run, timeline),
         quality_plot=_quality(run, timeline),
-        format_metric=format_metric,
-        format_test=format_test,
     )
+    # The timeline is last, because it marks the rows as seen.
+    files = {"monitor.json": json_text(run.as_dict()), TIMELINE_FILE: timeline.as_text()}
+    return write_report(folder, page, files)
 
 
 def _hours(timeline: Timeline, at: float) -> float:
@@ -112,7 +83,7 @@ def _evidence(run: MonitorRun, timeline: Timeline) -> Markup:
                 if one.build == run.build and test.name in one.evidence
             ),
         )
-        for test, kind in zip(run.tests, KINDS, strict=False)
+        for test, kind in zip(run.tests, SERIES_KINDS, strict=False)
     ]
     axes = ("hours since the first run", "evidence, 1 is an alarm")
     return curves("evidence", "Evidence over time", series, axes=axes, limits={"alarm": 1.0})

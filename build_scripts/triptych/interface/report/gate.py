@@ -8,10 +8,9 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from triptych.base.files import write_files
 from triptych.base.formatting import NOTHING, code, figure, number
 from triptych.interface.report import plots
-from triptych.interface.report.pages import render
+from triptych.interface.report.pages import render, write_report
 from triptych.repository.records import GateResult, PrecisionTrial, json_text
 from triptych.spec.tasks.accuracy import METRICS
 
@@ -27,15 +26,10 @@ class GateHeader:
     versions: Mapping[str, str]
 
 
-def write_gate_report(gate: GateResult, about: GateHeader, target: Path) -> Path:
-    """Write the report into the folder `target`, which is created, and return the page.
-
-    Raises:
-        OSError: A file cannot be written. No file is left incomplete.
-    """
+def write_gate_report(gate: GateResult, about: GateHeader, folder: Path) -> Path:
+    """Write the report into `folder`; see `write_report`."""
     record = {"conversion": None, "accepted": None, **gate.as_dict(), **asdict(about)}
-    write_files(target, {"gate.json": json_text(record), "report.html": page(gate, about)})
-    return target / "report.html"
+    return write_report(folder, page(gate, about), {"gate.json": json_text(record)})
 
 
 def page(gate: GateResult, about: GateHeader) -> str:
