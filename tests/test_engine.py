@@ -14,9 +14,9 @@ from conftest import lock_data, quiet, write_lock
 from container_cases import H200, L4
 from engine_cases import build_repository, change_plan, contents, copied, header_of, machine
 from fake_tensorrt import MAJORS
+from fake_tensorrt.records import make_enum
 from triptych.base.errors import UserError
 from triptych.core.engine.api import Api
-from triptych.core.engine.graph import read_graph
 from triptych.core.engine.rtx import installed_version
 from triptych.core.engine.stage import build_engine
 from triptych.repository.records import plain_record
@@ -129,14 +129,7 @@ def test_a_rehearsal_is_left_out_made_later_and_shown(built: Path, tmp_path: Pat
     assert "16 fp16, 1 fp32" in triptych("inspect", name, *pipelines).stdout
 
 
-TYPE_FLAGS = {
-    "packed_fp32": [],
-    "packed_fp16": ["FP16", "OBEY_PRECISION_CONSTRAINTS"],
-    "packed_int8": ["FP16", "INT8", "OBEY_PRECISION_CONSTRAINTS"],
-}
-
-
-@pytest.mark.parametrize("name", TYPE_FLAGS)
+@pytest.mark.parametrize("name", ["packed_fp32", "packed_fp16", "packed_int8"])
 @pytest.mark.parametrize("major", MAJORS)
 def test_types_come_from_the_graph_in_each_releases_own_way(
     built: Path, tmp_path: Path, on: Callable[[str], Any], major: str, name: str
@@ -145,25 +138,15 @@ def test_types_come_from_the_graph_in_each_releases_own_way(
     repository = copied(built, tmp_path / "repository", name)
     build_engine(repository, name, quiet)
     (asked,) = trt._play.builds
-    creation = {"8.6": ["EXPLICIT_BATCH"], "10": ["STRONGLY_TYPED"], "11": []}
-    assert asked["network"] == creation[major]
-    assert asked["flags"] == (TYPE_FLAGS[name] if major == "8.6" else [])
-    if major != "8.6" or name == "packed_fp32":
-        assert asked["constraints"] == {}
-        return
-    graph = read_graph(repository / f"{name}_core/1/model.onnx")
-    held = asked["constraints"]
-    expected = {node: kind for node, kind in graph.products.items() if kind != "int8"}
-    words = {"fp16": "HALF", "fp32": "FLOAT"}
-    assert {node: held[node] for node in expected} == {n: words[k] for n, k in expected.items()}
-    assert {"HALF", "FLOAT"} == set(held.values())
-    assert not {node for node, kind in graph.products.items() if kind == "int8"} & set(held)
+    assert asked["network"] == (["STRONGLY_TYPED"] if major == "10" else [])
+    assert asked["flags"] == []
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str, Any]] = {
     "tf32": ({"tf32": True}, "flags", ["TF32"]),
     "version compatible": ({"version_compatible": True}, "flags", ["VERSION_COMPATIBLE"]),
     "refit": ({"refit": True}, "flags", ["REFIT"]),
+    "weight streaming": ({"weight_streaming": True}, "flags", ["WEIGHT_STREAMING"]),
     "workspace": ({"workspace_mib": 64}, "limits", {"WORKSPACE": 64 << 20}),
     "level": ({"optimization_level": 5}, "level", 5),
     "hardware": ({"hardware": "ampere_plus"}, "hardware", "AMPERE_PLUS"),
@@ -172,11 +155,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, Any]] = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_each_option_reaches_the_old_builder(
+def test_each_option_reaches_the_builder(
     built: Path, tmp_path: Path, on: Callable[[str], Any], option: str
 ) -> None:
-    """What newer ones are asked for, `test_make_engine` sees in a real one."""
-    trt = on("8.6")
+    trt = on("10")
     options, field, value = OPTIONS[option]
     repository = copied(built, tmp_path / "repository", "packed_fp32")
     change_plan(repository, "packed_fp32", **options)
@@ -184,28 +166,21 @@ def test_each_option_reaches_the_old_builder(
     assert trt._play.builds[0][field] == value
 
 
-NEWER: dict[str, tuple[dict[str, Any], str]] = {
-    "same_compute_capability": ({"hardware": "same_compute_capability"}, "core.engine.hardware"),
-    "weight_streaming": ({"weight_streaming": True}, "core.engine.weight_streaming"),
-}
-
-
-@pytest.mark.parametrize("option", NEWER)
-def test_an_option_of_newer_releases_is_refused_by_an_older_one(
-    built: Path, tmp_path: Path, on: Callable[[str], Any], option: str
+def test_a_hardware_level_of_newer_releases_is_refused_by_an_older_one(
+    built: Path, tmp_path: Path, on: Callable[[str], Any]
 ) -> None:
-    options, field = NEWER[option]
-    for major in ("10", "11"):
-        trt, api = on(major), Api()
-        assert api.hardware_level("same_compute_capability").name == "SAME_COMPUTE_CAPABILITY"
-        assert api.weight_streaming_flag() is trt.BuilderFlag.WEIGHT_STREAMING
-    on("8.6")
+    for major in MAJORS:
+        on(major)
+        level = Api().hardware_level("same_compute_capability")
+        assert level.name == "SAME_COMPUTE_CAPABILITY"
+    members = {"NONE": 0, "AMPERE_PLUS": 1}  # as 10.4 has them
+    on("10").__dict__["HardwareCompatibilityLevel"] = make_enum("Level", members)
     repository = copied(built, tmp_path / "repository", "packed_fp32")
-    change_plan(repository, "packed_fp32", **options)
+    change_plan(repository, "packed_fp32", hardware="same_compute_capability")
     with pytest.raises(UserError) as raised:
         build_engine(repository, "packed_fp32", quiet)
-    assert raised.value.field == field
-    assert "8.6" in raised.value.message
+    assert raised.value.field == "core.engine.hardware"
+    assert "TensorRT 10." in raised.value.message
 
 
 def test_a_second_run_does_nothing_and_says_so(
@@ -281,15 +256,15 @@ def test_times_that_cannot_be_used_are_measured_again(
     assert file.read_bytes().count(b"kernels") == 1
 
 
-def test_a_long_build_says_where_it_is_where_there_are_no_monitors(
+def test_a_long_build_says_where_it_is(
     built: Path, tmp_path: Path, on: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on("8.6")
-    monkeypatch.setattr("triptych.core.engine.messages.TELL_EVERY_S", 0.0)
+    on("10")
+    monkeypatch.setattr("triptych.core.engine.make.TELL_EVERY_S", 0.0)
     lines: Lines = []
     repository = copied(built, tmp_path / "repository", "packed_fp32")
     build_engine(repository, "packed_fp32", lambda *line: lines.append(line))
-    assert ("engine", "Building engine") in lines
+    assert ("engine", "Building engine: 1 of 1") in lines
 
 
 def test_the_check_deals_out_batches_that_the_engine_does_not_take(

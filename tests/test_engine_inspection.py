@@ -54,7 +54,7 @@ def read(*layers: Any, casts: frozenset[str] = frozenset()) -> list[Layer]:
 def request(
     products: dict[str, str], *, precision: str = "fp16", tf32: bool = False, wide_bytes: int = 0
 ) -> Request:
-    graph = EngineGraph({}, {}, {}, products, frozenset(), stored_bytes=100, wide_bytes=wide_bytes)
+    graph = EngineGraph({}, {}, products, frozenset(), stored_bytes=100, wide_bytes=wide_bytes)
     return Request(Path("model.onnx"), graph, EnginePlan(precision, (), (), {"tf32": tf32}))
 
 
@@ -79,19 +79,7 @@ KERNELS = {
         "int8",
     ),
     "fp8 tactic": (layer(["FP8"], ["Half"], tactic="sm89_xmma_gemm_e4m3e4m3_e4m3f32_f32"), "fp8"),
-    "8.6, half": (
-        layer(
-            ["Row major linear FP16 format"],
-            ["Row major linear FP16 format"],
-            kind="MatrixMultiply",
-        ),
-        "fp16",
-    ),
-    "8.6, float": (
-        layer(["Row major linear FP32"], ["Row major linear FP32"], kind="MatrixMultiply"),
-        "fp32",
-    ),
-    "8.6, vectorised": (
+    "vectorized": (
         layer(
             ["Thirty-two wide channel vectorized row major Int8 format"], ["Row major linear FP32"]
         ),

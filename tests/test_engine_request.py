@@ -93,33 +93,13 @@ def ask(monkeypatch: pytest.MonkeyPatch, major: str, onnx_file: Path, **plan: An
     return make_request(onnx_file, EnginePlan("fp32", profiles, (), {**OPTIONS, **plan}), Api())
 
 
-@pytest.mark.parametrize(
-    "kinds", [(TensorProto.INT64, None), (TensorProto.INT32, TensorProto.INT64)]
-)
 @pytest.mark.parametrize("major", MAJORS)
-def test_whole_numbers_of_64_bits_pass_from_10_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, major: str, kinds: tuple[int, int | None]
-) -> None:
-    nodes = SAME if kinds[1] is None else [helper.make_node("Cast", ["x"], ["y"], to=kinds[1])]
-    path = write(tmp_path, nodes, kind=kinds[0], out=kinds[1])
-    if major != "8.6":
-        assert ask(monkeypatch, major, path).graph.outputs["y"].dtype == "INT64"
-        return
-    with pytest.raises(UserError, match="is INT64, which TensorRT"):
-        ask(monkeypatch, major, path)
-
-
-@pytest.mark.parametrize("major", MAJORS)
-def test_bf16_passes_from_10_on(
+def test_whole_numbers_of_64_bits_and_bf16_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, major: str
 ) -> None:
-    path = write(tmp_path, BF16)
-    if major != "8.6":
-        assert ask(monkeypatch, major, path).graph.kinds == {"bf16", "fp32"}
-        return
-    with pytest.raises(UserError) as raised:
-        ask(monkeypatch, major, path)
-    assert (raised.value.field, raised.value.given) == ("core.precision", "bf16")
+    path = write(tmp_path, SAME, kind=TensorProto.INT64)
+    assert ask(monkeypatch, major, path).graph.outputs["y"].dtype == "INT64"
+    ask(monkeypatch, major, write(tmp_path, BF16))
 
 
 WRONG: dict[str, tuple[tuple[dict[str, ShapeRange], ...], str]] = {

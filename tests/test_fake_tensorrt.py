@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,16 +36,11 @@ def test_the_module_has_the_recorded_version_and_enums(major: str) -> None:
 
 
 MISSING: list[tuple[str, Any]] = [
-    ("8.6", lambda trt: trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED),
-    ("8.6", lambda trt: trt.BuilderFlag.WEIGHT_STREAMING),
-    ("8.6", lambda trt: trt.HardwareCompatibilityLevel.SAME_COMPUTE_CAPABILITY),
-    ("8.6", lambda trt: trt.DataType.INT64),
     ("10", lambda trt: trt.DataType.FP7),
     ("11", lambda trt: trt.NetworkDefinitionCreationFlag.EXPLICIT_BATCH),
     ("11", lambda trt: trt.BuilderFlag.FP16),
     ("11", lambda trt: trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS),
     ("11", lambda trt: trt.ILayer("a", None, "", []).precision),
-    ("11", lambda trt: setattr(trt.ILayer("a", None, "", []), "precision", trt.DataType.HALF)),
     ("10", lambda trt: trt.build_engine),
     ("10", lambda trt: setattr(trt.IBuilderConfig(), "max_workspace_size", 1)),
 ]
@@ -70,10 +64,3 @@ def test_numbers_are_no_flags(major: str) -> None:
     for call in calls:
         with pytest.raises(TypeError):
             call()
-
-
-def test_the_old_parser_wants_the_batch_explicit(tmp_path: Path) -> None:
-    trt = make_module("8.6")
-    parsed = trt.OnnxParser(trt.Builder(Quiet()).create_network(0), Quiet())
-    assert not parsed.parse_from_file(str(tmp_path / "model.onnx"))
-    assert "EXPLICIT_BATCH" in parsed.get_error(0).desc()

@@ -90,7 +90,7 @@ def test_a_plan_of_int8_without_one_such_product_fails(tmp_path: Path) -> None:
 
 
 def test_a_build_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triptych.core.engine.messages.TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("triptych.core.engine.make.TELL_EVERY_S", 0.0)
     lines: list[str] = []
     make(write(tmp_path, PRODUCT), lines=lines)
     assert lines[0].startswith("TensorRT for RTX 1.")

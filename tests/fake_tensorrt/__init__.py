@@ -30,7 +30,7 @@ def install(monkeypatch: pytest.MonkeyPatch, major: str) -> Any:
 
 
 def make_module(major: str) -> Any:
-    """The fake module of ``8.6``, ``10`` or ``11``."""
+    """The fake module of ``10`` or ``11``."""
     from fake_tensorrt import builder, inspector, network, parser, runtime
 
     record = read_record(major)

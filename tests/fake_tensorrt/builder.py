@@ -1,7 +1,4 @@
-"""The building half of the fake TensorRT: configs, profiles, timing caches, and plans.
-
-What `test_make_engine` sees in a real builder is not here: how newer releases tell their progress.
-"""
+"""The building half of the fake TensorRT: configs, profiles, timing caches, and plans."""
 
 from __future__ import annotations
 
@@ -68,6 +65,7 @@ class IBuilderConfig:
         self._profiles: list[Any] = []
         self._cache: Any = None
         self.builder_optimization_level = 3
+        self.progress_monitor: Any = None
         self.profiling_verbosity = self._trt.ProfilingVerbosity.LAYER_NAMES_ONLY
         self.hardware_compatibility_level = self._trt.HardwareCompatibilityLevel.NONE
 
@@ -105,13 +103,16 @@ class IBuilderConfig:
         return name in {flag.name for flag in self._flags}
 
 
+class IProgressMonitor:
+    _trt: Any
+
+
 class Builder:
     _trt: Any
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
         if self._trt._play.no_gpu:
-            # As 8.6.0 does on a machine without a GPU.
             self._say("WARNING", "CUDA initialization failure with error: 35")
             raise TypeError("pybind11::init(): factory function returned nullptr")
 
@@ -135,7 +136,10 @@ class Builder:
             self._say("ERROR", fault)
         if play.build_fails or fault:
             return None
-        self._say("INFO", "Building engine")
+        if config.progress_monitor is not None:
+            config.progress_monitor.phase_start("Building engine", None, 1)
+            config.progress_monitor.step_complete("Building engine", 0)
+            config.progress_monitor.phase_finish("Building engine")
         cache._times.add(f"kernels of {len(network._onnx)} bytes")
         return self._trt.IHostMemory(pack_plan(_header(self._trt, network, config), network._onnx))
 
@@ -168,17 +172,12 @@ def _asked(network: Any, config: Any) -> dict[str, Any]:
         "hardware": config.hardware_compatibility_level.name,
         "profiles": len(config._profiles),
         "times": len(config._cache._times),
-        "constraints": {
-            layer.name: layer._precision.name
-            for layer in network._layers
-            if layer._precision is not None
-        },
     }
 
 
 def _header(trt: Any, network: Any, config: Any) -> dict[str, Any]:
     profiles = [profile._shapes for profile in config._profiles]
-    kernels = [_kernel_type(trt, network, config, product) for product in network._products]
+    kernels = [_kernel_type(trt, product) for product in network._products]
     wide = sum(
         2 * product["elements"]
         for product, kernel in zip(network._products, kernels, strict=True)
@@ -201,19 +200,11 @@ def _header(trt: Any, network: Any, config: Any) -> dict[str, Any]:
     }
 
 
-def _kernel_type(trt: Any, network: Any, config: Any, product: dict[str, Any]) -> str:
-    """The type a product is computed in: as typed, or as the flags and constraints of 8.6 say."""
-    if product["name"] in trt._play.layer_types:
-        return str(trt._play.layer_types[product["name"]])
-    if network._typed:
-        return str(product["quantized"] or product["dtype"])
-    if product["quantized"] and config._has("INT8"):
-        return str(product["quantized"])
-    layer = product["layer"]
-    held = config._has("FP16") and config._has("OBEY_PRECISION_CONSTRAINTS")
-    if held and layer._precision is not None and layer._precision.name == "HALF":
-        return "HALF" if layer._output_types else "FLOAT"
-    return "FLOAT"
+def _kernel_type(trt: Any, product: dict[str, Any]) -> str:
+    """The type a product is computed in: that of the graph, unless a test says otherwise."""
+    return str(
+        trt._play.layer_types.get(product["name"]) or product["quantized"] or product["dtype"]
+    )
 
 
 CLASSES: dict[str, type] = {
@@ -221,5 +212,6 @@ CLASSES: dict[str, type] = {
     "ITimingCache": ITimingCache,
     "IOptimizationProfile": IOptimizationProfile,
     "IBuilderConfig": IBuilderConfig,
+    "IProgressMonitor": IProgressMonitor,
     "Builder": Builder,
 }

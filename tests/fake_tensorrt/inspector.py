@@ -10,13 +10,6 @@ from fake_tensorrt.records import typed
 MYELIN = {"FLOAT": "Float", "HALF": "Half", "BF16": "BFloat16", "INT8": "Int8", "FP8": "FP8"}
 """Words for types as 10 and 11 have them for kernels of Myelin's."""
 
-ROW_MAJOR = {
-    "FLOAT": "Row major linear FP32",
-    "HALF": "Row major linear FP16 format",
-    "INT8": "Row major Int8 format",
-}
-"""Words for types as 8.6 has them for other kernels."""
-
 
 class EngineInspector:
     _trt: Any
@@ -42,12 +35,10 @@ class EngineInspector:
         return [self._kernel(layer) for layer in layers]
 
     def _kernel(self, layer: dict[str, str]) -> dict[str, Any]:
-        old = self._trt.__version__.startswith("8.")
-        name = layer["name"] if old else f"{layer['name']}_myl0_7"
         tensor = self._tensor(layer["dtype"])
         return {
-            "Name": name,
-            "LayerType": "MatrixMultiply" if old else "gemm",
+            "Name": f"{layer['name']}_myl0_7",
+            "LayerType": "gemm",
             "Inputs": [tensor],
             "Outputs": [tensor],
             "TacticName": "",
@@ -70,11 +61,10 @@ class EngineInspector:
 
     def _tensor(self, dtype: str) -> dict[str, Any]:
         start = {"Name": "t", "Dimensions": [-1]}
+        kind = MYELIN.get(dtype, dtype)
         if self._trt.__version__.startswith("11."):
-            kind = MYELIN.get(dtype, dtype)
             return {**start, "Format": "Row major linear (kLINEAR)", "Datatype": kind}
-        words = ROW_MAJOR if self._trt.__version__.startswith("8.") else MYELIN
-        return {**start, "Format/Datatype": words.get(dtype, dtype)}
+        return {**start, "Format/Datatype": kind}
 
 
 CLASSES: dict[str, type] = {"EngineInspector": EngineInspector}

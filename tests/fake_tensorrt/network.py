@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fake_tensorrt.records import typed
-
 
 class ITensor:
     _trt: Any
@@ -30,22 +28,9 @@ class ILayer:
         self.metadata = metadata
         self.num_outputs = len(outputs)
         self._outputs = outputs
-        self._precision: Any = None
-        self._output_types: dict[int, Any] = {}
 
     def get_output(self, index: int) -> Any:
         return self._outputs[index]
-
-    @property
-    def precision(self) -> Any:
-        return self._precision
-
-    @precision.setter
-    def precision(self, value: Any) -> None:
-        self._precision = typed(value, self._trt.DataType)
-
-    def set_output_type(self, index: int, dtype: Any) -> None:
-        self._output_types[index] = typed(dtype, self._trt.DataType)
 
 
 class INetworkDefinition:

@@ -38,6 +38,12 @@ class ParserError:
     def node(self) -> int:
         return int(self._fields["node"])
 
+    def node_name(self) -> str:
+        return str(self._fields["node_name"])
+
+    def node_operator(self) -> str:
+        return str(self._fields["node_operator"])
+
 
 class OnnxParser:
     _trt: Any
@@ -58,9 +64,6 @@ class OnnxParser:
         if not isinstance(model, str):
             raise TypeError("incompatible function arguments: a path is no str")
         errors = [dict(fields) for fields in self._trt._play.parser_errors]
-        if self._trt.__version__.startswith("8.") and not self._network._has("EXPLICIT_BATCH"):
-            desc = "the network must be created with EXPLICIT_BATCH"
-            errors.append({"code": "INVALID_GRAPH", "desc": desc, "node": -1})
         self._errors = [self._trt.ParserError(fields) for fields in errors]
         if errors:
             return False
@@ -94,7 +97,6 @@ class OnnxParser:
                 network._products.append(
                     {
                         "name": name,
-                        "layer": layer,
                         "dtype": TYPES.get(types[node.input[0]], ""),
                         "quantized": quantized[0] if quantized[0] == quantized[1] else "",
                         "elements": sizes.get(node.input[1], 0),
@@ -102,9 +104,7 @@ class OnnxParser:
                 )
 
     def _dtype(self, kind: int) -> Any:
-        # Before 10, whole numbers of 64 bits became ones of 32.
-        old = self._trt.__version__.startswith("8.") and TYPES[kind] == "INT64"
-        return getattr(self._trt.DataType, "INT32" if old else TYPES[kind])
+        return getattr(self._trt.DataType, TYPES[kind])
 
 
 def _stored(value: str, types: dict[str, int], makers: dict[str, Any]) -> str:

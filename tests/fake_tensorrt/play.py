@@ -15,7 +15,7 @@ class Play:
         no_gpu: builder and runtime do not come into being.
         log: messages (severity, text) told while an engine is built.
         build_fails: the builder gives None after `log`.
-        parser_errors: each the fields of a ParserError of 8.6; parsing fails with them.
+        parser_errors: each the fields of a ParserError; parsing fails with them.
         layer_types: ONNX node -> the type its kernel really has (``Float``, ``Half``, ...).
         fused: the inspector shows the whole graph as one layer.
         lost_profile: the last profile is not in the plan.

@@ -9,7 +9,7 @@ from typing import Any
 
 from conftest import ROOT
 
-MAJORS = ("8.6", "10", "11")
+MAJORS = ("10", "11")
 FOLDER = ROOT / "tests/data/tensorrt_api"
 
 

@@ -72,7 +72,6 @@ class EngineGraph:
     """Properties of a graph, without its weights.
 
     Attributes:
-        node_types: Type of each node's floating-point results, as `core.precision` names it.
         products: Precision that each matrix product requires, by node.
         casts: Nodes that convert types.
         stored_bytes: Bytes of all weights, in their own types.
@@ -81,16 +80,10 @@ class EngineGraph:
 
     inputs: Mapping[str, GraphValue]
     outputs: Mapping[str, GraphValue]
-    node_types: Mapping[str, str]
     products: Mapping[str, str]
     casts: frozenset[str]
     stored_bytes: int
     wide_bytes: int
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """All precisions that a node of the graph requires."""
-        return frozenset((*self.node_types.values(), *self.products.values()))
 
 
 def read_graph(path: Path) -> EngineGraph:
@@ -105,12 +98,8 @@ def read_graph(path: Path) -> EngineGraph:
     sources = {name: node for node in graph.node for name in node.output}
     weights = initializers(graph)
     products: dict[str, str] = {}
-    node_types: dict[str, str] = {}
     multiplied: set[str] = set()
     for node in graph.node:
-        kind = types.get(node.output[0], 0) if node.output else 0
-        if kind in (FLOAT, FLOAT16, BFLOAT16):
-            node_types[node_name(node)] = ELEMENT_TYPES[kind].precision
         if node.op_type in PRODUCTS and (wanted := _wanted(node, types, sources)):
             products[node_name(node)] = wanted
             origins = (_origin(value, sources, "DequantizeLinear") for value in node.input)
@@ -127,7 +116,6 @@ def read_graph(path: Path) -> EngineGraph:
     return EngineGraph(
         inputs={value.name: _value(value) for value in graph.input if value.name not in weights},
         outputs={value.name: _value(value) for value in graph.output},
-        node_types=node_types,
         products=products,
         casts=frozenset(node_name(node) for node in graph.node if node.op_type in _CASTS),
         stored_bytes=sum(stored.values()),

@@ -13,8 +13,8 @@ each was built from. The precision of a node is found as follows:
 
 The build fails if a node has another type than it requires. It also fails if none of the products
 that require less than fp32 is found in its type, so that an fp32 plan is not mistaken for a fast
-one. A product that is not found does not fail as long as others are found, because the network's
-types are binding (strong typing, or constraints on 8.6). If all products are fused away, the size
+one. A product that is not found does not fail as long as others are found, because the network is
+strongly typed. If all products are fused away, the size
 of the plan decides: a plan closer in size to the graph's own weights than to fp32 weights cannot
 hold them as fp32.
 
@@ -120,7 +120,7 @@ class Inspection:
 def read_layers(information: str, casts: frozenset[str] = frozenset()) -> list[Layer]:
     """Return the layers in the JSON of `EngineInspector.get_engine_information`.
 
-    8.6 and 10 describe a tensor by ``Format/Datatype``; 11 has ``Format`` and ``Datatype``. `casts`
+    10 describes a tensor by ``Format/Datatype``; 11 has ``Format`` and ``Datatype``. `casts`
     are the nodes of the graph that convert types.
 
     Raises:
@@ -241,7 +241,7 @@ def judge_products(
         "core.precision",
         f"cannot be verified: none of {len(narrow)} matrix products shows its type",
         given=f"{request.plan.precision}; all are fused into regions with other types around them",
-        remedy="Set another precision, or use TensorRT 10 or newer",
+        remedy="Set another precision, or use another release of TensorRT",
     )
 
 
@@ -284,8 +284,6 @@ def _types(tensors: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
         kinds += [kind for pattern, kind in _TYPES if pattern.search(said)][:1]
     return tuple(kinds)
 
-
-"""Layers that an error names."""
 
 _PRODUCTS = ("MATRIX_MULTIPLY", "CONVOLUTION", "DECONVOLUTION", "EINSUM", "ATTENTION_INPUT")
 _SEEN_THROUGH = ("SHUFFLE", "IDENTITY", "SQUEEZE", "UNSQUEEZE")

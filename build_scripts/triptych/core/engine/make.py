@@ -8,6 +8,7 @@ GPU are rejected or wrong.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +17,19 @@ from typing import Any
 from triptych.base.cache import cache_root
 from triptych.base.errors import UserError
 from triptych.base.files import write_files
-from triptych.core.engine.api import FIRST_TYPED, Api
+from triptych.core.engine.api import Api
 from triptych.core.engine.cuda import BuildGpu
-from triptych.core.engine.graph import EngineGraph, onnx_nodes, read_graph
+from triptych.core.engine.graph import EngineGraph, read_graph
 from triptych.core.engine.messages import (
     Messages,
-    Tell,
     failure,
     no_gpu,
-    now_and_then,
     parser_failure,
 )
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
+
+TELL_EVERY_S = 5.0
+Tell = Callable[[str], None]
 
 _REBUILD = "Run `triptych build` again: plan and graph do not match"
 
@@ -52,29 +54,12 @@ def make_request(onnx: Path, plan: EnginePlan, api: Api) -> Request:
         UserError: This release cannot build the engine, or plan and graph do not match.
     """
     request = Request(onnx, read_graph(onnx), plan)
-    api.type_flags(request.graph.kinds)
-    if not api.typed:
-        _check_old_values(request.graph, api)
     api.hardware_level(plan.options["hardware"])
-    if plan.options["weight_streaming"]:
-        api.weight_streaming_flag()
     if not plan.profiles:
         raise UserError("plan.engine.profiles", "has no profile", remedy=_REBUILD)
     for place, profile in enumerate(plan.profiles):
         _check_profile(place, profile, request.graph)
     return request
-
-
-def _check_old_values(graph: EngineGraph, api: Api) -> None:
-    for kind, values in (("input", graph.inputs), ("output", graph.outputs)):
-        for name, value in values.items():
-            if value.dtype == "INT64":
-                raise UserError(
-                    name,
-                    f"is INT64, which {api.name} does not support",
-                    given=f"an {kind} of {value.dtype}",
-                    remedy=f"Use INT32, or TensorRT {FIRST_TYPED} or newer (serving.triton 24.05)",
-                )
 
 
 def _check_profile(place: int, profile: Mapping[str, ShapeRange], graph: EngineGraph) -> None:
@@ -138,10 +123,6 @@ def save(config: Any, file: Path) -> None:
     write_files(file.parent, {file.name: bytes(cache.serialize())})
 
 
-_UNCONSTRAINED = ("CAST", "CONSTANT", "IDENTITY", "SHAPE", "QUANTIZE", "DEQUANTIZE")
-"""Layers without a type constraint: their type is a setting, or that of the reader of a weight."""
-
-
 def make_engine(
     api: Api,
     request: Request,
@@ -165,7 +146,7 @@ def make_engine(
         UserError: TensorRT cannot build the engine.
     """
     messages = Messages()
-    logger = messages.logger(api.trt, None if api.has_monitor() else tell)
+    logger = messages.logger(api.trt)
     try:
         builder = api.trt.Builder(logger)
     except TypeError as error:  # raised by the bindings if TensorRT returns no object
@@ -175,8 +156,6 @@ def make_engine(
     parser = api.trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(request.onnx)):
         raise parser_failure(parser, request.onnx, api)
-    if not api.typed:
-        _constrain_types(api.trt, network, request.graph)
     if look is not None:
         look(network)
     config = builder.create_builder_config()
@@ -185,8 +164,7 @@ def make_engine(
     for profile in request.plan.profiles:
         _add_profile(builder, config, profile, messages)
     known = timing_file is not None and attach(config, timing_file)
-    if api.has_monitor():
-        config.progress_monitor = _monitor(api, tell)
+    config.progress_monitor = _monitor(api, tell)
     tell(f"{api.name}, {'with' if known else 'without'} times of earlier builds ...")
     plan = builder.build_serialized_network(network, config)
     if plan is None:
@@ -198,18 +176,10 @@ def make_engine(
 
 def _configure(api: Api, config: Any, request: Request) -> None:
     trt, options = api.trt, request.options
-    flags = trt.BuilderFlag
-    wanted = api.type_flags(request.graph.kinds)
-    if options["version_compatible"]:
-        wanted.append(flags.VERSION_COMPATIBLE)
-    if options["refit"]:
-        wanted.append(flags.REFIT)
-    if options["weight_streaming"]:
-        wanted.append(api.weight_streaming_flag())
-    for flag in wanted:
-        config.set_flag(flag)
-    # TF32 is on by default.
-    (config.set_flag if options["tf32"] else config.clear_flag)(flags.TF32)
+    for option in ("version_compatible", "refit", "weight_streaming", "tf32"):
+        # TF32 is on by default.
+        change = config.set_flag if options[option] else config.clear_flag
+        change(getattr(trt.BuilderFlag, option.upper()))
     if options["hardware"] != "none":
         config.hardware_compatibility_level = api.hardware_level(options["hardware"])
     if options["workspace_mib"] is not None:
@@ -219,35 +189,6 @@ def _configure(api: Api, config: Any, request: Request) -> None:
         config.builder_optimization_level = options["optimization_level"]
     # Without details the inspector does not show the types of layers.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-
-
-def _constrain_types(trt: Any, network: Any, graph: EngineGraph) -> None:
-    """Constrain every layer to the type of its ONNX node; for TensorRT 8.6 only.
-
-    Without strong typing, TensorRT uses fp32 instead of 16 bits where that is faster, once fp16 is
-    allowed. Each layer that computes in floating point therefore gets the type of its node as a
-    constraint. With the flag OBEY_PRECISION_CONSTRAINTS the build fails if a constraint cannot be
-    met. Products of quantized values have no constraint, which would keep TensorRT from fusing
-    them.
-    """
-    if "fp16" not in graph.kinds:  # only fp32 and quantized types are allowed
-        return
-    types = {"fp32": trt.DataType.FLOAT, "fp16": trt.DataType.HALF}
-    unconstrained = [getattr(trt.LayerType, name) for name in _UNCONSTRAINED]
-    for place in range(network.num_layers):
-        layer = network.get_layer(place)
-        nodes = (*onnx_nodes(layer.metadata or ""), layer.name)
-        node = next((name for name in nodes if name in graph.node_types), None)
-        if node is None or graph.products.get(node) == "int8" or layer.type in unconstrained:
-            continue
-        outputs = [layer.get_output(index) for index in range(layer.num_outputs)]
-        real = [index for index, output in enumerate(outputs) if output.dtype in types.values()]
-        if not real or any(output.is_shape_tensor for output in outputs):
-            continue
-        kind = types[graph.node_types[node]]
-        layer.precision = kind
-        for index in real:
-            layer.set_output_type(index, kind)
 
 
 def _add_profile(
@@ -269,23 +210,26 @@ def _add_profile(
 
 
 def _monitor(api: Api, tell: Tell) -> Any:
-    """Return a progress monitor that reports the phase of a build at intervals.
+    """Return a progress monitor that reports the phase of a build every `TELL_EVERY_S`.
 
     It never stops a build.
     """
-    tell_sometimes = now_and_then(tell)
     base: Any = api.trt.IProgressMonitor
 
     class Monitor(base):  # type: ignore[misc]
         def __init__(self) -> None:
             base.__init__(self)
             self._steps: dict[str, int] = {}
+            self._told = time.monotonic()
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             self._steps[phase_name] = num_steps
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            tell_sometimes(f"{phase_name}: {step + 1} of {self._steps.get(phase_name, 0)}")
+            now = time.monotonic()
+            if now - self._told >= TELL_EVERY_S:
+                self._told = now
+                tell(f"{phase_name}: {step + 1} of {self._steps.get(phase_name, 0)}")
             return True
 
         def phase_finish(self, phase_name: str) -> None:

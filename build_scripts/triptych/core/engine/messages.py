@@ -1,40 +1,21 @@
 """Collect TensorRT's messages, and turn every known failure into a `UserError`.
 
-The patterns are messages in the libraries of 8.6 and 10, and in logs that users of 10 and 11
-reported.
+The patterns are messages in the libraries of 10, and in logs that users of 10 and 11 reported.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from triptych.base.errors import UserError
-from triptych.base.onnx_graph import node_name
 from triptych.core.engine.api import Api
 from triptych.core.engine.graph import describe_position
 
 MAX_QUOTE = 400
 MAX_LOG = 10_000
-TELL_EVERY_S = 5.0
-Tell = Callable[[str], None]
-
-
-def now_and_then(tell: Tell) -> Tell:
-    """Return a function that passes a line to `tell` every `TELL_EVERY_S` and drops the others."""
-    told = time.monotonic()
-
-    def sometimes(line: str) -> None:
-        nonlocal told
-        if time.monotonic() - told >= TELL_EVERY_S:
-            told = time.monotonic()
-            tell(line)
-
-    return sometimes
 
 
 class Messages:
@@ -45,13 +26,9 @@ class Messages:
         # The limit is for servers, which may run for months; a build logs far fewer messages.
         self.warnings: deque[str] = deque(maxlen=MAX_LOG)
 
-    def logger(self, trt: Any, tell: Tell | None = None) -> Any:
-        """Return a logger for TensorRT that writes to this object.
-
-        `tell` receives INFO messages at intervals.
-        """
+    def logger(self, trt: Any) -> Any:
+        """Return a logger for TensorRT that writes to this object."""
         messages, base = self, trt.ILogger
-        tell_sometimes = now_and_then(lambda text: tell(_short(text))) if tell else None
 
         class Logger(base):  # type: ignore[misc,valid-type]
             def __init__(self) -> None:
@@ -62,8 +39,6 @@ class Messages:
                     messages.errors.append(message)
                 elif severity == base.WARNING:
                     messages.warnings.append(message)
-                elif tell_sometimes is not None and severity == base.INFO:
-                    tell_sometimes(message)
 
         return Logger()
 
@@ -98,12 +73,6 @@ _FAILURES = (
         "is too small for the engine's weights and scratch memory during the build",
         "Stop other programs on the GPU, lower core.max_batch_size or core.engine.workspace_mib, "
         "or use a larger GPU",
-    ),
-    _Failure(
-        r"obeys? (?:the )?(?:requested )?(?:precision |type )?constraints",
-        "core.precision",
-        "is a type that this GPU cannot compute every layer in",
-        "Set it to fp32, or use TensorRT 10 or newer",
     ),
     _Failure(
         r"HW-specific datatypes",
@@ -202,24 +171,14 @@ def parser_failure(parser: Any, onnx: Path, api: Api) -> UserError:
 
 
 def _node_of(error: Any, onnx: Path) -> str:
-    """Return node, operator and position that an error is about.
-
-    8.6 reports a node by its number only.
-    """
+    """Return name, operator and position of the node that an error is about."""
     import onnx as library
 
-    number = int(error.node())
-    if number < 0:
+    if int(error.node()) < 0:
         return "the graph"
-    graph = library.load(onnx, load_external_data=False).graph
-    if hasattr(error, "node_name"):
-        name, operator = error.node_name(), error.node_operator()
-    elif number < len(graph.node):
-        name, operator = node_name(graph.node[number]), graph.node[number].op_type
-    else:
-        return "the graph"
-    place = describe_position(graph, name)
-    return f"node {name} ({operator})" + (f", {place}" if place else "")
+    name = error.node_name()
+    position = describe_position(library.load(onnx, load_external_data=False).graph, name)
+    return f"node {name} ({error.node_operator()})" + (f", {position}" if position else "")
 
 
 def _short(text: str) -> str:

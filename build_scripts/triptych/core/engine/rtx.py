@@ -74,7 +74,7 @@ class RtxApi(Api):
             ) from error
         self.version = str(self.trt.__version__)
         self.name = f"TensorRT for RTX {self.version}"
-        self.major, self.typed = _LIKE_MAJOR, True
+        self.major = _LIKE_MAJOR
         self._target = compute_capability
 
     def set_target(self, config: Any) -> None:
