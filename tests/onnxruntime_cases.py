@@ -285,7 +285,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
     "not_ragged": (
         PACKED_CONFIG.replace("allow_ragged_batch: true", ""),
         {"1/model.onnx": PACKED},
-        "the model expects 1 dimensions (shape [-1]) but the model configuration specifies 2",
+        "'tokens' is TYPE_INT32 [-1,-1] in the config and TYPE_INT32 [-1] in the model",
     ),
     "no_batching": (
         "max_batch_size: 2",

@@ -215,42 +215,39 @@ REFUSED = {
     "type": Refused(
         PADDED_CONFIG.replace("TYPE_INT32", "TYPE_INT64") + ANY_DEVICE,
         _PADDED,
-        "unexpected datatype TYPE_INT32 for inference input 'input_ids', expecting TYPE_INT64",
+        "'input_ids' is TYPE_INT64 [-1,-1] in the config and TYPE_INT32 [-1,-1] in the model",
     ),
     "text": Refused(
         PADDED_CONFIG.replace("TYPE_INT32", "TYPE_STRING") + ANY_DEVICE,
         _PADDED,
-        "unsupported datatype TYPE_STRING for input 'input_ids'",
+        "'input_ids' is TYPE_STRING",
     ),
     "dims": Refused(
         PADDED_CONFIG.replace("[-1]", "[-1, 2]") + ANY_DEVICE,
         _PADDED,
-        "tensor 'input_ids': the model expects 2 dimensions (shape [-1,-1]) but the model "
-        "configuration specifies 3 dimensions (an initial batch dimension because max_batch_size "
-        "> 0 followed by the explicit tensor shape, making complete shape [-1,-1,2])",
+        "'input_ids' is TYPE_INT32 [-1,-1,2] in the config and TYPE_INT32 [-1,-1] in the model",
     ),
     "not_ragged": Refused(
         PADDED_CONFIG.replace("dims: [-1] }\ninput", "dims: [-1] allow_ragged_batch: true }\ninput")
         + ANY_DEVICE,
         _PADDED,
-        "for the model to support ragged input, the engine shape is: [-1,-1] while the model "
-        "config shape is: [-1]",
+        "'input_ids' is TYPE_INT32 [-1] in the config and TYPE_INT32 [-1,-1] in the model",
     ),
     "optional": Refused(
         UNBATCHED_CONFIG.replace("[-1] }\noutput", "[-1] optional: true }\noutput") + ANY_DEVICE,
         (UNBATCHED, [{"x": [[1], [4], [8]]}]),
-        "'optional' is set to true for input 'x' while the backend model doesn't support optional",
+        "describes the inputs none, the model has x",
     ),
     "unknown": Refused(
         PADDED_CONFIG.replace('"total"', '"sum"') + ANY_DEVICE,
         _PADDED,
-        "unexpected inference output 'sum', allowed outputs are: each, total",
+        "describes the outputs each, sum, the model has each, total",
     ),
     "missing": Refused(
         PADDED_CONFIG.replace('input { name: "row_length" data_type: TYPE_INT32 dims: [1] }', "")
         + ANY_DEVICE,
         _PADDED,
-        "expected configuration for input 'row_length'",
+        "describes the inputs input_ids, the model has input_ids, row_length",
     ),
     "graph_size": Refused(
         PADDED_CONFIG + ANY_DEVICE + _GRAPHS % (5, 3), _PADDED, "batch size from 1 to"

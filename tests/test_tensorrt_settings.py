@@ -35,7 +35,7 @@ def test_an_instance_uses_the_profiles_of_its_own_group(instance: str, places: l
         {"name": "fast", "profile": ["1"]},
         {"name": "fast_and_large", "profile": ["2", "0"]},
     ]
-    assert trt_settings.profiles_of(config(instance_group=groups), instance) == places
+    assert trt_settings.instance_profiles(config(instance_group=groups), instance) == places
 
 
 def test_a_graph_with_a_lower_bound_takes_smaller_batches() -> None:
@@ -63,12 +63,12 @@ def test_graphs_are_captured_only_where_listed_and_on(fields: dict[str, Any]) ->
 def test_memory_is_pinned_unless_turned_off(
     optimization: dict[str, Any], locked: tuple[bool, bool]
 ) -> None:
-    assert trt_settings.pinned(config(optimization=optimization)) == locked
+    assert trt_settings.pinned_memory(config(optimization=optimization)) == locked
 
 
 @pytest.mark.parametrize(("kind", "device"), [("GPU", 3), ("MODEL", 0)])
 def test_an_instance_runs_on_its_gpu(kind: str, device: int) -> None:
-    assert trt_settings.device_of(config(), kind=kind, device_id="3") == device
+    assert trt_settings.instance_device(config(), kind=kind, device_id="3") == device
 
 
 def test_the_plan_is_the_file_that_the_config_names(tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
-"""Fields of a config.pbtxt that the emulated backends read in the same way."""
+"""Contract of an emulated backend: the fields of a config.pbtxt that define feeds and responses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypedDict, TypeVar
-
-Tensor = TypeVar("Tensor")
+from typing import NamedTuple, TypedDict
 
 
 class ReshapeEntry(TypedDict, total=False):
@@ -200,46 +198,119 @@ def model_file(version_folder: Path, config: BackendConfig, default: str) -> Pat
     return path
 
 
-def find_tensor(role: str, name: str, known: Mapping[str, Tensor]) -> Tensor:
-    """Return the tensor `name` among the `known` tensors of the model.
+class ModelTensor(NamedTuple):
+    """Input or output of an ONNX graph or an engine.
 
-    The `role` of the tensor, such as ``inference input``, is for the error text.
+    `data_type` is Triton's name. `dims` have the batch dimension, and -1 for dynamic sizes.
+    """
+
+    name: str
+    data_type: str
+    dims: tuple[int, ...]
+
+
+def check_model(
+    contract: Contract,
+    inputs: Sequence[ModelTensor],
+    outputs: Sequence[ModelTensor],
+    defaults: Sequence[ModelTensor] = (),
+) -> None:
+    """Reject a config whose tensors differ from those of the model.
+
+    Triton checks configs before it starts a backend, but not against the model: its native backends
+    do that. Everything that they reject is rejected here, in one form of words.
+
+    Args:
+        contract: Contract of the config.
+        inputs: Inputs that the model needs.
+        outputs: Outputs of the model.
+        defaults: Inputs with a default value, which serve optional inputs of the config.
 
     Raises:
-        ContractError: The model has no such tensor; the message lists the `known` names.
+        ContractError: The config and the model do not match.
     """
-    if name not in known:
-        raise ContractError(
-            f"unexpected {role} '{name}', allowed {role.split()[-1]}s are: "
-            f"{', '.join(sorted(known))}"
+    _check_names(contract, [t.name for t in inputs], [t.name for t in outputs])
+    known = {tensor.name: tensor for tensor in (*inputs, *outputs)}
+    batch = (-1,) if contract.max_batch_size > 0 else ()
+    for spec in contract.inputs:
+        if spec.optional:
+            unsupported = contract.backend == "tensorrt" or batch or spec.ragged
+            tensor = next((tensor for tensor in defaults if tensor.name == spec.name), None)
+            if unsupported or tensor is None:
+                raise _load_error(contract, f"input '{spec.name}' cannot be optional")
+            known[spec.name] = tensor
+        tensor = known[spec.name]
+        if spec.ragged:
+            _check_tensor(contract, tensor, spec.data_type, (-1,), _equals)
+        else:
+            fits = _overlaps if contract.backend == "tensorrt" else _accepts
+            _check_tensor(contract, tensor, spec.data_type, (*batch, *spec.dims), fits)
+    for batch_input in contract.batch_inputs:
+        rank = 2 if batch_input.kind == "BATCH_ITEM_SHAPE" else 1
+        for target in batch_input.targets:
+            _check_tensor(contract, known[target], batch_input.data_type, [-1] * rank, _overlaps)
+    for output in contract.outputs:
+        tensor = known[output.name]
+        dims = (*batch, *output.dims) if output.scatter_source is None else tensor.dims
+        fits = _overlaps if contract.backend == "tensorrt" else _equals
+        _check_tensor(contract, tensor, output.data_type, dims, fits)
+
+
+def _check_names(contract: Contract, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    is_engine = contract.backend == "tensorrt"
+    needed = [spec.name for spec in contract.inputs if not spec.optional]
+    for batch_input in contract.batch_inputs:
+        if not is_engine and len(batch_input.targets) != 1:
+            # The native backend of ONNX Runtime counts several targets as one input.
+            raise _load_error(contract, "each batch input must have one target")
+        needed += batch_input.targets
+    answered = [spec.name for spec in contract.outputs]
+    # An engine writes all of its outputs, so its config must describe all of them.
+    expected = outputs if is_engine else [name for name in answered if name in outputs]
+    for role, described, provided, wanted in (
+        ("inputs", needed, inputs, inputs),
+        ("outputs", answered, outputs, expected),
+    ):
+        if sorted(described) != sorted(wanted):
+            in_config, in_model = (", ".join(sorted(n)) or "none" for n in (described, provided))
+            text = f"the config describes the {role} {in_config}, the model has {in_model}"
+            raise _load_error(contract, text)
+
+
+def _check_tensor(
+    contract: Contract,
+    tensor: ModelTensor,
+    data_type: str,
+    dims: Sequence[int],
+    fits: Callable[[int, int], bool],
+) -> None:
+    """Check a tensor; `fits` compares a size of the model with a size of the config."""
+    if not tensor.dims and contract.backend == "onnxruntime" and not contract.max_batch_size:
+        same_shape = all(dim == 1 for dim in dims)  # a config describes a scalar as [1]
+    else:
+        same_shape = len(tensor.dims) == len(dims) and all(map(fits, tensor.dims, dims))
+    if tensor.data_type != data_type or not same_shape:
+        raise _load_error(
+            contract,
+            f"tensor '{tensor.name}' is {data_type} {shape_text(dims)} in the config and "
+            f"{tensor.data_type} {shape_text(tensor.dims)} in the model",
         )
-    return known[name]
 
 
-def batch_input_rank(spec: BatchInputSpec) -> int:
-    """Return the number of dimensions of the tensors that describe `source`."""
-    return 2 if spec.kind == "BATCH_ITEM_SHAPE" else 1
+def _equals(provided: int, wanted: int) -> bool:
+    return provided == wanted
 
 
-def dims_error(
-    contract: Contract, name: str, provided: Sequence[int], wanted: Sequence[int]
-) -> ContractError:
-    """Return the error of a tensor whose dimensions differ between model and config.
+def _accepts(provided: int, wanted: int) -> bool:
+    return provided in (wanted, -1)
 
-    The text is that of Triton's own backends. The model has the dimensions `provided`. The config
-    has the dimensions `wanted`, which include the batch dimension if there is one.
-    """
-    note = (
-        " (an initial batch dimension because max_batch_size > 0 followed by the explicit "
-        f"tensor shape, making complete shape {shape_text(wanted)})"
-        if contract.max_batch_size > 0
-        else f" (shape {shape_text(wanted)})"
-    )
-    return ContractError(
-        f"model '{contract.model}', tensor '{name}': the model expects {len(provided)} "
-        f"dimensions (shape {shape_text(provided)}) but the model configuration specifies "
-        f"{len(wanted)} dimensions{note}"
-    )
+
+def _overlaps(provided: int, wanted: int) -> bool:
+    return provided == wanted or -1 in (provided, wanted)
+
+
+def _load_error(contract: Contract, text: str) -> ContractError:
+    return ContractError(f"unable to load model '{contract.model}', {text}")
 
 
 def shape_text(dims: Sequence[int]) -> str:
@@ -260,11 +331,14 @@ def _check_scattered(contract: Contract) -> None:
     batch = (-1,) if contract.max_batch_size > 0 else ()
     sources = {spec.name: (*batch, *spec.dims) for spec in contract.inputs}
     for spec in contract.outputs:
-        if spec.scatter_source is None or not spec.answered:
+        if spec.scatter_source is None:
             continue
+        if spec.data_type == "TYPE_STRING":
+            raise _load_error(contract, f"batch output '{spec.name}' cannot be TYPE_STRING")
         variable = [axis for axis, dim in enumerate((*batch, *spec.dims)) if dim == -1]
-        if variable and variable[-1] >= len(sources[spec.scatter_source]):
-            raise ContractError(
-                f"unable to load model '{contract.model}', batch output '{spec.name}' has more "
-                f"variable dimensions than its source input '{spec.scatter_source}'"
+        if spec.answered and variable and variable[-1] >= len(sources[spec.scatter_source]):
+            raise _load_error(
+                contract,
+                f"batch output '{spec.name}' has more variable dimensions than its source input "
+                f"'{spec.scatter_source}'",
             )

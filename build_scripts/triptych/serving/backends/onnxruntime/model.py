@@ -19,9 +19,8 @@ from triptych.runtime.triton_io import make_private
 from triptych.serving.backends import contract, execution, feeds
 
 if TYPE_CHECKING:
-    from triptych.serving.backends.onnxruntime import ort_contract, ort_sessions
+    from triptych.serving.backends.onnxruntime import ort_sessions
 else:
-    import ort_contract
     import ort_sessions
 
 
@@ -32,14 +31,15 @@ class TritonPythonModel:
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
         """Add the inputs, outputs and batching that the config leaves out."""
         config = auto_complete_model_config.as_dict()
-        if config.get("output") and not ort_contract.needs_inputs(config):
+        if config.get("output") and not ort_sessions.needs_inputs(config):
             return auto_complete_model_config
         # Triton does not pass the model's folder to this method, only to the process.
         folder = Path(psutil.Process().cmdline()[1]).parent
         path = contract.model_file(folder, config, ort_sessions.MODEL_FILE)
         session = ort_sessions.open_session(path, config)
-        ort_contract.complete_config(
-            config, _graph_tensors(session.get_inputs()), _graph_tensors(session.get_outputs())
+        inputs, outputs = session.get_inputs(), session.get_outputs()
+        ort_sessions.complete_config(
+            config, ort_sessions.read_tensors(inputs), ort_sessions.read_tensors(outputs)
         )
         return auto_complete_model_config
 
@@ -55,11 +55,11 @@ class TritonPythonModel:
         path = contract.model_file(folder, config, ort_sessions.MODEL_FILE)
         self._session = ort_sessions.open_session(path, config)
         self._run_options = ort_sessions.run_options(config)
-        ort_contract.check_contract(
+        contract.check_model(
             self._contract,
-            _graph_tensors(self._session.get_inputs()),
-            _graph_tensors(self._session.get_outputs()),
-            _graph_tensors(self._session.get_overridable_initializers()),
+            ort_sessions.read_tensors(self._session.get_inputs()),
+            ort_sessions.read_tensors(self._session.get_outputs()),
+            ort_sessions.read_tensors(self._session.get_overridable_initializers()),
         )
         self._names = [spec.name for spec in self._contract.outputs]
         self._strings = frozenset(
@@ -93,17 +93,6 @@ class TritonPythonModel:
     def _run(self, feed: feeds.Arrays) -> feeds.Arrays:
         values = self._session.run(self._names, feed, self._run_options)
         return dict(zip(self._names, values, strict=True))
-
-
-def _graph_tensors(nodes: Sequence[Any]) -> list[ort_contract.OrtTensor]:
-    return [
-        ort_contract.OrtTensor(
-            node.name,
-            node.type,
-            tuple(dim if isinstance(dim, int) else -1 for dim in node.shape or ()),
-        )
-        for node in nodes
-    ]
 
 
 def _decode(name: str, value: feeds.Array) -> feeds.Array:

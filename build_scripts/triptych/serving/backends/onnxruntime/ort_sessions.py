@@ -1,14 +1,62 @@
-"""ONNX Runtime sessions with the options that Triton's native backend sets, and no others."""
+"""ONNX Runtime sessions with the options that Triton's native backend sets, and no others.
+
+The completion of a config is also that of the native backend (src/onnxruntime.cc in
+triton-inference-server/onnxruntime_backend).
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from triptych.serving.backends.contract import BackendConfig, ContractError
+from triptych.serving.backends.contract import (
+    BackendConfig,
+    ContractError,
+    ModelTensor,
+    TensorEntry,
+)
 
 MODEL_FILE = "model.onnx"
+# Triton's name of each type of ONNX Runtime. Triton 24.10 lacks TYPE_BF16, too.
+TRITON_TYPES = {
+    "tensor(bool)": "TYPE_BOOL",
+    "tensor(uint8)": "TYPE_UINT8",
+    "tensor(uint16)": "TYPE_UINT16",
+    "tensor(uint32)": "TYPE_UINT32",
+    "tensor(uint64)": "TYPE_UINT64",
+    "tensor(int8)": "TYPE_INT8",
+    "tensor(int16)": "TYPE_INT16",
+    "tensor(int32)": "TYPE_INT32",
+    "tensor(int64)": "TYPE_INT64",
+    "tensor(float16)": "TYPE_FP16",
+    "tensor(float)": "TYPE_FP32",
+    "tensor(double)": "TYPE_FP64",
+    "tensor(string)": "TYPE_STRING",
+}
+
+# `default-max-batch-size` of Triton's command line, which no backend written in Python can read.
+DEFAULT_MAX_BATCH_SIZE = 4
+
+
+def read_tensors(nodes: Sequence[Any]) -> list[ModelTensor]:
+    """Return the inputs or outputs of a session.
+
+    Raises:
+        ContractError: The graph has an input or output of a type that Triton lacks.
+    """
+    for node in nodes:
+        if node.type not in TRITON_TYPES:
+            raise ContractError(f"'{node.name}' has the unsupported ONNX type {node.type}")
+    return [
+        ModelTensor(
+            node.name,
+            TRITON_TYPES[node.type],
+            tuple(dim if isinstance(dim, int) else -1 for dim in node.shape or ()),
+        )
+        for node in nodes
+    ]
 
 
 def check_settings(config: BackendConfig, *, kind: str) -> None:
@@ -77,6 +125,48 @@ def run_options(config: BackendConfig) -> Any:
     options = onnxruntime.RunOptions()
     options.add_run_config_entry(shrinkage, value)
     return options
+
+
+def complete_config(
+    config: BackendConfig, inputs: Sequence[ModelTensor], outputs: Sequence[ModelTensor]
+) -> None:
+    """Add missing inputs, outputs and batching to the config as the native backend does.
+
+    Raises:
+        ContractError: `max_batch_size` is set for a graph that cannot batch.
+    """
+    batches = all(tensor.dims[:1] == (-1,) for tensor in (*inputs, *outputs))
+    if not batches and config["max_batch_size"] != 0:
+        raise ContractError(
+            f"autofill failed for model '{config['name']}': model does not support batching while "
+            "non-zero max_batch_size is specified"
+        )
+    if batches and config["max_batch_size"] == 0:
+        config["max_batch_size"] = DEFAULT_MAX_BATCH_SIZE
+    batched = config["max_batch_size"] > 0
+    if config["max_batch_size"] > 1 and "sequence_batching" not in config:
+        config.setdefault("dynamic_batching", {})
+    if needs_inputs(config):
+        config["input"] = [_completed_entry(tensor, batched=batched) for tensor in sorted(inputs)]
+    if not config.get("output"):
+        config["output"] = [_completed_entry(tensor, batched=batched) for tensor in sorted(outputs)]
+
+
+def needs_inputs(config: BackendConfig) -> bool:
+    """Return whether the config names no input, so that those of the graph must be added."""
+    return not config.get("input") and not config.get("batch_input")
+
+
+def _completed_entry(tensor: ModelTensor, *, batched: bool) -> TensorEntry:
+    dims = list(tensor.dims[1:] if batched else tensor.dims)
+    entry: TensorEntry = {
+        "name": tensor.name,
+        "data_type": tensor.data_type,
+        "dims": dims or [1],
+    }
+    if batched and not dims:
+        entry["reshape"] = {"shape": []}
+    return entry
 
 
 def _parameter(config: BackendConfig, key: str) -> str | None:

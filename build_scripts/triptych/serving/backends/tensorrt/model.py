@@ -21,9 +21,8 @@ from triptych.serving.backends import contract as contracts
 from triptych.serving.backends import execution
 
 if TYPE_CHECKING:
-    from triptych.serving.backends.tensorrt import trt_contract, trt_settings
+    from triptych.serving.backends.tensorrt import trt_settings
 else:
-    import trt_contract
     import trt_settings
 
 
@@ -34,19 +33,22 @@ class TritonPythonModel:
         """Load the plan, and reject a config that does not match it."""
         make_private()
         config = json.loads(args["model_config"])
-        device = trt_settings.device_of(
+        device = trt_settings.instance_device(
             config, kind=args["model_instance_kind"], device_id=args["model_instance_device_id"]
         )
         self._contract = contracts.parse_contract(config, backend="tensorrt")
         path = trt_settings.plan_file(Path(args["model_repository"], args["model_version"]), config)
-        profiles = trt_settings.profiles_of(config, args["model_instance_name"])
+        profiles = trt_settings.instance_profiles(config, args["model_instance_name"])
         graphs = trt_settings.graph_specs(config)
-        pinned, pinned_output = trt_settings.pinned(config)
+        pinned, pinned_output = trt_settings.pinned_memory(config)
         Cuda(device)
         # A lean runtime inside a plan is program code: the repository's owner put it there.
         engine = open_engine(path.read_bytes(), host_code=True)
-        trt_contract.check_engine(
-            self._contract, engine.inputs, engine.outputs, engine.profiles, profiles
+        trt_settings.check_profiles(self._contract, engine.profiles, profiles)
+        contracts.check_model(
+            self._contract,
+            trt_settings.read_tensors(engine.inputs),
+            trt_settings.read_tensors(engine.outputs),
         )
         self._runner = EngineRunner(
             engine,
