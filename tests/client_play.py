@@ -33,11 +33,11 @@ class TritonPythonModel:
             for name, column in zip(names, zip(*rows))])
 
     def label_score(self, asked, row):
-        if "labels" not in asked:
+        if "candidate_labels" not in asked:
             count = asked.get("top_k", 1)
             word = hashlib.sha256(row).hexdigest()[:8]
             return [f"{word} {i}".encode() for i in range(count)], [0.5 ** i for i in range(count)]
-        labels = json.loads(asked["labels"])
+        labels = json.loads(asked["candidate_labels"])
         template = asked.get("hypothesis_template", "{}")
         full = 1.0 if asked.get("multi_label") else 1 / len(labels)
         return [template.format(label).encode() for label in labels], [full] * len(labels)
@@ -48,7 +48,7 @@ class TritonPythonModel:
 
     def entities(self, asked, row):
         text = row.decode()
-        found = [{"entity": asked.get("aggregation", "simple"), "text": word,
+        found = [{"entity": asked.get("aggregation_strategy", "simple"), "text": word,
                   "start": text.index(word), "end": text.index(word) + len(word),
                   "score": None if word == "Nobody" else 0.75}
                  for word in text.split() if word.istitle()]
@@ -57,9 +57,9 @@ class TritonPythonModel:
     def answer_end_score_start(self, asked, question, context):
         question, context = question.decode(), context.decode()
         start = context.find(question)
-        if start < 0 and asked.get("impossible_answer"):
+        if start < 0 and asked.get("handle_impossible_answer"):
             return [b""], [0], [0.875], [0]
-        end = start + asked.get("max_answer_tokens", 15)
+        end = start + asked.get("max_answer_len", 15)
         return [context[start:end].encode()], [end], [0.25], [start]
 
     def score(self, asked, query, passage):

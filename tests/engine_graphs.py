@@ -65,7 +65,7 @@ def of_pipeline(
     if layout != "fixed":
         core["layout"] = layout
     if task == "zero-shot-classification":
-        spec["parameters"] = {"labels": ["billing", "a delivery"]}
+        spec["parameters"] = {"candidate_labels": ["billing", "a delivery"]}
     (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
     rows = "\n".join(map(json.dumps, traffic_of(task, folder)))
     (folder / "traffic.jsonl").write_text(rows, encoding="utf-8")

@@ -36,7 +36,7 @@ def write_task(base: Path, name: str, minilm: Path, rows: int = 40) -> Path:
     spec: dict[str, Any] = {"task": task, "model": {"source": str(base / "models" / name)}}
     make(base / "models" / name, minilm, traffic_texts())
     if task == "zero-shot-classification":
-        spec["parameters"] = {"labels": ["billing", "a delivery", "something else"]}
+        spec["parameters"] = {"candidate_labels": ["billing", "a delivery", "something else"]}
     lines: list[dict[str, Any]] = [{"text": text} for text in texts]
     if task == "fill-mask":
         lines = [{"text": f"[MASK] {text}"} for text in texts]

@@ -28,7 +28,7 @@ def answer_spans(
     model = AutoModelForQuestionAnswering.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     decoder = AnswerDecoder({}, folder)
-    parameters = {"max_answer_tokens": 15, "impossible_answer": impossible}
+    parameters = {"max_answer_len": 15, "handle_impossible_answer": impossible}
     answers = []
     for question, context in zip(questions, contexts, strict=True):
         encoded = tokenizer(

@@ -55,13 +55,13 @@ def test_a_jsonl_file_has_the_inputs_by_name(tmp_path: Path) -> None:
     (tmp_path / "inner" / "a.png").write_bytes(b"\x89PNG")
     file = tmp_path / "inner" / "rows.jsonl"
     file.write_text(
-        '{"text": "a\\u2028", "parameters": {"top_k": 2, "labels": ["x", "y"]}}\n\n'
+        '{"text": "a\\u2028", "parameters": {"top_k": 2, "candidate_labels": ["x", "y"]}}\n\n'
         '{"image": "a.png"}\n',
         encoding="utf-8",
     )
     first, second = read_input_rows([], [], [], file)
     assert (first.inputs, first.source) == ({"text": "a\u2028"}, f"{file}:1")
-    assert first.parameters == {"top_k": 2, "labels": '["x", "y"]'}
+    assert first.parameters == {"top_k": 2, "candidate_labels": '["x", "y"]'}
     assert (second.inputs, second.shown) == ({"image": b"\x89PNG"}, "a.png")
     assert second.source == f"{file}:3"
     file.write_text('{"text_pair": "p"}\n{"text_pair": "q"}')
@@ -109,10 +109,15 @@ def test_inputs_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_parameters_are_read_as_yaml_and_lists_sent_as_json() -> None:
-    pairs = ["top_k=3", "labels=[billing, delivery, yes, 1.50]", "multi_label=true", "name=a=b"]
+    pairs = [
+        "top_k=3",
+        "candidate_labels=[billing, delivery, yes, 1.50]",
+        "multi_label=true",
+        "name=a=b",
+    ]
     assert parse_parameters(pairs) == {
         "top_k": 3,
-        "labels": '["billing", "delivery", "yes", "1.50"]',
+        "candidate_labels": '["billing", "delivery", "yes", "1.50"]',
         "multi_label": True,
         "name": "a=b",
     }
@@ -192,7 +197,7 @@ def test_inputs_that_are_not_the_pipelines_are_a_mistake(
 
 @pytest.mark.server
 def test_the_command_asks_and_prints(toy: Toy) -> None:
-    words = ("--text", "a b", "--parameter", "labels=[billing, delivery]")
+    words = ("--text", "a b", "--parameter", "candidate_labels=[billing, delivery]")
     shown = infer(toy, "classifier", *words)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.splitlines() == [

@@ -128,7 +128,7 @@ def test_each_input_has_its_column_or_one_value(toy: Toy, tmp_path: Path) -> Non
     (tmp_path / "rows.tsv").write_text("q\tpassage\nnow\twhere\nat\tthat\n")
     words = ("-f", tmp_path / "rows.tsv", "-o", tmp_path / "out.tsv")
     pair = ("--text-pair-column", "passage")
-    done = infer(toy, "reader", *words, *pair, "--text", "at", "-p", "max_answer_tokens=1")
+    done = infer(toy, "reader", *words, *pair, "--text", "at", "-p", "max_answer_len=1")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.tsv").read_text().splitlines() == [
         "q\tpassage\tanswer\tscore\tstart\tend\terror",
@@ -155,7 +155,7 @@ def test_rows_of_jsonl_have_parameters_of_their_own(toy: Toy, tmp_path: Path) ->
     file, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows = [
         {"text": "a", "parameters": {"top_k": 2}},
-        {"text": "b", "label": "mine", "parameters": {"labels": ["x", "y"]}},
+        {"text": "b", "label": "mine", "parameters": {"candidate_labels": ["x", "y"]}},
         {"text": "c", "parameters": {"x": {}}},
         {"text": 7},
         {"text": "d"},

@@ -80,7 +80,8 @@ def test_classify_zero_shot(call: Call) -> None:
             InvalidRequestError, match="parameter `candidate_labels` must be a list of str"
         ):
             call("classifier", "classify_zero_shot", ["a"], wrong)
-    with pytest.raises(InvalidRequestError, match=r"parameter labels.*lone surrogate U\+D800"):
+    surrogate = r"parameter candidate_labels.*lone surrogate U\+D800"
+    with pytest.raises(InvalidRequestError, match=surrogate):
         call("classifier", "classify_zero_shot", ["a"], ["\ud800"])
 
 

@@ -64,7 +64,7 @@ def test_results_per_token_are_cut_up_again(tmp_path: Path) -> None:
     spec = load_spec(write_pipeline(tmp_path / "a"), ["core.backend=tensorrt"])
     tagged = facts(labels=("O", "B"), max_length=32)
     config = core_config(
-        make_plan(spec, tagged, TOKEN_CLASSIFICATION, {"aggregation": "simple"}, LENGTHS)
+        make_plan(spec, tagged, TOKEN_CLASSIFICATION, {"aggregation_strategy": "simple"}, LENGTHS)
     )
     # Of several targets of one `batch_output` Triton's backends answer the first alone.
     targets = [list(split.target_name) for split in config.batch_output]

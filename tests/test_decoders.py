@@ -270,7 +270,7 @@ def test_hypotheses_score_as_in_the_pipeline(
     found = decode_rows.ZeroShotDecoder(settings, Path()).decode(
         {"inference_logits": logits_of(model, tokenizer, first, second)},
         [],
-        {"labels": labels, "multi_label": multi_label},
+        {"candidate_labels": labels, "multi_label": multi_label},
     )
     pipeline = pipeline_of("zero-shot-classification", model, tokenizer)
     expected = pipeline(list(TEXTS), candidate_labels=labels, multi_label=multi_label)
@@ -283,6 +283,6 @@ def test_large_logits_do_not_overflow() -> None:
     decoder = decode_rows.ZeroShotDecoder({"entailment": 1, "contradiction": 0}, Path())
     logits = np.array([[-200, 200], [300, -300]], np.float32)
     for multi_label in (False, True):
-        parameters = {"labels": ["a", "b"], "multi_label": multi_label}
+        parameters = {"candidate_labels": ["a", "b"], "multi_label": multi_label}
         found = decoder.decode({"inference_logits": logits}, [], parameters)
         assert found["score"].tolist() == [[1, 0]]

@@ -206,7 +206,7 @@ def decode(
 ) -> list[list[dict[str, Any]]]:
     """The decoder's entities, read as a client reads them."""
     decoder = EntityDecoder({"labels": list(labels)}, Path())
-    found = decoder.decode(outputs, metadata, {"aggregation": aggregation})["entities"]
+    found = decoder.decode(outputs, metadata, {"aggregation_strategy": aggregation})["entities"]
     assert found.shape == (len(metadata), 1)
     return [json.loads(row) for row in found[:, 0]]
 
@@ -312,7 +312,7 @@ def test_scores_that_are_no_numbers() -> None:
 def test_text_is_not_escaped() -> None:
     outputs = choices(["B-PER"])
     raw = EntityDecoder({"labels": LABELS}, Path()).decode(
-        outputs, [metadata_of(["“Zoë” 東京"])], {"aggregation": "none"}
+        outputs, [metadata_of(["“Zoë” 東京"])], {"aggregation_strategy": "none"}
     )["entities"][0, 0]
     assert "Zoë” 東京".encode() in raw
     assert json.loads(raw)[0] == {
@@ -332,5 +332,5 @@ def test_rows_without_tokens_have_no_entities() -> None:
 
 
 def test_average_needs_every_score() -> None:
-    with pytest.raises(RequestError, match=r"parameters: \{aggregation: average\}"):
+    with pytest.raises(RequestError, match=r"parameters: \{aggregation_strategy: average\}"):
         decode(choices(["O"]), [metadata_of(["a"])], "average")

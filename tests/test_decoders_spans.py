@@ -25,6 +25,14 @@ def tokenizer(minilm_folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(minilm_folder / "tokenizer.json"))
 
 
+def parameters_of(case: dict[str, Any]) -> dict[str, Any]:
+    """Return the request parameters of a recorded case."""
+    return {
+        "max_answer_len": case["max_answer_tokens"],
+        "handle_impossible_answer": case["impossible_answer"],
+    }
+
+
 def windows_of(tokenizer: Tokenizer, case: dict[str, Any], row: int) -> list[RowMetadata]:
     """The metadata of a case's windows, as the rows of question-answering make them."""
     tokenizer.no_padding()
@@ -51,8 +59,7 @@ def decode(cases: list[dict[str, Any]], metadata: list[RowMetadata]) -> Arrays:
         for place, window in zip(padded, rows, strict=True):
             place[: len(window)] = np.array(window) / 100
         outputs[name] = padded
-    parameters = {name: cases[0][name] for name in ("max_answer_tokens", "impossible_answer")}
-    return AnswerDecoder({}, Path()).decode(outputs, metadata, parameters)
+    return AnswerDecoder({}, Path()).decode(outputs, metadata, parameters_of(cases[0]))
 
 
 def agrees(case: dict[str, Any], found: Arrays, row: int) -> bool:
@@ -81,8 +88,8 @@ def test_fixture_has_the_cases_that_matter() -> None:
 
 
 def test_rows_of_a_request_do_not_mix(tokenizer: Tokenizer) -> None:
-    first = {name: CASES[0][name] for name in ("max_answer_tokens", "impossible_answer")}
-    cases = [case for case in CASES if first.items() <= case.items()]
+    first = parameters_of(CASES[0])
+    cases = [case for case in CASES if parameters_of(case) == first]
     assert len(cases) > 1
     metadata = [
         row_metadata
@@ -97,7 +104,7 @@ def test_context_without_tokens_has_an_empty_answer() -> None:
     row_metadata = RowMetadata(0, "  ", np.zeros((3, 2), np.int32), np.full(3, OUTSIDE, np.uint8))
     logits = np.ones((1, 3), np.float32)
     outputs = {"start_logit": logits, "end_logit": logits}
-    parameters = {"max_answer_tokens": 15, "impossible_answer": False}
+    parameters = {"max_answer_len": 15, "handle_impossible_answer": False}
     found = AnswerDecoder({}, Path()).decode(outputs, [row_metadata], parameters)
     assert [found[name].tolist() for name in NAMES] == [[[b""]], [[0.0]], [[0]], [[0]]]
 

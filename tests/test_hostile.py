@@ -66,7 +66,9 @@ def write(folder: Path, model: Path, task: str, **fields: Any) -> Path:
 def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
     base = tmp_path_factory.mktemp("hostile")
     for name, (task, _) in MAKERS.items():
-        fields = {"parameters": {"labels": ["one", "two"]}} if name == "hypotheses" else {}
+        fields = (
+            {"parameters": {"candidate_labels": ["one", "two"]}} if name == "hypotheses" else {}
+        )
         folder = write(base / "pipelines" / name, models[name], task, **fields)
         if name == "topics":
             (folder / "hooks.py").write_text(HOOKS)
@@ -189,7 +191,7 @@ def test_labels_come_back_as_they_were_sent(server: Any) -> None:
 @pytest.mark.server
 @pytest.mark.parametrize(("words", "fits"), [(507, True), (508, False), (509, False), (600, False)])
 def test_a_hypothesis_leaves_room_for_the_text(server: Any, words: int, fits: bool) -> None:
-    parameters = {"labels": "b", "hypothesis_template": "a " * words + "{}"}
+    parameters = {"candidate_labels": "b", "hypothesis_template": "a " * words + "{}"}
     with Client("hypotheses", server.grpc_url) as client:
         if fits:
             answer = client.infer({"text": ["where is it"]}, parameters=parameters)
@@ -222,12 +224,12 @@ def test_wrong_parameters(server: Any, parameters: Mapping[str, Any]) -> None:
 @pytest.mark.parametrize(
     "parameters",
     [
-        {"labels": '["\\ud800"]'},
-        {"labels": '["a", 1]'},
-        {"labels": "[[1]]"},
-        pytest.param({"labels": "[" * 5000}, id="RecursionError"),
+        {"candidate_labels": '["\\ud800"]'},
+        {"candidate_labels": '["a", 1]'},
+        {"candidate_labels": "[[1]]"},
+        pytest.param({"candidate_labels": "[" * 5000}, id="RecursionError"),
         pytest.param(
-            {"labels": "x " * 2000, "hypothesis_template": "{} " * 200},
+            {"candidate_labels": "x " * 2000, "hypothesis_template": "{} " * 200},
             id="800 KB of hypothesis, called a text the tokenizer does not take",
         ),
     ],
@@ -268,7 +270,7 @@ def test_a_hook_that_gives_up_fails_one_request(server: Any, bad: str) -> None:
 
 @pytest.mark.server
 def test_under_load_with_bad_requests(server: Any) -> None:
-    labels = {"labels": "one,two,three"}
+    labels = {"candidate_labels": "one,two,three"}
     good: list[tuple[str, dict[str, list[Any]], dict[str, Any]]] = []
     for i, text in enumerate(traffic_texts()[:24]):
         good += [
@@ -281,7 +283,7 @@ def test_under_load_with_bad_requests(server: Any) -> None:
         ("topics", {"text": [b"\xff"]}, {}),
         ("ranks", {"text": ["a"], "text_pair": [" "]}, {}),
         ("answers", {"text": ["q " * 300], "text_pair": ["c"]}, {}),
-        ("hypotheses", {"text": ["a"]}, {"labels": "[bad"}),
+        ("hypotheses", {"text": ["a"]}, {"candidate_labels": "[bad"}),
     ]
     clients = {name: Client(name, server.grpc_url) for name in MAKERS}
     memory = shared_memory(server)

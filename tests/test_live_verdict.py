@@ -252,7 +252,7 @@ def test_forms_and_texts_are_told_apart() -> None:
 
 
 def test_a_request_gives_only_what_is_no_default() -> None:
-    defaults = {"labels": ["a"], "top_k": 1}
-    request = live_request({"text": "x"}, {"labels": ["b", "ü"], "top_k": 1}, defaults)
-    assert request.parameters == {"labels": '["b", "ü"]'}
+    defaults = {"candidate_labels": ["a"], "top_k": 1}
+    request = live_request({"text": "x"}, {"candidate_labels": ["b", "ü"], "top_k": 1}, defaults)
+    assert request.parameters == {"candidate_labels": '["b", "ü"]'}
     assert live_request({"text": "x"}, defaults, defaults).parameters == {}

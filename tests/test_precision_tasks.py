@@ -79,7 +79,7 @@ def built(folder: Path, model: Path, task: str, layout: str, precision: Precisio
     spec: dict[str, Any] = {"task": task, "model": {"source": str(model)}}
     spec["core"] = {"precision": precision, **({"layout": layout} if layout else {})}
     if task == "zero-shot-classification":
-        spec["parameters"] = {"labels": ["billing", "a delivery"]}
+        spec["parameters"] = {"candidate_labels": ["billing", "a delivery"]}
     (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
     lines = map(json.dumps, traffic_of(task, folder))
     (folder / "traffic.jsonl").write_text("\n".join(lines), encoding="utf-8")

@@ -143,7 +143,7 @@ def test_scores_of_tokens_are_those_of_the_pipeline(
         num_labels=4,
         problem_type="multi_label_classification",
     )
-    facts, core = read(folder, "token-classification", aggregation=aggregation)
+    facts, core = read(folder, "token-classification", aggregation_strategy=aggregation)
     tag = pipeline("token-classification", folder, ignore_labels=[])
     found = reference_outputs(folder, facts, core, rows_of(folder, TEXTS))
     for text, (scores,) in zip(TEXTS, found, strict=True):

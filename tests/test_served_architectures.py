@@ -63,7 +63,7 @@ def write_pipeline(name: str, served: Served, model: Path, base: Path) -> Path:
     }
     rows: list[dict[str, str]] = [{"text": text} for text in TEXTS]
     if served.task == "zero-shot-classification":
-        spec["parameters"] = {"labels": LABELS}
+        spec["parameters"] = {"candidate_labels": LABELS}
         rows = rows[:8]
     if served.task == "reranking":
         rows = [{"text": QUERY, "text_pair": text} for text in TEXTS]
@@ -160,8 +160,8 @@ def test_text_classification(ask: Any, reference: Any, name: str) -> None:
 @pytest.mark.parametrize("name", pipelines_of(TAGGER))
 def test_token_classification(ask: Any, reference: Any, name: str, aggregation: str) -> None:
     with ask(name) as client:
-        got = client.entities(TEXTS, aggregation=aggregation)
-        assert client.entities([""], aggregation=aggregation) == [[]]
+        got = client.entities(TEXTS, aggregation_strategy=aggregation)
+        assert client.entities([""], aggregation_strategy=aggregation) == [[]]
     want = reference(name)(TEXTS, aggregation_strategy=aggregation)
     key = "entity" if aggregation == "none" else "entity_group"
     for text, mine, theirs in zip(TEXTS, got, want, strict=True):
@@ -243,7 +243,7 @@ def test_a_head_that_reads_a_mark_is_one_that_tensorrt_takes(repository: Path) -
 @pytest.mark.parametrize("impossible", [False, True])
 def test_question_answering(ask: Any, models: Any, impossible: bool) -> None:
     with ask("roberta_answers") as client:
-        got = client.answer(QUESTIONS, CONTEXTS, impossible_answer=impossible)
+        got = client.answer(QUESTIONS, CONTEXTS, handle_impossible_answer=impossible)
     want = answers(models["roberta_answers"], impossible=impossible)
     for context, mine, theirs in zip(CONTEXTS, got, want, strict=True):
         assert (mine.start, mine.end) == theirs[:2]
@@ -289,7 +289,7 @@ def answers(folder: Path, *, impossible: bool) -> list[tuple[int, int, float]]:
             "start_logit": output.start_logits.numpy(),
             "end_logit": output.end_logits.numpy(),
         }
-        parameters = {"max_answer_tokens": 15, "impossible_answer": impossible}
+        parameters = {"max_answer_len": 15, "handle_impossible_answer": impossible}
         decoded = AnswerDecoder({}, folder).decode(outputs, metadata, parameters)
         start, end, score = (decoded[name][0, 0] for name in ("start", "end", "score"))
         found.append((int(start), int(end), float(score)))

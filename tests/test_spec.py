@@ -10,6 +10,8 @@ import pytest
 
 from conftest import write_pipeline
 from triptych.base.errors import RenamedWarning, UserError
+from triptych.runtime.parameters import check_parameters
+from triptych.runtime.request_errors import RequestError
 from triptych.spec.spec import PipelineSpec, load_spec
 from triptych.spec.tasks import find_task
 from triptych.spec.traffic import Lengths, read_traffic
@@ -31,6 +33,7 @@ def test_former_names_are_read_with_a_warning(tmp_path: Path) -> None:
     former: dict[str, Any] = {
         "serving": {"queue": {"max_size": 7}},
         "accuracy": {"neighbour_effect": 0.5},
+        "parameters": {"labels": ["a"]},
     }
     folder = write_pipeline(tmp_path / "a", **former)
     with pytest.warns(RenamedWarning) as caught:
@@ -40,12 +43,14 @@ def test_former_names_are_read_with_a_warning(tmp_path: Path) -> None:
         "`serving.queue.max_in_flight`",
         f"`{folder}/pipeline.yaml: accuracy.neighbour_effect` is now called "
         "`accuracy.batch_sensitivity`",
+        f"`{folder}/pipeline.yaml: parameters.labels` is now called `parameters.candidate_labels`",
         "`--set serving.max_inflight` is now called `serving.max_inflight_requests`",
         "`--set core.share` is now called `core.shared_from`",
     ]
     assert spec.serving.queue.max_in_flight == 7
     assert (spec.serving.max_inflight_requests, spec.core.shared_from) == (3, "b")
     assert spec.accuracy.batch_sensitivity == 0.5
+    assert spec.parameters == {"candidate_labels": ["a"]}
     stored = spec.model_dump(mode="json", exclude={"folder"})
     stored["serving"]["queue"]["max_size"] = stored["serving"]["queue"].pop("max_in_flight")
     assert PipelineSpec.model_validate(stored) == spec.model_copy(update={"folder": Path()})
@@ -54,6 +59,14 @@ def test_former_names_are_read_with_a_warning(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "b", **former)
     with pytest.raises(UserError, match="is the former name of"):
         load_spec(folder)
+
+
+def test_former_names_of_request_parameters_are_accepted() -> None:
+    rules = {"candidate_labels": {"type": "list"}}
+    with pytest.warns(FutureWarning, match="`labels` is now called `candidate_labels`"):
+        assert check_parameters('{"labels": "a, b"}', rules, {}) == {"candidate_labels": ["a", "b"]}
+    with pytest.raises(RequestError, match="`parameter labels` is not known"):
+        check_parameters('{"labels": "a"}', {}, {})
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
         if layout:
             spec["core"] = {"layout": layout}
         if task == "zero-shot-classification":
-            spec["parameters"] = {"labels": LABELS}
+            spec["parameters"] = {"candidate_labels": LABELS}
         if name == "tags" and layout == "bucketed":
-            spec["parameters"] = {"aggregation": "average"}
+            spec["parameters"] = {"aggregation_strategy": "average"}
         (folder / "pipeline.yaml").write_text(json.dumps(spec))
         rows = traffic_of(task, folder)
         (folder / "traffic.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -185,10 +185,10 @@ def test_several_labels_at_once(ask_one: Any, reference: Any) -> None:
 def test_token_classification(ask: Any, reference: Any, aggregation: str) -> None:
     with ask("tags") as client:
         if aggregation == "average" and client.pipeline.endswith("packed"):
-            with pytest.raises(InvalidRequestError, match="aggregation: average"):
-                client.entities(TEXTS[:1], aggregation=aggregation)
+            with pytest.raises(InvalidRequestError, match="aggregation_strategy: average"):
+                client.entities(TEXTS[:1], aggregation_strategy=aggregation)
             return
-        got = client.entities(TEXTS, aggregation=aggregation)
+        got = client.entities(TEXTS, aggregation_strategy=aggregation)
     want = reference("tags")(TEXTS, aggregation_strategy=aggregation)
     key = "entity" if aggregation == "none" else "entity_group"
     for text, mine, theirs in zip(TEXTS, got, want, strict=True):
@@ -202,7 +202,7 @@ def test_token_classification(ask: Any, reference: Any, aggregation: str) -> Non
 @pytest.mark.parametrize("impossible", [False, True])
 def test_question_answering(ask: Any, models: Any, impossible: bool) -> None:
     with ask("answers") as client:
-        got = client.answer(QUESTIONS, CONTEXTS, impossible_answer=impossible)
+        got = client.answer(QUESTIONS, CONTEXTS, handle_impossible_answer=impossible)
     want = answer_spans(models["answers"], QUESTIONS, CONTEXTS, impossible=impossible)
     for context, mine, theirs in zip(CONTEXTS, got, want, strict=True):
         assert abs(mine.score - theirs["score"]) <= 1e-4
@@ -316,18 +316,33 @@ BAD: list[tuple[str, dict[str, list[Any]], dict[str, Any], list[str]]] = [
     ("answers", {"text": [""], "text_pair": ["c"]}, {}, ["`text`", "not be empty"]),
     ("answers", {"text": ["q " * 400], "text_pair": ["c"]}, {}, ["question", "tokens"]),
     ("answers", {"text": ["q"], "text_pair": ["c " * 20000]}, {}, ["32 rows of the model"]),
-    ("answers", {"text": ["q"], "text_pair": ["c"]}, {"max_answer_tokens": 0}, ["from 1 to 512"]),
+    ("answers", {"text": ["q"], "text_pair": ["c"]}, {"max_answer_len": 0}, ["from 1 to 512"]),
     ("masks", {"text": ["no mask"]}, {}, ["exactly one [MASK]", "0 of them"]),
     ("masks", {"text": ["[MASK] [MASK]"]}, {}, ["exactly one [MASK]", "2 of them"]),
     ("masks", {"text": ["[MASK]"]}, {"top_k": 65}, ["top_k", "from 1 to 64"]),
     ("topics", {"text": ["a"]}, {"top_k": 6}, ["top_k", "from 1 to 5"]),
     ("topics", {"text": ["a"]}, {"topk": 1}, ["topk", "not known", "top_k"]),
     ("topics", {"text": [b"\xff"]}, {}, ["valid UTF-8"]),
-    ("tags", {"text": ["a"]}, {"aggregation": "best"}, ["aggregation", "one of none, simple"]),
-    ("hypotheses", {"text": ["a"]}, {"labels": "[1]"}, ["labels", "JSON list"]),
-    ("hypotheses", {"text": ["a"]}, {"labels": "[bad"}, ["labels", "JSON"]),
-    ("hypotheses", {"text": ["a"]}, {"labels": ","}, ["labels", "must name something"]),
-    ("hypotheses", {"text": ["a"]}, {"labels": ",".join("abcdefg" * 5)}, ["1 texts x 35 labels"]),
+    (
+        "tags",
+        {"text": ["a"]},
+        {"aggregation_strategy": "best"},
+        ["aggregation_strategy", "one of none, simple"],
+    ),
+    ("hypotheses", {"text": ["a"]}, {"labels": "[1]"}, ["candidate_labels", "JSON list"]),
+    ("hypotheses", {"text": ["a"]}, {"candidate_labels": "[bad"}, ["candidate_labels", "JSON"]),
+    (
+        "hypotheses",
+        {"text": ["a"]},
+        {"candidate_labels": ","},
+        ["candidate_labels", "must name something"],
+    ),
+    (
+        "hypotheses",
+        {"text": ["a"]},
+        {"candidate_labels": ",".join("abcdefg" * 5)},
+        ["1 texts x 35 labels"],
+    ),
     ("hypotheses", {"text": ["a"]}, {"hypothesis_template": "no place"}, ["{}"]),
     ("hypotheses", {"text": [""]}, {}, ["`text`", "not be empty"]),
     ("hypotheses", {"text": ["a"]}, {"multi_label": 1}, ["multi_label", "true or false"]),

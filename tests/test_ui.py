@@ -35,18 +35,18 @@ TEXT = f"Ada Lovelace of London wrote to Charles Babbage in Turin about {HOSTILE
 def test_a_form_has_what_a_task_takes_and_sends_what_is_typed() -> None:
     rules = {
         "top_k": {"type": "int", "min": 1, "max": 3},
-        "labels": {"type": "list"},
+        "candidate_labels": {"type": "list"},
         "multi_label": {"type": "bool"},
         "kind": {"type": "str", "choices": ["a", "b"]},
     }
-    defaults = {"top_k": 1, "multi_label": False, "labels": None}
+    defaults = {"top_k": 1, "multi_label": False, "candidate_labels": None}
     settings = {"request_parameters": rules, "parameters": defaults}
     form = Form.of(TASKS["text-classification"], settings)
     found = {field.label: (field.kind, field.choices, field.hint) for field in form.fields}
     assert found == {
         "text": ("text", (), ""),
         "top_k": ("number", (), "1"),
-        "labels": ("line", (), ""),
+        "candidate_labels": ("line", (), ""),
         "multi_label": ("choice", ("true", "false"), "false"),
         "kind": ("choice", ("a", "b"), ""),
     }
@@ -55,14 +55,14 @@ def test_a_form_has_what_a_task_takes_and_sends_what_is_typed() -> None:
         {
             "text": "x",
             "parameter.top_k": "two",
-            "parameter.labels": "a, b",
+            "parameter.candidate_labels": "a, b",
             "parameter.multi_label": "true",
             "parameter.kind": "",
         }
     )
     assert asked.rows == ({"text": "x"},)
     # A number that is none goes as it is: the pipeline says what is wrong with it.
-    assert asked.parameters == {"top_k": "two", "labels": "a, b", "multi_label": True}
+    assert asked.parameters == {"top_k": "two", "candidate_labels": "a, b", "multi_label": True}
 
     compares = Form.of(TASKS["text-embedding"], {})
     assert [row["text"] for row in compares.read({"text": "x", SECOND: "y"}).rows] == ["x", "y"]

@@ -86,7 +86,7 @@ TEST_MODELS = (
         "zero-shot-classification",
         _CLASSIFIER,
         config=_with_labels(["contradiction", "neutral", "entailment"]),
-        parameters={"labels": CANDIDATE_LABELS},
+        parameters={"candidate_labels": CANDIDATE_LABELS},
     ),
     TaskModel("image-classification", "ImageClassification", "ViT", _LABELS),
     TaskModel("image-classification", "ImageClassification", "ResNet", _LABELS),

@@ -20,7 +20,7 @@ from triptych.runtime.rows_spans import word_offsets
 RequestRows = Sequence[Mapping[str, Any]]
 Run = Callable[[RequestRows], list[Any]]
 WINDOW_TOKENS, STRIDE_TOKENS = 384, 128
-_QA_PARAMETERS = {"max_answer_tokens": 15, "impossible_answer": False}
+_QA_PARAMETERS = {"max_answer_len": 15, "handle_impossible_answer": False}
 _CALL_REQUESTS = 64
 
 

@@ -231,7 +231,7 @@ def classify_zero_shot(
     """
     named = labels if candidate_labels is None else candidate_labels
     parameters = _given(
-        labels=None if named is None else _json_list("candidate_labels", named),
+        candidate_labels=None if named is None else _json_list("candidate_labels", named),
         multi_label=multi_label,
         hypothesis_template=hypothesis_template,
     )
@@ -274,7 +274,8 @@ def entities(
             for found in json.loads(outputs["entities"][0])
         ]
 
-    inputs, parameters = {"text": texts}, _given(aggregation=aggregation_strategy or aggregation)
+    parameters = _given(aggregation_strategy=aggregation_strategy or aggregation)
+    inputs = {"text": texts}
     return TaskCall(inputs, parameters, ("entities",), _by_row(read_row), read_row, timeout_s)
 
 
@@ -304,8 +305,8 @@ def answer(
     return TaskCall(
         {"text": questions, "text_pair": contexts},
         _given(
-            max_answer_tokens=max_answer_tokens if max_answer_len is None else max_answer_len,
-            impossible_answer=impossible_answer
+            max_answer_len=max_answer_tokens if max_answer_len is None else max_answer_len,
+            handle_impossible_answer=impossible_answer
             if handle_impossible_answer is None
             else handle_impossible_answer,
         ),

@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from triptych.base.errors import UserError
+from triptych.base.errors import UserError, warn_renamed
 from triptych.base.tensors import TokenRow
 from triptych.core.samples import GateRequest, preview_text
 from triptych.runtime import open_row_maker, open_text_row_maker
 from triptych.runtime.hooking import Hook, call_before
-from triptych.runtime.parameters import check_parameters
+from triptych.runtime.parameters import FORMER_NAMES, check_parameters
 from triptych.runtime.request_errors import RequestError
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.plan import core_rows_of, max_length_of, row_settings
@@ -237,8 +237,12 @@ def _is_filled(row: Any) -> bool:
 def _checked(
     where: str, given: Mapping[str, Any], rules: Rules, defaults: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    # In the form that a client sends: a list is JSON text.
-    sent = {k: json.dumps(v) if isinstance(v, list) else v for k, v in given.items()}
+    sent = {}
+    for name, value in given.items():
+        if name in FORMER_NAMES:
+            warn_renamed(f"{where}: {name}", FORMER_NAMES[name])
+        # In the form that a client sends: a list is JSON text.
+        sent[FORMER_NAMES.get(name, name)] = json.dumps(value) if isinstance(value, list) else value
     try:
         return check_parameters(json.dumps(sent), rules, defaults)
     except RequestError as error:

@@ -54,7 +54,7 @@ class AnswerDecoder:
         end = _probabilities(outputs["end_logit"], allowed)
         null_score = start[:, 0] * end[:, 0]
         start[:, 0] = end[:, 0] = 0
-        spans = _best_spans(start, end, parameters["max_answer_tokens"])
+        spans = _best_spans(start, end, parameters["max_answer_len"])
         rows: dict[int, list[int]] = {}
         for window, row_metadata in enumerate(metadata):
             rows.setdefault(row_metadata.row, []).append(window)
@@ -62,7 +62,7 @@ class AnswerDecoder:
         for _, windows in sorted(rows.items()):
             text = metadata[windows[0]].text
             answer = _choose([(metadata[window], spans[window]) for window in windows], text)
-            if parameters["impossible_answer"]:
+            if parameters["handle_impossible_answer"]:
                 null = float(null_score[windows].min())
                 answer = Span(0, 0, null) if null > answer.score else answer
             texts.append(text[answer.start : answer.end].encode("utf-8"))

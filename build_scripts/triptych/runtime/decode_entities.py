@@ -56,14 +56,14 @@ class EntityDecoder:
         Raises:
             RequestError: The aggregation needs scores that the core does not return.
         """
-        aggregation: str = parameters["aggregation"]
+        aggregation: str = parameters["aggregation_strategy"]
         if aggregation == "average" and "token_scores" not in outputs:
             raise RequestError(
-                "parameter aggregation",
+                "parameter aggregation_strategy",
                 "cannot be `average` here: the pipeline is built without the score of every label",
                 aggregation,
-                "Choose another, or set `parameters: {aggregation: average}` in pipeline.yaml and"
-                " build it again",
+                "Choose another, or set `parameters: {aggregation_strategy: average}` in "
+                "pipeline.yaml and build it again",
             )
         kinds = _stack_kinds(metadata)
         row, column = np.nonzero(kinds != OUTSIDE)

@@ -88,7 +88,9 @@ class ZeroShotDecoder:
         With ``multi_label``, or one label, a score is the softmax of entailment and contradiction;
         otherwise the scores are the softmax of the entailment of all labels.
         """
-        names = np.array([label.encode("utf-8") for label in parameters["labels"]], object)
+        names = np.array(
+            [label.encode("utf-8") for label in parameters["candidate_labels"]], object
+        )
         logits = outputs["inference_logits"]
         entailment = logits[:, self._entailment].reshape(-1, len(names))
         if parameters["multi_label"] or len(names) == 1:

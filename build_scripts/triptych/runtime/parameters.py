@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -15,6 +16,13 @@ TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "list": (str,),
 }
+FORMER_NAMES = {
+    "aggregation": "aggregation_strategy",
+    "impossible_answer": "handle_impossible_answer",
+    "labels": "candidate_labels",
+    "max_answer_tokens": "max_answer_len",
+}
+"""Former name of a parameter, still accepted, to its name in the pipelines of transformers."""
 WORDS = {
     "bool": "true or false",
     "int": "an integer",
@@ -29,6 +37,8 @@ def check_parameters(
 ) -> Mapping[str, Any]:
     """Return the parameters of a request (JSON text) with defaults, checked by `rules`.
 
+    A former name is accepted, with a warning on standard error the first time.
+
     A rule has ``type`` (bool, int, float, str or list) and may have ``min``, ``max``, ``choices``.
 
     Raises:
@@ -38,6 +48,11 @@ def check_parameters(
         return defaults
     parameters = dict(defaults)
     for name, value in own_parameters(text, rules).items():
+        if FORMER_NAMES.get(name) in rules:
+            former, name = name, FORMER_NAMES[name]
+            # Python prints a warning with the same text only once.
+            text = f"The request parameter `{former}` is now called `{name}`."
+            warnings.warn(text, FutureWarning, stacklevel=1)
         rule = rules.get(name)
         if rule is None:
             known = ", ".join(sorted(rules)) or "none"

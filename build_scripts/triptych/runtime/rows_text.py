@@ -335,10 +335,10 @@ class HypothesisRowMaker(TokenRowMaker):
         for number, text in enumerate(request.columns["text"]):
             if not text:  # transformers refuses it, too; a blank one it answers
                 raise RequestError("text", "must not be empty", "''", "Send a text", number)
-        labels = request.parameters.get("labels")
+        labels = request.parameters.get("candidate_labels")
         if not labels:
             raise RequestError(
-                "parameter labels",
+                "parameter candidate_labels",
                 "must name the labels to choose from",
                 "nothing",
                 'Send \'["a", "b"]\'',
@@ -354,7 +354,7 @@ class HypothesisRowMaker(TokenRowMaker):
         texts = request.columns["text"]
         if len(texts) * len(labels) > self.max_core_rows:
             raise RequestError(
-                "parameter labels",
+                "parameter candidate_labels",
                 f"must come to at most {self.max_core_rows} rows of the model with all texts",
                 f"{len(texts)} texts x {len(labels)} labels",
                 "Send fewer of them, or raise core.max_batch_size in the pipeline",
@@ -364,7 +364,7 @@ class HypothesisRowMaker(TokenRowMaker):
         longest = max(len(template) + places * len(label) for label in labels)
         if longest > limit:
             raise RequestError(
-                "parameter labels and hypothesis_template",
+                "parameter candidate_labels and hypothesis_template",
                 f"must come to hypotheses of at most {limit} characters",
                 f"one of {longest}",
                 "Shorten them",

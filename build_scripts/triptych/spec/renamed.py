@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from triptych.base.errors import UserError, warn_renamed
+from triptych.runtime.parameters import FORMER_NAMES
 from triptych.spec.kind import Kind, kind_of_task
 
 METRICS = {
@@ -27,6 +28,7 @@ _ENCODER = {
     "custom.returns": "custom.core_output",
     "custom.model_class": "custom.auto_class",
     **{f"accuracy.{old}": f"accuracy.{new}" for old, new in METRICS.items()},
+    **{f"parameters.{old}": f"parameters.{new}" for old, new in FORMER_NAMES.items()},
 }
 _GENERATION = {
     "serving.queue.max_size": "serving.queue.max_in_flight",

@@ -103,7 +103,7 @@ AGGREGATIONS = ("none", "simple", "first", "max", "average")
 
 def _token_classification_core(facts: ModelFacts, parameters: Parameters) -> Core:
     auto_class = "AutoModelForTokenClassification"
-    if parameters["aggregation"] == "average":  # needs the scores of every class
+    if parameters["aggregation_strategy"] == "average":  # needs the scores of every class
         scores = Tensor("token_scores", "FP32", ("tokens", len(facts.labels)))
         return Core(auto_class, reads="tokens", returns="token_scores", outputs=(scores,))
     best = Tensor("token_class", "INT32", ("tokens",)), Tensor("token_score", "FP32", ("tokens",))
@@ -120,7 +120,9 @@ TOKEN_CLASSIFICATION = Task(
     metrics=("entity_f1", "label_agreement"),
     compare_outputs=compare_entities,
     labeled=ENTITY_F1,
-    parameters=lambda facts: {"aggregation": Rule("str", default="simple", choices=AGGREGATIONS)},
+    parameters=lambda facts: {
+        "aggregation_strategy": Rule("str", default="simple", choices=AGGREGATIONS)
+    },
     settings=labels,
     has_row_metadata=True,
     view=View("entities"),
@@ -153,8 +155,8 @@ QUESTION_ANSWERING = Task(
     compare_outputs=compare_answers,
     labeled=ANSWER_F1,
     parameters=lambda facts: {
-        "max_answer_tokens": Rule("int", default=15, min=1, max=512),
-        "impossible_answer": Rule("bool", default=False),
+        "max_answer_len": Rule("int", default=15, min=1, max=512),
+        "handle_impossible_answer": Rule("bool", default=False),
     },
     has_row_metadata=True,
     view=View("answer"),
@@ -259,7 +261,7 @@ ZERO_SHOT_CLASSIFICATION = Task(
     compare_outputs=compare_labels,
     labeled=LABEL_ACCURACY,
     parameters=lambda facts: {
-        "labels": Rule("list"),
+        "candidate_labels": Rule("list"),
         "multi_label": Rule("bool", default=False),
         "hypothesis_template": Rule("str", default="This example is {}."),
     },
