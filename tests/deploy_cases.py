@@ -21,7 +21,6 @@ from generation_cases import write_pipeline as write_generating
 from load_samples import bench as bench_result
 from load_samples import rate_search, subject
 from triptych.base.explained import plain
-from triptych.base.releases import parse_release
 from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import DeployOptions
@@ -119,7 +118,7 @@ def write_generation(folder: Path, *overrides: str) -> Path:
 
 def options(**changes: Any) -> DeployOptions:
     """Of a deployment on Triton 26.08, but for `changes`."""
-    usual = DeployOptions("triptych-serve:26.08", "minilm", parse_release("26.08"))
+    usual = DeployOptions(image="triptych-serve:26.08", name="minilm", triton="26.08")
     return replace(usual, **changes)
 
 

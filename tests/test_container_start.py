@@ -91,9 +91,9 @@ def test_what_deploy_writes_runs_here(
     (repository / "minilm_packed/triptych.lock.json").unlink()  # a link
     write_lock(repository, "minilm_packed", lock)
     options = DeployOptions(
-        "triptych-serve:24.10",
-        "minilm-packed",
-        Release(24, 10),
+        image="triptych-serve:24.10",
+        name="minilm-packed",
+        triton="24.10",
         rps_per_replica=9.0,
         cpu_cores=1.0,
         memory_mib=2048,

@@ -32,7 +32,6 @@ from deploy_cases import (
 from load_samples import point, rate_search
 from triptych.base.errors import UserError
 from triptych.base.explained import plain, reasons_of, yaml_of
-from triptych.base.releases import parse_release
 from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
@@ -179,7 +178,7 @@ def test_alerts_fit_the_promise_and_the_release(tmp_path: Path) -> None:
         repository = write_built(tmp_path / str(number), serving=serving)
         for release in ("24.10", "26.08") if oldest == "24.10" else ("26.08",):
             by_hand = options(
-                release=parse_release(release),
+                triton=release,
                 gateway="edge",  # an Envoy in front tells latencies whatever the release
                 rps_per_replica=9.0,
                 cpu_cores=1.0,
@@ -279,7 +278,7 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
         (repository, {"namespace": "Prod"}, reports, "--namespace prod"),
         (repository, {"image": "triptych-serve"}, reports, "tag that does not move"),
         (repository, {"image": "triptych-serve:latest"}, reports, "tag that does not move"),
-        (repository, {"image": ""}, reports, "in your registry"),
+        (repository, {"image": "Serve it"}, reports, "in your registry"),
         (repository, {"repository_image": "models:1"}, reports, "Leave the tag out"),
         (repository, {"max_growth": 11.0}, reports, "--max-growth"),
         (repository, {"prometheus": "prometheus:9090"}, reports, "http://"),
@@ -307,7 +306,7 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
             make_manifests(folder, "minilm", options(**changes), measured)
         assert said in error.value.message, (changes, error.value.message)
     with pytest.raises(UserError, match="1500Mi or 2Gi"):
-        parse_mebibytes("--memory", "2 GB")
+        parse_mebibytes("2 GB")
     # A result of another build is no matter where nothing of it is used; enough grace is enough.
     assert make_manifests(repository, "minilm", options(**by_hand), old)
     assert make_manifests(repository, "minilm", options(max_grace_seconds=50), reports)

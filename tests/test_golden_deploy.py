@@ -18,7 +18,6 @@ from conftest import ROOT
 from deploy_cases import ENGINE, options, write_bench, write_built, write_generation
 from load_samples import rate_search
 from triptych.base.explained import yaml_of
-from triptych.base.releases import parse_release
 from triptych.deploy.targets import make_manifests
 from triptych.repository.manifest import build_id
 from triptych.serving.fleet.envoy import (
@@ -52,7 +51,7 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "kubernetes_watch": (SAMPLING, WATCH),
     "kubernetes_mirror": (SAMPLING, {"mirror": 0.05}),
-    "kubernetes_gateway": ({}, {"gateway": "infra/public", "release": parse_release("24.10")}),
+    "kubernetes_gateway": ({}, {"gateway": "infra/public", "triton": "24.10"}),
     "kubernetes_gateway_mirror": (SAMPLING, {"gateway": "public", "mirror": 0.25}),
     "kubernetes_rollout": (
         SAMPLING, {"gateway": "public", "rollout": "argo", "baseline": True, **WATCH}

@@ -21,7 +21,6 @@ import pytest
 import generation_cases
 import text2text_cases
 from conftest import ROOT, quiet, write_pipeline
-from triptych.base.releases import parse_release
 from triptych.building.build import BuildOutcome, build
 from triptych.building.kinds import STEPS
 from triptych.client import Client
@@ -204,8 +203,7 @@ def test_it_has_fields_to_tune_or_says_that_it_has_none(case: Case) -> None:
 
 
 def test_it_is_deployed(case: Case, tmp_path: Path) -> None:
-    release = parse_release(case.spec.serving.triton)
-    options = DeployOptions("triptych-serve:26.08", "shop", release, **CAPACITY[case.kind])
+    options = DeployOptions(name="shop", **CAPACITY[case.kind])
     assert known_of(case.repository, case.spec.name, tmp_path).name == case.spec.name
     assert make_manifests(case.repository, case.spec.name, options, tmp_path).files
 

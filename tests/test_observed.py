@@ -25,7 +25,6 @@ from benchmarks.prometheus_tools import running
 from conftest import build_into, write_pipeline
 from test_watch import look
 from triptych.base.explained import plain
-from triptych.base.releases import Release
 from triptych.client import Client, InferenceError
 from triptych.deploy.context import read_context
 from triptych.deploy.kubernetes import (
@@ -160,7 +159,7 @@ class Deployed:
 
     def __init__(self, repository: Path, folder: Path) -> None:
         options = DeployOptions(
-            "triptych-serve:24.10", "tiny", Release(24, 10),
+            image="triptych-serve:24.10", name="tiny", triton="24.10",
             rps_per_replica=50.0, cpu_cores=1.0, memory_mib=2048, monitor_image="watch:1",
         )  # fmt: skip
         context = read_context(repository, "tiny", options, folder, time_scale=SCALE)

@@ -36,7 +36,6 @@ from benchmarks.harness import say
 from benchmarks.live_fleet import NAMESPACE, LiveFleet, live_fleet
 from benchmarks.model import CACHE, PIPELINE, build
 from triptych.base.explained import plain
-from triptych.base.releases import Release
 from triptych.deploy.context import DeploymentContext, read_context
 from triptych.deploy.kubernetes import render_scaled_object
 from triptych.deploy.metrics import Metrics
@@ -139,7 +138,7 @@ def compare(
     with tempfile.TemporaryDirectory() as folder:
         capacity_per_s, ready_s = _measure_replica(repository, Path(folder) / "one", load)
         options = DeployOptions(
-            "triptych-serve:24.10", _NAME, Release(24, 10), namespace=NAMESPACE,
+            image="triptych-serve:24.10", name=_NAME, triton="24.10", namespace=NAMESPACE,
             rps_per_replica=capacity_per_s, cpu_cores=1.0, memory_mib=4096,
             startup_seconds=ready_s / scale, max_growth=GROWTH,
         )  # fmt: skip

@@ -70,18 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report.INCOMPLETE if machine.lacks else report.ALL_MET
     say(describe(machine, seams.fakes))
     ledger = Ledger(say)
-    options = GpuOptions(
-        models=[model for model in MODELS if model.name in given.models],
-        precisions=given.precisions,
-        layouts=given.layouts,
-        rounds=given.rounds,
-        seconds=given.seconds,
-        served_seconds=given.served_seconds,
-        minutes=given.minutes,
-        build_only=given.build_only,
-        reuse=given.reuse,
-        home=given.home,
-    )
+    fields = GpuOptions.__dataclass_fields__
+    options = GpuOptions(**{name: value for name, value in vars(given).items() if name in fields})
     save = partial(report.write, ledger=ledger, path=given.output)
     results = run(options, machine, seams, ledger, save)
     print(report.make_page(results, ledger))
@@ -109,6 +99,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if given.served_seconds <= 0 or (given.minutes is not None and given.minutes <= 0):
         parser.error("--served-seconds and --minutes must be above 0")
+    given.models = [model for model in MODELS if model.name in given.models]
     if given.output.suffix != ".json":
         parser.error("--output must end with .json; the page is written next to it")
     return given

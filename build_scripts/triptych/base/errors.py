@@ -40,6 +40,13 @@ class RenamedWarning(FutureWarning):
     """Use of a former name that a later release will not accept."""
 
 
+class Formerly:
+    """Former names of an option or argument, as metadata of its annotation."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+
 def describe_renamed(old: str, new: str) -> str:
     """Return the text of a warning that `old` has a new name."""
     return f"`{old}` is now called `{new}`. A later release will not accept the old name."

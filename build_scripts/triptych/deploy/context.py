@@ -13,7 +13,7 @@ from triptych.base.explained import ExplainedValue, reasons_of
 from triptych.container.manifests import find_pipelines
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.numbers import MeasuredReplica, Sizes, compute_sizes, read_measurements
-from triptych.deploy.options import DeployOptions, check_options
+from triptych.deploy.options import DeployOptions, complete_options
 from triptych.deploy.rules import SloObjective, encoder_facts, encoder_objectives
 from triptych.deploy.scaling import Trigger, encoder_triggers
 from triptych.repository.manifest import BuildManifest, build_id, read_manifest
@@ -142,7 +142,6 @@ def read_context(
     Raises:
         UserError: A measurement is missing, or an option cannot work.
     """
-    check_options(options)
     if options.affinity_header is not None:
         raise UserError(
             "--affinity-header",
@@ -151,6 +150,7 @@ def read_context(
             remedy="Leave it out",
         )
     lock = read_manifest(repository, pipeline)
+    options = complete_options(options, lock.spec)
     check_alone(repository, pipeline)
     _check_lock(lock, options)
     measured = read_measurements(lock, options, reports)

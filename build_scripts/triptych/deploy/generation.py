@@ -23,7 +23,7 @@ from triptych.deploy.context import (
 )
 from triptych.deploy.metrics import GenerationQueries
 from triptych.deploy.numbers import MIN_REPLICAS, Sizes, delay, pre_stop, stable_s
-from triptych.deploy.options import DeployOptions, check_options
+from triptych.deploy.options import DeployOptions, complete_options
 from triptych.deploy.rules import TextSpec, generation_facts, generation_objectives
 from triptych.deploy.scaling import generation_triggers
 from triptych.repository.manifest import build_id, read_built_spec
@@ -69,7 +69,7 @@ def read_generation_context(
         UserError: An option cannot work.
     """
     spec = cast("TextSpec", read_built_spec(repository, pipeline))
-    check_options(options)
+    options = complete_options(options, spec)
     for option, (field, why, remedy) in _UNSUPPORTED.items():
         value = getattr(options, field)
         if value is not None:

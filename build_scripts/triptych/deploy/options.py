@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from triptych.base.errors import UserError
-from triptych.base.releases import Release
-from triptych.serving.fleet.mirror_option import MirrorOption
+import typer
 
-Target = Literal["kubernetes", "kserve", "compose"]
-TARGETS: tuple[Target, ...] = ("kubernetes", "kserve", "compose")
+from triptych.base.errors import Formerly, UserError
+from triptych.base.releases import Release, parse_release
+from triptych.serving.fleet.mirror_option import MirrorOption, parse_mirror
+
+if TYPE_CHECKING:
+    from triptych.spec.any_spec import AnySpec
+
+TARGETS = ("kubernetes", "kserve", "compose")
 ROLLOUTS = ("argo",)
 ENVOY_IMAGE = "envoyproxy/envoy:v1.40.0"
 WATCH_EVERY = "1h"
@@ -27,64 +31,196 @@ _GATEWAY = re.compile(r"([a-z0-9-]{1,63}/)?[a-z0-9][a-z0-9.-]{0,252}")
 _REFERENCE = re.compile(r"[a-z0-9][\w.:/-]*?(:[\w][\w.-]*)?(@sha256:[0-9a-f]{64})?")
 
 
-@dataclass(frozen=True)
-class DeployOptions:
-    """Options of the command line, checked by `check_options`.
+def parse_mebibytes(text: str) -> int:
+    """Return the MiB of a size such as ``2Gi`` or ``1500Mi``.
 
-    Attributes:
-        image: Serving image, with a tag or a digest.
-        name: Name of the objects.
-        release: Triton release in the image.
-        target: Kind of manifests.
-        envoy_image: Image of the proxy, with a tag or a digest.
-        namespace: Namespace of the objects; queries and alerts select it.
-        prometheus: URL of Prometheus as KEDA reaches it.
-        repository_image: Image that holds the repository, without a tag, since the tag is the
-            hash of the lock. None mounts a volume claim.
-        rps_per_replica: Maximum requests per second of a replica; None uses the measurement.
-        cpu_cores: Number of cores of a replica; None uses the measurement.
-        memory_mib: Memory of a replica; None uses the measurement.
-        startup_seconds: Time from scaling up to the first answer, including image pulls and new
-            nodes; None uses the measured load time of the models.
-        max_growth: Maximum growth of the request rate per minute, as a ratio.
-        peak_rps: Maximum requests per second; None allows four times the minimum replicas.
-        max_grace_seconds: Maximum termination grace period of the platform; None for no limit.
-        gpu_product: Product of the GPU as its nodes are labeled, with a MIG profile where it has
-            one; None uses the GPU of the engine.
-        gateway: Gateway of the cluster, as ``NAME`` or ``NAMESPACE/NAME``, in place of Envoy.
-        rollout: Controller of progressive rollouts.
-        canary_percent: Percentage of the requests for the new build (KServe).
-        replicas: Replicas on a host (Compose); None uses the minimum for the SLO.
-        monitor_image: Image with this package, PyTorch and the pipeline; None deploys no monitor.
-        mirrored: Build that gets copies of some requests.
-        baseline: Repository of the active build, which the new one is compared with.
-        affinity_header: Request header; streams with equal values use the same replica.
+    Raises:
+        UserError: The text has another form.
     """
+    found = re.fullmatch(r"(\d{1,9})(Mi|Gi)", text)
+    if not found:
+        raise UserError(
+            "--memory", "must be a size, as 1500Mi or 2Gi", given=text, remedy="Correct the value"
+        )
+    return int(found[1]) * {"Mi": 1, "Gi": 1024}[found[2]]
 
-    image: str
-    name: str
-    release: Release
-    target: Target = "kubernetes"
-    envoy_image: str = ENVOY_IMAGE
-    namespace: str = "default"
-    prometheus: str = "http://prometheus-operated.monitoring.svc:9090"
-    repository_image: str | None = None
-    rps_per_replica: float | None = None
-    cpu_cores: float | None = None
-    memory_mib: int | None = None
-    startup_seconds: float | None = None
-    max_growth: float = 0.5
-    peak_rps: float | None = None
-    max_grace_seconds: int | None = None
-    gpu_product: str | None = None
-    gateway: str | None = None
-    rollout: str | None = None
-    canary_percent: int | None = None
-    replicas: int | None = None
-    monitor_image: str | None = None
-    mirrored: MirrorOption | None = None
-    baseline: Path | None = None
-    affinity_header: str | None = None
+
+@dataclass(frozen=True, kw_only=True)
+class DeployOptions:
+    """Options of a deployment, on the command line and in ``deploy.yaml`` beside pipeline.yaml."""
+
+    image: Annotated[
+        str,
+        typer.Option(
+            "--image",
+            metavar="IMAGE",
+            help="Serving image, with a tag or a digest. Default: triptych-serve:RELEASE, "
+            "as built by `make image`.",
+        ),
+    ] = ""
+    target: Annotated[
+        str, typer.Option(help=f"Platform of the manifests: {', '.join(TARGETS)}.")
+    ] = TARGETS[0]
+    repository_image: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IMAGE",
+            help="Image that contains the model repository, without a tag, which is the hash of "
+            "the lock. Default: a PersistentVolumeClaim.",
+        ),
+        Formerly("--models"),
+    ] = None
+    name: Annotated[
+        str,
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="Name of the Kubernetes objects. Default: the pipeline's name.",
+        ),
+        Formerly("--as"),
+    ] = ""
+    namespace: Annotated[str, typer.Option(help="Namespace of the Kubernetes objects.")] = "default"
+    prometheus: Annotated[
+        str, typer.Option(metavar="URL", help="Address at which KEDA reaches Prometheus.")
+    ] = "http://prometheus-operated.monitoring.svc:9090"
+    triton: Annotated[
+        str,
+        typer.Option(metavar="YY.MM", help="Triton release in the image. Default: serving.triton."),
+    ] = ""
+    rps_per_replica: Annotated[
+        float | None,
+        typer.Option(help="Requests/s that one replica sustains. Default: as measured by bench."),
+        Formerly("--capacity"),
+    ] = None
+    cpu_cores: Annotated[
+        float | None,
+        typer.Option(
+            "--cpu", help="Number of CPU cores per replica. Default: as measured by bench."
+        ),
+    ] = None
+    memory_mib: Annotated[
+        int | None,
+        typer.Option(
+            "--memory",
+            parser=parse_mebibytes,
+            metavar="SIZE",
+            help="Memory per replica, such as 1500Mi or 2Gi. Default: as measured by bench.",
+        ),
+    ] = None
+    startup_seconds: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Seconds from scaling up until a new replica serves requests. "
+            "Default: the measured load time of the models.",
+        ),
+        Formerly("--ready"),
+    ] = None
+    max_growth: Annotated[
+        float,
+        typer.Option(
+            help="Maximum growth of the request rate within a minute: 0.5 for half as much again."
+        ),
+        Formerly("--growth"),
+    ] = 0.5
+    peak_rps: Annotated[
+        float | None,
+        typer.Option(
+            "--peak-rps",
+            help="Maximum load in requests/s. Default: the load of 4 times the minimum replicas.",
+        ),
+        Formerly("--peak-rate"),
+    ] = None
+    max_grace_seconds: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Maximum termination grace period that the platform allows, in seconds. "
+            "Default: no maximum.",
+        ),
+        Formerly("--grace"),
+    ] = None
+    gpu_product: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRODUCT",
+            help="GPU product in the labels of the nodes. Default: the engine's GPU.",
+        ),
+        Formerly("--gpu"),
+    ] = None
+    envoy_image: Annotated[
+        str,
+        typer.Option("--envoy-image", metavar="IMAGE", help="Image of the Envoy proxy."),
+    ] = ENVOY_IMAGE
+    gateway: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Gateway of the cluster that routes to the servers. Default: an Envoy Deployment.",
+        ),
+    ] = None
+    rollout: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Controller of gradual rollouts: {', '.join(ROLLOUTS)}. Default: the Deployment."
+        ),
+    ] = None
+    affinity_header: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HEADER",
+            help="Header whose equal values select the same replica, for text generation. "
+            "Default: none.",
+        ),
+        Formerly("--affinity"),
+    ] = None
+    canary_percent: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PERCENT",
+            help="Percentage of requests for a new build (kserve). Default: no canary.",
+        ),
+        Formerly("--canary"),
+    ] = None
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of replicas on a host (compose). Default: enough for the SLO's throughput."
+        ),
+    ] = None
+    monitor_image: Annotated[
+        str | None,
+        typer.Option(
+            "--monitor-image",
+            metavar="IMAGE",
+            help="Image that runs `triptych monitor` on sampled rows. Default: no monitoring.",
+        ),
+        Formerly("--watch-image"),
+    ] = None
+    mirrored: Annotated[
+        MirrorOption | None,
+        typer.Option(
+            "--mirror",
+            parser=parse_mirror,
+            metavar="REPOSITORY:SHARE",
+            help="Candidate build that gets copies of a share (0 to 1) of the requests. "
+            "Default: no candidate.",
+        ),
+    ] = None
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="REPOSITORY",
+            help="Repository of the active build that `shadow` compares a canary with. "
+            "Default: no comparison.",
+        ),
+        Formerly("--replaces"),
+    ] = None
+
+    @property
+    def release(self) -> Release:
+        """Triton release in the image."""
+        return parse_release(self.triton)
 
     @property
     def envoy(self) -> str | None:
@@ -119,15 +255,35 @@ class _Rule(NamedTuple):
     remedy: str
 
 
-def check_options(options: DeployOptions) -> None:
-    """Raise a `UserError` for the first option that no cluster could accept."""
+def complete_options(options: DeployOptions, spec: AnySpec) -> DeployOptions:
+    """Return the options with the defaults that follow from the build.
+
+    Raises:
+        UserError: No cluster could accept an option.
+    """
+    triton = options.triton or spec.serving.triton
+    options = replace(
+        options,
+        image=options.image or f"triptych-serve:{triton}",
+        name=options.name or spec.name,
+        triton=triton,
+    )
+    parse_release(triton)
     for option, is_met, rule, given, remedy in _rules(options):
         if not is_met:
             raise UserError(option, rule, given=given, remedy=remedy)
+    return options
 
 
 def _rules(o: DeployOptions) -> list[_Rule]:
     return [
+        _Rule(
+            "--target",
+            o.target in TARGETS,
+            f"must be one of {', '.join(TARGETS)}",
+            o.target,
+            f"Use --target {TARGETS[0]}",
+        ),
         _name("--name", o.name, MAX_NAME_CHARACTERS),
         _name("--namespace", o.namespace, 63),
         *_image("--image", o.image, "Push what `make image` built, and name it with its tag"),
@@ -236,39 +392,6 @@ def _rules(o: DeployOptions) -> list[_Rule]:
             f"The usual one is {DeployOptions.prometheus}",
         ),
     ]
-
-
-def parse_target(text: str) -> Target:
-    """Return the target of a name.
-
-    Raises:
-        UserError: The name is unknown.
-    """
-    for target in TARGETS:
-        if target == text:
-            return target
-    raise UserError(
-        "--target",
-        f"must be one of {', '.join(TARGETS)}",
-        given=text,
-        remedy=f"Use --target {TARGETS[0]}",
-    )
-
-
-def parse_mebibytes(option: str, text: str | None) -> int | None:
-    """Return the MiB of a size such as ``2Gi`` or ``1500Mi``.
-
-    Raises:
-        UserError: The text has another form.
-    """
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d{1,9})(Mi|Gi)", text)
-    if not found:
-        raise UserError(
-            option, "must be a size, as 1500Mi or 2Gi", given=text, remedy="Correct the value"
-        )
-    return int(found[1]) * {"Mi": 1, "Gi": 1024}[found[2]]
 
 
 def _name(option: str, name: str, max_characters: int) -> _Rule:

@@ -12,11 +12,11 @@ from triptych.deploy.context import DeploymentContext, Manifests, read_context
 from triptych.deploy.generation import read_generation_context
 from triptych.deploy.kserve import kserve_manifests
 from triptych.deploy.kubernetes import kubernetes_manifests
-from triptych.deploy.options import DeployOptions, Target
+from triptych.deploy.options import DeployOptions
 from triptych.repository.manifest import kind_of_build
 from triptych.spec.kind import Kind
 
-WRITERS: Mapping[Target, Callable[[DeploymentContext], Manifests]] = {
+WRITERS: Mapping[str, Callable[[DeploymentContext], Manifests]] = {
     "kubernetes": kubernetes_manifests,
     "kserve": kserve_manifests,
     "compose": compose_manifests,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from triptych.base.errors import describe_renamed
+from triptych.base.errors import Formerly, describe_renamed
 
 VERBS = {
     "Build": ("new", "test", "inspect", "build", "engine", "lint", "history", "rollback"),
@@ -28,13 +28,6 @@ POSITIONAL = ""
 """New name of an option whose value is an argument now."""
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
-
-
-class Formerly:
-    """Former names of an option or argument, as metadata of its annotation."""
-
-    def __init__(self, *names: str) -> None:
-        self.names = names
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from triptych.base.errors import UserError
-from triptych.interface.cli.command import Formerly, verb
+from triptych.base.errors import Formerly, UserError
+from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
     REPORTS,
