@@ -28,7 +28,7 @@ from triptych.core.gate.verify import describe_verification, verification_data
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.targets import KINDS, known_of, make_manifests
 from triptych.interface.kinds import FACES
-from triptych.operate.tune.tune import TUNERS, Tuning
+from triptych.operate.tune.kinds import TUNERS
 from triptych.repository.lint.checks import run_checks
 from triptych.repository.manifest import build_id, kind_of_build, read_built_spec
 from triptych.serving.bench.bench import Bench
@@ -195,11 +195,11 @@ def test_it_has_fields_to_tune_or_says_that_it_has_none(case: Case) -> None:
     if case.kind not in TUNERS:
         return
     slo = parse_any_slo(case.spec, [SLO[case.kind]], None)
-    tuned, objective = TUNERS[case.kind](case.folder, slo, Tuning(slo))
+    tuned = TUNERS[case.kind](case.folder, slo, 32, ())
     assert tuned.fields
     assert tuned.folder == case.folder
     assert tuned.tunable
-    assert objective.says
+    assert tuned.objective.says
 
 
 def test_it_is_deployed(case: Case, tmp_path: Path) -> None:

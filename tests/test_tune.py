@@ -14,9 +14,7 @@ import pytest
 
 from conftest import build_into, quiet, write_pipeline
 from triptych.base.cache import cache_root
-from triptych.operate.tune.encoding import EncoderTuning
-from triptych.operate.tune.kind import TrialConfig
-from triptych.operate.tune.objective import Objective
+from triptych.operate.tune.kinds import EncoderTuning, Setting
 from triptych.operate.tune.trial_servers import trial_servers
 from triptych.operate.tune.tune import Tuning, tune_pipeline
 from triptych.serving.bench.results import to_json
@@ -69,20 +67,18 @@ def test_a_short_run_measures_decides_and_leaves_the_repository_alone(home: Path
 
 def test_only_the_models_that_changed_are_loaded_again(home: Path) -> None:
     told: list[str] = []
-    objective = Objective(Slo(), 2)
     folder = home / "pipelines" / "tiny"
     with trial_servers(
-        EncoderTuning(folder, objective.slo),
+        EncoderTuning(folder, Slo(), 2),
         home / "repository",
-        objective,
         0.6,
         lambda _stage, line: told.append(line),
     ) as found:
-        slot = found.best_slot
-        found.put(slot, TrialConfig())
+        slot = found.best
+        found.put(slot, Setting())
         pid = slot.target.pid
-        found.put(slot, TrialConfig({"serving.queue.max_delay_us": 700, "core.threads": 1}))
-        found.put(slot, TrialConfig({"core.max_batch_size": 16, "serving.instances.preprocess": 2}))
+        found.put(slot, Setting({"serving.queue.max_delay_us": 700, "core.threads": 1}))
+        found.put(slot, Setting({"core.max_batch_size": 16, "serving.instances.preprocess": 2}))
         assert slot.target.pid == pid
         assert found.score(slot).score > 0
         steps = {use.step: use for use in slot.measure(2, 0.6).steps}

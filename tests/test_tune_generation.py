@@ -26,14 +26,12 @@ from triptych.operate.tune import fields
 from triptych.operate.tune import tune as tuning
 from triptych.operate.tune.fields import (
     GENERATION_FIELDS,
-    FieldProposal,
-    SkippedField,
-    TrialObservation,
+    Observation,
+    Proposal,
     shared_prefix_ratio,
 )
-from triptych.operate.tune.generating import GenerationTuning, judge_goodput, suggest_for_generation
-from triptych.operate.tune.kind import TrialConfig
-from triptych.operate.tune.objective import Goodput, LoadFailed
+from triptych.operate.tune.kinds import GenerationTuning, Setting, advise_generation, judge_goodput
+from triptych.operate.tune.objective import GoodputObjective, LoadFailed
 from triptych.operate.tune.results import TuneResult
 from triptych.operate.tune.search import Search, TrialCache
 from triptych.operate.tune.tune import Tuning, tune_pipeline
@@ -73,27 +71,27 @@ def server(most: int) -> Callable[[int], Measurement]:
 
 @pytest.mark.parametrize("start", [None, 1, 2, 4, 8, 16, 32])
 def test_goodput_is_found_wherever_it_is_looked_for(start: int | None) -> None:
-    found = Goodput(PROMISE, 32).score(server(4), start)
+    found = GoodputObjective(PROMISE, 32).score(server(4), start)
     assert (found.score, found.start) == (8.0, 4)
-    assert len(found.found) <= 6
-    again = Goodput(PROMISE, 32).score(server(4), 4, again=True)
-    assert (again.score, list(again.found)) == (8.0, [4])
+    assert len(found.by_clients) <= 6
+    again = GoodputObjective(PROMISE, 32).score(server(4), 4, again=True)
+    assert (again.score, list(again.by_clients)) == (8.0, [4])
 
 
 def test_no_good_answer_is_worth_less_than_one_and_the_nearer_the_more() -> None:
     def score(ttft_ms: float) -> float:
         late = answers(9.0, good=0.0, ttft_ms=ttft_ms)
-        return Goodput(PROMISE, 8).score(lambda _clients: late).score
+        return GoodputObjective(PROMISE, 8).score(lambda _clients: late).score
 
     assert 0 < score(5000) < score(1000) < 1  # a second was measured
     assert score(400) == 1  # each answer breaks a limit, and all of them together keep it
 
 
 def test_without_a_promise_tokens_count_and_errors_never_do() -> None:
-    objective = Goodput(GenerationSlo(throughput=2.0), 16)
-    assert (objective.unit, Goodput(PROMISE, 16).unit) == ("tokens/s", "requests/s")
+    objective = GoodputObjective(GenerationSlo(throughput=2.0), 16)
+    assert (objective.unit, GoodputObjective(PROMISE, 16).unit) == ("tokens/s", "requests/s")
     found = objective.score(server(4))
-    assert (found.score, list(found.found)) == (400.0, [16])
+    assert (found.score, list(found.by_clients)) == (400.0, [16])
     failed = measurement(0.0, errors={"queue full": 3})
     with pytest.raises(LoadFailed, match="3 x queue full"):
         objective.score(lambda _clients: failed)
@@ -114,7 +112,7 @@ def evidence(
     queue: int = 256,
     serving: dict[str, object] | None = None,
     **core: object,
-) -> TrialObservation[GenerationInputs]:
+) -> Observation[GenerationInputs]:
     spec = GenerationSpec.model_validate(
         {
             "name": "talk",
@@ -126,18 +124,18 @@ def evidence(
     )
     model: Any = None
     inputs = Inputs(spec, model, Path(), 512, tuple(Prompt({}, ids) for ids in prompts))
-    return TrialObservation(inputs, one, 2, promise.limits_us)
+    return Observation(inputs, one, 2, promise.limits_us)
 
 
-def proposed(key: str, given: TrialObservation[GenerationInputs]) -> FieldProposal:
+def proposed(key: str, given: Observation[GenerationInputs]) -> Proposal:
     found = next(one for field in GENERATION_FIELDS if (one := field(given)).key == key)
-    assert isinstance(found, FieldProposal), found
+    assert found.values, found
     return found
 
 
-def left(key: str, given: TrialObservation[GenerationInputs]) -> str:
+def left(key: str, given: Observation[GenerationInputs]) -> str:
     found = next(one for field in GENERATION_FIELDS if (one := field(given)).key == key)
-    assert isinstance(found, SkippedField), found
+    assert not found.values, found
     return found.reason
 
 
@@ -229,21 +227,23 @@ def test_what_goes_along_is_part_of_the_trial(
     class Contest:
         """Scores by the number of sequences; all that a trial sets is noted."""
 
-        def begin(self, present: TrialConfig) -> tuple[Any, Any]:
+        def begin(self, present: Setting) -> tuple[Any, Any]:
             self._plan = evidence(BUSY, max_num_seqs=4, kv_cache={"memory_mib": 1}).plan
-            return self._plan, Goodput(PROMISE, 8).score(server(4))
+            return self._plan, GoodputObjective(PROMISE, 8).score(server(4))
 
-        def challenge(self, other: TrialConfig) -> None:
+        def start_trial(self, other: Setting) -> None:
             tried.append(dict(other.overrides))
             if other.overrides.get("core.max_num_seqs") == 16:
                 raise LintFailure([])
 
         def round(self) -> tuple[Any, Any]:
             places = int(tried[-1].get("core.max_num_seqs", 4))
-            found, other = (Goodput(PROMISE, 8).score(server(most)) for most in (4, places))
+            found, other = (
+                GoodputObjective(PROMISE, 8).score(server(most)) for most in (4, places)
+            )
             return found, other
 
-        def promote(self) -> Any:
+        def accept_trial(self) -> Any:
             return self._plan
 
         def next_round_s(self) -> float:
@@ -252,8 +252,9 @@ def test_what_goes_along_is_part_of_the_trial(
         def final_s(self) -> float:
             return 0.0
 
+    contest: Any = Contest()
     search = Search(
-        Contest(),
+        contest,
         TrialCache({"test": 1}),
         deadline=1e9,
         cores=2,
@@ -262,7 +263,7 @@ def test_what_goes_along_is_part_of_the_trial(
         progress=quiet,
         clock=lambda: 0.0,
     )
-    search.run(TrialConfig())
+    search.run(Setting())
     assert tried == [
         {"core.max_num_seqs": 8, "core.kv_cache.memory_mib": 4},
         {"core.max_num_seqs": 16, "core.kv_cache.memory_mib": 4},
@@ -283,7 +284,7 @@ def result(**changes: Any) -> TuneResult:
     return tuned(
         subject=subject(task="text-generation", layout="continuous batching"),
         slo=GenerationSlo(ttft_p99="200ms", itl_p99="25ms"),
-        objective=Goodput(PROMISE, 8).says,
+        objective=GoodputObjective(PROMISE, 8).says,
         baseline=found(slow=2.0),
         winner=found(slow=1.0, overrides={"core.max_num_seqs": 8}),
         trials=(trial(1, "better", points=found(slow=1.0).points, score=8.0, against=2.0),),
@@ -323,7 +324,7 @@ def test_the_verdict_is_on_the_limits_and_on_the_rate_that_holds_them() -> None:
     assert "no SLO is set" in judge_goodput(GenerationSlo(), found(slow=1.0))[1]
     assert judge_goodput(GenerationSlo(throughput=1.0), found(slow=1.0))[0]
     inputs = replace(evidence(BUSY, backend="vllm", precision="fp32").plan)
-    told = " ".join(suggest_for_generation(inputs, late, found(slow=1.0)))
+    told = " ".join(advise_generation(inputs, late, found(slow=1.0)))
     assert "single client" in told
     assert "bf16" in told
 
@@ -336,24 +337,24 @@ def test_what_cannot_be_served_is_refused_before_a_server_is_started(
     folder = write_pipeline(tmp_path / "talk", write_tiny_model(tmp_path / "model"))
     kind = GenerationTuning(folder, PROMISE, 12, ("parameters.max_tokens=400",))
     repository = tmp_path / "repository"
-    assert kind.start(repository, quiet) == TrialConfig()
+    assert kind.start(repository, quiet) == Setting()
     with pytest.raises(
         UserError, match=r"`--clients` must be at most serving.queue.max_in_flight 12"
     ):
         replace(kind, clients=13).start(repository, quiet)
-    assert kind.make(TrialConfig({"core.max_num_seqs": 32}), repository, quiet).changed
-    many = TrialConfig({"core.max_num_seqs": 64, "core.max_num_batched_tokens": 4096})
+    assert kind.build(Setting({"core.max_num_seqs": 32}), repository, quiet).changed
+    many = Setting({"core.max_num_seqs": 64, "core.max_num_batched_tokens": 4096})
     with pytest.raises(LintFailure, match=r"should hold core.max_num_seqs 64 requests"):
-        kind.make(many, repository, quiet)
+        kind.build(many, repository, quiet)
     for overrides, said in (
         ({"core.kv_cache.memory_mib": 0}, "greater than or equal to 1"),
         ({"core.max_num_batched_tokens": 16}, "at least core.max_num_seqs"),
     ):
         with pytest.raises(UserError, match=said):
-            kind.make(TrialConfig({"core.max_num_seqs": 32, **overrides}), repository, quiet)
+            kind.build(Setting({"core.max_num_seqs": 32, **overrides}), repository, quiet)
     monkeypatch.setattr(GenerationInputs, "kv_token_bytes", 4096)
     with pytest.raises(UserError, match=r"must hold one request of core.max_model_len 512: 2 MiB"):
-        kind.make(TrialConfig({"core.kv_cache.memory_mib": 1}), repository, quiet)
+        kind.build(Setting({"core.kv_cache.memory_mib": 1}), repository, quiet)
     lock = json.loads((repository / "talk/triptych.lock.json").read_bytes())
     assert lock["gate"]["accepted"] == "a trial of `triptych tune`"
     assert lock["spec"]["core"]["max_num_seqs"] == 32
@@ -364,7 +365,7 @@ def test_a_search_finds_what_the_engine_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One place in the batch and eight clients: with eight there are eight times the tokens."""
-    eight = FieldProposal("core.max_num_seqs", (8,), "seven of eight clients wait")
+    eight = Proposal("core.max_num_seqs", (8,), "seven of eight clients wait")
     monkeypatch.setattr(GenerationTuning, "fields", (lambda _evidence: eight,))
     monkeypatch.setattr(tuning, "FINAL_CLIENTS", ())
     folder = write_pipeline(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from triptych.operate.tune.objective import CLIENTS, LoadFailed, Objective
+from triptych.operate.tune.objective import CLIENTS, LoadFailed, ThroughputObjective
 from triptych.operate.tune.results import MAX_ROUNDS, compare_scores, gain
 from triptych.serving.bench.results import Measurement
 from triptych.spec.slo import Slo
@@ -74,18 +74,18 @@ def curve(knee: float) -> Callable[[int], Measurement]:
 
 @pytest.mark.parametrize("start", [None, *CLIENTS[:6]])
 def test_the_latency_score_is_the_same_wherever_it_begins(start: int | None) -> None:
-    objective = Objective(Slo(p99_ms=15.0), clients=32)
+    objective = ThroughputObjective(Slo(p99_ms=15.0), clients=32)
     scored = objective.score(curve(4), start)
     # p99 is 10 ms with 4 clients (100/s), 20 ms with 8 (200/s): 15 ms lies half way.
     assert scored.score == pytest.approx(150)
     assert scored.start == 4
-    assert len(scored.found) <= 6
+    assert len(scored.by_clients) <= 6
 
 
 def test_the_latency_score_stays_within_what_was_measured() -> None:
-    always = Objective(Slo(p99_ms=1e3), clients=32).score(curve(4))
+    always = ThroughputObjective(Slo(p99_ms=1e3), clients=32).score(curve(4))
     assert (always.score, always.start) == (200, 32)
-    never = Objective(Slo(p99_ms=5.0), clients=32).score(curve(4))
+    never = ThroughputObjective(Slo(p99_ms=5.0), clients=32).score(curve(4))
     assert never.score == pytest.approx(25 / 2)  # a lone client takes twice the limit
     assert never.start == 1
 
@@ -97,7 +97,7 @@ def test_without_a_latency_the_score_is_the_throughput_of_the_highest_load() -> 
         seen.append(clients)
         return measurement(7.0 * clients)
 
-    assert Objective(Slo(throughput=1.0), clients=48).score(at).score == 336
+    assert ThroughputObjective(Slo(throughput=1.0), clients=48).score(at).score == 336
     assert seen == [48]
 
 
@@ -106,4 +106,4 @@ def test_errors_have_no_score() -> None:
         return measurement(0.0, errors={"queue full": 3})
 
     with pytest.raises(LoadFailed, match="3 x queue full"):
-        Objective(Slo(), clients=4).score(at)
+        ThroughputObjective(Slo(), clients=4).score(at)

@@ -13,8 +13,8 @@ import pytest
 from triptych.base.errors import UserError
 from triptych.operate.tune import trial_servers, tune
 from triptych.operate.tune.fields import FIELDS
-from triptych.operate.tune.kind import TrialConfig
-from triptych.operate.tune.objective import Goodput, LoadFailed, ScoredRound
+from triptych.operate.tune.kinds import Setting
+from triptych.operate.tune.objective import GoodputObjective, LoadFailed, ScoredRound
 from triptych.operate.tune.search import Search, TrialCache
 from triptych.serving.bench.results import Measurement, Streamed, Times
 from triptych.spec.slo import GenerationSlo
@@ -26,25 +26,25 @@ DELAY = "serving.queue.max_delay_us"
 
 
 class Surface:
-    """A contest whose scores come from a function: measuring is what a fake stands for here."""
+    """Trial servers whose scores come from a function: measuring is what a fake stands for here."""
 
     def __init__(self, score: Callable[[Mapping[str, Any]], float], noise: float = 0.01) -> None:
         self._score, self._noise, self._random = score, noise, random.Random(0)
-        self._present, self._other = TrialConfig(), TrialConfig()
+        self._present, self._other = Setting(), Setting()
         self.rounds = 0
 
-    def begin(self, present: TrialConfig) -> tuple[Any, ScoredRound]:
+    def begin(self, present: Setting) -> tuple[Any, ScoredRound]:
         self._present = present
         return self._plan(), self._scored(present)
 
-    def challenge(self, other: TrialConfig) -> None:
+    def start_trial(self, other: Setting) -> None:
         self._other = other
 
     def round(self) -> tuple[ScoredRound, ScoredRound]:
         self.rounds += 1
         return self._scored(self._present), self._scored(self._other)
 
-    def promote(self) -> Any:
+    def accept_trial(self) -> Any:
         self._present = self._other
         return self._plan()
 
@@ -68,16 +68,16 @@ class Surface:
         made.layout = made.spec.core.layout
         return made
 
-    def _scored(self, setting: TrialConfig) -> ScoredRound:
+    def _scored(self, setting: Setting) -> ScoredRound:
         rate = self._score(setting.overrides) * self._random.gauss(1, self._noise)
         return ScoredRound(rate, {32: measurement(rate)}, 32)
 
 
 def searched(
-    contest: Surface,
+    contest: Any,
     cache: TrialCache,
     *,
-    known: TrialConfig | None = None,
+    known: Setting | None = None,
     deadline: float = 1e9,
 ) -> Search:
     told: list[str] = []
@@ -91,7 +91,7 @@ def searched(
         progress=lambda _stage, line: told.append(line),
         clock=lambda: 0.0,
     )
-    search.run(TrialConfig(), known)
+    search.run(Setting(), known)
     assert len(told) == len(search.trials) + 1
     return search
 
@@ -125,7 +125,7 @@ def test_the_best_of_a_plain_surface_is_found_in_few_trials(cache: TrialCache) -
 
 def test_a_flat_surface_leaves_everything_as_it_was(cache: TrialCache) -> None:
     search = searched(Surface(lambda _overrides: 100.0), cache)
-    assert search.best == TrialConfig()
+    assert search.best == Setting()
     assert {trial.verdict for trial in search.trials} <= {"no difference", "failed", "worse"}
 
 
@@ -134,10 +134,10 @@ def test_what_cannot_be_served_fails_alone(cache: TrialCache) -> None:
         return 100.0 if overrides.get("serving.instances.core", 1) == 1 else 50.0
 
     class OneThreadFails(Surface):
-        def challenge(self, other: TrialConfig) -> None:
+        def start_trial(self, other: Setting) -> None:
             if other.overrides.get("core.threads") == 1:
                 raise UserError("core.threads", "must be something else", given=1)
-            super().challenge(other)
+            super().start_trial(other)
 
     search = searched(OneThreadFails(score), cache)
     (failed,) = [trial for trial in search.trials if trial.verdict == "failed"]
@@ -148,7 +148,7 @@ def test_what_cannot_be_served_fails_alone(cache: TrialCache) -> None:
 
 def test_a_pipeline_that_answers_with_errors_as_it_is_is_not_tuned(cache: TrialCache) -> None:
     class Refusing(Surface):
-        def begin(self, present: TrialConfig) -> tuple[Any, ScoredRound]:
+        def begin(self, present: Setting) -> tuple[Any, ScoredRound]:
             raise LoadFailed(measurement(0.0, errors={"queue full": 3}))
 
     with pytest.raises(
@@ -182,7 +182,7 @@ class Slow(Surface):
 
     now = 0.0
 
-    def begin(self, present: TrialConfig) -> tuple[Any, ScoredRound]:
+    def begin(self, present: Setting) -> tuple[Any, ScoredRound]:
         self.now += 10
         return super().begin(present)
 
@@ -198,8 +198,9 @@ class Slow(Surface):
 
     def searched(self, cache: TrialCache, end: float) -> Search:
         cache.clear()
+        servers: Any = self
         search = Search(
-            self,
+            servers,
             cache,
             deadline=0.65 * end,
             end=end,
@@ -209,7 +210,7 @@ class Slow(Surface):
             progress=lambda _stage, _line: None,
             clock=lambda: self.now,
         )
-        search.run(TrialConfig())
+        search.run(Setting())
         assert search.trials
         assert search.stopped == "time budget reached"
         return search
@@ -233,7 +234,7 @@ def test_what_time_leaves_open_is_proven_at_the_end_or_not_at_all(cache: TrialCa
     assert trial.says.endswith("not proven: time budget reached; the final comparison decides")
     assert dict(search.best.overrides) == {DELAY: 1000}
     # Nothing is begun where no time is left at all.
-    assert Slow(score, noise=0.0).searched(cache, end=25).best == TrialConfig()
+    assert Slow(score, noise=0.0).searched(cache, end=25).best == Setting()
     # What is proven is not given up for it, nor is the baseline for what is slower.
     search = Slow(score, noise=0.0).searched(cache, end=135)
     assert [(one.rounds, one.verdict) for one in search.trials] == [
@@ -243,11 +244,11 @@ def test_what_time_leaves_open_is_proven_at_the_end_or_not_at_all(cache: TrialCa
     assert search.trials[-1].says.endswith("time budget reached")
     assert dict(search.best.overrides) == {DELAY: 1000}
     search = Slow(lambda overrides: 97.0 if overrides else 100.0, noise=0.0).searched(cache, end=80)
-    assert search.best == TrialConfig()
+    assert search.best == Setting()
 
 
 def test_what_was_tuned_before_is_the_first_trial(cache: TrialCache) -> None:
-    known = TrialConfig({"serving.queue.max_delay_us": 4000, "serving.instances.core": 2})
+    known = Setting({"serving.queue.max_delay_us": 4000, "serving.instances.core": 2})
     search = searched(Surface(good), cache, known=known)
     assert search.trials[0].change == dict(known.overrides)
     assert search.trials[0].verdict == "better"
@@ -258,14 +259,14 @@ class FakeSlot:
     """Of a clock that a measurement takes forward by 5 s a client, the first of each by more."""
 
     def __init__(self, clock: list[float], places: int) -> None:
-        self.setting: TrialConfig | None = None
+        self.setting: Setting | None = None
         self.served = SimpleNamespace(plan=None)
         self.target = SimpleNamespace(pipeline="talk")
         self.clock, self.places = clock, places
         self.spoilt: set[int] = set()
         self._seen: set[int] = set()
 
-    def put(self, setting: TrialConfig, *_progress: object) -> None:
+    def put(self, setting: Setting, *_progress: object) -> None:
         self.clock[0] += 0 if setting == self.setting else 30
         self.setting = setting
 
@@ -291,61 +292,61 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def servers(slots: list[Any]) -> trial_servers.TrialServers:
     return trial_servers.TrialServers(
-        slots[0], slots[1], Goodput(PROMISE, 32), 1.0, lambda *_told: None
+        slots[0], slots[1], GoodputObjective(PROMISE, 32), 1.0, lambda *_told: None
     )
 
 
 def test_what_is_left_to_do_is_known_by_what_was_measured(servers: Any, slots: list[Any]) -> None:
     slots[1].places = 4
-    start, other = TrialConfig(), TrialConfig({"core.max_num_seqs": 4})
+    start, other = Setting(), Setting({"core.max_num_seqs": 4})
     servers.put(slots[0], start)
     _, scored = servers.begin(start)
     # With eight, most answers are late: sixteen are not tried. With two, all are in time.
-    assert (list(scored.found), scored.score) == ([8, 4, 2], 2.0)
+    assert (list(scored.by_clients), scored.score) == ([8, 4, 2], 2.0)
     assert (servers.next_round_s(), servers.final_s()) == (30.0, 60.0)  # the first ones took longer
-    servers.challenge(other)
+    servers.start_trial(other)
     first, second = servers.round(), servers.round()
-    assert [list(one.found) for one in (*first, *second)] == [[2, 4], [2, 4, 8], [2], [4]]
+    assert [list(one.by_clients) for one in (*first, *second)] == [[2, 4], [2, 4, 8], [2], [4]]
     assert servers.next_round_s() == 10 + 20
     assert servers.final_s() == 2 * (10 + 10)
-    servers.promote()
+    servers.accept_trial()
     assert servers.final_s() == 30 + 2 * (20 + 10) + 20 + 10
     assert [servers.measure_s(clients) for clients in (1, 2, 16)] == [10.0, 10.0, 140.0]
     # The baseline once more, in whatever slot: its clients are known, and those of the winner.
-    servers.challenge(TrialConfig({"core.max_num_seqs": 8}))
-    servers.challenge(start)
-    assert [list(one.found) for one in servers.round()] == [[4, 2], [2, 4]]
+    servers.start_trial(Setting({"core.max_num_seqs": 8}))
+    servers.start_trial(start)
+    assert [list(one.by_clients) for one in servers.round()] == [[4, 2], [2, 4]]
 
 
 def test_a_spoilt_measurement_makes_no_winner(servers: Any, slots: list[Any]) -> None:
     slots[0].spoilt = {2}  # what else ran then made all answers late
-    _, scored = servers.begin(TrialConfig())
+    _, scored = servers.begin(Setting())
     assert scored.start == 1
-    servers.challenge(TrialConfig({"core.enable_prefix_caching": False}))
+    servers.start_trial(Setting({"core.enable_prefix_caching": False}))
     for _ in range(2):
         present, other = servers.round()
         assert (present.score, other.score) == (2.0, 2.0)
 
 
 def test_the_comparison_at_the_end_takes_what_time_there_is(servers: Any, slots: list[Any]) -> None:
-    def compare(best: TrialConfig, left_s: float) -> tuple[Any, Any, str, float]:
+    def compare(best: Setting, left_s: float) -> tuple[Any, Any, str, float]:
         began = slots[0].clock[0]
         kind: Any = SimpleNamespace(searches_rates=False)
         wanted = tune.Tuning(PROMISE, clients=32)
         final = tune._Final(servers, kind, wanted, began + left_s, lambda *_told: None)
-        return *final.compare(best, TrialConfig()), slots[0].clock[0] - began
+        return *final.compare(best, Setting()), slots[0].clock[0] - began
 
-    servers.begin(TrialConfig())
+    servers.begin(Setting())
     for left_s, took_s in ((0, 0), (25, 20), (35, 30)):
-        before, after, doubt, seconds = compare(TrialConfig(), left_s)
+        before, after, doubt, seconds = compare(Setting(), left_s)
         assert (before, seconds) == (after, took_s), left_s
         assert doubt == "no trial is better than the defaults"
         assert {point.load.value for point in after.points} >= {2, 4, 8}
     slots[1].places = 4
-    other = TrialConfig({"core.max_num_seqs": 4})
-    servers.challenge(other)
+    other = Setting({"core.max_num_seqs": 4})
+    servers.start_trial(other)
     servers.round()
-    servers.promote()
+    servers.accept_trial()
     foreseen_s = servers.final_s() - 30  # the baseline is served
     before, after, doubt, seconds = compare(other, 0)
     assert (before.score, after.score, doubt) == (2.0, 4.0, "")
@@ -360,16 +361,16 @@ def test_both_sides_are_held_together_at_their_best(
     monkeypatch.setattr(tune, "FINAL_CLIENTS", (2,))
     slots[0].spoilt = {2}
     slots[1].places = 4
-    _, scored = servers.begin(TrialConfig())
-    other = TrialConfig({"core.max_num_seqs": 4})
-    servers.challenge(other)
+    _, scored = servers.begin(Setting())
+    other = Setting({"core.max_num_seqs": 4})
+    servers.start_trial(other)
     servers.round()
-    servers.promote()
+    servers.accept_trial()
     assert (scored.start, scored.score) == (1, 1.0)
     told: list[str] = []
     kind: Any = SimpleNamespace(searches_rates=False)
     wanted = tune.Tuning(PROMISE, clients=4)
     final = tune._Final(servers, kind, wanted, 1e9, lambda _, line: told.append(line))
-    before, after, doubt = final.compare(other, TrialConfig())
+    before, after, doubt = final.compare(other, Setting())
     assert (before.score, after.score, doubt) == (2.0, 4.0, "")
     assert "winner against baseline: +100.0%" in told[-1]

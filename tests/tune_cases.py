@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from triptych.operate.tune.fields import TrialObservation
+from triptych.operate.tune.fields import Observation
 from triptych.serving.bench.results import Measurement, StepUse
 from triptych.spec.spec import PipelineSpec
 
@@ -37,9 +37,7 @@ def measurement(rate: float, p99_us: float = 1e3, **fields: Any) -> Measurement:
     return replace(base, **fields)
 
 
-def evidence(
-    one: Measurement | None = None, cores: int = 2, **fields: Any
-) -> TrialObservation[Any]:
+def evidence(one: Measurement | None = None, cores: int = 2, **fields: Any) -> Observation[Any]:
     """Of a pipeline with the defaults; `fields` are those of its core."""
     spec = PipelineSpec.model_validate(
         {
@@ -59,4 +57,4 @@ def evidence(
         bucket_edges=(8, 16),
         padding_share=0.1,
     )
-    return TrialObservation(plan, one or measurement(100.0), cores, {})
+    return Observation(plan, one or measurement(100.0), cores, {})

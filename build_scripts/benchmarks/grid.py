@@ -26,11 +26,10 @@ from benchmarks.model import CACHE, PIPELINE
 from benchmarks.results import Table
 from triptych.base.errors import UserError
 from triptych.base.files import parse_yaml
-from triptych.operate.tune.encoding import EncoderTuning
-from triptych.operate.tune.kind import TrialConfig
-from triptych.operate.tune.objective import LoadFailed, Objective
+from triptych.operate.tune.kinds import EncoderTuning, Setting
+from triptych.operate.tune.objective import LoadFailed, Objective, ThroughputObjective
 from triptych.operate.tune.results import format_scores
-from triptych.operate.tune.trial_servers import Slot, trial_servers
+from triptych.operate.tune.trial_servers import TrialServer, trial_servers
 from triptych.operate.tune.tune import Tuning, tune_pipeline
 from triptych.serving.bench.results import Measurement
 from triptych.spec.slo import Slo, parse_slo
@@ -63,7 +62,7 @@ _SCORE = "score_per_s"
 class Cell:
     """A setting of the grid with its score for each objective."""
 
-    setting: TrialConfig
+    setting: Setting
     scores: dict[str, float] = field(default_factory=dict)
     error: str = ""
 
@@ -85,17 +84,17 @@ def main() -> int:
     shutil.copytree(PIPELINE, folder)
     (folder / TUNED_FILE).unlink(missing_ok=True)
     objectives = {
-        "throughput": Objective(Slo(), CLIENTS),
-        "latency": Objective(parse_slo(options.slo, None, Slo()), CLIENTS),
+        "throughput": ThroughputObjective(Slo(), CLIENTS),
+        "latency": ThroughputObjective(parse_slo(options.slo, None, Slo()), CLIENTS),
     }
     began = time.monotonic()
     before = json.loads(options.output.read_text("utf-8"))["measurements"] if options.again else {}
     if options.again:
-        cells = [Cell(TrialConfig(c["setting"]), c["scores"], c["error"]) for c in before["cells"]]
+        cells = [Cell(Setting(c["setting"]), c["scores"], c["error"]) for c in before["cells"]]
     else:
         cells = _measure_grid(folder, objectives, options)
     grid_s = time.monotonic() - began
-    start = TrialConfig(dict(_parse_pair(text) for text in options.start))
+    start = Setting(dict(_parse_pair(text) for text in options.start))
     _write_start(folder / SPEC_FILE, start)
     runs: dict[str, list[TuneRun]] = {name: [] for name in objectives}
     for _ in range(options.tunes):
@@ -144,7 +143,7 @@ def _parse_pair(text: str) -> tuple[str, Any]:
     return key, parse_yaml(value)
 
 
-def _write_start(path: Path, start: TrialConfig) -> None:
+def _write_start(path: Path, start: Setting) -> None:
     """Write the settings that tuning begins with into the copy of the spec."""
     document = parse_yaml(path.read_text(encoding="utf-8"))
     for key, value in start.overrides.items():
@@ -156,13 +155,13 @@ def _write_start(path: Path, start: TrialConfig) -> None:
     path.write_text(json.dumps(document), encoding="utf-8")  # JSON is YAML
 
 
-def _make_settings(*, few: bool) -> Iterator[TrialConfig]:
+def _make_settings(*, few: bool) -> Iterator[Setting]:
     for grid in [PACKED] if few else [PACKED, BUCKETED]:
         values = [*grid.values()]
         if few:
             values = [each[: 2 if index < 2 else 1] for index, each in enumerate(values)]
         for chosen in product(*values):
-            yield TrialConfig(dict(zip(grid, chosen, strict=True)))
+            yield Setting(dict(zip(grid, chosen, strict=True)))
 
 
 def _measure_grid(
@@ -170,12 +169,12 @@ def _measure_grid(
 ) -> list[Cell]:
     cells = [Cell(setting) for setting in _make_settings(few=options.few)]
     first = next(iter(objectives.values()))
-    kind = EncoderTuning(folder, first.slo)
-    with trial_servers(kind, REPOSITORY, first, options.seconds, progress) as servers:
+    pipeline = EncoderTuning(folder, first.slo, first.clients)
+    with trial_servers(pipeline, REPOSITORY, options.seconds, progress) as servers:
         for number, cell in enumerate(cells, start=1):
             try:
-                servers.put(servers.best_slot, cell.setting)
-                _score(cell, servers.best_slot, objectives, options.seconds)
+                servers.put(servers.best, cell.setting)
+                _score(cell, servers.best, objectives, options.seconds)
             except (UserError, LoadFailed) as error:
                 cell.error = str(error)
             scores = ", ".join(f"{name} {score:.0f}/s" for name, score in cell.scores.items())
@@ -183,12 +182,14 @@ def _measure_grid(
     return cells
 
 
-def _score(cell: Cell, slot: Slot, objectives: Mapping[str, Objective], seconds: float) -> None:
+def _score(
+    cell: Cell, server: TrialServer, objectives: Mapping[str, Objective], seconds: float
+) -> None:
     known: dict[int, Measurement] = {}
 
     def measure_at(clients: int) -> Measurement:
         if clients not in known:
-            known[clients] = slot.measure(clients, seconds)
+            known[clients] = server.measure(clients, seconds)
         return known[clients]
 
     for name, objective in objectives.items():
@@ -201,15 +202,15 @@ def _compare(
     objective: Objective,
     cells: Sequence[Cell],
     runs: Sequence[TuneRun],
-    start: TrialConfig,
+    start: Setting,
     options: argparse.Namespace,
 ) -> tuple[Table, list[dict[str, Any]]]:
     """Measure each winner of tune and the grid's three best, all of them served at once."""
     ranked = sorted(cells, key=lambda cell: -cell.scores.get(name, 0.0))[:3]
     named = [(f"grid {n}", cell.setting) for n, cell in enumerate(ranked, start=1)]
     named.append(("before", start))
-    named += [(f"tune {n}", TrialConfig(run.winner)) for n, run in enumerate(runs, start=1)]
-    settings: dict[str, TrialConfig] = {}
+    named += [(f"tune {n}", Setting(run.winner)) for n, run in enumerate(runs, start=1)]
+    settings: dict[str, Setting] = {}
     for label, setting in named:  # equal settings are measured once
         same = next((known for known, other in settings.items() if other == setting), "")
         settings.pop(same, None)
@@ -218,10 +219,12 @@ def _compare(
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=CACHE / "grid")))
         turns = []
         for number, (label, setting) in enumerate(settings.items()):
-            slot = Slot(scratch / str(number), EncoderTuning(folder, objective.slo))
-            stack.callback(slot.close)
-            slot.put(setting, progress, quiet)
-            turns.append(Turn(label, partial(_measure_score, name, objective, slot)))
+            server = TrialServer(
+                scratch / str(number), EncoderTuning(folder, objective.slo, CLIENTS)
+            )
+            stack.callback(server.close)
+            server.put(setting, progress, quiet)
+            turns.append(Turn(label, partial(_measure_score, name, objective, server)))
         found = run_rounds([turns], options.rounds, max_minutes=options.max_minutes)
     best = max((one for one in found if "grid" in one.system), key=lambda one: one.median(_SCORE))
     rows = []
@@ -236,13 +239,13 @@ def _compare(
 
 
 def _measure_score(
-    name: str, objective: Objective, slot: Slot
+    name: str, objective: Objective, server: TrialServer
 ) -> list[tuple[str, dict[str, float]]]:
-    measured = objective.score(partial(slot.measure, seconds=FINAL_S), MAX_MEASUREMENTS)
+    measured = objective.score(partial(server.measure, seconds=FINAL_S), MAX_MEASUREMENTS)
     return [(name, {_SCORE: measured.score})]
 
 
-def _summarize(one: Series, best: Series, setting: TrialConfig) -> dict[str, Any]:
+def _summarize(one: Series, best: Series, setting: Setting) -> dict[str, Any]:
     scores = [*zip(best.values(_SCORE), one.values(_SCORE), strict=True)]
     return {
         "system": one.system,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -63,6 +63,11 @@ class Promise(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     throughput: Annotated[float, Field(gt=0)] | None = None
+
+    @property
+    def without_throughput(self) -> Self:
+        """SLO with the same latency limits and no minimum throughput."""
+        return self.model_copy(update={"throughput": None})
 
     @property
     def limits_ms(self) -> dict[str, float]:

@@ -22,14 +22,14 @@ MIN_BUSY_RATIO = 0.6
 """Minimum busy share of a step's instances for more instances to be tried."""
 
 Planned = TypeVar("Planned")
-"""Plan of a configuration, with its ``spec``; the type depends on the kind of pipeline."""
+"""Plan of a setting, with its ``spec``; the type depends on the kind of pipeline."""
 
 
 @dataclass(frozen=True)
-class TrialObservation(Generic[Planned]):
-    """Plan and measurement of the best configuration."""
+class Observation(Generic[Planned]):
+    """Plan and measurement of the best setting."""
 
-    plan: Planned  # plan of the best configuration
+    plan: Planned  # plan of the best setting
     measurement: Measurement | None  # measurement at the load of the score; None before the first
     cores: int  # number of cores of this machine
     limits_us: Mapping[str, float]  # limits of the SLO; see `Promise.limits_us`
@@ -41,41 +41,31 @@ class TrialObservation(Generic[Planned]):
 
 
 @dataclass(frozen=True)
-class FieldProposal:
-    """Values of one field, tried in order until one is not better."""
+class Proposal:
+    """Values of one field, tried in order until one is not better; a field without is skipped."""
 
     key: str  # field of the spec, dotted
-    values: tuple[JsonValue, ...]  # values to try first
-    reason: str  # reason of the trial
+    values: tuple[JsonValue, ...]  # values to try first; empty to skip the field
+    reason: str  # reason of the trial, or why the field is skipped
     others: tuple[JsonValue, ...] = ()  # values to try if the first of `values` is not better
     along: Mapping[str, JsonValue] = field(default_factory=dict)
     """Other fields to set together with `values`, not with `others`."""
 
 
-@dataclass(frozen=True)
-class SkippedField:
-    """A skipped field and the reason."""
-
-    key: str
-    reason: str
+Propose = Callable[[Observation[Any]], Proposal]
 
 
-Propose = Callable[[TrialObservation[Any]], FieldProposal | SkippedField]
-
-
-def propose_instances(
-    evidence: TrialObservation[Any], key: str, step: str, now: int
-) -> FieldProposal | SkippedField:
+def propose_instances(observed: Observation[Any], key: str, step: str, now: int) -> Proposal:
     """Propose more instances of a step if the present ones are busy."""
-    use = evidence.step(step)
+    use = observed.step(step)
     if use is not None and use.busy is not None and use.busy < MIN_BUSY_RATIO:
-        return SkippedField(key, f"busy {use.busy:.0%} of the time")
-    most = max(2, 2 * evidence.cores)
+        return Proposal(key, (), f"busy {use.busy:.0%} of the time")
+    most = max(2, 2 * observed.cores)
     values = tuple(value for value in (now + 1, now + 2, now + 4) if value <= most)
     if not values:
-        return SkippedField(key, f"{now} on {evidence.cores} cores are enough")
+        return Proposal(key, (), f"{now} on {observed.cores} cores are enough")
     busy = "" if use is None or use.busy is None else f"busy {use.busy:.0%} of the time"
-    return FieldProposal(key, values, busy or "the busy share is unknown")
+    return Proposal(key, values, busy or "the busy share is unknown")
 
 
 MAX_DELAY_US = 20_000
@@ -84,80 +74,78 @@ MIN_FILL_RATIO = 0.5
 """Minimum mean batch, as a share of the batch limit, for the limit to matter."""
 
 
-def propose_queue_delay(evidence: TrialObservation[Plan]) -> FieldProposal | SkippedField:
+def propose_queue_delay(observed: Observation[Plan]) -> Proposal:
     """Propose queue delays of the core: useful if batches are small and the core is idle."""
     key = "serving.queue.max_delay_us"
-    now = evidence.plan.spec.serving.queue.max_delay_us
-    core = evidence.step("core")
+    now = observed.plan.spec.serving.queue.max_delay_us
+    core = observed.step("core")
     if now:
         lower = tuple(dict.fromkeys((0, now // 4)))
-        return FieldProposal(
-            key, lower, f"requests wait up to {now} us for a batch", others=(now * 2,)
+        return Proposal(key, lower, f"requests wait up to {now} us for a batch", others=(now * 2,))
+    if core is not None and core.mean_batch >= MIN_FILL_RATIO * observed.plan.max_batch_size:
+        return Proposal(
+            key, (), f"batches are full without delay: {core.mean_batch:.1f} rows on average"
         )
-    if core is not None and core.mean_batch >= MIN_FILL_RATIO * evidence.plan.max_batch_size:
-        return SkippedField(
-            key, f"batches are full without delay: {core.mean_batch:.1f} rows on average"
-        )
-    most = min(MAX_DELAY_US, min(evidence.limits_us.values(), default=MAX_DELAY_US * 5) / 5)
+    most = min(MAX_DELAY_US, min(observed.limits_us.values(), default=MAX_DELAY_US * 5) / 5)
     values = tuple(value for value in (1000, 4000, 16_000) if value <= most)
     if not values:
-        return SkippedField(key, "the latency SLO leaves no time to wait")
+        return Proposal(key, (), "the latency SLO leaves no time to wait")
     batch = "unknown" if core is None else f"{core.mean_batch:.1f} rows"
-    return FieldProposal(key, values, f"the core's mean batch is {batch}; a delay may fill it")
+    return Proposal(key, values, f"the core's mean batch is {batch}; a delay may fill it")
 
 
 def propose_step_instances(step: str) -> Propose:
     """Propose more instances of a step if the present ones are busy."""
 
-    def propose(evidence: TrialObservation[Plan]) -> FieldProposal | SkippedField:
-        now: int = getattr(evidence.plan.spec.serving.instances, step)
-        return propose_instances(evidence, f"serving.instances.{step}", step, now)
+    def propose(observed: Observation[Plan]) -> Proposal:
+        now: int = getattr(observed.plan.spec.serving.instances, step)
+        return propose_instances(observed, f"serving.instances.{step}", step, now)
 
     return propose
 
 
-def propose_threads(evidence: TrialObservation[Plan]) -> FieldProposal | SkippedField:
+def propose_threads(observed: Observation[Plan]) -> Proposal:
     """Propose the number of threads of one operator: fewer than the backend's one per core."""
-    key, core = "core.threads", evidence.plan.spec.core
+    key, core = "core.threads", observed.plan.spec.core
     if core.device != "cpu":
-        return SkippedField(key, "the core runs on a GPU")
+        return Proposal(key, (), "the core runs on a GPU")
     if core.threads is not None:
-        return FieldProposal(key, (None,), f"{core.threads} threads share an operator")
-    if evidence.cores == 1:
-        return SkippedField(key, "the machine has one core")
-    instances = evidence.plan.spec.serving.instances.core
-    fewer = max(1, evidence.cores // max(2, instances))
-    return FieldProposal(key, (fewer,), "each instance has a thread for every core")
+        return Proposal(key, (None,), f"{core.threads} threads share an operator")
+    if observed.cores == 1:
+        return Proposal(key, (), "the machine has one core")
+    instances = observed.plan.spec.serving.instances.core
+    fewer = max(1, observed.cores // max(2, instances))
+    return Proposal(key, (fewer,), "each instance has a thread for every core")
 
 
-def propose_batch_limit(evidence: TrialObservation[Plan]) -> FieldProposal | SkippedField:
+def propose_batch_limit(observed: Observation[Plan]) -> Proposal:
     """Propose larger batches if batches reach their limit."""
-    key, now = "core.max_batch_size", evidence.plan.spec.core.max_batch_size
-    core = evidence.step("core")
+    key, now = "core.max_batch_size", observed.plan.spec.core.max_batch_size
+    core = observed.step("core")
     if core is None:
-        return SkippedField(key, "the batch sizes are unknown")
+        return Proposal(key, (), "the batch sizes are unknown")
     if core.mean_batch < MIN_FILL_RATIO * now:
-        return SkippedField(key, f"the mean batch is {core.mean_batch:.1f} of {now}: not the limit")
-    return FieldProposal(key, (now * 2, now * 4), f"mean batch {core.mean_batch:.1f} of {now}")
+        return Proposal(key, (), f"the mean batch is {core.mean_batch:.1f} of {now}: not the limit")
+    return Proposal(key, (now * 2, now * 4), f"mean batch {core.mean_batch:.1f} of {now}")
 
 
-def propose_bucket_count(evidence: TrialObservation[Plan]) -> FieldProposal | SkippedField:
+def propose_bucket_count(observed: Observation[Plan]) -> Proposal:
     """Propose the number of padded lengths: more reduce padding, fewer fill batches better."""
-    key, now = "core.bucket_count", evidence.plan.spec.core.bucket_count
-    if evidence.plan.layout != "bucketed":
-        return SkippedField(key, f"the layout is {evidence.plan.layout}")
-    reason = f"{len(evidence.plan.bucket_edges)} lengths, {evidence.plan.padding_share:.0%} padding"
-    return FieldProposal(key, (max(1, now // 2),), reason, others=(now * 2,))
+    key, now = "core.bucket_count", observed.plan.spec.core.bucket_count
+    if observed.plan.layout != "bucketed":
+        return Proposal(key, (), f"the layout is {observed.plan.layout}")
+    reason = f"{len(observed.plan.bucket_edges)} lengths, {observed.plan.padding_share:.0%} padding"
+    return Proposal(key, (max(1, now // 2),), reason, others=(now * 2,))
 
 
-def propose_layout(evidence: TrialObservation[Plan]) -> FieldProposal | SkippedField:
-    key, now = "core.layout", evidence.plan.layout
+def propose_layout(observed: Observation[Plan]) -> Proposal:
+    key, now = "core.layout", observed.plan.layout
     if now == "fixed":
-        return SkippedField(key, "all rows have the same shape")
-    if evidence.plan.spec.core.layout not in (now, "auto"):
-        return SkippedField(key, "its rows cannot be packed")
+        return Proposal(key, (), "all rows have the same shape")
+    if observed.plan.spec.core.layout not in (now, "auto"):
+        return Proposal(key, (), "its rows cannot be packed")
     other = "bucketed" if now == "packed" else "packed"
-    return FieldProposal(key, (other,), f"rows are {now}")
+    return Proposal(key, (other,), f"rows are {now}")
 
 
 FIELDS: tuple[Propose, ...] = (
@@ -188,20 +176,18 @@ PREFIX_BLOCK_TOKENS = 16
 _FREE = 0.5
 """Maximum share of free memory for a larger KV cache, because two engines run."""
 
-Seen = TrialObservation[GenerationInputs]
 
-
-def propose_sequences(evidence: Seen) -> FieldProposal | SkippedField:
+def propose_sequences(observed: Observation[GenerationInputs]) -> Proposal:
     """Propose the batch size: larger if requests wait, smaller for lower latency."""
-    key, spec = "core.max_num_seqs", evidence.plan.spec
-    now, together = spec.core.max_num_seqs, mean_in_flight(evidence)
+    key, spec = "core.max_num_seqs", observed.plan.spec
+    now, together = spec.core.max_num_seqs, mean_in_flight(observed)
     said = f"{together:.1f} requests in flight on average, {now} fit into the batch"
     if together < MIN_ENGINE_FILL_RATIO * now:
-        return SkippedField(key, said)
+        return Proposal(key, (), said)
     values = [value for value in (now * 2, now * 4) if value <= spec.serving.queue.max_in_flight]
     along: dict[str, JsonValue] = {}
     if values:  # a larger batch needs more memory and tokens
-        most, memory = values[-1], _memory_for(evidence.plan, values[-1])
+        most, memory = values[-1], _memory_for(observed.plan, values[-1])
         if memory > spec.core.kv_cache.memory_mib:
             along["core.kv_cache.memory_mib"] = memory
         if most > spec.core.max_num_batched_tokens:
@@ -209,70 +195,70 @@ def propose_sequences(evidence: Seen) -> FieldProposal | SkippedField:
         if memory - spec.core.kv_cache.memory_mib > _free_mib():
             said, values = f"{said}; {_free_mib():.0f} MiB are free for its KV cache", []
     # Without a latency SLO a smaller batch is never better.
-    fewer = tuple(value for value in (now // 2, now // 4) if value and evidence.limits_us)
+    fewer = tuple(value for value in (now // 2, now // 4) if value and observed.limits_us)
     if not values and not fewer:
-        return SkippedField(key, said)
+        return Proposal(key, (), said)
     if not values:
-        return FieldProposal(key, fewer, said)
-    return FieldProposal(key, tuple(values), said, others=fewer, along=along)
+        return Proposal(key, fewer, said)
+    return Proposal(key, tuple(values), said, others=fewer, along=along)
 
 
-def propose_batched_tokens(evidence: Seen) -> FieldProposal | SkippedField:
+def propose_batched_tokens(observed: Observation[GenerationInputs]) -> Proposal:
     """Propose tokens per step: more for an earlier first token, fewer for steady tokens."""
-    key, now = "core.max_num_batched_tokens", evidence.plan.spec.core.max_num_batched_tokens
-    lengths = [len(prompt.ids) for prompt in evidence.plan.prompts]
-    places = evidence.plan.spec.core.max_num_seqs
-    come = max(max(lengths), sum(lengths) / len(lengths) * min(places, mean_in_flight(evidence)))
+    key, now = "core.max_num_batched_tokens", observed.plan.spec.core.max_num_batched_tokens
+    lengths = [len(prompt.ids) for prompt in observed.plan.prompts]
+    places = observed.plan.spec.core.max_num_seqs
+    come = max(max(lengths), sum(lengths) / len(lengths) * min(places, mean_in_flight(observed)))
     least = max(MIN_BATCHED_TOKENS, places)
     more = (now * 2, now * 4) if come > now else ()
     fewer = tuple(value for value in (now // 2, now // 4) if least <= value < come)
     said = f"concurrent prompts have {come:.0f} tokens, a step computes {now}"
     if not more and not fewer:
-        return SkippedField(key, said)
-    return FieldProposal(key, more or fewer, said, others=fewer if more else ())
+        return Proposal(key, (), said)
+    return Proposal(key, more or fewer, said, others=fewer if more else ())
 
 
-def propose_prefix_caching(evidence: Seen) -> FieldProposal | SkippedField:
+def propose_prefix_caching(observed: Observation[GenerationInputs]) -> Proposal:
     """Propose prefix caching if prompts of the traffic share prefixes, repetitions aside."""
-    key, now = "core.enable_prefix_caching", evidence.plan.spec.core.enable_prefix_caching
-    shared = shared_prefix_ratio([prompt.ids for prompt in evidence.plan.prompts])
+    key, now = "core.enable_prefix_caching", observed.plan.spec.core.enable_prefix_caching
+    shared = shared_prefix_ratio([prompt.ids for prompt in observed.plan.prompts])
     said = f"{shared:.0%} of the prompts' tokens are a prefix of another prompt"
     # A load test repeats the traffic, so with the cache every prompt would be known.
     if not now and not shared:
-        return SkippedField(key, f"{said}; a load test that repeats them would show a false gain")
+        return Proposal(key, (), f"{said}; a load test that repeats them would show a false gain")
     if now and shared:
-        return SkippedField(key, f"{said}, and caching is on")
-    return FieldProposal(key, (not now,), said)
+        return Proposal(key, (), f"{said}, and caching is on")
+    return Proposal(key, (not now,), said)
 
 
-def propose_kv_memory(evidence: Seen) -> FieldProposal | SkippedField:
+def propose_kv_memory(observed: Observation[GenerationInputs]) -> Proposal:
     """Propose more KV cache memory if the requests in flight do not fit."""
-    key, now = "core.kv_cache.memory_mib", evidence.plan.spec.core.kv_cache.memory_mib
-    places, held = evidence.plan.spec.core.max_num_seqs, _kv_capacity(evidence)
-    wanted = min(places, mean_in_flight(evidence))
+    key, now = "core.kv_cache.memory_mib", observed.plan.spec.core.kv_cache.memory_mib
+    places, held = observed.plan.spec.core.max_num_seqs, _kv_capacity(observed)
+    wanted = min(places, mean_in_flight(observed))
     said = f"the KV cache holds {held} mean requests; the batch has {wanted:.1f}"
     if held >= wanted:
-        return SkippedField(key, said)
+        return Proposal(key, (), said)
     values = tuple(value for value in (now * 2, now * 4) if value - now <= _free_mib())
     if not values:
-        return SkippedField(key, f"{said}; {_free_mib():.0f} MiB are free")
-    return FieldProposal(key, values, said)
+        return Proposal(key, (), f"{said}; {_free_mib():.0f} MiB are free")
+    return Proposal(key, values, said)
 
 
-def propose_kv_precision(evidence: Seen) -> FieldProposal | SkippedField:
+def propose_kv_precision(observed: Observation[GenerationInputs]) -> Proposal:
     """Propose lower KV cache precision: more tokens, faster reads; the gate checks it."""
     key = "core.kv_cache.dtype"
-    core = evidence.plan.spec.core
+    core = observed.plan.spec.core
     if core.kv_cache.dtype == "fp8":
-        return SkippedField(key, "no other precision is supported")
-    return FieldProposal(key, ("fp8",), "keys and values have the precision auto")
+        return Proposal(key, (), "no other precision is supported")
+    return Proposal(key, ("fp8",), "keys and values have the precision auto")
 
 
-def propose_interval(evidence: Seen) -> FieldProposal | SkippedField:
+def propose_interval(observed: Observation[GenerationInputs]) -> Proposal:
     """Propose tokens per response: more need fewer responses, if the SLO leaves time."""
-    key, now = "serving.stream_interval", evidence.plan.spec.serving.stream_interval
-    limits = {name: most for name, most in evidence.limits_us.items() if name.startswith("itl")}
-    times = {} if evidence.measurement is None else evidence.measurement.latencies_us
+    key, now = "serving.stream_interval", observed.plan.spec.serving.stream_interval
+    limits = {name: most for name, most in observed.limits_us.items() if name.startswith("itl")}
+    times = {} if observed.measurement is None else observed.measurement.latencies_us
     fits = [
         value
         for value in STREAM_INTERVALS
@@ -280,20 +266,20 @@ def propose_interval(evidence: Seen) -> FieldProposal | SkippedField:
         and all(times.get(name, 0.0) / now * value <= most for name, most in limits.items())
     ]
     if fits:
-        return FieldProposal(key, tuple(fits), f"responses of {now} tokens cost a hop each")
+        return Proposal(key, tuple(fits), f"responses of {now} tokens cost a hop each")
     if now > 1:
-        return FieldProposal(key, (max(1, now // 4),), f"a response waits for {now} tokens")
-    return SkippedField(key, "the inter-token SLO leaves no time to wait")
+        return Proposal(key, (max(1, now // 4),), f"a response waits for {now} tokens")
+    return Proposal(key, (), "the inter-token SLO leaves no time to wait")
 
 
-def propose_preprocess_instances(evidence: Seen) -> FieldProposal | SkippedField:
-    now = evidence.plan.spec.serving.preprocess_instances
-    return propose_instances(evidence, "serving.preprocess_instances", "preprocess", now)
+def propose_preprocess_instances(observed: Observation[GenerationInputs]) -> Proposal:
+    now = observed.plan.spec.serving.preprocess_instances
+    return propose_instances(observed, "serving.preprocess_instances", "preprocess", now)
 
 
-def mean_in_flight(evidence: Seen) -> float:
+def mean_in_flight(observed: Observation[GenerationInputs]) -> float:
     """Return the mean number of requests in flight at the load of the score (Little's law)."""
-    measured = evidence.measurement
+    measured = observed.measurement
     return 0.0 if measured is None else measured.throughput_per_s * measured.mean_us / 1e6
 
 
@@ -318,9 +304,9 @@ def _free_mib() -> float:
     return _FREE * psutil.virtual_memory().available / 2**20
 
 
-def _kv_capacity(evidence: Seen) -> int:
+def _kv_capacity(observed: Observation[GenerationInputs]) -> int:
     """Return how many mean requests the KV cache holds."""
-    inputs = evidence.plan
+    inputs = observed.plan
     memory = inputs.spec.core.kv_cache.memory_mib << 20
     return int(memory // (inputs.kv_token_bytes * inputs.request_tokens))
 

@@ -8,13 +8,14 @@ limit, at the number of clients with the most; without an SLO, tokens per second
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, ClassVar
 
 from triptych.operate.tune.results import REQUESTS, ScoreUnit
 from triptych.serving.bench.results import Measurement
-from triptych.spec.slo import GenerationSlo, Promise, Slo
+from triptych.spec.slo import GenerationSlo, Slo
 
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Numbers of clients of the closed loops."""
@@ -24,7 +25,7 @@ MeasureAt = Callable[[int], Measurement]
 
 
 class LoadFailed(Exception):
-    """Error of a configuration whose requests failed; it has no score."""
+    """Error of a setting whose requests failed; it has no score."""
 
     def __init__(self, measurement: Measurement) -> None:
         errors = (f"{count} x {kind}" for kind, count in measurement.errors.items())
@@ -33,41 +34,48 @@ class LoadFailed(Exception):
 
 @dataclass(frozen=True)
 class ScoredRound:
-    """One round of one configuration."""
+    """One round of one setting."""
 
     score: float  # score above 0, in the objective's unit
-    found: Mapping[int, Measurement]  # measurements by number of clients
+    by_clients: Mapping[int, Measurement]  # measurements by number of clients
     start: int  # first number of clients of the next round
 
 
-class Scoring(Protocol):
-    """Objective of pipelines of one kind."""
+@dataclass(frozen=True)
+class Objective(ABC):
+    """Objective of pipelines of one kind.
+
+    Attributes:
+        slo: SLO; an empty one maximizes throughput.
+        clients: Number of clients; with a latency SLO, the maximum.
+        keeps_clients: Whether later rounds use the number of clients that the first round chose.
+    """
+
+    slo: Any
+    clients: int
+
+    keeps_clients: ClassVar[bool]
 
     @property
-    def slo(self) -> Promise:
-        """SLO; an empty one maximizes throughput."""
-
-    @property
+    @abstractmethod
     def unit(self) -> ScoreUnit:
         """Unit of the score."""
 
     @property
+    @abstractmethod
     def says(self) -> str:
         """Description of the score."""
 
-    @property
-    def keeps_clients(self) -> bool:
-        """Whether later rounds use the number of clients that the first round found best."""
-
+    @abstractmethod
     def score(
         self, measure_at: MeasureAt, start: int | None = None, *, again: bool = False
     ) -> ScoredRound:
-        """Score a configuration once.
+        """Score a setting once.
 
         Args:
             measure_at: Function that measures with a number of clients.
             start: First number of clients, from the previous round.
-            again: Whether the previous round was of the same configuration.
+            again: Whether the previous round was of the same setting.
 
         Raises:
             LoadFailed: A request failed.
@@ -75,20 +83,20 @@ class Scoring(Protocol):
 
 
 @dataclass(frozen=True)
-class Loads:
+class _Loads:
     """Measurements of one round, at most one per number of clients."""
 
     measure_at: MeasureAt
-    found: dict[int, Measurement] = field(default_factory=dict)
+    by_clients: dict[int, Measurement] = field(default_factory=dict)
 
     def at(self, clients: int) -> Measurement:
         """Return the measurement with `clients`; raise `LoadFailed` on errors."""
-        if clients not in self.found:
+        if clients not in self.by_clients:
             result = self.measure_at(clients)
             if result.errors or not result.requests:
                 raise LoadFailed(result)
-            self.found[clients] = result
-        return self.found[clients]
+            self.by_clients[clients] = result
+        return self.by_clients[clients]
 
 
 def choose_ladder(max_clients: int, start: int | None) -> tuple[list[int], int]:
@@ -97,35 +105,36 @@ def choose_ladder(max_clients: int, start: int | None) -> tuple[list[int], int]:
     return ladder, ladder.index(start) if start in ladder else len(ladder) // 2
 
 
-@dataclass(frozen=True)
-class Objective:
-    """Objective of complete answers; see `Scoring`."""
+class ThroughputObjective(Objective):
+    """Objective of complete answers."""
 
     slo: Slo
-    clients: int  # number of clients; with a latency SLO, the maximum
 
-    unit = REQUESTS
     keeps_clients = False
+
+    @property
+    def unit(self) -> ScoreUnit:
+        return REQUESTS
 
     @property
     def says(self) -> str:
         if not self.slo.limits_us:
             return f"requests per second with {self.clients} clients"
-        limits = self.slo.model_copy(update={"throughput": None})
+        limits = self.slo.without_throughput
         return f"requests per second at which {limits} is just met (closed loop)"
 
     def score(
         self, measure_at: MeasureAt, start: int | None = None, *, again: bool = False
     ) -> ScoredRound:
         """Score by the throughput at the limit; each round searches for it again."""
-        loads = Loads(measure_at)
+        loads = _Loads(measure_at)
 
         def slo_ratio(clients: int) -> float:
             return self.slo.slo_ratio(loads.at(clients).latencies_us)
 
         if not self.slo.limits_us:
             one = loads.at(self.clients)
-            return ScoredRound(one.throughput_per_s, loads.found, self.clients)
+            return ScoredRound(one.throughput_per_s, loads.by_clients, self.clients)
         ladder, at = choose_ladder(self.clients, start)
         while slo_ratio(ladder[at]) > 1 and at > 0:
             at -= 1
@@ -133,8 +142,8 @@ class Objective:
             slo_ratio(ladder[at]) <= 1 and at + 1 < len(ladder) and slo_ratio(ladder[at + 1]) <= 1
         ):
             at += 1
-        score = self._crossing(loads.found, ladder[at : at + 2])
-        return ScoredRound(score, loads.found, ladder[at])
+        score = self._crossing(loads.by_clients, ladder[at : at + 2])
+        return ScoredRound(score, loads.by_clients, ladder[at])
 
     def _crossing(self, found: Mapping[int, Measurement], around: list[int]) -> float:
         """Interpolate the throughput at the limit between two numbers of clients."""
@@ -150,12 +159,10 @@ class Objective:
         return max(low.throughput_per_s, grown)
 
 
-@dataclass(frozen=True)
-class Goodput:
-    """Objective of streamed answers; see `Scoring`."""
+class GoodputObjective(Objective):
+    """Objective of streamed answers."""
 
     slo: GenerationSlo
-    clients: int  # number of clients; with a latency SLO, the maximum
 
     keeps_clients = True
 
@@ -167,24 +174,24 @@ class Goodput:
     def says(self) -> str:
         if not self.slo.limits_us:
             return f"tokens per second with {self.clients} clients"
-        limits = self.slo.model_copy(update={"throughput": None})
+        limits = self.slo.without_throughput
         return f"goodput: answers per second that meet {limits}, at the best number of clients"
 
     def score(
         self, measure_at: MeasureAt, start: int | None = None, *, again: bool = False
     ) -> ScoredRound:
         """Score by goodput; the first round finds the number of clients of later rounds."""
-        loads = Loads(measure_at)
+        loads = _Loads(measure_at)
         if not self.slo.limits_us:
             one = loads.at(self.clients)
-            return ScoredRound(one.tokens_per_s, loads.found, self.clients)
+            return ScoredRound(one.tokens_per_s, loads.by_clients, self.clients)
 
         def good(clients: int) -> float:
             return self._score(loads.at(clients))
 
         ladder, at = choose_ladder(self.clients, start)
         if again:
-            return ScoredRound(good(ladder[at]), loads.found, ladder[at])
+            return ScoredRound(good(ladder[at]), loads.by_clients, ladder[at])
         first = loads.at(ladder[at])
         # If most answers already miss the SLO, more clients take long and add no information.
         up_first = good(ladder[at]) >= first.throughput_per_s / 2
@@ -194,9 +201,9 @@ class Goodput:
                 at += way
             if at != begun_at:
                 break
-        return ScoredRound(good(ladder[at]), loads.found, ladder[at])
+        return ScoredRound(good(ladder[at]), loads.by_clients, ladder[at])
 
-    def improves_at(self, loads: Loads, ladder: Sequence[int], at: int, way: int) -> bool:
+    def improves_at(self, loads: _Loads, ladder: Sequence[int], at: int, way: int) -> bool:
         """Return whether the next number of clients scores higher; fewer cannot within the SLO."""
         present = loads.at(ladder[at])
         if not 0 <= at + way < len(ladder) or (way < 0 and self._meets_slo(present)):

@@ -20,9 +20,8 @@ from pydantic import JsonValue
 
 from triptych.base.errors import UserError
 from triptych.operate.tune.fields import (
+    Observation,
     Propose,
-    SkippedField,
-    TrialObservation,
     propose_bucket_count,
     propose_layout,
 )
@@ -229,17 +228,15 @@ def propose_settings(
         rate_per_s: Requests per second; None if unknown.
     """
     present = _cost(plan, lengths, plan.bucket_edges)
-    best = _replanned(plan, {}, lengths)
+    best = _replan(plan, {}, lengths)
     change: dict[str, JsonValue] = {}
     for field in PRICED if plan.spec.core.shared_from is None else ():
-        found = field(TrialObservation(best, None, cores=1, limits_us={}))
-        if isinstance(found, SkippedField):
-            continue
-        for value in (*found.values, *found.others):
-            other = _replanned(plan, {**change, found.key: value}, lengths)
+        proposal = field(Observation(best, None, cores=1, limits_us={}))
+        for value in (*proposal.values, *proposal.others):
+            other = _replan(plan, {**change, proposal.key: value}, lengths)
             least = _cost(best, lengths, best.bucket_edges)
             if _cost(other, lengths, other.bucket_edges) < (1 - MIN_SAVING) * least:
-                best, change = other, {**change, found.key: value}
+                best, change = other, {**change, proposal.key: value}
     work = _cost(best, lengths, best.bucket_edges) / present
     before = dict(plan.spec.tuned)
     capacity = servers = None
@@ -256,7 +253,7 @@ def _cost(plan: Plan, lengths: Lengths, edges: tuple[int, ...]) -> float:
     return cost.packed if plan.packed else cost.bucketed
 
 
-def _replanned(plan: Plan, change: Mapping[str, JsonValue], lengths: Lengths) -> Plan:
+def _replan(plan: Plan, change: Mapping[str, JsonValue], lengths: Lengths) -> Plan:
     """Return the plan for new lengths with changed fields of `core`."""
     fields = {key.removeprefix("core."): value for key, value in change.items()}
     core = plan.spec.core.model_copy(update=fields)

@@ -1,19 +1,17 @@
-"""Results of `tune`: trials, outcomes, Pareto front, SLO verdicts, advice, paired comparison."""
+"""Results of `tune`: trials, outcomes, Pareto front, paired comparison of scores."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, exp, log, sqrt
+from math import exp, log, sqrt
 from statistics import mean, stdev
 from typing import Literal
 
 from pydantic import JsonValue
 
-from triptych.base.formatting import rounded
 from triptych.serving.bench.results import Bottleneck, Cost, LoadPoint, RateSearch, Subject
-from triptych.spec.plan import Plan
-from triptych.spec.slo import AnySlo, Slo
+from triptych.spec.slo import AnySlo
 
 
 def _rate(point: LoadPoint) -> float:
@@ -98,63 +96,6 @@ class TuneResult:
     seconds: float  # total duration
     unit: ScoreUnit = REQUESTS  # unit of all scores
     schema: Literal["triptych-tune/1"] = "triptych-tune/1"
-
-
-def judge_outcome(slo: Slo, winner: Outcome) -> tuple[bool, str]:
-    """Return whether the winner meets the SLO, and a sentence with its metrics."""
-    if slo.is_empty:
-        return True, f"no SLO is set; {winner.score:.0f}/s at the highest load"
-    if winner.rate is None:
-        wanted = slo.throughput or 0.0
-        return winner.score >= wanted, format_margin(winner.score, wanted)
-    rate = winner.rate.highest_per_s
-    limits = slo.model_copy(update={"throughput": None})
-    if not rate:
-        return False, f"{limits} is not met at any tested rate"
-    said = f"{limits} is met up to {rate:.0f}/s (Poisson)"
-    if winner.rate.lowest_broken_per_s is not None:
-        said += f" and missed at {winner.rate.lowest_broken_per_s:.0f}/s"
-    if slo.throughput is None:
-        return True, said
-    return rate >= slo.throughput, f"{said}: {format_margin(rate, slo.throughput)}"
-
-
-def format_margin(found: float, wanted: float) -> str:
-    """Return text about a rate and the SLO's throughput, in requests per second."""
-    side = "above" if found >= wanted else "below"
-    return f"{rounded(found)}/s, {abs(found / wanted - 1):.0%} {side} the SLO of {wanted:g}/s"
-
-
-def suggest_improvements(plan: Plan, slo: Slo, winner: Outcome) -> tuple[str, ...]:
-    """Return advice beyond tuning, one sentence each."""
-    found = [f"{winner.bottleneck.says} {winner.bottleneck.remedy}".strip()]
-    core = plan.spec.core
-    if core.precision == "fp32":
-        found.append(
-            "A lower precision computes faster: `--set core.precision=auto` tries those that pass "
-            "the accuracy gate."
-        )
-    sustained = winner.score if winner.rate is None else winner.rate.highest_per_s
-    if slo.throughput is not None and 0 < sustained < slo.throughput:
-        count = ceil(slo.throughput / sustained)
-        found.append(
-            f"{count} machines like this one behind a load balancer reach {slo.throughput:g}/s."
-        )
-    alone = next((point for point in winner.points if point.load.value == 1), None)
-    if alone and not sustained and slo.slo_ratio(alone.typical.latencies_us) > 1:
-        found.append(
-            f"A single client already misses the SLO (p99 {alone.median('p99_us') / 1e3:.1f} ms):"
-            " batching cannot help, only a faster core or shorter texts."
-        )
-    lengths = plan.lengths
-    if lengths is not None and lengths.quantile(0.99) > 4 * lengths.mean:
-        found.append(
-            f"1 % of the rows have {lengths.quantile(0.99)} tokens or more, "
-            f"{lengths.mean:.0f} on average: a lower tokenizer.max_length truncates them."
-        )
-    if core.device == "cpu":
-        found.append("Use a GPU or more cores.")
-    return tuple(found)
 
 
 MAX_ROUNDS = 5

@@ -12,7 +12,7 @@ from math import inf
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -21,8 +21,8 @@ from triptych.base.errors import Progress, UserError
 from triptych.base.files import write_files
 from triptych.base.formatting import rounded
 from triptych.core.gate.cached import GateFailure
-from triptych.operate.tune.fields import FieldProposal, Propose, SkippedField, TrialObservation
-from triptych.operate.tune.kind import TrialConfig
+from triptych.operate.tune.fields import Observation, Proposal, Propose
+from triptych.operate.tune.kinds import Setting
 from triptych.operate.tune.objective import LoadFailed, ScoredRound
 from triptych.operate.tune.results import (
     MIN_GAIN,
@@ -33,60 +33,39 @@ from triptych.operate.tune.results import (
     compare_scores,
     format_scores,
 )
+from triptych.operate.tune.trial_servers import TrialServers
 from triptych.repository.lint.checks import LintFailure
 from triptych.serving.bench.results import LoadPoint, Measurement, OfferedLoad, from_json, to_json
-
-
-class PairedMeasurement(Protocol):
-    """Measures the best configuration and a candidate in turns; see `TrialServers`."""
-
-    def begin(self, present: TrialConfig) -> tuple[Any, ScoredRound]: ...
-
-    def challenge(self, other: TrialConfig) -> None: ...
-
-    def round(self) -> tuple[ScoredRound, ScoredRound]: ...
-
-    def promote(self) -> Any: ...
-
-    def next_round_s(self) -> float: ...
-
-    def final_s(self) -> float: ...
-
-
-@dataclass(frozen=True)
-class _StoredTrial:
-    trial: Trial
-    schema: Literal["triptych-trial/1"] = "triptych-trial/1"
 
 
 class TrialCache:
     """Cache of finished trials, one file each, so that an interrupted run can continue.
 
     Args:
-        key: Plain data of everything that affects a trial, except its configurations.
+        key: Plain data of everything that affects a trial, except its settings.
     """
 
     def __init__(self, key: Mapping[str, object]) -> None:
         self.folder = cache_root() / "tune" / _hash(key)
 
-    def find(self, present: TrialConfig, other: TrialConfig) -> Trial | None:
+    def find(self, present: Setting, other: Setting) -> Trial | None:
         """Return the finished trial of `other` against `present`; None without one."""
         try:
             text = self._path(present, other).read_text(encoding="utf-8")
-            return from_json(_StoredTrial, json.loads(text)).trial
+            return from_json(Trial, json.loads(text))
         except (OSError, ValueError):  # missing, or another format
             return None
 
-    def add(self, present: TrialConfig, other: TrialConfig, trial: Trial) -> None:
+    def add(self, present: Setting, other: Setting, trial: Trial) -> None:
         """Write a finished trial atomically."""
         path = self._path(present, other)
-        write_files(path.parent, {path.name: json.dumps(to_json(_StoredTrial(trial)))})
+        write_files(path.parent, {path.name: json.dumps(to_json(trial))})
 
     def clear(self) -> None:
         """Delete all trials after a complete run, so that the next run measures again."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _path(self, present: TrialConfig, other: TrialConfig) -> Path:
+    def _path(self, present: Setting, other: Setting) -> Path:
         return self.folder / f"{_hash([dict(present.overrides), dict(other.overrides)])}.json"
 
 
@@ -97,14 +76,14 @@ def _hash(value: object) -> str:
 
 @dataclass
 class Search:
-    contest: PairedMeasurement
+    servers: TrialServers
     cache: TrialCache
     deadline: float  # no trial begins after it (monotonic clock)
     cores: int
     limits_us: Mapping[str, float]  # limits of the SLO, in microseconds
     fields: Sequence[Propose]  # tunable fields, in the order of their trials
     progress: Progress  # called at each trial
-    best: TrialConfig = field(default_factory=TrialConfig)  # best configuration
+    best: Setting = field(default_factory=Setting)  # best setting
     trials: list[Trial] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # reason by skipped field
     stopped: str = ""  # reason of the end; empty while it runs
@@ -112,19 +91,19 @@ class Search:
     clock: Callable[[], float] = time.monotonic
     end: float = inf  # deadline that includes the final comparison
     _first_s: float = 0.0  # longest time until the end of a trial's first round
-    _baseline: TrialConfig = field(default_factory=TrialConfig)
+    _baseline: Setting = field(default_factory=Setting)
 
-    def run(self, start: TrialConfig, known: TrialConfig | None = None) -> None:
+    def run(self, start: Setting, known: Setting | None = None) -> None:
         """Try every field once, from `start` on.
 
         Args:
-            start: Baseline configuration.
-            known: Best configuration of an earlier search, which is the first trial.
+            start: Baseline setting.
+            known: Best setting of an earlier search, which is the first trial.
         """
         self.best = start
         self._baseline = start
         try:
-            self._plan, scored = self.contest.begin(start)
+            self._plan, scored = self.servers.begin(start)
         except LoadFailed as error:
             raise UserError(
                 "--clients",
@@ -132,17 +111,15 @@ class Search:
                 given=error,
                 remedy="Lower it, or see the server's log",
             ) from error
-        self._latest = scored.found[scored.start]
+        self._latest = scored.by_clients[scored.start]
         self.progress("tune", f"baseline: {rounded(scored.score)} {self.unit}")
         if known is not None and known != start:
             old = start.overrides
             change = {k: v for k, v in known.overrides.items() if k not in old or old[k] != v}
             self._try(known, change, "configuration of tuned.yaml")
         for propose in self.fields:
-            proposal = propose(
-                TrialObservation(self._plan, self._latest, self.cores, self.limits_us)
-            )
-            if isinstance(proposal, SkippedField):
+            proposal = propose(Observation(self._plan, self._latest, self.cores, self.limits_us))
+            if not proposal.values:
                 self.skipped[proposal.key] = proposal.reason
                 continue
             if not self._climb(proposal, proposal.values, proposal.along):
@@ -152,7 +129,7 @@ class Search:
         self.stopped = "all promising fields were tried"
 
     def _climb(
-        self, proposal: FieldProposal, values: Sequence[JsonValue], along: Mapping[str, JsonValue]
+        self, proposal: Proposal, values: Sequence[JsonValue], along: Mapping[str, JsonValue]
     ) -> bool:
         """Try values until one is not better; return whether any was better."""
         improved = False
@@ -163,49 +140,51 @@ class Search:
                 self.stopped = "time budget reached"
                 break
             change = {proposal.key: value, **along}
-            other = TrialConfig({**self.best.overrides, **change})
+            other = Setting({**self.best.overrides, **change})
             if self._try(other, change, proposal.reason) != "better":
                 break
             improved = True
         return improved
 
-    def _try(self, other: TrialConfig, change: dict[str, JsonValue], reason: str) -> TrialVerdict:
+    def _try(self, other: Setting, change: dict[str, JsonValue], reason: str) -> TrialVerdict:
         number = len(self.trials) + 1
         trial = self.cache.find(self.best, other)
         again = trial is not None
         if trial is None:
             began = self.clock()
-            trial = replace(self._measured(other, change, reason), number=number)
+            trial = replace(self._measure(other, change, reason), number=number)
             trial = replace(trial, seconds=self.clock() - began)
             if not self.stopped:
                 self.cache.add(self.best, other, trial)
         elif trial.verdict == "better":
-            self.contest.challenge(other)
+            self.servers.start_trial(other)
         is_open = self._is_open(trial)
         if is_open:
             trial = replace(trial, says=f"{trial.says}; the final comparison decides")
         self.trials.append(replace(trial, number=number))
-        told = ", ".join(f"{key} {trial.before[key]} -> {value}" for key, value in change.items())
+        changes = ", ".join(
+            f"{key} {trial.before[key]} -> {value}" for key, value in change.items()
+        )
         self.progress(
             "tune",
-            f"trial {number}: {told}: {trial.verdict}, {trial.says}"
+            f"trial {number}: {changes}: {trial.verdict}, {trial.says}"
             + (" (from the cache)" if again else ""),
         )
         if trial.verdict == "better" or is_open:
             self.best = other
-            self._plan = self.contest.promote()
+            self._plan = self.servers.accept_trial()
             self._latest = trial.points[-1].typical if trial.points else self._latest
         return trial.verdict
 
     def _fits(self, seconds: float = 0.0) -> bool:
         """Return whether another round and `seconds` leave time for the final comparison."""
-        needed = seconds + self.contest.next_round_s() + self.contest.final_s()
+        needed = seconds + self.servers.next_round_s() + self.servers.final_s()
         return self.clock() + needed <= self.end
 
     def _is_open(self, trial: Trial) -> bool:
         """Return whether the final comparison may still prove an unfinished trial better.
 
-        Only trials against the baseline qualify: a proven configuration is not replaced.
+        Only trials against the baseline qualify: a proven setting is not replaced.
         """
         if not self.stopped or trial.verdict != "no difference" or self.best != self._baseline:
             return False
@@ -213,15 +192,15 @@ class Search:
             return False
         return (trial.score or 0.0) > (1 + MIN_GAIN) * (trial.against or 0.0)
 
-    def _measured(self, other: TrialConfig, change: dict[str, JsonValue], reason: str) -> Trial:
+    def _measure(self, other: Setting, change: dict[str, JsonValue], reason: str) -> Trial:
         rounds: list[tuple[ScoredRound, ScoredRound]] = []
         verdict: TrialVerdict | None = None
         says = ""
         began = self.clock()
         try:
-            self.contest.challenge(other)
+            self.servers.start_trial(other)
             while verdict is None:
-                rounds.append(self.contest.round())
+                rounds.append(self.servers.round())
                 if len(rounds) == 1:
                     self._first_s = max(self._first_s, self.clock() - began)
                 scores = pair_scores(rounds)
@@ -255,7 +234,7 @@ def collect_points(contender: str, rounds: Sequence[ScoredRound]) -> Iterator[Lo
     """Yield the measurements of several rounds as points, ascending in clients."""
     by_clients: dict[int, list[Measurement]] = {}
     for one in rounds:
-        for clients, measurement in one.found.items():
+        for clients, measurement in one.by_clients.items():
             by_clients.setdefault(clients, []).append(measurement)
     for clients, found in sorted(by_clients.items()):
         yield LoadPoint(contender, OfferedLoad("concurrency", float(clients)), tuple(found))

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from triptych.base.cache import code_hash, sha256_of
 from triptych.base.errors import Progress, UserError
-from triptych.operate.tune.encoding import EncoderTuning
-from triptych.operate.tune.generating import GenerationTuning
-from triptych.operate.tune.kind import TrialConfig, TunedPipeline
-from triptych.operate.tune.objective import Goodput, LoadFailed, Objective, ScoredRound, Scoring
+from triptych.operate.tune.kinds import TUNERS, Setting, TunedPipeline
+from triptych.operate.tune.objective import LoadFailed, ScoredRound
 from triptych.operate.tune.results import Outcome, TuneResult, format_scores, gain
 from triptych.operate.tune.search import Search, TrialCache, collect_points, pair_scores
-from triptych.operate.tune.trial_servers import MIN_ROUNDS, Slot, TrialServers, trial_servers
+from triptych.operate.tune.trial_servers import MIN_ROUNDS, TrialServer, TrialServers, trial_servers
 from triptych.serving.bench.bench import Price, describe_machine, mean_answer_tokens
 from triptych.serving.bench.bench import sustained_rate as sustained_by
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.rates import find_highest_rate
 from triptych.serving.bench.results import LoadPoint
 from triptych.spec.any_spec import kind_in
-from triptych.spec.kind import Kind
 from triptych.spec.slo import AnySlo, GenerationSlo, Slo
 from triptych.spec.spec import SPEC_FILE, not_known_here, task_of
 from triptych.spec.traffic import TRAFFIC_FILE
@@ -80,28 +77,27 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
     tuner = TUNERS.get(kind_in(folder))
     if tuner is None:
         raise not_known_here("task", task_of(folder))
-    kind, objective = tuner(folder, tuning.slo, tuning)
-    start = kind.start(repository, progress)
+    pipeline = tuner(folder, tuning.slo, tuning.clients, tuning.overrides)
+    objective = pipeline.objective
+    start = pipeline.start(repository, progress)
     cache = TrialCache(_cache_key(folder, tuning, start))
-    old = read_tuned(folder, kind.tunable)
-    with trial_servers(kind, repository, objective, tuning.seconds, progress) as servers:
-        servers.put(servers.best_slot, start)  # the time budget excludes the first build
+    old = read_tuned(folder, pipeline.tunable)
+    with trial_servers(pipeline, repository, tuning.seconds, progress) as servers:
+        servers.put(servers.best, start)  # the time budget excludes the first build
         began = time.monotonic()
         search = Search(
             servers,
             cache,
             deadline=began + SEARCH_SHARE * tuning.budget_s,
-            end=began + tuning.budget_s - _min_rates_s(kind, tuning),
+            end=began + tuning.budget_s - _min_rates_s(pipeline, tuning),
             cores=len(os.sched_getaffinity(0)),
             limits_us=tuning.slo.limits_us,
-            fields=kind.fields,
+            fields=pipeline.fields,
             unit=objective.unit,
             progress=progress,
         )
-        search.run(
-            start, None if old is None else TrialConfig({**start.overrides, **old.overrides})
-        )
-        final = _Final(servers, kind, tuning, began + tuning.budget_s, progress)
+        search.run(start, None if old is None else Setting({**start.overrides, **old.overrides}))
+        final = _Final(servers, pipeline, tuning, began + tuning.budget_s, progress)
         try:
             before, after, doubt = final.compare(search.best, start)
         except LoadFailed as error:
@@ -111,10 +107,10 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
                 given=error,
                 remedy="See the server's log, and run tune again; finished trials are kept",
             ) from error
-        slot = servers.best_slot
-        subject = kind.subject(slot.served, slot.repository, after.overrides)
-        met, said = kind.verdict(after)
-        advice = () if met else kind.advice(slot.served, after)
+        server = servers.best
+        subject = pipeline.describe(server.served, server.repository, after.overrides)
+        met, said = pipeline.judge(after)
+        advice = () if met else pipeline.advise(server.served, after)
     result = TuneResult(
         subject=subject,
         slo=tuning.slo,
@@ -135,29 +131,13 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
     return result
 
 
-def _tune_encoder(folder: Path, slo: Any, tuning: Tuning) -> tuple[TunedPipeline, Scoring]:
-    return EncoderTuning(folder, slo, tuning.overrides), Objective(slo, tuning.clients)
-
-
-def _tune_generation(folder: Path, slo: Any, tuning: Tuning) -> tuple[TunedPipeline, Scoring]:
-    tuned = GenerationTuning(folder, slo, tuning.clients, tuning.overrides)
-    return tuned, Goodput(slo, tuning.clients)
-
-
-TUNERS: Mapping[Kind, Callable[[Path, Any, Tuning], tuple[TunedPipeline, Scoring]]] = {
-    Kind.ENCODER: _tune_encoder,
-    Kind.TEXT_GENERATION: _tune_generation,
-}
-"""Kinds that can be tuned; the only place in this package that chooses by `Kind`."""
-
-
-def _min_rates_s(kind: TunedPipeline, tuning: Tuning) -> float:
+def _min_rates_s(pipeline: TunedPipeline, tuning: Tuning) -> float:
     """Return the minimum time of both rate searches, in seconds; 0 without searches."""
-    searched = kind.searches_rates and tuning.slo.limits_us
+    searched = pipeline.searches_rates and tuning.slo.limits_us
     return 2 * _MIN_RATE_S * tuning.seconds if searched else 0.0
 
 
-def _cache_key(folder: Path, tuning: Tuning, start: TrialConfig) -> dict[str, object]:
+def _cache_key(folder: Path, tuning: Tuning, start: Setting) -> dict[str, object]:
     return {
         "files": {name: sha256_of(folder / name) for name in (SPEC_FILE, TRAFFIC_FILE)},
         "folder": str(folder.resolve()),
@@ -174,26 +154,26 @@ class _Final:
     """Final comparison of the baseline and the winner of the search, in turns."""
 
     servers: TrialServers
-    kind: TunedPipeline
+    pipeline: TunedPipeline
     tuning: Tuning
     end: float  # deadline (monotonic clock); mandatory measurements may exceed it
     progress: Progress
 
-    def compare(self, best: TrialConfig, start: TrialConfig) -> tuple[Outcome, Outcome, str]:
+    def compare(self, best: Setting, start: Setting) -> tuple[Outcome, Outcome, str]:
         """Return the outcomes of baseline and winner, and why the baseline won if it did."""
         servers = self.servers
-        servers.put(servers.best_slot, best)
+        servers.put(servers.best, best)
         if best == start:
             seen = tuple(servers.scored(best))  # rounds of the search, used if no time is left
             rounds = self._rounds(lambda: servers.begin(best)[1], sides=1) or [*seen]
-            (outcome,) = self._outcomes({"winner": (servers.best_slot, best, rounds)})
+            (outcome,) = self._outcomes({"winner": (servers.best, best, rounds)})
             return outcome, outcome, "no trial is better than the defaults"
-        servers.put(servers.trial_slot, start)
+        servers.put(servers.trial, start)
         pairs = self._rounds(servers.round, sides=2)
         after, before = self._outcomes(
             {
-                "winner": (servers.best_slot, best, [pair[0] for pair in pairs]),
-                "baseline": (servers.trial_slot, start, [pair[1] for pair in pairs]),
+                "winner": (servers.best, best, [pair[0] for pair in pairs]),
+                "baseline": (servers.trial, start, [pair[1] for pair in pairs]),
             }
         )
         scores = [(old, new) for new, old in pair_scores(pairs)]
@@ -203,7 +183,7 @@ class _Final:
         self.progress("tune", f"winner against baseline: {format_scores(scores)}")
         if share - half > 0:
             return before, after, ""
-        servers.promote()  # the baseline is the best again
+        servers.accept_trial()  # the baseline is the best again
         return before, before, f"the winner's gain is within the noise: {format_scores(scores)}"
 
     def _rounds(self, measure: Callable[[], Round], *, sides: int) -> list[Round]:
@@ -219,51 +199,51 @@ class _Final:
 
     def _is_time_for(self, seconds: float) -> bool:
         """Return whether `seconds` and both rate searches fit into the remaining time."""
-        left_s = self.end - _min_rates_s(self.kind, self.tuning) - time.monotonic()
+        left_s = self.end - _min_rates_s(self.pipeline, self.tuning) - time.monotonic()
         return seconds < left_s
 
     def _outcomes(
-        self, sides: dict[str, tuple[Slot, TrialConfig, list[ScoredRound]]]
+        self, sides: dict[str, tuple[TrialServer, Setting, list[ScoredRound]]]
     ) -> list[Outcome]:
         """Return the outcome of each side, after measuring the remaining numbers of clients."""
         tuning = self.tuning
         _, _, first = next(iter(sides.values()))
         wanted = {clients for clients in FINAL_CLIENTS if clients < tuning.clients}
         extra: dict[str, list[ScoredRound]] = {name: [] for name in sides}
-        for clients in sorted((wanted | {tuning.clients}) - set(first[0].found)):
+        for clients in sorted((wanted | {tuning.clients}) - set(first[0].by_clients)):
             for _ in range(FINAL_ROUNDS - 1):
                 if not self._is_time_for(len(sides) * self.servers.measure_s(clients)):
                     break
-                for name, (slot, _, _) in sides.items():
-                    one = self.servers.measure(slot, clients)
+                for name, (server, _, _) in sides.items():
+                    one = self.servers.measure(server, clients)
                     extra[name].append(ScoredRound(0.0, {clients: one}, clients))
                     self.progress("tune", f"{name}, {clients} clients: {one}")
         return [
             self._outcome(
-                slot,
+                server,
                 setting,
                 rounds,
-                self._points(slot, setting, [*rounds, *extra[name]]),
+                self._points(server, setting, [*rounds, *extra[name]]),
                 share=1 / (len(sides) - index),
             )
-            for index, (name, (slot, setting, rounds)) in enumerate(sides.items())
+            for index, (name, (server, setting, rounds)) in enumerate(sides.items())
         ]
 
     def _points(
-        self, slot: Slot, setting: TrialConfig, final: Sequence[ScoredRound]
+        self, server: TrialServer, setting: Setting, final: Sequence[ScoredRound]
     ) -> tuple[LoadPoint, ...]:
-        """Return all points of a configuration; the search provides those the final lacks."""
-        measured = {clients for one in final for clients in one.found}
-        earlier = [
-            replace(one, found={n: each for n, each in one.found.items() if n not in measured})
-            for one in self.servers.scored(setting)
-        ]
-        return tuple(collect_points(slot.target.pipeline, [*final, *earlier]))
+        """Return all points of a setting; the search provides those the final lacks."""
+        measured = {clients for scored in final for clients in scored.by_clients}
+        earlier = []
+        for scored in self.servers.scored(setting):
+            missing = {n: one for n, one in scored.by_clients.items() if n not in measured}
+            earlier.append(replace(scored, by_clients=missing))
+        return tuple(collect_points(server.target.pipeline, [*final, *earlier]))
 
     def _outcome(
         self,
-        slot: Slot,
-        setting: TrialConfig,
+        server: TrialServer,
+        setting: Setting,
         rounds: Sequence[ScoredRound],
         points: tuple[LoadPoint, ...],
         *,
@@ -272,12 +252,12 @@ class _Final:
         tuning = self.tuning
         score = sorted(one.score for one in rounds)[len(rounds) // 2]
         rate = None
-        if _min_rates_s(self.kind, tuning):
+        if _min_rates_s(self.pipeline, tuning):
             left = share * (self.end - time.monotonic())
             most = tuning.budget_s * (1 - SEARCH_SHARE) / 3
             rate = find_highest_rate(
-                slot.target,
-                slot.served.requests,
+                server.target,
+                server.served.requests,
                 tuning.slo,
                 start_per_s=max(1.0, 0.7 * score),
                 seconds=tuning.seconds,

@@ -241,7 +241,7 @@ def sustained_rate(points: Sequence[LoadPoint], slo: AnySlo, rate: RateSearch | 
     """Return the sustained requests per second within the latency SLO; 0 without one."""
     if rate is not None:
         return rate.highest_per_s
-    latencies = slo.model_copy(update={"throughput": None})
+    latencies = slo.without_throughput
     return max((p.median("throughput_per_s") for p in points if p.meets(latencies)), default=0.0)
 
 

@@ -1,0 +1,394 @@
+"""Pipelines that can be tuned: interface to the search, encoders, and text generation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import JsonValue
+
+from triptych.base.errors import Progress, UserError
+from triptych.base.formatting import rounded
+from triptych.building import build as building
+from triptych.building.auto import AUTO
+from triptych.building.generation.bench import check_clients, requests_of, subject_of
+from triptych.building.generation.build import build_trial
+from triptych.building.generation.inputs import GenerationInputs, read_generation
+from triptych.core.inputs import read_inputs
+from triptych.operate.tune.fields import FIELDS, GENERATION_FIELDS, Propose
+from triptych.operate.tune.objective import GoodputObjective, Objective, ThroughputObjective
+from triptych.operate.tune.results import Outcome
+from triptych.serving.bench import perf_analyzer
+from triptych.serving.bench.bench import WARM_UP_ANSWERS, describe_server, describe_target
+from triptych.serving.bench.measure import WINDOW_FACTOR, BenchTarget, measure
+from triptych.serving.bench.perf_analyzer import Request
+from triptych.serving.bench.results import Measurement, OfferedLoad, Subject
+from triptych.spec.generation_fields import GenerationSpec, load_generation_spec
+from triptych.spec.kind import Kind
+from triptych.spec.plan import Plan
+from triptych.spec.slo import AnySlo, GenerationSlo, Slo
+from triptych.spec.spec import load_spec
+from triptych.spec.tuned import TUNABLE, TUNABLE_GENERATION
+
+WARM_UP_REQUESTS = 60
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Changes of the spec: values by field (dotted); empty for the spec as it is."""
+
+    overrides: Mapping[str, JsonValue] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Hashable key, equal for equal settings."""
+        return tuple(sorted(self.as_options))
+
+    @property
+    def as_options(self) -> list[str]:
+        """Options of the form ``KEY=VALUE``."""
+        return [
+            f"{key}={'null' if value is None else value}" for key, value in self.overrides.items()
+        ]
+
+
+@dataclass(frozen=True)
+class BuiltSetting:
+    """A build of a setting.
+
+    Attributes:
+        inputs: Inputs of the build: `PipelineInputs` or `GenerationInputs`.
+        plan: Plan that the tunable fields read, with its ``spec``: `Plan` or `GenerationInputs`.
+        requests: Requests of the traffic for perf_analyzer.
+        changed: Models that differ from those in the repository before.
+    """
+
+    inputs: Any
+    plan: Any
+    requests: Sequence[Request]
+    changed: Sequence[str]
+
+
+@dataclass(frozen=True)
+class TunedPipeline(ABC):
+    """A pipeline that is tuned.
+
+    Attributes:
+        clients: Maximum number of clients.
+        base: ``KEY=VALUE`` overrides of the spec; those of a setting take precedence.
+        fields: Functions that propose values of a field, in the order of their trials.
+        tunable: Keys that ``tuned.yaml`` may contain.
+        reloads: Whether a server can load a new build while it serves the previous one.
+        searches_rates: Whether the highest rate that meets the SLO is searched at the end.
+    """
+
+    folder: Path
+    slo: Any
+    clients: int
+    base: tuple[str, ...] = ()
+
+    fields: ClassVar[Sequence[Propose]]
+    tunable: ClassVar[Sequence[str]]
+    reloads: ClassVar[bool]
+    searches_rates: ClassVar[bool]
+
+    @property
+    @abstractmethod
+    def objective(self) -> Objective:
+        """Objective that scores the settings."""
+
+    @abstractmethod
+    def start(self, repository: Path, progress: Progress) -> Setting:
+        """Return the setting without earlier tuning.
+
+        Raises:
+            UserError: The pipeline cannot be tuned.
+        """
+
+    @abstractmethod
+    def build(self, setting: Setting, repository: Path, progress: Progress) -> BuiltSetting:
+        """Build a setting.
+
+        Raises:
+            GateFailure, LintFailure, UserError: It cannot be built.
+        """
+
+    @abstractmethod
+    def warm_up(self, target: BenchTarget, built: BuiltSetting) -> None:
+        """Send the first requests to a pipeline that was just loaded."""
+
+    @abstractmethod
+    def measure(
+        self, target: BenchTarget, built: BuiltSetting, clients: int, seconds: float
+    ) -> Measurement:
+        """Measure once in a closed loop."""
+
+    @abstractmethod
+    def describe(
+        self, built: BuiltSetting, repository: Path, overrides: Mapping[str, JsonValue]
+    ) -> Subject:
+        """Return a description of the measured pipeline and machine."""
+
+    @abstractmethod
+    def judge(self, winner: Outcome) -> tuple[bool, str]:
+        """Return whether the winner meets the SLO, and a sentence with its metrics."""
+
+    @abstractmethod
+    def advise(self, built: BuiltSetting, winner: Outcome) -> tuple[str, ...]:
+        """Return advice beyond tuning, one sentence each."""
+
+
+class EncoderTuning(TunedPipeline):
+    """Tuning of an encoder pipeline."""
+
+    slo: Slo
+
+    fields = FIELDS
+    tunable = TUNABLE
+    reloads = True
+    searches_rates = True
+
+    @property
+    def objective(self) -> Objective:
+        return ThroughputObjective(self.slo, self.clients)
+
+    def start(self, repository: Path, progress: Progress) -> Setting:
+        """Return the base setting; a precision of ``auto`` is replaced by the chosen one."""
+        inputs = read_inputs(load_spec(self.folder, self.base, untuned=True), progress)
+        owner = inputs.plan.spec.core.shared_from
+        if owner is not None:
+            raise UserError(
+                "core.shared_from",
+                "is not supported for tuning, because another pipeline owns the core",
+                given=owner,
+                remedy=f"Run `triptych tune {owner}`",
+            )
+        if inputs.plan.spec.core.precision != AUTO:
+            return Setting()
+        core = building.build_checked_core(inputs, repository, progress)
+        return Setting({"core.precision": core.gate.precision})
+
+    def build(self, setting: Setting, repository: Path, progress: Progress) -> BuiltSetting:
+        spec = load_spec(self.folder, [*self.base, *setting.as_options], untuned=True)
+        inputs = read_inputs(spec, progress)
+        outcome = building.build(inputs, repository, progress)
+        return BuiltSetting(inputs, inputs.plan, inputs.traffic, outcome.changed)
+
+    def warm_up(self, target: BenchTarget, built: BuiltSetting) -> None:
+        load = OfferedLoad("concurrency", 8)
+        measure(target, built.requests, load, seconds=0.5, warmup_requests=WARM_UP_REQUESTS)
+
+    def measure(
+        self, target: BenchTarget, built: BuiltSetting, clients: int, seconds: float
+    ) -> Measurement:
+        load = OfferedLoad("concurrency", float(clients))
+        return measure(target, built.requests, load, seconds=seconds)
+
+    def describe(
+        self, built: BuiltSetting, repository: Path, overrides: Mapping[str, JsonValue]
+    ) -> Subject:
+        server = describe_server(None, built.plan.spec.core.backend)
+        return describe_target(built.inputs, repository, server=server, overrides=overrides)
+
+    def judge(self, winner: Outcome) -> tuple[bool, str]:
+        return judge_outcome(self.slo, winner)
+
+    def advise(self, built: BuiltSetting, winner: Outcome) -> tuple[str, ...]:
+        # The original spec shows whether the precision was ``auto``.
+        spec = load_spec(self.folder, self.base, untuned=True)
+        return advise_encoder(replace(built.plan, spec=spec), self.slo, winner)
+
+
+@dataclass(frozen=True)
+class GenerationTuning(TunedPipeline):
+    """Tuning of a pipeline that generates text."""
+
+    slo: GenerationSlo
+    _seconds: dict[int, float] = field(default_factory=dict)
+    """Duration of a measurement, by clients."""
+
+    fields = GENERATION_FIELDS
+    tunable = TUNABLE_GENERATION
+    reloads = False  # memory may not fit two engines beside the other server's
+    searches_rates = False  # a rate needs hundreds of answers, which take seconds each
+
+    @property
+    def objective(self) -> Objective:
+        return GoodputObjective(self.slo, self.clients)
+
+    def start(self, repository: Path, progress: Progress) -> Setting:
+        check_clients("--clients", self.clients, self._spec(Setting()))
+        return Setting()
+
+    def build(self, setting: Setting, repository: Path, progress: Progress) -> BuiltSetting:
+        inputs = read_generation(self._spec(setting), progress)
+        untuned = replace(inputs, spec=self._spec(Setting()))
+        changed = build_trial(inputs, untuned, repository, progress)
+        return BuiltSetting(inputs, inputs, requests_of(inputs), changed)
+
+    def warm_up(self, target: BenchTarget, built: BuiltSetting) -> None:
+        """Send a few concurrent requests; errors are ignored, because measurements report them."""
+        count = min(WARM_UP_ANSWERS, self.clients)
+        try:
+            perf_analyzer.run(
+                target.grpc_url,
+                target.pipeline,
+                built.requests,
+                concurrency=count,
+                request_count=count,
+                streaming=True,
+            )
+        except perf_analyzer.LoadError as error:
+            if not error.errors and not error.is_late:
+                raise
+
+    def measure(
+        self, target: BenchTarget, built: BuiltSetting, clients: int, seconds: float
+    ) -> Measurement:
+        """Measure once; the first measurement sets the duration for this number of clients."""
+        known_s = self._seconds.get(clients)
+        result = measure(
+            replace(target, promise=self.slo),
+            built.requests,
+            OfferedLoad("concurrency", float(clients)),
+            seconds=known_s or seconds,
+            warmup_requests=0 if known_s else WARM_UP_ANSWERS,
+        )
+        if not known_s and result.requests:
+            self._seconds[clients] = max(seconds, result.seconds / WINDOW_FACTOR)
+        return result
+
+    def describe(
+        self, built: BuiltSetting, repository: Path, overrides: Mapping[str, JsonValue]
+    ) -> Subject:
+        subject = subject_of(built.inputs, server=describe_server(None))
+        return replace(subject, overrides=dict(overrides))
+
+    def judge(self, winner: Outcome) -> tuple[bool, str]:
+        return judge_goodput(self.slo, winner)
+
+    def advise(self, built: BuiltSetting, winner: Outcome) -> tuple[str, ...]:
+        return advise_generation(built.inputs, self.slo, winner)
+
+    def _spec(self, setting: Setting) -> GenerationSpec:
+        options = [*self.base, *setting.as_options]
+        return load_generation_spec(self.folder, options, untuned=True)
+
+
+TUNERS: Mapping[Kind, Callable[[Path, Any, int, tuple[str, ...]], TunedPipeline]] = {
+    Kind.ENCODER: EncoderTuning,
+    Kind.TEXT_GENERATION: GenerationTuning,
+}
+"""Kinds that can be tuned; the only place in this package that chooses by `Kind`."""
+
+
+def judge_outcome(slo: Slo, winner: Outcome) -> tuple[bool, str]:
+    """Return whether an encoder's winner meets the SLO, and a sentence with its metrics."""
+    if slo.is_empty:
+        return True, f"no SLO is set; {winner.score:.0f}/s at the highest load"
+    if winner.rate is None:
+        wanted = slo.throughput or 0.0
+        return winner.score >= wanted, _format_margin(winner.score, wanted)
+    rate, limits = winner.rate.highest_per_s, slo.without_throughput
+    if not rate:
+        return False, f"{limits} is not met at any tested rate"
+    text = f"{limits} is met up to {rate:.0f}/s (Poisson)"
+    if winner.rate.lowest_broken_per_s is not None:
+        text += f" and missed at {winner.rate.lowest_broken_per_s:.0f}/s"
+    if slo.throughput is None:
+        return True, text
+    return rate >= slo.throughput, f"{text}: {_format_margin(rate, slo.throughput)}"
+
+
+def judge_goodput(slo: GenerationSlo, winner: Outcome) -> tuple[bool, str]:
+    """Return whether the winner meets the SLO of streamed answers, and a sentence."""
+    if slo.is_empty:
+        return True, f"no SLO is set; {rounded(winner.score)} tokens/s at the highest load"
+    limits, wanted = slo.without_throughput, slo.throughput
+    within = [point for point in winner.points if point.meets(limits)]
+    highest = max((point.median("throughput_per_s") for point in within), default=0.0)
+    if not slo.limits_us:
+        return highest >= (wanted or 0.0), _format_margin(highest, wanted or 0.0)
+    best = max(winner.points, key=lambda point: point.median("goodput_per_s"))
+    text = f"goodput {rounded(best.median('goodput_per_s'))}/s of "
+    text += f"{rounded(best.median('throughput_per_s'))}/s with {best.load}"
+    if not within:
+        return False, f"{text}; {limits} is not met with any tested number of clients"
+    text += f"; {limits} is met with {', '.join(str(point.load) for point in within)}"
+    if wanted is None:
+        return True, text
+    return highest >= wanted, f"{text}: {_format_margin(highest, wanted)}"
+
+
+def _format_margin(rate: float, wanted: float) -> str:
+    side = "above" if rate >= wanted else "below"
+    return f"{rounded(rate)}/s, {abs(rate / wanted - 1):.0%} {side} the SLO of {wanted:g}/s"
+
+
+def advise_encoder(plan: Plan, slo: Slo, winner: Outcome) -> tuple[str, ...]:
+    """Return advice beyond tuning, one sentence each."""
+    sustained = winner.score if winner.rate is None else winner.rate.highest_per_s
+    advice = _common_advice(
+        slo,
+        winner,
+        sustained,
+        ""
+        if plan.spec.core.precision != "fp32"
+        else "A lower precision computes faster: "
+        "`--set core.precision=auto` tries those that pass the accuracy gate.",
+    )
+    alone = next((point for point in winner.points if point.load.value == 1), None)
+    if alone and not sustained and slo.slo_ratio(alone.typical.latencies_us) > 1:
+        advice.append(
+            f"A single client already misses the SLO (p99 {alone.median('p99_us') / 1e3:.1f} ms):"
+            " batching cannot help, only a faster core or shorter texts."
+        )
+    lengths = plan.lengths
+    if lengths is not None and lengths.quantile(0.99) > 4 * lengths.mean:
+        advice.append(
+            f"1 % of the rows have {lengths.quantile(0.99)} tokens or more, "
+            f"{lengths.mean:.0f} on average: a lower tokenizer.max_length truncates them."
+        )
+    if plan.spec.core.device == "cpu":
+        advice.append("Use a GPU or more cores.")
+    return tuple(advice)
+
+
+def advise_generation(
+    inputs: GenerationInputs, slo: GenerationSlo, winner: Outcome
+) -> tuple[str, ...]:
+    """Return advice beyond tuning, one sentence each."""
+    within = [point for point in winner.points if point.meets(slo.without_throughput)]
+    advice = _common_advice(
+        slo,
+        winner,
+        max((point.median("throughput_per_s") for point in within), default=0.0),
+        ""
+        if inputs.spec.core.precision != "fp32"
+        else "A lower precision computes faster and "
+        "halves the KV cache: core.precision bf16, which the accuracy gate checks.",
+    )
+    alone = next((point for point in winner.points if point.load.value == 1), None)
+    if alone is not None and slo.slo_ratio(alone.latencies_us) > 1:
+        advice.append(
+            "A single client already misses the SLO: batching cannot help, only a faster engine, a "
+            "smaller model, or shorter prompts and answers."
+        )
+    return tuple(advice)
+
+
+def _common_advice(slo: AnySlo, winner: Outcome, sustained: float, precision: str) -> list[str]:
+    """Return advice about the bottleneck, the precision, and the number of machines."""
+    advice = [f"{winner.bottleneck.says} {winner.bottleneck.remedy}".strip()]
+    if precision:
+        advice.append(precision)
+    if slo.throughput is not None and 0 < sustained < slo.throughput:
+        count = ceil(slo.throughput / sustained)
+        advice.append(
+            f"{count} machines like this one behind a load balancer reach {slo.throughput:g}/s."
+        )
+    return advice
