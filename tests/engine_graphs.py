@@ -16,13 +16,13 @@ from conftest import quiet, share_export_registry
 from precision_cases import export
 from test_precision_tasks import CONVERT, traffic_of
 from triptych.base.onnx_graph import MODEL_FILE, all_nodes, value_types
-from triptych.core.engine import rtx
-from triptych.core.engine.dry_run_worker import dry_build
+from triptych.core.engine.api import USUAL_CAPABILITY, RtxApi
+from triptych.core.engine.dry_run import dry_build
 from triptych.core.engine.inspection import check_products
 from triptych.core.engine.make import make_engine, make_request
 from triptych.core.export.to_onnx import export_model
 from triptych.core.inputs import read_inputs
-from triptych.core.precision.keep_layers import CoreConverter
+from triptych.core.precision.layer_exclusion import CoreConverter
 from triptych.core.precision.linear import Recipe
 from triptych.repository.records import Conversion
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
@@ -120,7 +120,7 @@ class _Parsed(Exception):
 
 def parse(graph: Graph) -> None:
     """Parse a graph and check its products; raises a `UserError` that says what is wrong."""
-    api = rtx.RtxApi(rtx.USUAL)
+    api = RtxApi(USUAL_CAPABILITY)
     request = make_request(graph.path, graph.plan, api)
 
     def look(network: Any) -> None:
@@ -137,7 +137,7 @@ def build(graph: Graph) -> dict[str, Any]:
         "onnx": str(graph.path),
         "plan": graph.plan.as_dict(),
         "fp32_products": graph.fp32_products,
-        "compute_capability": rtx.USUAL,
+        "compute_capability": USUAL_CAPABILITY,
     }
     return dry_build(asked)
 

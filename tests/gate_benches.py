@@ -12,13 +12,12 @@ import numpy as np
 
 from conftest import quiet, traffic_texts
 from task_models import MODELS
-from triptych.core.feeds import Sample
 from triptych.core.gate.cached import decoding_of
 from triptych.core.gate.check import GateLabels, check
 from triptych.core.gate.reference import reference_of
 from triptych.core.gate.runs import RowOutputs, RunBatch, open_core
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.core.samples import Expected, rows_of
+from triptych.core.requests import Expected, Sample, rows_of
 from triptych.repository.records import GateResult
 from triptych.spec.fields import Precision
 from triptych.spec.spec import load_spec

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.tensors import Tensor, TokenRow
-from triptych.core.feeds import Sample
 from triptych.core.gate.check import check
 from triptych.core.gate.runs import RowOutputs, RunBatch
-from triptych.core.samples import Expected, GateRequest
+from triptych.core.requests import Expected, GateRequest, Sample
 from triptych.repository.records import GateResult
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import metrics_of, thresholds

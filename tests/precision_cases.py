@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 import architectures as models
 from triptych.base.onnx_graph import open_session
 from triptych.base.tensors import TokenRow
-from triptych.core.feeds import core_feed
+from triptych.core.requests import core_feed
 
 Feed = dict[str, NDArray[Any]]
 WIDTH = 32

@@ -11,7 +11,7 @@ import pytest
 
 from conftest import LAYOUTS
 from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
-from triptych.core.feeds import core_feed
+from triptych.core.requests import core_feed
 from triptych.repository.manifest import read_manifest
 
 pytestmark = pytest.mark.server  # it takes the repository that the tests of servers share

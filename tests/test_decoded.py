@@ -15,11 +15,11 @@ from gate_benches import write_task
 from gate_cases import make
 from task_models import MODELS
 from triptych.core.gate.cached import decoding_of
+from triptych.core.gate.check import describe_answer
 from triptych.core.gate.reference import reference_of
 from triptych.core.gate.runs import Decoded, decode, reference_row_outputs
-from triptych.core.gate.verdicts import describe_answer
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.core.samples import rows_of
+from triptych.core.requests import rows_of
 from triptych.spec.spec import load_spec
 
 NAMES = [name for name in MODELS if name != "images"]

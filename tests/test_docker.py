@@ -188,7 +188,7 @@ def test_the_engine_verb_needs_nothing_that_its_image_lacks() -> None:
     modules = [
         "triptych.core.engine.stage",
         "triptych.core.engine.stage",
-        "triptych.core.samples_file",
+        "triptych.core.requests",
     ]
     done = subprocess.run(
         [sys.executable, "-c", ONLY_WHAT_IS_PINNED, json.dumps(pins), *modules],

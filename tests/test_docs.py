@@ -209,7 +209,7 @@ def table(heading: str) -> list[dict[str, str]]:
 def test_numbers_of_rows_are_those_of_the_gate() -> None:
     from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, GATE_ROWS
     from triptych.core.inputs import LABELED_ROWS
-    from triptych.core.samples import MIN_RECOMMENDED_ROWS
+    from triptych.core.requests import MIN_RECOMMENDED_ROWS
 
     text = " ".join(PIPELINES.split())
     for words in (

@@ -13,7 +13,7 @@ from conftest import quiet
 from engine_options import OPTIONS
 from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
-from triptych.core.engine import dry_run, rtx
+from triptych.core.engine import api, dry_run
 from triptych.core.engine.dry_run import call_worker, run_dry_build
 from triptych.repository.records import DryRun
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
@@ -85,7 +85,7 @@ def test_a_graph_is_parsed_and_built_once(tmp_path: Path, monkeypatch: pytest.Mo
     found = run(path, lambda _stage, line: lines.append(line), gpu="9.0")
     assert found is not None
     assert (found.compute_capability, found.products) == ("8.9", {"fp16": 1})
-    assert found.tensorrt_rtx == rtx.installed_version()
+    assert found.tensorrt_rtx == api.installed_rtx_version()
     assert found.layers >= 3
     assert found.size_bytes > 512
     assert "for compute capability 8.9, the nearest to 9.0" in lines[0]
@@ -143,11 +143,11 @@ def test_a_machine_without_it_is_told_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(rtx, "DISTRIBUTION", "no-such-distribution")
+    monkeypatch.setattr(api, "RTX_DISTRIBUTION", "no-such-distribution")
     assert run(graph(tmp_path, HALF), lambda _stage, line: lines.append(line)) is None
     assert lines == [f"skipped: TensorRT for RTX is not installed ({dry_run.GET_IT})"]
 
 
 def test_the_nearest_compute_capability_is_taken() -> None:
     near = {"7.0": "7.5", "7.5": "7.5", "8.7": "8.6", "9.0": "8.9", "10.0": "8.9", "12.1": "12.1"}
-    assert {wanted: rtx.nearest(wanted) for wanted in near} == near
+    assert {wanted: api.nearest_capability(wanted) for wanted in near} == near

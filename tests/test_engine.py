@@ -16,8 +16,7 @@ from engine_cases import build_repository, change_plan, contents, copied, header
 from fake_tensorrt import MAJORS
 from fake_tensorrt.records import make_enum
 from triptych.base.errors import UserError
-from triptych.core.engine.api import Api
-from triptych.core.engine.rtx import installed_version
+from triptych.core.engine.api import Api, installed_rtx_version
 from triptych.core.engine.stage import build_engine
 from triptych.repository.records import plain_record
 from triptych.repository.store import hash_files
@@ -95,7 +94,7 @@ PRODUCTS = {
 def test_a_build_without_a_gpu_rehearses_each_engine(built: Path) -> None:
     for name in NAMES:
         record = lock_data(built, name)["dry_run"]
-        assert record["tensorrt_rtx"] == installed_version(), name
+        assert record["tensorrt_rtx"] == installed_rtx_version(), name
         assert record["products"] == PRODUCTS[name], name
         assert record["layers"] > 400, name
         assert record["size_bytes"] > 1_000_000, name
@@ -120,7 +119,7 @@ def test_a_rehearsal_is_left_out_made_later_and_shown(built: Path, tmp_path: Pat
         in triptych("inspect", name, *pipelines).stdout
     )
     alone = triptych("engine", name, "--dry-run")
-    assert alone.stdout.startswith(f"{name}_core: TensorRT for RTX {installed_version()} for ")
+    assert alone.stdout.startswith(f"{name}_core: TensorRT for RTX {installed_rtx_version()} for ")
     assert "(cached): a dry run, not the engine" in alone.stderr
     assert lock_data(repository, name)["dry_run"] == rehearsed
     assert not (repository / f"{name}_core/1/model.plan").exists()

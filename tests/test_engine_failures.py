@@ -160,7 +160,7 @@ class Refuse:
             raise ImportError(name + " is not installed here")
 sys.meta_path.insert(0, Refuse())
 import triptych.interface.cli.pipelines, triptych.core.engine.stage, triptych.core.engine.stage
-import triptych.core.samples_file
+import triptych.core.requests
 """
 
 

@@ -14,10 +14,10 @@ from conftest import LAYOUTS
 from gate_cases import requests_of
 from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
 from triptych.core.export.to_onnx import export_onnx
-from triptych.core.feeds import Sample
 from triptych.core.gate.check import check
 from triptych.core.gate.reference import reference_outputs
 from triptych.core.gate.runs import RunBatch, open_onnx
+from triptych.core.requests import Sample
 from triptych.spec.model_source import read_facts
 from triptych.spec.tasks.accuracy import CORE_METRICS, default_limits
 from triptych.spec.tasks.catalog import TEXT_EMBEDDING

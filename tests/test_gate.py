@@ -21,10 +21,9 @@ from gate_cases import (
     make,
     requests_of,
 )
-from triptych.core.feeds import Sample
 from triptych.core.gate.check import check
 from triptych.core.gate.runs import RowOutputs
-from triptych.core.samples import Expected
+from triptych.core.requests import Expected, Sample
 from triptych.repository.records import GateResult
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import CORE_METRICS, metrics_of

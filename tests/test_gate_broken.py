@@ -23,7 +23,7 @@ from triptych.core.gate.cached import decoding_of
 from triptych.core.gate.check import GateLabels
 from triptych.core.gate.reference import reference_outputs
 from triptych.core.gate.runs import RowOutputs, decode, reference_row_outputs
-from triptych.core.samples import GateRequest, by_request, rows_of
+from triptych.core.requests import GateRequest, by_request, rows_of
 from triptych.repository.records import GateResult
 from triptych.runtime.row_types import pack_metadata, unpack_metadata
 from triptych.spec.tasks import TASKS

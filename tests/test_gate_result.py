@@ -10,10 +10,10 @@ import pytest
 
 from gate_cases import CHOOSING, EVERY, SAMPLES, Case, answer, make, requests_of, task_of
 from triptych.base.tensors import TokenRow
-from triptych.core.feeds import Sample
 from triptych.core.gate.check import check
 from triptych.core.gate.differences import core_error
 from triptych.core.gate.runs import BATCH_TOKENS, RowOutputs
+from triptych.core.requests import Sample
 from triptych.spec.tasks.accuracy import CORE_METRICS, metrics_of, thresholds
 from triptych.spec.tasks.task import Returns
 

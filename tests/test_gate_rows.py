@@ -20,7 +20,7 @@ from triptych.core import gate_rows
 from triptych.core.gate.reference import reference_of
 from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_ROWS, probe_texts, split_traffic
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.core.samples import GateRequest, hash_requests, rows_of
+from triptych.core.requests import GateRequest, hash_requests, rows_of
 from triptych.runtime.row_types import unpack_metadata
 from triptych.spec.spec import load_spec
 

@@ -11,9 +11,9 @@ import pytest
 from engine_options import OPTIONS
 from test_engine_request import FINE, LOWER, PRODUCT, QUANTIZED, SAME, write
 from triptych.base.errors import UserError
+from triptych.core.engine.api import RtxApi, remove_unsupported
 from triptych.core.engine.inspection import check_products
 from triptych.core.engine.make import make_engine, make_request
-from triptych.core.engine.rtx import RtxApi, remove_unsupported
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
 
 SETTINGS: dict[str, Any] = {

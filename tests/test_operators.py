@@ -13,7 +13,7 @@ import pytest
 import precision_cases as cases
 from precision_cases import node
 from triptych.base.errors import UserError
-from triptych.core.precision import float16, fp8, int8
+from triptych.core.precision import float16, quantize
 from triptych.core.precision.linear import Recipe
 from triptych.repository.lint.engine import support_of, unsupported
 from triptych.repository.records import Conversion
@@ -23,8 +23,8 @@ MAJORS = (8, 10, 11)
 CONVERT: dict[Precision, Callable[..., Conversion]] = {
     "fp16": float16.convert,
     "bf16": float16.convert,
-    "fp8": fp8.convert,
-    "int8": int8.convert,
+    "fp8": quantize.convert_fp8,
+    "int8": quantize.convert_int8,
 }
 LACKS: dict[Precision, dict[int, str]] = {
     "fp16": {},

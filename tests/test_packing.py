@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, ROW_SPAN, TokenRow
-from triptych.core.export.packed_batch import PackedBatch
-from triptych.core.export.packed_ops import PackedOperations
-from triptych.core.export.tile_sizes import (
+from triptych.core.export.packed_ops import PackedBatch, PackedOperations
+from triptych.core.export.to_onnx import (
     SIZES,
     TENSORRT_TILE,
     TILE_OVERHEAD,
     compute_from_shapes,
     compute_from_values,
 )
-from triptych.core.feeds import core_feed, row_starts
+from triptych.core.requests import core_feed, row_starts
 from triptych.runtime.packed_rows import MULTIPLE, pack_rows, span_of, unpack_rows
 
 PACKED = (INPUT_IDS, ROW_LENGTH, ROW_OFFSET)

@@ -13,7 +13,7 @@ from conftest import build_into, lock_data, quiet, write_pipeline
 from triptych.base.errors import UserError
 from triptych.building import build as building
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.core.precision.keep_layers import ConvertedCore, convert_with_exclusions
+from triptych.core.precision.layer_exclusion import ConvertedCore, convert_with_exclusions
 from triptych.repository.records import GateResult
 from triptych.spec.fields import Precision
 from triptych.spec.spec import load_spec

@@ -14,8 +14,8 @@ import precision_cases as cases
 from precision_cases import node
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import OPSET
-from triptych.core.precision.fp8 import LARGEST, convert
 from triptych.core.precision.linear import Recipe
+from triptych.core.precision.quantize import MAX_FP8, convert_fp8
 
 FP8 = onnx.TensorProto.FLOAT8E4M3FN
 RECIPE = Recipe("fp8")
@@ -31,14 +31,14 @@ def operators(path: Path) -> list[str]:
 
 
 def as_fp8(values: Any, largest: float) -> Any:
-    scale = np.float32(largest / LARGEST)
-    cut = np.clip(np.asarray(values) / scale, -LARGEST, LARGEST)
+    scale = np.float32(largest / MAX_FP8)
+    cut = np.clip(np.asarray(values) / scale, -MAX_FP8, MAX_FP8)
     return cut.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
 
 
 def test_both_layouts_are_quantized_and_right(exported: cases.Exported, tmp_path: Path) -> None:
     feeds = exported.feeds()
-    done = convert(exported.path, tmp_path / "one", RECIPE, feeds)
+    done = convert_fp8(exported.path, tmp_path / "one", RECIPE, feeds)
     path = tmp_path / "one/model.onnx"
     onnx.checker.check_model(path, full_check=True)
     assert cases.declared(path) == cases.declared(exported.path)
@@ -57,13 +57,13 @@ def test_both_layouts_are_quantized_and_right(exported: cases.Exported, tmp_path
     vectors, wanted = cases.run(path, feed)[0], cases.run(exported.path, feed)[0]
     assert vectors.dtype == np.float32
     assert 1e-4 < cases.relative_error(vectors, wanted) < 0.1
-    convert(exported.path, tmp_path / "two", RECIPE, feeds)
+    convert_fp8(exported.path, tmp_path / "two", RECIPE, feeds)
     assert path.read_bytes() == (tmp_path / "two/model.onnx").read_bytes()
     assert str(tmp_path).encode() not in path.read_bytes()
 
 
 def test_a_row_does_not_depend_on_its_batch(exported: cases.Exported, tmp_path: Path) -> None:
-    convert(exported.path, tmp_path, RECIPE, exported.feeds())
+    convert_fp8(exported.path, tmp_path, RECIPE, exported.feeds())
     row, loud = [7, 8, 9, 4], [[*range(40, 80)]] * 3
     alone = cases.run(tmp_path / "model.onnx", exported.feed([row]))[0][0]
     among = cases.run(tmp_path / "model.onnx", exported.feed([row, *loud]))[0][0]
@@ -73,15 +73,15 @@ def test_a_row_does_not_depend_on_its_batch(exported: cases.Exported, tmp_path: 
 
 def test_layers_asked_for_are_not_quantized(exported: cases.Exported, tmp_path: Path) -> None:
     feeds = exported.feeds()
-    layers = convert(exported.path, tmp_path / "all", RECIPE, feeds).layers
+    layers = convert_fp8(exported.path, tmp_path / "all", RECIPE, feeds).layers
     kept = (layers[0], layers[3])
-    done = convert(exported.path, tmp_path / "some", Recipe("fp8", kept=kept), feeds)
+    done = convert_fp8(exported.path, tmp_path / "some", Recipe("fp8", kept=kept), feeds)
     assert done.excluded_layers == kept
     assert done.layers == layers
     before, after = operators(tmp_path / "all/model.onnx"), operators(tmp_path / "some/model.onnx")
     assert before.count("QuantizeLinear") - after.count("QuantizeLinear") == 2
     assert before.count("DequantizeLinear") - after.count("DequantizeLinear") == 2 + 3 + 1
-    convert(exported.path, tmp_path / "none", Recipe("fp8", kept=layers), feeds)
+    convert_fp8(exported.path, tmp_path / "none", Recipe("fp8", kept=layers), feeds)
     feed = exported.feed([[7, 8, 9, 4]])
     found, wanted = cases.run(tmp_path / "none/model.onnx", feed), cases.run(exported.path, feed)
     assert np.array_equal(found[0], wanted[0])
@@ -102,7 +102,7 @@ def test_numbers_are_those_of_fp8(tmp_path: Path, operator: str) -> None:
         tmp_path, nodes, {"unit": np.ones(1, dtype=np.float32), **constants}, outputs=48
     )
     x = cases.vectors(rows=20)
-    convert(source, tmp_path / "out", RECIPE, [{"x": x}])
+    convert_fp8(source, tmp_path / "out", RECIPE, [{"x": x}])
     largest = float(np.abs(x).max())
     wanted = as_fp8(x, largest) @ as_fp8(weight, float(np.abs(weight).max()))
     found = cases.run(tmp_path / "out/model.onnx", {"x": x})[0]
@@ -117,7 +117,7 @@ def test_numbers_are_those_of_fp8(tmp_path: Path, operator: str) -> None:
 def test_an_input_of_the_graph_is_calibrated_and_a_relu_runs(tmp_path: Path) -> None:
     source = cases.two_layers(tmp_path)
     x = cases.vectors()
-    done = convert(source, tmp_path / "out", RECIPE, [{"x": x[:3]}, {"x": x[3:]}])
+    done = convert_fp8(source, tmp_path / "out", RECIPE, [{"x": x[:3]}, {"x": x[3:]}])
     assert done.ranges[done.layers[0]] == pytest.approx(np.abs(x).max())
     found = cases.run(tmp_path / "out/model.onnx", {"x": x})[0]
     assert cases.relative_error(found, cases.run(source, {"x": x})[0]) < 0.1
@@ -126,17 +126,17 @@ def test_an_input_of_the_graph_is_calibrated_and_a_relu_runs(tmp_path: Path) -> 
 def test_a_layer_that_only_ever_read_zeros_stays_finite(tmp_path: Path) -> None:
     zeros, x = np.zeros((3, 32), dtype=np.float32), cases.vectors()
     source = cases.two_layers(tmp_path)
-    convert(source, tmp_path / "out", RECIPE, [{"x": zeros}])
+    convert_fp8(source, tmp_path / "out", RECIPE, [{"x": zeros}])
     assert np.isfinite(cases.run(tmp_path / "out/model.onnx", {"x": x})[0]).all()
     silent = cases.two_layers(tmp_path / "silent", first=np.zeros((32, 32), dtype=np.float32))
-    convert(silent, tmp_path / "out", RECIPE, [{"x": x}])
+    convert_fp8(silent, tmp_path / "out", RECIPE, [{"x": x}])
     assert (cases.run(tmp_path / "out/model.onnx", {"x": x})[0] == 0).all()
 
 
 def test_a_weight_used_twice_is_stored_once(tmp_path: Path) -> None:
     middle = [node("MatMul", "a first", "c"), node("Relu", "c", "b")]
     source, x = cases.two_layers(tmp_path, *middle), cases.vectors()
-    convert(source, tmp_path / "out", RECIPE, [{"x": x}])
+    convert_fp8(source, tmp_path / "out", RECIPE, [{"x": x}])
     kinds = cases.stored(tmp_path / "out/model.onnx")
     assert kinds["first/fp8"] == FP8
     assert "first" not in kinds
@@ -147,8 +147,8 @@ def test_a_weight_used_twice_is_stored_once(tmp_path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path) -> None:
     source = cases.two_layers(tmp_path)
     with pytest.raises(UserError, match="has no rows left to calibrate"):
-        convert(source, tmp_path / "out", RECIPE, [])
+        convert_fp8(source, tmp_path / "out", RECIPE, [])
     plain = cases.write_graph(tmp_path / "plain", [node("Relu", "x", "y")], {})
     with pytest.raises(UserError, match="no linear layer"):
-        convert(plain, tmp_path / "out", RECIPE, [{"x": cases.vectors()}])
+        convert_fp8(plain, tmp_path / "out", RECIPE, [{"x": cases.vectors()}])
     assert not (tmp_path / "out").exists()

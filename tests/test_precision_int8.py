@@ -15,8 +15,8 @@ import precision_cases as cases
 from conftest import LAYOUTS
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import read_model, value_types, write_model
-from triptych.core.precision.int8 import Quantizer, convert
 from triptych.core.precision.linear import Recipe, find_groups
+from triptych.core.precision.quantize import Quantizer, convert_int8
 from triptych.spec.fields import Precision
 
 BOTH: tuple[Precision, ...] = ("int8", "int8_dynamic")
@@ -47,7 +47,7 @@ def exported(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("precision", BOTH)
 def test_a_whole_model_stays_close(exported: Any, tmp_path: Path, precision: Precision) -> None:
     feeds = exported.feeds()
-    conversion = convert(exported.path, tmp_path, Recipe(precision), feeds)
+    conversion = convert_int8(exported.path, tmp_path, Recipe(precision), feeds)
     assert cases.declared(tmp_path / "model.onnx") == cases.declared(exported.path)
     assert conversion.excluded_layers == ()
     assert set(conversion.ranges) == set(conversion.layers)
@@ -59,7 +59,7 @@ def test_a_whole_model_stays_close(exported: Any, tmp_path: Path, precision: Pre
 
 @pytest.mark.parametrize("precision", BOTH)
 def test_neighbors_change_nothing(exported: Any, tmp_path: Path, precision: Precision) -> None:
-    convert(exported.path, tmp_path, Recipe(precision), exported.feeds())
+    convert_int8(exported.path, tmp_path, Recipe(precision), exported.feeds())
     rows = [[2, 9, 11, 3], [2, *range(20, 50), 3], [2, 5, 3]]
     path = tmp_path / "model.onnx"
     together = cases.run(path, exported.feed(rows))[0]
@@ -160,7 +160,7 @@ def test_tensorrt_gets_what_it_demands(exported: Any) -> None:
 
 def test_signed_and_unsigned_give_the_same(exported: Any, tmp_path: Path) -> None:
     for backend in ("tensorrt", "onnxruntime"):
-        convert(
+        convert_int8(
             exported.path, tmp_path / backend, Recipe("int8", backend=backend), exported.feeds()
         )
     feed = exported.feeds(seed=8)[1]
@@ -194,7 +194,7 @@ def test_what_tensorrt_does_not_quantize_is_fp16(exported: Any) -> None:
 
 def test_the_same_rows_give_the_same_file(exported: Any, tmp_path: Path) -> None:
     for name in ("first", "second"):
-        convert(exported.path, tmp_path / name, Recipe("int8"), exported.feeds())
+        convert_int8(exported.path, tmp_path / name, Recipe("int8"), exported.feeds())
     first, second = (tmp_path / name / "model.onnx" for name in ("first", "second"))
     assert first.read_bytes() == second.read_bytes()
     assert str(tmp_path).encode() not in first.read_bytes()

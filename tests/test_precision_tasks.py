@@ -22,7 +22,7 @@ from triptych.base.errors import UserError
 from triptych.base.onnx_graph import open_session
 from triptych.building.build import BuildOutcome, build
 from triptych.core.inputs import read_inputs
-from triptych.core.precision import float16, fp8, int8
+from triptych.core.precision import float16, quantize
 from triptych.core.precision.calibrate import MAX_VECTORS, capture, quiet_options
 from triptych.core.precision.linear import Recipe, find_groups
 from triptych.repository.records import Conversion
@@ -31,9 +31,9 @@ from triptych.spec.spec import load_spec
 
 QUANTIZED: tuple[Precision, ...] = ("int8", "int8_dynamic", "fp8")
 CONVERT: dict[Precision, Callable[..., Conversion]] = {
-    "int8": int8.convert,
-    "int8_dynamic": int8.convert,
-    "fp8": fp8.convert,
+    "int8": quantize.convert_int8,
+    "int8_dynamic": quantize.convert_int8,
+    "fp8": quantize.convert_fp8,
     "fp16": float16.convert,
     "bf16": float16.convert,
 }

@@ -14,12 +14,10 @@ import pytest
 
 from conftest import ROOT
 from gate_cases import EVERY, SAMPLES, Case, make, requests_of, task_of
-from triptych.core.feeds import Sample
-from triptych.core.gate.probe import OUTSIDE, describe_probe, judge_probe
+from triptych.core.gate.check import OUTSIDE, describe_probe, judge_probe
 from triptych.core.gate.runs import RowOutputs
-from triptych.core.gate_rows import probe_texts
-from triptych.core.samples import GateRequest
-from triptych.core.variety import Variety, measure_diversity
+from triptych.core.gate_rows import Variety, measure_diversity, probe_texts
+from triptych.core.requests import GateRequest, Sample
 from triptych.repository.records import (
     GateResult,
     ProbeResult,

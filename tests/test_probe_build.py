@@ -13,9 +13,9 @@ from triptych.base.onnx_graph import MODEL_FILE
 from triptych.building.build import BuildOutcome
 from triptych.core.export.to_onnx import export_model
 from triptych.core.gate.cached import Gate
-from triptych.core.gate.probe import OUTSIDE
+from triptych.core.gate.check import OUTSIDE
 from triptych.core.inputs import read_inputs
-from triptych.core.precision.keep_layers import CoreConverter
+from triptych.core.precision.layer_exclusion import CoreConverter
 from triptych.repository.manifest import read_manifest
 from triptych.spec.spec import load_spec
 

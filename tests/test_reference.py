@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from triptych.base.tensors import FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, ROW_OFFSET, Tensor, TokenRow
-from triptych.core.feeds import Sample
 from triptych.core.gate.reference import pixel_values, reference_outputs
 from triptych.core.gate.runs import open_onnx
+from triptych.core.requests import Sample
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.model_source import read_facts
 from triptych.spec.tasks import find_task

@@ -10,8 +10,7 @@ import pytest
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import TokenRow
-from triptych.core.feeds import Sample
-from triptych.core.samples_file import read_samples, write_samples
+from triptych.core.requests import Sample, read_samples, write_samples
 
 TOKENS: list[Sample] = [TokenRow((101, 7, 102), 3), TokenRow((1,), 1), TokenRow((5, 6), 1)]
 PIXELS: list[Sample] = [np.full((2, 3, 3), value, np.uint8) for value in (0, 7, 255)]

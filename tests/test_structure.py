@@ -34,7 +34,6 @@ HEAVY = {
         "serving/bench/torch_model.py",
         "core/export/heads.py",
         "core/export/packed_attention.py",
-        "core/export/packed_batch.py",
         "core/export/packed_ops.py",
         "core/export/packing.py",
         "core/export/proof.py",

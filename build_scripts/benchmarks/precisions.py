@@ -22,10 +22,10 @@ from benchmarks.model import CACHE, PIPELINE, build, cosines
 from benchmarks.results import Table
 from triptych.base.cache import sha256_of
 from triptych.base.onnx_graph import MODEL_FILE
-from triptych.core.feeds import Feed, core_feed
 from triptych.core.gate.cached import Gate
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.core.precision.keep_layers import ConvertedCore, convert_with_exclusions
+from triptych.core.precision.layer_exclusion import ConvertedCore, convert_with_exclusions
+from triptych.core.requests import Feed, core_feed
 from triptych.repository.manifest import read_manifest
 from triptych.repository.records import Conversion
 from triptych.spec.fields import Precision

@@ -17,13 +17,12 @@ from triptych.building.build import build
 from triptych.core.engine.runner import EngineRunner
 from triptych.core.engine.stage import EngineFailure
 from triptych.core.engine.stage import build_engine as engine_stage
-from triptych.core.feeds import Sample
 from triptych.core.gate.cached import decoding_of, limits_of
 from triptych.core.gate.check import check
 from triptych.core.gate.reference import load, reference_of, save
 from triptych.core.gate.runs import RowOutputs, RunBatch
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.core.samples import rows_of
+from triptych.core.requests import Sample, rows_of
 from triptych.repository.manifest import PLAN_FILE, find_manifest, read_manifest
 from triptych.repository.records import plain_record
 from triptych.spec.plan import Plan

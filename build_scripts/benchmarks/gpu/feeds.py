@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.tensors import TokenRow
-from triptych.core.feeds import Feed, core_feed
+from triptych.core.requests import Feed, core_feed
 from triptych.spec.plan import Plan, bucket_of
 
 BATCHES = (1, 8, 32, 128)

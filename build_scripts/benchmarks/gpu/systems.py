@@ -16,8 +16,8 @@ from benchmarks.gpu.feeds import make_feeds, pad
 from triptych.base.tensors import TokenRow
 from triptych.core.engine.runner import EngineRunner
 from triptych.core.export.to_onnx import load_model
-from triptych.core.feeds import core_feed
 from triptych.core.inputs import PipelineInputs
+from triptych.core.requests import core_feed
 from triptych.spec.plan import Plan
 
 Call = Callable[[], object]

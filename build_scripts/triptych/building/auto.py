@@ -21,7 +21,7 @@ from triptych.core.engine.stage import EngineFailure, missing_for_engines
 from triptych.core.gate.cached import GateFailure
 from triptych.core.inputs import PipelineInputs
 from triptych.core.precision.stage import CheckedCore, lower_precision
-from triptych.core.samples import hash_requests
+from triptych.core.requests import hash_requests
 from triptych.repository.manifest import read_manifest
 from triptych.repository.records import GateResult, PrecisionTrial, plain_record, read_record
 from triptych.repository.store import sibling_work_dir

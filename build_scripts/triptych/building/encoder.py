@@ -18,9 +18,9 @@ from triptych.core.engine.stage import (
 )
 from triptych.core.export.to_onnx import LIBRARIES
 from triptych.core.gate.runs import write_warm_ups
+from triptych.core.gate_rows import measure_diversity
 from triptych.core.inputs import PipelineInputs
 from triptych.core.precision.stage import CheckedCore, full_precision, lower_precision, shared_core
-from triptych.core.variety import measure_diversity
 from triptych.repository.card import CARD_FILE, render_card
 from triptych.repository.manifest import (
     MANIFEST_FILE,

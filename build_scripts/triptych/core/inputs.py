@@ -8,10 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 from triptych.base.errors import Progress, UserError
-from triptych.core.feeds import Sample
 from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, gate_rows
 from triptych.core.reader import RequestReader
-from triptych.core.samples import GateRequest
+from triptych.core.requests import GateRequest, Sample
 from triptych.repository.manifest import find_manifest
 from triptych.runtime.hooking import HOOKS_FILE, REDACT, load_hooks, takes_inputs
 from triptych.spec.model_facts import ModelFacts

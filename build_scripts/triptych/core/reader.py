@@ -15,7 +15,7 @@ from typing import Any
 
 from triptych.base.errors import UserError, warn_renamed
 from triptych.base.tensors import TokenRow
-from triptych.core.samples import GateRequest, preview_text
+from triptych.core.requests import GateRequest, preview_text
 from triptych.runtime import open_row_maker, open_text_row_maker
 from triptych.runtime.hooking import Hook, call_before
 from triptych.runtime.parameters import FORMER_NAMES, check_parameters

@@ -3,6 +3,10 @@
 NVIDIA's own parser and builder read the same graph that is deployed, with the profiles of the plan.
 Their errors are then known before a GPU is needed. The result is discarded, because it is not the
 engine that serves.
+
+The build runs in its own process, ``python -m triptych.core.engine.dry_run FOLDER``, which reads
+``request.json`` in the folder and writes ``reply.json``. NVIDIA's code may print, crash or use all
+memory; in a separate process it cannot end the build.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +23,15 @@ from typing import Any
 from triptych.base.cache import cached_stage, code_hash
 from triptych.base.errors import Progress, UserError
 from triptych.base.files import scratch_folder
-from triptych.core.engine import rtx
-from triptych.core.engine.dry_run_worker import REPLY_FILE, REQUEST_FILE
+from triptych.core.engine.api import (
+    USUAL_CAPABILITY,
+    RtxApi,
+    installed_rtx_version,
+    nearest_capability,
+    remove_unsupported,
+)
+from triptych.core.engine.inspection import check_products
+from triptych.core.engine.make import make_engine, make_request
 from triptych.repository.records import DryRun, read_record
 from triptych.spec.engine_plan import EnginePlan
 
@@ -29,22 +41,17 @@ TIMEOUT_S = 900.0
 GET_IT = "pip install -e .[tensorrt]"
 WITHOUT = "build with --no-dry-run"
 _CODE = (
-    *(
-        "core/engine/api.py",
-        "core/engine/graph.py",
-        "core/engine/make.py",
-        "core/engine/messages.py",
-    ),
-    *(
-        "core/engine/inspection.py",
-        "core/engine/graph.py",
-        "core/engine/dry_run*.py",
-        "core/engine/make.py",
-    ),
-    *("core/engine/rtx.py", "base/onnx_*.py", "spec/engine_plan.py"),
+    "core/engine/api.py",
+    "core/engine/dry_run.py",
+    "core/engine/graph.py",
+    "core/engine/inspection.py",
+    "core/engine/make.py",
+    "core/engine/messages.py",
+    "base/onnx_*.py",
+    "spec/engine_plan.py",
 )
 _RECORD_FILE = "dry_run.json"
-_WORKER = (sys.executable, "-m", "triptych.core.engine.dry_run_worker")
+_WORKER = (sys.executable, "-m", "triptych.core.engine.dry_run")
 _MAX_REASON = 300
 
 
@@ -74,11 +81,11 @@ def run_dry_build(
         UserError: TensorRT for RTX rejects the graph, crashes or takes too long, or products are
             not in the planned precision.
     """
-    version = rtx.installed_version()
+    version = installed_rtx_version()
     if not version:
         progress("dry run", f"skipped: TensorRT for RTX is not installed ({GET_IT})")
         return None
-    target = rtx.nearest(gpu or rtx.USUAL)
+    target = nearest_capability(gpu or USUAL_CAPABILITY)
     asked = {
         "plan": plan.as_dict(),
         "fp32_products": sorted(fp32_products),
@@ -155,3 +162,42 @@ def _ending(code: int, output: bytes) -> str:
     how = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
     return f"{how}, after: {lines[-1].strip()[:_MAX_REASON]}" if lines else how
+
+
+REQUEST_FILE = "request.json"
+REPLY_FILE = "reply.json"
+
+
+def dry_build(asked: dict[str, Any]) -> dict[str, Any]:
+    """Parse, check and build; return the fields of `DryRun`, and the seconds taken."""
+    api = RtxApi(asked["compute_capability"])
+    plan = remove_unsupported(EnginePlan.from_dict(asked["plan"]))
+    request = make_request(Path(asked["onnx"]), plan, api)
+    seen: dict[str, Any] = {}
+
+    def look(network: Any) -> None:
+        seen["layers"] = network.num_layers
+        seen["products"] = check_products(network, request, asked["fp32_products"])
+
+    started = time.monotonic()
+    engine = make_engine(api, request, timing_file=None, tell=_ignore, look=look)
+    seconds = time.monotonic() - started
+    return {"tensorrt_rtx": api.version, "size_bytes": len(engine), "seconds": seconds, **seen}
+
+
+def _ignore(_line: str) -> None:
+    """Ignore a progress line, because a dry run takes only seconds."""
+
+
+def main(folder: Path) -> None:
+    """Execute the request in `folder` and write the reply, which may be an error."""
+    asked = json.loads((folder / REQUEST_FILE).read_text(encoding="utf-8"))
+    try:
+        reply = {"found": dry_build(asked)}
+    except UserError as error:
+        reply = {"error": error.as_dict()}
+    (folder / REPLY_FILE).write_text(json.dumps(reply), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

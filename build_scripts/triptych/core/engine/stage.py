@@ -40,7 +40,6 @@ from triptych.core.engine.dry_run import GET_IT, run_dry_build
 from triptych.core.engine.inspection import Inspection, inspect
 from triptych.core.engine.make import Request, make_engine, make_request, timing_file
 from triptych.core.engine.runner import EngineError, EngineRunner, open_engine
-from triptych.core.feeds import Feed, Sample, core_feed
 from triptych.core.gate.check import check
 from triptych.core.gate.runs import (
     RowOutputs,
@@ -52,7 +51,15 @@ from triptych.core.gate.runs import (
     run_rows,
 )
 from triptych.core.inputs import PipelineInputs
-from triptych.core.samples import Expected, GateRequest, hash_rows, rows_of
+from triptych.core.requests import (
+    Expected,
+    Feed,
+    GateRequest,
+    Sample,
+    core_feed,
+    hash_rows,
+    rows_of,
+)
 from triptych.repository.manifest import (
     FIGURES_FILE,
     MANIFEST_FILE,
@@ -109,11 +116,11 @@ def write_engine_samples(inputs: PipelineInputs, progress: Progress) -> Path | N
     rows = rows_of([*made, *real[:CHECKED_REQUESTS]])
 
     def work(target: Path) -> None:
-        from triptych.core.samples_file import write_samples
+        from triptych.core.requests import write_samples
 
         write_samples(target / SAMPLES_FILE, rows)
 
-    stage = {"rows": hash_rows(rows), "code": code_hash("core/samples_file.py")}
+    stage = {"rows": hash_rows(rows), "code": code_hash("core/requests.py")}
     return cached_stage("samples", stage, work, progress).folder / SAMPLES_FILE
 
 
@@ -293,7 +300,6 @@ CODE = (
     "core/gate/check.py",
     "core/gate/differences.py",
     "core/gate/runs.py",
-    "core/gate/verdicts.py",
 )
 INSPECTION_FILE = "inspection.json"
 
@@ -545,7 +551,7 @@ class _Stage:
         Raises:
             EngineFailure: The results differ.
         """
-        from triptych.core.samples_file import read_samples
+        from triptych.core.requests import read_samples
 
         rows = read_samples(self._samples)
         self._progress("check", f"{len(rows)} rows against ONNX Runtime ...")

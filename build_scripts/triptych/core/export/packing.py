@@ -16,9 +16,9 @@ distance of the row's first token from the position it would have if all rows ha
 length. The sum of all strides before a row, plus its offset, is the index of its first token in the
 whole batch.
 
-`PackedCore` runs a model written for padded rows on packed tokens: `packed_batch` computes the
+`PackedCore` runs a model written for padded rows on packed tokens: `PackedBatch` computes the
 indices between the three arrangements, `packed_ops` lets token-wise operations compute on packed
-tokens, `packed_attention` computes attention in tiles, and `tile_sizes` adds the operators that
+tokens, `packed_attention` computes attention in tiles, and `to_onnx` adds the operators that
 choose W and N to the exported graph. `proof` accepts a way to run a model only after comparing its
 results with those of single rows.
 """
@@ -38,8 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from triptych.core.export.heads import RowMembership, weighted
 from triptych.core.export.packed_attention import packed_attention
-from triptych.core.export.packed_batch import PackedBatch
-from triptych.core.export.packed_ops import PackedOperations
+from triptych.core.export.packed_ops import PackedBatch, PackedOperations
 
 
 class CannotPack(Exception):

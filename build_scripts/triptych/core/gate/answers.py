@@ -13,7 +13,7 @@ from triptych.core.gate.cached import decoding_of
 from triptych.core.gate.reference import reference_of
 from triptych.core.gate.runs import Decoded, decode, reference_row_outputs
 from triptych.core.inputs import PipelineInputs
-from triptych.core.samples import GateRequest, by_request, rows_of
+from triptych.core.requests import GateRequest, by_request, rows_of
 from triptych.runtime.hooking import HOOKS_FILE, Hook, Row, RowForm, call_hook, find_hook
 from triptych.runtime.request_errors import RequestError
 from triptych.spec.plan import Plan

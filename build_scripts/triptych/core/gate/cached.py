@@ -9,13 +9,11 @@ from pathlib import Path
 
 from triptych.base.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.base.errors import Progress
-from triptych.core.gate.check import GateLabels, check
-from triptych.core.gate.probe import describe_probe, judge_probe
+from triptych.core.gate.check import GateLabels, check, describe_probe, judge_probe
 from triptych.core.gate.reference import measure_rounding, reference_of
-from triptych.core.gate.remedy import remedy_of
 from triptych.core.gate.runs import Decoding, open_core
 from triptych.core.inputs import PipelineInputs
-from triptych.core.samples import hash_requests, rows_of
+from triptych.core.requests import hash_requests, rows_of
 from triptych.repository.records import GateResult, read_record
 from triptych.spec.fields import Precision
 from triptych.spec.plan import Plan
@@ -28,8 +26,7 @@ CODE = (
     "!runtime/engine_*.py",
     "!runtime/generation_*.py",
     "!runtime/engine_ctranslate2.py",
-    "core/feeds.py",
-    "core/samples.py",
+    "core/requests.py",
     "base/onnx_graph.py",
     "repository/records.py",
 )
@@ -240,3 +237,24 @@ def _line(result: GateResult) -> str:
 
 def _figure(value: float) -> str:
     return f"{value:.5g}" if value - value == 0 else "not a number"
+
+
+def remedy_of(plan: Plan, gate: GateResult) -> str:
+    """Return the remedy as a sentence. If both layouts are allowed, fp32 failed in both."""
+    spec = plan.spec
+    own = [
+        f"accuracy.{verdict.metric}"
+        for verdict in gate.verdicts
+        if not verdict.passed and getattr(spec.accuracy, verdict.metric, None) is not None
+    ]
+    if own:
+        return f"Loosen {own[0]}, which the pipeline sets, or leave it out for the default"
+    if spec.core.shared_from is not None:
+        return "Leave core.shared_from out: the pipeline then has a core of its own"
+    if gate.precision != "fp32":
+        close = "" if gate.precision in ("fp16", "bf16") else "fp16, which loses less, or "
+        return f"Set core.precision to {close}fp32, or add traffic like the worst rows"
+    return (
+        "Look at the worst rows: mend traffic.jsonl where nobody sends such; otherwise only "
+        "--accept-failed-gate REASON builds it, and puts that on record"
+    )

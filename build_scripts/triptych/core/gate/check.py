@@ -1,12 +1,18 @@
-"""Accuracy gate: an artifact ships only if it answers like the reference, in any batch."""
+"""Accuracy gate: an artifact ships only if it answers like the reference, in any batch.
+
+Lower precisions are also checked on the general probe: texts outside the traffic.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from triptych.core.gate.differences import (
     Measured,
@@ -28,13 +34,116 @@ from triptych.core.gate.runs import (
     reference_row_outputs,
     run_rows,
     run_ways,
+    tokens_of,
 )
-from triptych.core.gate.verdicts import judge_metrics, say_failures, worst_rows
-from triptych.core.samples import MIN_RECOMMENDED_ROWS, Expected, GateRequest, by_request, rows_of
-from triptych.repository.records import GateResult
+from triptych.core.requests import (
+    MIN_RECOMMENDED_ROWS,
+    Expected,
+    GateRequest,
+    by_request,
+    rows_of,
+    shorten,
+)
+from triptych.repository.records import GateResult, ProbeResult, Verdict, WorstRow
 from triptych.spec.fields import Precision
+from triptych.spec.tasks.accuracy import METRICS
 from triptych.spec.tasks.labeled import LabeledResult, LabeledRow, compare_labeled
 from triptych.spec.tasks.task import Core
+
+WORST_ROWS = 10
+MAX_ANSWER = 120
+_FEW = 4
+
+
+def judge_metrics(
+    values: Mapping[str, float], limits: Mapping[str, float], *, complete: bool
+) -> tuple[Verdict, ...]:
+    """Return verdicts on the metrics that were measured or have a limit, ordered as `METRICS`.
+
+    Args:
+        values: Measured values, by metric.
+        limits: Worst allowed values, by metric.
+        complete: Whether all applicable metrics were measured. If not, a limit without a value
+            fails; else it gets no verdict.
+    """
+    verdicts = []
+    for name, metric in METRICS.items():
+        limit = limits.get(name)
+        if name not in values and (limit is None or complete):
+            continue
+        value = values.get(name, math.nan)
+        verdicts.append(Verdict(name, value, limit, limit is None or metric.meets(value, limit)))
+    return tuple(verdicts)
+
+
+def say_failures(verdicts: Sequence[Verdict], said: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield the messages of `said` for each failed verdict, or a default sentence."""
+    for verdict in verdicts:
+        if verdict.passed:
+            continue
+        if said.get(verdict.metric):
+            yield from said[verdict.metric]
+        else:
+            side = "above" if METRICS[verdict.metric].better == "lower" else "below"
+            yield f"{verdict.metric} is {verdict.value:.6g}, {side} {verdict.limit}"
+
+
+def worst_rows(
+    requests: Sequence[GateRequest],
+    badness: Sequence[float],
+    differences: Sequence[float],
+    wanted: Sequence[Mapping[str, NDArray[Any]]],
+    got: Sequence[Mapping[str, NDArray[Any]]],
+) -> tuple[WorstRow, ...]:
+    """Return the `WORST_ROWS` rows with the largest errors, then differences; NaN is the worst.
+
+    Every argument has one entry for each request; `wanted` and `got` are its outputs.
+    """
+    pairs = np.array([badness, differences])
+    ranks = -np.where(np.isnan(pairs), np.inf, pairs)
+    return tuple(
+        WorstRow(
+            requests[place].preview,
+            float(badness[place]),
+            float(differences[place]),
+            describe_answer(wanted[place]),
+            describe_answer(got[place]),
+        )
+        for place in np.lexsort(ranks[::-1])[:WORST_ROWS]
+    )
+
+
+def describe_answer(outputs: Mapping[str, NDArray[Any]]) -> str:
+    """Return the outputs of one request in one line: entities, named scores, or values."""
+    filled = {name: array.ravel() for name, array in outputs.items() if array.size}
+    if "entities" in filled:
+        text = _entities(json.loads(filled["entities"][0]))
+    elif "score" in filled and (names := _names(filled, len(filled["score"]))) is not None:
+        pairs = zip(names[:_FEW], filled["score"][:_FEW], strict=False)
+        text = ", ".join(f"{name} {score:.4f}" for name, score in pairs)
+    else:
+        text = "; ".join(_values(array) for array in filled.values())
+    return shorten(text, MAX_ANSWER)
+
+
+def _names(filled: Mapping[str, NDArray[Any]], count: int) -> list[str] | None:
+    for array in filled.values():
+        if array.dtype == object and len(array) == count:
+            return [item.decode("utf-8", "replace") or "(nothing)" for item in array]
+    return None
+
+
+def _entities(found: Sequence[Mapping[str, Any]]) -> str:
+    said = [f"{e['entity']} {e['text']!r} {e['start']}-{e['end']}" for e in found]
+    return ", ".join(said) or "(nothing)"
+
+
+def _values(array: NDArray[Any]) -> str:
+    if array.dtype == object:
+        return ", ".join(str(item.decode("utf-8", "replace")) for item in array[:_FEW])
+    shown = " ".join(f"{value:.4g}" for value in array[:_FEW].tolist())
+    return shown if len(array) <= _FEW else f"{shown} … ({len(array)} numbers)"
+
 
 NOT_FINITE = "results are not all finite"
 ALONE_BATCHES = 2
@@ -257,3 +366,75 @@ def _compare_labeled(
         decode(decoding, labeled.requests, right),
         max_drop=labeled.max_drop,
     )
+
+
+OUTSIDE = "outside your traffic"
+WORST_PROBE_ROWS = 5
+BATCH_ROWS = 8
+"""Maximum number of rows in a batch: memory of packed attention grows with tokens squared."""
+
+
+def judge_probe(
+    run: RunBatch,
+    requests: Sequence[GateRequest],
+    expected: Sequence[Expected],
+    core: Core,
+    limits: Mapping[str, float],
+    *,
+    batch_size: int,
+    decoding: Decoding | None,
+) -> tuple[ProbeResult, tuple[str, ...]]:
+    """Return the result on the probe and its failures in words, fail-closed.
+
+    Rows run once, in batches of similar length: the traffic has shown the effect of other rows in
+    the batch.
+
+    Args:
+        run: Runs a batch on the artifact.
+        requests: Requests of the probe, at least one.
+        expected: Outputs of the reference for each core row.
+        core: Core whose outputs the artifact returns.
+        limits: Worst allowed value of each metric, see `tasks.accuracy.probe_limits`. Only these
+            metrics are reported.
+        batch_size: Maximum number of rows in a batch of the pipeline.
+        decoding: Decoder of core outputs; None to check the core outputs alone.
+    """
+    samples = rows_of(requests)
+    order = sorted(range(len(samples)), key=lambda place: tokens_of(samples[place]))
+    try:
+        rows = run_rows(run, samples, order, min(batch_size, BATCH_ROWS))
+        check_rows(rows, samples, expected, core)
+    except Incomparable as fault:
+        verdicts = judge_metrics({}, limits, complete=False)
+        return ProbeResult(len(requests), verdicts), (f"{OUTSIDE}: {fault}",)
+    outputs = [rows[place] for place in range(len(samples))]
+    finite = all(map(is_finite, outputs))
+    pairs = list(zip(outputs, expected, strict=True))
+    errors = relative_errors(pairs, core)
+    compared = compare_answers(requests, outputs, expected, core, decoding if finite else None)
+    found = {
+        "edge_error": float(np.max(errors)),
+        **compare_rows(pairs, core),
+        **compared.values,
+    }
+    values = {name: found[name] for name in limits if name in found}
+    verdicts = judge_metrics(values, limits, complete=decoding is None or finite)
+    errors_of_requests = [float(np.max(each)) for each in by_request(requests, errors)]
+    worst = worst_rows(
+        requests, compared.badness, errors_of_requests, compared.wanted, compared.got
+    )
+    failures = [] if finite else ["results are not all finite"]
+    failures += say_failures(verdicts, {})
+    said = tuple(f"{OUTSIDE}: {failure}" for failure in failures)
+    return ProbeResult(len(requests), verdicts, worst[:WORST_PROBE_ROWS]), said
+
+
+def describe_probe(probe: ProbeResult) -> str:
+    """Return the result in one line."""
+
+    def figures() -> Iterator[str]:
+        for verdict in probe.verdicts:
+            mark = "" if verdict.passed else f" (FAILED: limit {verdict.limit:g})"
+            yield f"{verdict.metric} {verdict.value:.4g}{mark}"
+
+    return f"{OUTSIDE}: {probe.rows} varied texts: {', '.join(figures())}"

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.core.feeds import Sample
 from triptych.core.gate.runs import Incomparable, RowOutputs, RunBatch, choices_of, run_rows
-from triptych.core.samples import Expected
+from triptych.core.requests import Expected, Sample
 from triptych.spec.tasks.compare import TIE
 from triptych.spec.tasks.metrics_vectors import row_cosines
 from triptych.spec.tasks.task import Core

@@ -32,7 +32,7 @@ from triptych.client import (
     StepStatistics,
 )
 from triptych.core.gate.runs import as_floats
-from triptych.core.samples import GateRequest
+from triptych.core.requests import GateRequest
 from triptych.runtime import open_row_maker
 from triptych.runtime.hooking import NUMPY_TYPES
 from triptych.spec.fields import Precision

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress
 from triptych.base.tensors import TokenRow
-from triptych.core.feeds import Sample
 from triptych.core.inputs import PipelineInputs
-from triptych.core.samples import Expected, hash_rows, rows_of
+from triptych.core.requests import Expected, Sample, hash_rows, rows_of
 from triptych.spec.model_facts import Activation, Dense, ModelFacts, Normalize
 from triptych.spec.model_source import CODE as MODEL_CODE
 from triptych.spec.tasks.task import Core

@@ -17,9 +17,18 @@ from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import open_session
 from triptych.base.tensors import ROW_OFFSET, Tensor, TokenRow
-from triptych.core.feeds import Feed, Sample, core_feed, row_starts
 from triptych.core.inputs import PipelineInputs
-from triptych.core.samples import Expected, GateRequest, by_request, hash_rows, rows_of
+from triptych.core.requests import (
+    Expected,
+    Feed,
+    GateRequest,
+    Sample,
+    by_request,
+    core_feed,
+    hash_rows,
+    row_starts,
+    rows_of,
+)
 from triptych.repository.config import warm_up_file
 from triptych.runtime.row_types import Arrays, find_class, unpack_metadata
 from triptych.spec.plan import Plan
@@ -345,7 +354,7 @@ def _with_ties(
 CODE = (
     "core/gate/runs.py",
     "repository/config.py",
-    "core/feeds.py",
+    "core/requests.py",
     "base/onnx_graph.py",
 )
 TOGETHER = 2

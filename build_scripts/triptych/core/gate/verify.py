@@ -19,6 +19,7 @@ import numpy as np
 from triptych.base.errors import Progress, UserError
 from triptych.core.gate.answers import reference_answers
 from triptych.core.gate.cached import limits_of, overrides_of
+from triptych.core.gate.check import WORST_ROWS, judge_metrics, say_failures
 from triptych.core.gate.live import (
     ALONE,
     WAYS,
@@ -36,9 +37,8 @@ from triptych.core.gate.live import (
     show_answer,
     sort_replies,
 )
-from triptych.core.gate.verdicts import WORST_ROWS, judge_metrics, say_failures
 from triptych.core.inputs import PipelineInputs
-from triptych.core.samples import MIN_RECOMMENDED_ROWS
+from triptych.core.requests import MIN_RECOMMENDED_ROWS
 from triptych.repository.manifest import BuildManifest, find_manifest
 from triptych.repository.records import GateResult, LiveRun, Verdict, WorstRow
 from triptych.runtime.hooking import find_hook

@@ -12,7 +12,7 @@ from triptych.base.onnx_graph import MODEL_FILE
 from triptych.core.export.to_onnx import export_model
 from triptych.core.gate.cached import Gate, GateFailure
 from triptych.core.inputs import PipelineInputs
-from triptych.core.precision.keep_layers import convert_with_exclusions
+from triptych.core.precision.layer_exclusion import convert_with_exclusions
 from triptych.repository.manifest import BuildManifest
 from triptych.repository.records import GateResult
 from triptych.repository.sharing import check_shareable

@@ -15,7 +15,7 @@ from triptych.base.files import scratch_folder, told_to_user, write_files
 from triptych.building.build import BuildOutcome, build
 from triptych.core.gate_rows import CALIBRATION_ROWS, split_traffic
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.core.samples import MIN_RECOMMENDED_ROWS, hash_inputs
+from triptych.core.requests import MIN_RECOMMENDED_ROWS, hash_inputs
 from triptych.operate.monitor.results import MonitorRun, list_edits
 from triptych.operate.monitor.sample import SampledRow, TrafficSample
 from triptych.operate.tune.drift import Drift, check_drift

@@ -14,7 +14,7 @@ from typing import Any
 from triptych.base.cache import sha256_of
 from triptych.base.tensors import TokenRow
 from triptych.core.inputs import PipelineInputs
-from triptych.core.samples import GateRequest
+from triptych.core.requests import GateRequest
 from triptych.operate.monitor.sample import SampledRow, TrafficSample
 from triptych.operate.monitor.scores import MetricValue, is_worse
 from triptych.operate.monitor.sequential import SequentialEvidence

@@ -17,7 +17,7 @@ from triptych.core.gate.live import show_answer
 from triptych.core.gate.verify import rules_of
 from triptych.core.inputs import PipelineInputs
 from triptych.core.reader import RequestReader
-from triptych.core.samples import GateRequest, preview_text
+from triptych.core.requests import GateRequest, preview_text
 from triptych.operate.monitor.results import (
     SIGNIFICANCE,
     CategoryDistribution,

@@ -16,7 +16,7 @@ from triptych.base.errors import Progress, UserError
 from triptych.core.gate.answers import DecodedAnswer, reference_answers
 from triptych.core.inputs import PipelineInputs
 from triptych.core.reader import RequestReader
-from triptych.core.samples import GateRequest
+from triptych.core.requests import GateRequest
 from triptych.runtime.hooking import HOOKS_FILE, find_hook
 from triptych.runtime.sampling import list_files, remove_old
 

@@ -14,7 +14,7 @@ from triptych.base.tensors import Tensor
 from triptych.core.gate.live import TOGETHER, LiveReply, live_requests, run_live
 from triptych.core.gate.verify import rules_of
 from triptych.core.inputs import PipelineInputs, task_of
-from triptych.core.samples import GateRequest
+from triptych.core.requests import GateRequest
 from triptych.operate.monitor.results import hooks_differ
 from triptych.operate.monitor.sample import (
     TrafficSample,

@@ -10,7 +10,7 @@ import numpy as np
 
 from triptych.base.formatting import percent, rounded, signed_percent
 from triptych.core.gate.live import LiveReply, Rules
-from triptych.core.samples import MIN_RECOMMENDED_ROWS
+from triptych.core.requests import MIN_RECOMMENDED_ROWS
 from triptych.operate.monitor.scores import (
     LossTests,
     RowScore,

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.tensors import Tensor, TokenRow
-from triptych.core.feeds import Sample
 from triptych.core.gate.runs import tokens_of
 from triptych.core.inputs import PipelineInputs
+from triptych.core.requests import Sample
 from triptych.runtime.hooking import call_before, find_hook
 from triptych.runtime.row_types import RowInputs, find_class
 from triptych.spec.model_facts import ModelFacts

@@ -12,8 +12,8 @@ import torch
 from triptych.base.tensors import TokenRow
 from triptych.core.export.heads import RowMembership, SentenceHead
 from triptych.core.export.to_onnx import load_model
-from triptych.core.feeds import Sample
 from triptych.core.gate.reference import pixel_values
+from triptych.core.requests import Sample
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.tasks.task import Core
 

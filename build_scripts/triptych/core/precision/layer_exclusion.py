@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -27,13 +26,12 @@ from triptych.base.onnx_graph import (
     write_model,
 )
 from triptych.base.tensors import TokenRow
-from triptych.core.feeds import Feed, Sample, core_feed
 from triptych.core.gate.reference import reference_of
 from triptych.core.inputs import PipelineInputs
-from triptych.core.precision import float16, fp8, int8
+from triptych.core.precision import float16, quantize
 from triptych.core.precision.calibrate import quiet_options
 from triptych.core.precision.linear import Recipe
-from triptych.core.samples import Expected, hash_rows
+from triptych.core.requests import Expected, Feed, Sample, core_feed, hash_rows
 from triptych.repository.records import Conversion, GateResult, plain_record, read_record
 from triptych.spec.fields import Precision
 
@@ -41,7 +39,7 @@ LIBRARIES = ("onnx", "onnxruntime", "numpy")
 CODE = (
     "core/precision/*.py",
     "base/onnx_*.py",
-    "core/feeds.py",
+    "core/requests.py",
     "core/gate/runs.py",
     "core/gate/differences.py",
 )
@@ -196,7 +194,7 @@ def _one_thread() -> Any:
 
 def _writer(source: Path, recipe: Recipe, feeds: Sequence[Mapping[str, Any]]) -> Write:
     if recipe.precision in ("int8", "int8_dynamic"):
-        quantizer = int8.Quantizer(read_model(source), recipe, feeds)
+        quantizer = quantize.Quantizer(read_model(source), recipe, feeds)
 
         def write(kept: Sequence[str], target: Path) -> Conversion:
             graph, conversion = quantizer.converted(kept)
@@ -204,19 +202,8 @@ def _writer(source: Path, recipe: Recipe, feeds: Sequence[Mapping[str, Any]]) ->
             return conversion
 
         return write
-    converter = fp8 if recipe.precision == "fp8" else float16
-    return partial(_convert, converter.convert, source, recipe, feeds)
-
-
-def _convert(
-    convert: Callable[..., Conversion],
-    source: Path,
-    recipe: Recipe,
-    feeds: Sequence[Mapping[str, Any]],
-    kept: Sequence[str],
-    target: Path,
-) -> Conversion:
-    return convert(source, target, replace(recipe, kept=tuple(kept)), feeds)
+    convert = quantize.convert_fp8 if recipe.precision == "fp8" else float16.convert
+    return lambda kept, target: convert(source, target, replace(recipe, kept=tuple(kept)), feeds)
 
 
 CHOICE_FILE = "choice.json"
@@ -295,7 +282,7 @@ def convert_with_exclusions(
         (target / CHOICE_FILE).write_text(text, encoding="utf-8")
 
     try:
-        search = code_hash("core/precision/keep_layers.py")
+        search = code_hash("core/precision/layer_exclusion.py")
         stage = {**converter.inputs, "judged_by": gate.judged_by, "search": search}
         folder = cached_stage("kept", stage, work, progress).folder
     except _NothingPasses:

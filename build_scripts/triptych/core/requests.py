@@ -1,0 +1,276 @@
+"""Requests of the accuracy gate: their core rows, batches of rows, and files of rows.
+
+`core_feed` makes one batch of core rows in either layout, as the server sends it. `write_samples`
+stores core rows without pickle, for checks without traffic and tokenizer. Equal rows give equal
+files: members have a fixed order, no compression and no time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.base.errors import UserError
+from triptych.base.tensors import LONGEST, ROW_OFFSET, ROW_STRIDE, Tensor, TokenRow, made_by_server
+from triptych.runtime.packed_rows import pack_rows, span_of
+from triptych.runtime.row_types import RowInputs
+
+MAX_SHOWN = 80
+MIN_RECOMMENDED_ROWS = 200
+"""Recommended minimum number of traffic rows. Fewer rows show only some of an artifact's errors."""
+
+Expected = tuple[NDArray[np.float32], ...]
+"""The reference's result for one row, as in `Core.returns`.
+
+It is a vector, logits or scores. If the core returns choices or all scores, it has the scores of
+all classes, ``[classes]`` or ``[tokens, classes]``. For spans it has the logits of start and end,
+``[tokens]`` each.
+"""
+
+
+@dataclass(frozen=True)
+class GateRequest:
+    """A request of one row, from the traffic or synthetic.
+
+    Attributes:
+        sent: Inputs as a client sends them; bytes for an image.
+        inputs: Inputs after `hooks.before`; the core rows are made from them.
+        parameters: Checked parameters with defaults.
+        rows: Rows for the core; several if a text has windows or hypotheses.
+        metadata: Packed metadata of each core row; empty if the task has none.
+        edge: Whether it is an edge case: empty, blank, at the length limit and similar.
+        preview: Preview for tables.
+    """
+
+    sent: Mapping[str, str | bytes]
+    inputs: Mapping[str, str | bytes]
+    parameters: Mapping[str, Any]
+    rows: tuple[Sample, ...]
+    metadata: tuple[bytes, ...]
+    edge: bool
+    preview: str
+
+    @property
+    def row_inputs(self) -> RowInputs:
+        """Inputs of a batch encoder: `inputs` as columns of one row."""
+        return RowInputs({name: [value] for name, value in self.inputs.items()}, self.parameters)
+
+    @property
+    def query(self) -> str:
+        """The input `text`, by which passages are ranked; empty if there is none."""
+        text = self.inputs.get("text", "")
+        return text if isinstance(text, str) else ""
+
+
+def rows_of(requests: Iterable[GateRequest]) -> list[Sample]:
+    """Return the core rows of all requests, end to end."""
+    return [row for request in requests for row in request.rows]
+
+
+def by_request(requests: Sequence[GateRequest], values: Sequence[Any]) -> list[list[Any]]:
+    """Return `values`, one per core row of all requests, as a list for each request."""
+    parts, start = [], 0
+    for request in requests:
+        parts.append(list(values[start : start + len(request.rows)]))
+        start += len(request.rows)
+    return parts
+
+
+def hash_rows(rows: Iterable[Sample]) -> str:
+    """Return the hash of core rows, in hex."""
+    digest = hashlib.sha256()
+    for row in rows:
+        pixels = row if isinstance(row, np.ndarray) else None
+        head = json.dumps(row) if pixels is None else f"{pixels.shape}"
+        digest.update(f"{len(head)} {head}".encode())
+        digest.update(b"" if pixels is None else pixels.tobytes())
+    return digest.hexdigest()
+
+
+def hash_requests(requests: Iterable[GateRequest]) -> str:
+    """Return the hash of everything that the gate uses of requests, in hex."""
+    digest = hashlib.sha256()
+    for request in requests:
+        parts = [hash_rows(request.rows), hash_inputs(request.inputs), request.preview]
+        parts += [json.dumps(dict(request.parameters), sort_keys=True), str(request.edge)]
+        parts += [hashlib.sha256(row_metadata).hexdigest() for row_metadata in request.metadata]
+        digest.update(json.dumps(parts).encode())
+    return digest.hexdigest()
+
+
+def hash_inputs(inputs: Mapping[str, str | bytes]) -> str:
+    """Return the hash of a client's inputs, in hex; equal inputs have equal hashes."""
+    digest = hashlib.sha256()
+    for name, value in sorted(inputs.items()):
+        data = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
+        digest.update(f"{name} {len(data)} ".encode() + data)
+    return digest.hexdigest()
+
+
+def preview_text(inputs: Mapping[str, str | bytes]) -> str:
+    """Return a preview of the inputs for tables."""
+    texts = [
+        f"{len(value)} bytes" if isinstance(value, bytes) else " ".join(value.split())
+        for value in inputs.values()
+    ]
+    return shorten(" | ".join(texts), MAX_SHOWN)
+
+
+def shorten(text: str, most: int) -> str:
+    """Return the first `most` characters, with control characters escaped."""
+    cut = text if len(text) <= most else text[: most - 1] + "…"
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut
+    )
+
+
+Sample = TokenRow | NDArray[np.uint8]
+"""A row of the core: tokens, or the pixels of an image, UINT8 ``[height, width, channels]``."""
+
+Feed = dict[str, NDArray[Any]]
+"""The graph's inputs for one batch, by name."""
+
+REQUEST_SIZES = (1, 3, 2)
+"""Number of rows of the requests that form a packed batch, repeated."""
+
+
+def core_feed(
+    samples: Sequence[Sample],
+    inputs: tuple[Tensor, ...],
+    *,
+    pad_token_id: int,
+    width: int | None = None,
+) -> Feed:
+    """Return one batch of `samples`.
+
+    Args:
+        samples: Rows, all of tokens or all of pixels of one size.
+        inputs: Inputs of the core as its config declares them; inputs that Triton makes are added.
+        pad_token_id: Token id for padding.
+        width: Padded length in tokens, with each row as a separate request. None for the usual
+            feed: padded to the longest row, or packed, in requests of `REQUEST_SIZES`.
+    """
+    rows = [sample for sample in samples if isinstance(sample, TokenRow)]
+    if not rows:
+        return {inputs[0].name: np.stack([np.asarray(sample) for sample in samples])}
+    lengths = np.array([[len(row.ids)] for row in rows], dtype=np.int32)
+    feed: Feed = {
+        "row_length": lengths,
+        "first_segment": np.array([[row.first_segment] for row in rows], dtype=np.int32),
+    }
+    if ROW_OFFSET in inputs and width is None:
+        feed |= _packed(rows, pad_token_id)
+    else:
+        width = max(len(row.ids) for row in rows) if width is None else width
+        padded = [(*row.ids, *[pad_token_id] * (width - len(row.ids))) for row in rows]
+        ids = np.array(padded, dtype=np.int32)
+        feed |= {
+            "input_ids": ids.reshape(-1) if ROW_OFFSET in inputs else ids,
+            "row_offset": np.zeros_like(lengths),
+            ROW_STRIDE.name: np.full(len(rows), width, np.int32),
+            "row_span": span_of(np.array([[width]])).reshape(-1),
+        }
+        feed[LONGEST.name] = feed["row_span"]
+    names = [tensor.name for tensor in (*inputs, *made_by_server(inputs))]
+    return {name: feed[name] for name in names}
+
+
+def row_starts(rows: Sequence[TokenRow], inputs: Sequence[Tensor]) -> list[int]:
+    """Return the index of each row's first token in a packed feed; 0 for all in a padded one."""
+    if ROW_OFFSET not in inputs:
+        return [0] * len(rows)
+    feed = _packed(rows, 0)
+    stride = feed[ROW_STRIDE.name]
+    starts: list[int] = (np.cumsum(stride) - stride + feed["row_offset"][:, 0]).tolist()
+    return starts
+
+
+def _packed(rows: Sequence[TokenRow], pad_token_id: int) -> Feed:
+    """Return the inputs of a packed core for the rows of several requests."""
+    sizes: list[int] = []
+    for size in cycle(REQUEST_SIZES):
+        if sum(sizes) >= len(rows):
+            break
+        sizes.append(min(size, len(rows) - sum(sizes)))
+    ends = list(accumulate(sizes))
+    requests = [rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    packed = [pack_rows([row.ids for row in request], pad_token_id) for request in requests]
+    spans = [span_of(np.array([[len(row.ids)] for row in request])) for request in requests]
+    strides = [np.full(len(each.ids), each.ids.shape[1], np.int32) for each in packed]
+    return {
+        "input_ids": np.concatenate([each.ids.reshape(-1) for each in packed]),
+        "row_offset": np.concatenate([each.offset for each in packed]),
+        "row_span": np.concatenate([span.reshape(-1) for span in spans]),
+        ROW_STRIDE.name: np.concatenate(strides),
+        LONGEST.name: max(spans, key=np.size).reshape(-1),
+    }
+
+
+_NO_TIME = (1980, 1, 1, 0, 0, 0)
+_TOKENS = ("ids", "lengths", "first_segments")
+_PIXELS = "pixels"
+
+
+def write_samples(path: Path, rows: Sequence[Sample]) -> None:
+    """Write core rows, all tokens or all pixels of one size.
+
+    Args:
+        path: Path of the file.
+        rows: Non-empty list of rows.
+
+    Raises:
+        ValueError: There are no rows, or rows of both kinds.
+    """
+    tokens = [row for row in rows if isinstance(row, TokenRow)]
+    if not rows or len(tokens) not in (0, len(rows)):
+        raise ValueError(f"{len(tokens)} of {len(rows)} rows are tokens; all or none must be")
+    arrays: dict[str, NDArray[Any]] = {}
+    if tokens:
+        arrays["ids"] = np.array([token for row in tokens for token in row.ids], np.int32)
+        arrays["lengths"] = np.array([len(row.ids) for row in tokens], np.int32)
+        arrays["first_segments"] = np.array([row.first_segment for row in tokens], np.int32)
+    else:
+        arrays[_PIXELS] = np.stack([np.asarray(row, np.uint8) for row in rows])
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            content = io.BytesIO()
+            np.save(content, array, allow_pickle=False)
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy", _NO_TIME), content.getvalue())
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Return the rows that `write_samples` wrote.
+
+    Raises:
+        UserError: The file is missing, or is not such a file.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+        if _PIXELS in arrays:
+            return list(arrays[_PIXELS])
+        ids, lengths, firsts = (arrays[name] for name in _TOKENS)
+        ends = np.cumsum(lengths)
+        if len(ids) != (ends[-1] if len(ends) else 0) or len(firsts) != len(lengths):
+            raise ValueError("lengths and tokens do not agree")
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(
+            str(path),
+            "does not contain the rows to check an engine with",
+            given=error,
+            remedy="Run `triptych build` again",
+        ) from error
+    return [
+        TokenRow(tuple(ids[end - length : end].tolist()), int(first))
+        for end, length, first in zip(ends, lengths, firsts, strict=True)
+    ]
