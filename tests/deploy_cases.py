@@ -24,10 +24,10 @@ from triptych.base.explained import plain
 from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import DeployOptions
-from triptych.repository.manifest import SCHEMA, BuildManifest, PlanRecord
+from triptych.repository.manifest import EncoderManifest, PlanRecord, TextManifest, TextPlanRecord
 from triptych.repository.records import EngineCheck, EngineRecord, GateResult, json_text
 from triptych.serving.bench.results import to_json
-from triptych.spec.generation_fields import load_generation_spec
+from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec, load_generation_spec
 from triptych.spec.slo import Slo
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.task import Core
@@ -69,8 +69,7 @@ def write_built(
     fields.setdefault("serving", {"slo": PROMISE})
     spec = load_spec(write_pipeline(folder / "pipelines" / name, **fields))
     plan = PlanRecord("packed", "", 256, (), 32, Core("AutoModel", "row", "vector", ()), None)
-    lock = BuildManifest(
-        schema=SCHEMA,
+    lock = EncoderManifest(
         built_at="2026-01-01T00:00:00+00:00",
         spec=spec,
         model_sha256="2" * 64,
@@ -108,12 +107,27 @@ def write_generation(folder: Path, *overrides: str) -> Path:
     repository = folder / "repository"
     (repository / "talk").mkdir(parents=True)
     (repository / "talk/config.pbtxt").write_text(ENSEMBLE.format(name="talk"))
-    lock = {"spec": spec.model_dump(mode="json", exclude={"folder"}), "files": {}}
-    (repository / "talk/triptych.lock.json").write_text(json.dumps(lock))
+    write_talk_manifest(repository, spec)
     weights = repository / "talk_core/1/weights"
     weights.mkdir(parents=True)
     (weights / "model.safetensors").write_bytes(bytes(WEIGHTS_MIB << 20))
     return repository
+
+
+def write_talk_manifest(repository: Path, spec: GenerationSpec | Text2TextSpec) -> None:
+    """Write the build manifest of the pipeline `talk`."""
+    manifest = TextManifest(
+        built_at="2026-01-01T00:00:00+00:00",
+        spec=spec,
+        model_sha256="2" * 64,
+        architecture="LlamaForCausalLM",
+        versions={},
+        traffic={},
+        gate=GateResult("bf16", 1, 0, True, (), ()),
+        files={},
+        plan=TextPlanRecord(512),
+    )
+    (repository / "talk/triptych.lock.json").write_bytes(manifest.as_bytes())
 
 
 def options(**changes: Any) -> DeployOptions:

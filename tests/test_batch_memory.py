@@ -12,7 +12,7 @@ import pytest
 from conftest import LAYOUTS
 from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
 from triptych.core.requests import core_feed
-from triptych.repository.manifest import read_manifest
+from triptych.repository.manifest import EncoderManifest, read_manifest
 
 pytestmark = pytest.mark.server  # it takes the repository that the tests of servers share
 
@@ -51,7 +51,7 @@ def test_the_largest_batch_takes_the_memory_that_was_predicted_and_returns_it(
     layout: str, minilm_repository: Path, tmp_path: Path
 ) -> None:
     name = f"minilm_{layout}"
-    plan = read_manifest(minilm_repository, name).plan
+    plan = read_manifest(minilm_repository, name, EncoderManifest).plan
     assert plan.batch_mib is not None
     row = TokenRow(tuple(range(1000, 1000 + plan.max_length)), plan.max_length)
     inputs = (INPUT_IDS, ROW_LENGTH, *([ROW_OFFSET] if layout == "packed" else []))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from deploy_cases import (
     options,
     taken,
     write_generation,
+    write_talk_manifest,
 )
 from test_deploy_targets import compose_schema
 from triptych.base.errors import UserError
@@ -26,7 +26,9 @@ from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.targets import known_of, make_manifests
 from triptych.interface.cli import app
+from triptych.repository.manifest import TextManifest, read_manifest
 from triptych.serving.fleet.proxy import validate
+from triptych.spec.generation_fields import Text2TextSpec
 
 
 def made(repository: Path, **changes: Any) -> Manifests:
@@ -151,10 +153,10 @@ def test_compose_gives_each_copy_its_gpus(tmp_path: Path) -> None:
 
 def test_a_text_to_text_pipeline_is_on_processors(tmp_path: Path) -> None:
     repository = write_generation(tmp_path)
-    file = repository / "talk/triptych.lock.json"
-    lock = json.loads(file.read_text())
-    spec = {"task": "text2text-generation", "name": "talk", "model": lock["spec"]["model"]}
-    file.write_text(json.dumps({**lock, "spec": spec}))
+    model = read_manifest(repository, "talk", TextManifest).spec.model
+    write_talk_manifest(
+        repository, Text2TextSpec(task="text2text-generation", name="talk", model=model)
+    )
     cases: tuple[dict[str, Any], ...] = ({}, {"gateway": "infra/web"}, {"target": "kserve"})
     for changes in cases:
         objects = taken(kustomized(tmp_path / "out", made(repository, **changes)))

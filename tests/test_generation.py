@@ -30,7 +30,7 @@ from triptych.client import Client
 from triptych.container.lock_check import check_repository
 from triptych.interface.cli.plan_text import describe_text_generation
 from triptych.repository.lint.checks import run_checks
-from triptych.repository.manifest import read_manifest
+from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec
 
@@ -67,7 +67,7 @@ def test_what_was_built_is_in_order(repository: Path) -> None:
     assert check_repository(repository, None) == []
     lock = json.loads((repository / "quick/triptych.lock.json").read_bytes())
     with pytest.raises(UserError, match="is not supported by this command"):
-        read_manifest(repository, "quick")
+        read_manifest(repository, "quick", EncoderManifest)
     assert lock["spec"]["core"]["backend"] == "fake_0ms"
     assert lock["gate"]["rows"] == 0
     assert list(lock["adapters"]) == ["terse"]

@@ -15,11 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from conftest import ROOT
-from deploy_cases import ENGINE, options, write_bench, write_built, write_generation
+from deploy_cases import (
+    ENGINE,
+    options,
+    write_bench,
+    write_built,
+    write_generation,
+    write_talk_manifest,
+)
 from load_samples import rate_search
 from triptych.base.explained import yaml_of
 from triptych.deploy.targets import make_manifests
-from triptych.repository.manifest import build_id
+from triptych.repository.manifest import TextManifest, build_id, read_manifest
 from triptych.serving.fleet.envoy import (
     EndpointFiles,
     EndpointNames,
@@ -29,6 +36,7 @@ from triptych.serving.fleet.envoy import (
     proxy_settings,
 )
 from triptych.serving.fleet.mirror_option import MirrorOption
+from triptych.spec.generation_fields import Text2TextSpec
 from triptych.spec.slo import Slo
 
 GOLDEN = ROOT / "tests/data/deploy"
@@ -99,10 +107,10 @@ FLEETS: Mapping[str, tuple[Any, Mirror | None, dict[str, Any]]] = {
 def write_text2text(folder: Path) -> Path:
     """A repository with the pipeline `talk`, which translates, as `build` leaves it."""
     repository = write_generation(folder)
-    file = repository / "talk/triptych.lock.json"
-    model = json.loads(file.read_text())["spec"]["model"]
-    spec = {"task": "text2text-generation", "name": "talk", "model": model}
-    file.write_text(json.dumps({"spec": spec, "files": {}}))
+    model = read_manifest(repository, "talk", TextManifest).spec.model
+    write_talk_manifest(
+        repository, Text2TextSpec(task="text2text-generation", name="talk", model=model)
+    )
     return repository
 
 

@@ -30,7 +30,7 @@ from triptych.deploy.targets import KINDS, known_of, make_manifests
 from triptych.interface.kinds import FACES
 from triptych.operate.tune.kinds import TUNERS
 from triptych.repository.lint.checks import run_checks
-from triptych.repository.manifest import build_id, kind_of_build, read_built_spec
+from triptych.repository.manifest import BuildManifest, build_id, kind_of_build, read_manifest
 from triptych.serving.bench.bench import Bench
 from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.endpoint import Endpoint
@@ -145,7 +145,7 @@ def test_it_is_built_once_and_the_lock_says_how(case: Case) -> None:
     assert set(again.as_dict()) >= {"pipeline", "changed", "gate", "findings"}
     assert json.loads(json.dumps(again.as_dict()))["pipeline"] == name
     assert kind_of_build(case.repository, name) is case.kind
-    assert read_built_spec(case.repository, name).model_dump(
+    assert read_manifest(case.repository, name, BuildManifest).spec.model_dump(
         exclude={"folder"}
     ) == case.spec.model_dump(exclude={"folder"})
     assert len(build_id(case.repository, name)) == 64

@@ -16,7 +16,7 @@ from triptych.core.gate.cached import Gate
 from triptych.core.gate.check import OUTSIDE
 from triptych.core.inputs import read_inputs
 from triptych.core.precision.layer_exclusion import CoreConverter
-from triptych.repository.manifest import read_manifest
+from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.spec.spec import load_spec
 
 
@@ -76,7 +76,7 @@ def test_a_lock_of_before_is_still_read(noisy: tuple[BuildOutcome, Path], tmp_pa
     for name in ("words", "vocabulary_share", "near_duplicates"):
         del lock["traffic"][name]
     write_lock(tmp_path / "repository", "noisy", lock)
-    old = read_manifest(tmp_path / "repository", "noisy")
+    old = read_manifest(tmp_path / "repository", "noisy", EncoderManifest)
     assert (old.gate.rounding, old.gate.probe) == (None, None)
     assert old.gate.verdicts == noisy[0].gate.verdicts
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from triptych.base.errors import UserError
+from triptych.building.generation.build import make_text_manifest
 from triptych.building.generation.gate import LIMITS, cause_of, limits_of
 from triptych.building.generation.inputs import GenerationInputs, Prompt
-from triptych.building.generation.lock import lock_bytes
 from triptych.building.generation.model import (
     GenerationFacts,
     GenerationModel,
@@ -22,6 +22,14 @@ from triptych.building.generation.model import (
     read_quantization,
 )
 from triptych.interface.cli.plan_text import describe_text_generation
+from triptych.repository.manifest import (
+    BuildManifest,
+    EncoderManifest,
+    TextManifest,
+    find_manifest,
+    read_manifest,
+    with_time_of,
+)
 from triptych.repository.records import GateResult
 from triptych.spec.fields import ModelSource
 from triptych.spec.generation_fields import GenerationCore, GenerationSpec, KvCache
@@ -115,24 +123,50 @@ def test_the_limits_are_those_of_what_is_rounded() -> None:
     assert limits_of("int8+fp8kv")["logprob_difference"] >= LIMITS["int8"]["logprob_difference"]
 
 
-def test_inspect_and_the_lock_name_quantized_weights(tmp_path: Path) -> None:
+def test_inspect_and_the_lock_name_quantized_weights() -> None:
     awq = Quantization("awq", "awq: weights of 4 bits, groups of 64")
     gate = GateResult("fp32", 0, 0, True, (), ())
     for quantized in (awq, None):
         found = replace(inputs(quantized), prompts=(Prompt({"text_input": "a"}, (1, 2)),))
-        lock = json.loads(
-            lock_bytes(
-                found,
-                {},
-                versions={},
-                gate=gate,
-                repository=tmp_path,
-            )
-        )
+        lock = json.loads(make_text_manifest(found, gate, {}).as_bytes())
         assert lock.get("quantization") == (None if quantized is None else asdict(awq))
         assert describe_text_generation(found, Path())["model"].get("weights") == (
             quantized and awq.words
         )
+
+
+def test_the_manifest_of_generated_text_is_read_back_and_so_is_an_earlier_one(
+    tmp_path: Path,
+) -> None:
+    gate = GateResult(cast("Any", "fp8+fp8kv"), 3, 0, True, (), ())
+    prompts = (Prompt({"text_input": "a"}, (1, 2)),)
+    manifest = make_text_manifest(
+        replace(inputs(Quantization("fp8", "fp8")), prompts=prompts), gate, {"chat/1/a": "0"}
+    )
+    file = tmp_path / "chat/triptych.lock.json"
+    file.parent.mkdir()
+    file.write_bytes(manifest.as_bytes())
+    assert read_manifest(tmp_path, "chat", BuildManifest) == manifest
+    later = replace(manifest, built_at="2030-01-01T00:00:00+00:00")
+    plain = json.loads(manifest.as_bytes())
+    file.write_text(json.dumps({**plain, "schema": "generation-2"}))
+    previous = read_manifest(tmp_path, "chat", TextManifest)
+    assert with_time_of(later, previous) == manifest
+    assert with_time_of(replace(later, files={}), previous).built_at == later.built_at
+    with pytest.raises(UserError, match="is not supported by this command"):
+        read_manifest(tmp_path, "chat", EncoderManifest)
+    for change, words in (
+        ({"schema": 4}, "has another schema than 5. Given: 4. Run `triptych build chat` again"),
+        ({"core_key": ""}, "is not a build manifest .* core_key: Unexpected keyword argument"),
+        (
+            {"spec": {**plain["spec"], "core": {"backend": "x"}}},
+            "spec.text-generation.core.backend",
+        ),
+    ):
+        file.write_text(json.dumps({**plain, **change}))
+        with pytest.raises(UserError, match=words):
+            read_manifest(tmp_path, "chat", BuildManifest)
+        assert find_manifest(tmp_path, "chat", BuildManifest) is None
 
 
 def test_an_engine_that_ends_is_quoted_with_what_ended_it() -> None:

@@ -26,7 +26,7 @@ from benchmarks.harness import (
 from benchmarks.http_server import HttpServer, Infinity, LitServe, MLServer
 from benchmarks.model import CACHE, PIPELINE, build, cosines, reference, traffic_texts
 from benchmarks.results import Table
-from triptych.repository.manifest import read_manifest
+from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.serving.bench.perf_analyzer import LoadError
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import TOLERANCES, thresholds
@@ -151,7 +151,7 @@ def _build_precision(precision: str, *, per_core: bool = False) -> System:
         overrides += [f"serving.instances.core={cores}", "core.threads=1"]
     folder = f"packed-{precision}" + ("-per-core" if per_core else "")
     repository = build(CACHE / folder, *overrides)
-    built = read_manifest(repository, _NAME).gate.precision
+    built = read_manifest(repository, _NAME, EncoderManifest).gate.precision
     name = f"triptych, {precision}" + (f": {built}" if built != precision else "")
     name += ", one core instance for each processor core" if per_core else ""
     limit = None

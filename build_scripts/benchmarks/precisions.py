@@ -26,7 +26,7 @@ from triptych.core.gate.cached import Gate
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.precision.layer_exclusion import ConvertedCore, convert_with_exclusions
 from triptych.core.requests import Feed, core_feed
-from triptych.repository.manifest import read_manifest
+from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.repository.records import Conversion
 from triptych.spec.fields import Precision
 from triptych.spec.spec import load_spec
@@ -138,7 +138,7 @@ def _parse() -> argparse.Namespace:
 def _find_source(inputs: PipelineInputs) -> tuple[Path, str]:
     """Build the pipeline; return the fp32 core and its key."""
     repository = build(CACHE / "precisions")
-    lock = read_manifest(repository, PIPELINE.name)
+    lock = read_manifest(repository, PIPELINE.name, EncoderManifest)
     return repository / inputs.plan.step("core") / "1" / MODEL_FILE, lock.source_key
 
 

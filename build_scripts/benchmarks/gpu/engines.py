@@ -23,7 +23,7 @@ from triptych.core.gate.reference import load, reference_of, save
 from triptych.core.gate.runs import RowOutputs, RunBatch
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.requests import Sample, rows_of
-from triptych.repository.manifest import PLAN_FILE, find_manifest, read_manifest
+from triptych.repository.manifest import PLAN_FILE, EncoderManifest, find_manifest, read_manifest
 from triptych.repository.records import plain_record
 from triptych.spec.plan import Plan
 from triptych.spec.spec import load_spec
@@ -92,7 +92,7 @@ def build_graph(
     if not reuse:
         with suppress(EngineFailure):  # the graph exists then, and `build_engine` reports it
             build(inputs, repository, progress, accept=ACCEPTED)
-    manifest = find_manifest(repository, pipeline.name)
+    manifest = find_manifest(repository, pipeline.name, EncoderManifest)
     if manifest is None:
         raise LookupError(f"{repository} has no {pipeline.name}")
     if manifest.model_sha256 != inputs.plan.facts.sha256:
@@ -123,7 +123,7 @@ def open_runner(built: BuiltPipeline, *, graphs: bool) -> EngineRunner:
     Raises:
         EngineError: The GPU refuses the engine.
     """
-    plan = read_manifest(built.repository, built.pipeline.name).plan.engine
+    plan = read_manifest(built.repository, built.pipeline.name, EncoderManifest).plan.engine
     if plan is None:
         raise ValueError(f"{built.pipeline.name} has a core without an engine")
     file = built.repository / built.plan.step("core") / "1" / PLAN_FILE

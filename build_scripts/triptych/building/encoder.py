@@ -24,7 +24,7 @@ from triptych.core.precision.stage import CheckedCore, full_precision, lower_pre
 from triptych.repository.card import CARD_FILE, render_card
 from triptych.repository.manifest import (
     MANIFEST_FILE,
-    BuildManifest,
+    EncoderManifest,
     find_manifest,
     make_manifest,
     planned_engine,
@@ -111,7 +111,7 @@ def render_encoder(
     files[f"{name}/{CARD_FILE}"] = render_card(
         plan, core.gate, license=license, unpacked=core.not_packed_reason
     )
-    previous = find_manifest(repository, name)
+    previous = find_manifest(repository, name, EncoderManifest)
     # The hashes are of the graph that the gate ran, so `serve` rejects a file changed since then.
     graph = {f"{plan.step('core')}/1/{part}": digest for part, digest in core.files.items()}
     hashes = hash_files(files, graph)
@@ -143,7 +143,7 @@ def render_encoder(
 
 
 def _dry_run(
-    core: CheckedCore, previous: BuildManifest | None, progress: Progress
+    core: CheckedCore, previous: EncoderManifest | None, progress: Progress
 ) -> DryRun | None:
     """Build the engine in a dry run, for the GPU of the previous build.
 

@@ -11,7 +11,7 @@ from triptych.base.errors import Progress, UserError
 from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, gate_rows
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, Sample
-from triptych.repository.manifest import find_manifest
+from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.runtime.hooking import HOOKS_FILE, REDACT, load_hooks, takes_inputs
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.model_source import locate, read_model
@@ -92,7 +92,7 @@ class PipelineInputs:
 
     def as_built(self, repository: Path) -> PipelineInputs:
         """Return the inputs in the layout that was built, which may differ from the spec's."""
-        lock = find_manifest(repository, self.plan.spec.name)
+        lock = find_manifest(repository, self.plan.spec.name, EncoderManifest)
         if lock is None or lock.plan.layout == self.plan.layout:
             return self
         return self.replanned(lock.plan.layout)

@@ -16,7 +16,7 @@ from triptych.deploy.numbers import MeasuredReplica, Sizes, compute_sizes, read_
 from triptych.deploy.options import DeployOptions, complete_options
 from triptych.deploy.rules import SloObjective, encoder_facts, encoder_objectives
 from triptych.deploy.scaling import Trigger, encoder_triggers
-from triptych.repository.manifest import BuildManifest, build_id, read_manifest
+from triptych.repository.manifest import EncoderManifest, build_id, read_manifest
 from triptych.spec.fields import SamplingSettings
 
 VERSION_DIGITS = 12
@@ -149,7 +149,7 @@ def read_context(
             given=options.affinity_header,
             remedy="Leave it out",
         )
-    lock = read_manifest(repository, pipeline)
+    lock = read_manifest(repository, pipeline, EncoderManifest)
     options = complete_options(options, lock.spec)
     check_alone(repository, pipeline)
     _check_lock(lock, options)
@@ -162,7 +162,7 @@ def read_context(
         other = options.mirrored.repository
         candidate = CandidateBuild(
             _read_version(other, pipeline, version, "--mirror"),
-            _place(read_manifest(other, pipeline), options, measured),
+            _place(read_manifest(other, pipeline, EncoderManifest), options, measured),
         )
     if options.baseline is not None:
         baseline = _read_version(options.baseline, pipeline, version, "--baseline")
@@ -209,7 +209,7 @@ def check_alone(repository: Path, name: str) -> None:
         )
 
 
-def _place(lock: BuildManifest, options: DeployOptions, measured: MeasuredReplica) -> Placement:
+def _place(lock: EncoderManifest, options: DeployOptions, measured: MeasuredReplica) -> Placement:
     if lock.spec.core.device == "cpu":
         if options.gpu_product is not None:
             raise UserError(
@@ -231,7 +231,7 @@ def _place(lock: BuildManifest, options: DeployOptions, measured: MeasuredReplic
     )
 
 
-def _find_product(lock: BuildManifest, options: DeployOptions) -> str | None:
+def _find_product(lock: EncoderManifest, options: DeployOptions) -> str | None:
     """Return the label of the nodes that can run the core; None for any with a GPU."""
     engine = lock.engine
     if lock.spec.core.backend != "tensorrt":
@@ -256,7 +256,7 @@ def _find_product(lock: BuildManifest, options: DeployOptions) -> str | None:
     return options.gpu_product
 
 
-def _explain_product(lock: BuildManifest) -> str:
+def _explain_product(lock: EncoderManifest) -> str:
     if lock.engine is None:
         return "given by the user (--gpu-product)"
     return (
@@ -279,7 +279,7 @@ def _read_version(repository: Path, pipeline: str, version: str, option: str) ->
     return found
 
 
-def _check_lock(lock: BuildManifest, options: DeployOptions) -> None:
+def _check_lock(lock: EncoderManifest, options: DeployOptions) -> None:
     """Raise a `UserError` for a build that cannot be deployed with these options."""
     name, serving = lock.spec.name, lock.spec.serving
     if lock.spec.core.shared_from is not None:

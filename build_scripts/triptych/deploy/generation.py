@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import cast
 
 from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue
@@ -26,7 +25,7 @@ from triptych.deploy.numbers import MIN_REPLICAS, Sizes, delay, pre_stop, stable
 from triptych.deploy.options import DeployOptions, complete_options
 from triptych.deploy.rules import TextSpec, generation_facts, generation_objectives
 from triptych.deploy.scaling import generation_triggers
-from triptych.repository.manifest import build_id, read_built_spec
+from triptych.repository.manifest import TextManifest, build_id, read_manifest
 from triptych.runtime.generation_messages import MODEL_FOLDER
 from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.spec.generation_fields import GeneratingSpec
@@ -68,7 +67,7 @@ def read_generation_context(
     Raises:
         UserError: An option cannot work.
     """
-    spec = cast("TextSpec", read_built_spec(repository, pipeline))
+    spec = read_manifest(repository, pipeline, TextManifest).spec
     options = complete_options(options, spec)
     for option, (field, why, remedy) in _UNSUPPORTED.items():
         value = getattr(options, field)

@@ -16,7 +16,7 @@ from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.container.manifests import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
 from triptych.deploy.options import DeployOptions
-from triptych.repository.manifest import BuildManifest
+from triptych.repository.manifest import EncoderManifest
 from triptych.serving.bench.results import BenchResult, Measurement, Resources, read_result
 
 MEMORY_MARGIN = 1.25
@@ -43,7 +43,7 @@ class MeasuredReplica:
 
 
 def read_measurements(
-    lock: BuildManifest, options: DeployOptions, reports: Path
+    lock: EncoderManifest, options: DeployOptions, reports: Path
 ) -> MeasuredReplica:
     """Return the measurements of a built pipeline.
 
@@ -62,7 +62,7 @@ def read_measurements(
     return _with_use(lock, options, bench, _capacity(lock, options, bench, reports))
 
 
-def memory_seen_mib(lock: BuildManifest, reports: Path) -> float | None:
+def memory_seen_mib(lock: EncoderManifest, reports: Path) -> float | None:
     """Return the maximum memory that `bench` measured for this build, in MiB; None without one.
 
     Raises:
@@ -76,7 +76,7 @@ def memory_seen_mib(lock: BuildManifest, reports: Path) -> float | None:
 
 
 def _capacity(
-    lock: BuildManifest, options: DeployOptions, bench: BenchResult | None, reports: Path
+    lock: EncoderManifest, options: DeployOptions, bench: BenchResult | None, reports: Path
 ) -> ExplainedValue:
     if options.rps_per_replica is not None:
         return ExplainedValue(options.rps_per_replica, "given by the user (--rps-per-replica)")
@@ -98,7 +98,10 @@ def _capacity(
 
 
 def _with_use(
-    lock: BuildManifest, options: DeployOptions, bench: BenchResult | None, capacity: ExplainedValue
+    lock: EncoderManifest,
+    options: DeployOptions,
+    bench: BenchResult | None,
+    capacity: ExplainedValue,
 ) -> MeasuredReplica:
     used = None if bench is None else _use_at(bench, capacity.value)
     missing = [
@@ -145,7 +148,7 @@ def _with_use(
     )
 
 
-def _read_bench(lock: BuildManifest, options: DeployOptions, file: Path) -> BenchResult | None:
+def _read_bench(lock: EncoderManifest, options: DeployOptions, file: Path) -> BenchResult | None:
     """Return the last bench of this build and SLO; None without a file."""
     by_hand = (options.rps_per_replica, options.cpu_cores, options.memory_mib)
     if not file.is_file():
@@ -160,7 +163,7 @@ def _read_bench(lock: BuildManifest, options: DeployOptions, file: Path) -> Benc
     raise UserError(str(file), "must be of this build and its SLO", given=given, remedy=again)
 
 
-def _fault(lock: BuildManifest, bench: BenchResult) -> str | None:
+def _fault(lock: EncoderManifest, bench: BenchResult) -> str | None:
     """Return the reason why a result is not valid for the build; None if it is valid."""
     subject = bench.subject
     own = (lock.spec.name, lock.gate.precision, lock.plan.layout)
@@ -279,7 +282,7 @@ class Sizes:
 
 
 def compute_sizes(
-    lock: BuildManifest, options: DeployOptions, measured: MeasuredReplica, repository: Path
+    lock: EncoderManifest, options: DeployOptions, measured: MeasuredReplica, repository: Path
 ) -> Sizes:
     """Return the numbers of a deployment.
 
@@ -347,7 +350,7 @@ def stable_s(ready_s: float) -> int:
     return min(_MAX_STABLE_S, max(_MIN_STABLE_S, math.ceil(_STABLE_TIMES * ready_s)))
 
 
-def _threads(lock: BuildManifest) -> str:
+def _threads(lock: EncoderManifest) -> str:
     if lock.spec.core.device == "gpu":
         return "The core itself is on the GPU"
     threads = lock.spec.core.threads
@@ -380,7 +383,7 @@ def _start(options: DeployOptions, measured: MeasuredReplica) -> ExplainedValue:
     )
 
 
-def _exit_timeout(lock: BuildManifest) -> ExplainedValue:
+def _exit_timeout(lock: EncoderManifest) -> ExplainedValue:
     """Return the maximum time in flight of a request: its wait plus its latency."""
     slowest_ms = (
         lock.spec.serving.longest_wait_ms + max(lock.spec.serving.slo.limits_us.values()) / 1e3
@@ -429,18 +432,18 @@ def _grace(options: DeployOptions, pre_stop_s: int, exit_timeout: str) -> Explai
     )
 
 
-def shm_mib(lock: BuildManifest, repository: Path) -> int:
+def shm_mib(lock: EncoderManifest, repository: Path) -> int:
     """Return the maximum shared memory of the Python steps in MiB."""
     processes = _step_processes(lock)
     return processes * (STEP_SHM_MIB + largest_request_mib(repository))
 
 
-def _step_processes(lock: BuildManifest) -> int:
+def _step_processes(lock: EncoderManifest) -> int:
     instances = lock.spec.serving.instances
     return instances.preprocess + instances.postprocess
 
 
-def _shm(lock: BuildManifest, repository: Path) -> ExplainedValue:
+def _shm(lock: EncoderManifest, repository: Path) -> ExplainedValue:
     processes = _step_processes(lock)
     request_mib = largest_request_mib(repository)
     return ExplainedValue(
@@ -452,7 +455,7 @@ def _shm(lock: BuildManifest, repository: Path) -> ExplainedValue:
 
 
 def _memory(
-    lock: BuildManifest, options: DeployOptions, measured: MeasuredReplica, shm_mib: int
+    lock: EncoderManifest, options: DeployOptions, measured: MeasuredReplica, shm_mib: int
 ) -> ExplainedValue:
     if options.memory_mib is not None:
         if options.memory_mib <= shm_mib:
@@ -478,7 +481,7 @@ def _memory(
     )
 
 
-def _fewest(lock: BuildManifest, threshold: float) -> ExplainedValue:
+def _fewest(lock: EncoderManifest, threshold: float) -> ExplainedValue:
     promised = lock.spec.serving.slo.throughput
     if promised is None or promised <= threshold:
         return ExplainedValue(

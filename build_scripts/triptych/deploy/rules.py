@@ -13,7 +13,7 @@ from triptych.deploy.numbers import MeasuredReplica
 from triptych.deploy.options import DeployOptions
 from triptych.operate.tune.drift import MIN_LOAD_CHANGE
 from triptych.repository.config import COUNTED_FROM, has_edge
-from triptych.repository.manifest import BuildManifest
+from triptych.repository.manifest import EncoderManifest
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 
 TextSpec = GenerationSpec | Text2TextSpec
@@ -89,7 +89,7 @@ class SloObjective(NamedTuple):
 
 
 def encoder_objectives(
-    lock: BuildManifest, options: DeployOptions, metrics: Metrics
+    lock: EncoderManifest, options: DeployOptions, metrics: Metrics
 ) -> Iterator[SloObjective]:
     """Yield the countable limits of requests: failures and each latency."""
     budgets = {name: _budget(name) for name in lock.spec.serving.slo.limits_ms}
@@ -184,7 +184,7 @@ def _burn_alert(one: SloObjective, burn: Burn, pipeline: str, slo: str) -> Mappi
 
 
 def encoder_facts(
-    lock: BuildManifest, options: DeployOptions, measured: MeasuredReplica, metrics: Metrics
+    lock: EncoderManifest, options: DeployOptions, measured: MeasuredReplica, metrics: Metrics
 ) -> dict[str, Any]:
     """Return the values of rules and dashboard for a pipeline that does not generate text."""
     tokens = lock.traffic.get("mean_tokens")
@@ -250,7 +250,7 @@ def _select(pipeline: str, options: DeployOptions) -> str:
 
 
 def _slow_share(
-    lock: BuildManifest, limit_ms: float, options: DeployOptions, metrics: Metrics
+    lock: EncoderManifest, limit_ms: float, options: DeployOptions, metrics: Metrics
 ) -> Callable[[str], str] | None:
     """Return the ratio of slow requests by the histogram of Envoy or Triton; None without one."""
     if metrics.envoy is not None:
@@ -261,7 +261,7 @@ def _slow_share(
 
 
 def _percentile_alerts(
-    lock: BuildManifest, options: DeployOptions, metrics: Metrics
+    lock: EncoderManifest, options: DeployOptions, metrics: Metrics
 ) -> Iterator[Mapping[str, Any]]:
     """Yield alerts on Triton's own summaries, for limits that are no bound of a histogram."""
     for name, limit_ms in lock.spec.serving.slo.limits_ms.items():

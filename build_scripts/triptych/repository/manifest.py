@@ -6,9 +6,10 @@ import datetime
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
@@ -16,9 +17,10 @@ from triptych.base.errors import UserError
 from triptych.container.manifests import MANIFEST_FILE as MANIFEST_FILE
 from triptych.container.manifests import ManifestError, read_manifest_file
 from triptych.repository.records import DryRun, EngineRecord, GateResult, plain_data
-from triptych.spec.any_spec import READERS, AnySpec
+from triptych.spec.any_spec import AnySpec
 from triptych.spec.engine_plan import EnginePlan
-from triptych.spec.kind import GENERATING, Kind, kind_of_task
+from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
+from triptych.spec.kind import Kind, kind_of_task
 from triptych.spec.plan import Layout, Plan
 from triptych.spec.spec import PipelineSpec, not_known_here
 from triptych.spec.tasks.task import Core
@@ -34,6 +36,11 @@ FIGURES_FILE = "BENCH.md"
 removed with the build."""
 
 SCHEMA = 5
+
+FORMER_SCHEMAS = ("generation-2",)
+"""Schemas of earlier versions whose fields are those of `SCHEMA`."""
+
+NOT_A_MANIFEST = "is not a build manifest of this release of triptych"
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,12 @@ class PlanRecord:
     batch_mib: float | None = None
 
 
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
 @with_config(ConfigDict(extra="forbid"))
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BuildManifest:
     """The record of one build. Only `built_at` differs between two builds of the same inputs.
 
@@ -65,42 +76,100 @@ class BuildManifest:
         schema: Version of the file format.
         built_at: Time of the build, UTC, ISO 8601.
         versions: Versions of the libraries that made the artifact, by name.
-        core_key: Hash of everything that decided the core.
-        source_key: Hash of everything that decided the fp32 graph it was made of.
-        engine: The engine in the repository, if it was built of this core.
-        traffic: Statistics of text traffic: rows, mean and p99 of their tokens, share of truncated
-            rows, diversity.
-        dry_run: Result of the dry-run engine build; None if there was none. Older manifests call it
-            ``rehearsal``.
+        traffic: Statistics of the traffic. Text rows: rows, mean and p99 of their tokens, share of
+            truncated rows, diversity. Prompts: prompts, mean of their tokens.
         files: SHA-256 in hex of each file, by path relative to the repository.
     """
 
-    schema: int
-    built_at: str
-    spec: PipelineSpec
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
+    """Fields that the file omits if they have no value."""
+
+    schema: int = SCHEMA
+    built_at: str = field(default_factory=_now)
+    spec: AnySpec
     model_sha256: str
     architecture: str
     versions: Mapping[str, str]
+    traffic: Mapping[str, int | float]
+    gate: GateResult
+    files: Mapping[str, str]
+
+    def as_bytes(self) -> bytes:
+        """Return the content of the manifest file."""
+        plain: dict[str, Any] = plain_data(
+            {
+                each.name: _plain(getattr(self, each.name))
+                for each in fields(self)
+                if each.name not in ("spec", "gate", "files")
+            }
+        )
+        plain = {name: plain[name] for name in plain if plain[name] or name not in self.OPTIONAL}
+        plain["spec"] = self.spec.model_dump(mode="json", exclude={"folder"})
+        plain["gate"] = self.gate.as_dict()
+        plain["files"] = dict(sorted(self.files.items()))
+        return (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderManifest(BuildManifest):
+    """The record of one build of an encoder.
+
+    Attributes:
+        core_key: Hash of everything that decided the core.
+        source_key: Hash of everything that decided the fp32 graph it was made of.
+        engine: The engine in the repository, if it was built of this core.
+        dry_run: Result of the dry-run engine build; None if there was none. Older manifests call it
+            ``rehearsal``.
+    """
+
+    spec: PipelineSpec
     core_key: str
     source_key: str
     plan: PlanRecord
     engine: EngineRecord | None
-    traffic: Mapping[str, int | float]
-    gate: GateResult
     dry_run: Annotated[
         DryRun | None, Field(validation_alias=AliasChoices("dry_run", "rehearsal"))
     ] = None
-    files: Mapping[str, str] = field(default_factory=dict)
 
-    def as_bytes(self) -> bytes:
-        """Return the content of the manifest file."""
-        plain: dict[str, Any] = plain_data({**_fields(self), "spec": None, "gate": None})
-        for name in ("plan", "engine", "dry_run"):
-            record = getattr(self, name)
-            plain[name] = None if record is None else plain_data(asdict(record))
-        plain["spec"] = self.spec.model_dump(mode="json", exclude={"folder"})
-        plain["gate"] = self.gate.as_dict()
-        return (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
+
+@dataclass(frozen=True)
+class TextPlanRecord:
+    """The part of the plan of a pipeline that generates text.
+
+    Attributes:
+        max_length: Maximum number of tokens of a prompt, as `building.generation.inputs`.
+    """
+
+    max_length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextManifest(BuildManifest):
+    """The record of one build of a pipeline that generates text.
+
+    Attributes:
+        adapters: Hash of each LoRA adapter by its name.
+        quantization: Name and description of the quantization of the model's weights, if any.
+    """
+
+    OPTIONAL = ("adapters", "quantization")
+
+    spec: Annotated[GenerationSpec | Text2TextSpec, Field(discriminator="task")]
+    plan: TextPlanRecord
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    quantization: Mapping[str, str] | None = None
+
+
+Manifest = TypeVar("Manifest", bound=BuildManifest)
+
+
+def with_time_of(manifest: Manifest, previous: BuildManifest | None) -> Manifest:
+    """Return the manifest with the time of the previous build if all else is equal."""
+    if previous is not None:
+        dated = replace(manifest, built_at=previous.built_at)
+        if dated.as_bytes() == previous.as_bytes():
+            return dated
+    return manifest
 
 
 def make_manifest(
@@ -115,11 +184,11 @@ def make_manifest(
     engine: EngineRecord | None,
     dry_run: DryRun | None,
     variety: Mapping[str, int | float],
-    previous: BuildManifest | None,
-) -> BuildManifest:
-    """Return the manifest of a build; it keeps the time of `previous` if all else is equal.
+    previous: EncoderManifest | None,
+) -> EncoderManifest:
+    """Return the manifest of an encoder; it has the time of `previous` if all else is equal.
 
-    See `BuildManifest` and `PlanRecord` for the arguments; `variety` describes the gate's texts.
+    See `EncoderManifest` and `PlanRecord` for the arguments; `variety` describes the gate's texts.
     """
     traffic: dict[str, int | float] = {**variety}
     if (lengths := plan.lengths) is not None:
@@ -129,9 +198,7 @@ def make_manifest(
             "p99_tokens": lengths.quantile(0.99),
             "truncated_share": round(lengths.truncated_share, 4),
         }
-    lock = BuildManifest(
-        schema=SCHEMA,
-        built_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    manifest = EncoderManifest(
         spec=plan.spec,
         model_sha256=plan.facts.sha256,
         architecture=plan.facts.architecture,
@@ -152,13 +219,9 @@ def make_manifest(
         dry_run=dry_run,
         traffic=traffic,
         gate=gate,
-        files=dict(sorted(files.items())),
+        files=files,
     )
-    if previous is not None:
-        dated = replace(lock, built_at=previous.built_at)
-        if dated.as_bytes() == previous.as_bytes():
-            return dated
-    return lock
+    return with_time_of(manifest, previous)
 
 
 def planned_engine(plan: Plan, gate: GateResult) -> EnginePlan | None:
@@ -169,50 +232,60 @@ def planned_engine(plan: Plan, gate: GateResult) -> EnginePlan | None:
     return replace(plan.engine, precision=gate.precision)
 
 
-def read_manifest(repository: Path, pipeline: str) -> BuildManifest:
+def read_manifest(repository: Path, pipeline: str, expected: type[Manifest]) -> Manifest:
     """Return the manifest of a built pipeline.
 
+    Args:
+        repository: Folder of the models.
+        pipeline: Name of the pipeline.
+        expected: Manifest of one kind of pipeline; `BuildManifest` accepts every kind.
+
     Raises:
-        UserError: There is no manifest, or it is damaged or of another release of triptych.
+        UserError: There is no manifest, it is damaged or of another release of triptych, or the
+            pipeline is of another kind.
     """
     path = repository / pipeline / MANIFEST_FILE
+    named = f"{pipeline}/{MANIFEST_FILE}"
+    rebuild = f"Run `triptych build {pipeline}` again"
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            pipeline,
-            f"is not built into {repository}",
-            given="no build manifest",
-            remedy=f"Run `triptych build {pipeline}` first",
-        ) from error
+        content = read_manifest_file(path)
+    except ManifestError as error:
+        if isinstance(error.__cause__, OSError):
+            raise UserError(
+                pipeline,
+                f"is not built into {repository}",
+                given="no build manifest",
+                remedy=f"Run `triptych build {pipeline}` first",
+            ) from error
+        raise UserError(named, NOT_A_MANIFEST, given=error, remedy=rebuild) from error
+    if content.get("schema") in FORMER_SCHEMAS:
+        content["schema"] = SCHEMA
+    task = _task_in(content)
     try:
-        lock = TypeAdapter(BuildManifest).validate_json(content)
+        manifest = _adapter(kind_of_task(task)).validate_json(json.dumps(content))
     except ValidationError as error:
-        task = _task_in(read_manifest_data(repository, pipeline))
-        if task in GENERATING:
-            raise not_known_here(f"{pipeline}/{MANIFEST_FILE}: task", task) from error
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
+        given = f"{where}: {first['msg']}"
+        raise UserError(named, NOT_A_MANIFEST, given=given, remedy=rebuild) from error
+    if manifest.schema != SCHEMA:
         raise UserError(
-            f"{pipeline}/{MANIFEST_FILE}",
-            "is not a build manifest of this release of triptych",
-            given=f"{where}: {first['msg']}",
-            remedy=f"Run `triptych build {pipeline}` again",
-        ) from error
-    if lock.schema != SCHEMA:
-        raise UserError(
-            f"{pipeline}/{MANIFEST_FILE}",
-            f"has another schema than {SCHEMA}",
-            given=lock.schema,
-            remedy=f"Run `triptych build {pipeline}` again",
+            named, f"has another schema than {SCHEMA}", given=manifest.schema, remedy=rebuild
         )
-    return lock
+    if not isinstance(manifest, expected):
+        raise not_known_here(f"{named}: task", task)
+    return manifest
 
 
-def find_manifest(repository: Path, pipeline: str) -> BuildManifest | None:
-    """Return the result of `read_manifest`, or None if there is no readable manifest."""
+@cache
+def _adapter(kind: Kind) -> TypeAdapter[BuildManifest]:
+    return TypeAdapter(EncoderManifest if kind is Kind.ENCODER else TextManifest)
+
+
+def find_manifest(repository: Path, pipeline: str, expected: type[Manifest]) -> Manifest | None:
+    """Return the result of `read_manifest`, or None if there is no such manifest."""
     try:
-        return read_manifest(repository, pipeline)
+        return read_manifest(repository, pipeline, expected)
     except UserError:
         return None
 
@@ -220,35 +293,6 @@ def find_manifest(repository: Path, pipeline: str) -> BuildManifest | None:
 def kind_of_build(repository: Path, pipeline: str) -> Kind:
     """Return the kind of a built pipeline; `Kind.ENCODER` if there is no readable manifest."""
     return kind_of_task(_task_in(read_manifest_data(repository, pipeline)))
-
-
-def read_built_spec(repository: Path, pipeline: str) -> AnySpec:
-    """Return the spec of a built pipeline of any kind.
-
-    Raises:
-        UserError: Nothing is built, or its manifest is damaged or of another release of triptych.
-    """
-    content = read_manifest_data(repository, pipeline)
-    kind = kind_of_task(_task_in(content))
-    if kind is Kind.ENCODER:
-        return read_manifest(repository, pipeline).spec
-    try:
-        return READERS[kind].model.model_validate_json(json.dumps(content["spec"]))
-    except ValidationError as error:
-        raise UserError(
-            f"{pipeline}/{MANIFEST_FILE}",
-            "is not a build manifest of this release of triptych",
-            given=error.errors(include_url=False)[0]["msg"],
-            remedy=f"Run `triptych build {pipeline}` again",
-        ) from error
-
-
-def find_built_spec(repository: Path, pipeline: str) -> AnySpec | None:
-    """Return the result of `read_built_spec`, or None if there is no readable manifest."""
-    try:
-        return read_built_spec(repository, pipeline)
-    except UserError:
-        return None
 
 
 def read_manifest_data(repository: Path, pipeline: str) -> dict[str, Any]:
@@ -271,5 +315,5 @@ def _task_in(content: Mapping[str, Any]) -> str:
     return str(spec.get("task", "")) if isinstance(spec, dict) else ""
 
 
-def _fields(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, TypeAdapter
+from pydantic import BeforeValidator, SkipValidation, TypeAdapter
 
 from triptych.spec.engine_plan import ShapeRange
 from triptych.spec.fields import Precision
@@ -43,6 +43,10 @@ Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is Non
 
 MetricName = Annotated[str, BeforeValidator(lambda name: METRICS.get(name, name))]
 """Name of a metric; locks and caches of earlier releases have former names."""
+
+GatePrecision = Annotated[Precision, SkipValidation]
+"""Precision of a gate's artifact. Pipelines that generate text have others too, such as
+``fp8+fp8kv``, so that a record is read without a check of its precision."""
 
 
 def read_record(kind: type[Record], data: object) -> Record:
@@ -226,7 +230,7 @@ class GateResult:
 
     OPTIONAL = ("probe", "conversion", "accepted", "candidates", "live")
 
-    precision: Precision
+    precision: GatePrecision
     rows: int
     edge_case_rows: int
     finite: bool

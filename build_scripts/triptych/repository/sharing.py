@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from triptych.base.errors import UserError
-from triptych.repository.manifest import MANIFEST_FILE, BuildManifest, find_manifest
+from triptych.repository.manifest import MANIFEST_FILE, EncoderManifest, find_manifest
 from triptych.spec.fields import Precision
 from triptych.spec.spec import PipelineSpec
 
 
-def owner_of_core(repository: Path, spec: PipelineSpec) -> BuildManifest:
+def owner_of_core(repository: Path, spec: PipelineSpec) -> EncoderManifest:
     """Return the manifest of the pipeline whose core `spec` shares.
 
     Raises:
         UserError: That pipeline is not built, or shares a core itself.
     """
     owner = str(spec.core.shared_from)
-    lock = find_manifest(repository, owner) if owner != spec.name else None
+    lock = find_manifest(repository, owner, EncoderManifest) if owner != spec.name else None
     if lock is None:
         raise UserError(
             "core.shared_from",
@@ -36,7 +36,7 @@ def owner_of_core(repository: Path, spec: PipelineSpec) -> BuildManifest:
     return lock
 
 
-def check_shareable(spec: PipelineSpec, source_key: str, owner: BuildManifest) -> Precision:
+def check_shareable(spec: PipelineSpec, source_key: str, owner: EncoderManifest) -> Precision:
     """Return the precision of the owner's core, if the core can serve `spec`.
 
     `source_key` is the key of the fp32 core of `spec`.
@@ -86,7 +86,7 @@ def check_sharers(
     """
     for path in sorted(repository.glob(f"*/{MANIFEST_FILE}")):
         other = path.parent.name
-        lock = find_manifest(repository, other)
+        lock = find_manifest(repository, other, EncoderManifest)
         if lock is None or lock.spec.core.shared_from != name or lock.core_key == core_key:
             continue
         if core_key is None or other not in together:

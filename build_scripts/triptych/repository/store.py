@@ -49,7 +49,7 @@ _REPLACED_FILE = "replaced.json"
 class BuildRecord:
     """Fields of a manifest of any kind and release that the history needs.
 
-    See `BuildManifest` and `GateResult`.
+    See `EncoderManifest` and `GateResult`.
 
     Attributes:
         built_at: Time of the build, UTC, ISO 8601.

@@ -117,7 +117,7 @@ def not_known_here(field: str, task: str) -> UserError:
         field,
         "is not supported by this command",
         given=task,
-        remedy=_REMEDIES[task],
+        remedy=_REMEDIES.get(task, "Name a pipeline that generates text"),
     )
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import Progress, UserError
 from triptych.building.generation.gate import check_generation
 from triptych.building.generation.inputs import GeneratingInputs, GenerationInputs
-from triptych.building.generation.lock import lock_bytes
 from triptych.building.generation.render import ENGINES, render_generation
 from triptych.repository.lint.checks import LintFailure, lint_rendered
-from triptych.repository.manifest import MANIFEST_FILE
+from triptych.repository.manifest import (
+    MANIFEST_FILE,
+    BuildManifest,
+    TextManifest,
+    TextPlanRecord,
+    find_manifest,
+    with_time_of,
+)
 from triptych.repository.records import GateResult
 from triptych.repository.render import Rendered
 from triptych.repository.store import hash_files, write_models
@@ -68,14 +74,30 @@ def render_generating(
 ) -> Rendered:
     """Return the files of the pipeline, with its build manifest."""
     name, files = core.inputs.spec.name, render_generation(core.inputs)
-    files[f"{name}/{MANIFEST_FILE}"] = lock_bytes(
-        core.inputs,
-        hash_files(files, {}),
-        versions=read_versions(*LIBRARIES),
-        gate=core.gate,
-        repository=repository,
-    )
+    manifest = make_text_manifest(core.inputs, core.gate, hash_files(files, {}))
+    previous = find_manifest(repository, name, BuildManifest)
+    files[f"{name}/{MANIFEST_FILE}"] = with_time_of(manifest, previous).as_bytes()
     return Rendered(files)
+
+
+def make_text_manifest(
+    inputs: GeneratingInputs, gate: GateResult, files: Mapping[str, str]
+) -> TextManifest:
+    """Return the manifest of a build with these hashes of its files."""
+    facts, prompts = inputs.model.facts, inputs.prompts
+    mean_tokens = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
+    return TextManifest(
+        spec=inputs.spec,
+        model_sha256=facts.sha256,
+        architecture=facts.architecture,
+        versions=read_versions(*LIBRARIES),
+        traffic={"prompts": len(prompts), "mean_tokens": round(mean_tokens, 2)},
+        gate=gate,
+        files=files,
+        plan=TextPlanRecord(inputs.max_length),
+        adapters={adapter.name: adapter.sha256 for adapter in inputs.adapters},
+        quantization=None if facts.quantization is None else asdict(facts.quantization),
+    )
 
 
 def build_no_engine(*_: object) -> Sequence[str]:

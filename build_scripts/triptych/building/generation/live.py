@@ -19,7 +19,6 @@ from triptych.base.errors import Progress, UserError
 from triptych.building.generation.gate import PROMPTS, Answered, common_length, judge
 from triptych.building.generation.inputs import GeneratingInputs, Prompt
 from triptych.building.generation.labeled import judge_labeled, read_labeled
-from triptych.building.generation.lock import built_gate
 from triptych.building.generation.reference import (
     TOKENS,
     Reference,
@@ -40,6 +39,7 @@ from triptych.client import (
 )
 from triptych.client.address import read_target
 from triptych.core.gate.verify import ReadyServer, with_live_run
+from triptych.repository.manifest import BuildManifest, find_manifest
 from triptych.repository.records import GateResult, LiveRun
 from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS
 
@@ -218,7 +218,8 @@ def verify_generation(
         UserError: No server answers, or it does not serve this pipeline.
     """
     spec = inputs.spec
-    built = built_gate(repository, spec.name)
+    manifest = find_manifest(repository, spec.name, BuildManifest)
+    built = None if manifest is None else manifest.gate
     prompts, labeled = choose_prompts(inputs, PROMPTS), read_labeled(inputs)
     tokenizer = inputs.model.decoding()
     fake = ENGINES[spec.core.backend].fake
@@ -239,7 +240,7 @@ def verify_generation(
             inputs, reached.grpc_url, prompts, labeled.prompts, clients, timeout_s=timeout_s
         )
         seconds = time.monotonic() - began
-    precision = built.get("precision") or inputs.judged_as
+    precision = inputs.judged_as if built is None else built.precision
     texts = [one.answer.text for one in runs.labeled]
     wanted = weigh(inputs, prompts, wanted, [one.answer.token_ids for one in runs.alone])
     other_limits = inputs.other_limits(live=True)
@@ -260,7 +261,7 @@ def verify_generation(
         url=reached.grpc_url,
         clients=clients,
         seconds=seconds,
-        accepted=built.get("accepted", ""),
+        accepted="" if built is None else built.accepted,
         sent=(
             f"{gate.rows} prompts, each alone as a stream and as a whole, and twice with others "
             f"({clients} at a time), in {seconds:.1f} s",

@@ -65,7 +65,7 @@ from triptych.repository.manifest import (
     MANIFEST_FILE,
     PLAN_FILE,
     SAMPLES_FILE,
-    BuildManifest,
+    EncoderManifest,
     find_manifest,
     read_manifest,
 )
@@ -127,7 +127,7 @@ def write_engine_samples(inputs: PipelineInputs, progress: Progress) -> Path | N
 def find_reusable_engine(
     repository: Path,
     plan: Plan,
-    previous: BuildManifest | None,
+    previous: EncoderManifest | None,
     hashes: Mapping[str, str],
     planned: EnginePlan | None,
 ) -> ReusableEngine | None:
@@ -408,11 +408,11 @@ class _Stage:
     """The engine stage of one core."""
 
     def __init__(self, repository: Path, name: str, progress: Progress) -> None:
-        lock = read_manifest(repository, name)
+        lock = read_manifest(repository, name, EncoderManifest)
         owner = lock.spec.core.shared_from or name
         if owner != name:
             progress("engine", f"{name} shares the core of {owner}: building its engine")
-            lock = read_manifest(repository, owner)
+            lock = read_manifest(repository, owner, EncoderManifest)
         self._repository = repository
         self._name = name
         self._owner = owner
@@ -586,9 +586,9 @@ class _Stage:
             raise EngineFailure(self._owner, result)
         return EngineCheck(result.precision, result.rows, result.verdicts, result.notes)
 
-    def _write(self, lock: BuildManifest, made: Mapping[str, Path]) -> tuple[str, ...]:
+    def _write(self, lock: EncoderManifest, made: Mapping[str, Path]) -> tuple[str, ...]:
         """Write the build manifest and new files, if the repository has not changed meanwhile."""
-        if find_manifest(self._repository, self._owner) != self._lock:
+        if find_manifest(self._repository, self._owner, EncoderManifest) != self._lock:
             raise UserError(
                 f"{self._owner}/{MANIFEST_FILE}",
                 "changed while the engine was built",
@@ -607,7 +607,7 @@ class _Stage:
         return tuple(changed)
 
 
-def _planned(name: str, lock: BuildManifest) -> EnginePlan:
+def _planned(name: str, lock: EncoderManifest) -> EnginePlan:
     """Return the plan of the engine.
 
     Raises:

@@ -39,7 +39,7 @@ from triptych.core.gate.live import (
 )
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import MIN_RECOMMENDED_ROWS
-from triptych.repository.manifest import BuildManifest, find_manifest
+from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.repository.records import GateResult, LiveRun, Verdict, WorstRow
 from triptych.runtime.hooking import find_hook
 from triptych.spec.fields import Precision
@@ -281,7 +281,7 @@ def verify_pipeline(
         UserError: No server answers, or the server does not serve this pipeline.
     """
     plan = inputs.plan
-    lock = find_manifest(repository, plan.spec.name)
+    lock = find_manifest(repository, plan.spec.name, EncoderManifest)
     precision = _precision(plan, repository, lock)
     rules = rules_of(inputs, precision, None if lock is None else lock.gate.rounding)
     sent = live_requests(plan, inputs.requests)
@@ -380,7 +380,7 @@ def rules_of(inputs: PipelineInputs, precision: Precision, rounding: float | Non
     )
 
 
-def _precision(plan: Plan, repository: Path, lock: BuildManifest | None) -> Precision:
+def _precision(plan: Plan, repository: Path, lock: EncoderManifest | None) -> Precision:
     """Return the precision of the core that was built; without a build, that of the spec.
 
     Raises:

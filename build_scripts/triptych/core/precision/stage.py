@@ -13,7 +13,7 @@ from triptych.core.export.to_onnx import export_model
 from triptych.core.gate.cached import Gate, GateFailure
 from triptych.core.inputs import PipelineInputs
 from triptych.core.precision.layer_exclusion import convert_with_exclusions
-from triptych.repository.manifest import BuildManifest
+from triptych.repository.manifest import EncoderManifest
 from triptych.repository.records import GateResult
 from triptych.repository.sharing import check_shareable
 from triptych.spec.fields import Precision
@@ -115,7 +115,7 @@ def lower_precision(
 
 
 def shared_core(
-    core: CheckedCore, owner: BuildManifest, repository: Path, progress: Progress, accept: str
+    core: CheckedCore, owner: EncoderManifest, repository: Path, progress: Progress, accept: str
 ) -> CheckedCore:
     """Return the owner's core in place of this pipeline's own, if it passes this pipeline's gate.
 

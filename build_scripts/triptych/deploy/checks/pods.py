@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from triptych.base.errors import closest
 from triptych.container.flags import ServerFlags as ServerOptions
@@ -20,9 +20,8 @@ from triptych.deploy.context import PRODUCT
 from triptych.deploy.generation import generation_shm_mib
 from triptych.deploy.numbers import memory_seen_mib, shm_mib
 from triptych.repository.lint.snapshot import Flaw, error, warning
-from triptych.repository.manifest import read_built_spec, read_manifest
+from triptych.repository.manifest import EncoderManifest, TextManifest, read_manifest
 from triptych.repository.records import EngineRecord
-from triptych.spec.generation_fields import GeneratingSpec
 
 # Fields of Kubernetes 1.37's API; a cluster drops others, with a warning at most.
 FIELDS = {
@@ -328,14 +327,14 @@ class Known:
 
 def known_encoder(repository: Path, pipeline: str, reports: Path) -> Known:
     """Return the facts about an encoder; see `targets.known_of`."""
-    lock = read_manifest(repository, pipeline)
+    lock = read_manifest(repository, pipeline, EncoderManifest)
     memory_mib = memory_seen_mib(lock, reports)
     return Known(pipeline, lock.engine, 0, memory_mib, shm_mib(lock, repository))
 
 
 def known_generating(repository: Path, pipeline: str, _reports: Path) -> Known:
     """Return the facts about a pipeline that generates text; see `targets.known_of`."""
-    spec = cast("GeneratingSpec", read_built_spec(repository, pipeline))
+    spec = read_manifest(repository, pipeline, TextManifest).spec
     shared_mib = generation_shm_mib(repository, spec)
     return Known(pipeline, None, spec.gpus_per_copy, None, shared_mib)
 

@@ -15,7 +15,7 @@ from triptych.building.generation.inputs import GeneratingInputs, GenerationInpu
 from triptych.building.generation.render import FROM_CORE, INPUTS, OUTPUTS, TO_CORE
 from triptych.building.generation.text2text import Text2TextInputs
 from triptych.core.inputs import PipelineInputs
-from triptych.repository.manifest import find_manifest
+from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.runtime.engine_ctranslate2 import UNKNOWN
 from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
@@ -23,7 +23,7 @@ from triptych.spec.model_source import OUT_OF_REACH
 from triptych.spec.plan import Plan
 
 if TYPE_CHECKING:
-    from triptych.repository.manifest import BuildManifest
+    from triptych.repository.manifest import EncoderManifest
 
 
 Described: TypeAlias = dict[str, Any]
@@ -78,7 +78,7 @@ def describe_gpu(plan: Plan) -> Described:
     return described
 
 
-def describe_dry_run(plan: Plan, lock: BuildManifest | None) -> str:
+def describe_dry_run(plan: Plan, lock: EncoderManifest | None) -> str:
     """Return the result of the dry-run build of this plan, as the active lock has it."""
     from triptych.core.engine.dry_run import describe
 
@@ -174,7 +174,9 @@ def describe_encoder(inputs: PipelineInputs, repository: Path) -> Described:
     described = describe_plan(plan)
     if plan.builds_engine:
         owner = plan.spec.core.shared_from or plan.spec.name
-        described["gpu"]["dry_run"] = describe_dry_run(plan, find_manifest(repository, owner))
+        described["gpu"]["dry_run"] = describe_dry_run(
+            plan, find_manifest(repository, owner, EncoderManifest)
+        )
     return described
 
 

@@ -476,8 +476,8 @@ def ui(
 
 def load_active_spec(name: str, folders: Folders) -> AnySpec:
     """Return the spec of the active build, or of the pipeline's folder if it is not built here."""
-    from triptych.repository.manifest import find_built_spec
+    from triptych.repository.manifest import BuildManifest, find_manifest
     from triptych.spec.any_spec import load_any_spec
 
-    built = find_built_spec(folders.repository, name)
-    return built or load_any_spec(folders.pipelines / name)
+    built = find_manifest(folders.repository, name, BuildManifest)
+    return built.spec if built else load_any_spec(folders.pipelines / name)

@@ -22,7 +22,7 @@ from triptych.operate.tune.drift import Drift, check_drift
 from triptych.operate.tune.new_traffic import tokenize_sample
 from triptych.operate.tune.proposal import TunedProposal, estimate_effect
 from triptych.repository.history import rollback
-from triptych.repository.manifest import build_id, read_manifest
+from triptych.repository.manifest import EncoderManifest, build_id, read_manifest
 from triptych.repository.records import plain_data
 from triptych.spec.spec import SPEC_FILE, load_spec
 from triptych.spec.traffic import PARAMETERS, TRAFFIC_FILE, read_traffic
@@ -213,7 +213,7 @@ def apply_blocker(
     """Return why a run's proposal must not be applied; empty if it may be."""
     if run.alarms:
         return "the run raised alarms: fix wrong answers before changing settings"
-    lock = read_manifest(repository, run.pipeline)
+    lock = read_manifest(repository, run.pipeline, EncoderManifest)
     if build_id(repository, run.pipeline) != run.build:
         return "another build was activated since the run"
     if edits := [*list_edits(inputs, lock)]:

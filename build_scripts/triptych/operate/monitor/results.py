@@ -19,7 +19,7 @@ from triptych.operate.monitor.sample import SampledRow, TrafficSample
 from triptych.operate.monitor.scores import MetricValue, is_worse
 from triptych.operate.monitor.sequential import SequentialEvidence
 from triptych.operate.tune.drift import Drift, format_drift
-from triptych.repository.manifest import BuildManifest
+from triptych.repository.manifest import EncoderManifest
 from triptych.repository.records import plain_data
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.spec.spec import SPEC_FILE
@@ -265,7 +265,7 @@ def find_drifts(
 
 def make_notes(
     inputs: PipelineInputs,
-    lock: BuildManifest,
+    lock: EncoderManifest,
     sample: TrafficSample,
     own: int,
     mine: int,
@@ -283,14 +283,14 @@ def make_notes(
         yield f"{edit} since the build: these results are for the pipeline as it is now"
 
 
-def hooks_differ(inputs: PipelineInputs, lock: BuildManifest) -> bool:
+def hooks_differ(inputs: PipelineInputs, lock: EncoderManifest) -> bool:
     """Return whether the pipeline's hooks were edited after the build."""
     built = lock.files.get(f"{inputs.plan.spec.name}_preprocess/1/{HOOKS_FILE}")
     file = inputs.plan.spec.folder / HOOKS_FILE
     return (sha256_of(file) if file.is_file() else None) != built
 
 
-def list_edits(inputs: PipelineInputs, lock: BuildManifest) -> Iterator[str]:
+def list_edits(inputs: PipelineInputs, lock: EncoderManifest) -> Iterator[str]:
     """Yield text about each part of the pipeline, except traffic, edited after the build."""
     if lock.model_sha256 != inputs.plan.facts.sha256:
         yield "the model's files changed"
@@ -303,7 +303,7 @@ def list_edits(inputs: PipelineInputs, lock: BuildManifest) -> Iterator[str]:
         yield f"{SPEC_FILE} or {TUNED_FILE} changed"
 
 
-def find_changed_files(repository: Path, lock: BuildManifest) -> list[str]:
+def find_changed_files(repository: Path, lock: EncoderManifest) -> list[str]:
     """Return the repository's files that were edited or deleted after the build."""
     return [
         name

@@ -54,7 +54,7 @@ from triptych.operate.monitor.sequential import SequentialEvidence
 from triptych.operate.tune.drift import Drift, check_drift
 from triptych.operate.tune.new_traffic import NewTraffic
 from triptych.operate.tune.proposal import MeasuredLoad
-from triptych.repository.manifest import build_id, read_manifest
+from triptych.repository.manifest import EncoderManifest, build_id, read_manifest
 from triptych.spec.tasks.compare import Outputs
 
 FALSE_ALARM_RATE = 1e-3
@@ -98,7 +98,7 @@ def run_monitor(
         UserError: The pipeline has no build, or one of its hooks fails.
     """
     name = inputs.plan.spec.name
-    lock, build = read_manifest(repository, name), build_id(repository, name)
+    lock, build = read_manifest(repository, name, EncoderManifest), build_id(repository, name)
     rules = rules_of(inputs, lock.gate.precision, lock.gate.rounding)
     health_check = dict(inputs.shortest_row)  # not user traffic
     of_build = [row for row in sample.rows if row.build == build]

@@ -28,7 +28,7 @@ from triptych.operate.monitor.verdict import (
     compare_speeds,
     judge,
 )
-from triptych.repository.manifest import BuildManifest, build_id, read_manifest
+from triptych.repository.manifest import EncoderManifest, build_id, read_manifest
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.serving.bench.bench import WARM_UP_REQUESTS
 from triptych.serving.bench.measure import BenchTarget, measure
@@ -136,9 +136,12 @@ def compare_candidate(
 
 def _read_locks(
     name: str, repository: Path, candidate: Path
-) -> tuple[BuildManifest, BuildManifest]:
+) -> tuple[EncoderManifest, EncoderManifest]:
     """Return the locks of the active build and the candidate after checking that they fit."""
-    old, new = read_manifest(repository, name), read_manifest(candidate, name)
+    old, new = (
+        read_manifest(repository, name, EncoderManifest),
+        read_manifest(candidate, name, EncoderManifest),
+    )
     tasks = [task_of(lock.spec) for lock in (old, new)]
     for part, (expected, given) in (
         ("the task", [task.name for task in tasks]),
@@ -239,7 +242,7 @@ def _load(
 
 
 def _make_notes(
-    inputs: PipelineInputs, locks: tuple[BuildManifest, BuildManifest]
+    inputs: PipelineInputs, locks: tuple[EncoderManifest, EncoderManifest]
 ) -> Iterator[str]:
     for side, lock in zip(SIDES, locks, strict=True):
         if lock.model_sha256 != inputs.plan.facts.sha256:

@@ -17,7 +17,7 @@ from triptych.base.cache import versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.client.address import check_single
 from triptych.core.inputs import PipelineInputs
-from triptych.repository.manifest import build_id, find_manifest
+from triptych.repository.manifest import EncoderManifest, build_id, find_manifest
 from triptych.serving.bench.baselines import ALL, Baselines
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.comparison import compute_cost
@@ -317,7 +317,7 @@ def describe_target(
         overrides: Overrides of the spec; None takes those of ``tuned.yaml``.
     """
     plan = inputs.plan
-    lock = find_manifest(repository, plan.spec.name)
+    lock = find_manifest(repository, plan.spec.name, EncoderManifest)
     lengths = plan.lengths.counts if plan.lengths is not None else {}
     return Subject(
         pipeline=plan.spec.name,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from triptych.base.errors import UserError
 from triptych.container.manifests import find_pipelines
-from triptych.repository.manifest import find_manifest, read_manifest
+from triptych.repository.manifest import EncoderManifest, find_manifest, read_manifest
 
 FOLDER = ".candidate"
 """Subfolder for the candidate's samples, so that they do not displace those of the fleet."""
@@ -41,7 +41,7 @@ def parse_mirror(text: str) -> MirrorOption:
     repository = Path(folder)
     names = [pipeline.name for pipeline in find_pipelines(repository)]
     for name in names:
-        if read_manifest(repository, name).spec.serving.sample is None:
+        if read_manifest(repository, name, EncoderManifest).spec.serving.sample is None:
             raise UserError(
                 "--mirror",
                 "requires pipelines with serving.sample, because answers to mirrored requests are "
@@ -63,7 +63,7 @@ def parse_mirror(text: str) -> MirrorOption:
 def check_same_pipelines(repository: Path, candidate: Path) -> None:
     """Check that every pipeline of a candidate is also served; raise `UserError` otherwise."""
     for pipeline in find_pipelines(candidate):
-        if find_manifest(repository, pipeline.name) is None:
+        if find_manifest(repository, pipeline.name, EncoderManifest) is None:
             raise UserError(
                 "--mirror",
                 "must only have pipelines that are also served",

@@ -13,7 +13,7 @@ import psutil
 from triptych.base.errors import UserError
 from triptych.base.files import told_to_user
 from triptych.container.manifests import find_pipelines, largest_request_mib
-from triptych.repository.manifest import find_manifest
+from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.endpoint import until_signal
 from triptych.serving.fleet.envoy import EndpointNames, Listen, Mirror, proxy_settings
@@ -220,7 +220,10 @@ def serve_until_signal(fleet: Fleet, on_ready: Callable[[], None]) -> str:
 
 
 def _promised_ms(repository: Path) -> list[float]:
-    locks = [find_manifest(repository, pipeline.name) for pipeline in find_pipelines(repository)]
+    locks = [
+        find_manifest(repository, pipeline.name, EncoderManifest)
+        for pipeline in find_pipelines(repository)
+    ]
     return [ms for lock in locks if lock for ms in lock.spec.serving.slo.limits_ms.values()]
 
 
