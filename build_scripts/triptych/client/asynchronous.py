@@ -23,7 +23,7 @@ from triptych.client.flows import (
     make_method,
     task_flows,
 )
-from triptych.client.generation import Sampling, encode_order
+from triptych.client.generation import Sampling, encode_inputs
 from triptych.client.streams import AsyncGeneration
 from triptych.client.tasks import Row, TaskCall, Whole
 from triptych.client.work import Portion, Work
@@ -81,7 +81,7 @@ class AsyncClient(PipelineClient):
         Raises:
             InvalidRequestError: The request cannot be encoded. The iterator raises other errors.
         """
-        return AsyncGeneration(self, encode_order(prompt, None, sampling), timeout_s)
+        return AsyncGeneration(self, encode_inputs(prompt, None, sampling), timeout_s)
 
     def chat(
         self,
@@ -91,14 +91,14 @@ class AsyncClient(PipelineClient):
         **sampling: Unpack[Sampling],
     ) -> AsyncGeneration:
         """Answer a conversation, of messages with `role` and `content`; else as `generate`."""
-        return AsyncGeneration(self, encode_order("", messages, sampling), timeout_s)
+        return AsyncGeneration(self, encode_inputs("", messages, sampling), timeout_s)
 
-    def _leave_behind(self, work: asyncio.Task[None]) -> None:
-        self._leaving.add(work)
-        work.add_done_callback(self._leaving.discard)
+    def _finish_in_background(self, work: asyncio.Task[None]) -> None:
+        self._finishing.add(work)
+        work.add_done_callback(self._finishing.discard)
 
     def _connect(self) -> Connection:
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._finishing: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         # A channel belongs to the loop that runs when it is made: the first call makes it.
         return Connection(
@@ -112,7 +112,7 @@ class AsyncClient(PipelineClient):
         """
         self._closed = True
         self._end_generations()
-        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await asyncio.gather(*self._finishing, return_exceptions=True)
         for channel in self._connection.drain():
             await channel.close()
         await asyncio.gather(*self._closing)

@@ -196,11 +196,11 @@ class PipelineClient:
                 self._retries.answered()
                 return answer
 
-    def _leave_behind(self, work: Any) -> None:
+    def _finish_in_background(self, work: Any) -> None:
         """Let `work` read the rest of a generation; `close` waits for it."""
         raise NotImplementedError
 
-    def _remember(self, generation: Any) -> None:
+    def _register(self, generation: Any) -> None:
         with self._generations_turn:
             self._generations.add(generation)
 

@@ -149,7 +149,7 @@ class GenerationState:
         self._chunks = self._tokens = 0
         self.finished = False
 
-    def ask(self, *, stream: bool) -> GenerationRequest:
+    def next_request(self, *, stream: bool) -> GenerationRequest:
         """Return the messages of the next attempt, with a new request id.
 
         Raises:
@@ -233,7 +233,7 @@ class GenerationState:
         )
 
 
-def encode_order(
+def encode_inputs(
     prompt: str, messages: Sequence[Mapping[str, Any]] | None, sampling: Sampling
 ) -> dict[str, bytes]:
     """Return the inputs of a generation for a prompt or for `messages`.

@@ -5,8 +5,7 @@ calls the stub's ``ModelStreamInfer``, so that many run at once and each ends by
 
 A generation is canceled by a request on the same stream, not by canceling the call: if that meets
 the end of a stream, Triton 24.10 may abort (``ASSERTION FAILED: prior > 0``; server#7368, #8034).
-The
-call is canceled only if the server does not end it soon.
+The call is canceled only if the server does not end it soon.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
@@ -33,6 +32,8 @@ from triptych.client.errors import (
 )
 from triptych.client.flows import PipelineClient
 from triptych.client.generation import Chunk, Completion, GenerationRequest, GenerationState
+
+Result = TypeVar("Result")
 
 GIVE_UP_S = 2.0
 """Time in seconds that the server has to end a canceled generation before its call is canceled."""
@@ -49,79 +50,113 @@ class _Messages:
         late: Whether the deadline has passed.
     """
 
-    def __init__(self, asked: GenerationRequest) -> None:
-        self._asked = asked
-        self._over: SimpleQueue[bool] = SimpleQueue()
+    def __init__(self, request: GenerationRequest, ended: Any) -> None:
+        """Create the messages; `ended` is an empty queue of threads or of the event loop."""
+        self._request = request
+        self._ended = ended
         self.late = False
 
     def sent(self) -> Iterator[Any]:
         """Yield each message when it has to be sent."""
-        yield self._asked.request
+        yield self._request.request
         try:
-            leave = self._over.get(timeout=self._asked.remaining_s)
+            cancel = self._ended.get(timeout=self._request.remaining_s)
         except Empty:
-            leave = self.late = True
-        if leave:
-            yield self._asked.cancel
+            cancel = self.late = True
+        if cancel:
+            yield self._request.cancel
 
-    def end(self, *, leave: bool) -> None:
-        """End the messages, with a cancellation if the generation is left."""
-        self._over.put(leave)
-
-
-class _AsyncMessages:
-    """`_Messages` for event loops."""
-
-    def __init__(self, asked: GenerationRequest) -> None:
-        self._asked = asked
-        self._over: asyncio.Queue[bool] = asyncio.Queue()
-        self.late = False
-
-    async def sent(self) -> AsyncIterator[Any]:
-        """Yield each message when it has to be sent."""
-        yield self._asked.request
+    async def sent_async(self) -> AsyncIterator[Any]:
+        """Yield each message when it has to be sent, on an event loop."""
+        yield self._request.request
         try:
-            leave = await asyncio.wait_for(self._over.get(), self._asked.remaining_s)
+            cancel = await asyncio.wait_for(self._ended.get(), self._request.remaining_s)
         except asyncio.TimeoutError:
-            leave = self.late = True
-        if leave:
-            yield self._asked.cancel
+            cancel = self.late = True
+        if cancel:
+            yield self._request.cancel
 
-    def end(self, *, leave: bool) -> None:
-        self._over.put_nowait(leave)
+    def end(self, *, cancel: bool) -> None:
+        """End the messages; the last one may cancel the generation."""
+        self._ended.put_nowait(cancel)
 
 
 class _Stream:
-    """Common part of both generations: the call and its channel."""
+    """Common part of both generations, as coroutines; `Generation` runs them without a loop."""
 
     def __init__(
-        self, client: PipelineClient, order: Mapping[str, bytes], timeout_s: float | None
+        self, client: PipelineClient, inputs: Mapping[str, bytes], timeout_s: float | None
     ) -> None:
-        """Create a generation of `client`; `order` has the inputs of its request."""
-        self._turn = threading.RLock()
+        """Create a generation of `client`; `inputs` are those of its request."""
+        self._lock = threading.RLock()
         self._opened: Opened | None = None
         self._call: Any = None
         self._messages: Any = None
         self._ended = self._closed = False
         self._client = client
         deadline = client._deadline(timeout_s)
-        self._progress = GenerationState(client.pipeline, order, deadline, client._retries)
-        client._remember(self)
+        self._state = GenerationState(client.pipeline, inputs, deadline, client._retries)
+        client._register(self)
 
-    def _begin(self, messages: Callable[[GenerationRequest], Any], *, stream: bool) -> Any:
+    async def _next(self, *, stream: bool) -> Chunk | None:
+        try:
+            while not self._ended:
+                response = await self._receive(self._begin(stream=stream))
+                if self._ended:  # closed by another thread or task
+                    break
+                if isinstance(response, InferenceError):
+                    self._release(cancel=isinstance(response, DeadlineExceededError))
+                    await self._sleep(self._state.pause_s(response))
+                elif response is None:
+                    self._state.raise_ended()
+                else:
+                    chunk = self._state.read(response)
+                    if self._state.finished:
+                        self._end()
+                    return chunk
+        except BaseException:
+            self._end()
+            raise
+        if not self._closed and not self._state.finished:
+            self._client._raise_if_closed()
+        return None
+
+    async def _rest(self) -> Completion:
+        chunks = []
+        while (chunk := await self._next(stream=False)) is not None:
+            chunks.append(chunk)
+        if not chunks:
+            raise CanceledError("The generation has ended. Start another.")
+        return Completion.join(chunks)
+
+    async def _receive(self, call: Any) -> Any:
+        """Return the next response, the error in its place, or None at the end."""
+        raise NotImplementedError
+
+    async def _sleep(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    def _open_messages(self, request: GenerationRequest) -> tuple[_Messages, Any]:
+        """Return the messages of an attempt, and the iterator of them that gRPC reads."""
+        raise NotImplementedError
+
+    def _cancel(self, call: Any, opened: Opened, messages: _Messages) -> None:
+        raise NotImplementedError
+
+    def _begin(self, *, stream: bool) -> Any:
         if self._call is None:
             self._client._raise_if_closed()
-            asked = self._progress.ask(stream=stream)
+            request = self._state.next_request(stream=stream)
             self._opened = self._client._connection.take()
-            self._messages = messages(asked)
+            messages, iterator = self._open_messages(request)
+            self._messages = messages
             self._call = self._opened.stub.ModelStreamInfer(
-                self._messages.sent(),
-                timeout=None if asked.remaining_s is None else asked.remaining_s + LATE_S,
+                iterator,
+                timeout=None if request.remaining_s is None else request.remaining_s + LATE_S,
                 metadata=self._client._metadata,
             )
-            # A call that failed asks for no more messages, and lets go of who waits to send one.
-            end = self._messages.end
-            self._call.add_done_callback(lambda _call: end(leave=False))
+            # A failed call reads no more messages, so whatever waits to send one must end.
+            self._call.add_done_callback(lambda _call: messages.end(cancel=False))
         return self._call
 
     def _checked(self, response: Any) -> Any:
@@ -132,45 +167,25 @@ class _Stream:
             return stream_error(response.error_message, url=self._client.url)
         return response
 
-    def _let_go(self, *, leave: bool) -> None:
-        """End the call and give its channel back; `leave` cancels a call that has not ended."""
-        with self._turn:
+    def _release(self, *, cancel: bool) -> None:
+        """End the call and give its channel back; `cancel` cancels a call that has not ended."""
+        with self._lock:
             call, opened, messages = self._call, self._opened, self._messages
             self._call = self._opened = None
         if call is None or opened is None:
             return
-        if leave and not call.done():
-            self._leave(call, opened, messages)
+        if cancel and not call.done():
+            self._cancel(call, opened, messages)
         else:
             # Garbage collection cancels a call, so it is referenced until the server has ended it.
             _ENDING.add(call)
             call.add_done_callback(_ENDING.discard)
-            messages.end(leave=False)
+            messages.end(cancel=False)
             self._client._connection.give_back(opened)
-
-    def _leave(self, call: Any, opened: Opened, messages: Any) -> None:
-        raise NotImplementedError
-
-    def _read(self, response: Any) -> Chunk:
-        """Return the chunk; the last one ends the call."""
-        chunk = self._progress.read(response)
-        if self._progress.finished:
-            self._end()
-        return chunk
-
-    def _failed(self, error: InferenceError) -> float:
-        """Return the pause in seconds before the next attempt; raise errors that are final."""
-        self._let_go(leave=isinstance(error, DeadlineExceededError))
-        return self._progress.pause_s(error)
 
     def _end(self) -> None:
         self._ended = True
-        self._let_go(leave=not self._progress.finished)
-
-    def _over(self) -> None:
-        """End the iterator; raise `CanceledError` if the client was closed."""
-        if not self._closed and not self._progress.finished:
-            self._client._raise_if_closed()
+        self._release(cancel=not self._state.finished)
 
     def __del__(self) -> None:
         self._end()
@@ -183,13 +198,13 @@ class Generation(_Stream, Iterator[Chunk]):
     """
 
     def __init__(
-        self, client: PipelineClient, order: Mapping[str, bytes], timeout_s: float | None
+        self, client: PipelineClient, inputs: Mapping[str, bytes], timeout_s: float | None
     ) -> None:
         self._reading = threading.Lock()
-        super().__init__(client, order, timeout_s)
+        super().__init__(client, inputs, timeout_s)
 
     def __next__(self) -> Chunk:
-        chunk = self._next(stream=True)
+        chunk = _run_blocking(self._next(stream=True))
         if chunk is None:
             raise StopIteration
         return chunk
@@ -200,12 +215,7 @@ class Generation(_Stream, Iterator[Chunk]):
         Raises:
             InferenceError: See its subclasses; `CanceledError` if nothing was left.
         """
-        chunks = []
-        while (chunk := self._next(stream=False)) is not None:
-            chunks.append(chunk)
-        if not chunks:
-            raise CanceledError("The generation has ended. Start another.")
-        return Completion.join(chunks)
+        return _run_blocking(self._rest())
 
     def close(self) -> None:
         """Cancel the generation if it has not ended; the iterator then ends."""
@@ -223,39 +233,37 @@ class Generation(_Stream, Iterator[Chunk]):
     ) -> None:
         self.close()
 
-    def _next(self, *, stream: bool) -> Chunk | None:
-        try:
-            while not self._ended:
-                response = self._receive(self._begin(_Messages, stream=stream))
-                if self._ended:  # closed by another thread
-                    break
-                if isinstance(response, InferenceError):
-                    time.sleep(self._failed(response))
-                elif response is None:
-                    self._progress.raise_ended()
-                else:
-                    return self._read(response)
-        except BaseException:
-            self._end()
-            raise
-        self._over()
-        return None
-
-    def _receive(self, call: Any) -> Any:
-        """Return the next response, the error in its place, or None at the end."""
+    async def _receive(self, call: Any) -> Any:
         try:
             with self._reading:
                 return self._checked(next(call, None))
         except grpc.RpcError as status:
             return self._client._error(status.code(), status.details())
 
-    def _leave(self, call: Any, opened: Opened, messages: Any) -> None:
+    async def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def _open_messages(self, request: GenerationRequest) -> tuple[_Messages, Any]:
+        messages = _Messages(request, SimpleQueue())
+        return messages, messages.sent()
+
+    def _cancel(self, call: Any, opened: Opened, messages: _Messages) -> None:
         if sys.is_finalizing():  # no thread starts any more
             call.cancel()
             return
-        messages.end(leave=True)
+        messages.end(cancel=True)
         work = (call, self._reading, lambda: self._client._connection.give_back(opened))
-        self._client._leave_behind(threading.Thread(target=_read_to_end, args=work))
+        self._client._finish_in_background(threading.Thread(target=_read_to_end, args=work))
+
+
+def _run_blocking(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of a coroutine that never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    raise AssertionError("the coroutine suspended")
 
 
 def _read_to_end(call: Any, reading: threading.Lock, give_back: Callable[[], None]) -> None:
@@ -273,12 +281,8 @@ def _read_to_end(call: Any, reading: threading.Lock, give_back: Callable[[], Non
 class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
     """`Generation` for event loops; canceling a task that reads it cancels the generation."""
 
-    def __init__(
-        self, client: PipelineClient, order: Mapping[str, bytes], timeout_s: float | None
-    ) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._reading: asyncio.Future[Any] | None = None
-        super().__init__(client, order, timeout_s)
+    _loop: asyncio.AbstractEventLoop | None = None
+    _reading: asyncio.Future[Any] | None = None
 
     async def __anext__(self) -> Chunk:
         chunk = await self._next(stream=True)
@@ -292,12 +296,7 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
         Raises:
             InferenceError: See its subclasses; `CanceledError` if nothing was left.
         """
-        chunks = []
-        while (chunk := await self._next(stream=False)) is not None:
-            chunks.append(chunk)
-        if not chunks:
-            raise CanceledError("The generation has ended. Start another.")
-        return Completion.join(chunks)
+        return await self._rest()
 
     async def close(self) -> None:
         """Cancel the generation if it has not ended; the iterator then ends."""
@@ -315,27 +314,8 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
     ) -> None:
         await self.close()
 
-    async def _next(self, *, stream: bool) -> Chunk | None:
-        try:
-            while not self._ended:
-                self._loop = asyncio.get_running_loop()
-                response = await self._receive(self._begin(_AsyncMessages, stream=stream))
-                if self._ended:  # closed by another task
-                    break
-                if isinstance(response, InferenceError):
-                    await asyncio.sleep(self._failed(response))
-                elif response is None:
-                    self._progress.raise_ended()
-                else:
-                    return self._read(response)
-        except BaseException:
-            self._end()
-            raise
-        self._over()
-        return None
-
     async def _receive(self, call: Any) -> Any:
-        """Return the next response, the error in its place, or None at the end."""
+        self._loop = asyncio.get_running_loop()
         # Canceling a task that waits for a call cancels the call, so another task waits for it.
         self._reading = reading = self._reading or asyncio.ensure_future(call.read())
         try:
@@ -351,7 +331,14 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
                 self._reading = None
         return self._checked(None if response is grpc.aio.EOF else response)
 
-    def _leave(self, call: Any, opened: Opened, messages: Any) -> None:
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def _open_messages(self, request: GenerationRequest) -> tuple[_Messages, Any]:
+        messages = _Messages(request, asyncio.Queue())
+        return messages, messages.sent_async()
+
+    def _cancel(self, call: Any, opened: Opened, messages: _Messages) -> None:
         loop, reading, client = self._loop, self._reading, self._client
         if loop is None or loop.is_closed():
             return
@@ -370,17 +357,13 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
                 client._connection.give_back(opened)
 
         def begin() -> None:
-            messages.end(leave=True)
-            client._leave_behind(loop.create_task(end()))
+            messages.end(cancel=True)
+            client._finish_in_background(loop.create_task(end()))
 
-        if _running_loop() is loop:
+        running = None
+        with suppress(RuntimeError):
+            running = asyncio.get_running_loop()
+        if running is loop:
             begin()
         else:  # it was freed on another thread
             loop.call_soon_threadsafe(begin)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

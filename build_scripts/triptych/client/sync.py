@@ -25,7 +25,7 @@ from triptych.client.flows import (
     make_method,
     task_flows,
 )
-from triptych.client.generation import Sampling, encode_order
+from triptych.client.generation import Sampling, encode_inputs
 from triptych.client.streams import Generation
 from triptych.client.tasks import Row, TaskCall, Whole
 from triptych.client.work import Portion, Work
@@ -60,7 +60,7 @@ class Client(PipelineClient):
     Its settings are those of `PipelineClient`. Open it after a fork, not before.
     """
 
-    _leaving: Sequence[threading.Thread] = ()
+    _finishing: Sequence[threading.Thread] = ()
 
     embed, embed_each = _blocking_task(tasks.embed)
     classify, classify_each = _blocking_task(tasks.classify)
@@ -84,7 +84,7 @@ class Client(PipelineClient):
         Raises:
             InvalidRequestError: The request cannot be encoded. The iterator raises other errors.
         """
-        return Generation(self, encode_order(prompt, None, sampling), timeout_s)
+        return Generation(self, encode_inputs(prompt, None, sampling), timeout_s)
 
     def chat(
         self,
@@ -94,11 +94,11 @@ class Client(PipelineClient):
         **sampling: Unpack[Sampling],
     ) -> Generation:
         """Answer a conversation, of messages with `role` and `content`; else as `generate`."""
-        return Generation(self, encode_order("", messages, sampling), timeout_s)
+        return Generation(self, encode_inputs("", messages, sampling), timeout_s)
 
-    def _leave_behind(self, work: threading.Thread) -> None:
+    def _finish_in_background(self, work: threading.Thread) -> None:
         with self._generations_turn:
-            self._leaving = [*filter(threading.Thread.is_alive, self._leaving), work]
+            self._finishing = [*filter(threading.Thread.is_alive, self._finishing), work]
             work.start()
 
     def _connect(self) -> Connection:
@@ -113,7 +113,7 @@ class Client(PipelineClient):
         """
         self._closed = True
         self._end_generations()
-        for thread in self._leaving:
+        for thread in self._finishing:
             thread.join()
         for channel in self._connection.drain():
             channel.close()

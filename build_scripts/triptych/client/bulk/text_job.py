@@ -18,7 +18,7 @@ from triptych.client.bulk.answers import PAUSE_S, RETRY, TOO_MANY, UNREACHABLE_E
 from triptych.client.bulk.batching import BatchSizeTuner
 from triptych.client.bulk.formats import ERROR, AnswerColumn, Answers, RowChunk, Scan
 from triptych.client.bulk.options import BulkOptions
-from triptych.client.generation import encode_order
+from triptych.client.generation import encode_inputs
 from triptych.client.questions import parse_sampling
 from triptych.client.streams import AsyncGeneration
 
@@ -152,7 +152,7 @@ class TextSender:
         own = chunk.parameters[row] if chunk.parameters else {}
         if not isinstance(said, dict):
             raise ValueError(f"`{SAMPLING}` must be an object. Given: {said!r:.80}")
-        return encode_order(prompt or "", messages, {**self.parameters, **said, **own})  # type: ignore[typeddict-item]
+        return encode_inputs(prompt or "", messages, {**self.parameters, **said, **own})  # type: ignore[typeddict-item]
 
 
 def _data(name: str, value: object) -> Any:
