@@ -25,7 +25,14 @@ from triptych.serving.bench.bench import Price, mean_answer_tokens
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.measure import run_longer
 from triptych.serving.bench.perf_analyzer import LoadError
-from triptych.serving.bench.perf_output import Export, LoadResult, StreamedAnswer, read_export
+from triptych.serving.bench.perf_output import (
+    LoadResult,
+    StreamedAnswer,
+    compute_streaming_metrics,
+    meets_limits,
+    read_export,
+    split_answer_time,
+)
 from triptych.serving.bench.resources import name_process, process_tree
 from triptych.serving.bench.results import (
     BenchResult,
@@ -35,11 +42,6 @@ from triptych.serving.bench.results import (
     from_json,
     judge_slo,
     to_json,
-)
-from triptych.serving.bench.streamed import (
-    compute_streaming_metrics,
-    meets_limits,
-    split_answer_time,
 )
 from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.slo import GenerationSlo, parse_generation_slo
@@ -180,8 +182,8 @@ def result(*, slow: float = 1.0) -> BenchResult:
         step = int(5 * MS * clients * slow)
         times = tuple(60 * MS + step * number for number in range(10))
         answers = tuple(StreamedAnswer(0, times, 10) for _ in range(20 * clients))
-        export = Export((0, 10_000 * MS), tuple(times[-1:]), (times[-1] / 1e3,), answers)
-        streamed = compute_streaming_metrics(export, slo)
+        timed = LoadResult((0, 10_000 * MS), tuple(times[-1:]), (times[-1] / 1e3,), answers)
+        streamed = compute_streaming_metrics(timed, slo)
         changes = dict.fromkeys(("mean_us", "p50_us", "p99_us"), times[-1] / 1000.0)
         one = replace(
             measurement(clients, requests=20 * clients, throughput_per_s=2.0 * clients, **changes),

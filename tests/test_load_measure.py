@@ -13,7 +13,7 @@ import pytest
 from conftest import traffic_texts
 from test_perf_analyzer import write_model
 from triptych.base.errors import UserError
-from triptych.serving.bench import perf_analyzer, rates
+from triptych.serving.bench import rates
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.measure import NO_ANSWER, BenchTarget, measure
 from triptych.serving.bench.rates import find_highest_rate
@@ -95,28 +95,6 @@ def check_whole(measured: Measured) -> None:
     # Of 50 requests, which may be less than a tick of 10 ms.
     assert 0 <= measured.resources.client_cpu_cores < 1
     assert from_json(Measured, to_json(measured)) == measured
-
-
-@pytest.mark.server
-@pytest.mark.parametrize("clients", [1, 6])
-def test_our_figures_agree_with_perf_analyzers_own(server: Server, clients: int) -> None:
-    own = perf_analyzer.run(
-        server.grpc_url, "sleeping", TEXTS, concurrency=clients, window_s=0.6, exports=True
-    )
-    ours = own.export
-    assert ours is not None
-    p50, p90, p95, p99 = ours.percentiles_us(50, 90, 95, 99)
-    assert len(ours.latencies_us) == own.requests
-    assert ours.throughput_per_s == pytest.approx(own.throughput_per_s, rel=0.03)
-    assert [p50, p90, p95, p99] == pytest.approx(
-        [own.p50_us, own.p90_us, own.p95_us, own.p99_us], rel=0.03
-    )
-    theirs = [one for window in own.windows for one in (window.throughput_per_s, window.latency_us)]
-    windows = ours.windows()
-    assert [one for w in windows for one in (w.throughput_per_s, w.latency_us)] == pytest.approx(
-        theirs, rel=0.03
-    )
-    assert "export" not in own.as_dict()
 
 
 @pytest.mark.server

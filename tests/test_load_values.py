@@ -14,7 +14,7 @@ from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.measure import normalize_error, split_latency
 from triptych.serving.bench.perf_output import (
     BIN_GROWTH,
-    Export,
+    LoadResult,
     check_stability,
     make_histogram,
     read_export,
@@ -76,7 +76,7 @@ def test_an_export_gives_the_times_whatever_its_texts_are(tmp_path: Path) -> Non
     export = read_export(path)
 
     times = ((500000, 4000000, 9000000), (3000000, 6000000), (2000.0, 4000.0))
-    assert export == Export(*times)
+    assert export == LoadResult(*times)
     assert export.seconds == 0.0085
     assert [window.latency_us for window in export.windows()] == [2000.0, 4000.0]
 
@@ -92,7 +92,7 @@ def test_an_export_without_answers_is_none(tmp_path: Path, text: str) -> None:
 
 def test_percentiles_and_histogram_hold_every_request() -> None:
     latencies = tuple(float(us) for us in range(1, 1002))
-    export = Export((0, 10**9), tuple(range(1001)), latencies)
+    export = LoadResult((0, 10**9), tuple(range(1001)), latencies)
 
     assert export.percentiles_us(50, 90, 99, 99.9) == [501, 901, 991, 1000]
     assert (export.throughput_per_s, export.mean_us) == (1001, 501)
@@ -104,7 +104,7 @@ def test_percentiles_and_histogram_hold_every_request() -> None:
 
 
 def test_windows_without_an_answer_do_not_agree() -> None:
-    export = Export((0, 10**9, 2 * 10**9), (5, 6), (1.0, 2.0))
+    export = LoadResult((0, 10**9, 2 * 10**9), (5, 6), (1.0, 2.0))
     is_stable, said = check_stability(export.windows())
     assert is_stable is False
     assert len(said) == 2

@@ -64,9 +64,9 @@ def measure_cost(
     batches = answered.get(core or f"{model}_core")
     executions = max(batches.statistics.executions, 1) if batches else 1
     return {
-        "rate_per_s": result.throughput_per_s,
-        "p50_ms": result.p50_us / 1e3,
-        "p99_ms": result.p99_us / 1e3,
+        "rate_per_s": result.throughput_per_s * texts_per_request,
+        "p50_ms": result.percentile_us(50) / 1e3,
+        "p99_ms": result.percentile_us(99) / 1e3,
         TOTAL: sum(value for name, value in used.items() if name != "switches"),
         **used,
         "batch_ms": batches.busy_us / 1e3 / executions if batches else 0.0,

@@ -104,7 +104,7 @@ def race(
                 progress(
                     "race",
                     f"round {number}/{ROUNDS}: {name} {result.throughput_per_s:.0f}/s, "
-                    f"p99 {result.p99_us / 1e3:.0f} ms",
+                    f"p99 {result.percentile_us(99) / 1e3:.0f} ms",
                 )
             fastest = max(results[name][-1].throughput_per_s for name in running)
             running = [
@@ -121,7 +121,7 @@ def _throughput(results: Sequence[perf_analyzer.LoadResult]) -> Throughput:
         throughput_per_s=median(rates),
         lowest_per_s=min(rates),
         highest_per_s=max(rates),
-        p99_ms=median(result.p99_us for result in results) / 1e3,
+        p99_ms=median(result.percentile_us(99) for result in results) / 1e3,
         rounds=len(results),
     )
 

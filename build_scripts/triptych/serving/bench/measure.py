@@ -9,11 +9,16 @@ from functools import partial
 
 from triptych.base.errors import UserError
 from triptych.serving.bench import perf_analyzer
-from triptych.serving.bench.perf_output import Export, LoadResult, check_stability, make_histogram
+from triptych.serving.bench.perf_output import (
+    LoadResult,
+    check_stability,
+    compute_streaming_metrics,
+    make_histogram,
+    split_answer_time,
+)
 from triptych.serving.bench.resources import ResourceMonitor
 from triptych.serving.bench.results import Measurement, OfferedLoad, Part, StepUse
 from triptych.serving.bench.statistics import Counts, ServedStep, ServerCounts, step_use
-from triptych.serving.bench.streamed import compute_streaming_metrics, split_answer_time
 from triptych.spec.slo import GenerationSlo
 
 WINDOWS = 3
@@ -90,11 +95,10 @@ def measure(
                     concurrency=clients,
                     request_count=max(warmup_requests, clients),
                     timeout_s=timeout_s,
-                    exports=target.promise is not None,
                     streaming=target.promise is not None,
                 )
-                if warmed.export is not None:
-                    longest_s = max(warmed.export.latencies_us) / 1e6
+                if target.promise is not None:
+                    longest_s = max(warmed.latencies_us) / 1e6
                     seconds = max(seconds, ANSWER_WINDOWS * longest_s)
                 before = counts.read()
             with ResourceMonitor(target.pid, target.metrics_url) as monitor:
@@ -105,14 +109,12 @@ def measure(
     finally:
         counts.close()
     did = {model: after[model] - before[model] for model in after}
-    if result.export is None:
-        raise RuntimeError("perf_analyzer answered requests, and exported none")
-    measured = _make_measurement(result, result.export, did, counts.steps, target.pipeline)
+    measured = _make_measurement(result, did, counts.steps, target.pipeline)
     if target.promise is not None:
-        streamed = compute_streaming_metrics(result.export, target.promise)
+        streamed = compute_streaming_metrics(result, target.promise)
         parts = split_answer_time(measured.mean_us, streamed)
         measured = replace(measured, streamed=streamed, parts=parts)
-    span = result.export.boundaries_ns
+    span = result.boundaries_ns
     return replace(measured, resources=monitor.between(span[0], span[-1]))
 
 
@@ -155,43 +157,42 @@ def _run(
         burst=load.burst,
         window_s=seconds / WINDOWS,
         timeout_s=min(timeout_s, 2 * seconds + STREAMS_END_S) if is_streaming else timeout_s,
-        exports=True,
         streaming=is_streaming,
     )
 
 
 def _make_measurement(
     result: LoadResult,
-    export: Export,
     did: Mapping[str, Counts],
     steps: Sequence[ServedStep],
     pipeline: str,
 ) -> Measurement:
     answered = did[pipeline].statistics.requests
-    requests = len(export.latencies_us)
-    share = min(1.0, requests / answered) if answered else 1.0
-    uses = tuple(step_use(step, did[step.model], share, export.seconds) for step in steps)
-    p50, p90, p95, p99, p99_9 = export.percentiles_us(50, 90, 95, 99, 99.9)
-    is_stable, unstable = check_stability(export.windows())
-    said = [line for line in result.warnings if not line.startswith("unstable")]
-    if answered > requests * MAX_FOREIGN_RATIO + 100:
-        said.append(f"the server answered {answered} requests, {requests} of them measured here")
+    share = min(1.0, result.requests / answered) if answered else 1.0
+    uses = tuple(step_use(step, did[step.model], share, result.seconds) for step in steps)
+    p50, p90, p95, p99, p99_9 = result.percentiles_us(50, 90, 95, 99, 99.9)
+    is_stable, unstable = check_stability(result.windows())
+    warnings = [*result.warnings, *unstable]
+    if answered > result.requests * MAX_FOREIGN_RATIO + 100:
+        warnings.append(
+            f"the server answered {answered} requests, {result.requests} of them measured here"
+        )
     return Measurement(
-        seconds=export.seconds,
-        requests=requests,
+        seconds=result.seconds,
+        requests=result.requests,
         errors={},
-        throughput_per_s=export.throughput_per_s,
-        mean_us=export.mean_us,
+        throughput_per_s=result.throughput_per_s,
+        mean_us=result.mean_us,
         p50_us=p50,
         p90_us=p90,
         p95_us=p95,
         p99_us=p99,
         p99_9_us=p99_9,
         is_stable=is_stable,
-        histogram_us=make_histogram(export.latencies_us),
+        histogram_us=make_histogram(result.latencies_us),
         steps=uses,
-        parts=split_latency(export.mean_us, did[pipeline].mean_us, uses),
-        warnings=tuple(said + unstable),
+        parts=split_latency(result.mean_us, did[pipeline].mean_us, uses),
+        warnings=tuple(warnings),
         sent_per_s=result.sent_per_s,
     )
 

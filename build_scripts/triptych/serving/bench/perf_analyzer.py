@@ -21,13 +21,13 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from triptych.base.errors import UserError
 from triptych.base.files import scratch_folder
-from triptych.serving.bench.perf_output import PERCENTILE, LoadResult, read_export, read_report
+from triptych.serving.bench.perf_output import PERCENTILE, LoadResult, read_export
 from triptych.serving.embedded import INSTALL_LOCAL, find_wheel
 
 # The last release whose binary runs on glibc 2.35, like the embedded server; later ones need 2.38.
@@ -180,11 +180,13 @@ def _fetch_wheel(folder: Path) -> Path:
 __all__ = ["Distribution", "LoadError", "LoadResult", "Request", "run"]
 
 # With this tolerance, perf_analyzer accepts and merges the first three windows. It would report
-# nothing for unstable windows, so `read_report` judges their stability.
+# nothing for unstable windows, so `check_stability` judges their stability.
 _ANY_SPREAD = "1e6"
 
 # Messages of perf_analyzer for a window without a response, at the client or in server statistics.
 _NOTHING_ANSWERED = ("No valid requests recorded", "failed to find the requested model version")
+
+_DELAYED = re.compile(r"[\d.]+% of the requests were delayed")
 
 Request = str | Mapping[str, str | bytes]
 Distribution = Literal["poisson", "constant", "burst"]
@@ -209,10 +211,11 @@ class LoadError(UserError):
         *,
         errors: tuple[str, ...] = (),
         is_late: bool = False,
+        is_empty: bool = False,
     ) -> None:
         self.errors = errors
         self.is_late = is_late
-        self.is_empty = any(sign in output for sign in _NOTHING_ANSWERED)
+        self.is_empty = is_empty or any(sign in output for sign in _NOTHING_ANSWERED)
         self.output = output
         super().__init__("load", rule, given=given, remedy=remedy)
 
@@ -230,7 +233,6 @@ def run(
     request_count: int | None = None,
     warmup_requests: int = 0,
     timeout_s: float = 900.0,
-    exports: bool = False,
     streaming: bool = False,
     http_path: str | None = None,
     batch_size: int = 1,
@@ -238,7 +240,9 @@ def run(
     """Load `model` over gRPC and measure it from the client.
 
     The requests are sent in turn and repeated, for three consecutive windows. Exactly one of
-    `concurrency` and `request_rate_per_s` must be given.
+    `concurrency` and `request_rate_per_s` must be given. perf_analyzer exports the times of each
+    request together with all inputs and outputs into a temporary file: 8 KiB per request with 384
+    numbers, 0.3 MiB with a 100 kB image. It writes them after the last window, at 10 s per GB.
 
     Args:
         url: ``host:port``.
@@ -255,18 +259,15 @@ def run(
             end once per second, so the throughput can be too low by one second.
         warmup_requests: Number of uncounted requests before the measurement.
         timeout_s: Timeout of warm-up and measurement together, in seconds.
-        exports: Whether to read the times of each request into `LoadResult.export`. The temporary
-            file also has all inputs and outputs: 8 KiB per request with 384 numbers, 0.3 MiB with
-            a 100 kB image. perf_analyzer writes it after the last window, at about 10 s per GB.
-        streaming: Whether a request is a stream of responses. The latencies that perf_analyzer
-            reports are then those of the first response.
+        streaming: Whether a request is a stream of responses, which ends with a finish reason.
         http_path: HTTP path for POST requests to a server of another kind; each request is then
             the JSON text of a body.
-        batch_size: Number of `requests` joined as the rows of one; throughputs then count rows.
+        batch_size: Number of `requests` joined as the rows of one.
 
     Raises:
         UserError: An argument is out of range, or perf_analyzer is missing.
-        LoadError: A request failed, the model is missing, or the timeout expired.
+        LoadError: A request failed or none was answered, the model is missing, or the timeout
+            expired.
     """
     _check(requests, concurrency, request_rate_per_s, burst)
     deadline = time.monotonic() + timeout_s
@@ -279,7 +280,7 @@ def run(
         service = ["--service-kind=openai", f"--endpoint={http_path}"]
         rows = [{"payload": [json.loads(str(request))]} for request in requests]
     with scratch_folder("triptych-load-") as scratch:
-        data, report, times = (scratch / name for name in ("data.json", "report.csv", "times.json"))
+        data, times = scratch / "data.json", scratch / "times.json"
         data.write_text(json.dumps({"data": rows}), encoding="ascii")
         command = [
             str(analyzer.binary.resolve()),
@@ -292,21 +293,32 @@ def run(
         ]
         if warmup_requests:
             _measure([*command, f"--request-count={warmup_requests}"], variables, deadline)
-        command += ["-f", str(report)]
+        command.append(f"--profile-export-file={times}")
         if request_count is not None:
             command.append(f"--request-count={request_count}")
         else:
             command.append(f"--measurement-interval={round(window_s * 1000)}")
-        if exports:
-            command.append(f"--profile-export-file={times}")
-        return read_report(
-            _measure(command, variables, deadline),
-            report.read_text(encoding="utf-8"),
-            model=model,
-            concurrency=concurrency,
-            request_rate_per_s=request_rate_per_s,
-            export=read_export(times, streaming=streaming) if exports else None,
+        output = _measure(command, variables, deadline)
+        result = read_export(times, streaming=streaming)
+    if result is None:
+        raise LoadError(
+            "must be answered within the windows",
+            "perf_analyzer exported no answer",
+            "Measure for longer, or lower the load",
+            output,
+            is_late=True,
+            is_empty=True,
         )
+    # perf_analyzer prints the rate only if requests were late.
+    sent = re.search(r"Avg send request rate: (\S+) infer/sec", output)
+    # It counts requests as delayed that are microseconds late, which are nearly all of a burst.
+    # `sent_per_s` shows whether it keeps up.
+    warnings = [line.strip() for line in output.splitlines() if "[WARNING]" in line]
+    return replace(
+        result,
+        warnings=tuple(line for line in warnings if not _DELAYED.search(line)),
+        sent_per_s=float(sent[1]) if sent else request_rate_per_s,
+    )
 
 
 def _check(

@@ -1,17 +1,19 @@
-"""Read perf_analyzer's report and its exported times of each request."""
+"""Read perf_analyzer's exported times of each request, and compute metrics of streamed answers."""
 
 from __future__ import annotations
 
-import csv
 import math
 import mmap
 import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+
+from triptych.serving.bench.results import Part, Streamed, Times
+from triptych.spec.slo import PERCENTILES, GenerationSlo
 
 PERCENTILE = 99
 """Percentile of the latency that must be stable, besides the throughput."""
@@ -29,7 +31,6 @@ _NEW_TOKENS = re.compile(rb'"num_output_tokens":(\d+)')
 _FINISH = re.compile(rb'"finish_reason":"(\w*)"')
 _BOUNDARIES = b'"window_boundaries":['
 _DIGITS = 24
-_DELAYED = re.compile(r"[\d.]+% of the requests were delayed")
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,19 @@ class StreamedAnswer:
 
 
 @dataclass(frozen=True)
-class Export:
-    """Times of each request answered within the windows."""
+class LoadResult:
+    """Times of each request answered within the windows of a load by perf_analyzer."""
 
     boundaries_ns: tuple[int, ...]  # start of each window and end of the last, as Unix time
     answered_ns: tuple[int, ...]  # time of each answer, ascending
     latencies_us: tuple[float, ...]  # latencies in the same order
     answers: tuple[StreamedAnswer, ...] = ()  # streamed answers; empty without text generation
+    warnings: tuple[str, ...] = ()  # warnings of perf_analyzer
+    sent_per_s: float | None = None  # actual rate of an open loop; None in a closed loop
+
+    @property
+    def requests(self) -> int:
+        return len(self.latencies_us)
 
     @property
     def seconds(self) -> float:
@@ -79,15 +86,19 @@ class Export:
 
     @property
     def throughput_per_s(self) -> float:
-        return len(self.latencies_us) / self.seconds
+        return self.requests / self.seconds
 
     @property
     def mean_us(self) -> float:
-        return math.fsum(self.latencies_us) / len(self.latencies_us)
+        return math.fsum(self.latencies_us) / self.requests
 
     def percentiles_us(self, *percents: float) -> list[float]:
         """Return the latency of the request closest to each percentile rank."""
         return percentiles(self.latencies_us, *percents)
+
+    def percentile_us(self, percent: float) -> float:
+        """Return the latency of the request closest to a percentile rank."""
+        return percentiles(self.latencies_us, percent)[0]
 
     def windows(self) -> tuple[Window, ...]:
         """Return throughput and latency of each window; 0 without answers."""
@@ -95,7 +106,7 @@ class Export:
         for start, end in zip(self.boundaries_ns, self.boundaries_ns[1:], strict=False):
             first, last = bisect_left(self.answered_ns, start), bisect_left(self.answered_ns, end)
             part = replace(self, latencies_us=self.latencies_us[first:last])
-            latency = part.percentiles_us(PERCENTILE)[0] if last > first else 0.0
+            latency = part.percentile_us(PERCENTILE) if last > first else 0.0
             found.append(Window((last - first) / ((end - start) / 1e9), latency))
         return tuple(found)
 
@@ -112,32 +123,7 @@ def make_histogram(latencies_us: Sequence[float]) -> dict[float, int]:
     return {round(BIN_GROWTH**number, 1): bins[number] for number in sorted(bins)}
 
 
-@dataclass(frozen=True)
-class LoadResult:
-    """A measurement without failed requests, by perf_analyzer."""
-
-    model: str
-    concurrency: int | None  # clients, each with one request in flight; None in open loop
-    request_rate_per_s: float | None  # rate of an open loop; None in a closed loop
-    requests: int  # number of requests answered within the windows
-    throughput_per_s: float
-    p50_us: float  # latency percentiles seen by the client
-    p90_us: float
-    p95_us: float
-    p99_us: float
-    windows: tuple[Window, ...]  # windows of the measurement
-    is_stable: bool | None  # whether the windows agree; None for one window
-    warnings: tuple[str, ...]  # warnings about the metrics
-    sent_per_s: float | None = None  # actual rate of an open loop; None in a closed loop
-    export: Export | None = None  # times of every request; None without an export
-
-    def as_dict(self) -> dict[str, object]:
-        plain = asdict(replace(self, export=None))
-        del plain["export"]
-        return plain
-
-
-def read_export(path: Path, *, streaming: bool = False) -> Export | None:
+def read_export(path: Path, *, streaming: bool = False) -> LoadResult | None:
     """Return the times in a file of ``--profile-export-file``; None without answers.
 
     The file also contains all inputs and outputs and need not be valid JSON, so only the times are
@@ -155,7 +141,7 @@ def read_export(path: Path, *, streaming: bool = False) -> Export | None:
         boundaries = _numbers(text, at + len(_BOUNDARIES)) if at >= 0 else ()
     if len(boundaries) < 2 or not times:
         return None
-    return Export(
+    return LoadResult(
         boundaries_ns=boundaries,
         answered_ns=tuple(answered for answered, _ in times),
         latencies_us=tuple((answered - sent) / 1000 for answered, sent in times),
@@ -206,51 +192,6 @@ def _numbers(text: mmap.mmap, start: int) -> tuple[int, ...]:
     return tuple(int(one) for one in inside.split(b",") if one)
 
 
-def read_report(
-    output: str,
-    report: str,
-    *,
-    model: str,
-    concurrency: int | None,
-    request_rate_per_s: float | None,
-    export: Export | None = None,
-) -> LoadResult:
-    """Parse perf_analyzer's output with ``-v`` and its CSV report for one load.
-
-    The other arguments are those of `LoadResult`.
-    """
-    row = next(csv.DictReader(report.splitlines()))
-    windows = tuple(
-        Window(float(throughput), float(latency))
-        for throughput, latency in re.findall(
-            rf"Pass \[\d+\] throughput: (\S+) infer/sec\. p{PERCENTILE} latency: (\d+) usec", output
-        )
-    )
-    is_stable, unstable = check_stability(windows)
-    counted = re.search(r"Request count: (\d+)", output)
-    sent = re.search(r"Avg send request rate: (\S+) infer/sec", output)
-    # perf_analyzer counts requests as delayed that are microseconds late, which are nearly all of a
-    # burst. `sent_per_s` shows whether it keeps up.
-    said = [line.strip() for line in output.splitlines() if "[WARNING]" in line]
-    return LoadResult(
-        model=model,
-        concurrency=concurrency,
-        request_rate_per_s=request_rate_per_s,
-        requests=int(counted[1]) if counted else 0,
-        throughput_per_s=float(row["Inferences/Second"]),
-        p50_us=float(row["p50 latency"]),
-        p90_us=float(row["p90 latency"]),
-        p95_us=float(row["p95 latency"]),
-        p99_us=float(row["p99 latency"]),
-        windows=windows,
-        is_stable=is_stable,
-        warnings=tuple([line for line in said if not _DELAYED.search(line)] + unstable),
-        # It prints the rate only if requests were late.
-        sent_per_s=float(sent[1]) if sent else request_rate_per_s,
-        export=export,
-    )
-
-
 def check_stability(windows: Sequence[Window]) -> tuple[bool | None, list[str]]:
     """Return whether the windows agree (None for fewer than two), and a sentence per difference."""
     if len(windows) < 2:
@@ -270,3 +211,56 @@ def check_stability(windows: Sequence[Window]) -> tuple[bool | None, list[str]]:
 def _spread_percent(values: Sequence[float]) -> float:
     lowest = min(values)
     return (max(values) / lowest - 1) * 100 if lowest > 0 else float("inf")
+
+
+def compute_streaming_metrics(result: LoadResult, slo: GenerationSlo) -> Streamed:
+    """Return the metrics of all answers that ended within the windows.
+
+    Answers in flight at the end are excluded; in return, answers in flight at the start count.
+    """
+    answers = result.answers
+    tokens = sum(answer.tokens for answer in answers)
+    return Streamed(
+        tokens=tokens,
+        tokens_per_s=tokens / result.seconds,
+        goodput_per_s=sum(meets_limits(answer, slo) for answer in answers) / result.seconds,
+        ttft=summarize_times([answer.ttft_us for answer in answers]),
+        itl=summarize_times([us for answer in answers for us in answer.itl_us]),
+    )
+
+
+def meets_limits(answer: StreamedAnswer, slo: GenerationSlo) -> bool:
+    """Return whether an answer meets every limit.
+
+    First token and end are single values, so each must meet the largest of its percentile limits.
+    Inter-token times have percentiles within the answer.
+    """
+    limits = slo.limits_us
+    for moment, value in (("ttft", answer.ttft_us), ("e2e", answer.e2e_us)):
+        own = [most for name, most in limits.items() if name.startswith(moment)]
+        if own and value > max(own):
+            return False
+    between = {name: most for name, most in limits.items() if name.startswith("itl")}
+    return not answer.itl_us or all(
+        percentiles(answer.itl_us, float(name.removeprefix("itl_p")))[0] <= most
+        for name, most in between.items()
+    )
+
+
+def summarize_times(values_us: Sequence[float]) -> Times:
+    """Return mean and percentiles with the number of samples; all 0 without samples."""
+    if not values_us:
+        return Times(0)
+    percents = [float(name[1:].replace("_", ".")) for name in PERCENTILES]
+    return Times(
+        len(values_us), math.fsum(values_us) / len(values_us), *percentiles(values_us, *percents)
+    )
+
+
+def split_answer_time(mean_us: float, streamed: Streamed) -> tuple[Part, ...]:
+    """Split an answer's mean time at its first token, where the counts of the steps end."""
+    first = min(streamed.ttft.mean_us, mean_us)
+    return (
+        Part("answer", "first token", first),
+        Part("answer", "tokens after it", mean_us - first),
+    )
