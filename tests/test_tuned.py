@@ -103,7 +103,10 @@ def test_a_pipeline_that_generates_text_is_tuned_alike(tmp_path: Path) -> None:
         ("[]", "must have a mapping `set`"),
         ("set: 3", "must have a mapping `set`"),
         ("set: {task: reranking}", "is not a field that tuning may set"),
-        ("set: {core.max_batch_size: many}", "tuned.yaml: core.max_batch_size. is not valid"),
+        (
+            "set: {core.max_batch_size: many}",
+            "tuned.yaml: core.max_batch_size. must be a valid integer",
+        ),
     ],
 )
 def test_a_file_of_another_form_is_refused(folder: Path, text: str, words: str) -> None:

@@ -83,7 +83,9 @@ class UserError(Exception):
         if self.given:
             parts.append(f"Given: {self.given.rstrip('.')}.")
         if self.remedy:
-            parts.append(f"{self.remedy.rstrip('.')}.")
+            parts.append(
+                self.remedy if self.remedy.endswith("?") else f"{self.remedy.rstrip('.')}."
+            )
         return " ".join(parts)
 
     def as_dict(self) -> dict[str, str]:

@@ -142,5 +142,15 @@ def parse_yaml(text: str) -> Any:
     """
     try:
         return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        marks = [
+            f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark else problem
+            for problem, mark in (
+                (error.context, error.context_mark),
+                (error.problem, error.problem_mark),
+            )
+            if problem
+        ]
+        raise ValueError(": ".join(marks)) from error
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error

@@ -162,7 +162,7 @@ class CoreSettings(Frozen):
 
     backend: Literal["onnxruntime", "tensorrt"] = "onnxruntime"
     device: Literal["cpu", "gpu"] = "cpu"
-    precision: Precision | Literal["auto"] = "fp32"
+    precision: Literal[Precision, "auto"] = "fp32"
     layout: Literal["packed", "bucketed", "auto"] = "packed"
     max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 32
     max_batch_mib: Annotated[int, Field(ge=1, le=1_000_000)] = 2048

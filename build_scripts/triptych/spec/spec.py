@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from triptych.base.errors import UserError, closest, warn_renamed
 from triptych.base.files import parse_yaml
@@ -34,6 +35,9 @@ _REMEDIES = {
     GENERATION: "Use test, inspect, build, lint, serve, verify, infer, bench, tune or deploy",
     TEXT2TEXT: "Use test, inspect, build, lint, serve, verify, infer, bench or deploy",
 }
+
+_UNION_BRANCH = re.compile(r"(bool|int|float|str|list|dict|literal|function-.*)(\[.*\])?")
+"""Last part of pydantic's location of an error, where a field may have several types."""
 
 RESERVED = ("name", "folder", "tuned")
 """Fields that no file sets."""
@@ -169,12 +173,13 @@ def load_as(
     try:
         return model.model_validate({**document, "name": folder.name, "folder": folder, **given})
     except ValidationError as error:
-        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        problems = _problems(model, error)
+        where = problems[0].field
         source = f"{folder / TUNED_FILE if where in measured else path}: "
         keys = (override.partition("=")[0] for override in overrides)
         if where in {former_fields(task).get(key, key) for key in keys}:
             source = "--set "
-        raise _as_user_error(model, source, error) from error
+        raise _as_user_error(source, problems) from error
 
 
 def _read_document(folder: Path) -> dict[str, Any]:
@@ -190,8 +195,8 @@ def _read_document(folder: Path) -> dict[str, Any]:
         raise UserError(
             str(path),
             "must be a mapping with at least `task` and `model`",
-            given=type(document).__name__,
-            remedy="See pipelines/README.md, or create a pipeline with `triptych new`",
+            given="an empty file" if document is None else f"a {type(document).__name__}",
+            remedy="Create a pipeline with `triptych new NAME TASK`, or write both fields",
         )
     return document
 
@@ -264,26 +269,52 @@ def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None
     node[last] = value
 
 
-def _as_user_error(model: type[BaseModel], source: str, error: ValidationError) -> UserError:
-    """Return the first problem as a `UserError`; the others are counted."""
-    problems = error.errors(include_url=False)
-    first = problems[0]
-    location = ".".join(str(part) for part in first["loc"])
-    more = f" ({len(problems) - 1} more problems follow)" if len(problems) > 1 else ""
-    kind = first["type"]
-    if kind == "extra_forbidden":
-        rule, given = "is not a field of the spec", first["loc"][-1]
+def _problems(model: type[BaseModel], error: ValidationError) -> list[UserError]:
+    """Return one error for each wrong field: unknown fields first, missing fields last."""
+    by_field: dict[str, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        parts = [str(part) for part in detail["loc"]]
+        branch = len(parts) > 1 and _UNION_BRANCH.fullmatch(parts[-1])
+        by_field.setdefault(".".join(parts[:-1] if branch else parts), []).append(detail)
+    order = {"extra_forbidden": 0, "missing": 2}
+    fields = sorted(by_field.items(), key=lambda item: order.get(item[1][0]["type"], 1))
+    return [_problem(model, field, details) for field, details in fields]
+
+
+def _problem(model: type[BaseModel], field: str, details: Sequence[ErrorDetails]) -> UserError:
+    """Return the error of a field. `details` has an entry for each type that the field may have."""
+    first = details[0]
+    given = first["input"]
+    if first["type"] == "missing":
+        return UserError(field, "is required", given="nothing", remedy="Add it")
+    if first["type"] == "extra_forbidden":
         known = _fields_at(model, first["loc"][:-1])
-        remedy = "Remove it"
-        if known:
-            remedy = f"{_meant(model, first['loc'], known)}Fields here: {', '.join(known)}"
-    elif kind == "missing":
-        rule, given, remedy = "is required", "nothing", "Add it; see pipelines/README.md"
+        remedy = f"{_meant(model, first['loc'], known)}Fields here: {', '.join(known)}"
+        rule, given = "is not a field of the spec", first["loc"][-1]
+        return UserError(field, rule, given=given, remedy=remedy if known else "Remove it")
+    rules = [detail["msg"].removeprefix("Value error, ") for detail in details]
+    if all(rule.startswith("Input should be ") for rule in rules):
+        rule = "must be " + " or ".join(rule.removeprefix("Input should be ") for rule in rules)
     else:
-        message = first["msg"]
-        rule = "is not valid: " + message[0].lower() + message[1:]
-        given, remedy = first["input"], "Correct the value"
-    return UserError(f"{source}{location}", rule, given=given, remedy=remedy + more)
+        rule = "is not valid: " + " or ".join(rule[0].lower() + rule[1:] for rule in rules)
+    remedy = "Correct the value"
+    if first["type"] == "literal_error":
+        expected = re.findall("'([^']+)'", str(first.get("ctx", {})["expected"]))
+        remedy = closest(str(given), expected).strip() or remedy
+    elif first["type"] == "string_type" and isinstance(given, int | float):
+        remedy = "Write the value in quotes: YAML reads it as a number"
+    return UserError(field, rule, given=given, remedy=remedy)
+
+
+def _as_user_error(source: str, problems: Sequence[UserError]) -> UserError:
+    """Return the first problem, with the other ones in its remedy."""
+    first, *others = problems
+    remedy = first.remedy
+    if others:
+        listed = "; ".join(f"`{other.field}` {other.rule}" for other in others)
+        separator = " " if remedy.endswith("?") else ". "
+        remedy = f"{remedy}{separator}Other problems of this file: {listed}"
+    return UserError(f"{source}{first.field}", first.rule, given=first.given, remedy=remedy)
 
 
 def _meant(model: type[BaseModel], location: Sequence[int | str], known: Sequence[str]) -> str:
