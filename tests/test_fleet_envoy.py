@@ -115,7 +115,7 @@ def test_inference_alone_is_mirrored_and_little_at_once() -> None:
 
 def test_the_promise_is_an_edge_of_the_histogram() -> None:
     for limits in ((), (5.0,), (37.5, 50.0), (30_000.0,)):
-        edges = settings(3, *limits).latency_edges_ms.value
+        edges = settings(3, *limits).latency_buckets_ms.value
         assert edges == sorted(set(edges))
         assert set(limits) <= set(edges)
 

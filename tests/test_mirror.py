@@ -148,7 +148,7 @@ def test_a_share_is_mirrored_and_a_slow_or_dead_candidate_costs_nobody_an_answer
             candidate.sleeps_s = 60.0  # as good as never
             slow = ask(listen.http_port, REQUESTS)
             # What is under way fills up, and no more is mirrored.
-            assert len(candidate.asked) - before <= settings().mirrored_at_once.value
+            assert len(candidate.asked) - before <= settings().max_mirrored.value
             candidate.shutdown()
             candidate.server_close()
             dead = ask(listen.http_port, REQUESTS)

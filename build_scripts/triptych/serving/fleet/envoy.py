@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from triptych.base.explained import ExplainedValue, render_yaml
 
-_EDGES_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000)
+_BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000)
 
 
 @dataclass(frozen=True)
@@ -26,65 +26,69 @@ class ProxySettings:
 
     max_request_mib: ExplainedValue
     retry_percent: ExplainedValue
-    latency_edges_ms: ExplainedValue
+    latency_buckets_ms: ExplainedValue
     affinity: ExplainedValue | None = None
     retries: ExplainedValue = ExplainedValue(
         2,
-        "two replicas may be going at once; a request that ends its server ends three at most",
+        "two replicas may stop at the same time; a request that crashes its server crashes at most "
+        "three servers",
     )
-    retry_at_least: ExplainedValue = ExplainedValue(
-        32, "retries that may always be under way: of few requests a share is nothing"
+    min_concurrent_retries: ExplainedValue = ExplainedValue(
+        32, "always allowed: a percentage of few requests would round to zero"
     )
-    reselections: ExplainedValue = ExplainedValue(
+    host_selection_attempts: ExplainedValue = ExplainedValue(
         64,
-        "a retry must not go where it failed, and a dead replica looks idle: of two replicas "
-        "3 in 4 picks are of the idle one, so that few draws would not do",
+        "a retry must go to another replica, but a dead replica looks idle: with two replicas, "
+        "3 of 4 selections choose the idle one",
     )
-    least_backoff_s: ExplainedValue = ExplainedValue(
-        0.025, "with jitter, and up to ten times that: a queue that was full may have room then"
+    min_backoff_s: ExplainedValue = ExplainedValue(
+        0.025, "Envoy adds jitter, up to ten times this; meanwhile a full queue may empty"
     )
     connect_s: ExplainedValue = ExplainedValue(
-        1, "replicas are near: one that takes longer is not there"
+        1, "replicas are in the same network: one that connects later is not available"
     )
     check_interval_s: ExplainedValue = ExplainedValue(
         1,
-        "also without traffic, which Envoy would check once a minute: who asks first must not pay",
+        "also without traffic, when Envoy would check once per minute and the first request would "
+        "find a dead replica",
     )
     check_timeout_s: ExplainedValue = ExplainedValue(
-        3, "as the image's own health check: a server under load answers late"
+        3, "same as the health check of the image: a server under load answers late"
     )
-    check_failures: ExplainedValue = ExplainedValue(3, "one late answer takes no replica out")
+    check_failures: ExplainedValue = ExplainedValue(
+        3, "a single late answer does not remove a replica"
+    )
     check_passes: ExplainedValue = ExplainedValue(
-        1, "a server says that it is ready once all of its models are"
+        1, "a server reports ready only when all of its models are ready"
     )
     eject_after: ExplainedValue = ExplainedValue(
         2,
         "refused or broken connections in a row. Statuses do not count: UNAVAILABLE may be a full "
-        "queue, and INTERNAL the request's own fault, on every replica that it is sent to",
+        "queue, and INTERNAL may be an error of the request, which every replica returns",
     )
     eject_s: ExplainedValue = ExplainedValue(
-        5, "then it may try again, and earlier where a health check passes meanwhile"
+        5, "then the replica is tried again; a passed health check ends the ejection earlier"
     )
     eject_percent: ExplainedValue = ExplainedValue(
-        50, "a network that fails between proxy and replicas must not take out all of them"
+        50, "a network failure between proxy and replicas must not eject all replicas"
     )
     keepalive_s: ExplainedValue = ExplainedValue(
-        60, "as the servers' own: clients that vanished are noticed"
+        60, "same as the servers: connections of clients that vanished are closed"
     )
     keepalive_timeout_s: ExplainedValue = ExplainedValue(20, "see the interval")
-    most_at_once: ExplainedValue = ExplainedValue(
+    max_concurrent: ExplainedValue = ExplainedValue(
         1_000_000,
-        "requests, pending ones and connections: the pipelines know what they can take and refuse "
-        "the rest; Envoy's own 1024 would refuse before they do",
+        "requests, pending requests and connections: the pipelines limit requests by what they can "
+        "process. Envoy's default of 1024 would reject requests earlier",
     )
-    mirrored_at_once: ExplainedValue = ExplainedValue(
+    max_mirrored: ExplainedValue = ExplainedValue(
         16,
-        "mirrored requests under way: of more, none is mirrored. Each is held whole until the "
-        "candidate has answered, and a slow one must not fill this proxy's memory",
+        "mirrored requests in flight; further requests are not mirrored. Envoy buffers each one "
+        "until the candidate answers, so a slow candidate would fill its memory",
     )
     dns_refresh_s: ExplainedValue = ExplainedValue(
         5,
-        "a replica that got ready is found within that; one that goes sleeps longer before it does",
+        "a new replica is found within this time; a replica that stops keeps serving for longer",
     )
 
 
@@ -104,29 +108,30 @@ def proxy_settings(
         affinity: Header of streams; streams with the same value go to the same replica.
     """
     limits = sorted(set(limits_ms))
-    promised = ", ".join(f"{limit:g}" for limit in limits)
+    slo_text = ", ".join(f"{limit:g}" for limit in limits)
     return ProxySettings(
         affinity=None
         if affinity is None
         else ExplainedValue(
             affinity,
-            "streams of one value begin alike: one replica keeps what it computed of that. Without "
-            "the header a stream goes anywhere",
+            "streams with the same value share a prompt prefix, which one replica then caches. "
+            "Streams without the header go to any replica",
         ),
         max_request_mib=ExplainedValue(
             max_request_mib,
-            "MiB, as the servers' own limit: no pipeline here takes a larger request. A whole one "
-            "is held until it is answered, so that it can be sent again",
+            "MiB, same as the limit of the servers: no pipeline accepts a larger request. Envoy "
+            "buffers a request until it is answered, so that it can be retried",
         ),
         retry_percent=ExplainedValue(
             min(100, max(20, math.ceil(200 / max(1, replicas - 1)))),
-            f"of the requests under way may be retries: twice what each of {replicas} replicas "
-            "leaves to the others when it dies, at least 20, so that overload is not multiplied",
+            f"percent of the requests in flight may be retries: twice the load that one failed "
+            f"replica of {replicas} leaves to each other, at least 20. The limit prevents retries "
+            "from multiplying overload",
         ),
-        latency_edges_ms=ExplainedValue(
-            sorted({*map(float, _EDGES_MS), *limits}),
-            "edges of the latency histograms in ms"
-            + (f"; {promised} are promised (serving.slo)" if limits else ""),
+        latency_buckets_ms=ExplainedValue(
+            sorted({*map(float, _BUCKETS_MS), *limits}),
+            "upper bounds of the latency histograms in ms"
+            + (f"; {slo_text} are limits of serving.slo" if limits else ""),
         ),
     )
 
@@ -262,10 +267,10 @@ def bootstrap(
             ("http", listen.http_port, _HTTP_ROUTES, HTTP),
         )
     ]
-    refusals = {
-        413: f"The request is larger than {settings.max_request_mib.value} MiB, the most that any "
-        "pipeline here takes",
-        404: "Not to be asked of several servers: ask one of them by its own address",
+    error_texts = {
+        413: f"The request is larger than {settings.max_request_mib.value} MiB, the maximum of the "
+        "pipelines",
+        404: "This proxy does not forward this request: send it to the address of one server",
     }
     return render_yaml(
         Path(__file__).with_name("templates") / "envoy.yaml.j2",
@@ -274,7 +279,7 @@ def bootstrap(
         mirror=mirror,
         listeners=listeners,
         clusters=clusters,
-        refusals=refusals,
+        error_texts=error_texts,
         admin=assigned("admin", [("127.0.0.1", listen.admin_port)]),
     )
 
