@@ -83,7 +83,7 @@ def test_the_fastest_that_passes_is_built(chosen: tuple[BuildOutcome, Path, Told
     assert lock["spec"]["core"]["precision"] == "auto"
     assert lock["gate"]["precision"] == best
     assert [one["precision"] for one in lock["gate"]["candidates"]] == list(CANDIDATES)
-    assert len([line for stage, line in told if stage == "race"]) >= len(measured)
+    assert len([line for stage, line in told if stage == "throughput"]) >= len(measured)
 
 
 def test_every_candidate_has_its_figures(chosen: tuple[BuildOutcome, Path, Told]) -> None:
@@ -112,29 +112,31 @@ def test_nothing_is_measured_twice(
     def refuse(*args: Any, **options: Any) -> Any:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(choose, "race", refuse)
+    monkeypatch.setattr(choose, "measure_throughputs", refuse)
     again = building.build(read_inputs(load_spec(pipeline), quiet), repository, quiet)
     assert again.changed == ()
     assert again.gate == built.gate
 
 
-def test_a_candidate_that_fails_does_not_race(
+def test_a_candidate_that_fails_is_not_measured(
     pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raced: list[str] = []
+    measured: list[str] = []
 
     def pretend(
         repositories: Mapping[str, Path], *args: Any, **options: Any
     ) -> dict[str, Throughput]:
-        raced.extend(repositories)
-        return {name: Throughput(1.0 + place, 1.0, 1.0, 1.0, 1) for place, name in enumerate(raced)}
+        measured.extend(repositories)
+        return {
+            name: Throughput(1.0 + place, 1.0, 1.0, 1.0, 1) for place, name in enumerate(measured)
+        }
 
-    monkeypatch.setattr(choose, "race", pretend)
+    monkeypatch.setattr(choose, "measure_throughputs", pretend)
     # No conversion meets this: fp32 does.
     overrides = ["accuracy.max_difference=1e-5", "serving.queue.max_in_flight=77"]
     inputs = read_inputs(load_spec(pipeline, overrides), quiet)
     built = building.build(inputs, tmp_path / "repository", quiet)
-    assert raced == ["fp32"]
+    assert measured == ["fp32"]
     candidates = by_precision(built)
     assert {name: one["status"] for name, one in candidates.items()} == {
         "fp32": "chosen",
@@ -188,7 +190,7 @@ def test_an_engine_that_differs_from_its_graph_does_not_race(
     monkeypatch.setattr(choose, "missing_for_engines", lambda: "")
     monkeypatch.setattr(choose, "RUNS", {("tensorrt", "gpu"): ("fp32", "fp16", "bf16")})
     monkeypatch.setattr(encoder, "build_engine_here", engine)
-    monkeypatch.setattr(choose, "race", pretend)
+    monkeypatch.setattr(choose, "measure_throughputs", pretend)
     inputs = read_inputs(load_spec(pipeline, ["core.backend=tensorrt"]), quiet)
     candidates = by_precision(building.build(inputs, tmp_path / "repository", quiet))
     assert {name: one["status"] for name, one in candidates.items()} == {

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
-from triptych.base.errors import inert
+from triptych.base.errors import escape_for_terminal
 from triptych.interface.cli.options import Terminal, print_table, say
 from triptych.interface.cli.tables import print_failed_gate
 from triptych.repository.records import GateResult, Verdict, WorstRow
@@ -57,8 +57,8 @@ def test_no_text_commands_a_terminal(is_terminal: bool) -> None:
 
 def test_what_can_be_seen_stays_as_it_is() -> None:
     for text in ("gr\u00fcezi", "\u65e5\u672c\u8a9e", "\u0645\u06cc\u200c\u062e", "two\nlines", ""):
-        assert inert(text) == text
-    assert inert("\x1b[31m") == "[U+001B][31m"
+        assert escape_for_terminal(text) == text
+    assert escape_for_terminal("\x1b[31m") == "[U+001B][31m"
 
 
 def run(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:

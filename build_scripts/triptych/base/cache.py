@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from triptych.base.errors import Progress
-from triptych.base.files import sync, sync_folder, told_to_user
+from triptych.base.files import os_errors_as_user_errors, sync, sync_folder
 
 CACHE_VARIABLE = "TRIPTYCH_CACHE"
 PACKAGE = Path(__file__).parents[1]
@@ -107,7 +107,7 @@ def cached_stage(
         if (folder / HASHES_FILE).exists():  # else it was made before there were hashes
             progress("cache", f"{folder} is damaged and is rebuilt")
         shutil.rmtree(folder)
-    with told_to_user(cache_root()), _partial(folder.parent) as partial:
+    with os_errors_as_user_errors(cache_root()), _partial(folder.parent) as partial:
         work(partial)
         files = _hashes_of(partial)
         (partial / HASHES_FILE).write_text(json.dumps(files), encoding="utf-8")

@@ -22,7 +22,7 @@ def is_unseen(character: str) -> bool:
     return character not in _JOINERS and unicodedata.category(character) in _UNSEEN
 
 
-def inert(text: str) -> str:
+def escape_for_terminal(text: str) -> str:
     """Return `text` with control and invisible characters but newlines escaped for a terminal."""
     return "".join(
         f"[U+{ord(character):04X}]" if is_unseen(character) and character != "\n" else character

@@ -78,7 +78,7 @@ def clear_scratch(prefix: str, parent: Path) -> None:
 
 
 @contextlib.contextmanager
-def told_to_user(folder: Path) -> Iterator[None]:
+def os_errors_as_user_errors(folder: Path) -> Iterator[None]:
     """Convert disk-full, permission and quota errors in the block to `UserError`.
 
     Raises:

@@ -33,7 +33,7 @@ from triptych.spec.fields import CoreSettings, Precision, check_runs
 
 ROUNDS = 3
 WINDOW_S = 1.5
-FAR_BEHIND = 0.75
+MIN_RELATIVE_THROUGHPUT = 0.75
 """Minimum ratio of a candidate's throughput to the fastest one for it to be measured again."""
 
 WARM_UP_REQUESTS = 100
@@ -58,7 +58,7 @@ class Throughput:
     rounds: int
 
 
-def race(
+def measure_throughputs(
     repositories: Mapping[Precision, Path],
     pipeline: str,
     requests: Sequence[perf_analyzer.Request],
@@ -102,7 +102,7 @@ def race(
                 )
                 results[name].append(result)
                 progress(
-                    "race",
+                    "throughput",
                     f"round {number}/{ROUNDS}: {name} {result.throughput_per_s:.0f}/s, "
                     f"p99 {result.percentile_us(99) / 1e3:.0f} ms",
                 )
@@ -110,7 +110,8 @@ def race(
             running = [
                 name
                 for name in running
-                if name == baseline or results[name][-1].throughput_per_s >= FAR_BEHIND * fastest
+                if name == baseline
+                or results[name][-1].throughput_per_s >= MIN_RELATIVE_THROUGHPUT * fastest
             ]
     return {name: _throughput(of_one) for name, of_one in results.items()}
 
@@ -267,14 +268,14 @@ def _measure(
     }
 
     def work(target: Path) -> None:
-        rates = race(
+        rates = measure_throughputs(
             repositories, name, requests, baseline=BASELINE, clients=CLIENTS, progress=progress
         )
         plain = {precision: plain_record(rate) for precision, rate in rates.items()}
         (target / THROUGHPUT_FILE).write_text(json.dumps(plain), encoding="utf-8")
 
-    folder, cached, _ = cached_stage("race", key, work, progress)
+    folder, cached, _ = cached_stage("throughput", key, work, progress)
     if cached:
-        progress("race", "as measured before (cached)")
+        progress("throughput", "as measured before (cached)")
     text = (folder / THROUGHPUT_FILE).read_text(encoding="utf-8")
     return read_record(dict[Precision, Throughput], json.loads(text))

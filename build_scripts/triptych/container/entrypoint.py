@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from triptych.base.errors import UserError, inert
+from triptych.base.errors import UserError, escape_for_terminal
 from triptych.base.releases import Release, parse_release, risk_of
 from triptych.container.flags import ServerFlags, production_flags, uses_rate_limiter
 from triptych.container.health import find_server_fault
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
         words = [*command(settings, machine, release), *arguments]
         warn_of(release)
     except UserError as error:
-        print(inert(f"error: {error.message}"), file=sys.stderr, flush=True)
+        print(escape_for_terminal(f"error: {error.message}"), file=sys.stderr, flush=True)
         return EXIT_MISTAKE
     os.umask(0o077)  # shared memory has user data, which must be private
     return supervise(

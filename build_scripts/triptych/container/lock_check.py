@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from triptych.base.errors import UserError, inert
+from triptych.base.errors import UserError, escape_for_terminal
 from triptych.container.machine import Machine, VisibleGpu, read_machine, version_numbers
 from triptych.container.manifests import (
     EngineTarget,
@@ -103,7 +103,7 @@ def enforce(settings: Settings, machine: Machine | None) -> bool:
         return True
     problems = check_repository(settings.repository, machine, hashes=settings.lock_hashes)
     for problem in problems:
-        print(inert(str(problem)), file=sys.stderr, flush=True)
+        print(escape_for_terminal(str(problem)), file=sys.stderr, flush=True)
     refused = any(problem.severity == "error" for problem in problems)
     return settings.lock_check == "warn" or not refused
 
@@ -210,7 +210,7 @@ def main(arguments: list[str]) -> int:
         settings = read_settings(repository=arguments[0] if arguments else None)
         return 0 if enforce(settings, read_machine()) else EXIT_REFUSED
     except UserError as error:
-        print(inert(f"error: {error.message}"), file=sys.stderr)
+        print(escape_for_terminal(f"error: {error.message}"), file=sys.stderr)
         return EXIT_MISTAKE
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from triptych.base.errors import UserError
 from triptych.base.explained import yaml_of
-from triptych.base.files import scratch_folder, sync_folder, told_to_user
+from triptych.base.files import os_errors_as_user_errors, scratch_folder, sync_folder
 
 _MARK = "# Written by `triptych deploy`; put changes into an overlay of your own. sha256 "
 
@@ -26,7 +26,7 @@ def write_manifests(out: Path, files: Mapping[str, Any]) -> None:
     """
     _check_own(out)
     parent = out.resolve().parent
-    with told_to_user(out):
+    with os_errors_as_user_errors(out):
         parent.mkdir(parents=True, exist_ok=True)
         with scratch_folder(f".{out.name}-", parent) as scratch:
             for path, document in files.items():

@@ -31,7 +31,13 @@ from typing import Any, Literal, get_args
 
 from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
-from triptych.base.files import clear_scratch, scratch_folder, sync, sync_folder, told_to_user
+from triptych.base.files import (
+    clear_scratch,
+    os_errors_as_user_errors,
+    scratch_folder,
+    sync,
+    sync_folder,
+)
 from triptych.container.manifests import ManifestError, read_manifest_file
 from triptych.repository.manifest import FIGURES_FILE, MANIFEST_FILE, build_id
 from triptych.repository.render import Content
@@ -286,7 +292,7 @@ def write_models(
     for path, content in files.items():
         model, _, inner = path.partition("/")
         models.setdefault(model, {})[inner] = content
-    with told_to_user(repository), locked(repository):
+    with os_errors_as_user_errors(repository), locked(repository):
         changed = {m: c for m, c in models.items() if not _holds(repository / m, c)}
         gone = [model for model in retired if (repository / model).is_dir()]
         if changed or gone:
@@ -322,7 +328,7 @@ def recover(repository: Path) -> None:
     """
     _clear_work(repository)
     if _staging(repository).is_dir():
-        with told_to_user(repository), locked(repository):
+        with os_errors_as_user_errors(repository), locked(repository):
             pass
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
 from triptych.base.errors import UserError
-from triptych.base.files import sync, told_to_user, write_files
+from triptych.base.files import os_errors_as_user_errors, sync, write_files
 from triptych.client import AsyncClient, InferenceError
 from triptych.client.bulk.answers import TensorJob
 from triptych.client.bulk.batching import CHUNKS, BatchSizeTuner
@@ -126,7 +126,7 @@ class Parts:
                 given=self._out,
                 remedy="Give another file, or remove it",
             )
-        with told_to_user(self.folder):
+        with os_errors_as_user_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / ".lock").open("w") as lock:
                 self._lock(lock)

@@ -281,10 +281,10 @@ def _keep_hours(spec: PipelineSpec) -> float:
 
 
 def _write_gauges(result: MonitorRun, path: Path) -> None:
-    from triptych.base.files import told_to_user, write_files
+    from triptych.base.files import os_errors_as_user_errors, write_files
     from triptych.operate.monitor.metrics import metrics_text
 
-    with told_to_user(path.parent):
+    with os_errors_as_user_errors(path.parent):
         write_files(path.parent, {path.name: metrics_text(result)})
 
 

@@ -18,7 +18,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from triptych.base.errors import UserError, inert
+from triptych.base.errors import UserError, escape_for_terminal
 from triptych.interface import api
 from triptych.interface.cli.command import app
 from triptych.runtime.sampling import FOLDER_VARIABLE
@@ -38,7 +38,11 @@ class Terminal(Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(inert(segment.text), segment.style)
+            yield (
+                segment
+                if segment.control
+                else Segment(escape_for_terminal(segment.text), segment.style)
+            )
 
 
 def say(console: Console, text: str, style: str = "") -> None:
@@ -63,12 +67,17 @@ def print_table(
     for index, head in enumerate(heads):
         is_text = index in text_columns
         justify, overflow = ("left", "fold") if is_text else ("right", "ellipsis")
-        table.add_column(Text(inert(head)), justify=justify, overflow=overflow)  # type: ignore[arg-type]
+        table.add_column(Text(escape_for_terminal(head)), justify=justify, overflow=overflow)  # type: ignore[arg-type]
     for row in rows:
         if row is None:
             table.add_section()
         else:
-            table.add_row(*(Text(inert(cell)) if isinstance(cell, str) else cell for cell in row))
+            table.add_row(
+                *(
+                    Text(escape_for_terminal(cell)) if isinstance(cell, str) else cell
+                    for cell in row
+                )
+            )
     if table.row_count:
         width = console.width if console.is_terminal else max(console.width, MIN_WIDTH)
         console.print(table, width=width)

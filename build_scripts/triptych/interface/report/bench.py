@@ -13,7 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from triptych.base.errors import UserError
-from triptych.base.files import told_to_user, write_files
+from triptych.base.files import os_errors_as_user_errors, write_files
 from triptych.base.formatting import NOTHING, TIMES, milliseconds, number, percent, rounded
 from triptych.interface.report.pages import render, write_report
 from triptych.interface.report.plots import (
@@ -60,7 +60,7 @@ def write_figures(result: BenchResult, repository: Path) -> str:
     subject = result.subject
     file = repository / subject.pipeline / FIGURES_FILE
     try:
-        with told_to_user(repository), locked(repository):
+        with os_errors_as_user_errors(repository), locked(repository):
             if subject.build != build_id(repository, subject.pipeline):
                 return f"{file} was not written: the pipeline was rebuilt since the measurement"
             write_files(file.parent, {FIGURES_FILE: figures(result)})

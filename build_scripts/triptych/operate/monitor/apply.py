@@ -11,7 +11,7 @@ from typing import Any
 
 from triptych.base.cache import sha256_of
 from triptych.base.errors import Progress, UserError
-from triptych.base.files import scratch_folder, told_to_user, write_files
+from triptych.base.files import os_errors_as_user_errors, scratch_folder, write_files
 from triptych.building.build import BuildOutcome, build
 from triptych.core.gate_rows import CALIBRATION_ROWS, split_traffic
 from triptych.core.inputs import PipelineInputs, read_inputs
@@ -134,7 +134,7 @@ def take_rows(
     """
     folder, names = inputs.plan.spec.folder, [tensor.name for tensor in inputs.plan.task.inputs]
     chosen = choose_rows(inputs, sample.rows, replace=replace, max_rows=max_rows)
-    with told_to_user(folder):
+    with os_errors_as_user_errors(folder):
         write_files(folder, {TRAFFIC_FILE: chosen.text})
     new_lengths = tokenize_sample(inputs, folder / TRAFFIC_FILE)
     gate, rest = _count_rows(chosen.old, names), _count_rows([*chosen.kept, *chosen.added], names)
@@ -267,7 +267,7 @@ def apply_proposal(
         new = read_inputs(spec, progress, traffic=traffic)
         try:
             built = build(new, repository, progress)
-            with told_to_user(folder):
+            with os_errors_as_user_errors(folder):
                 write_files(folder, {**old, **files})
         except BaseException:
             # The graph is activated before its engine is built, which can fail.

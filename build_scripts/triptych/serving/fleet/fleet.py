@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError
-from triptych.base.files import told_to_user
+from triptych.base.files import os_errors_as_user_errors
 from triptych.container.health import find_fault
 from triptych.container.manifests import find_pipelines
 from triptych.repository.store import link, locked
@@ -41,7 +41,7 @@ def link_build(repository: Path, home: Path, number: int) -> ReplicaBuild:
         UserError: A build is writing the repository, or the disk is full.
     """
     folder = home / f"build-{number}"
-    with told_to_user(folder), locked(repository):
+    with os_errors_as_user_errors(folder), locked(repository):
         shutil.copytree(
             repository,
             folder,

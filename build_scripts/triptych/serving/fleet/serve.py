@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from triptych.base.errors import UserError
-from triptych.base.files import told_to_user
+from triptych.base.files import os_errors_as_user_errors
 from triptych.container.manifests import find_pipelines, largest_request_mib
 from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.repository.store import sibling_work_dir
@@ -160,7 +160,7 @@ def new_fleet(
         )
 
     with ExitStack() as opened:
-        with told_to_user(repository.resolve().parent):
+        with os_errors_as_user_errors(repository.resolve().parent):
             folder = opened.enter_context(sibling_work_dir(repository, "serve"))
         settings = proxy_settings(
             replicas=replicas,
