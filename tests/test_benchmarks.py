@@ -67,11 +67,11 @@ def test_results_are_printed_written_and_published(
     monkeypatch.setattr(results, "PAGE", tmp_path / "RESULTS.md")
     monkeypatch.setattr(results, "_LOAD_AT_START", 2.5)
     monkeypatch.setattr("sys.argv", [str(results.ROOT / "build_scripts/x.py"), "--only", "a b"])
-    parser = harness.make_parser("Measure.\n\nMore.", "x", rounds=1, seconds=1.0)
+    parser = harness.make_parser("Measure.\n\nMore.", "x", "X", rounds=1, seconds=1.0)
     output = tmp_path / "x.json"
     options = parser.parse_args(["--output", str(output), "--publish"])
     table = Table("Title", ("system", "texts/s"), [("a", "7")])
-    harness.finish(options, "x", "X", [table], [Series("a", "", [{"rate_per_s": 7.0}])], ["note"])
+    harness.finish(options, [table], [Series("a", "", [{"rate_per_s": 7.0}])], ["note"])
     assert "| a | 7 |" in capsys.readouterr().out
     assert json.loads(output.read_text())["measurements"][0]["rounds"] == [{"rate_per_s": 7.0}]
     page = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
@@ -85,7 +85,7 @@ def test_results_are_printed_written_and_published(
 @pytest.mark.parametrize("words", [["--rounds", "0"], ["--seconds", "0"], ["--max-minutes", "x"]])
 def test_a_number_out_of_range_is_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit):
-        harness.make_parser("Measure.", "x", rounds=1, seconds=1.0).parse_args(words)
+        harness.make_parser("Measure.", "x", "X", rounds=1, seconds=1.0).parse_args(words)
 
 
 def test_the_page_of_results_is_that_of_the_published_files() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -18,7 +19,7 @@ from benchmarks.gpu.feeds import EngineLoad
 from benchmarks.gpu.ledger import Budget, Ledger, one_line
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.report import ALL_MET, BAD, FAKE, INCOMPLETE, GpuResults
-from benchmarks.gpu.served import LoadPoint, Served
+from benchmarks.gpu.served import Served
 from benchmarks.gpu.systems import Call, EngineSystem
 from benchmarks.harness import Series
 from triptych.base.tensors import TokenRow
@@ -33,13 +34,12 @@ def quiet() -> Ledger:
 
 def speed(system: str, rows_per_s: float, *, batch: int = 1, lengths: str = "mixed") -> Speed:
     load = f"batch {batch}, {lengths}"
-    return Speed("m", system, load, batch, lengths, 3, rows_per_s, 1.0, 2.0, 0.5, 0.9)
+    return Speed("m", system, load, 3, rows_per_s, 1.0, 2.0, 0.5, 0.9, batch, lengths)
 
 
-def loop(
-    clients: int, rate: float, p50: float, p99: float, offered: float | None = None
-) -> LoadPoint:
-    return LoadPoint(clients, offered, 3, rate, rate, rate, p50, p99)
+def loop(clients: int, rate: float, p50: float, p99: float, offered: float | None = None) -> Speed:
+    figures = rate, rate, rate, p50, p99
+    return Speed("m", "m fp16", "closed", 3, *figures, clients=clients, offered_per_s=offered)
 
 
 def served(rate: float = 800.0, p99: float = 3.0, layout: str = "bucketed") -> Served:
@@ -72,7 +72,7 @@ def test_a_turn_takes_whole_passes_and_at_least_some_calls() -> None:
     done: list[str] = []
     calls: list[Call] = [lambda: done.append("a"), lambda: done.append("b")]
     turn = engine_speed.time_calls(calls, SINGLE, 2.6, lambda: next(clock))
-    assert turn == {"rows_per_s": 4.0, "p50_ms": 250.0, "p99_ms": 250.0}
+    assert turn == {"rate_per_s": 4.0, "p50_ms": 250.0, "p99_ms": 250.0}
     assert done.count("a") == done.count("b") == 6
     engine_speed.time_calls(calls, SINGLE, 0.0, lambda: next(clock))
     assert len(done) == 12 + engine_speed.MIN_CALLS
@@ -80,10 +80,10 @@ def test_a_turn_takes_whole_passes_and_at_least_some_calls() -> None:
 
 def test_rounds_become_medians_with_the_slowest_and_the_fastest() -> None:
     rounds = [
-        {"rows_per_s": rate, "p50_ms": rate / 10, "p99_ms": rate / 5} for rate in (30.0, 10.0, 50.0)
+        {"rate_per_s": rate, "p50_ms": rate / 10, "p99_ms": rate / 5} for rate in (30.0, 10.0, 50.0)
     ]
-    found = engine_speed.summarize("m", Series("c", SINGLE.name, [*rounds]), SINGLE)
-    assert (found.rows_per_s, found.lowest_per_s, found.highest_per_s) == (30.0, 10.0, 50.0)
+    found = engine_speed.summarize("m", "c", "alone", Series("c", "alone", [*rounds]))
+    assert (found.rate_per_s, found.lowest_per_s, found.highest_per_s) == (30.0, 10.0, 50.0)
     assert (found.p50_ms, found.p99_ms, found.rounds) == (3.0, 6.0, 3)
 
 
@@ -156,7 +156,7 @@ def test_loads_are_of_mixed_and_of_equal_lengths() -> None:
 )
 def test_targets_are_judged_by_their_figures(changes: dict[str, Any], statuses: list[str]) -> None:
     speeds = [
-        replace(one, rows_per_s=changes.get(one.system, one.rows_per_s))
+        replace(one, rate_per_s=changes.get(one.system, one.rate_per_s))
         if one.batch_size == 1
         else one
         for one in SPEEDS
@@ -181,7 +181,7 @@ def test_a_target_without_its_figures_is_not_run_and_says_what_is_missing(lackin
 
 
 def findings(*, fakes: tuple[str, ...] = (), finished: bool = True) -> GpuResults:
-    found = GpuResults(Machine({"GPU": "H"}, {}), fakes, "2026-01-01T00:00:00Z", finished)
+    found = GpuResults(Machine({"GPU": "H"}, {}), fakes, finished)
     found.speeds, found.served = list(SPEEDS), [served()]
     found.targets = targets.judge("m", SPEEDS, [served()])
     return found
@@ -220,29 +220,32 @@ def test_the_exit_code_is_0_only_where_all_ran_and_was_met(
     assert report.exit_code(found, ledger) == code
 
 
-def test_the_page_counts_and_names_what_failed_and_what_did_not_run() -> None:
-    text = report.make_page(findings(), with_entries(skipped=2, failed=1))
-    assert "- engine of m: out of memory" in text
-    assert text.count("- onnxruntime-gpu: it is not installed") == 2
-    assert text.endswith("1 failed, 2 not run.")
-    assert FAKE not in text
-    assert "| m | p99 at 70% load at most 3 times the single latency | met |" in text
+def test_the_notes_count_and_name_what_failed_and_what_did_not_run() -> None:
+    notes = report.make_notes(findings(), with_entries(skipped=2, failed=1))
+    assert "failed: engine of m: out of memory" in notes
+    assert notes.count("not run: onnxruntime-gpu: it is not installed") == 2
+    assert notes[-1] == "1 failed, 2 not run."
+    tables = report.make_tables(findings())
+    assert FAKE not in "".join(map(str, (*notes, *tables)))
+    assert "| m | p99 at 70% load at most 3 times the single latency | met |" in str(tables[0])
 
 
 def test_every_row_of_a_page_with_a_fake_says_so() -> None:
-    lines = report.make_page(findings(fakes=("tensorrt",)), quiet()).splitlines()
-    assert any(line.startswith(f"**{FAKE}: tensorrt.") for line in lines)
-    rows = [line for line in lines if line.startswith("| m ") or line.startswith("| FAKE ")]
+    found = findings(fakes=("tensorrt",))
+    assert report.make_notes(found, quiet())[0].startswith(f"{FAKE}: tensorrt.")
+    rows = [row for table in report.make_tables(found) for row in table.rows]
     assert len(rows) == 3 + len(SPEEDS) + 3
-    assert all(FAKE in row for row in rows)
+    assert all(FAKE in " ".join(row) for row in rows)
 
 
 def test_a_report_is_written_as_json_and_as_a_page(tmp_path: Path) -> None:
-    report.write(findings(), with_entries(skipped=1), tmp_path / "new/gpu.json")
-    written = json.loads((tmp_path / "new/gpu.json").read_text(encoding="utf-8"))
+    options = Namespace(output=tmp_path / "new/gpu.json", title="Engines on a GPU")
+    report.write(findings(), with_entries(skipped=1), options)
+    written = json.loads(options.output.read_text(encoding="utf-8"))["measurements"]
     assert [target["status"] for target in written["targets"]] == ["met"] * 3
     assert written["not_run"] == [{"what": "onnxruntime-gpu", "reason": "it is not installed"}]
-    assert (tmp_path / "new/gpu.md").read_text(encoding="utf-8").startswith("# GPU test")
+    page = (tmp_path / "new/gpu.md").read_text(encoding="utf-8")
+    assert "## Engines on a GPU" in page
 
 
 def test_reasons_are_one_short_line() -> None:

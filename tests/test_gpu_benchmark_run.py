@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -20,10 +21,9 @@ import engine_cases
 import served_engines
 from benchmarks.gpu import engine_speed, engines, report, run, served, systems
 from benchmarks.gpu.ledger import Ledger
-from benchmarks.gpu.machine import PARTS, Machine, Seams, read_machine
+from benchmarks.gpu.machine import PARTS, Machine, Substitutes, read_machine
 from benchmarks.gpu.pipelines import LAYOUTS, GpuModel
 from benchmarks.gpu.report import ALL_MET, BAD, INCOMPLETE, GpuResults
-from benchmarks.gpu.run import GpuOptions
 from conftest import ROOT
 from triptych.container.machine import find_gpus
 from triptych.core.engine.runner import EngineError
@@ -71,6 +71,14 @@ def test_without_its_packages_it_says_what_to_install_and_exits_with_3() -> None
     assert "Traceback" not in done.stderr
 
 
+def make_options(**changes: Any) -> Namespace:
+    return change(run.parse_options([]), **changes)
+
+
+def change(options: Namespace, **changes: Any) -> Namespace:
+    return Namespace(**{**vars(options), **changes})
+
+
 def serve_fakes(base: Path) -> Any:
     """In place of `Server`: the real one, on a copy whose engines run on the fakes."""
     backends = served_engines.write_fakes(base / "backends")
@@ -93,7 +101,7 @@ class Done(NamedTuple):
     """A run in whole, and what it wrote."""
 
     trt: Any
-    options: GpuOptions
+    options: Namespace
     machine: Machine
     found: GpuResults
     ledger: Ledger
@@ -107,7 +115,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
     """All of it for a tiny model: PyTorch and ONNX Runtime on the CPU, the engines on the fakes."""
     base = tmp_path_factory.mktemp("gpu")
     tiny = GpuModel("tiny", "tiny, RANDOM weights", True, lambda folder: str(tiny_model), 60)
-    options = GpuOptions(
+    options = make_options(
         models=[tiny],
         precisions=("fp16",),
         rounds=2,
@@ -117,16 +125,16 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
         batches=(1, 8),
         clients=(1, 4),
     )
-    seams = Seams(device="cpu", provider="CPUExecutionProvider", fakes=FAKES)
+    substitutes = Substitutes(device="cpu", provider="CPUExecutionProvider", fakes=FAKES)
     with pytest.MonkeyPatch.context() as patch:
         trt = engine_cases.machine(patch, base, "10")
         patch.setattr(served, "Server", serve_fakes(base))
-        machine = read_machine(seams)
+        machine = read_machine(substitutes)
         machine = replace(machine, lacks={**machine.lacks, "torch.compile": NO_COMPILER})
         lines: list[str] = []
         ledger = Ledger(lines.append)
         output = base / "gpu.json"
-        found = run.run(options, machine, seams, ledger, partial(write_to, output, ledger))
+        found = run.run(options, machine, substitutes, ledger, partial(write_to, output, ledger))
         yield Done(
             trt,
             options,
@@ -140,7 +148,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
 
 
 def write_to(output: Path, ledger: Ledger, so_far: GpuResults) -> None:
-    report.write(so_far, ledger, output)
+    report.write(so_far, ledger, Namespace(output=output, title="Engines on a GPU"))
 
 
 @pytest.mark.server
@@ -187,11 +195,10 @@ def test_the_ensemble_is_served_and_loaded_in_both_layouts(done: Done) -> None:
 def test_nothing_on_the_fakes_passes_and_every_page_says_that_they_are(done: Done) -> None:
     assert {target.status for target in done.found.targets} <= {"met", "missed"}
     assert done.code in (BAD, INCOMPLETE)
-    assert done.report["fakes"] == list(FAKES)
+    assert done.report["measurements"]["fakes"] == list(FAKES)
     assert f"FAKE: {', '.join(FAKES)}" in done.page
-    tables = [line for line in done.page.splitlines() if line.startswith("| tiny ")]
-    assert len(tables) > 20
-    assert all("FAKE " in line for line in tables)
+    rows = [line for line in done.page.splitlines() if line.startswith("| ") and "---" not in line]
+    assert sum("FAKE " in row for row in rows) > 20
 
 
 @pytest.mark.server
@@ -201,7 +208,7 @@ def test_what_was_not_run_is_named_and_counted_and_nothing_failed(done: Done) ->
         (f"torch.compile ({PARTS['torch.compile']})", NO_COMPILER),
         ("tiny, onnxruntime-gpu fp32", "no bucketed fp32 graph was built"),
     ]
-    assert done.page.rstrip().endswith("0 failed, 2 not run.")
+    assert "- 0 failed, 2 not run." in done.page
 
 
 @pytest.mark.server
@@ -211,8 +218,8 @@ def test_a_pipeline_that_falls_back_to_the_other_layout_is_not_measured_twice(
     (bucketed,) = [one for one in done.found.built if not one.plan.packed]
     monkeypatch.setattr(engines, "build_graph", lambda subject, *_, **__: bucketed)
     ledger = Ledger(lambda line: None)
-    options = replace(done.options, build_only=True)
-    found = run.run(options, done.machine, Seams(), ledger, lambda so_far: None)
+    options = change(done.options, build_only=True)
+    found = run.run(options, done.machine, Substitutes(), ledger, lambda so_far: None)
     assert [one.what for one in ledger.failed] == ["tiny_fp16_packed"]
     assert found.built == [bucketed]
 
@@ -220,9 +227,9 @@ def test_a_pipeline_that_falls_back_to_the_other_layout_is_not_measured_twice(
 @pytest.mark.server
 def test_building_alone_needs_no_gpu_and_judges_nothing(done: Done) -> None:
     ledger = Ledger(lambda line: None)
-    options = replace(done.options, reuse=True, build_only=True)
+    options = change(done.options, reuse=True, build_only=True)
     machine = Machine({}, {part: "not here" for part in PARTS if part != "graphs"})
-    found = run.run(options, machine, Seams(), ledger, lambda so_far: None)
+    found = run.run(options, machine, Substitutes(), ledger, lambda so_far: None)
     assert [one.engine for one in found.built] == [None, None]
     assert (found.speeds, found.targets) == ([], [])
     assert report.exit_code(found, ledger, judged=False) == ALL_MET
@@ -260,9 +267,9 @@ def test_an_engine_that_fails_is_told_and_the_others_are_still_timed(
     lacks = {**done.machine.lacks, "served": "not this time", "onnxruntime-gpu": "not this time"}
     machine = replace(done.machine, lacks=lacks)
     ledger = Ledger(lambda line: None)
-    options = replace(done.options, reuse=True, layouts=("packed",), rounds=1)
-    seams = Seams(device="cpu", fakes=FAKES)
-    found = run.run(options, machine, seams, ledger, lambda so_far: None)
+    options = change(done.options, reuse=True, layouts=("packed",), rounds=1)
+    substitutes = Substitutes(device="cpu", fakes=FAKES)
+    found = run.run(options, machine, substitutes, ledger, lambda so_far: None)
     assert [one.reason for one in ledger.failed]
     assert all("no memory left" in one.reason for one in ledger.failed)
     assert "torch eager fp32" in [one.system for one in found.speeds]
@@ -280,9 +287,9 @@ def test_an_engine_that_computes_something_else_is_told_and_its_graph_still_meas
     lacks = {**done.machine.lacks, "served": "not this time", "torch eager": "not this time"}
     machine = replace(done.machine, lacks=lacks)
     ledger = Ledger(lambda line: None)
-    options = replace(done.options, home=tmp_path, layouts=("bucketed",), rounds=1)
-    seams = Seams(device="cpu", provider="CPUExecutionProvider", fakes=FAKES)
-    found = run.run(options, machine, seams, ledger, lambda so_far: None)
+    options = change(done.options, home=tmp_path, layouts=("bucketed",), rounds=1)
+    substitutes = Substitutes(device="cpu", provider="CPUExecutionProvider", fakes=FAKES)
+    found = run.run(options, machine, substitutes, ledger, lambda so_far: None)
     assert [one.what for one in ledger.failed] == ["engine of tiny_fp16_bucketed"]
     assert "differ from its graph" in ledger.failed[0].reason
     assert {one.system for one in found.speeds} == {"onnxruntime-gpu fp16"}
@@ -310,14 +317,14 @@ def test_only_random_weights_whose_graph_is_off_too_are_not_held_to_the_gate(
     monkeypatch.setattr(engine_speed, "measure", lambda *_, **__: [])
     (tiny,) = done.options.models
     lacks = {part: "not this time" for part in PARTS if part not in ("graphs", "engines")}
-    options = replace(
+    options = change(
         done.options,
         reuse=True,
         layouts=("packed",),
         models=[replace(tiny, is_random=is_random)],
     )
     ledger = Ledger(lambda line: None)
-    run.run(options, replace(done.machine, lacks=lacks), Seams(), ledger, lambda so_far: None)
+    run.run(options, replace(done.machine, lacks=lacks), Substitutes(), ledger, lambda so_far: None)
     assert [one.what for one in ledger.failed] == ["parity of tiny_fp16_packed"] * failed
     skipped = [one.what for one in ledger.not_run]
     assert ("parity of tiny_fp16_packed" in skipped) is not failed
@@ -329,8 +336,8 @@ def test_a_machine_without_anything_names_every_part_and_all_targets_as_not_run(
     machine = Machine({"GPU": "none"}, dict.fromkeys(PARTS, "not here"))
     tiny = GpuModel("tiny", "tiny", True, lambda folder: str(tiny_model), 60)
     ledger = Ledger(lambda line: None)
-    options = GpuOptions(models=[tiny], home=tmp_path)
-    found = run.run(options, machine, Seams(), ledger, lambda so_far: None)
+    options = make_options(models=[tiny], home=tmp_path)
+    found = run.run(options, machine, Substitutes(), ledger, lambda so_far: None)
     assert [one.what.split(" (")[0] for one in ledger.not_run] == [*PARTS, "tiny"]
     assert [target.status for target in found.targets] == ["not run"] * 3
     assert report.exit_code(found, ledger) == INCOMPLETE
@@ -342,8 +349,8 @@ def test_graphs_of_another_machine_are_taken_only_if_they_are_there(
     lacks = {part: "not here" for part in PARTS if part != "graphs"}
     tiny = GpuModel("tiny", "tiny", True, lambda folder: str(tiny_model), 60)
     ledger = Ledger(lambda line: None)
-    options = GpuOptions(models=[tiny], precisions=("fp16",), home=tmp_path, reuse=True)
-    found = run.run(options, Machine({}, lacks), Seams(), ledger, lambda so_far: None)
+    options = make_options(models=[tiny], precisions=("fp16",), home=tmp_path, reuse=True)
+    found = run.run(options, Machine({}, lacks), Substitutes(), ledger, lambda so_far: None)
     assert found.built == []
     assert f"{tmp_path / 'repository'} has no tiny_fp16_packed" in [
         one.reason for one in ledger.not_run

@@ -8,33 +8,36 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-from benchmarks import onnxruntime_alone, tutorial
-from benchmarks.ensemble import Ensemble
+from benchmarks import tutorial
 from benchmarks.harness import (
     Metrics,
-    Series,
     Turn,
-    add_only,
     finish,
     is_wanted,
     make_parser,
+    progress,
+    quiet,
     run_rounds,
     say,
-)
-from benchmarks.http_server import HttpServer, Infinity, LitServe, MLServer
+    tabulate,
+)  # fmt: skip
 from benchmarks.model import CACHE, PIPELINE, build, cosines, reference, traffic_texts
-from benchmarks.results import Table
+from benchmarks.servers import Ensemble, HttpServer, make_http_servers
+from triptych.core.inputs import read_inputs
 from triptych.repository.manifest import EncoderManifest, read_manifest
+from triptych.serving.bench.baselines import ALL, Baselines
 from triptych.serving.bench.perf_analyzer import LoadError
+from triptych.spec.spec import load_spec
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import TOLERANCES, thresholds
 
 _NAME = PIPELINE.name
 _CHECKED_TEXTS = 96
-_BATCH_SIZE = 32
 _MIN_COSINE = 0.9999
+_IN_PROCESS = "in process"
 
 
 @dataclass(frozen=True)
@@ -72,42 +75,40 @@ def main() -> int:
     if not options.skip_check:
         _check_vectors(systems, texts)
     failures: list[str] = []
-    turns = [
-        Turn(one.server.name, lambda one=one: one.measure(texts, options.seconds, failures))  # type: ignore[misc]
-        for one in systems
-    ]
-    if is_wanted("onnxruntime", options):
-        packed = CACHE / "packed"
-        core = (packed if packed.is_dir() else build(packed)) / f"{_NAME}_core/1/model.onnx"
-        turns.append(
-            Turn("onnxruntime", lambda: onnxruntime_alone.measure(core, texts, options.seconds))
-        )
-    found = run_rounds([turns], options.rounds, max_minutes=options.max_minutes)
-    table = _make_table(found)
-    note = f"{options.rounds} rounds of {options.seconds:g} s, {len(texts)} texts of the traffic"
-    finish(
-        options, "compare", "Embedding servers (`make compare`)", [table], found, [note, *failures]
+    with ExitStack() as stack:
+        turns = [
+            Turn(one.server.name, lambda one=one: one.measure(texts, options.seconds, failures))  # type: ignore[misc]
+            for one in systems
+        ]
+        turns += _make_baselines([name for name in ALL if is_wanted(name, options)], stack, options)
+        found = run_rounds([turns], options.rounds, max_minutes=options.max_minutes)
+    table = tabulate(
+        "Closed loops with one text a request",
+        found,
+        {
+            "system": lambda one: one.system,
+            "clients": lambda one: one.load,
+            "texts/s": lambda one: one.text("rate_per_s"),
+            "lowest-highest": lambda one: one.range("rate_per_s"),
+            "p50 ms": lambda one: one.text("p50_ms", 1),
+            "p99 ms": lambda one: one.text("p99_ms", 1),
+        },
     )
+    note = f"{options.rounds} rounds of {options.seconds:g} s, {len(texts)} texts of the traffic"
+    finish(options, [table], found, [note, *failures])
     return 0
 
 
 def _parse() -> argparse.Namespace:
-    parser = make_parser(__doc__, "compare", rounds=3, seconds=8.0)
-    add_only(parser)
-    parser.add_argument("--bucketed", action="store_true", help="measure the bucketed layout too")
-    parser.add_argument(
-        "--precision",
-        nargs="*",
-        choices=[*TOLERANCES, "auto"],
-        default=["auto"],
-        help="measure the packed layout in these precisions too",
-    )
-    parser.add_argument(
-        "--per-core",
-        action="store_true",
-        help="also measure one core instance with one thread for each processor core",
-    )
-    parser.add_argument("--skip-check", action="store_true", help="do not compare the vectors")
+    title = "Embedding servers (`make compare`)"
+    parser = make_parser(__doc__, "compare", title, rounds=3, seconds=8.0, only=True)
+    add = parser.add_argument
+    add("--bucketed", action="store_true", help="measure the bucketed layout too")
+    precisions, precision_help = [*TOLERANCES, "auto"], "precisions of the packed layout"
+    add("--precision", nargs="*", choices=precisions, default=["auto"], help=precision_help)
+    per_core_help = "also measure one core instance with one thread for each processor core"
+    add("--per-core", action="store_true", help=per_core_help)
+    add("--skip-check", action="store_true", help="do not compare the vectors")
     return parser.parse_args()
 
 
@@ -131,15 +132,7 @@ def _make_systems(options: argparse.Namespace) -> list[System]:
     ensemble = Ensemble("tutorial ensemble", CACHE / "tutorial", tutorial.ENSEMBLE)
     if is_wanted(ensemble.name, options):
         tutorial.write_repository(CACHE / "tutorial")
-    others: tuple[Ensemble | HttpServer, ...] = (
-        ensemble,
-        Infinity("infinity-emb"),
-        LitServe("litserve"),
-        LitServe("litserve, batches", batch_size=_BATCH_SIZE),
-        MLServer("mlserver"),
-        MLServer("mlserver, batches", batch_size=_BATCH_SIZE),
-    )
-    systems += [System(server) for server in others]
+    systems += [System(ensemble), *map(System, make_http_servers())]
     return [one for one in systems if is_wanted(one.server.name, options)]
 
 
@@ -160,6 +153,24 @@ def _build_precision(precision: str, *, per_core: bool = False) -> System:
     return System(Ensemble(name, repository, _NAME), min_mean_cosine=limit)
 
 
+def _make_baselines(
+    names: Sequence[str], stack: ExitStack, options: argparse.Namespace
+) -> list[Turn]:
+    """Start the baselines of `triptych bench`: PyTorch and ONNX Runtime without a server."""
+    if not names:
+        return []
+    core = build(CACHE / "packed") / f"{_NAME}_core/1/model.onnx"
+    inputs = read_inputs(load_spec(PIPELINE), quiet)
+    baselines = stack.enter_context(Baselines(inputs, core, names=names, progress=progress))
+
+    def measure(name: str) -> Iterable[tuple[str, Metrics]]:
+        found = baselines.measure(name, options.seconds)
+        latencies = {"p50_ms": found.p50_us / 1e3, "p99_ms": found.p99_us / 1e3}
+        yield _IN_PROCESS, {"rate_per_s": found.throughput_per_s, **latencies}
+
+    return [Turn(name, lambda name=name: measure(name)) for name in baselines.names]  # type: ignore[misc]
+
+
 def _check_vectors(systems: Sequence[System], texts: Sequence[str]) -> None:
     """End the program unless every system returns the vectors of the reference."""
     checked = texts[:_CHECKED_TEXTS]
@@ -172,25 +183,6 @@ def _check_vectors(systems: Sequence[System], texts: Sequence[str]) -> None:
         say(f"check  {system.server.name}: minimum cosine {lowest:.7f}, mean {mean:.7f}")
         if not (lowest > _MIN_COSINE if limit is None else mean >= limit):
             raise SystemExit(f"{system.server.name} does not return the vectors of the reference.")
-
-
-def _make_table(found: Sequence[Series]) -> Table:
-    head = ("system", "clients", "texts/s", "lowest-highest", "p50 ms", "p99 ms")
-    return Table(
-        "Closed loops with one text a request",
-        head,
-        [
-            (
-                one.system if one.load.isdecimal() else f"{one.system}, {one.load}",
-                one.load if one.load.isdecimal() else "in process",
-                one.text("rate_per_s"),
-                one.range("rate_per_s"),
-                one.text("p50_ms", 1),
-                one.text("p99_ms", 1),
-            )
-            for one in found
-        ],
-    )
 
 
 if __name__ == "__main__":

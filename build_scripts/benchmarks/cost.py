@@ -6,6 +6,7 @@ import re
 import resource
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -41,17 +42,9 @@ def measure_cost(
         text; means of the core's batches in ``batch_ms``, ``batch_rows`` and ``queue_ms``, 0
         without a core.
     """
-
-    def load(**how: object) -> perf_analyzer.LoadResult:
-        return perf_analyzer.run(
-            url,
-            model,
-            requests,
-            concurrency=clients,
-            batch_size=texts_per_request,
-            **how,  # type: ignore[arg-type]
-        )
-
+    load = partial(
+        perf_analyzer.run, url, model, requests, concurrency=clients, batch_size=texts_per_request
+    )
     load(request_count=2 * clients + 100)
     counts = ServerCounts(url, model)
     used_before, counted_before = _read_usage(pid, model), counts.read()

@@ -8,12 +8,10 @@ deadline, and the server must not crash. The outcomes are counted; exit code 1 i
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import random
 import struct
-import sys
 import threading
 import time
 from collections import Counter
@@ -27,6 +25,8 @@ import numpy as np
 import psutil
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from benchmarks.harness import finish, make_parser
+from benchmarks.results import Table
 from triptych.client import Client
 from triptych.container.manifests import find_pipelines
 from triptych.serving.server import Server
@@ -47,6 +47,9 @@ NAMES = (
 )
 FAULTS = ("WRONG", "DEADLINE", "UNKNOWN", "INTERNAL", "imeout", "Refused", "Unreachable")
 """Parts of the outcomes that are faults."""
+SIZES = (-1, 0, 1, 2, 4, 384, 2**40)
+TEXTS = (b"", b"\xff\xfe", b"\x00" * 50, "漢字 🙂".encode(), b"a " * 900)
+PARAMETERS = ("timeout", "priority", "sequence_id", "top_k", "ü", "")
 NUMBERS = (-(2**63), -(2**31), -1, 0, 1, 7, 255, 2**31 - 1, 2**40, 2**63 - 1)
 
 
@@ -59,42 +62,31 @@ class Fuzzer:
 
     def infer(self) -> tuple[str, Any]:
         """Return the kind of fault and the request."""
-        choose = self._random
-        request = service_pb2.ModelInferRequest(model_name=choose.choice(self._models))
-        if choose.random() < 0.02:
-            request.model_name = choose.choice(("", "..", "no such", "x" * 5000))
-        kind = choose.choice(("text", "length", "tensors", "parameters"))
+        random = self._random
+        request = service_pb2.ModelInferRequest(model_name=random.choice(self._models))
+        if random.random() < 0.02:
+            request.model_name = random.choice(("", "..", "no such", "x" * 5000))
+        kind = random.choice(("text", "length", "tensors", "parameters"))
         if kind in ("text", "parameters"):
-            rows = choose.choice((0, 1, 1, 2, 5, 65, 1000)) if kind == "text" else 1
-            data = b"".join(
-                struct.pack("<I", len(text)) + text for text in map(self._text, range(rows))
-            )
+            rows = random.choice((0, 1, 1, 2, 5, 65, 1000)) if kind == "text" else 1
+            texts = [self._make_text() for _ in range(rows)]
+            data = b"".join(struct.pack("<I", len(text)) + text for text in texts)
             self._add(request, "text", "BYTES", (rows, 1), data)
         elif kind == "length":
-            size = choose.choice((0, 3, 4, 1000, 2**31, 2**32 - 1))
-            rest = choose.randbytes(choose.choice((0, 1, 3, 40)))
-            self._add(
-                request,
-                "text",
-                "BYTES",
-                (1, 1),
-                struct.pack("<I", size)[: choose.randint(0, 4)] + rest,
-            )
+            size = struct.pack("<I", random.choice((0, 3, 4, 1000, 2**31, 2**32 - 1)))
+            rest = random.randbytes(random.choice((0, 1, 3, 40)))
+            self._add(request, "text", "BYTES", (1, 1), size[: random.randint(0, 4)] + rest)
         else:
-            for _ in range(choose.randint(0, 5)):
-                shape = tuple(
-                    choose.choice((-1, 0, 1, 2, 4, 384, 2**40)) for _ in range(choose.randint(0, 4))
-                )
-                data = choose.randbytes(choose.choice((0, 1, 4, 8, 32, 1536)))
-                self._add(request, choose.choice(NAMES), choose.choice(TYPES), shape, data)
+            for _ in range(random.randint(0, 5)):
+                shape = tuple(random.choices(SIZES, k=random.randint(0, 4)))
+                data = random.randbytes(random.choice((0, 1, 4, 8, 32, 1536)))
+                self._add(request, random.choice(NAMES), random.choice(TYPES), shape, data)
         if kind == "parameters":
-            for _ in range(choose.randint(1, 4)):
-                target = request.parameters[
-                    choose.choice(("timeout", "priority", "sequence_id", "top_k", "ü", ""))
-                ]
-                target.int64_param = choose.choice(NUMBERS)
-                if choose.random() < 0.5:
-                    target.string_param = choose.choice(("", "[" * 3000, '{"a":', "\x00", "1e999"))
+            for _ in range(random.randint(1, 4)):
+                target = request.parameters[random.choice(PARAMETERS)]
+                target.int64_param = random.choice(NUMBERS)
+                if random.random() < 0.5:
+                    target.string_param = random.choice(("", "[" * 3000, '{"a":', "\x00", "1e999"))
         return kind, request
 
     def body(self) -> tuple[str, bytes, dict[str, str]]:
@@ -119,13 +111,11 @@ class Fuzzer:
         return kind, json.dumps(good).encode(), {}
 
     def path(self) -> str:
+        """Return the HTTP path of a model."""
         return f"/v2/models/{self._random.choice(self._models)}/infer"
 
-    def _text(self, _row: int) -> bytes:
-        choose = self._random
-        return choose.choice(
-            (b"", b"\xff\xfe", b"\x00" * 50, "漢字 🙂".encode(), b"a " * 900, choose.randbytes(20))
-        )
+    def _make_text(self) -> bytes:
+        return self._random.choice((*TEXTS, self._random.randbytes(20)))
 
     def _add(
         self, request: Any, name: str, datatype: str, shape: tuple[int, ...], data: bytes
@@ -136,6 +126,7 @@ class Fuzzer:
 
 
 def send_grpc(url: str, fuzzer: Fuzzer, count: int, ended: Counter[str]) -> None:
+    """Send broken gRPC requests and count their outcomes."""
     with grpc.insecure_channel(url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         for _ in range(count):
@@ -148,6 +139,7 @@ def send_grpc(url: str, fuzzer: Fuzzer, count: int, ended: Counter[str]) -> None
 
 
 def send_http(url: str, fuzzer: Fuzzer, count: int, ended: Counter[str]) -> None:
+    """Send broken HTTP requests and count their outcomes."""
     for _ in range(count):
         kind, body, headers = fuzzer.body()
         connection = http.client.HTTPConnection(url, timeout=DEADLINE_S)
@@ -203,20 +195,19 @@ def fuzz(repository: Path, pipeline: str, requests: int, seed: int) -> tuple[Cou
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    """Send the requests; return 1 if an outcome is a fault or the server crashed."""
+    parser = make_parser(__doc__, "fuzz", "Broken requests (`make fuzz`)")
     parser.add_argument("repository", type=Path)
     parser.add_argument("pipeline")
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     ended, passed = fuzz(options.repository, options.pipeline, options.requests, options.seed)
-    for line, count in sorted(ended.items()):
-        print(f"{count:8}  {line}")
-    print("passed: no fault, no wrong response" if passed else "FAILED")
+    rows = [(line, str(count)) for line, count in sorted(ended.items())]
+    table = Table("Requests by outcome", ("outcome", "requests"), rows)
+    finish(options, [table], ended, ["passed: no fault, no wrong response" if passed else "FAILED"])
     return 0 if passed else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -15,8 +15,8 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,23 +24,20 @@ from statistics import median
 
 import aiohttp
 
-from benchmarks.harness import Series, Turn, finish, make_parser, progress, run_rounds
+from benchmarks.harness import Series, Turn, finish, make_parser, progress, run_rounds, tabulate
 from benchmarks.model import CACHE, CHAT
-from benchmarks.results import Table
+from benchmarks.servers import HOST, run_server
 from triptych.building.build import build
 from triptych.building.generation.inputs import GenerationInputs, Prompt, read_generation
 from triptych.client import AsyncClient
 from triptych.runtime.engine_vllm import DTYPES, PRIVATE
-from triptych.serving.bench.baselines import ChildProcess
 from triptych.serving.bench.resources import process_tree
 from triptych.serving.environment import environment_python
 from triptych.serving.ports import reserve_ports
-from triptych.serving.readiness import responds_ok
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec
 
 MAX_TOKENS = 32
-_HOST = "127.0.0.1"
 _TIMEOUT_S = 900.0
 ENSEMBLE, VLLM, TRANSFORMERS = "ensemble", "vLLM's server", "transformers"
 COMPARED_CLIENTS, MAX_CLIENTS = 8, 32
@@ -53,7 +50,8 @@ Generate = Callable[[Prompt], Chunks]
 
 def main() -> int:
     """Build, start all systems, measure in rounds."""
-    parser = make_parser(__doc__, "generation", rounds=3)
+    title = "Text generation and vLLM's own server (`make compare-generation`)"
+    parser = make_parser(__doc__, "generation", title, rounds=3)
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--requests", type=int, default=3, help="requests of each client in a load")
     options = parser.parse_args()
@@ -63,11 +61,16 @@ def main() -> int:
     build(inputs, repository, progress)
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
-        ensemble = stack.enter_context(_serve(repository))
-        url, vllm_pid = stack.enter_context(_serve_vllm(inputs))
+        ensemble = stack.enter_context(Server(repository))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="triptych-benchmarks-"))
+        port = reserve_ports(HOST, {"port": 0})["port"]
+        command = _make_vllm_command(inputs, port)
+        variables = {**PRIVATE, "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+        where = port, "health", Path(folder), variables, _TIMEOUT_S
+        vllm_pid = stack.enter_context(run_server(VLLM, command, *where))
         clients = AsyncExitStack()
         stack.callback(lambda: runner.run(clients.aclose()))
-        systems = runner.run(_open_systems(clients, inputs, ensemble, url, vllm_pid))
+        systems = runner.run(_open_systems(clients, inputs, ensemble, port, vllm_pid))
 
         def make_turn(name: str, count: int) -> Turn:
             generate, pid = systems[name]
@@ -86,73 +89,40 @@ def main() -> int:
             for count in options.clients
         ]
         found = run_rounds(groups, options.rounds, max_minutes=options.max_minutes)
-    rows = [
-        (
-            one.load,
-            one.system,
-            one.text("tokens_per_s", 1),
-            one.range("tokens_per_s", 1),
-            one.text("first_ms", 1),
-            one.text("gap_ms", 1),
-            one.text("core_ms", 1),
-        )
-        for one in found
-    ]
-    head = ("clients", "system", "tokens/s", "lowest-highest", "first token, ms")
-    head += ("between chunks, ms", "core-ms per token")  # type: ignore[assignment]
-    title = "Text generation and vLLM's own server (`make compare-generation`)"
-    table = Table(f"{inputs.spec.name}, {MAX_TOKENS} tokens an answer, greedy", head, rows)
-    finish(options, "generation", title, [table], found, _judge(found))
+    table = tabulate(
+        f"{inputs.spec.name}, {MAX_TOKENS} tokens an answer, greedy",
+        found,
+        {
+            "clients": lambda one: one.load,
+            "system": lambda one: one.system,
+            "tokens/s": lambda one: one.text("tokens_per_s", 1),
+            "lowest-highest": lambda one: one.range("tokens_per_s", 1),
+            "first token, ms": lambda one: one.text("first_ms", 1),
+            "between chunks, ms": lambda one: one.text("gap_ms", 1),
+            "core-ms per token": lambda one: one.text("core_ms", 1),
+        },
+    )
+    finish(options, [table], found, _judge(found))
     return 0
 
 
-@contextmanager
-def _serve(repository: Path) -> Iterator[Server]:
-    server = Server(repository)
-    try:
-        server.start()
-        server.wait_ready(timeout_s=_TIMEOUT_S)
-        yield server
-    finally:
-        server.stop()
-
-
-@contextmanager
-def _serve_vllm(inputs: GenerationInputs) -> Iterator[tuple[str, int]]:
-    """Run vLLM's OpenAI server with the settings of the core; yield its URL and process id."""
+def _make_vllm_command(inputs: GenerationInputs, port: int) -> list[str]:
+    """Return the command of vLLM's OpenAI server with the settings of the core."""
     core = inputs.spec.core
-    port = reserve_ports(_HOST, {"port": 0})["port"]
-    command = [
+    return [
         str(environment_python()), "-m", "vllm.entrypoints.openai.api_server",
         *("--model", str(inputs.weights), "--served-model-name", inputs.spec.name),
-        *("--host", _HOST, "--port", str(port), "--dtype", DTYPES[core.precision]),
+        *("--host", HOST, "--port", str(port), "--dtype", DTYPES[core.precision]),
         *("--max-model-len", str(inputs.max_length), "--max-num-seqs", str(core.max_num_seqs)),
         *("--max-num-batched-tokens", str(core.max_num_batched_tokens)),
         *("--kv-cache-memory-bytes", str(core.kv_cache.memory_mib << 20)),
         *("--generation-config", "vllm", "--enforce-eager", "--disable-uvicorn-access-log"),
         "--enable-prefix-caching" if core.enable_prefix_caching else "--no-enable-prefix-caching",
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="triptych-benchmarks-") as scratch:
-        log = Path(scratch, "log.txt")
-        variables = {**PRIVATE, "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-        process = ChildProcess(command, log, variables=variables)
-        try:
-            end = time.monotonic() + _TIMEOUT_S
-            while not responds_ok(f"{_HOST}:{port}", "/health"):
-                if process.has_ended or time.monotonic() > end:
-                    raise SystemExit(f"vLLM's server did not start:\n{log.read_text()[-3000:]}")
-                time.sleep(0.5)
-            yield f"http://{_HOST}:{port}/v1/chat/completions", process.pid
-        finally:
-            process.end(20.0)
 
 
 async def _open_systems(
-    clients: AsyncExitStack,
-    inputs: GenerationInputs,
-    ensemble: Server,
-    vllm_url: str,
-    vllm_pid: int,
+    clients: AsyncExitStack, inputs: GenerationInputs, ensemble: Server, port: int, vllm_pid: int
 ) -> dict[str, tuple[Generate, int]]:
     """Return the client of each system and the process whose tree does the work."""
     client = AsyncClient(inputs.spec.name, ensemble.grpc_url, timeout_s=_TIMEOUT_S)
@@ -160,23 +130,22 @@ async def _open_systems(
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     session = await clients.enter_async_context(aiohttp.ClientSession(connector=connector))
     worker = await clients.enter_async_context(_run_transformers(inputs))
-    lock = asyncio.Lock()
+    url = f"http://{HOST}:{port}/v1/chat/completions"
     return {
-        ENSEMBLE: (partial(_ask_ensemble, client), ensemble.pid),
-        VLLM: (partial(_ask_openai, session, vllm_url), vllm_pid),
-        TRANSFORMERS: (partial(_ask_transformers, worker, lock), worker.pid),
+        ENSEMBLE: (partial(_generate_by_ensemble, client), ensemble.pid),
+        VLLM: (partial(_generate_by_vllm, session, url), vllm_pid),
+        TRANSFORMERS: (partial(_generate_by_transformers, worker, asyncio.Lock()), worker.pid),
     }
 
 
 @asynccontextmanager
 async def _run_transformers(inputs: GenerationInputs) -> AsyncIterator[asyncio.subprocess.Process]:
     worker = Path(__file__).with_name("generation_transformers.py")
+    pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         *(str(environment_python()), str(worker), str(inputs.weights), str(MAX_TOKENS)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
+        stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
     try:
         if process.stdout is None or not await process.stdout.readline():
             raise SystemExit("transformers did not start.")
@@ -186,24 +155,24 @@ async def _run_transformers(inputs: GenerationInputs) -> AsyncIterator[asyncio.s
         await process.wait()
 
 
-async def _ask_ensemble(client: AsyncClient, prompt: Prompt) -> Chunks:
+async def _generate_by_ensemble(client: AsyncClient, prompt: Prompt) -> Chunks:
     messages = prompt.messages or []
     async for chunk in client.chat(messages, max_tokens=MAX_TOKENS, temperature=0.0):
         yield len(chunk.token_ids)
 
 
-async def _ask_transformers(
+async def _generate_by_transformers(
     process: asyncio.subprocess.Process, lock: asyncio.Lock, prompt: Prompt
 ) -> Chunks:
     async with lock:
-        if process.stdin is None or process.stdout is None:
-            raise RuntimeError("transformers has no pipe.")
+        assert process.stdin is not None
+        assert process.stdout is not None
         process.stdin.write(f"{json.dumps(prompt.ids)}\n".encode())
         while (await process.stdout.readline()).strip():
             yield 1
 
 
-async def _ask_openai(session: aiohttp.ClientSession, url: str, prompt: Prompt) -> Chunks:
+async def _generate_by_vllm(session: aiohttp.ClientSession, url: str, prompt: Prompt) -> Chunks:
     body = {
         "model": CHAT.name,
         "messages": prompt.messages,
@@ -267,23 +236,21 @@ async def _load(
 def _judge(found: Sequence[Series]) -> list[str]:
     """Return the project's targets for these figures, each with ``met`` or ``missed``."""
     known = {(one.system, one.load): one for one in found}
+    own, most = (known.get((ENSEMBLE, str(count))) for count in (COMPARED_CLIENTS, MAX_CLIENTS))
+    vllm, plain = (known.get((name, str(COMPARED_CLIENTS))) for name in (VLLM, TRANSFORMERS))
     lines = []
-    ours = known.get((ENSEMBLE, str(COMPARED_CLIENTS)))
-    for name, system, clients, minimum in (
-        (f"{MAX_CLIENTS} clients by {COMPARED_CLIENTS}", ENSEMBLE, MAX_CLIENTS, 1.0),
-        (f"ensemble by {VLLM}", VLLM, COMPARED_CLIENTS, 0.93),
-        (f"ensemble by {TRANSFORMERS}", TRANSFORMERS, COMPARED_CLIENTS, 3.0),
+    for name, better, worse, minimum in (
+        (f"{MAX_CLIENTS} clients by {COMPARED_CLIENTS}", most, own, 1.0),
+        (f"ensemble by {VLLM}", own, vllm, 0.93),
+        (f"ensemble by {TRANSFORMERS}", own, plain, 3.0),
     ):
-        other = known.get((system, str(clients)))
-        if ours is not None and other is not None:
-            ratio = ours.median("tokens_per_s") / other.median("tokens_per_s")
-            ratio = 1 / ratio if system == ENSEMBLE else ratio
+        if better is not None and worse is not None:
+            ratio = better.median("tokens_per_s") / worse.median("tokens_per_s")
             word = "met" if ratio >= minimum else "missed"
             lines.append(f"tokens/s, {name}: {ratio:.2f}, at least {minimum}: {word}")
-    vllm = known.get((VLLM, str(COMPARED_CLIENTS)))
     for metric, maximum in (("first_ms", 15.0), ("gap_ms", 2.0)):
-        if ours is not None and vllm is not None:
-            more = ours.median(metric) - vllm.median(metric)
+        if own is not None and vllm is not None:
+            more = own.median(metric) - vllm.median(metric)
             word = "met" if more <= maximum else "missed"
             lines.append(f"{metric} more than {VLLM}: {more:+.1f}, at most +{maximum:g}: {word}")
     return lines

@@ -22,7 +22,7 @@ from triptych.building.generation.inputs import (
     Prompt,
     make_prompt,
     read_generation,
-)
+)  # fmt: skip
 from triptych.building.generation.reference import TOKENS, answer_tokens
 from triptych.core.gate_rows import probe_texts
 from triptych.spec.generation_fields import load_generation_spec
@@ -30,7 +30,7 @@ from triptych.spec.generation_fields import load_generation_spec
 
 def main() -> int:
     """Measure each precision; return 1 if one exceeds a limit."""
-    parser = make_parser(__doc__, "generation_exact")
+    parser = make_parser(__doc__, "generation_exact", "Generated text and transformers'")
     parser.add_argument("--pipeline", type=Path, default=CHAT)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="maximum tokens of an answer")
@@ -51,9 +51,7 @@ def main() -> int:
         rows.append((metric.name, *("-" if v is None else f"{v:.4g}" for v in values)))
     names = [f"{name}, {gate.rows} prompts" for name, gate in found.items()]
     table = Table(f"At most {options.tokens} tokens an answer", ("metric", *names), rows)
-    data = {precision: gate.as_dict() for precision, gate in found.items()}
-    title = "Generated text and transformers'"
-    finish(options, "generation_exact", title, [table], data)
+    finish(options, [table], {precision: gate.as_dict() for precision, gate in found.items()})
     return 1 if any(gate.failures for gate in found.values()) else 0
 
 

@@ -9,20 +9,18 @@ after ``make setup-generation``. Exit code 1: a request failed or hung, or the s
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
-import re
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import finish, make_parser, progress
-from benchmarks.memory import SECONDS, make_growth_table, read_memory
+from benchmarks.memory import SECONDS, make_growth_table, sample_memory
 from benchmarks.model import CACHE, CHAT
 from triptych.building.build import build
 from triptych.building.generation.inputs import GenerationInputs, read_generation
@@ -32,8 +30,9 @@ from triptych.client import (
     DeadlineExceededError,
     InferenceError,
     InvalidRequestError,
-)
+)  # fmt: skip
 from triptych.runtime.generation_metrics import GAUGES, PREFIX
+from triptych.serving.bench.resources import fetch_metrics
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec
 
@@ -50,24 +49,28 @@ _BAD = ("stuck", "failed", "not refused")
 
 
 class SoakLoad:
-    """Requests until a point in time.
+    """Requests until a point in time, on the monotonic clock.
 
     Attributes:
         counts: Number of requests by outcome.
         errors: Messages of the first failed requests.
     """
 
-    def __init__(self, inputs: GenerationInputs, client: AsyncClient, until: float) -> None:
-        self._prompts = inputs.prompts
-        self._client = client
-        self._until = until
+    def __init__(self, inputs: GenerationInputs, until: float) -> None:
+        self._pipeline, self._prompts, self._until = inputs.spec.name, inputs.prompts, until
         self._random = random.Random(SEED)
+        self._client: AsyncClient
         self.counts: Counter[str] = Counter()
         self.tokens = 0
         self.errors: list[str] = []
 
-    async def run(self) -> None:
-        """Send one request after the other, as one client."""
+    async def run(self, server: Server, clients: int) -> None:
+        """Send the requests of all clients until the end of the load, or of the server."""
+        url = server.grpc_url
+        async with AsyncClient(self._pipeline, url, timeout_s=STUCK_S) as self._client:
+            await asyncio.gather(*(self._run_client(server) for _ in range(clients)))
+
+    async def _run_client(self, server: Server) -> None:
         while time.monotonic() < self._until:
             try:
                 outcome = await self._send()
@@ -76,6 +79,8 @@ class SoakLoad:
             except InferenceError as error:
                 outcome = "failed"
                 self.errors = [*self.errors, str(error)][:5]
+                if server.find_crash(0.0) is not None:
+                    self._until = 0.0
             self.counts[outcome] += 1
 
     async def _send(self) -> str:
@@ -123,7 +128,8 @@ class SoakLoad:
 
 def main() -> int:
     """Build, serve, load, sample the memory; return 1 if a request or the server failed."""
-    parser = make_parser(__doc__, "generation_soak")
+    title = "Memory over a long load of text generation"
+    parser = make_parser(__doc__, "generation_soak", title)
     parser.add_argument("--pipeline", type=Path, default=CHAT)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=8)
@@ -133,63 +139,39 @@ def main() -> int:
     inputs = read_generation(load_generation_spec(options.pipeline), progress)
     repository = CACHE / f"soak_{inputs.spec.name}"
     build(inputs, repository, progress, accept="only its memory is measured")
-    server = Server(repository)
-    try:
-        server.start()
-        server.wait_ready()
-        load, samples = asyncio.run(_soak(inputs, server, options))
+    with Server(repository) as server, ThreadPoolExecutor(1) as pool:
+        until = time.monotonic() + options.warm_up + 60 * options.minutes
+        load = SoakLoad(inputs, until)
+        running = pool.submit(asyncio.run, load.run(server, options.clients))
+        wait([running], options.warm_up)
+        samples = sample_memory(server.pid, running.done, lambda: wait([running], options.every))
+        running.result()
         death = server.find_crash(1.0)
         left = {} if death is not None else _read_busy_gauges(server, inputs.spec.name)
-    finally:
-        server.stop()
-    seconds = samples[-1][SECONDS]
+    seconds = options.warm_up + samples[-1][SECONDS]
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(load.counts.items()))
     notes = [
         f"{load.counts.total()} requests in {seconds:.0f} s, {load.tokens / seconds:.1f} tokens/s: "
-        + ", ".join(f"{count} {outcome}" for outcome, count in sorted(load.counts.items())),
+        + outcomes,
         f"at the end: gauges {left or 'at zero'}, server {death or 'alive'}",
         *(f"failed: {error}" for error in load.errors),
     ]
-    table = make_growth_table(samples, load.counts.total())
     data = {"counts": load.counts, "tokens": load.tokens, "left": left, "samples": samples}
-    title = "Memory over a long load of text generation"
-    finish(options, "generation_soak", title, [table], data, notes)
+    finish(options, [make_growth_table(samples, load.counts.total())], data, notes)
     bad = sum(load.counts[outcome] for outcome in _BAD)
     return 1 if bad or left or death is not None else 0
 
 
-async def _soak(
-    inputs: GenerationInputs, server: Server, options: argparse.Namespace
-) -> tuple[SoakLoad, list[dict[str, float]]]:
-    """Run the load; return it with the memory, sampled after the warm-up."""
-    until = time.monotonic() + options.warm_up + 60 * options.minutes
-    samples: list[dict[str, float]] = []
-    async with AsyncClient(inputs.spec.name, server.grpc_url, timeout_s=STUCK_S) as client:
-        load = SoakLoad(inputs, client, until)
-        tasks = [asyncio.create_task(load.run()) for _ in range(options.clients)]
-        await asyncio.sleep(options.warm_up)
-        began = time.monotonic()
-        while not all(task.done() for task in tasks):
-            memory = await asyncio.to_thread(read_memory, server.pid)
-            samples.append({SECONDS: time.monotonic() - began, **memory})
-            await asyncio.wait(tasks, timeout=options.every)
-            if server.find_crash(0.0) is not None:
-                for task in tasks:
-                    task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for task in tasks:
-            if not task.cancelled():
-                task.result()  # raises errors of this program
-    return load, samples
-
-
 def _read_busy_gauges(server: Server, pipeline: str) -> dict[str, float]:
     """Return the gauges of the core that do not return to zero in time."""
+    names = {f"{PREFIX}_{gauge}": gauge for gauge in GAUGES}
     end = time.monotonic() + IDLE_TIMEOUT_S
     while True:
-        with urllib.request.urlopen(server.metrics_url) as page:
-            text = page.read().decode()
-        pattern = rf'{PREFIX}_({"|".join(GAUGES)})\{{pipeline="{pipeline}"\}} (\S+)'
-        left = {name: float(value) for name, value in re.findall(pattern, text) if float(value)}
+        left = {
+            names[name]: value
+            for name, labels, value in fetch_metrics(server.metrics_url)
+            if name in names and labels.get("pipeline") == pipeline and value
+        }
         if not left or time.monotonic() > end:
             return left
         time.sleep(0.1)

@@ -15,13 +15,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Series, Turn, finish, make_parser, progress, quiet, run_rounds
+from benchmarks.harness import Turn, finish, make_parser, progress, quiet, run_rounds, tabulate
 from benchmarks.model import CACHE, PIPELINE
 from benchmarks.results import Table
 from triptych.base.errors import UserError
@@ -67,22 +67,14 @@ class Cell:
     error: str = ""
 
 
-@dataclass(frozen=True)
-class TuneRun:
-    """A run of tune: its winner together with the settings it began with, and its duration."""
-
-    winner: dict[str, Any]
-    trials: int
-    seconds: float
-
-
 def main() -> int:
     """Measure the grid, tune, compare."""
     options = _parse()
     folder = CACHE / "grid" / PIPELINE.name
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(PIPELINE, folder)
-    (folder / TUNED_FILE).unlink(missing_ok=True)
+    tuned_file = folder / TUNED_FILE
+    tuned_file.unlink(missing_ok=True)
     objectives = {
         "throughput": ThroughputObjective(Slo(), CLIENTS),
         "latency": ThroughputObjective(parse_slo(options.slo, None, Slo()), CLIENTS),
@@ -96,45 +88,45 @@ def main() -> int:
     grid_s = time.monotonic() - began
     start = Setting(dict(_parse_pair(text) for text in options.start))
     _write_start(folder / SPEC_FILE, start)
-    runs: dict[str, list[TuneRun]] = {name: [] for name in objectives}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in objectives}
     for _ in range(options.tunes):
         for name, objective in objectives.items():
-            (folder / TUNED_FILE).unlink(missing_ok=True)
             tuning = Tuning(objective.slo, options.budget * 60, CLIENTS)
             result = tune_pipeline(folder, REPOSITORY, tuning, progress)
+            tuned_file.unlink(missing_ok=True)
             winner = {**start.overrides, **result.winner.overrides}
-            runs[name].append(TuneRun(winner, len(result.trials), result.seconds))
-    (folder / TUNED_FILE).unlink(missing_ok=True)
+            trials, seconds = len(result.trials), result.seconds
+            runs[name].append({"winner": winner, "trials": trials, "seconds": seconds})
     if not options.tunes and before:
-        runs = {name: [TuneRun(**run) for run in old] for name, old in before["tuned"].items()}
+        runs = before["tuned"]
     tables, finals = [], {}
+    notes = [f"grid: {len(cells)} settings in {grid_s / 60:.0f} min"]
     for name, objective in objectives.items():
-        table, finals[name] = _compare(folder, name, objective, cells, runs[name], start, options)
+        winners = [Setting(run["winner"]) for run in runs[name]]
+        table, finals[name] = _compare(folder, name, objective, cells, winners, start, options)
         tables.append(table)
+        texts = [f"{run['trials']} in {run['seconds'] / 60:.1f} min" for run in runs[name]]
+        notes.append(f"{name}: trials of tune: {', '.join(texts) or 'none'}")
     data = {
         "cells": [vars(cell) | {"setting": dict(cell.setting.overrides)} for cell in cells],
         "grid_s": grid_s,
-        "tuned": {name: [asdict(run) for run in each] for name, each in runs.items()},
+        "tuned": runs,
         "finals": finals,
     }
-    notes = [f"grid: {len(cells)} settings in {grid_s / 60:.0f} min"]
-    for name, each in runs.items():
-        trials = ", ".join(f"{run.trials} in {run.seconds / 60:.1f} min" for run in each)
-        notes.append(f"{name}: trials of tune: {trials or 'none'}")
-    finish(options, "grid", "Tuning and a whole grid (`make grid`)", tables, data, notes)
+    finish(options, tables, data, notes)
     return 0
 
 
 def _parse() -> argparse.Namespace:
-    parser = make_parser(__doc__, "grid", rounds=5, seconds=1.5)
-    parser.add_argument("--slo", nargs="+", default=["p99=100ms"], help="SLO of the latency runs")
-    parser.add_argument("--tunes", type=int, default=2, help="runs of tune for each objective")
-    parser.add_argument("--budget", type=float, default=8.0, help="minutes of a run of tune")
-    parser.add_argument(
-        "--start", nargs="*", default=[], metavar="KEY=VALUE", help="settings tune begins with"
-    )
-    parser.add_argument("--again", action="store_true", help="use the grid in --output again")
-    parser.add_argument("--few", action="store_true", help="a grid of four, to try the program")
+    title = "Tuning and a whole grid (`make grid`)"
+    parser = make_parser(__doc__, "grid", title, rounds=5, seconds=1.5)
+    add, start_help = parser.add_argument, "settings tune begins with"
+    add("--slo", nargs="+", default=["p99=100ms"], help="SLO of the latency runs")
+    add("--tunes", type=int, default=2, help="runs of tune for each objective")
+    add("--budget", type=float, default=8.0, help="minutes of a run of tune")
+    add("--start", nargs="*", default=[], metavar="KEY=VALUE", help=start_help)
+    add("--few", action="store_true", help="measure only a few settings, to try the program")
+    add("--again", action="store_true", help="use the measured grid in --output")
     return parser.parse_args()
 
 
@@ -201,15 +193,15 @@ def _compare(
     name: str,
     objective: Objective,
     cells: Sequence[Cell],
-    runs: Sequence[TuneRun],
+    winners: Sequence[Setting],
     start: Setting,
     options: argparse.Namespace,
 ) -> tuple[Table, list[dict[str, Any]]]:
     """Measure each winner of tune and the grid's three best, all of them served at once."""
     ranked = sorted(cells, key=lambda cell: -cell.scores.get(name, 0.0))[:3]
-    named = [(f"grid {n}", cell.setting) for n, cell in enumerate(ranked, start=1)]
+    named = [(f"grid {number}", cell.setting) for number, cell in enumerate(ranked, start=1)]
     named.append(("before", start))
-    named += [(f"tune {n}", Setting(run.winner)) for n, run in enumerate(runs, start=1)]
+    named += [(f"tune {number}", winner) for number, winner in enumerate(winners, start=1)]
     settings: dict[str, Setting] = {}
     for label, setting in named:  # equal settings are measured once
         same = next((known for known, other in settings.items() if other == setting), "")
@@ -227,15 +219,27 @@ def _compare(
             turns.append(Turn(label, partial(_measure_score, name, objective, server)))
         found = run_rounds([turns], options.rounds, max_minutes=options.max_minutes)
     best = max((one for one in found if "grid" in one.system), key=lambda one: one.median(_SCORE))
-    rows = []
+    pairs = {label: dict(setting.overrides) for label, setting in settings.items()}
+    table = tabulate(
+        name,
+        found,
+        {
+            "": lambda one: one.system,
+            "setting": lambda one: (
+                ", ".join(f"{key}={value}" for key, value in pairs[one.system].items())
+                or "defaults"
+            ),
+            "score/s": lambda one: f"{one.text(_SCORE)} ({one.range(_SCORE)})",
+            "of grid's best": lambda one: f"{one.median(_SCORE) / best.median(_SCORE):.2f}",
+        },
+    )
+    finals = []
     for one in found:
-        pairs = settings[one.system].overrides.items()
-        text = ", ".join(f"{key}={value}" for key, value in pairs) or "defaults"
-        score = f"{one.text(_SCORE)} ({one.range(_SCORE)})"
-        ratio = one.median(_SCORE) / best.median(_SCORE)
-        rows.append((one.system, text, score, f"{ratio:.2f}"))
-    finals = [_summarize(one, best, settings[one.system]) for one in found]
-    return Table(name, ("", "setting", "score/s", "of grid's best"), rows), finals
+        scores = one.values(_SCORE)
+        ratio = format_scores([*zip(best.values(_SCORE), scores, strict=True)])
+        facts = {"setting": pairs[one.system], "scores": scores, "against_grid": ratio}
+        finals.append({"system": one.system, **facts})
+    return table, finals
 
 
 def _measure_score(
@@ -243,16 +247,6 @@ def _measure_score(
 ) -> list[tuple[str, dict[str, float]]]:
     measured = objective.score(partial(server.measure, seconds=FINAL_S), MAX_MEASUREMENTS)
     return [(name, {_SCORE: measured.score})]
-
-
-def _summarize(one: Series, best: Series, setting: Setting) -> dict[str, Any]:
-    scores = [*zip(best.values(_SCORE), one.values(_SCORE), strict=True)]
-    return {
-        "system": one.system,
-        "setting": dict(setting.overrides),
-        "scores": one.values(_SCORE),
-        "against_grid": format_scores(scores),
-    }
 
 
 if __name__ == "__main__":

@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.model import CACHE
-from benchmarks.results import Table, environment, publish
+from benchmarks.results import Table, describe, publish, render_page
 from triptych.base.files import write_files
 from triptych.serving.bench import perf_analyzer
 from triptych.serving.bench.measure import WINDOWS, run_longer
 
+Item = TypeVar("Item")
 Metrics = Mapping[str, float]
 """Values of one measurement by the name of the metric, which ends with its unit."""
 
@@ -116,6 +117,23 @@ def run_rounds(
     return [found[key] for key in keys]
 
 
+def run_load(
+    url: str,
+    model: str,
+    requests: Sequence[perf_analyzer.Request],
+    seconds: float,
+    **load: Any,
+) -> dict[str, float]:
+    """Return throughput and latency of a load of perf_analyzer; see `perf_analyzer.run`."""
+
+    def run(windows_s: float) -> perf_analyzer.LoadResult:
+        return perf_analyzer.run(url, model, requests, window_s=windows_s / WINDOWS, **load)
+
+    result = run_longer(run, seconds)
+    latencies = {"p50_ms": result.percentile_us(50) / 1e3, "p99_ms": result.percentile_us(99) / 1e3}
+    return {"rate_per_s": result.throughput_per_s, **latencies}
+
+
 def closed_loop(
     url: str,
     model: str,
@@ -125,69 +143,46 @@ def closed_loop(
     seconds: float,
     http_path: str | None = None,
 ) -> dict[str, float]:
-    """Return throughput and latency of `clients` that each have one request in flight.
-
-    A short warm-up comes first and is not measured; see `perf_analyzer.run` for the arguments.
-    """
-
-    def run(windows_s: float) -> perf_analyzer.LoadResult:
-        return perf_analyzer.run(
-            url,
-            model,
-            requests,
-            concurrency=clients,
-            window_s=windows_s / WINDOWS,
-            warmup_requests=2 * clients + 20,
-            http_path=http_path,
-        )
-
-    result = run_longer(run, seconds)
-    return {
-        "rate_per_s": result.throughput_per_s,
-        "p50_ms": result.percentile_us(50) / 1e3,
-        "p99_ms": result.percentile_us(99) / 1e3,
-    }
+    """Return the metrics of `clients` with one request in flight each, after a short warm-up."""
+    load = {"concurrency": clients, "warmup_requests": 2 * clients + 20, "http_path": http_path}
+    return run_load(url, model, requests, seconds, **load)
 
 
 def make_parser(
-    doc: str | None, name: str, *, rounds: int | None = None, seconds: float | None = None
+    doc: str | None,
+    name: str,
+    title: str,
+    *,
+    rounds: int | None = None,
+    seconds: float | None = None,
+    only: bool = False,
 ) -> argparse.ArgumentParser:
     """Return a parser with the options of all benchmarks.
 
     Args:
         doc: Docstring of the benchmark; its first line is the description.
-        name: Name of the JSON result below `CACHE`.
+        name: Name of the result below `CACHE` and below ``results/``.
+        title: Title of the result on the page.
         rounds: Default number of rounds; None for a benchmark without rounds.
         seconds: Default duration of a measurement, in seconds; None for one without a duration.
+        only: Whether to add ``--only``, which `is_wanted` reads.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    add_measuring_options(parser, CACHE / f"{name}.json", rounds, seconds)
-    if rounds is not None:
-        parser.add_argument(
-            "--max-minutes", type=_positive, default=math.inf, help="no round begins after it"
-        )
-    return parser
-
-
-def add_measuring_options(
-    parser: argparse.ArgumentParser, output: Path, rounds: int | None, seconds: float | None
-) -> None:
-    """Add ``--rounds``, ``--seconds``, ``--output`` and ``--publish``; see `make_parser`."""
+    parser.set_defaults(name=name, title=title)
     if rounds is not None:
         parser.add_argument("--rounds", type=_positive_int, default=rounds, help="number of rounds")
+        limit_help = "no round begins after it"
+        parser.add_argument("--max-minutes", type=positive, default=math.inf, help=limit_help)
     if seconds is not None:
-        parser.add_argument(
-            "--seconds", type=_positive, default=seconds, help="duration of a measurement"
-        )
+        length_help = "duration of a measurement"
+        parser.add_argument("--seconds", type=positive, default=seconds, help=length_help)
+    if only:
+        parser.add_argument("--only", nargs="+", default=[], help="parts of the names to measure")
+    output = CACHE / f"{name}.json"
     parser.add_argument("--output", type=Path, default=output, help="JSON file of the result")
-    parser.add_argument(
-        "--publish", action="store_true", help="store the tables and write RESULTS.md again"
-    )
-
-
-def add_only(parser: argparse.ArgumentParser) -> None:
-    """Add ``--only``, which `is_wanted` reads."""
-    parser.add_argument("--only", nargs="+", default=[], help="parts of the names to measure")
+    publish_help = "store the tables and write RESULTS.md again"
+    parser.add_argument("--publish", action="store_true", help=publish_help)
+    return parser
 
 
 def is_wanted(name: str, options: argparse.Namespace) -> bool:
@@ -195,27 +190,39 @@ def is_wanted(name: str, options: argparse.Namespace) -> bool:
     return not options.only or any(part in name for part in options.only)
 
 
-def finish(
-    options: argparse.Namespace,
-    name: str,
-    title: str,
-    tables: Sequence[Table],
-    data: Any,
-    notes: Sequence[str] = (),
-) -> None:
-    """Print the tables and notes, write the JSON result, and publish it where that is requested.
+def tabulate(
+    title: str, items: Iterable[Item], columns: Mapping[str, Callable[[Item], str]]
+) -> Table:
+    """Return a table with a row for each item; each column has a function from item to cell."""
+    rows = [[cell(item) for cell in columns.values()] for item in items]
+    return Table(title, [*columns], rows)
+
+
+def write_result(
+    options: argparse.Namespace, tables: Sequence[Table], data: Any, notes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Write the JSON result and its page beside it; return the result without measurements.
 
     Args:
-        data: Every measurement as plain data; `Series` are converted.
+        data: Every measurement as plain data; dataclasses are converted.
     """
+    result = describe(options.title, tables, notes)
+    text = json.dumps({**result, "measurements": data}, indent=1, default=vars) + "\n"
+    page = options.output.with_suffix(".md").name
+    write_files(options.output.parent, {options.output.name: text, page: render_page([result])})
+    return result
+
+
+def finish(
+    options: argparse.Namespace, tables: Sequence[Table], data: Any, notes: Sequence[str] = ()
+) -> None:
+    """Print the tables and notes, write the result, and publish it where that is requested."""
     for part in (*tables, *notes):
         print(f"{part}\n")
-    report = {**environment(), "notes": list(notes), "measurements": data}
-    text = json.dumps(report, indent=1, default=vars) + "\n"
-    write_files(options.output.parent, {options.output.name: text})
+    result = write_result(options, tables, data, notes)
     say(f"written: {options.output}")
     if options.publish:
-        publish(name, title, tables, notes)
+        publish(options.name, result)
 
 
 def say(line: str) -> None:
@@ -236,7 +243,8 @@ def _brief(metrics: Metrics) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in [*metrics.items()][:6])
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """Return a number above 0 from the command line."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
@@ -244,4 +252,4 @@ def _positive(text: str) -> float:
 
 
 def _positive_int(text: str) -> int:
-    return int(_positive(str(int(text))))
+    return int(positive(str(int(text))))

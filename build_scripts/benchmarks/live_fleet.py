@@ -11,13 +11,13 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
+from benchmarks.model import PIPELINE
 from benchmarks.prometheus_tools import running
 from triptych.container.health import find_fault
 from triptych.container.manifests import find_pipelines, largest_request_mib
@@ -34,15 +34,12 @@ _DRAIN_TIMEOUT_S = 10.0
 _QUERY_TIMEOUT_S = 5.0
 
 
-@dataclass(eq=False)
-class LiveReplica:
-    """A replica from its request to its end, in seconds on the monotonic clock."""
+@dataclass
+class _Span:
+    """Time of a replica from its request to its end, in seconds on the monotonic clock."""
 
     began_s: float
     ended_s: float = math.inf
-    server: Server | None = None
-    is_ready: bool = False
-    started: Future[None] = field(default_factory=Future)
 
 
 class LiveFleet:
@@ -54,17 +51,15 @@ class LiveFleet:
         prometheus: Base URL.
     """
 
-    def __init__(self, servers: list[Server], proxy: Proxy, prometheus: str) -> None:
-        self._free: SimpleQueue[Server] = SimpleQueue()
-        for server in servers:
-            self._free.put(server)
-        self._proxy = proxy
-        self._prometheus = prometheus
-        self._wanted: list[LiveReplica] = []
-        self._all: list[LiveReplica] = []
+    def __init__(self, servers: Sequence[Server], proxy: Proxy, prometheus: str) -> None:
+        self._servers, self._proxy, self._prometheus = servers, proxy, prometheus
+        # The thread of a server ends a replica before it starts the next one.
+        self._threads = [ThreadPoolExecutor(1, "replica") for _ in servers]
+        self._work: list[Future[None]] = []
+        self._spans: list[_Span] = []
+        self._active: list[_Span] = []
+        self._ready: list[Server] = []
         self._routing = threading.Lock()
-        self._pool = ThreadPoolExecutor(2 * len(servers), "live-fleet")
-        self._ends: list[Future[None]] = []
 
     @property
     def url(self) -> str:
@@ -74,12 +69,12 @@ class LiveFleet:
     @property
     def wanted(self) -> int:
         """Number of replicas that are ready or starting."""
-        return len(self._wanted)
+        return len(self._active)
 
     @property
     def ready(self) -> int:
         """Number of replicas that receive requests."""
-        return len(self._list_ready())
+        return len(self._ready)
 
     def scale(self, wanted: int) -> None:
         """Start or stop replicas without waiting for them; the newest ones stop first.
@@ -88,16 +83,16 @@ class LiveFleet:
             UserError: A replica did not start.
             TimeoutError: A replica started and does not respond.
         """
-        for replica in self._wanted:
-            if replica.started.done():
-                replica.started.result()
-        while len(self._wanted) < wanted:
-            replica = LiveReplica(time.monotonic())
-            self._wanted.append(replica)
-            self._all.append(replica)
-            replica.started = self._pool.submit(self._start, replica)
-        while len(self._wanted) > wanted:
-            self._ends.append(self._pool.submit(self._end, self._wanted.pop()))
+        for work in self._work:
+            if work.done():
+                work.result()
+        while self.wanted < wanted:
+            self._active.append(_Span(time.monotonic()))
+            self._spans.append(self._active[-1])
+            self._work.append(self._threads[self.wanted - 1].submit(self._start, self.wanted - 1))
+        while self.wanted > wanted:
+            index, span = self.wanted - 1, self._active.pop()
+            self._work.append(self._threads[index].submit(self._end, index, span))
 
     def wait_ready(self) -> float:
         """Wait until Envoy uses all replicas; return the seconds since the newest was requested.
@@ -106,15 +101,15 @@ class LiveFleet:
             UserError: A replica did not start.
             TimeoutError: A replica does not respond, or Envoy does not find it healthy.
         """
-        for replica in self._wanted:
-            replica.started.result()
-        if not self._proxy.wait_healthy(self._list_ready(), _HEALTHY_TIMEOUT_S):
+        for work in self._work:
+            work.result()
+        if not self._proxy.wait_healthy(self._ready, _HEALTHY_TIMEOUT_S):
             raise TimeoutError("Envoy does not find its replicas healthy.")
-        return time.monotonic() - max(replica.began_s for replica in self._wanted)
+        return time.monotonic() - max(span.began_s for span in self._spans)
 
     def replica_s(self, start_s: float, end_s: float) -> float:
         """Return the seconds of all replicas in a period, those that start and end included."""
-        spans = (min(end_s, one.ended_s) - max(start_s, one.began_s) for one in self._all)
+        spans = (min(end_s, one.ended_s) - max(start_s, one.began_s) for one in self._spans)
         return sum(max(0.0, span) for span in spans)
 
     def query(self, query: str) -> float:
@@ -128,35 +123,28 @@ class LiveFleet:
     def close(self) -> None:
         """Stop all servers."""
         self.scale(0)
-        self._pool.shutdown()
-        for end in self._ends:
-            end.result()
+        for thread in self._threads:
+            thread.shutdown()
+        for work in self._work:
+            work.result()
 
-    def _start(self, replica: LiveReplica) -> None:
-        server = replica.server = self._free.get()
+    def _start(self, index: int) -> None:
+        server = self._servers[index]
         server.start()
         server.wait_ready()
         _wait_healthy(server)
         with self._routing:
-            replica.is_ready = replica in self._wanted
-            self._proxy.route_to(self._list_ready())
+            self._ready.append(server)
+            self._proxy.route_to(self._ready)
 
-    def _end(self, replica: LiveReplica) -> None:
-        try:
-            replica.started.result()
-        finally:
-            server = replica.server
-            assert server is not None
-            with self._routing:
-                replica.is_ready = False
-                self._proxy.route_to(self._list_ready())
-            self._proxy.wait_drained(server, _DRAIN_TIMEOUT_S)
-            server.stop()
-            replica.ended_s = time.monotonic()
-            self._free.put(server)
-
-    def _list_ready(self) -> list[Server]:
-        return [one.server for one in list(self._all) if one.is_ready and one.server is not None]
+    def _end(self, index: int, span: _Span) -> None:
+        server = self._servers[index]
+        with self._routing:
+            self._ready = [one for one in self._ready if one is not server]
+            self._proxy.route_to(self._ready)
+        self._proxy.wait_drained(server, _DRAIN_TIMEOUT_S)
+        server.stop()
+        span.ended_s = time.monotonic()
 
 
 def _wait_healthy(server: Server) -> None:
@@ -169,28 +157,21 @@ def _wait_healthy(server: Server) -> None:
 
 @contextmanager
 def live_fleet(
-    repository: Path,
-    folder: Path,
-    *,
-    pipeline: str,
-    max_replicas: int,
-    limit_ms: float,
-    scrape_s: float,
+    repository: Path, folder: Path, max_replicas: int, limit_s: float, scrape_s: float
 ) -> Iterator[LiveFleet]:
     """Yield a fleet without replicas; its servers, Envoy and Prometheus end with the block.
 
     Args:
         repository: Repository that each replica serves.
         folder: Folder to create for logs and the data of Prometheus.
-        pipeline: Name of the pods in metrics, as in manifests of `triptych deploy`.
-        limit_ms: Latency limit of the SLO.
+        limit_s: Latency limit of the SLO.
         scrape_s: Scrape interval of Prometheus.
     """
     folder.mkdir()
-    names = [f"{name}_{number}" for number in range(max_replicas) for name in _PORTS]
-    ports = reserve_ports(
-        _LOOPBACK, dict.fromkeys((*_PORTS, *names, "admin_port", "prometheus"), 0)
-    )
+    numbers = range(max_replicas)
+    names = [f"{name}_{number}" for number in numbers for name in _PORTS]
+    wanted = dict.fromkeys((*_PORTS, *names, "admin_port", "prometheus"), 0)
+    ports = reserve_ports(_LOOPBACK, wanted)
     servers = [
         Server(
             repository,
@@ -198,14 +179,16 @@ def live_fleet(
             http_port=ports[f"http_port_{number}"],
             metrics_port=ports[f"metrics_port_{number}"],
         )
-        for number in range(max_replicas)
+        for number in numbers
     ]
-    pods = {f"{pipeline}-{n}": ports[f"metrics_port_{n}"] for n in range(max_replicas)}
-    pods[f"{pipeline}-envoy-0"] = ports["metrics_port"]
+    pods = {f"{PIPELINE.name}-{n}": ports[f"metrics_port_{n}"] for n in numbers}
+    pods[f"{PIPELINE.name}-envoy-0"] = ports["metrics_port"]
     (folder / "prometheus.json").write_text(json.dumps(_make_scrape_config(pods, scrape_s)))
     listen = Listen(_LOOPBACK, **{name: ports[name] for name in (*_PORTS, "admin_port")})
     settings = proxy_settings(
-        replicas=max_replicas, max_request_mib=largest_request_mib(repository), limits_ms=[limit_ms]
+        replicas=max_replicas,
+        max_request_mib=largest_request_mib(repository),
+        limits_ms=[1e3 * limit_s],
     )
     address = f"{_LOOPBACK}:{ports['prometheus']}"
     flags = [

@@ -12,8 +12,9 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from benchmarks.autoscaler import (
     fixed,
     queue_by_compute,
     supersonic,
-)
+)  # fmt: skip
 from benchmarks.fleet_simulation import Outcome, Service, arrivals
 from benchmarks.harness import say
 from benchmarks.live_fleet import NAMESPACE, LiveFleet, live_fleet
@@ -111,7 +112,7 @@ def run_fixed(load: FleetLoad, replicas: int) -> tuple[Outcome, Service]:
     rows = range(1, config.max_batch_size + 1)
     batch_s = [0.0, *((_CORE.batch_us + n * _CORE.row_us) / 1e6 for n in rows)]
     with tempfile.TemporaryDirectory() as folder:
-        with _open_fleet(repository, Path(folder) / "idle", load, 1, SCRAPE_S) as fleet:
+        with live_fleet(repository, Path(folder) / "idle", 1, load.limit_s, SCRAPE_S) as fleet:
             fleet.scale(1)
             fleet.wait_ready()
             idle_s = float(np.median(_send(fleet.url, np.arange(10) * 0.5, load.limit_s)))
@@ -121,20 +122,18 @@ def run_fixed(load: FleetLoad, replicas: int) -> tuple[Outcome, Service]:
     return outcome, Service(tuple(batch_s), TIMEOUT_RATIO * load.limit_s, overhead_s)
 
 
-def compare(
-    step_s: float, limit_s: float, max_miss_ratio: float, seed: int
-) -> tuple[dict[str, Any], list[Outcome]]:
+def compare(step_s: float, load: FleetLoad) -> tuple[dict[str, Any], list[Outcome]]:
     """Run every autoscaler under the same load.
 
     Args:
         step_s: Real duration of a step, which stands for `STEP_S`.
+        load: Limits of the load; its steps are chosen by the capacity of a replica.
 
     Returns:
         Measured facts about one replica and the load, and the outcome of each autoscaler.
     """
     scale = step_s / STEP_S
-    repository = build_repository(limit_s)
-    load = FleetLoad((), limit_s, max_miss_ratio, seed)
+    repository = build_repository(load.limit_s)
     with tempfile.TemporaryDirectory() as folder:
         capacity_per_s, ready_s = _measure_replica(repository, Path(folder) / "one", load)
         options = DeployOptions(
@@ -196,7 +195,7 @@ def _execution_query(metrics: Metrics) -> str:
 
 def _measure_replica(repository: Path, folder: Path, load: FleetLoad) -> tuple[float, float]:
     """Return the highest rate that one replica sustains, and its seconds until it is ready."""
-    with _open_fleet(repository, folder, load, 1, SCRAPE_S) as fleet:
+    with live_fleet(repository, folder, 1, load.limit_s, SCRAPE_S) as fleet:
         fleet.scale(1)
         ready_s = fleet.wait_ready()
         for rate in _TRIED_RATES_PER_S:
@@ -213,13 +212,13 @@ def _run(
     repository: Path, folder: Path, system: LiveSystem, load: FleetLoad, scale: float
 ) -> Outcome:
     """Run one autoscaler under the load."""
-    with _open_fleet(repository, folder, load, MAX_REPLICAS, scale * system.scrape_s) as fleet:
+    limits = MAX_REPLICAS, load.limit_s, scale * system.scrape_s
+    with live_fleet(repository, folder, *limits) as fleet:
         scaling = system.make_scaling(fleet.query)
         fleet.scale(system.first)
         fleet.wait_ready()
-        controller = _Controller(fleet, scaling, scale)
         began = time.monotonic()
-        with controller:
+        with _controlling(fleet, scaling, scale) as chosen:
             latencies_s = _send(fleet.url, arrivals(load.steps, load.seed), load.limit_s)
         answered_s = latencies_s[np.isfinite(latencies_s)]
         rows, runs = (
@@ -233,52 +232,36 @@ def _run(
             fleet.replica_s(began, began + load.seconds),
             {percent: float(np.percentile(answered_s, percent)) for percent in (50, 99)},
             fleet.query(f"{rows} / {runs}"),
-            controller.max_replicas,
+            max(chosen),
         )
 
 
-def _open_fleet(
-    repository: Path, folder: Path, load: FleetLoad, max_replicas: int, scrape_s: float
-) -> Any:
-    limit_ms = 1e3 * load.limit_s
-    return live_fleet(
-        repository, folder, pipeline=_NAME, max_replicas=max_replicas, limit_ms=limit_ms,
-        scrape_s=scrape_s,
-    )  # fmt: skip
+@contextmanager
+def _controlling(fleet: LiveFleet, scaling: Scaling, scale: float) -> Iterator[list[int]]:
+    """Run the autoscaler in a thread while the block runs; yield its numbers of replicas."""
+    autoscaler, is_over, chosen = Autoscaler(scaling), threading.Event(), [fleet.wanted]
 
+    def observe(_window_s: float) -> Observed:
+        # The triggers query all other metrics themselves.
+        return Observed(math.nan, math.nan, math.nan, math.nan, max(1, fleet.ready))
 
-class _Controller:
-    """Runs the autoscaler in a thread while the block runs."""
-
-    def __init__(self, fleet: LiveFleet, scaling: Scaling, scale: float) -> None:
-        self.max_replicas = fleet.wanted
-        self._fleet = fleet
-        self._autoscaler = Autoscaler(scaling)
-        self._scale = scale
-        self._is_over = threading.Event()
-        self._pool = ThreadPoolExecutor(1, "controller")
-
-    def __enter__(self) -> None:
-        self._thread = self._pool.submit(self._run)
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._pool.shutdown()
-        self._thread.result()
-
-    def _run(self) -> None:
-        began, fleet = time.monotonic(), self._fleet
-        while not self._is_over.wait(self._scale * SYNC_S):
-            now = (time.monotonic() - began) / self._scale
-            wanted = self._autoscaler.replicas(now, fleet.wanted, self._observe)
+    def control() -> None:
+        began = time.monotonic()
+        while not is_over.wait(scale * SYNC_S):
+            now = (time.monotonic() - began) / scale
+            wanted = autoscaler.replicas(now, fleet.wanted, observe)
             if wanted != fleet.wanted:
                 say(f"{now:.0f} s: {fleet.wanted} -> {wanted} replicas")
             fleet.scale(wanted)
-            self.max_replicas = max(self.max_replicas, wanted)
+            chosen.append(wanted)
 
-    def _observe(self, _window_s: float) -> Observed:
-        """Return the number of replicas; the triggers query all other metrics themselves."""
-        return Observed(math.nan, math.nan, math.nan, math.nan, max(1, self._fleet.ready))
+    with ThreadPoolExecutor(1, "controller") as pool:
+        work = pool.submit(control)
+        try:
+            yield chosen
+        finally:
+            is_over.set()
+            work.result()
 
 
 def _send(url: str, arrivals_s: NDArray[np.float64], limit_s: float) -> NDArray[np.float64]:

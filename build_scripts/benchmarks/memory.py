@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import linear_regression, median
 
@@ -16,8 +17,23 @@ _SHARED_MEMORY = "/dev/shm"
 _MIB = 1024 * 1024
 
 
-def read_memory(server: int) -> dict[str, float]:
-    """Return bytes: resident and private memory of each process, and the shared memory it maps."""
+def sample_memory(
+    server: int, is_over: Callable[[], bool], wait: Callable[[], object]
+) -> list[dict[str, float]]:
+    """Return samples of the memory of `server`, in bytes, until `is_over`; `wait` between two.
+
+    Each sample has its `SECONDS`, the resident and the private memory of each process, and the
+    shared memory that is mapped.
+    """
+    samples: list[dict[str, float]] = []
+    began = time.monotonic()
+    while not is_over():
+        samples.append({SECONDS: time.monotonic() - began, **_read_memory(server)})
+        wait()
+    return samples
+
+
+def _read_memory(server: int) -> dict[str, float]:
     memory: dict[str, float] = {}
     regions: set[str] = set()
     for process in process_tree(server):
@@ -36,16 +52,10 @@ def read_memory(server: int) -> dict[str, float]:
 
 
 def make_growth_table(samples: Sequence[dict[str, float]], requests: int) -> Table:
-    """Return the growth of each series of memory over so many requests.
-
-    Args:
-        samples: Results of `read_memory`, each with its `SECONDS` since the begin.
-    """
+    """Return the growth of each series of `sample_memory`; `requests` is their number."""
     duration_s = samples[-1][SECONDS] or 1.0
     rows = []
-    for name in samples[-1]:
-        if name == SECONDS:
-            continue
+    for name in samples[-1].keys() - {SECONDS}:
         points = [(sample[SECONDS], sample[name]) for sample in samples if name in sample]
         values = [value for _, value in points]
         quarter = max(1, len(values) // 4)
@@ -54,4 +64,5 @@ def make_growth_table(samples: Sequence[dict[str, float]], requests: int) -> Tab
         growth = slope * duration_s / requests * 1000 / 1024
         rows.append((name, *(f"{value / _MIB:.1f}" for value in mib), f"{growth:+.2f}"))
     head = ("memory", "first quarter, MiB", "last quarter, MiB", "highest, MiB", "KiB per 1,000")
-    return Table(f"Memory over {requests} requests; medians of quarters, slope", head, rows)
+    title = f"Memory over {requests} requests; medians of quarters, slope"
+    return Table(title, head, sorted(rows))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "benchmarks"
 PIPELINE = ROOT / "pipelines" / "minilm"
 CHAT = ROOT / "pipelines" / "chat"
+CPU_PROVIDER = "CPUExecutionProvider"
 
 
 def model_folder() -> Path:
@@ -42,6 +44,19 @@ def build(repository: Path, *overrides: str) -> Path:
         command += ["--set", override]
     subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
     return repository
+
+
+def open_session(graph: Path, provider: str) -> Any:
+    """Open a graph in ONNX Runtime with a provider; raise RuntimeError where it is refused."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    providers = list(dict.fromkeys([provider, CPU_PROVIDER]))
+    session = onnxruntime.InferenceSession(str(graph), options, providers=providers)
+    if session.get_providers()[0] != provider:
+        raise RuntimeError(f"{provider} refused the session.")
+    return session
 
 
 def reference(texts: Sequence[str]) -> NDArray[np.float32]:

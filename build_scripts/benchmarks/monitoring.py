@@ -10,20 +10,22 @@ Usage: ``python build_scripts/benchmarks/monitoring.py [--drift] [--rows 400] [-
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.cost import measure_cost, server_core_ms
-from benchmarks.harness import Turn, finish, make_parser, quiet, run_rounds, say
+from benchmarks.harness import Series, Turn, finish, make_parser, quiet, run_rounds, say, tabulate
 from benchmarks.model import CACHE, PIPELINE, model_folder, traffic_texts
 from benchmarks.results import Table
+from benchmarks.test_models import write_spec
 from triptych.base.errors import UserError
 from triptych.building.build import build
 from triptych.client import Client
@@ -57,7 +59,8 @@ _DROP_LAST_WORD = (
 
 def main() -> int:
     """Measure the faults and false alarms, or with ``--drift`` what the advice achieves."""
-    parser = make_parser(__doc__, "monitoring", rounds=7, seconds=3.0)
+    title = "Faults that monitoring detects"
+    parser = make_parser(__doc__, "monitoring", title, rounds=7, seconds=3.0)
     parser.add_argument("--rows", type=int, default=400, help="sampled rows for each fault")
     parser.add_argument("--looks", type=int, default=200, help="runs on a correct build")
     parser.add_argument("--drift", action="store_true", help="send other traffic, follow advice")
@@ -66,26 +69,26 @@ def main() -> int:
     shutil.rmtree(_FOLDER, ignore_errors=True)
     _write_model(_FOLDER / "model")
     if options.drift:
+        options.name, options.title = "drift", "Drift and its advice"
         tables, notes = _measure_drift(options)
     else:
         precisions = ("fp32",) if options.fp32 else ("fp32", "int8")
         tables, notes = _measure_faults(options.rows, options.looks, precisions)
-    data = [vars(table) for table in tables]
-    title = "Drift and its advice" if options.drift else "Faults that monitoring detects"
-    finish(options, "drift" if options.drift else "monitoring", title, tables, data, notes)
+    finish(options, tables, [vars(table) for table in tables], notes)
     return 0
 
 
-def _scale(file: Path, factor: float, wanted: Callable[[str, Any], bool]) -> None:
-    """Multiply initializers of an ONNX graph."""
+def _scale(name: str, factor: float, is_wanted: Callable[[str, Any], bool]) -> None:
+    """Multiply initializers of the core's graph."""
     import onnx
     from onnx import numpy_helper
 
+    file = _REPOSITORY / f"{name}_core/1/model.onnx"
     graph = onnx.load(file)
     changed = 0
     for tensor in graph.graph.initializer:
         values = numpy_helper.to_array(tensor)
-        if values.dtype.kind == "f" and wanted(tensor.name, values):
+        if values.dtype.kind == "f" and is_wanted(tensor.name, values):
             scaled = (values * factor).astype(values.dtype)
             tensor.CopyFrom(numpy_helper.from_array(scaled, tensor.name))
             changed += 1
@@ -95,48 +98,50 @@ def _scale(file: Path, factor: float, wanted: Callable[[str, Any], bool]) -> Non
     onnx.save(graph, file)
 
 
-def _replace(file: Path, old: str, new: str) -> None:
-    text = file.read_text(encoding="utf-8")
-    if old not in text:
-        raise SystemExit(f"{file} does not contain {old!r}.")
-    file.unlink()
-    file.write_text(text.replace(old, new), encoding="utf-8")
-
-
-def _scale_weights(name: str) -> None:
-    _scale(_REPOSITORY / f"{name}_core/1/model.onnx", 1.03, lambda _, values: values.ndim == 2)
-
-
-def _scale_activations(name: str) -> None:
-    """Scale as a calibration on other rows would: activations above a quarter are clipped."""
-    _scale(
-        _REPOSITORY / f"{name}_core/1/model.onnx",
-        0.25,
-        lambda tensor, values: "scale" in tensor and values.ndim == 0,
-    )
-
-
-def _change_tokenizer(name: str) -> None:
-    file = _REPOSITORY / f"{name}_preprocess/1/tokenizer.json"
-    _replace(file, '"lowercase":true', '"lowercase":false')
-
-
-def _swap_labels(name: str) -> None:
-    file = _REPOSITORY / f"{name}_postprocess/config.pbtxt"
-    for old, new in (("billing", "???"), ("delivery", "billing"), ("???", "delivery")):
-        _replace(file, old, new)
-
-
-def _change_hook(name: str) -> None:
-    _replace(_REPOSITORY / f"{name}_preprocess/1/hooks.py", _HOOKS, _DROP_LAST_WORD)
+def _replace(file: str, *changes: tuple[str, str]) -> None:
+    path = _REPOSITORY / file
+    text = path.read_text(encoding="utf-8")
+    for old, new in changes:
+        if old not in text:
+            raise SystemExit(f"{path} does not contain {old!r}.")
+        text = text.replace(old, new)
+    path.unlink()
+    path.write_text(text, encoding="utf-8")
 
 
 _FAULTS: dict[str, tuple[str, str, Callable[[str], None] | None]] = {
-    "weights": ("weights x 1.03", "fp32", _scale_weights),
-    "tokenizer": ("tokenizer of another revision (cased)", "fp32", _change_tokenizer),
-    "labels": ("stale label map: two swapped", "fp32", _swap_labels),
-    "hook": ("`before` drops the last word", "fp32", _change_hook),
-    "calibration_int8": ("int8, activation scales x 0.25", "int8", _scale_activations),
+    "weights": (
+        "weights x 1.03",
+        "fp32",
+        lambda name: _scale(name, 1.03, lambda _, values: bool(values.ndim == 2)),
+    ),
+    "tokenizer": (
+        "tokenizer of another revision (cased)",
+        "fp32",
+        lambda name: _replace(
+            f"{name}_preprocess/1/tokenizer.json", ('"lowercase":true', '"lowercase":false')
+        ),
+    ),
+    "labels": (
+        "stale label map: two swapped",
+        "fp32",
+        lambda name: _replace(
+            f"{name}_postprocess/config.pbtxt",
+            *(("billing", "???"), ("delivery", "billing"), ("???", "delivery")),
+        ),
+    ),
+    "hook": (
+        "`before` drops the last word",
+        "fp32",
+        lambda name: _replace(f"{name}_preprocess/1/hooks.py", (_HOOKS, _DROP_LAST_WORD)),
+    ),
+    "calibration_int8": (
+        "int8, activation scales x 0.25",  # as from other rows: larger activations are clipped
+        "int8",
+        lambda name: _scale(
+            name, 0.25, lambda tensor, values: "scale" in tensor and values.ndim == 0
+        ),
+    ),
     "right": ("none, fp32", "fp32", None),
     "right_int8": ("none, int8", "int8", None),
 }
@@ -222,25 +227,22 @@ def _measure_drift(options: argparse.Namespace) -> tuple[list[Table], list[str]]
     with Server(_REPOSITORY) as old, Server(again) as new:
 
         def make_turn(name: str, server: Server) -> Turn:
-            def measure() -> list[tuple[str, dict[str, float]]]:
-                metrics = measure_cost(
-                    server.grpc_url, server.pid, _DRIFTING, long, clients=8, seconds=options.seconds
-                )
-                core_ms = server_core_ms(metrics)
-                return [("", {"core_ms": core_ms, "rate_per_s": metrics["rate_per_s"]})]
-
-            return Turn(name, measure)
+            load = {"clients": 8, "seconds": options.seconds}
+            measure = partial(measure_cost, server.grpc_url, server.pid, _DRIFTING, long, **load)
+            return Turn(name, lambda: [("", measure())])
 
         turns = [make_turn("before the advice", old), make_turn("after the advice", new)]
         found = run_rounds([turns], options.rounds, max_minutes=options.max_minutes)
-    before, after = (one.values("core_ms") for one in found)
+    before, after = ([server_core_ms(each) for each in one.rounds] for one in found)
     ratios = [f"{b / a:.2f}" for a, b in zip(before, after, strict=True)]
     notes.append(f"core-ms after by before, round by round: {', '.join(ratios)}")
-    costs = [(one.system, one.text("core_ms", 2), one.text("rate_per_s")) for one in found]
-    return [
-        Table(f"{_DRIFT_ROWS} rows of each kind", ("traffic", "drifts"), rows),
-        Table("Texts five times longer", ("build", "core-ms per text", "texts/s"), costs),
-    ], notes
+    columns: dict[str, Callable[[Series], str]] = {
+        "build": lambda one: one.system,
+        "core-ms per text": lambda one: f"{median(map(server_core_ms, one.rounds)):.2f}",
+        "texts/s": lambda one: one.text("rate_per_s"),
+    }
+    traffic = Table(f"{_DRIFT_ROWS} rows of each kind", ("traffic", "drifts"), rows)
+    return [traffic, tabulate("Texts five times longer", found, columns)], notes
 
 
 def _write_model(folder: Path) -> None:
@@ -263,8 +265,6 @@ def _write_model(folder: Path) -> None:
 
 
 def _build(name: str, precision: str, *, layout: str = "packed") -> PipelineInputs:
-    folder = _FOLDER / name
-    folder.mkdir()
     spec = {
         # A random head has no margins that int8 could keep, so the vectors are compared.
         "task": "text-embedding" if precision == "int8" else "text-classification",
@@ -272,10 +272,9 @@ def _build(name: str, precision: str, *, layout: str = "packed") -> PipelineInpu
         "core": {"precision": precision, "layout": layout},
         "serving": {"sample": {"rate": 1.0, "window_s": 0.2, "keep_hours": 1}},
     }
-    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")  # JSON is YAML
+    lines = (PIPELINE / TRAFFIC_FILE).read_text(encoding="utf-8").splitlines()
+    folder = write_spec(_FOLDER / name, spec, lines[:_TRAFFIC_ROWS])
     (folder / "hooks.py").write_text(_HOOKS, encoding="utf-8")
-    lines = (PIPELINE / TRAFFIC_FILE).read_text(encoding="utf-8").splitlines()[:_TRAFFIC_ROWS]
-    (folder / TRAFFIC_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
     say(f"building {name}")
     inputs = read_inputs(load_spec(folder), quiet)
     build(inputs, _REPOSITORY, quiet, engine_dry_run=False)

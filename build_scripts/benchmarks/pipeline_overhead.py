@@ -10,30 +10,32 @@ every task with ``--tasks``, instances of preprocess with ``--preprocess 1 2``.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
-from statistics import median
+from statistics import mean
 from typing import NamedTuple
 
-from benchmarks import batch_fill, emulated_core, step_bytes, tokenizer_alone, tutorial
+from benchmarks import emulated_core, step_bytes, tutorial
 from benchmarks.cost import CLIENT, TOTAL, measure_cost
-from benchmarks.ensemble import Ensemble
 from benchmarks.harness import (
     Series,
     Turn,
-    add_only,
     finish,
     is_wanted,
     make_parser,
     progress,
     run_rounds,
-)
-from benchmarks.model import CACHE, PIPELINE, build, traffic_texts
-from benchmarks.results import Table
+    tabulate,
+)  # fmt: skip
+from benchmarks.model import CACHE, MAX_LENGTH, PIPELINE, build, model_folder, traffic_texts
+from benchmarks.servers import Ensemble
 from benchmarks.test_models import TEST_MODELS, make_requests, write_model, write_pipeline
 from triptych.building.build import build as build_inputs
 from triptych.core.inputs import read_inputs
@@ -41,8 +43,6 @@ from triptych.serving.bench.perf_analyzer import Request
 from triptych.spec.spec import load_spec
 
 _NAME = PIPELINE.name
-_CORES = 16
-"""Number of processor cores for which the rate is extrapolated."""
 TASKS = {
     model.task: replace(model, config={**model.config, "num_hidden_layers": 1})
     for model in TEST_MODELS
@@ -62,8 +62,7 @@ class Load(NamedTuple):
         return f"{self.core}, {self.texts} a request, {self.clients} clients"
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A built pipeline and its requests of one row each."""
 
     repository: Path
@@ -71,43 +70,25 @@ class Source:
     requests: Sequence[Request]
 
 
-@dataclass(frozen=True)
-class System:
-    """A server under test.
-
-    Attributes:
-        core_model: Model that is the core, if it is not named after the pipeline.
-        trace: File for the times of all requests.
-    """
+class System(NamedTuple):
+    """A server under test; `core_model` is its core, if it is not named after the pipeline."""
 
     server: Ensemble
     requests: Sequence[Request]
     core_model: str | None = None
-    trace: Path | None = None
 
-    def turn(self, load: Load, seconds: float, windows: Windows) -> Turn:
-        """Return the turn for one load; it adds its begin and end to `windows`."""
+    def make_turn(self, load: Load, seconds: float) -> Turn:
+        """Return the turn for one load."""
 
         def measure() -> list[tuple[str, dict[str, float]]]:
-            server, began_ns = self.server, time.monotonic_ns()
+            server = self.server
             metrics = measure_cost(
-                server.grpc_url,
-                server.pid,
-                server.model,
-                self.requests,
-                clients=load.clients,
-                texts_per_request=load.texts,
-                seconds=seconds,
-                core=self.core_model,
-            )
-            windows[server.name][load].append((began_ns, time.monotonic_ns()))
+                server.grpc_url, server.pid, server.model, self.requests, clients=load.clients,
+                texts_per_request=load.texts, seconds=seconds, core=self.core_model,
+            )  # fmt: skip
             return [(str(load), metrics)]
 
         return Turn(self.server.name, measure)
-
-
-Windows = dict[str, dict[Load, list[tuple[int, int]]]]
-"""Begin and end of each measurement in ns, by system and load."""
 
 
 def main() -> int:
@@ -121,13 +102,12 @@ def main() -> int:
         for count in options.texts
         for clients in options.clients
     ]
-    windows: Windows = defaultdict(lambda: defaultdict(list))
     sources = _build_sources(texts, options)
     with ExitStack() as stack:
         systems = {core: _write_systems(core, sources, texts, options) for core in options.cores}
-        every = [system for each in systems.values() for system in each]
-        for system in every:
-            stack.enter_context(system.server)
+        for each in systems.values():
+            for system in each:
+                stack.enter_context(system.server)
         count = options.texts[-1]
         counted = {
             f"{one.server.name}, {count} texts": step_bytes.count_bytes(
@@ -137,7 +117,7 @@ def main() -> int:
         }
         groups = [[_tokenizer_turn(texts, count, options.seconds)] for count in options.texts]
         groups += [
-            [system.turn(load, options.seconds, windows) for system in systems[load.core]]
+            [system.make_turn(load, options.seconds) for system in systems[load.core]]
             for load in loads
         ]
         found = run_rounds(groups, options.rounds, max_minutes=options.max_minutes)
@@ -147,50 +127,76 @@ def main() -> int:
         f"{one.text(TOTAL, 3)} core-ms for each text"
         for one in limits
     ]
-    notes += _compare_instances(costs) + _read_traces(every, windows)
-    tables = [_make_table(costs), step_bytes.make_table(counted)]
-    data = {"series": found, "bytes": counted}
-    title = "What everything except the core costs (`make compare-path`)"
-    finish(options, "pipeline_overhead", title, tables, data, notes)
+    tables = [
+        tabulate(
+            "Processor time and latency, medians",
+            costs,
+            {
+                "system": lambda one: one.system,
+                "core, load": lambda one: one.load,
+                "texts/s": lambda one: one.text("rate_per_s"),
+                "core-ms per text": lambda one: one.text(TOTAL, 3),
+                "server": lambda one: one.text(f"{TOTAL} server", 3),
+                "steps": _format_steps,
+                "client": lambda one: one.text(CLIENT, 3),
+                "switches per text": lambda one: one.text("switches", 2),
+                "p50 minus core, ms": lambda one: _subtract_core(one, "p50_ms"),
+                "p99 minus core, ms": lambda one: _subtract_core(one, "p99_ms"),
+                "rows per batch": lambda one: one.text("batch_rows", 1),
+            },
+        ),
+        step_bytes.make_table(counted),
+    ]
+    finish(options, tables, {"series": found, "bytes": counted}, notes)
     return 0
 
 
 def _parse() -> argparse.Namespace:
-    parser = make_parser(__doc__, "pipeline_overhead", rounds=1, seconds=3.0)
-    add_only(parser)
-    cores = [*emulated_core.CORES]
-    parser.add_argument("--full", action="store_true", help="every core, 1 to 256 clients")
-    parser.add_argument("--cores", nargs="+", choices=cores, default=cores[:2])
-    parser.add_argument("--texts", nargs="+", type=int, default=[1, 16], help="texts in a request")
-    parser.add_argument("--joined", type=int, default=1, help="texts to join to one text")
-    parser.add_argument("--clients", nargs="+", type=int, default=[1, 32])
-    parser.add_argument(
-        "--tasks", nargs="*", choices=[*TASKS], help="tasks to measure in place of the layouts"
-    )
-    parser.add_argument(
-        "--preprocess", nargs="+", type=int, default=[1], help="numbers of preprocess instances"
-    )
-    parser.add_argument(
-        "--filled", action="store_true", help="trace every request, to see how full batches are"
-    )
-    parser.add_argument(
-        "--beside",
-        nargs="+",
-        type=Path,
-        default=[],
-        help="repositories of the same pipeline, built by another state of this tree",
-    )
+    title = "What everything except the core costs (`make compare-path`)"
+    parser = make_parser(__doc__, "pipeline_overhead", title, rounds=1, seconds=3.0, only=True)
+    cores, add = [*emulated_core.CORES], parser.add_argument
+    add("--full", action="store_true", help="every core, 1 to 256 clients")
+    add("--cores", nargs="+", choices=cores, default=cores[:2])
+    add("--texts", nargs="+", type=int, default=[1, 16], help="texts in a request")
+    add("--joined", type=int, default=1, help="texts to join to one text")
+    add("--clients", nargs="+", type=int, default=[1, 32])
+    add("--tasks", nargs="*", choices=[*TASKS], help="tasks to measure in place of the layouts")
+    add("--preprocess", nargs="+", type=int, default=[1], help="numbers of preprocess instances")
+    beside_help = "repositories of the same pipeline, built by another state of this tree"
+    add("--beside", nargs="+", type=Path, default=[], help=beside_help)
     if parser.parse_known_args()[0].full:
         parser.set_defaults(rounds=3, seconds=4.5, cores=cores, clients=[1, 8, 32, 256])
     return parser.parse_args()
 
 
 def _tokenizer_turn(texts: Sequence[str], count: int, seconds: float) -> Turn:
+    """Return the turn of the tokenizer in a loop on every core, the upper bound of any server."""
+
     def measure() -> list[tuple[str, dict[str, float]]]:
-        metrics = tokenizer_alone.measure(texts, texts_per_call=count, seconds=seconds)
-        return [(f"{count} a call", metrics)]
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        cores = len(os.sched_getaffinity(0))
+        with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
+            loops = [pool.submit(_tokenize, texts, count, seconds) for _ in range(cores)]
+            rates, costs = zip(*(loop.result() for loop in loops), strict=True)
+        return [(f"{count} a call", {"rate_per_s": sum(rates), TOTAL: mean(costs)})]
 
     return Turn("tokenizer alone", measure)
+
+
+def _tokenize(texts: Sequence[str], texts_per_call: int, seconds: float) -> tuple[float, float]:
+    """Return the texts/s of one process and its milliseconds of processor time for each text."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
+    tokenizer.enable_truncation(MAX_LENGTH)
+    tokenizer.no_padding()
+    endless, done = cycle(texts), 0
+    began, used = time.perf_counter(), time.process_time()
+    while time.perf_counter() - began < seconds:
+        tokenizer.encode_batch_fast(list(islice(endless, texts_per_call)))
+        done += texts_per_call
+    rate = done / (time.perf_counter() - began)
+    return rate, 1e3 * (time.process_time() - used) / done
 
 
 def _build_sources(texts: list[str], options: argparse.Namespace) -> dict[str, Source]:
@@ -231,11 +237,9 @@ def _write_systems(
             emulated_core.write_pipeline(
                 source.repository, source.pipeline, target, core_time, preprocess=count
             )
-            trace = target / "trace.json" if options.filled else None
-            flags = batch_fill.trace_flags(trace) if trace else []
             full_name = name if count == 1 else f"{name} x{count}"
-            server = Ensemble(full_name, target, source.pipeline, flags=flags)
-            systems.append(System(server, source.requests, trace=trace))
+            server = Ensemble(full_name, target, source.pipeline)
+            systems.append(System(server, source.requests))
     if is_wanted("tutorial", options) and options.tasks is None:
         tutorial.write_repository(folder / "tutorial", core_time)
         server = Ensemble("tutorial", folder / "tutorial", tutorial.ENSEMBLE)
@@ -246,76 +250,15 @@ def _write_systems(
     return systems
 
 
-def _make_table(costs: Sequence[Series]) -> Table:
-    rows = []
-    for one in costs:
-        steps = [name for name in one.rounds[0] if name.startswith(f"{TOTAL} ")]
-        parts = [
-            f"{name.removeprefix(f'{TOTAL} ')} {one.text(name, 3)}"
-            for name in steps
-            if name not in (CLIENT, f"{TOTAL} server")
-        ]
-        core_ms = one.median("batch_ms")
-        rows.append(
-            (
-                one.system,
-                one.load,
-                one.text("rate_per_s"),
-                one.text(TOTAL, 3),
-                one.text(f"{TOTAL} server", 3),
-                " + ".join(parts),
-                one.text(CLIENT, 3),
-                one.text("switches", 2),
-                f"{one.median('p50_ms') - core_ms:.2f}",
-                f"{one.median('p99_ms') - core_ms:.2f}",
-                one.text("batch_rows", 1),
-            )
-        )
-    head = ["system", "core, load", "texts/s", "core-ms per text", "server", "steps", "client"]
-    head += ["switches per text", "p50 minus core, ms", "p99 minus core, ms", "rows per batch"]
-    return Table("Processor time and latency, medians", head, rows)
+def _format_steps(one: Series) -> str:
+    """Return the processor time of each step, without the server and the client."""
+    names = [name for name in one.rounds[0] if name.startswith(f"{TOTAL} ")]
+    steps = [name for name in names if name not in (CLIENT, f"{TOTAL} server")]
+    return " + ".join(f"{name.removeprefix(f'{TOTAL} ')} {one.text(name, 3)}" for name in steps)
 
 
-def _compare_instances(costs: Sequence[Series]) -> list[str]:
-    """Return what more instances of preprocess gain, a line for each load."""
-    known = {(one.system, one.load): one for one in costs}
-    lines = []
-    for one in costs:
-        single_name, _, count = one.system.rpartition(" x")
-        single = known.get((single_name, one.load))
-        if single is None:
-            continue
-        client = one.median(CLIENT)
-        served_ms = one.median(TOTAL) - client
-        in_preprocess = _CORES * one.median(f"{TOTAL} preprocess") / served_ms
-        gain = one.median("rate_per_s") / single.median("rate_per_s")
-        lines.append(
-            f"{one.system}, {one.load}: {gain:.2f} times the rate of one instance, "
-            f"{gain / int(count):.2f} for each; the client used {client / one.median(TOTAL):.0%} "
-            f"of the processor time. Without it {_CORES} cores suffice for "
-            f"{_CORES * 1e3 / served_ms:.0f} texts/s, {in_preprocess:.1f} of them in preprocess"
-        )
-    return lines
-
-
-def _read_traces(systems: Sequence[System], windows: Windows) -> list[str]:
-    """Return how full the batches of servers with a trace were, as medians over the rounds."""
-    lines = []
-    for system in systems:
-        if system.trace is None:
-            continue
-        server, core = system.server, f"{system.server.model}_core"
-        config = emulated_core.read_config(server.repository / core / "config.pbtxt")
-        for load, spans in windows[server.name].items():
-            if load.core != system.trace.parent.parent.name:
-                continue
-            max_requests = max(1, config.max_batch_size // load.texts)
-            fill = median(batch_fill.compute_fill(system.trace, core, spans, max_requests))
-            lines.append(
-                f"{server.name}, {load}: batches had {fill:.2f} of the requests that waited for "
-                "the core, within their limit"
-            )
-    return lines
+def _subtract_core(one: Series, metric: str) -> str:
+    return f"{one.median(metric) - one.median('batch_ms'):.2f}"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.harness import Turn, finish, make_parser, progress, quiet, run_rounds
-from benchmarks.model import CACHE, PIPELINE, build, cosines
-from benchmarks.results import Table
+from benchmarks.harness import Turn, finish, make_parser, progress, quiet, run_rounds, tabulate
+from benchmarks.model import CACHE, CPU_PROVIDER, PIPELINE, build, cosines, open_session
 from triptych.base.cache import sha256_of
 from triptych.base.onnx_graph import MODEL_FILE
 from triptych.core.gate.cached import Gate
@@ -35,28 +34,27 @@ from triptych.spec.tasks.accuracy import thresholds
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int8_dynamic", "fp8")
 BATCHES = (1, 8, 32)
-CPU = "CPUExecutionProvider"
 
 
-@dataclass(frozen=True)
+@dataclass
 class PrecisionResult:
     """A precision on the device.
 
     Attributes:
         excluded: Number of layers (fp16, bf16: nodes) in higher precision.
         gate_failures: Failures of the gate on the CPU.
-        mean_cosine: Mean cosine of the vectors with those of fp32 on the CPU.
-        is_accurate: Whether gate and cosines meet the limits.
-        fault: Reason why the precision does not run on the device; empty where it does.
+        cosines: Mean and minimum cosine of the vectors with those of fp32 on the CPU.
+        verdict: ``yes`` if gate and cosines meet the limits, ``NO`` if not, else the reason why the
+            precision does not run on the device.
+        rates_per_s: Rows per second by size of the batch.
     """
 
-    precision: str
+    precision: Precision
     excluded: int
     gate_failures: tuple[str, ...]
-    mean_cosine: float = 0.0
-    min_cosine: float = 0.0
-    is_accurate: bool = False
-    fault: str = ""
+    cosines: tuple[float, float] = (0.0, 0.0)
+    verdict: str = ""
+    rates_per_s: dict[int, str] = field(default_factory=dict)
 
 
 def main() -> int:
@@ -68,62 +66,59 @@ def main() -> int:
     samples = [row for request in inputs.requests if not request.edge for row in request.rows]
 
     def make_feeds(size: int) -> list[Feed]:
+        chunks = (samples[start : start + size] for start in range(0, len(samples), size))
         pad = plan.facts.pad_token_id
-        starts = range(0, len(samples), size)
-        return [
-            core_feed(samples[start : start + size], plan.core_inputs, pad_token_id=pad)
-            for start in starts
-        ]
+        return [core_feed(chunk, plan.core_inputs, pad_token_id=pad) for chunk in chunks]
 
-    cores = {precision: _convert(inputs, precision) for precision in options.precisions}
     feeds = make_feeds(BATCHES[-1])
-    expected = _run(_open_session(_find_source(inputs)[0], CPU), feeds)
-    sessions, results = {}, []
-    for precision, core in cores.items():
+    expected = _run(open_session(_find_source(inputs)[0], CPU_PROVIDER), feeds)
+    sessions, results = {}, {}
+    for precision in options.precisions:
+        core = _convert(inputs, precision)
         excluded, failures = len(core.conversion.excluded_layers), core.gate.failures
+        results[precision] = result = PrecisionResult(precision, excluded, failures)
         try:
-            sessions[precision] = _open_session(core.file, options.provider)
-            actual = _run(sessions[precision], feeds)
+            session = open_session(core.file, options.provider)
+            found = cosines(_run(session, feeds), expected)
         except Exception as error:  # whatever prevents a run is a row of the table
-            sessions.pop(precision, None)
-            fault = " ".join(str(error).split())[:200]
-            results.append(PrecisionResult(precision, excluded, failures, fault=fault))
+            result.verdict = " ".join(str(error).split())[:200]
             continue
-        found = cosines(actual, expected)
+        sessions[precision] = session
         limits = thresholds(TASKS["text-embedding"], precision, {})
-        mean, lowest = float(found.mean()), float(found.min())
+        result.cosines = mean, lowest = float(found.mean()), float(found.min())
         right = mean >= limits["mean_cosine"] and lowest >= limits["min_cosine"] and not failures
-        results.append(PrecisionResult(precision, excluded, failures, mean, lowest, right))
+        result.verdict = "yes" if right else "NO"
     groups = [
         [Turn(name, partial(_time, one, make_feeds(size), size)) for name, one in sessions.items()]
         for size in BATCHES
     ]
     series = run_rounds(groups, options.rounds, max_minutes=options.max_minutes)
-    rates = {(one.system, one.load): one.text("rate_per_s") for one in series}
-    head = ["precision", "excluded layers", "gate on the CPU", "mean cosine", "min cosine"]
-    head += [*(f"rows/s, batch {size}" for size in BATCHES), "accurate"]
-    rows = [
-        (
-            one.precision,
-            str(one.excluded),
-            "failed" if one.gate_failures else "passed",
-            f"{one.mean_cosine:.6f}",
-            f"{one.min_cosine:.6f}",
-            *(rates.get((one.precision, str(size)), "-") for size in BATCHES),
-            one.fault or ("yes" if one.is_accurate else "NO"),
-        )
-        for one in results
-    ]
-    title = "The core in every precision (`make precisions`)"
-    data = {"results": results, "speed": series}
-    finish(options, "precisions", title, [Table(options.provider, head, rows)], data)
-    return (
-        1 if any(one.gate_failures or not (one.is_accurate or one.fault) for one in results) else 0
+    for one in series:
+        results[one.system].rates_per_s[int(one.load)] = one.text("rate_per_s")
+    table = tabulate(
+        options.provider,
+        results.values(),
+        {
+            "precision": lambda one: one.precision,
+            "excluded layers": lambda one: str(one.excluded),
+            "gate on the CPU": lambda one: "failed" if one.gate_failures else "passed",
+            "mean cosine": lambda one: f"{one.cosines[0]:.6f}",
+            "min cosine": lambda one: f"{one.cosines[1]:.6f}",
+            **{f"rows/s, batch {size}": partial(_format_rate, size) for size in BATCHES},
+            "accurate": lambda one: one.verdict,
+        },
     )
+    finish(options, [table], {"results": [*results.values()], "speed": series})
+    return 1 if any(one.gate_failures or one.verdict == "NO" for one in results.values()) else 0
+
+
+def _format_rate(size: int, one: PrecisionResult) -> str:
+    return one.rates_per_s.get(size, "-")
 
 
 def _parse() -> argparse.Namespace:
-    parser = make_parser(__doc__, "precisions", rounds=3)
+    title = "The core in every precision (`make precisions`)"
+    parser = make_parser(__doc__, "precisions", title, rounds=3)
     parser.add_argument("--provider", default="CUDAExecutionProvider", help="of ONNX Runtime")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     options = parser.parse_args()
@@ -150,18 +145,6 @@ def _convert(inputs: PipelineInputs, precision: Precision) -> ConvertedCore:
         files = {file.name: sha256_of(file)}
         return ConvertedCore(file, key, gate.run(file, files), Conversion(()), files)
     return convert_with_exclusions(inputs, file, key, gate, progress)
-
-
-def _open_session(file: Path, provider: str) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    providers = list(dict.fromkeys([provider, CPU]))
-    session = onnxruntime.InferenceSession(file, options, providers=providers)
-    if session.get_providers()[0] != provider:
-        raise RuntimeError(f"{provider} refused the session.")
-    return session
 
 
 def _run(session: Any, feeds: Sequence[Feed]) -> NDArray[np.float32]:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -50,29 +51,28 @@ class Table:
         return f"| {' | '.join(cells)} |"
 
 
-def environment() -> dict[str, Any]:
-    """Return when and where this process measures: date, machine, load, versions, command."""
+def describe(title: str, tables: Sequence[Table], notes: Sequence[str]) -> dict[str, Any]:
+    """Return a result with its tables, and when, where and how this process measured it."""
     versions = {"Python": platform.python_version()}
     for name in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     gpus = ", ".join(map(str, find_gpus()))
     hardware = {**describe_machine(), "GPU": f"{gpus}, driver {find_driver()}" if gpus else "none"}
     return {
+        "title": title,
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", _STARTED_AT),
         "machine": hardware,
         "load_average_at_start": round(_LOAD_AT_START, 2),
         "versions": versions,
         "command": _command(),
+        "notes": list(notes),
+        "tables": [asdict(table) for table in tables],
     }
 
 
-def publish(name: str, title: str, tables: Sequence[Table], notes: Sequence[str]) -> None:
-    """Store the tables of a benchmark below ``results/`` and write the page again."""
-    result = {"title": title, **environment(), "notes": list(notes)}
-    result["tables"] = [asdict(table) for table in tables]
+def publish(name: str, result: dict[str, Any]) -> None:
+    """Store a result of `describe` below ``results/`` and write the page again."""
     write_files(PUBLISHED, {f"{name}.json": json.dumps(result, indent=1) + "\n"})
     write_page()
 

@@ -14,9 +14,8 @@ from statistics import fmean, stdev
 
 from benchmarks import emulated_core
 from benchmarks.cost import measure_cost, server_core_ms
-from benchmarks.harness import Series, Turn, finish, make_parser, run_rounds
+from benchmarks.harness import Series, Turn, finish, make_parser, run_rounds, tabulate
 from benchmarks.model import CACHE, PIPELINE, build, traffic_texts
-from benchmarks.results import Table
 from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.server import Server
 
@@ -27,7 +26,7 @@ CORE_MS = "served core-ms"
 
 def main() -> int:
     """Serve all pipelines, measure in rounds, compare each with the one without sampling."""
-    parser = make_parser(__doc__, "sampling", rounds=20, seconds=3.0)
+    parser = make_parser(__doc__, "sampling", "Cost of sampling", rounds=20, seconds=3.0)
     parser.add_argument("--core", choices=["real", *emulated_core.CORES], default="real")
     parser.add_argument("--clients", type=int, default=32)
     options = parser.parse_args()
@@ -40,33 +39,26 @@ def main() -> int:
             server = stack.enter_context(Server(repository, environment=environment))
 
             def measure(server: Server = server) -> list[tuple[str, dict[str, float]]]:
-                metrics = measure_cost(
-                    server.grpc_url,
-                    server.pid,
-                    _NAME,
-                    texts,
-                    clients=options.clients,
-                    seconds=options.seconds,
-                )
+                load = {"clients": options.clients, "seconds": options.seconds}
+                metrics = measure_cost(server.grpc_url, server.pid, _NAME, texts, **load)
                 return [("", {**metrics, CORE_MS: server_core_ms(metrics)})]
 
             turns.append(Turn(name, measure))
         found = run_rounds([turns], options.rounds, max_minutes=options.max_minutes)
     off = found[0]
-    rows = [
-        (
-            one.system,
-            one.text(CORE_MS, 3),
-            _compare(one, off, CORE_MS),
-            one.text("rate_per_s"),
-            _compare(one, off, "rate_per_s"),
-        )
-        for one in found
-    ]
-    head = ("sampling", "core-ms per text", "difference", "texts/s", "difference")
-    table = Table(f"Core {options.core}, {options.clients} clients", head, rows)
+    table = tabulate(
+        f"Core {options.core}, {options.clients} clients",
+        found,
+        {
+            "sampling": lambda one: one.system,
+            "core-ms per text": lambda one: one.text(CORE_MS, 3),
+            "difference of core-ms": lambda one: _compare(one, off, CORE_MS),
+            "texts/s": lambda one: one.text("rate_per_s"),
+            "difference of texts/s": lambda one: _compare(one, off, "rate_per_s"),
+        },
+    )
     note = f"{options.rounds} rounds of {options.seconds:g} s; mean differences ± standard error"
-    finish(options, "sampling", "Cost of sampling", [table], found, [note])
+    finish(options, [table], found, [note])
     return 0
 
 

@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ import numpy as np
 from benchmarks import live_scaling
 from benchmarks.autoscaler import fixed, own, queue_by_compute, supersonic
 from benchmarks.fleet_simulation import Fleet, Outcome, Service, arrivals, capacity
-from benchmarks.harness import finish, make_parser
+from benchmarks.harness import finish, make_parser, tabulate
 from benchmarks.model import CACHE
 from benchmarks.results import Table
 
@@ -76,47 +75,43 @@ def compare(
 
 def make_table(title: str, outcomes: Sequence[Outcome]) -> Table:
     """Return a row for each outcome."""
-    head = ("autoscaler", "requests", "missed", "replica-seconds", "p50 ms", "p99 ms")
-    rows = [
-        (
-            one.name,
-            f"{one.offered:,}",
-            f"{one.missed / one.offered:.3%}",
-            f"{one.replica_s:,.0f}",
-            *(f"{1e3 * one.latency_s[percent]:.0f}" for percent in (50, 99)),
-            f"{one.mean_batch:.1f}",
-            str(one.max_replicas),
-        )
-        for one in outcomes
-    ]
-    return Table(title, [*head, "rows per batch", "most replicas"], rows)
+    return tabulate(
+        title,
+        outcomes,
+        {
+            "autoscaler": lambda one: one.name,
+            "requests": lambda one: f"{one.offered:,}",
+            "missed": lambda one: f"{one.missed / one.offered:.3%}",
+            "replica-seconds": lambda one: f"{one.replica_s:,.0f}",
+            "p50 ms": lambda one: f"{1e3 * one.latency_s[50]:.0f}",
+            "p99 ms": lambda one: f"{1e3 * one.latency_s[99]:.0f}",
+            "rows per batch": lambda one: f"{one.mean_batch:.1f}",
+            "most replicas": lambda one: str(one.max_replicas),
+        },
+    )
 
 
 def main() -> int:
     """Compare in a simulation or on real servers."""
-    parser = make_parser(__doc__, "scaling")
+    parser = make_parser(__doc__, "scaling", "Autoscalers in a simulation (`make scaling`)")
     parser.add_argument("--replicas", type=int, default=12, help="replicas at the peak of the day")
     parser.add_argument("--hours", type=float, default=4.0, help="duration of the day")
     parser.add_argument("--live", action="store_true", help="scale real servers by live PromQL")
     parser.add_argument("--step-seconds", type=float, default=15.0, help="step with --live")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", dest="output", type=Path, default=argparse.SUPPRESS)
     if parser.parse_known_args()[0].live:
-        parser.set_defaults(output=CACHE / "scaling_live.json")
+        title = "Autoscalers on real servers (`make scaling ARGS=--live`)"
+        parser.set_defaults(output=CACHE / "scaling_live.json", name="scaling_live", title=title)
     options = parser.parse_args()
     if options.live:
-        facts, outcomes = live_scaling.compare(
-            options.step_seconds, LIMIT_S, MAX_MISS_RATIO, options.seed
-        )
+        load = live_scaling.FleetLoad((), LIMIT_S, MAX_MISS_RATIO, options.seed)
+        facts, outcomes = live_scaling.compare(options.step_seconds, load)
         table = make_table("Real servers behind Envoy, scaled by live PromQL", outcomes)
-        notes = [f"{name}: {value}" for name, value in facts.items()]
-        title = "Autoscalers on real servers (`make scaling ARGS=--live`)"
-        finish(options, "scaling_live", title, [table], outcomes, notes)
+        finish(options, [table], outcomes, [f"{name}: {value}" for name, value in facts.items()])
         return 0
     tables, data = simulate(options)
     note = f"the SLO: p99 <= {LIMIT_S:g} s; {READY_S:.0f} s until a replica is ready"
-    title = "Autoscalers in a simulation (`make scaling`)"
-    finish(options, "scaling", title, tables, data, [note])
+    finish(options, tables, data, [note])
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.model import model_folder
+from triptych.spec.spec import SPEC_FILE
+from triptych.spec.traffic import TRAFFIC_FILE
 
 SIZE: dict[str, Any] = {
     "hidden_size": 384,
@@ -111,7 +113,7 @@ def write_model(model: TaskModel, folder: Path) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     made.eval().save_pretrained(partial)
     if model.task == "image-classification":
-        size = {"height": 224, "width": 224}
+        size: dict[str, int] = {"height": 224, "width": 224}
         processor: dict[str, Any] = {"image_processor_type": "ViTImageProcessor", "size": size}
         if model.architecture == "ResNet":
             processor = {"image_processor_type": "ConvNextImageProcessor", "crop_pct": 0.875}
@@ -134,16 +136,19 @@ def _make_model(model: TaskModel, tokenizer: Any) -> Any:
     if model.architecture == "ViT":
         settings |= {k: v for k, v in SIZE.items() if k != "max_position_embeddings"}
     elif model.architecture != "ResNet":
-        tokens = {
-            "vocab_size": len(tokenizer),
-            "pad_token_id": tokenizer.pad_token_id,
-            "bos_token_id": tokenizer.cls_token_id,
-            "eos_token_id": tokenizer.sep_token_id,
-            "cls_token_id": tokenizer.cls_token_id,
-            "sep_token_id": tokenizer.sep_token_id,
-        }
+        first, last, pad = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id
+        tokens = {"vocab_size": len(tokenizer), "pad_token_id": pad, "bos_token_id": first}
+        tokens |= {"eos_token_id": last, "cls_token_id": first, "sep_token_id": last}
         settings = {**SIZE, **tokens, **settings}
     return kind(getattr(transformers, f"{model.architecture}Config")(**settings))
+
+
+def write_spec(folder: Path, spec: Mapping[str, Any], traffic: Iterable[str]) -> Path:
+    """Write ``pipeline.yaml`` and the lines of the traffic into `folder`; return `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SPEC_FILE).write_text(json.dumps(spec, indent=1), encoding="utf-8")  # JSON is YAML
+    (folder / TRAFFIC_FILE).write_text("\n".join(traffic) + "\n", encoding="utf-8")
+    return folder
 
 
 def write_pipeline(
@@ -153,30 +158,23 @@ def write_pipeline(
     core: Mapping[str, Any],
     requests: Sequence[Mapping[str, Any]],
 ) -> Path:
-    """Write ``pipeline.yaml`` and the traffic into `folder`; return `folder`.
+    """Write the pipeline of a task into `folder`; return `folder`.
 
     Args:
         source: Folder of the model.
         core: The ``core`` section of the spec.
         requests: Requests of one row each.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    spec = {
-        "task": model.task,
-        "model": {"source": str(source)},
-        "core": dict(core),
-        "parameters": dict(model.parameters),
-    }
-    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")  # JSON is YAML
     rows = []
     for number, request in enumerate(requests):
         row = dict(request)
         if "image" in row:
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{number}.jpg").write_bytes(row["image"])
             row["image"] = f"{number}.jpg"
         rows.append(json.dumps(row))
-    (folder / "traffic.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    return folder
+    spec = {"task": model.task, "model": {"source": str(source)}}
+    return write_spec(folder, {**spec, "core": core, "parameters": model.parameters}, rows)
 
 
 def make_requests(

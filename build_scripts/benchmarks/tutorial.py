@@ -9,7 +9,6 @@ from benchmarks import emulated_core
 from benchmarks.model import model_folder
 
 _TEMPLATE = Path(__file__).parent / "tutorial"
-_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 ENSEMBLE = "sentence_embedding"
 CORE = "transformer"
 
@@ -39,35 +38,20 @@ def _export_padded(path: Path) -> None:
     import torch
     from transformers import AutoModel
 
-    class Transformer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = AutoModel.from_pretrained(model_folder()).eval()
-
-        def forward(
-            self,
-            input_ids: torch.Tensor,
-            attention_mask: torch.Tensor,
-            token_type_ids: torch.Tensor,
-        ) -> torch.Tensor:
-            hidden: torch.Tensor = self.model(
-                input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids
-            ).last_hidden_state
-            return hidden
-
-    example = (
-        torch.tensor([[101, 7592, 2088, 102], [101, 2204, 102, 0]]),
-        torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]),
-        torch.zeros(2, 4, dtype=torch.long),
-    )
+    model = AutoModel.from_pretrained(model_folder(), add_pooling_layer=False).eval()
+    example = {
+        "input_ids": torch.tensor([[101, 7592, 2088, 102], [101, 2204, 102, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]),
+        "token_type_ids": torch.zeros(2, 4, dtype=torch.long),
+    }
     dynamic = torch.export.Dim.DYNAMIC
     program = torch.onnx.export(
-        Transformer().eval(),
-        example,
+        model,
+        kwargs=example,
         dynamo=True,
-        input_names=list(_INPUTS),
+        input_names=list(example),
         output_names=["last_hidden_state"],
-        dynamic_shapes=tuple({0: dynamic, 1: dynamic} for _ in _INPUTS),
+        dynamic_shapes={name: {0: dynamic, 1: dynamic} for name in example},
         verbose=False,
     )
     if program is None:

@@ -58,7 +58,7 @@ Error* TRITONBACKEND_InputProperties(
 Error* TRITONBACKEND_ResponseNew(Response**, Request*);
 Error* TRITONBACKEND_ResponseOutput(
     Response*, Output**, const char* name, int type, const int64_t* shape, uint32_t dims);
-Error* TRITONBACKEND_OutputBuffer(Output*, void**, uint64_t bytes, int* memory, int64_t* place);
+Error* TRITONBACKEND_OutputBuffer(Output*, void**, uint64_t bytes, int* memory, int64_t* device);
 Error* TRITONBACKEND_ResponseSend(Response*, uint32_t flags, Error*);
 Error* TRITONBACKEND_RequestRelease(Request*, uint32_t flags);
 Error* TRITONBACKEND_ModelInstanceReportStatistics(
@@ -80,34 +80,34 @@ static void wait_until(uint64_t ns) {
   }
 }
 
-static void shape_of(Request* request, int64_t* rows, int64_t* places) {
+static void read_shape(Request* request, int64_t* rows, int64_t* width) {
   Input* input;
   const int64_t* shape;
   TRITONBACKEND_RequestInput(request, "input_ids", &input);
   TRITONBACKEND_InputProperties(input, NULL, NULL, &shape, NULL, NULL, NULL);
   *rows = shape[0];
-  *places = shape[1];
+  *width = shape[1];
 }
 
 static void answer(Request* request) {
   Response* response;
-  int64_t rows, places;
-  shape_of(request, &rows, &places);
+  int64_t rows, width;
+  read_shape(request, &rows, &width);
   TRITONBACKEND_ResponseNew(&response, request);
   for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) {
     Output* output;
     void* buffer;
     int memory = CPU_MEMORY;
-    int64_t place = 0, shape[5] = {rows};
+    int64_t device = 0, shape[5] = {rows};
     uint64_t bytes = 4 * rows;
     uint32_t dims = 1;
     for (const int64_t* size = outputs[i].shape; *size; size++) {
-      shape[dims] = *size < 0 ? places : *size;
+      shape[dims] = *size < 0 ? width : *size;
       bytes *= shape[dims++];
     }
     TRITONBACKEND_ResponseOutput(
         response, &output, outputs[i].name, outputs[i].type, shape, dims);
-    TRITONBACKEND_OutputBuffer(output, &buffer, bytes, &memory, &place);
+    TRITONBACKEND_OutputBuffer(output, &buffer, bytes, &memory, &device);
     fill(buffer, bytes, outputs[i].type);
   }
   TRITONBACKEND_ResponseSend(response, FINAL, NULL);
@@ -118,10 +118,10 @@ Error* TRITONBACKEND_ModelInstanceExecute(
   const uint64_t began = now_ns();
   int64_t all_rows = 0, tokens = 0;
   for (uint32_t i = 0; i < count; i++) {
-    int64_t rows, places;
-    shape_of(requests[i], &rows, &places);
+    int64_t rows, width;
+    read_shape(requests[i], &rows, &width);
     all_rows += rows;
-    tokens += rows * places;
+    tokens += rows * width;
   }
   const uint64_t cost = BATCH_NS + ROW_NS * all_rows + TOKEN_NS * tokens;
   if (cost) wait_until(began + cost);

@@ -1,4 +1,4 @@
-"""One Python model and no ensemble: hands back the text that it got."""
+"""One Python model and no ensemble, which returns the text that it receives."""
 
 import triton_python_backend_utils as pb_utils
 

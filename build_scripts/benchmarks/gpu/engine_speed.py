@@ -1,4 +1,4 @@
-"""Systems timed in interleaved rounds on all loads."""
+"""Systems timed in interleaved rounds on all loads, and the medians of any load."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 
@@ -22,22 +23,37 @@ class Speed:
     """One system under one load, as medians over its rounds.
 
     Attributes:
-        lengths: ``mixed`` or ``equal``.
+        rate_per_s: Rate of rows; on a server, of answered texts.
         lowest_per_s: Rate of the slowest round.
-        p50_ms: Median duration of a call.
+        p50_ms: Median duration of a call; on a server, of a request.
+        batch_size: Rows in a call; 0 on a server.
+        lengths: ``mixed`` or ``equal``; empty on a server.
+        clients: Number of clients of a closed loop; 0 for calls and for Poisson arrivals.
+        offered_per_s: Rate of Poisson arrivals; None for anything else.
     """
 
     model: str
     system: str
     load: str
-    batch_size: int
-    lengths: str
     rounds: int
-    rows_per_s: float
+    rate_per_s: float
     lowest_per_s: float
     highest_per_s: float
     p50_ms: float
     p99_ms: float
+    batch_size: int = 0
+    lengths: str = ""
+    clients: int = 0
+    offered_per_s: float | None = None
+
+
+def summarize(model: str, system: str, load: str, series: Series, **facts: Any) -> Speed:
+    """Return the medians of a series; `facts` are the other fields of `Speed`."""
+    rates = series.values("rate_per_s")
+    return Speed(
+        model, system, load, len(rates), series.median("rate_per_s"), min(rates), max(rates),
+        series.median("p50_ms"), series.median("p99_ms"), **facts,
+    )  # fmt: skip
 
 
 def measure(
@@ -65,16 +81,15 @@ def measure(
         if budget.left() < system.warm_up_s + (len(turns) + 1) * turn_s:
             ledger.skip(what, "no time left")
             continue
-        try:
+        with ledger.attempt(what):
             calls = _warm_up(system, loads)
-        except Exception as error:  # whatever prevents a run is reported
-            ledger.fail(what, error)
-            continue
 
-        def time_loads(calls: Mapping[EngineLoad, list[Call]] = calls) -> list[tuple[str, Metrics]]:
-            return [(load.name, time_calls(calls[load], load, seconds)) for load in loads]
+            def time_loads(
+                calls: Mapping[EngineLoad, list[Call]] = calls,
+            ) -> list[tuple[str, Metrics]]:
+                return [(load.name, time_calls(calls[load], load, seconds)) for load in loads]
 
-        turns.append(Turn(system.name, time_loads))
+            turns.append(Turn(system.name, time_loads))
     found = run_rounds(
         [turns],
         rounds,
@@ -85,7 +100,12 @@ def measure(
         count = len(found[0].rounds)
         ledger.note(f"{model}: {count} instead of {rounds} rounds: the time is short")
     by_name = {load.name: load for load in loads}
-    return [summarize(model, one, by_name[one.load]) for one in found]
+    speeds = []
+    for one in found:
+        load = by_name[one.load]
+        facts = {"batch_size": load.batch_size, "lengths": load.lengths}
+        speeds.append(summarize(model, one.system, one.load, one, **facts))
+    return speeds
 
 
 def _warm_up(system: EngineSystem, loads: Sequence[EngineLoad]) -> dict[EngineLoad, list[Call]]:
@@ -117,14 +137,4 @@ def time_calls(
         took.append(end - began)
     p50, p99 = np.percentile(took, [50, 99]) * 1e3
     rate = load.batch_size * len(took) / (end - start)
-    return {"rows_per_s": rate, "p50_ms": float(p50), "p99_ms": float(p99)}
-
-
-def summarize(model: str, series: Series, load: EngineLoad) -> Speed:
-    """Return the medians of one system under one load."""
-    rates = series.values("rows_per_s")
-    return Speed(
-        model, series.system, load.name, load.batch_size, load.lengths, len(rates),
-        series.median("rows_per_s"), min(rates), max(rates),
-        series.median("p50_ms"), series.median("p99_ms"),
-    )  # fmt: skip
+    return {"rate_per_s": rate, "p50_ms": float(p50), "p99_ms": float(p99)}

@@ -87,8 +87,7 @@ def build_graph(
         LookupError: The repository has no such pipeline, or one of another model.
     """
     repository = home / "repository"
-    folder = write_pipeline(pipeline, home)
-    inputs = read_inputs(load_spec(folder), progress)
+    inputs = read_inputs(load_spec(write_pipeline(pipeline, home)), progress)
     if not reuse:
         with suppress(EngineFailure):  # the graph exists then, and `build_engine` reports it
             build(inputs, repository, progress, accept=ACCEPTED)
@@ -100,8 +99,8 @@ def build_graph(
     built = BuiltPipeline(pipeline, inputs.as_built(repository), repository, manifest.gate.failures)
     if not reuse:
         built.expected.parent.mkdir(exist_ok=True)
-        requests = built.inputs.requests
-        save(built.expected, reference_of(built.inputs, rows_of(requests), lambda *_: None))
+        rows = rows_of(built.inputs.requests)
+        save(built.expected, reference_of(built.inputs, rows, lambda *_: None))
     return built
 
 
@@ -124,8 +123,7 @@ def open_runner(built: BuiltPipeline, *, graphs: bool) -> EngineRunner:
         EngineError: The GPU refuses the engine.
     """
     plan = read_manifest(built.repository, built.pipeline.name, EncoderManifest).plan.engine
-    if plan is None:
-        raise ValueError(f"{built.pipeline.name} has a core without an engine")
+    assert plan is not None, f"{built.pipeline.name} has a core without an engine"
     file = built.repository / built.plan.step("core") / "1" / PLAN_FILE
     return EngineRunner(
         file.read_bytes(),
@@ -145,7 +143,7 @@ def check_parity(built: BuiltPipeline) -> None:
     precision = built.pipeline.precision
     with open_runner(built, graphs=True) as runner:
         result = check(
-            run_batch(runner, plan),
+            _run_batches(runner, plan),
             inputs.requests,
             load(built.expected),
             plan.core,
@@ -158,7 +156,7 @@ def check_parity(built: BuiltPipeline) -> None:
     built.parity = result.as_dict()
 
 
-def run_batch(runner: EngineRunner, plan: Plan) -> RunBatch:
+def _run_batches(runner: EngineRunner, plan: Plan) -> RunBatch:
     """Return a function from a batch of rows to the outputs of each row, in the same order."""
     names = [tensor.name for tensor in plan.core.outputs]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """Something without figures, by its name in the tables, and the reason."""
 
     what: str
@@ -47,6 +48,14 @@ class Ledger:
         if line not in self.notes:
             self.notes.append(line)
             self.report(line)
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Run the block; whatever it raises makes `what` fail and ends only the block."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(what, error)
 
 
 class Budget:

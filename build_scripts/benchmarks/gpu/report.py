@@ -1,25 +1,23 @@
-"""Results of the GPU test as JSON and as a Markdown page; results on fakes are marked."""
+"""Results of the GPU test as tables, notes and an exit code; results on fakes are marked."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.engine_speed import Speed
 from benchmarks.gpu.engines import BuiltPipeline
-from benchmarks.gpu.ledger import Entry, Ledger
+from benchmarks.gpu.ledger import Ledger
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.served import LoadPoint, Served
+from benchmarks.gpu.served import Served
 from benchmarks.gpu.targets import Target
+from benchmarks.harness import tabulate, write_result
 from benchmarks.results import Table
-from triptych.base.files import write_files
 
 ALL_MET, BAD, INCOMPLETE = 0, 1, 3
 """Exit codes; 2 is an invalid option."""
-
 FAKE = "FAKE"
 
 
@@ -29,7 +27,6 @@ class GpuResults:
 
     Attributes:
         fakes: Names of modules that are fakes.
-        started_at: Time in UTC.
         finished: Whether the run came to its end.
         speeds: Measurements in process.
         served: Measurements on a server.
@@ -38,7 +35,6 @@ class GpuResults:
 
     machine: Machine
     fakes: tuple[str, ...]
-    started_at: str
     finished: bool = False
     built: list[BuiltPipeline] = field(default_factory=list)
     speeds: list[Speed] = field(default_factory=list)
@@ -61,101 +57,92 @@ def exit_code(results: GpuResults, ledger: Ledger, *, judged: bool = True) -> in
     return ALL_MET
 
 
-def write(results: GpuResults, ledger: Ledger, path: Path) -> None:
-    """Write the JSON report to `path` and the page beside it, each of them atomically."""
-    report = {
-        "started_at": results.started_at,
-        "finished": results.finished,
-        "fakes": results.fakes,
-        "machine": asdict(results.machine),
-        "pipelines": [_to_dict(built) for built in results.built],
-        "speeds": [asdict(speed) for speed in results.speeds],
-        "served": [asdict(served) for served in results.served],
-        "targets": [asdict(target) for target in results.targets],
-        "not_run": [asdict(entry) for entry in ledger.not_run],
-        "failed": [asdict(entry) for entry in ledger.failed],
-        "notes": ledger.notes,
-    }
-    files = {
-        path.name: json.dumps(report, indent=2) + "\n",
-        path.with_suffix(".md").name: make_page(results, ledger) + "\n",
-    }
-    write_files(path.parent, files)
-
-
-def make_page(results: GpuResults, ledger: Ledger) -> str:
-    """Return the tables, then everything that did not run or failed, with the reason."""
-    facts = results.machine.facts
-    lines = [f"# GPU test, {results.started_at}", ""]
-    if results.fakes:
-        fakes = ", ".join(results.fakes)
-        lines += [f"**{FAKE}: {fakes}. No figure here describes a GPU.**", ""]
-    if not results.finished:
-        lines += ["**Not finished: the run was interrupted.**", ""]
-    lines += ["; ".join(f"{name}: {text}" for name, text in facts.items()), ""]
+def make_notes(results: GpuResults, ledger: Ledger) -> list[str]:
+    """Return the facts about machine and models, and whatever did not run or failed."""
+    notes = [f"{FAKE}: {', '.join(results.fakes)}. No figure here describes a GPU."]
+    notes = notes if results.fakes else []
+    notes += [] if results.finished else ["Not finished: the run was interrupted."]
+    notes.append("; ".join(f"{name}: {text}" for name, text in results.machine.facts.items()))
     models = dict.fromkeys(built.pipeline.model for built in results.built)
-    lines += [f"- {model.name}: {model.weights}" for model in models]
-    for table in make_tables(results):
-        lines += ["", str(table)]
-    lines += _list_entries("Failed", ledger.failed) + _list_entries("Not run", ledger.not_run)
-    lines += ["", *(f"Note: {note}" for note in ledger.notes)] if ledger.notes else []
-    lines += ["", f"{len(ledger.failed)} failed, {len(ledger.not_run)} not run."]
-    return "\n".join(lines)
+    notes += [f"{model.name}: {model.weights}" for model in models]
+    notes += [f"failed: {what}: {reason}" for what, reason in ledger.failed]
+    notes += [f"not run: {what}: {reason}" for what, reason in ledger.not_run]
+    return [*notes, *ledger.notes, f"{len(ledger.failed)} failed, {len(ledger.not_run)} not run."]
 
 
 def make_tables(results: GpuResults) -> list[Table]:
     """Return the tables that have rows: targets, engines, speed in process, served."""
     mark = f"{FAKE} " if results.fakes else ""
-    ranges = ("lowest-highest", "p50 ms", "p99 ms", "rounds")
+
+    def make_columns(rate: str, digits: int) -> dict[str, Callable[[Speed], str]]:
+        return {
+            "system": lambda one: f"{mark}{one.system}",
+            "load": lambda one: one.load,
+            rate: lambda one: f"{one.rate_per_s:.0f}",
+            "lowest-highest": lambda one: f"{one.lowest_per_s:.0f}-{one.highest_per_s:.0f}",
+            "p50 ms": lambda one: f"{one.p50_ms:.{digits}f}",
+            "p99 ms": lambda one: f"{one.p99_ms:.{digits}f}",
+            "rounds": lambda one: str(one.rounds),
+        }
+
+    # Systems under the same load are next to each other.
+    speeds = sorted(results.speeds, key=lambda one: (one.model, one.lengths, one.batch_size))
     tables = [
-        Table(
+        tabulate(
             "Targets",
-            ("model", "target", "status", "figures"),
-            [(t.model, t.text, f"{mark}{t.status}", t.figures) for t in results.targets],
+            results.targets,
+            {
+                "model": lambda one: one.model,
+                "target": lambda one: one.text,
+                "status": lambda one: f"{mark}{one.status}",
+                "figures": lambda one: one.figures,
+            },
         ),
-        Table(
+        tabulate(
             "Engines and their parity with PyTorch fp32",
-            ("pipeline", "layout", "graph's gate (CPU)", "engine", "engine's gate (GPU)"),
-            [_make_engine_row(built, mark) for built in results.built],
+            results.built,
+            {
+                "pipeline": lambda one: one.pipeline.name,
+                "layout": lambda one: one.plan.layout,
+                "graph's gate (CPU)": lambda one: "FAILED" if one.graph_failures else "passed",
+                "engine": lambda one: _describe_engine(one.engine, mark),
+                "engine's gate (GPU)": lambda one: _describe_parity(one.parity, mark),
+            },
         ),
-        Table(
+        tabulate(
             "In process, on one GPU",
-            ("model", "load", "system", "rows/s", *ranges),
-            [
-                (
-                    speed.model,
-                    speed.load,
-                    f"{mark}{speed.system}",
-                    *_format(speed.rows_per_s, speed, 3),
-                )
-                for speed in sorted(results.speeds, key=_sort_key)
-            ],
+            speeds,
+            {"model": lambda one: one.model, **make_columns("rows/s", 3)},
         ),
-        Table(
+        tabulate(
             "Served by tritonserver, one text a request",
-            ("pipeline", "load", "texts/s", *ranges),
-            [
-                (
-                    f"{mark}{one.model} {one.precision} {one.layout}",
-                    _name_load(point),
-                    *_format(point.rate_per_s, point, 2),
-                )
-                for one in results.served
-                for point in (*one.closed, one.poisson)
-            ],
+            [point for one in results.served for point in (*one.closed, one.poisson)],
+            make_columns("texts/s", 2),
         ),
     ]
     return [table for table in tables if table.rows]
 
 
+def write(results: GpuResults, ledger: Ledger, options: argparse.Namespace) -> dict[str, Any]:
+    """Write the JSON result and the page beside it; return the result of `write_result`."""
+    data = {
+        "finished": results.finished,
+        "fakes": results.fakes,
+        "machine": asdict(results.machine),
+        "pipelines": [_to_dict(built) for built in results.built],
+        "speeds": results.speeds,
+        "served": results.served,
+        "targets": results.targets,
+        "not_run": [entry._asdict() for entry in ledger.not_run],
+        "failed": [entry._asdict() for entry in ledger.failed],
+    }
+    return write_result(options, make_tables(results), data, make_notes(results, ledger))
+
+
 def _to_dict(built: BuiltPipeline) -> dict[str, Any]:
-    pipeline = built.pipeline
     return {
-        "name": pipeline.name,
-        "model": pipeline.model.name,
-        "weights": pipeline.model.weights,
-        "precision": pipeline.precision,
-        "layout": built.plan.layout,
+        "name": built.pipeline.name,
+        "weights": built.pipeline.model.weights,
         "max_batch_size": built.plan.max_batch_size,
         "graph_failures": built.graph_failures,
         "engine": built.engine,
@@ -163,45 +150,21 @@ def _to_dict(built: BuiltPipeline) -> dict[str, Any]:
     }
 
 
-def _make_engine_row(built: BuiltPipeline, mark: str) -> tuple[str, ...]:
-    engine, parity = "none", "not checked"
-    if built.engine is not None:
-        counts = built.engine.get("matmuls") or {}
-        matmuls = ", ".join(f"{kind}: {count}" for kind, count in counts.items() if count)
-        engine = f"{mark}matmuls {matmuls or 'unknown'}"
-    if built.parity is not None:
-        parity = f"{mark}{'FAILED' if built.parity['failures'] else 'passed'}: "
-        parity += ", ".join(
-            f"{verdict['metric']} {_format_metric(verdict['value'])}"
-            for verdict in built.parity["verdicts"]
-            if verdict["limit"] is not None
-        )
-    graph = "FAILED" if built.graph_failures else "passed"
-    return built.pipeline.name, built.plan.layout, graph, engine, parity
+def _describe_engine(engine: dict[str, Any] | None, mark: str) -> str:
+    if engine is None:
+        return "none"
+    counts = engine.get("matmuls") or {}
+    matmuls = ", ".join(f"{kind}: {count}" for kind, count in counts.items() if count)
+    return f"{mark}matmuls {matmuls or 'unknown'}"
 
 
-def _format_metric(value: float | None) -> str:
-    return "not a number" if value is None else f"{value:.4g}"
-
-
-def _format(rate: float, one: Speed | LoadPoint, digits: int) -> tuple[str, ...]:
-    spread = f"{one.lowest_per_s:.0f}-{one.highest_per_s:.0f}"
-    latency = f"{one.p50_ms:.{digits}f}", f"{one.p99_ms:.{digits}f}"
-    return f"{rate:.0f}", spread, *latency, str(one.rounds)
-
-
-def _sort_key(speed: Speed) -> tuple[str, bool, int]:
-    """Return a key that puts systems under the same load next to each other."""
-    return speed.model, speed.lengths != "mixed", speed.batch_size
-
-
-def _name_load(point: LoadPoint) -> str:
-    if point.offered_per_s is not None:
-        return f"Poisson, {point.offered_per_s:.0f}/s"
-    return f"{point.clients} client{'s' * (point.clients != 1)}"
-
-
-def _list_entries(title: str, entries: Sequence[Entry]) -> list[str]:
-    if not entries:
-        return []
-    return ["", f"## {title}", "", *(f"- {entry.what}: {entry.reason}" for entry in entries)]
+def _describe_parity(parity: dict[str, Any] | None, mark: str) -> str:
+    if parity is None:
+        return "not checked"
+    values = [
+        f"{verdict['metric']} "
+        + ("not a number" if verdict["value"] is None else f"{verdict['value']:.4g}")
+        for verdict in parity["verdicts"]
+        if verdict["limit"] is not None
+    ]
+    return f"{mark}{'FAILED' if parity['failures'] else 'passed'}: {', '.join(values)}"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from benchmarks.gpu.engine_speed import Speed, summarize
 from benchmarks.gpu.ledger import Budget, Ledger
-from benchmarks.harness import Series, Turn, run_rounds
+from benchmarks.harness import Turn, run_load, run_rounds
 from triptych.serving.bench import perf_analyzer
-from triptych.serving.bench.measure import WINDOWS, run_longer
 from triptych.serving.server import Server
 
 CLIENTS = (1, 16, 64, 256)
@@ -24,48 +23,28 @@ MIN_ANSWERED_RATIO = 0.93
 
 
 @dataclass(frozen=True)
-class LoadPoint:
-    """One load, as medians over its rounds.
-
-    Attributes:
-        clients: Number of clients of a closed loop; 0 for Poisson arrivals.
-        offered_per_s: Rate of Poisson arrivals; None for a closed loop.
-        rate_per_s: Rate of answered texts.
-    """
-
-    clients: int
-    offered_per_s: float | None
-    rounds: int
-    rate_per_s: float
-    lowest_per_s: float
-    highest_per_s: float
-    p50_ms: float
-    p99_ms: float
-
-
-@dataclass(frozen=True)
 class Served:
     """Loads of a served pipeline: closed loops, and Poisson arrivals."""
 
     model: str
     precision: str
     layout: str
-    closed: tuple[LoadPoint, ...]
-    poisson: LoadPoint
+    closed: tuple[Speed, ...]
+    poisson: Speed
 
     @property
-    def top(self) -> LoadPoint:
+    def top(self) -> Speed:
         """Closed loop with the highest rate."""
         return max(self.closed, key=lambda point: point.rate_per_s)
 
     @property
-    def single(self) -> LoadPoint:
+    def single(self) -> Speed:
         """Closed loop of the fewest clients."""
         return min(self.closed, key=lambda point: point.clients)
 
 
 def measure(
-    names: Mapping[str, str],
+    names: tuple[str, str, str],
     repository: Path,
     pipeline: str,
     requests: Sequence[perf_analyzer.Request],
@@ -79,7 +58,7 @@ def measure(
     """Serve the pipeline on a real tritonserver and load it; return None without time left.
 
     Args:
-        names: `model`, `precision` and `layout` of the result.
+        names: Model, precision and layout of the result.
         requests: Traffic of one text each.
         seconds: Duration of one measurement.
         budget: Time for everything; one round runs in any case.
@@ -91,41 +70,30 @@ def measure(
     if budget.left() < START_S + (len(clients) + 1) * turn_s:
         ledger.skip(what, "no time left")
         return None
+    model, system = names[0], " ".join(names)
     with Server(repository, models=[pipeline]) as server:
 
-        def load(**offered: Any) -> list[tuple[str, dict[str, float]]]:
-            def run(windows_s: float) -> perf_analyzer.LoadResult:
-                window_s, url = windows_s / WINDOWS, server.grpc_url
-                return perf_analyzer.run(url, pipeline, requests, window_s=window_s, **offered)
-
-            found = run_longer(run, seconds)
-            p50, p99 = found.percentiles_us(50, 99)
-            metrics = {"rate_per_s": found.throughput_per_s, "p50_ms": p50 / 1e3}
-            return [("", {**metrics, "p99_ms": p99 / 1e3})]
+        def make_turn(name: str, **load: float) -> Turn:
+            url = server.grpc_url
+            return Turn(name, lambda: [("", run_load(url, pipeline, requests, seconds, **load))])
 
         turns = [
-            Turn(str(n), lambda n=n: load(concurrency=n, warmup_requests=WARM_UP_REQUESTS))  # type: ignore[misc]
-            for n in clients
+            make_turn(str(count), concurrency=count, warmup_requests=WARM_UP_REQUESTS)
+            for count in clients
         ]
         minutes = (budget.left() - turn_s) / 60
-        found = run_rounds([turns], rounds, max_minutes=minutes)
-        points = tuple(make_point(one, int(one.system), None) for one in found)
-        offered = POISSON_RATIO * max(point.rate_per_s for point in points)
-        done = points[0].rounds
+        closed = tuple(
+            summarize(model, system, f"clients: {one.system}", one, clients=int(one.system))
+            for one in run_rounds([turns], rounds, max_minutes=minutes)
+        )
+        offered = POISSON_RATIO * max(point.rate_per_s for point in closed)
+        done = closed[0].rounds
         if done < rounds:
             ledger.note(f"{what}: {done} instead of {rounds} rounds: the time is short")
-        turn = Turn("Poisson", lambda: load(request_rate_per_s=offered))
-        poisson = make_point(run_rounds([[turn]], done)[0], 0, offered)
+        (series,) = run_rounds([[make_turn("Poisson", request_rate_per_s=offered)]], done)
+    load = f"Poisson, {offered:.0f}/s"
+    poisson = summarize(model, system, load, series, offered_per_s=offered)
     if poisson.rate_per_s < MIN_ANSWERED_RATIO * offered:
         rate = poisson.rate_per_s
         ledger.note(f"{what}: of {offered:.0f}/s offered, {rate:.0f}/s were answered")
-    return Served(**names, closed=points, poisson=poisson)
-
-
-def make_point(series: Series, clients: int, offered_per_s: float | None) -> LoadPoint:
-    """Return the medians of one load."""
-    rates = series.values("rate_per_s")
-    return LoadPoint(
-        clients, offered_per_s, len(rates), series.median("rate_per_s"), min(rates), max(rates),
-        series.median("p50_ms"), series.median("p99_ms"),
-    )  # fmt: skip
+    return Served(*names, closed, poisson)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.gpu.feeds import make_feeds, pad
+from benchmarks.model import open_session
 from triptych.base.tensors import TokenRow
 from triptych.core.engine.runner import EngineRunner
 from triptych.core.export.to_onnx import load_model
@@ -78,11 +79,11 @@ def open_torch(
     run = torch.compile(forward, dynamic=True) if compiled else forward
 
     def prepare(rows: Sequence[TokenRow]) -> Call:
-        ids, mask = pad(rows, facts.pad_token_id)
+        arrays = pad(rows, facts.pad_token_id)
 
         def call() -> object:
             with torch.inference_mode():
-                tensors = (torch.from_numpy(array).to(device) for array in (ids, mask))
+                tensors = (torch.from_numpy(array).to(device) for array in arrays)
                 return run(*tensors).cpu().numpy()  # the copy waits for the GPU
 
         return call
@@ -96,13 +97,7 @@ def open_onnxruntime(name: str, graph: Path, plan: Plan, *, provider: str) -> En
     Raises:
         RuntimeError: The provider refuses the graph.
     """
-    library: Any = importlib.import_module("onnxruntime")
-    options = library.SessionOptions()
-    options.log_severity_level = 3
-    providers = list(dict.fromkeys([provider, "CPUExecutionProvider"]))
-    session = library.InferenceSession(str(graph), options, providers=providers)
-    if session.get_providers()[0] != provider:
-        raise RuntimeError(f"{provider} refused the session.")
+    session = open_session(graph, provider)
 
     def prepare(rows: Sequence[TokenRow]) -> Call:
         feed = core_feed(rows, plan.core_inputs, pad_token_id=plan.facts.pad_token_id)

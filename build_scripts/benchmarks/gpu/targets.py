@@ -51,10 +51,10 @@ def _judge_single(model: str, speeds: Sequence[Speed]) -> Target:
     if not engines or eager is None:
         missing = [f"no engine {PRECISION}"] * (not engines) + [f"no {EAGER}"] * (eager is None)
         return Target(model, text, "not run", " and ".join(missing) + " was measured")
-    best = max(engines, key=lambda speed: speed.rows_per_s)
-    ratio = best.rows_per_s / eager.rows_per_s
-    figures = f"{ratio:.1f} times: {best.rows_per_s:.0f} rows/s ({best.system}) and "
-    return _decide(model, text, ratio >= MIN_SPEEDUP, f"{figures}{eager.rows_per_s:.0f} rows/s")
+    best = max(engines, key=lambda speed: speed.rate_per_s)
+    ratio = best.rate_per_s / eager.rate_per_s
+    figures = f"{ratio:.1f} times: {best.rate_per_s:.0f} rows/s ({best.system}) and "
+    return _decide(model, text, ratio >= MIN_SPEEDUP, f"{figures}{eager.rate_per_s:.0f} rows/s")
 
 
 def _judge_served(model: str, speeds: Sequence[Speed], served: Served | None) -> Target:
@@ -65,11 +65,11 @@ def _judge_served(model: str, speeds: Sequence[Speed], served: Served | None) ->
     engines = [speed for speed in speeds if speed.system.startswith(name)]
     if not engines:
         return Target(model, text, "not run", f"no {name} was measured")
-    best = max(engines, key=lambda speed: speed.rows_per_s)
-    ratio = served.top.rate_per_s / best.rows_per_s
+    best = max(engines, key=lambda speed: speed.rate_per_s)
+    ratio = served.top.rate_per_s / best.rate_per_s
     figures = (
         f"{ratio:.2f}: {served.top.rate_per_s:.0f} texts/s ({served.layout}, "
-        f"{served.top.clients} clients) and {best.rows_per_s:.0f} rows/s ({best.load})"
+        f"{served.top.clients} clients) and {best.rate_per_s:.0f} rows/s ({best.load})"
     )
     return _decide(model, text, ratio >= MIN_SERVED_RATIO, figures)
 
