@@ -20,18 +20,18 @@ from load_samples import measurement
 from report_pages import assert_stands_alone
 from triptych.base.errors import UserError
 from triptych.interface.report.monitor import write_shadow_report
+from triptych.operate.monitor.findings import compare_distributions, main_script
 from triptych.operate.monitor.metrics import metrics_text
 from triptych.operate.monitor.results import (
-    MeanTest,
+    RUN_FOLDER,
+    TIMELINE_FILE,
     MonitorRun,
-    compare_distributions,
-    main_script,
+    Timeline,
+    read_timeline,
 )
 from triptych.operate.monitor.sample import read_sample
-from triptych.operate.monitor.scores import MetricValue
-from triptych.operate.monitor.sequential import SequentialEvidence
-from triptych.operate.monitor.timeline import RUN_FOLDER, TIMELINE_FILE, Timeline, read_timeline
-from triptych.operate.monitor.verdict import (
+from triptych.operate.monitor.scores import MeanTest, MetricValue, SequentialEvidence
+from triptych.operate.monitor.shadow_verdict import (
     Answers,
     MetricPair,
     PairTest,

@@ -34,7 +34,7 @@ from triptych.operate.monitor.apply import take_rows
 from triptych.operate.monitor.results import MonitorRun
 from triptych.operate.monitor.run import run_monitor
 from triptych.operate.monitor.sample import TrafficSample, read_sample
-from triptych.operate.monitor.sequential import SequentialEvidence
+from triptych.operate.monitor.scores import SequentialEvidence
 from triptych.operate.tune.drift import format_drift
 from triptych.runtime.sampling import FOLDER_VARIABLE, list_files
 from triptych.serving.server import Server

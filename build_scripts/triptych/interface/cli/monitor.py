@@ -87,8 +87,8 @@ def apply_run(
     from triptych.core.gate.cached import GateFailure
     from triptych.core.inputs import read_inputs
     from triptych.operate.monitor.apply import apply_blocker, apply_proposal, format_applied
+    from triptych.operate.monitor.results import RUN_FOLDER, read_timeline
     from triptych.operate.monitor.sample import read_files
-    from triptych.operate.monitor.timeline import RUN_FOLDER, read_timeline
     from triptych.repository.lint.checks import LintFailure
     from triptych.spec.spec import load_spec
 
@@ -233,9 +233,9 @@ def _page(host: str, port: int | None) -> Iterator[RunCollector | None]:
 def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRun:
     from triptych.core.inputs import read_inputs
     from triptych.interface.report.monitor import write_monitor_report
+    from triptych.operate.monitor.results import RUN_FOLDER, read_timeline
     from triptych.operate.monitor.run import run_monitor
     from triptych.operate.monitor.sample import read_files, read_sample
-    from triptych.operate.monitor.timeline import RUN_FOLDER, read_timeline
     from triptych.operate.tune.proposal import read_measured_load
     from triptych.repository.manifest import build_id
     from triptych.spec.spec import load_spec
@@ -349,7 +349,7 @@ def shadow(
     from triptych.interface.report.monitor import write_shadow_report
     from triptych.operate.monitor.sample import read_sample
     from triptych.operate.monitor.shadow import ReplayOptions, compare_candidate
-    from triptych.operate.monitor.verdict import format_comparison
+    from triptych.operate.monitor.shadow_verdict import format_comparison
     from triptych.serving.bench.bench import parse_loads
     from triptych.spec.spec import load_spec
 

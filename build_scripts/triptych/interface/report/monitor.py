@@ -8,9 +8,8 @@ from markupsafe import Markup
 
 from triptych.interface.report.pages import render, write_report
 from triptych.interface.report.plots import Dot, Series, curves
-from triptych.operate.monitor.results import MonitorRun
-from triptych.operate.monitor.timeline import TIMELINE_FILE, Timeline
-from triptych.operate.monitor.verdict import ReplayComparison, Speed
+from triptych.operate.monitor.results import TIMELINE_FILE, MonitorRun, Timeline
+from triptych.operate.monitor.shadow_verdict import ReplayComparison, Speed
 from triptych.operate.tune.proposal import format_proposal
 from triptych.repository.records import json_text
 

@@ -16,7 +16,8 @@ from triptych.building.build import BuildOutcome, build
 from triptych.core.gate_rows import CALIBRATION_ROWS, split_traffic
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.requests import MIN_RECOMMENDED_ROWS, hash_inputs
-from triptych.operate.monitor.results import MonitorRun, list_edits
+from triptych.operate.monitor.findings import list_edits
+from triptych.operate.monitor.results import MonitorRun
 from triptych.operate.monitor.sample import SampledRow, TrafficSample
 from triptych.operate.tune.drift import Drift, check_drift
 from triptych.operate.tune.new_traffic import tokenize_sample
@@ -213,10 +214,10 @@ def apply_blocker(
     """Return why a run's proposal must not be applied; empty if it may be."""
     if run.alarms:
         return "the run raised alarms: fix wrong answers before changing settings"
-    lock = read_manifest(repository, run.pipeline, EncoderManifest)
+    manifest = read_manifest(repository, run.pipeline, EncoderManifest)
     if build_id(repository, run.pipeline) != run.build:
         return "another build was activated since the run"
-    if edits := [*list_edits(inputs, lock)]:
+    if edits := [*list_edits(inputs, manifest)]:
         return f"{edits[0]} since the build, and would be built too: run `triptych build` yourself"
     if len({tuple(row.inputs.items()) for row in rows}) < MIN_RECOMMENDED_ROWS:
         return f"{len(rows)} rows are too few: a build needs {MIN_RECOMMENDED_ROWS} different rows"

@@ -1,142 +1,23 @@
-"""Results of a monitoring run: category distributions, tests, alarms, drifts, and their text."""
+"""Results of a monitoring run, their text, and the state that runs leave for the next one.
+
+The state holds no text of a request and no answer.
+"""
 
 from __future__ import annotations
 
 import json
-import math
-import unicodedata
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from triptych.base.cache import sha256_of
-from triptych.base.tensors import TokenRow
-from triptych.core.inputs import PipelineInputs
-from triptych.core.requests import GateRequest
-from triptych.operate.monitor.sample import SampledRow, TrafficSample
-from triptych.operate.monitor.scores import MetricValue, is_worse
-from triptych.operate.monitor.sequential import SequentialEvidence
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+from triptych.base.errors import UserError
+from triptych.operate.monitor.findings import CategoryDistribution
+from triptych.operate.monitor.scores import MeanTest, MetricValue, SequentialEvidence, is_worse
 from triptych.operate.tune.drift import Drift, format_drift
-from triptych.repository.manifest import EncoderManifest
 from triptych.repository.records import plain_data
-from triptych.runtime.hooking import HOOKS_FILE
-from triptych.spec.spec import SPEC_FILE
-from triptych.spec.tasks.compare import Outputs, texts
-from triptych.spec.tuned import TUNED_FILE
-
-SIGNIFICANCE = 1e-6
-"""Significance level of each drift test: 1,000 runs find false drift with probability 0.001."""
-
-MIN_EXPECTED = 5.0
-"""Minimum expected number of rows of a category in each sample; rarer categories are pooled."""
-
-MAX_LETTERS = 400
-NONE = "(none)"
-
-
-@dataclass(frozen=True)
-class CategoryDistribution:
-    """Distribution of a category in the gate's requests and in the sample.
-
-    Attributes:
-        kind: Name of the category: ``labels`` or ``scripts``.
-        before: Number of rows of the gate's requests, by category.
-        now: Number of sampled rows, by category.
-        p_value: Probability of a difference this large between two samples of one distribution.
-    """
-
-    kind: str
-    before: Mapping[str, int]
-    now: Mapping[str, int]
-    p_value: float
-
-    @property
-    def drifted(self) -> bool:
-        return self.p_value < SIGNIFICANCE
-
-    @property
-    def largest(self) -> str:
-        """Text about the category whose share changed most."""
-        before, now = sum(self.before.values()), sum(self.now.values())
-        shares = {
-            name: (self.before.get(name, 0) / before, self.now.get(name, 0) / now)
-            for name in {**self.before, **self.now}
-        }
-        name = max(sorted(shares), key=lambda each: abs(shares[each][1] - shares[each][0]))
-        return f"{name} from {shares[name][0]:.0%} to {shares[name][1]:.0%}"
-
-
-def compare_distributions(
-    kind: str, before: Sequence[str], now: Sequence[str]
-) -> CategoryDistribution | None:
-    """Return the distribution of `kind` in both samples; None if a sample has no rows."""
-    if not before or not now:
-        return None
-    old, new = Counter(before), Counter(now)
-    return CategoryDistribution(
-        kind, dict(old.most_common()), dict(new.most_common()), _p_value(old, new)
-    )
-
-
-def _p_value(old: Counter[str], new: Counter[str]) -> float:
-    """Return the p-value of Pearson's chi-square test, after Wilson and Hilferty (1931)."""
-    rows = old.total(), new.total()
-    every = sum(rows)
-    cells: list[tuple[int, int]] = []
-    rest = (0, 0)
-    for name in {**old, **new}:
-        pair = old[name], new[name]
-        if min(rows) * sum(pair) / every < MIN_EXPECTED:
-            rest = rest[0] + pair[0], rest[1] + pair[1]
-        else:
-            cells.append(pair)
-    if sum(rest):
-        cells.append(rest)
-    freedom = len(cells) - 1
-    if not freedom:
-        return 1.0
-    square = sum(
-        (count - total * sum(pair) / every) ** 2 / (total * sum(pair) / every)
-        for pair in cells
-        for count, total in zip(pair, rows, strict=True)
-    )
-    spread = 2 / (9 * freedom)
-    return 0.5 * math.erfc(((square / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(2 * spread))
-
-
-def main_script(inputs: Mapping[str, str | bytes]) -> str:
-    """Return the most frequent script of a request's letters: ``LATIN``, ``CYRILLIC``, ``CJK``."""
-    text = " ".join(value for value in inputs.values() if isinstance(value, str))
-    letters = [char for char in text[: 4 * MAX_LETTERS] if char.isalpha()][:MAX_LETTERS]
-    names = Counter(unicodedata.name(char, NONE).partition(" ")[0] for char in letters)
-    return names.most_common(1)[0][0] if names else NONE
-
-
-def first_label(outputs: Outputs) -> str | None:
-    """Return an answer's first label or the label of its first entity; None without either."""
-    if labels := texts(outputs, "label"):
-        return labels[0] or NONE
-    if entities := texts(outputs, "entities"):
-        try:
-            return str(json.loads(entities[0])[0]["entity"])
-        except (ValueError, LookupError, TypeError):
-            return NONE
-    return None
-
-
-@dataclass(frozen=True)
-class ComparedRow:
-    """A sampled row, its request, and the reference's answer."""
-
-    row: SampledRow
-    request: GateRequest
-    expected: Outputs
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(row.ids) for row in self.request.rows if isinstance(row, TokenRow))
 
 
 @dataclass(frozen=True)
@@ -172,33 +53,6 @@ class LargeErrorRow:
 
 
 @dataclass(frozen=True)
-class MeanTest:
-    """Sequential test of one mean loss over all monitoring runs of this build.
-
-    Attributes:
-        name: A metric, or a test of `scores`.
-        allowed: Maximum mean loss of a correct pipeline.
-        mean: Mean loss of all rows; None before the first row.
-        rows: Number of rows since the build.
-        evidence: Highest evidence against a mean of at most `allowed`, as a power of ten.
-        needed: Evidence that raises an alarm, as a power of ten.
-        alarm_row: Number of the row, from 1, that raised the alarm; None without an alarm.
-    """
-
-    name: str
-    allowed: float
-    mean: float | None
-    rows: int
-    evidence: float
-    needed: float
-    alarm_row: int | None
-
-    @property
-    def alarmed(self) -> bool:
-        return self.alarm_row is not None
-
-
-@dataclass(frozen=True)
 class MonitorRun:
     """Results of one monitoring run.
 
@@ -213,6 +67,7 @@ class MonitorRun:
         alarms: Texts about wrong answers; empty if all answers are correct.
         drifts: Texts about drifted lengths and distributions.
         notes: Further texts for the user.
+        evidence: Evidence since the build, by test.
     """
 
     pipeline: str
@@ -248,99 +103,6 @@ class MonitorRun:
         fields["passed"] = self.passed
         plain: dict[str, Any] = plain_data(fields)
         return plain
-
-
-def find_drifts(
-    drift: Drift | None, distributions: Sequence[CategoryDistribution]
-) -> Iterator[str]:
-    if drift is not None and (drift.drifted or drift.action != "keep"):
-        yield (
-            f"lengths: {drift.now.mean_tokens:.1f} tokens on average, built for"
-            f" {drift.before.mean_tokens:.1f}; {drift.action}: {drift.reason}"
-        )
-    for distribution in distributions:
-        if distribution.drifted:
-            yield f"{distribution.kind}: {distribution.largest}"
-
-
-def make_notes(
-    inputs: PipelineInputs,
-    lock: EncoderManifest,
-    sample: TrafficSample,
-    own: int,
-    mine: int,
-    chosen: int,
-) -> Iterator[str]:
-    if not sample.rows:
-        yield "no new rows: the answers since the last run were not checked"
-    elif not own:
-        yield "other builds than the active one answered all rows"
-    if mine < own:
-        yield f"excluded: {own - mine} rows with the input of the health check"
-    if chosen < mine:
-        yield f"{chosen} of {mine} rows were compared, evenly spaced"
-    for edit in list_edits(inputs, lock):
-        yield f"{edit} since the build: these results are for the pipeline as it is now"
-
-
-def hooks_differ(inputs: PipelineInputs, lock: EncoderManifest) -> bool:
-    """Return whether the pipeline's hooks were edited after the build."""
-    built = lock.files.get(f"{inputs.plan.spec.name}_preprocess/1/{HOOKS_FILE}")
-    file = inputs.plan.spec.folder / HOOKS_FILE
-    return (sha256_of(file) if file.is_file() else None) != built
-
-
-def list_edits(inputs: PipelineInputs, lock: EncoderManifest) -> Iterator[str]:
-    """Yield text about each part of the pipeline, except traffic, edited after the build."""
-    if lock.model_sha256 != inputs.plan.facts.sha256:
-        yield "the model's files changed"
-    if hooks_differ(inputs, lock):
-        yield f"{HOOKS_FILE} changed"
-    own, built = (
-        spec.model_dump(mode="json", exclude={"folder"}) for spec in (inputs.plan.spec, lock.spec)
-    )
-    if own != built:
-        yield f"{SPEC_FILE} or {TUNED_FILE} changed"
-
-
-def find_changed_files(repository: Path, lock: EncoderManifest) -> list[str]:
-    """Return the repository's files that were edited or deleted after the build."""
-    return [
-        name
-        for name, digest in lock.files.items()
-        if not (repository / name).is_file() or sha256_of(repository / name) != digest
-    ]
-
-
-def find_alarms(
-    run: MonitorRun, changed: Sequence[str], rows: Sequence[ComparedRow]
-) -> Iterator[str]:
-    for test in run.tests:
-        if test.alarmed and test.mean is not None:
-            yield (
-                f"{test.name}: the mean loss is {test.mean:.4g} over {test.rows} rows,"
-                f" the limit is {test.allowed:.2g} (evidence 10^{test.evidence:.1f},"
-                f" alarm from 10^{test.needed:.1f}, raised at row {test.alarm_row})"
-            )
-    if changed:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        yield f"changed since the build: {', '.join(changed[:3])}{more}"
-    if any(test.alarmed for test in run.tests) and (renamed := _describe_renamed(rows)):
-        yield f"labels were renamed: {renamed}"
-
-
-def _describe_renamed(rows: Sequence[ComparedRow]) -> str:
-    """Return text about renamed labels; empty if renaming does not explain the errors."""
-    names: dict[str, set[str]] = {}
-    for row in rows:
-        right, mine = first_label(row.expected), first_label(row.row.answer)
-        if right is not None and mine is not None:
-            names.setdefault(right, set()).add(mine)
-    other = {right: next(iter(mine)) for right, mine in names.items() if len(mine) == 1}
-    drifted = {right: mine for right, mine in other.items() if right != mine}
-    if len(other) < len(names) or not drifted or len(set(other.values())) < len(other):
-        return ""
-    return ", ".join(f"{right} is now {mine}" for right, mine in sorted(drifted.items())[:4])
 
 
 def format_run(run: MonitorRun) -> Iterator[tuple[str, str]]:
@@ -412,3 +174,119 @@ def format_test(test: MeanTest) -> str:
         f" (limit {test.allowed:.2g}), evidence 10^{test.evidence:.1f},"
         f" alarm from 10^{test.needed:.1f}"
     )
+
+
+RUN_FOLDER = "monitor"
+"""Folder of the state and the report, within the reports of a pipeline."""
+
+TIMELINE_FILE = "timeline.json"
+MAX_RUNS = 2000
+SCHEMA = 2
+
+_OLD_FOLDER = "watch"
+_OLD_SCHEMA = 1
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass(frozen=True)
+class PastRun:
+    """Summary of one monitoring run.
+
+    Attributes:
+        at: Unix time of the run, in seconds.
+        means: Mean loss over all rows since the build, by test.
+        evidence: Evidence as a power of ten, by test.
+        metrics: Value, lower and upper bound of each metric of the run's rows.
+    """
+
+    at: float
+    build: str
+    rows: int
+    alarms: tuple[str, ...]
+    drifts: tuple[str, ...]
+    means: Mapping[str, float | None]
+    evidence: Mapping[str, float]
+    metrics: Mapping[str, tuple[float | None, float | None, float | None]]
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass(frozen=True)
+class Timeline:
+    """Monitoring runs of a pipeline.
+
+    Attributes:
+        build: Id of the build that `evidence` is about.
+        evidence: Evidence by test.
+        files: Names of the sample files that were read and still exist.
+        last: Names of the files of the last run that had new files.
+        runs: Past runs, oldest first.
+    """
+
+    schema: int = SCHEMA
+    build: str = ""
+    evidence: Mapping[str, SequentialEvidence] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    runs: tuple[PastRun, ...] = ()
+
+    def evidence_about(self, build: str) -> Mapping[str, SequentialEvidence]:
+        """Return the evidence about `build`; empty for another build than the last run's."""
+        return self.evidence if self.build == build else {}
+
+    def after(self, run: MonitorRun, files: Sequence[str]) -> Timeline:
+        """Return the timeline with one more run; `files` are the sample files that exist now."""
+        past = PastRun(
+            at=run.at,
+            build=run.build,
+            rows=run.rows,
+            alarms=run.alarms,
+            drifts=run.drifts,
+            means={test.name: test.mean for test in run.tests},
+            evidence={test.name: test.evidence for test in run.tests},
+            metrics={each.metric: (each.value, each.low, each.high) for each in run.metrics},
+        )
+        runs = (*self.runs, past)[-MAX_RUNS:]
+        new = tuple(file for file in files if file not in self.files)
+        last = new or tuple(file for file in self.last if file in files)
+        return Timeline(SCHEMA, run.build, run.evidence, tuple(files), last, runs)
+
+    def as_text(self) -> str:
+        plain: Any = plain_data(asdict(self))
+        return json.dumps(plain) + "\n"
+
+
+def read_timeline(folder: Path) -> Timeline:
+    """Return the timeline in a folder, or in the folder of an earlier release; empty without one.
+
+    Raises:
+        UserError: The file is damaged or was written by another release.
+    """
+    path = folder / TIMELINE_FILE
+    if not path.is_file():
+        path = folder.parent / _OLD_FOLDER / TIMELINE_FILE
+    if not path.is_file():
+        return Timeline()
+    try:
+        data = json.loads(path.read_bytes())
+        if data["schema"] == _OLD_SCHEMA:
+            data["schema"], data["runs"] = SCHEMA, data.pop("looks")
+            for past in data["runs"]:
+                past["metrics"] = past.pop("figures")
+            for evidence in data["evidence"].values():
+                evidence["log_wealth"] = evidence.pop("log_capitals")
+        timeline = TypeAdapter(Timeline).validate_json(json.dumps(data))
+    except (OSError, ValueError, LookupError, TypeError, ValidationError) as error:
+        raise UserError(
+            str(path),
+            "is not a timeline of this release of triptych",
+            given="a file that cannot be read",
+            remedy="Move the file away; monitoring then starts again without evidence",
+        ) from error
+    if timeline.schema != SCHEMA:
+        raise UserError(
+            str(path),
+            f"must have schema {SCHEMA}",
+            given=timeline.schema,
+            remedy="Move the file away; monitoring then starts again without evidence",
+        )
+    return timeline

@@ -18,14 +18,10 @@ from triptych.core.gate.verify import rules_of
 from triptych.core.inputs import PipelineInputs
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, preview_text
-from triptych.operate.monitor.results import (
+from triptych.operate.monitor.findings import (
     SIGNIFICANCE,
     CategoryDistribution,
     ComparedRow,
-    LargeErrorRow,
-    MeanTest,
-    MonitorRun,
-    RowGroup,
     compare_distributions,
     find_alarms,
     find_changed_files,
@@ -34,23 +30,27 @@ from triptych.operate.monitor.results import (
     main_script,
     make_notes,
 )
+from triptych.operate.monitor.results import LargeErrorRow, MonitorRun, RowGroup
 from triptych.operate.monitor.sample import (
     SampledRow,
     TrafficSample,
     answer_requests,
+    exclude_health_checks,
     make_reader,
     read_requests,
+    take_evenly,
 )
 from triptych.operate.monitor.scores import (
     LossTests,
+    MeanTest,
     RowScore,
+    SequentialEvidence,
     choose_tests,
     compute_metrics,
     full_loss,
     mean_interval,
     score_rows,
 )
-from triptych.operate.monitor.sequential import SequentialEvidence
 from triptych.operate.tune.drift import Drift, check_drift
 from triptych.operate.tune.new_traffic import NewTraffic
 from triptych.operate.tune.proposal import MeasuredLoad
@@ -98,12 +98,12 @@ def run_monitor(
         UserError: The pipeline has no build, or one of its hooks fails.
     """
     name = inputs.plan.spec.name
-    lock, build = read_manifest(repository, name, EncoderManifest), build_id(repository, name)
-    rules = rules_of(inputs, lock.gate.precision, lock.gate.rounding)
-    health_check = dict(inputs.shortest_row)  # not user traffic
+    manifest, build = read_manifest(repository, name, EncoderManifest), build_id(repository, name)
+    gate = manifest.gate
+    rules = rules_of(inputs, gate.precision, gate.rounding)
     of_build = [row for row in sample.rows if row.build == build]
-    usable = [row for row in of_build if row.inputs != health_check]
-    chosen = _take_evenly(usable, max_rows)
+    usable = exclude_health_checks(inputs, of_build)
+    chosen = take_evenly(usable, max_rows)
     reader = make_reader(inputs)
     requests = read_requests(reader, chosen)
     comparable = [index for index, row in enumerate(chosen) if not row.redacted]
@@ -114,11 +114,11 @@ def run_monitor(
         for request, answer in zip(inputs.requests, answers, strict=True)
         if not request.edge and not answer.refusal
     ]
-    tests = choose_tests(rules, [outputs for _, outputs in usual], lock.gate)
+    tests = choose_tests(rules, [outputs for _, outputs in usual], gate)
     actual, expected = [row.row.answer for row in rows], [row.expected for row in rows]
     scores = score_rows(rules, tests, actual, expected)
     queries = [row.request.query for row in rows]
-    metrics = compute_metrics(rules, lock.gate, scores, actual, expected, queries) if rows else ()
+    metrics = compute_metrics(rules, gate, scores, actual, expected, queries) if rows else ()
     losses = [score.losses for score in [*scores, *[full_loss(tests)] * refused]]
     needed = math.log(len(tests.allowed) / FALSE_ALARM_RATE)
     updated = {
@@ -130,35 +130,42 @@ def run_monitor(
     accepted = [request for request in requests if request is not None]
     recent, recent_requests = usable, accepted
     if not usable and last is not None:
-        recent = [row for row in last.rows if row.build == build and row.inputs != health_check]
-        read_again = read_requests(reader, _take_evenly(recent, max_rows))
+        recent = exclude_health_checks(inputs, [row for row in last.rows if row.build == build])
+        read_again = read_requests(reader, take_evenly(recent, max_rows))
         recent_requests = [request for request in read_again if request is not None]
     rate_per_s = None if servers is None else _estimate_rate(inputs, recent, servers)
     drift = _find_length_drift(inputs, reader, recent_requests, measured, rate_per_s)
     distributions = tuple(_compare_categories(usual, accepted, rows))
-    run = MonitorRun(
+    results = tuple(_summarize_test(test, result) for test, result in updated.items())
+    notes = make_notes(
+        inputs,
+        manifest,
+        sample,
+        of_build=len(of_build),
+        of_users=len(usable),
+        compared=len(chosen),
+    )
+    return MonitorRun(
         pipeline=name,
         at=time.time(),
         build=build,
-        precision=lock.gate.precision,
+        precision=gate.precision,
         rows=len(rows) + refused,
         redacted=len(chosen) - len(comparable),
         others=len(sample.rows) - len(of_build),
         refused=refused,
         damaged=sample.damaged,
         metrics=tuple(metrics),
-        tests=tuple(_summarize_test(test, result) for test, result in updated.items()),
+        tests=results,
         groups=tuple(_group_rows(inputs, tests, rows, scores)),
         worst=tuple(_find_worst(rows, scores, show_texts=show_texts)),
         drift=drift,
         distributions=distributions,
-        alarms=(),
+        alarms=tuple(find_alarms(results, find_changed_files(repository, manifest), rows)),
         drifts=tuple(find_drifts(drift, distributions)),
-        notes=tuple(make_notes(inputs, lock, sample, len(of_build), len(usable), len(chosen))),
+        notes=tuple(notes),
         evidence=updated,
     )
-    changed = find_changed_files(repository, lock)
-    return replace(run, alarms=tuple(find_alarms(run, changed, rows)))
 
 
 def _compare_rows(
@@ -262,11 +269,6 @@ def _estimate_rate(
     if sampling is None or seconds <= 0:
         return None
     return (len(times) - 1) / seconds / sampling.rate / servers
-
-
-def _take_evenly(rows: Sequence[SampledRow], max_rows: int) -> list[SampledRow]:
-    indices = np.linspace(0, len(rows) - 1, min(max_rows, len(rows))).astype(int)
-    return [rows[index] for index in indices]
 
 
 def _compare_categories(

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest
 from triptych.runtime.hooking import HOOKS_FILE, find_hook
 from triptych.runtime.sampling import list_files, remove_old
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -164,3 +166,15 @@ def answer_requests(
             given="a row on which a hook fails",
             remedy="Run `triptych build`; its error describes the row",
         ) from None
+
+
+def exclude_health_checks(inputs: PipelineInputs, rows: Sequence[SampledRow]) -> list[SampledRow]:
+    """Return the rows of users, without those that have the input of the health check."""
+    health_check = dict(inputs.shortest_row)
+    return [row for row in rows if row.inputs != health_check]
+
+
+def take_evenly(rows: Sequence[Item], max_rows: int) -> list[Item]:
+    """Return at most `max_rows` of the rows, evenly spaced."""
+    indices = np.linspace(0, len(rows) - 1, min(max_rows, len(rows))).astype(int)
+    return [rows[index] for index in indices]

@@ -7,22 +7,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from triptych.base.errors import Progress, UserError
 from triptych.base.tensors import Tensor
 from triptych.core.gate.live import TOGETHER, LiveReply, live_requests, run_live
 from triptych.core.gate.verify import rules_of
 from triptych.core.inputs import PipelineInputs, task_of
 from triptych.core.requests import GateRequest
-from triptych.operate.monitor.results import hooks_differ
+from triptych.operate.monitor.findings import hooks_differ
 from triptych.operate.monitor.sample import (
     TrafficSample,
     answer_requests,
+    exclude_health_checks,
     make_reader,
     read_requests,
+    take_evenly,
 )
-from triptych.operate.monitor.verdict import (
+from triptych.operate.monitor.shadow_verdict import (
     ReplayComparison,
     compare_answers,
     compare_speeds,
@@ -87,9 +87,9 @@ def compare_candidate(
             task, there are no requests, or a server fails.
     """
     name = inputs.plan.spec.name
-    locks = _read_locks(name, repository, candidate)
+    manifests = _read_manifests(name, repository, candidate)
     requests, refused = _choose_requests(inputs, sample, options.max_rows)
-    is_known = {lock.model_sha256 for lock in locks} == {inputs.plan.facts.sha256}
+    is_known = {manifest.model_sha256 for manifest in manifests} == {inputs.plan.facts.sha256}
     expected: list[Outputs | None] | None = None
     if is_known:
         progress("shadow", f"{len(requests)} requests in PyTorch fp32 ...")
@@ -104,7 +104,7 @@ def compare_candidate(
             _send_all(inputs, endpoint, requests, options, progress) for endpoint in endpoints
         ]
         rounds = _load(name, endpoints, [request.sent for request in requests], options, progress)
-    new = locks[1].gate
+    new = manifests[1].gate
     compared = compare_answers(
         rules_of(inputs, new.precision, new.rounding),
         new,
@@ -122,7 +122,7 @@ def compare_candidate(
     return ReplayComparison(
         pipeline=name,
         builds=(build_id(repository, name), build_id(candidate, name)),
-        precisions=(locks[0].gate.precision, new.precision),
+        precisions=(manifests[0].gate.precision, new.precision),
         source="traffic" if sample is None else "sample",
         load=str(options.load) if options.rounds else "",
         verdict=decision,
@@ -130,19 +130,19 @@ def compare_candidate(
         answers=compared,
         speeds=speeds,
         errors=(tuple(failed), tuple(errors)),
-        notes=tuple(_make_notes(inputs, locks)),
+        notes=tuple(_make_notes(inputs, manifests)),
     )
 
 
-def _read_locks(
+def _read_manifests(
     name: str, repository: Path, candidate: Path
 ) -> tuple[EncoderManifest, EncoderManifest]:
-    """Return the locks of the active build and the candidate after checking that they fit."""
+    """Return the manifests of the active build and the candidate after checking that they fit."""
     old, new = (
         read_manifest(repository, name, EncoderManifest),
         read_manifest(candidate, name, EncoderManifest),
     )
-    tasks = [task_of(lock.spec) for lock in (old, new)]
+    tasks = [task_of(manifest.spec) for manifest in (old, new)]
     for part, (expected, given) in (
         ("the task", [task.name for task in tasks]),
         ("the inputs", [_join_names(task.inputs) for task in tasks]),
@@ -176,12 +176,9 @@ def _choose_requests(
     plan, reader = inputs.plan, make_reader(inputs)
     if sample is None:
         lines = read_traffic(plan.spec.folder, [tensor.name for tensor in plan.task.inputs])
-        return reader.read(
-            TRAFFIC_FILE, [lines[index] for index in _even_indices(len(lines), max_rows)]
-        ), 0
-    health_check = dict(inputs.shortest_row)  # not user traffic
-    rows = [row for row in sample.rows if row.inputs != health_check]
-    read = read_requests(reader, [rows[index] for index in _even_indices(len(rows), max_rows)])
+        return reader.read(TRAFFIC_FILE, take_evenly(lines, max_rows)), 0
+    rows = take_evenly(exclude_health_checks(inputs, sample.rows), max_rows)
+    read = read_requests(reader, rows)
     requests = [request for request in read if request is not None]
     if not requests:
         raise UserError(
@@ -191,11 +188,6 @@ def _choose_requests(
             remedy="Wait for user requests, or replay traffic.jsonl with --traffic",
         )
     return requests, len(read) - len(requests)
-
-
-def _even_indices(count: int, max_rows: int) -> list[int]:
-    indices: list[int] = np.linspace(0, count - 1, min(max_rows, count)).astype(int).tolist()
-    return indices
 
 
 def _send_all(
@@ -242,10 +234,10 @@ def _load(
 
 
 def _make_notes(
-    inputs: PipelineInputs, locks: tuple[EncoderManifest, EncoderManifest]
+    inputs: PipelineInputs, manifests: tuple[EncoderManifest, EncoderManifest]
 ) -> Iterator[str]:
-    for side, lock in zip(SIDES, locks, strict=True):
-        if lock.model_sha256 != inputs.plan.facts.sha256:
+    for side, manifest in zip(SIDES, manifests, strict=True):
+        if manifest.model_sha256 != inputs.plan.facts.sha256:
             yield f"{side}: built from another model than the pipeline has now"
-        if hooks_differ(inputs, lock):
+        if hooks_differ(inputs, manifest):
             yield f"{side}: built with another {HOOKS_FILE} than the pipeline has now"
