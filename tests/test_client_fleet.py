@@ -30,7 +30,7 @@ from triptych.client import (
     ServerUnreachableError,
     Tls,
 )
-from triptych.client.address import check_single, read_target
+from triptych.client.connection import check_single, read_target
 from triptych.client.retry import Deadline, Retries
 
 pytestmark = pytest.mark.server

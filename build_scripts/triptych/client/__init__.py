@@ -5,7 +5,7 @@
 """
 
 from triptych.client.asynchronous import AsyncClient
-from triptych.client.channel import KeepAlive, Tls
+from triptych.client.connection import KeepAlive, Tls
 from triptych.client.errors import (
     AccessDeniedError,
     BatchNeighborError,

@@ -18,9 +18,14 @@ from weakref import WeakSet
 from numpy.typing import NDArray
 
 from triptych.base.errors import UserError, warn_renamed
-from triptych.client.address import read_target
-from triptych.client.channel import MAX_MESSAGE_BYTES, KeepAlive, Tls, open_channel
-from triptych.client.connection import Connection
+from triptych.client.connection import (
+    MAX_MESSAGE_BYTES,
+    Connection,
+    KeepAlive,
+    Tls,
+    open_channel,
+    read_target,
+)
 from triptych.client.errors import (
     CanceledError,
     DeadlineExceededError,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from triptych.base.errors import UserError
-from triptych.client.address import read_target
+from triptych.client.connection import read_target
 
 _TIMEOUT_S = 120.0
 _ANSWER_S = 10.0

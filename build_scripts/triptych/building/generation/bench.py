@@ -9,7 +9,7 @@ from pathlib import Path
 from triptych.base.cache import versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.building.generation.inputs import GeneratingInputs
-from triptych.client.address import check_single
+from triptych.client.connection import check_single
 from triptych.runtime.sampling_parameters import FIELD
 from triptych.serving.bench.bench import Bench, bench_requests, describe_machine, describe_server
 from triptych.serving.bench.results import BenchResult, Subject

@@ -37,7 +37,7 @@ from triptych.client import (
     PipelineNotReadyError,
     ServerUnreachableError,
 )
-from triptych.client.address import read_target
+from triptych.client.connection import read_target
 from triptych.core.gate.verify import ReadyServer, with_live_run
 from triptych.repository.manifest import BuildManifest, find_manifest
 from triptych.repository.records import GateResult, LiveRun

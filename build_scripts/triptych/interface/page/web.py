@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from triptych.client.address import is_loopback
+from triptych.client.connection import is_loopback
 
 EXAMPLE = "example"
 """Name of the form field and of the URL parameter that selects an example."""

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 
 from triptych.base.cache import versions_of
 from triptych.base.errors import Progress, UserError
-from triptych.client.address import check_single
+from triptych.client.connection import check_single
 from triptych.core.inputs import PipelineInputs
 from triptych.repository.manifest import EncoderManifest, build_id, find_manifest
 from triptych.serving.bench.baselines import ALL, Baselines
