@@ -27,6 +27,7 @@ from triptych.client import Client
 from triptych.core.gate.verify import describe_verification, verification_data
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.targets import KINDS, known_of, make_manifests
+from triptych.interface import api
 from triptych.interface.kinds import FACES
 from triptych.operate.tune.kinds import TUNERS
 from triptych.repository.lint.checks import run_checks
@@ -150,6 +151,22 @@ def test_it_is_built_once_and_the_lock_says_how(case: Case) -> None:
     ) == case.spec.model_dump(exclude={"folder"})
     assert len(build_id(case.repository, name)) == 64
     assert run_checks(case.repository) == []
+
+
+def test_python_builds_it_as_the_command_line_does(case: Case) -> None:
+    name = case.spec.name
+    result = api.build(
+        name,
+        pipelines=case.folder.parent,
+        repository=case.repository,
+        overrides={"serving.triton": case.spec.serving.triton},
+    )
+    assert result.built.changed == ()
+    assert result.built.gate == case.outcome.gate
+    assert set(result.figures) == {verdict.metric for verdict in case.outcome.gate.verdicts}
+    assert (result.built.plan is not None) is (case.kind is Kind.ENCODER)
+    for plot in (result.plot_differences(), result.plot_lengths()):
+        assert plot.svg.startswith("<svg ")
 
 
 def test_it_is_described(case: Case) -> None:

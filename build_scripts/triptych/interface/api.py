@@ -31,7 +31,7 @@ class BuildResult:
     """Result of `build`, whose accuracy gate has passed.
 
     Attributes:
-        built: Plan, changed models, gate result and findings of lint.
+        built: Changed models, gate result and findings of lint; for an encoder also the plan.
     """
 
     built: BuildOutcome
@@ -48,7 +48,7 @@ class BuildResult:
         return plot_row_differences(self.built.gate)
 
     def plot_lengths(self) -> SvgFigure:
-        """Return a histogram of the rows' number of tokens; empty for images."""
+        """Return a histogram of the rows' number of tokens; empty for images and generated text."""
         from triptych.interface.report.plots import plot_row_lengths
 
         plan = self.built.plan
@@ -123,7 +123,7 @@ def build(
     rehearsal: bool | None = None,
     progress: Progress = no_progress,
 ) -> BuildResult:
-    """Build a pipeline into the model repository, as `triptych build` does, without a report.
+    """Build a pipeline of any kind, as `triptych build` does, without a report.
 
     Args:
         name: Name of the pipeline's folder in `pipelines`.
@@ -142,14 +142,15 @@ def build(
         UserError: The spec, the model, the hooks or the traffic are invalid.
     """
     from triptych.building.build import build as build_pipeline
-    from triptych.core.inputs import read_inputs
-    from triptych.spec.spec import load_spec
+    from triptych.building.kinds import STEPS
+    from triptych.spec.any_spec import load_any_spec
 
     if rehearsal is not None:
         warn_renamed("rehearsal", "engine_dry_run", DeprecationWarning)
         engine_dry_run = rehearsal
     changes = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
-    inputs = read_inputs(load_spec(Path(pipelines) / name, changes), progress)
+    spec = load_any_spec(Path(pipelines) / name, changes)
+    inputs = STEPS[spec.kind].read(spec, progress)
     accept = accept_failed_gate.strip()
     built = build_pipeline(
         inputs, Path(repository), progress, accept=accept, engine_dry_run=engine_dry_run
