@@ -223,7 +223,7 @@ def test_what_was_measured_is_kept_and_shown() -> None:
 
 def test_a_promise_that_breaks_costs_goodput() -> None:
     found = result(slow=2.0)
-    assert judge_slo(found).says.endswith("holds at 1 client.")
+    assert judge_slo(found).explanation.endswith("met at 1 client.")
     assert [point.median("goodput_per_s") for point in found.points] == [2.0, 0.0]
 
 

@@ -32,6 +32,7 @@ from triptych.serving.bench.results import (
     format_headline,
     from_json,
     judge_slo,
+    to_json,
 )
 from triptych.spec.slo import Slo
 
@@ -43,7 +44,7 @@ def test_every_figure_is_shown() -> None:
     assert_finite_drawing(read)
     for wanted in (
         "SLO met",
-        "p99 ≤ 80 ms: holds up to 150/s of requests that arrive at random, and no longer at 165/s",
+        "p99 ≤ 80 ms: met up to 150/s of requests that arrive at random, and missed at 165/s",
         "Best: 145/s at 4 clients, p50 25.9 ms, p99 50.5 ms",
         "Bottleneck: compute. The machine's 2 cores are 97 % busy",
         "Try precision int8",
@@ -110,7 +111,7 @@ def test_any_result_can_be_reported(name: str, tmp_path: Path) -> None:
         ("no details", ["torch eager"], ["Time of a request", "Batches", "Resources"]),
         ("images", ["the same size"], ["padding"]),
         ("a GPU", ["NVIDIA L4", "81 % busy", "3,100"], []),
-        ("broken promise", ["SLO NOT MET", "holds at no load", "p50 limit 0.5 ms"], ["✓"]),
+        ("broken promise", ["SLO NOT MET", "met at no load", "p50 limit 0.5 ms"], ["✓"]),
         (
             "open only",
             ["50/s in bursts of 8", "requests/s offered"],
@@ -212,7 +213,7 @@ def test_the_verdict_is_of_rates_where_they_were_searched() -> None:
     assert judge_slo(bench(rate=nowhere)).kind == "not met"  # though closed loops hold it
     closed = judge_slo(bench(rate=None))
     assert closed.kind == "met"
-    assert closed.says == "p99 <= 80 ms: holds at 1 client, 2 clients, 4 clients."
+    assert closed.explanation == "p99 <= 80 ms: met at 1 client, 2 clients, 4 clients."
     more = Slo(p99_ms=80.0, throughput=151.0)
     assert judge_slo(bench(slo=more)).kind == "not met"  # only 150/s held
     assert judge_slo(bench(slo=more, rate=None)).kind == "not met"
@@ -221,9 +222,9 @@ def test_the_verdict_is_of_rates_where_they_were_searched() -> None:
 
 
 def test_the_nearest_load_is_named_where_none_holds() -> None:
-    says = judge_slo(bench(slo=Slo(p99_ms=20.0), rate=None)).says
+    says = judge_slo(bench(slo=Slo(p99_ms=20.0), rate=None)).explanation
     assert "nearest: 68.2/s at 1 client" in says
-    fast = judge_slo(bench(slo=Slo(throughput=900.0), rate=None)).says
+    fast = judge_slo(bench(slo=Slo(throughput=900.0), rate=None)).explanation
     assert "nearest: 216/s at 32 clients" in fast
 
 
@@ -246,7 +247,7 @@ def test_the_best_point_holds_the_promise_where_one_does() -> None:
 def test_warnings_that_differ_in_numbers_are_told_once() -> None:
     points = [point(clients, warnings=(f"differs by {clients} %",)) for clients in (1, 8)]
     assert collect_warnings([*points, point(2)]) == [
-        "differs by 1 %, 6 times the like (minilm, 1 client; minilm, 8 clients)"
+        "differs by 1 %, 6 similar warnings (minilm, 1 client; minilm, 8 clients)"
     ]
     one = replace(points[0], rounds=points[0].rounds[:1])
     assert collect_warnings([one]) == ["differs by 1 % (minilm, 1 client)"]
@@ -257,3 +258,11 @@ def test_the_best_and_the_largest_load_are_shown() -> None:
     assert [one.load.value for one in shown_points(bench(slo=Slo()))] == [1, 32]
     assert [one.load.value for one in shown_points(NASTY["one point"])] == [8]
     assert shown_points(NASTY["no point"]) == []
+
+
+def test_a_result_of_an_earlier_release_is_read() -> None:
+    document = to_json(bench())
+    text = json.dumps(document)
+    assert '"explanation"' in text
+    earlier = json.loads(text.replace('"explanation"', '"says"'))
+    assert from_json(BenchResult, earlier) == bench()

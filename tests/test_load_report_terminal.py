@@ -36,7 +36,7 @@ def test_a_bench_is_printed() -> None:
         "Bottleneck: compute.",
         "-> Try precision int8",
         "2.03 x as fast",
-        "holds up to 150/s",
+        "met up to 150/s",
         "Cost: per million inferences USD 0.630",
         "missed",
     ):
@@ -53,7 +53,7 @@ def test_errors_and_warnings_are_printed() -> None:
     assert "error: deadline (minilm, 1 client: 9" in text
     assert "SLO NOT MET" in text
     unstable = typed(printed(NASTY["nothing stable"]))
-    wanted = "the windows differ by 31 %, 6 times the like (minilm, 1 client; minilm, 8 clients)"
+    wanted = "the windows differ by 31 %, 6 similar warnings (minilm, 1 client; minilm, 8 clients)"
     assert wanted in unstable
 
 

@@ -32,7 +32,7 @@ from triptych.building.generation.inputs import GenerationInputs, Prompt, read_g
 from triptych.client import AsyncClient
 from triptych.runtime.engine_vllm import DTYPES, PRIVATE
 from triptych.serving.bench.resources import process_tree
-from triptych.serving.environment import environment_python
+from triptych.serving.generation_environment import environment_python
 from triptych.serving.ports import reserve_ports
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec

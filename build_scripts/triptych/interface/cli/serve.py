@@ -43,7 +43,7 @@ from triptych.runtime.sampling import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from triptych.building.dev import Round
-    from triptych.serving.fleet.mirror_option import MirrorOption
+    from triptych.serving.fleet.serve import MirrorOption
     from triptych.serving.server import Server
     from triptych.spec.any_spec import AnySpec
 
@@ -225,8 +225,12 @@ def serve(
     """
     from triptych.container.machine import find_gpus
     from triptych.repository.store import recover
-    from triptych.serving.fleet.mirror_option import check_same_pipelines, parse_mirror
-    from triptych.serving.fleet.serve import check_gpus, count_replicas
+    from triptych.serving.fleet.serve import (
+        check_gpus,
+        check_same_pipelines,
+        count_replicas,
+        parse_mirror,
+    )
     from triptych.serving.ports import is_loopback
     from triptych.serving.server import check_and_make_flags
 
@@ -300,8 +304,12 @@ def _serve_fleet(
     same: Mapping[str, Any],
 ) -> None:
     """Run several servers behind Envoy until interrupted."""
-    from triptych.serving.fleet.mirror_option import FOLDER
-    from triptych.serving.fleet.serve import find_capacity_warnings, new_fleet, serve_until_signal
+    from triptych.serving.fleet.serve import (
+        CANDIDATE_FOLDER,
+        find_capacity_warnings,
+        new_fleet,
+        serve_until_signal,
+    )
 
     samples = options.samples.absolute()
     with new_fleet(
@@ -309,7 +317,7 @@ def _serve_fleet(
         replicas=replicas,
         mirrored=mirrored,
         environment={FOLDER_VARIABLE: str(samples)},
-        candidate_environment={FOLDER_VARIABLE: str(samples / FOLDER)},
+        candidate_environment={FOLDER_VARIABLE: str(samples / CANDIDATE_FOLDER)},
         load_s=options.timeout_s,
         on_change=_print_change,
         on_problem=warn,

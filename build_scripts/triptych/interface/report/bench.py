@@ -75,7 +75,7 @@ def figures(result: BenchResult) -> str:
     others = [point for point in result.points if point.load.kind != "concurrency"]
     lines = [f"# Speed of {subject.pipeline}", "", f"{format_headline(result)}.", ""]
     if not result.slo.is_empty:
-        lines += [judge_slo(result).says, ""]
+        lines += [judge_slo(result).explanation, ""]
     lines += ["| load | requests/s | p50, ms | p95, ms | p99, ms | errors |", "|" + " --- |" * 6]
     points = (*closed_loop_points(result.points), *others)
     lines += [_row(point) for point in points]

@@ -383,7 +383,7 @@ def advise_generation(
 
 def _common_advice(slo: AnySlo, winner: Outcome, sustained: float, precision: str) -> list[str]:
     """Return advice about the bottleneck, the precision, and the number of machines."""
-    advice = [f"{winner.bottleneck.says} {winner.bottleneck.remedy}".strip()]
+    advice = [f"{winner.bottleneck.explanation} {winner.bottleneck.remedy}".strip()]
     if precision:
         advice.append(precision)
     if slo.throughput is not None and 0 < sustained < slo.throughput:

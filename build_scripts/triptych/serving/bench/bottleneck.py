@@ -48,7 +48,7 @@ def find_bottleneck(measurement: Measurement, load: OfferedLoad) -> Bottleneck:
         load: Load of the measurement.
     """
     if not measurement.requests or not measurement.steps:
-        return Bottleneck("none", "", "Nothing was answered, so nothing is known.", "")
+        return Bottleneck("none", "", "No request was answered, so the bottleneck is unknown.", "")
     if measurement.streamed is not None:
         return _client(measurement, load) or _generating(measurement, measurement.streamed)
     return (
@@ -135,17 +135,17 @@ def _full_instances(measurement: Measurement) -> Bottleneck | None:
         or step.queue_us < MIN_LATENCY_RATIO * step.compute_us
     ):
         return None
-    wants = _wanted_cores(step, measurement.resources)
-    if wants is None:
+    needed = _needed_cores(step, measurement.resources)
+    if needed is None:
         if step.step == "core":
-            return _compute(step, "the server's cores were not watched", measurement)
-        evidence = "the server's cores were not watched"
-    elif wants >= MIN_COMPUTE_RATIO * step.busy * (step.instances or 1) and not _has_room(
+            return _compute(step, "the server's cores were not monitored", measurement)
+        evidence = "the server's cores were not monitored"
+    elif needed >= MIN_COMPUTE_RATIO * step.busy * (step.instances or 1) and not _has_free_cores(
         measurement
     ):
         return None
     else:
-        evidence = f"its process wants {wants:.2f} cores"
+        evidence = f"its process needs {needed:.2f} cores"
     count = step.instances or 1
     return Bottleneck(
         "instances",
@@ -160,7 +160,7 @@ def _full_instances(measurement: Measurement) -> Bottleneck | None:
 
 def _full_cores(measurement: Measurement) -> Bottleneck | None:
     seen = measurement.resources
-    if seen is None or seen.machine_cpu is None or _has_room(measurement):
+    if seen is None or seen.machine_cpu is None or _has_free_cores(measurement):
         return None
     by_model = {process.name: process.cpu_cores for process in seen.processes}
     step = max(measurement.steps, key=lambda one: by_model.get(one.model, 0.0))
@@ -168,14 +168,14 @@ def _full_cores(measurement: Measurement) -> Bottleneck | None:
         step = _slowest(measurement.steps)
     own = sum(by_model.values()) + seen.client_cpu_cores
     others = max(0.0, seen.machine_cpu * seen.cores - own)
-    words = f"{_percent(seen.machine_cpu)} of the {seen.cores} cores is taken, "
+    words = f"{_percent(seen.machine_cpu)} of the {seen.cores} cores are busy, "
     words += f"{by_model.get(step.model, 0.0):.1f} cores by {step.step}"
     found = _compute(step, words, measurement)
     if others < MIN_LATENCY_RATIO * seen.cores:
         return found
     return replace(
         found,
-        says=f"{found.says} Other programs take {others:.1f} cores.",
+        explanation=f"{found.explanation} Other programs take {others:.1f} cores.",
         remedy=f"Stop the other programs and measure again. {found.remedy}",
     )
 
@@ -198,23 +198,23 @@ def _generating(measurement: Measurement, streamed: Streamed) -> Bottleneck:
     """Find the bottleneck of streamed answers from the machine, because step counts lack them."""
     seen = measurement.resources
     words = (
-        f"the first token takes {streamed.ttft.mean_us / 1e3:.1f} ms in the mean, the next ones"
+        f"the first token takes {streamed.ttft.mean_us / 1e3:.1f} ms on average, the next tokens"
         f" {streamed.itl.mean_us / 1e3:.1f} ms each."
     )
     if seen is not None and (full := [one for one in seen.gpus if one.utilization >= FULL_RATIO]):
-        says = f"The GPU is busy {_percent(full[0].utilization)} of the time; {words}"
-    elif seen is not None and seen.machine_cpu is not None and not _has_room(measurement):
+        explanation = f"The GPU is busy {_percent(full[0].utilization)} of the time; {words}"
+    elif seen is not None and seen.machine_cpu is not None and not _has_free_cores(measurement):
         by_process = {process.name: process.cpu_cores for process in seen.processes}
         core = by_process.get(_core(measurement.steps).model, 0.0)
         others = max(0.0, seen.machine_cpu * seen.cores - sum(by_process.values()))
-        says = (
-            f"{_percent(seen.machine_cpu)} of the {seen.cores} cores is taken, {core:.1f} cores by"
+        explanation = (
+            f"{_percent(seen.machine_cpu)} of the {seen.cores} cores are busy, {core:.1f} cores by"
             f" core, {max(0.0, others - seen.client_cpu_cores):.1f} by other programs; {words}"
         )
     else:
         return Bottleneck("none", "", f"Nothing is full: {words}", "More load would find the limit")
     remedy = "Try core.precision, core.max_num_seqs or shorter answers, or add another machine"
-    return Bottleneck("compute", "core", says, remedy)
+    return Bottleneck("compute", "core", explanation, remedy)
 
 
 def _nothing(measurement: Measurement) -> Bottleneck:
@@ -248,7 +248,7 @@ def _core(steps: Sequence[StepUse]) -> StepUse:
     return next((step for step in steps if step.step == "core"), _slowest(steps))
 
 
-def _wanted_cores(step: StepUse, resources: Resources | None) -> float | None:
+def _needed_cores(step: StepUse, resources: Resources | None) -> float | None:
     """Return the cores a step used or waited for; None if its process was not monitored."""
     if resources is None:
         return None
@@ -256,7 +256,7 @@ def _wanted_cores(step: StepUse, resources: Resources | None) -> float | None:
     return sum(one.cpu_cores + one.wait_cores for one in found) if found else None
 
 
-def _has_room(measurement: Measurement) -> bool:
+def _has_free_cores(measurement: Measurement) -> bool:
     seen = measurement.resources
     return seen is not None and seen.machine_cpu is not None and seen.machine_cpu < FULL_RATIO
 
@@ -264,7 +264,7 @@ def _has_room(measurement: Measurement) -> bool:
 def _machine_words(resources: Resources | None) -> str:
     if resources is None or resources.machine_cpu is None:
         return ""
-    return f", and {_percent(resources.machine_cpu)} of the {resources.cores} cores is taken"
+    return f", and {_percent(resources.machine_cpu)} of the {resources.cores} cores are busy"
 
 
 def _percent(share: float | None) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import AliasChoices, Field, JsonValue, TypeAdapter, ValidationError
 
 from triptych.base.errors import UserError
 from triptych.base.formatting import amount, milliseconds, rounded
@@ -126,13 +126,13 @@ class Bottleneck:
             instances are always busy while cores are free), ``compute`` (all cores or the GPU are
             busy), ``client`` (the load generator), ``none`` (nothing is saturated at this load).
         step: Step of the bottleneck; empty if it is not a step.
-        says: Explanation with the metric values.
+        explanation: Cause with the metric values; ``says`` in files of earlier releases.
         remedy: Recommended change.
     """
 
     kind: Literal["queue delay", "instances", "compute", "client", "none"]
     step: str
-    says: str
+    explanation: Annotated[str, Field(validation_alias=AliasChoices("explanation", "says"))]
     remedy: str
 
 
@@ -374,7 +374,7 @@ class SloVerdict:
     """SLO verdict, with an explanation."""
 
     kind: Literal["met", "not met", "none"]
-    says: str
+    explanation: str
 
     @property
     def word(self) -> str:
@@ -411,7 +411,7 @@ def judge_slo(result: BenchResult) -> SloVerdict:
     """
     slo = result.slo
     if slo.is_empty:
-        return SloVerdict("none", "Nothing is promised, so there is nothing to hold it to.")
+        return SloVerdict("none", "The pipeline has no SLO.")
     if result.rate is not None:
         highest = result.rate.highest_per_s
         met = highest > 0 and highest >= (slo.throughput or 0)
@@ -422,9 +422,9 @@ def judge_slo(result: BenchResult) -> SloVerdict:
         return SloVerdict("not met", f"{slo}: nothing was measured.")
     if held:
         loads = ", ".join(str(point.load) for point in held)
-        return SloVerdict("met", f"{slo}: holds at {loads}.")
+        return SloVerdict("met", f"{slo}: met at {loads}.")
     nearest = min(result.points, key=lambda point: (bool(point.errors), _slo_ratio(point, slo)))
-    return SloVerdict("not met", f"{slo}: holds at no load. The nearest: {format_point(nearest)}.")
+    return SloVerdict("not met", f"{slo}: met at no load. The nearest: {format_point(nearest)}.")
 
 
 def format_headline(result: BenchResult) -> str:
@@ -465,23 +465,23 @@ def collect_warnings(points: Sequence[LoadPoint]) -> list[str]:
         for text in (text for one in point.rounds for text in one.warnings):
             kind = re.sub(r"\d+(\.\d+)?", "0", text)
             found.setdefault(kind, []).append((text, f"{point.contender}, {point.load}"))
-    told = []
+    merged = []
     for alike in found.values():
-        where = "; ".join(dict.fromkeys(place for _, place in alike))
-        times = f", {len(alike)} times the like" if len(alike) > 1 else ""
-        told.append(f"{alike[0][0]}{times} ({where})")
-    return told
+        where = "; ".join(dict.fromkeys(point for _, point in alike))
+        times = f", {len(alike)} similar warnings" if len(alike) > 1 else ""
+        merged.append(f"{alike[0][0]}{times} ({where})")
+    return merged
 
 
 def format_rates(rate: RateSearch) -> str:
     """Return text about the highest rate that meets the SLO."""
     if rate.highest_per_s <= 0:
         tried = ", ".join(f"{rounded(point.load.value)}/s" for point in rate.points)
-        return f"holds at no rate that was tried ({tried or 'none'})"
-    held = f"holds up to {rounded(rate.highest_per_s)}/s of requests that arrive at random"
+        return f"met at no rate that was tried ({tried or 'none'})"
+    held = f"met up to {rounded(rate.highest_per_s)}/s of requests that arrive at random"
     if rate.lowest_broken_per_s is None:
         return f"{held}; no higher rate was tried"
-    return f"{held}, and no longer at {rounded(rate.lowest_broken_per_s)}/s"
+    return f"{held}, and missed at {rounded(rate.lowest_broken_per_s)}/s"
 
 
 def _slo_ratio(point: LoadPoint, slo: AnySlo) -> float:

@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors
 from triptych.container.manifests import find_pipelines, largest_request_mib
-from triptych.repository.manifest import EncoderManifest, find_manifest
+from triptych.repository.manifest import EncoderManifest, find_manifest, read_manifest
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.endpoint import until_signal
 from triptych.serving.fleet.envoy import EndpointNames, Listen, Mirror, proxy_settings
 from triptych.serving.fleet.fleet import CandidateServer, Fleet, Replica, ReplicaBuild
-from triptych.serving.fleet.mirror_option import MirrorOption
 from triptych.serving.fleet.proxy import Proxy, find_envoy
 from triptych.serving.ports import reserve_ports
 from triptych.serving.server import Server
@@ -100,8 +100,71 @@ def gpu_variables(gpus: Sequence[str], number: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else {}
 
 
+CANDIDATE_FOLDER = ".candidate"
+"""Subfolder for the candidate's samples, so that they do not displace those of the fleet."""
+
+
+class MirrorOption(NamedTuple):
+    """Repository of a candidate, and its share of the requests, above 0 and at most 1."""
+
+    repository: Path
+    share: float
+
+
+def parse_mirror(text: str) -> MirrorOption:
+    """Return the repository and the share of an option ``REPOSITORY:SHARE``.
+
+    Raises:
+        UserError: The form is wrong, or a pipeline of the repository has no `serving.sample`.
+    """
+    folder, _, share_text = text.rpartition(":")
+    try:
+        share = float(share_text)
+    except ValueError:
+        share = 0.0
+    if not folder or not 0 < share <= 1:
+        raise UserError(
+            "--mirror",
+            "must be a repository and a share of the requests, above 0 and at most 1",
+            given=text,
+            remedy="Write for example --mirror candidate:0.05",
+        )
+    repository = Path(folder)
+    names = [pipeline.name for pipeline in find_pipelines(repository)]
+    for name in names:
+        if read_manifest(repository, name, EncoderManifest).spec.serving.sample is None:
+            raise UserError(
+                "--mirror",
+                "requires pipelines with serving.sample, because answers to mirrored requests are "
+                "only kept as samples",
+                given=f"{name} without serving.sample",
+                remedy=f"Run `triptych build {name} --set serving.sample.rate=1 --repository "
+                f"{folder}`",
+            )
+    if not names:
+        raise UserError(
+            "--mirror",
+            "must be a repository with a pipeline",
+            given=folder,
+            remedy="Build the candidate with `triptych build NAME --repository CANDIDATE_FOLDER`",
+        )
+    return MirrorOption(repository, share)
+
+
+def check_same_pipelines(repository: Path, candidate: Path) -> None:
+    """Check that every pipeline of a candidate is also served; raise `UserError` otherwise."""
+    for pipeline in find_pipelines(candidate):
+        if find_manifest(repository, pipeline.name, EncoderManifest) is None:
+            raise UserError(
+                "--mirror",
+                "must only have pipelines that are also served",
+                given=f"{pipeline.name}, which is not in {repository}",
+                remedy=f"Remove {pipeline.name} from the candidate, or build it in both",
+            )
+
+
 _LOOPBACK = "127.0.0.1"
-_LOOK_S = 0.3
+_POLL_S = 0.3
 
 
 @contextmanager
@@ -156,7 +219,7 @@ def new_fleet(
             models=models,
             production_flags=production_flags,
             environment=variables,
-            log_file=_beside(log_file, name),
+            log_file=_sibling_log(log_file, name),
         )
 
     with ExitStack() as opened:
@@ -165,7 +228,7 @@ def new_fleet(
         settings = proxy_settings(
             replicas=replicas,
             max_request_mib=largest_request_mib(repository),
-            limits_ms=_promised_ms(repository),
+            limits_ms=_slo_limits_ms(repository),
         )
         mirror = candidate = None
         if mirrored is not None:
@@ -185,7 +248,7 @@ def new_fleet(
         proxy = Proxy(
             settings,
             Listen(host, **{name: ports[name] for name in (*wanted, "admin_port")}),
-            log_file=_beside(log_file, "envoy") or folder / "envoy.log",
+            log_file=_sibling_log(log_file, "envoy") or folder / "envoy.log",
             mirror=mirror,
             orphan_paths=[folder],
         )
@@ -210,22 +273,21 @@ def serve_until_signal(fleet: Fleet, on_ready: Callable[[], None]) -> str:
     Raises:
         UserError: A replica does not load at the start, or all replicas fail for good.
     """
-    with until_signal(fleet.stop) as asked:
+    with until_signal(fleet.stop) as signals:
         fleet.start()
         on_ready()
         while True:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             fleet.reconcile()
-    return asked[0]
+    return signals[0]
 
 
-def _promised_ms(repository: Path) -> list[float]:
-    locks = [
-        find_manifest(repository, pipeline.name, EncoderManifest)
-        for pipeline in find_pipelines(repository)
-    ]
-    return [ms for lock in locks if lock for ms in lock.spec.serving.slo.limits_ms.values()]
+def _slo_limits_ms(repository: Path) -> list[float]:
+    names = [pipeline.name for pipeline in find_pipelines(repository)]
+    manifests = [find_manifest(repository, name, EncoderManifest) for name in names]
+    slos = [manifest.spec.serving.slo for manifest in manifests if manifest is not None]
+    return [limit_ms for slo in slos for limit_ms in slo.limits_ms.values()]
 
 
-def _beside(log_file: Path | None, name: str) -> Path | None:
+def _sibling_log(log_file: Path | None, name: str) -> Path | None:
     return log_file and log_file.with_name(f"{log_file.stem}-{name}{log_file.suffix}")
