@@ -17,7 +17,7 @@ import pytest
 
 from client_toy import Toy, expected, infer, serve_toy, texts_of_many_lengths
 from triptych.base.errors import UserError
-from triptych.client.bulk.options import BulkOptions
+from triptych.client.bulk.jobs import BulkOptions
 from triptych.client.bulk.run import BulkProgress, run
 
 pytestmark = pytest.mark.server

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from triptych.client import PipelineConfig, PipelineFailedError
-from triptych.client.bulk.answers import TensorSender
-from triptych.client.bulk.batching import BatchLock
 from triptych.client.bulk.formats import ERROR, RowChunk
+from triptych.client.bulk.jobs import BatchLock, TensorSender
 
 CONFIG = PipelineConfig(16, ("text",), {"label": (np.object_, (1,))}, ("step",))
 
@@ -46,14 +45,14 @@ class BrokenByOne:
 @pytest.mark.parametrize("bad", [{5}, {0, 1, 9, 31}])
 def test_a_row_that_breaks_a_step_fails_no_row_of_a_chunk_beside(bad: set[int]) -> None:
     client, lock = BrokenByOne(), BatchLock()
-    asker = TensorSender(client, CONFIG, lock, Path())  # type: ignore[arg-type]  # a fake
+    sender = TensorSender(client, CONFIG, lock, Path())  # type: ignore[arg-type]  # a fake
     texts = ["break" if row in bad else f"t{row}" for row in range(32)]
     chunks = [RowChunk(32 * at, 32, {"text": texts}, None) for at in range(3)]
 
-    async def ask_all() -> list[Any]:
-        return await asyncio.gather(*map(asker.ask, chunks))
+    async def send_all() -> list[Any]:
+        return await asyncio.gather(*map(sender.send, chunks))
 
-    for answers in asyncio.run(ask_all()):
+    for answers in asyncio.run(send_all()):
         assert {row for row, error in enumerate(answers[ERROR]) if error} == bad
         found = [label for row, label in enumerate(answers["label"]) if row not in bad]
         assert found == [text for text in texts if text != "break"]

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from triptych.base.errors import UserError
-from triptych.client.bulk.batching import BatchSizeTuner
 from triptych.client.bulk.formats import ERROR, AnswerColumn, Table, check_columns, name_columns
+from triptych.client.bulk.jobs import BatchSizeTuner
 from triptych.client.bulk.run import Parts, open_table
 
 COLUMNS = [
@@ -31,7 +31,7 @@ def answered(table: Table, out: Path, column: str, size: int = 2) -> list[Any]:
     """Every row gets the same answer, but those that are none; the texts that were read."""
     texts: list[Any] = []
     parts, done = Parts(out), 0
-    with parts.held({}):
+    with parts.locked({}):
         for chunk in table.chunks({"text": column}, size, 0):
             assert chunk.first == done
             done += chunk.count
@@ -44,7 +44,7 @@ def answered(table: Table, out: Path, column: str, size: int = 2) -> list[Any]:
             answers = {"label": each(["ü", "b"]), "score": each(0.5), "entities": each([{"a": 1}])}
             encoded = table.encode(chunk, COLUMNS, {**answers, ERROR: faults})
             parts.add(chunk.first, chunk.count, 0, table.pack([encoded]))
-        with parts.whole() as file:
+        with parts.output() as file:
             table.join(parts.done().paths, COLUMNS, file)
     assert not parts.folder.exists()
     return texts
@@ -181,19 +181,19 @@ def test_answers_take_no_column_of_the_file() -> None:
 
 def test_parts_are_of_one_run_and_no_row_is_in_two(tmp_path: Path) -> None:
     parts = Parts(tmp_path / "out.csv")
-    with parts.held({"file": ["a", 1], "columns": {}}):
+    with parts.locked({"file": ["a", 1], "columns": {}}):
         parts.add(0, 3, 1, b"a")
         parts.add(3, 2, 0, b"b")
         parts.add(9, 1, 1, b"lost: what came before it is not there")
-        with pytest.raises(UserError, match="another run"), Parts(tmp_path / "out.csv").held({}):
+        with pytest.raises(UserError, match="another run"), Parts(tmp_path / "out.csv").locked({}):
             pass
-    with parts.held({"file": ["a", 1], "columns": {}}):
+    with parts.locked({"file": ["a", 1], "columns": {}}):
         assert [path.read_bytes() for path in parts.done().paths] == [b"a", b"b"]
         assert parts.done()[:2] == (5, 1)
-    with pytest.raises(UserError, match="other file than"), parts.held({"file": ["b", 1]}):
+    with pytest.raises(UserError, match="other file than"), parts.locked({"file": ["b", 1]}):
         pass
     (tmp_path / "out.csv").touch()
-    with pytest.raises(UserError, match="already exists"), parts.held({}):
+    with pytest.raises(UserError, match="already exists"), parts.locked({}):
         pass
 
 

@@ -173,16 +173,26 @@ def ask(
             _check_inputs(pipeline, config.inputs, questions)
             return _send(client, config, questions, parameters)
     except InferenceError as error:
-        raise unanswered(pipeline, url, error) from error
+        raise request_failure(pipeline, url, error) from error
 
 
-def unanswered(pipeline: str, url: str, error: InferenceError) -> UserError:
-    """Return the error of the command line for a request without a result."""
+def request_failure(pipeline: str, url: str, error: InferenceError, remedy: str = "") -> UserError:
+    """Return the error of the command line for a request without a result.
+
+    `remedy` replaces the usual one.
+    """
     from triptych.client import ServerUnreachableError
 
-    unreachable = isinstance(error, ServerUnreachableError)
-    remedy = "Start one with `triptych serve`, or name it with --url" if unreachable else ""
-    return UserError(f"{pipeline} at {url}", "must answer the request", given=error, remedy=remedy)
+    if isinstance(error, ServerUnreachableError):
+        return UserError(
+            "--url",
+            "must be the gRPC address of a running server",
+            given=f"{url}, where no Triton server answered",
+            remedy=remedy or f"Start one with `triptych serve {pipeline}`, or give its address",
+        )
+    return UserError(
+        f"{pipeline} at {url}", "did not answer the request", given=error, remedy=remedy
+    )
 
 
 def plain_outputs(
@@ -441,4 +451,4 @@ def stream_answer(
             else:
                 yield from client.chat([{"role": "user", "content": str(chat)}], **sampling)
     except InferenceError as error:
-        raise unanswered(pipeline, url, error) from error
+        raise request_failure(pipeline, url, error) from error

@@ -50,13 +50,13 @@ class RowChunk:
         columns: Values of each row by input of the pipeline, as they stand in the file.
         faults: Reason why a row of the chunk cannot be sent.
         parameters: Request parameters of each row; empty if the format has none.
-        kept: Original content of the rows, which the format writes again.
+        original: Original content of the rows, which the format writes again.
     """
 
     first: int
     count: int
     columns: Mapping[str, Sequence[object]]
-    kept: Any
+    original: Any
     faults: Mapping[int, str] = field(default_factory=dict)
     parameters: Sequence[Mapping[str, Any]] = ()
 
@@ -189,7 +189,7 @@ class JsonLines:
 
     def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> bytes:
         lines = []
-        for row, line in enumerate(chunk.kept):
+        for row, line in enumerate(chunk.original):
             found = {column.name: answers[column.output][row] for column in columns}
             found = {name: value for name, value in found.items() if value is not None}
             try:
@@ -327,7 +327,7 @@ class Delimited:
     def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> bytes:
         width = len(self._header)
         rows = []
-        for row, cells in enumerate(chunk.kept):
+        for row, cells in enumerate(chunk.original):
             # Cells too many come last, where they shift nothing.
             own = (cells + [""] * width)[:width]
             found = [_cell(answers[column.output][row]) for column in columns]

@@ -58,7 +58,7 @@ class Parquet:
             values = answers[column.output]
             values = _as_text(values) if _is_text(column) else values
             added.append(pa.array(values, schema.field(column.name).type))
-        return pa.RecordBatch.from_arrays([*chunk.kept.columns, *added], schema=schema)
+        return pa.RecordBatch.from_arrays([*chunk.original.columns, *added], schema=schema)
 
     def pack(self, encoded: Sequence[Any]) -> bytes:
         sink = pa.BufferOutputStream()

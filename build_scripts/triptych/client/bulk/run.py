@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors, sync, write_files
 from triptych.client import AsyncClient, InferenceError
-from triptych.client.bulk.answers import TensorJob
-from triptych.client.bulk.batching import CHUNKS, BatchSizeTuner
 from triptych.client.bulk.formats import (
     ERROR,
     AnswerColumn,
@@ -32,15 +30,21 @@ from triptych.client.bulk.formats import (
     JsonLines,
     PlainText,
     RowChunk,
-    Scan,
     Table,
     beside,
     check_columns,
     name_columns,
 )
-from triptych.client.bulk.options import BulkOptions
-from triptych.client.bulk.text_job import TextJob
-from triptych.client.questions import unanswered
+from triptych.client.bulk.jobs import (
+    CHUNKS,
+    BatchSizeTuner,
+    BulkOptions,
+    TensorJob,
+    TensorSender,
+    TextJob,
+    TextSender,
+)
+from triptych.client.questions import request_failure
 
 
 def _parquet(path: Path) -> Table:
@@ -109,11 +113,11 @@ class Parts:
         self.folder = out.with_name(f"{out.name}.parts")
 
     @contextmanager
-    def held(self, asked: Mapping[str, object]) -> Iterator[None]:
+    def locked(self, options: Mapping[str, object]) -> Iterator[None]:
         """Create or resume the folder and lock it while the block runs.
 
         Args:
-            asked: Plain data that determines the content of the parts.
+            options: Plain data that determines the content of the parts.
 
         Raises:
             UserError: `out` exists, the folder belongs to a run with other options, another run
@@ -130,7 +134,7 @@ class Parts:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / ".lock").open("w") as lock:
                 self._lock(lock)
-                self._check(json.loads(json.dumps(asked)))
+                self._check(json.loads(json.dumps(options)))
                 yield
 
     def add(self, first: int, rows: int, failed: int, content: bytes) -> None:
@@ -148,7 +152,7 @@ class Parts:
         return Done(rows, failed, paths)
 
     @contextmanager
-    def whole(self) -> Iterator[IO[bytes]]:
+    def output(self) -> Iterator[IO[bytes]]:
         """Write `out` atomically and remove the folder."""
         partial = self.folder / "whole"
         with partial.open("wb") as file:
@@ -168,13 +172,13 @@ class Parts:
                 remedy="Wait for it, or give another file",
             ) from error
 
-    def _check(self, asked: Mapping[str, object]) -> None:
+    def _check(self, options: Mapping[str, object]) -> None:
         path = self.folder / _RUN
         if not path.exists():
-            write_files(self.folder, {_RUN: json.dumps(asked, indent=2) + os.linesep})
+            write_files(self.folder, {_RUN: json.dumps(options, indent=2) + os.linesep})
             return
         before = json.loads(path.read_text(encoding="utf-8"))
-        if other := [key for key in asked if before.get(key) != asked[key]]:
+        if other := [key for key in options if before.get(key) != options[key]]:
             raise UserError(
                 "--out",
                 "has parts of a run with other options",
@@ -216,139 +220,106 @@ class BulkProgress:
         return {**asdict(self), "rows_per_s": round(self.rows_per_s, 1)}
 
 
-def run(asked: BulkOptions, tell: Callable[[BulkProgress], None]) -> BulkProgress:
+def run(options: BulkOptions, report: Callable[[BulkProgress], None]) -> BulkProgress:
     """Send every row of a file and write the rows with their results.
 
-    An interrupted run is resumed. `tell` is called after each chunk.
+    An interrupted run is resumed. `report` is called after each chunk.
 
     Raises:
         UserError: The file, its columns or `out` are invalid, the server rejected a request for
             which no single row is to blame, or it was not reached.
     """
-    table = open_table(asked.file, asked.out)
-    parts = Parts(asked.out)
+    table = open_table(options.file, options.out)
+    parts = Parts(options.out)
     try:
-        return asyncio.run(_Run(asked, table, parts, tell).run())
+        return asyncio.run(_Run(options, table, parts, report).run())
     except InferenceError as error:
-        told = unanswered(asked.pipeline, asked.url, error)
-        kept = parts.done().rows
-        go_on = f"{kept} rows are stored: run the same command to resume"
-        remedy = go_on if kept else told.remedy
-        raise UserError(told.field, told.rule, given=error, remedy=remedy) from error
-
-
-class Sender(Protocol):
-    """Sender of chunks."""
-
-    async def ask(self, chunk: RowChunk) -> Answers:
-        """Return the results of a chunk, with the reason for each row without one.
-
-        Raises:
-            InferenceError: No single row is to blame, or none of many rows has a result.
-        """
-
-
-class BulkJob(Protocol):
-    """Part of a run that depends on the kind of pipeline."""
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        """Columns that may be read."""
-
-    @property
-    def outputs(self) -> Sequence[AnswerColumn]:
-        """Columns that are added, except that of errors."""
-
-    @property
-    def batch_sizes(self) -> BatchSizeTuner: ...
-
-    @property
-    def chunk_rows(self) -> int: ...
-
-    def wanted(self, scan: Scan, /) -> dict[str, str]:
-        """Return the column by value that is read of a row."""
-
-    async def asker(self, size: int, stack: AsyncExitStack, /) -> Sender:
-        """Return a sender for one of the request sizes; `stack` closes it."""
+        stored = parts.done().rows
+        remedy = f"{stored} rows are stored: run the same command to resume" if stored else ""
+        raise request_failure(options.pipeline, options.url, error, remedy) from error
 
 
 class _Run:
     def __init__(
-        self, asked: BulkOptions, table: Table, parts: Parts, tell: Callable[[BulkProgress], None]
+        self,
+        options: BulkOptions,
+        table: Table,
+        parts: Parts,
+        report: Callable[[BulkProgress], None],
     ) -> None:
-        self._asked = asked
+        self._options = options
         self._table = table
         self._parts = parts
-        self._tell = tell
+        self._report = report
         self._encoded: list[Any] = []
         self._first = self._done = self._failed_before = self._failed = 0
 
     async def run(self) -> BulkProgress:
-        asked = self._asked
+        options = self._options
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(AsyncClient(asked.pipeline, asked.url))
-            config = await client.interface(timeout_s=asked.timeout_s)
-            work: BulkJob = (TextJob if config.generates else TensorJob)(asked, config)
-            outputs = [*work.outputs, AnswerColumn(ERROR, ERROR)]
-            names = [n for o in outputs for n in (o.name, beside(asked.pipeline, o.name))]
-            scan = self._table.scan([*work.inputs, *names])
-            wanted = work.wanted(scan)
-            check_columns(wanted, scan, asked.file)
-            columns = name_columns(asked.pipeline, outputs, scan.names)
-            askers = {size: await work.asker(size, stack) for size in work.batch_sizes.sizes}
-            with self._parts.held(asked.decides()):
-                chunks = self._table.chunks(wanted, work.chunk_rows, self._parts.done().rows)
+            client = await stack.enter_async_context(AsyncClient(options.pipeline, options.url))
+            config = await client.interface(timeout_s=options.timeout_s)
+            job = (TextJob if config.generates else TensorJob)(options, config)
+            outputs = [*job.outputs, AnswerColumn(ERROR, ERROR)]
+            names = [n for o in outputs for n in (o.name, beside(options.pipeline, o.name))]
+            scan = self._table.scan([*job.inputs, *names])
+            wanted = job.wanted(scan)
+            check_columns(wanted, scan, options.file)
+            columns = name_columns(options.pipeline, outputs, scan.names)
+            senders = {size: await job.open_sender(size, stack) for size in job.batch_sizes.sizes}
+            with self._parts.locked(options.identity()):
+                chunks = self._table.chunks(wanted, job.chunk_rows, self._parts.done().rows)
                 progress = await self._send_all(
-                    askers, work.batch_sizes, chunks, columns, scan.rows
+                    senders, job.batch_sizes, chunks, columns, scan.rows
                 )
-                with self._parts.whole() as out:
+                with self._parts.output() as out:
                     self._table.join(self._parts.done().paths, columns, out)
             return progress
 
     async def _send_all(
         self,
-        askers: Mapping[int, Sender],
+        senders: Mapping[int, TensorSender | TextSender],
         batch_sizes: BatchSizeTuner,
         chunks: Iterator[RowChunk],
         columns: Sequence[AnswerColumn],
         rows: int,
     ) -> BulkProgress:
-        kept = self._parts.done()
-        self._first = self._done = kept.rows
-        self._failed_before = self._failed = kept.failed
-        under_way: deque[tuple[RowChunk, asyncio.Task[Answers]]] = deque()
+        stored = self._parts.done()
+        self._first = self._done = stored.rows
+        self._failed_before = self._failed = stored.failed
+        in_flight: deque[tuple[RowChunk, asyncio.Task[Answers]]] = deque()
         began = part_began = time.monotonic()
-        progress = BulkProgress(rows, kept.rows, kept.rows, kept.failed, 0.0)
+        progress = BulkProgress(rows, stored.rows, stored.rows, stored.failed, 0.0)
         try:
             while True:
-                while len(under_way) < CHUNKS and (size := batch_sizes.start(time.monotonic())):
+                while len(in_flight) < CHUNKS and (size := batch_sizes.start(time.monotonic())):
                     if (chunk := next(chunks, None)) is None:
                         break
-                    under_way.append((chunk, asyncio.create_task(askers[size].ask(chunk))))
-                if not under_way:
+                    in_flight.append((chunk, asyncio.create_task(senders[size].send(chunk))))
+                if not in_flight:
                     break
-                chunk, task = under_way[0]
+                chunk, task = in_flight[0]
                 answers = await task
                 batch_sizes.end(chunk.count, time.monotonic())
                 encoded = await asyncio.to_thread(self._table.encode, chunk, columns, answers)
-                under_way.popleft()
+                in_flight.popleft()
                 self._encoded.append(encoded)
                 self._done += chunk.count
                 self._failed += sum(error is not None for error in answers[ERROR])
                 now = time.monotonic()
                 if self._done - self._first >= _PART_ROWS or now - part_began >= _PART_S:
-                    self._keep()
+                    self._store()
                     part_began = now
-                progress = BulkProgress(rows, self._done, kept.rows, self._failed, now - began)
-                self._tell(progress)
+                progress = BulkProgress(rows, self._done, stored.rows, self._failed, now - began)
+                self._report(progress)
         finally:
-            for _, task in under_way:
+            for _, task in in_flight:
                 task.cancel()
-            await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
-            self._keep()
+            await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
+            self._store()
         return progress
 
-    def _keep(self) -> None:
+    def _store(self) -> None:
         if self._encoded:
             failed = self._failed - self._failed_before
             content = self._table.pack(self._encoded)

@@ -143,7 +143,7 @@ def infer(
     columns = {"text": text_column, "text_pair": text_pair_column, "image": image_column}
     named = {name: column for name, column in columns.items() if column is not None}
     if out is not None:
-        from triptych.client.bulk.options import BulkOptions
+        from triptych.client.bulk.jobs import BulkOptions
         from triptych.client.bulk.run import run
         from triptych.client.questions import read_constants
 

@@ -1,0 +1,543 @@
+"""Jobs and senders of a bulk run: batches for a pipeline of tensors, single requests for text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from triptych.base.errors import UserError
+from triptych.client import (
+    AsyncClient,
+    BatchNeighborError,
+    CanceledError,
+    Completion,
+    DeadlineExceededError,
+    InferenceError,
+    InvalidRequestError,
+    PipelineConfig,
+    PipelineFailedError,
+    PipelineNotReadyError,
+    Retry,
+    ServerUnreachableError,
+)
+from triptych.client.bulk.formats import ERROR, AnswerColumn, Answers, RowChunk, Scan
+from triptych.client.generation import encode_inputs
+from triptych.client.questions import (
+    TIMEOUT_S,
+    Parameter,
+    parse_parameters,
+    parse_sampling,
+    plain_outputs,
+    request_parameter,
+)
+from triptych.client.streams import AsyncGeneration
+
+Result = TypeVar("Result")
+RowResult = Mapping[str, Any] | InferenceError
+
+_UNREACHABLE_ERRORS = (ServerUnreachableError, PipelineNotReadyError, CanceledError)
+_ROW_ERRORS = (
+    PipelineFailedError,
+    DeadlineExceededError,
+    BatchNeighborError,
+    InvalidRequestError,
+)
+_BATCH_ERRORS = (PipelineFailedError, BatchNeighborError)
+"""Row errors that fail every row of a batch on the server."""
+_PAUSE_S = 1.0
+_MIN_FAILED_ROWS = 32
+"""Number of rows without any result from which the rows are not to blame."""
+_RETRY = Retry(attempts=1_000_000)
+"""Retry policy: a full queue is retried until the deadline, a lost server within the budget."""
+_CHUNK_BATCHES = 8
+"""Size of a chunk in batches, among which rows of similar length are found."""
+_MAX_TEXT_REQUESTS = 32
+"""Number of text requests in flight: the default batch size. Others wait, as for a full queue."""
+_TEXT_CHUNK_ROWS = 64
+_TEXT_TIMEOUT_S = 600.0
+_PROMPTS, _MESSAGES, _SAMPLING = ("text_input", "text"), "messages", "sampling_parameters"
+_TEXT_COLUMNS = (
+    AnswerColumn("text_output", "text_output"),
+    AnswerColumn("finish_reason", "finish_reason"),
+    AnswerColumn("prompt_tokens", "prompt_tokens", np.int32),
+    AnswerColumn("completion_tokens", "completion_tokens", np.int32),
+)
+
+
+@dataclass(frozen=True)
+class BulkOptions:
+    """Options of a bulk run.
+
+    Attributes:
+        columns: Column of the file by input of the pipeline, if its name differs; `text` for the
+            prompts of a pipeline that generates text.
+        constants: Value of an input for every row: a text, or the bytes of an image.
+        pairs: Parameters of every request, ``KEY=VALUE``.
+        timeout_s: Maximum time in seconds for a request, and for the server to be unreachable.
+            None: 30, or 600 for a pipeline that generates text.
+    """
+
+    pipeline: str
+    file: Path
+    out: Path
+    url: str
+    columns: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, str | bytes] = field(default_factory=dict)
+    pairs: Sequence[str] = ()
+    timeout_s: float | None = None
+
+    def identity(self) -> dict[str, object]:
+        """Return the options that a resumed run must share with the interrupted one."""
+        stat = self.file.stat()
+        return {
+            "pipeline": self.pipeline,
+            "file": [str(self.file.resolve()), stat.st_size, stat.st_mtime_ns],
+            "columns": dict(self.columns),
+            "constants": {name: repr(value) for name, value in self.constants.items()},
+            "parameters": sorted(self.pairs),
+        }
+
+
+CHUNKS = 3
+"""Number of chunks in flight: while the last requests of one chunk end, the others keep the server
+busy. Also the number of chunks in a trial.
+"""
+REQUESTS = 4
+"""Number of requests of a chunk in flight."""
+_SHARES = (16, 8, 4)
+"""Fractions of the batch limit that are tried as request sizes: with `REQUESTS` of each of the
+`CHUNKS` in flight, between one batch and three.
+"""
+_TURNS = 2
+"""Number of trials of each size; the best one counts, because others use the server too."""
+
+
+class BatchSizeTuner:
+    """Finds the number of rows per request by trials on the server.
+
+    Measured with packed MiniLM on 2 busy cores, in rows per second: 12 requests of 8 rows in flight
+    44; 2 of 8 53; 6 of 4 70; 8 of 2 77; 16 of 1 73. On a GPU large batches win.
+
+    Args:
+        max_batch_size: Batch limit of the pipeline.
+
+    Attributes:
+        sizes: Request sizes that are tried.
+        chosen: Best size after the trials; None before.
+    """
+
+    def __init__(self, max_batch_size: int) -> None:
+        self.sizes = list(dict.fromkeys(ceil(max_batch_size / share) for share in _SHARES))
+        self.chosen = self.sizes[0] if len(self.sizes) == 1 else None
+        self._rates = dict.fromkeys(self.sizes, 0.0)
+        self._trials = [size for _ in range(_TURNS) for size in self.sizes]
+        self._started = self._ended = self._rows = 0
+        self._began_at = 0.0
+
+    def start(self, now: float) -> int | None:
+        """Return the request size for the next chunk; None while a trial has to end first."""
+        if self.chosen is not None:
+            return self.chosen
+        if self._started == CHUNKS:
+            return None
+        if not self._started:
+            self._began_at = now
+        self._started += 1
+        return self._trials[0]
+
+    def end(self, rows: int, now: float) -> None:
+        """Record that a chunk of `rows` rows is complete."""
+        if self.chosen is not None:
+            return
+        self._ended, self._rows = self._ended + 1, self._rows + rows
+        if self._ended == CHUNKS:
+            size = self._trials.pop(0)
+            rate = self._rows / max(now - self._began_at, 1e-9)
+            self._rates[size] = max(self._rates[size], rate)
+            self._started = self._ended = self._rows = 0
+            if not self._trials:
+                self.chosen = max(self._rates, key=self._rates.__getitem__)
+
+
+class BatchLock:
+    """Read-write lock: `shared` requests run concurrently, an `exclusive` one alone."""
+
+    def __init__(self) -> None:
+        self._in_flight = 0
+        self._entrance = asyncio.Lock()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @asynccontextmanager
+    async def shared(self) -> AsyncIterator[None]:
+        """Hold the lock together with other requests."""
+        async with self._entrance:
+            self._in_flight += 1
+            self._idle.clear()
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        """Hold the lock alone."""
+        async with self._entrance:
+            await self._idle.wait()
+            yield
+
+
+async def _retry_unreachable(send: Callable[[], Awaitable[Result]], timeout_s: float) -> Result:
+    """Return the result of `send`, repeated for `timeout_s` while the server is unreachable.
+
+    Raises:
+        InferenceError: See its subclasses.
+    """
+    give_up_at = None
+    while True:
+        try:
+            return await send()
+        except _UNREACHABLE_ERRORS:
+            give_up_at = give_up_at or time.monotonic() + timeout_s
+            if time.monotonic() >= give_up_at:
+                raise
+        await asyncio.sleep(_PAUSE_S)
+
+
+@dataclass(frozen=True)
+class TensorSender:
+    """Sends chunks of rows.
+
+    Attributes:
+        lock: Lock of all senders of the run.
+        folder: Folder that paths of images are relative to.
+        constants: Inputs that are the same for every row.
+        parameters: Parameters of every request; a row's own have precedence.
+        timeout_s: Maximum time in seconds for a request, and for the server to be unreachable.
+    """
+
+    client: AsyncClient
+    config: PipelineConfig
+    lock: BatchLock
+    folder: Path
+    constants: Mapping[str, str | bytes] = field(default_factory=dict)
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    timeout_s: float = TIMEOUT_S
+
+    async def send(self, chunk: RowChunk) -> Answers:
+        """Return the results of a chunk, with the reason for each row without one.
+
+        Raises:
+            InferenceError: No single row is to blame, or none of many rows has a result.
+        """
+        errors: list[str | None] = [chunk.faults.get(row) for row in range(chunk.count)]
+        rows = await asyncio.to_thread(self._read, chunk, errors)
+        groups: dict[str, list[int]] = {}
+        for row in range(chunk.count):
+            if errors[row] is None:
+                own = chunk.parameters[row] if chunk.parameters else {}
+                try:
+                    groups.setdefault(self._key(own), []).append(row)
+                except ValueError as error:
+                    errors[row] = str(error)
+        answers: dict[str, list[Any]] = {name: [None] * chunk.count for name in self.config.outputs}
+        sent, first_error = 0, None
+        for key, indexes in groups.items():
+            results = await self._send_with_retries([rows[row] for row in indexes], json.loads(key))
+            sent += len(indexes)
+            for row, result in zip(indexes, results, strict=True):
+                if isinstance(result, InferenceError):
+                    errors[row], first_error = result.message, first_error or result
+                else:
+                    for name, value in result.items():
+                        answers[name][row] = value
+        if first_error and sent >= _MIN_FAILED_ROWS and all(errors):
+            raise first_error
+        return {**answers, ERROR: errors}
+
+    def _read(self, chunk: RowChunk, errors: list[str | None]) -> list[dict[str, str | bytes]]:
+        rows: list[dict[str, str | bytes]] = []
+        for row in range(chunk.count):
+            own = dict(self.constants)
+            try:
+                if errors[row] is None:
+                    for name, column in chunk.columns.items():
+                        own[name] = self._value(name, column[row])
+            except ValueError as error:
+                errors[row] = str(error)
+            rows.append(own)
+        return rows
+
+    def _value(self, name: str, value: object) -> str | bytes:
+        if isinstance(value, bytes) or (isinstance(value, str) and name != "image"):
+            return value
+        if not isinstance(value, str):
+            given = "nothing" if value is None else f"{value!r:.80}"
+            raise ValueError(f"`{name}` must be text. Given: {given}")
+        try:
+            return (self.folder / value).read_bytes()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"`{name}` must be a readable file. Given: {error}") from None
+
+    def _key(self, own: Mapping[str, Any]) -> str:
+        parameters = dict(self.parameters)
+        for name, value in own.items():
+            if (parameter := request_parameter(value)) is None:
+                raise ValueError(
+                    f"`parameters.{name}` must be a plain value, or a list of texts. "
+                    f"Given: {value!r:.80}"
+                )
+            parameters[name] = parameter
+        return json.dumps(parameters, sort_keys=True)
+
+    async def _send_with_retries(
+        self, rows: Sequence[Mapping[str, str | bytes]], parameters: Mapping[str, Parameter]
+    ) -> list[RowResult]:
+        try:
+            async with self.lock.shared():
+                return await self._send(rows, parameters)
+        except _ROW_ERRORS as error:
+            if len(rows) == 1:
+                return [error]
+        # One row may have failed the others, so send each alone; stop if none of many succeeds.
+        results: list[RowResult] = []
+        for row in rows:
+            results += await self._send_with_retries([row], parameters)
+            errors = [result for result in results if isinstance(result, InferenceError)]
+            if len(errors) == len(results) == _MIN_FAILED_ROWS:
+                raise errors[0]
+        failed = [row for row, result in enumerate(results) if isinstance(result, _BATCH_ERRORS)]
+        if failed:
+            # A row of another chunk in the same batch on the server may be the cause.
+            async with self.lock.exclusive():
+                for index in failed:
+                    with suppress(*_ROW_ERRORS):
+                        results[index : index + 1] = await self._send([rows[index]], parameters)
+        return results
+
+    async def _send(
+        self, rows: Sequence[Mapping[str, str | bytes]], parameters: Mapping[str, Parameter]
+    ) -> list[RowResult]:
+        inputs = {name: [row[name] for row in rows] for name in self.config.inputs}
+        # Allow for the requests running one after the other, because others are in flight too.
+        timeout_s = self.timeout_s * ceil(len(rows) / ceil(self.config.max_batch_size / 4))
+        rows_found = await _retry_unreachable(
+            lambda: self.client.infer_each(inputs, parameters=parameters, timeout_s=timeout_s),
+            self.timeout_s,
+        )
+        return [
+            outputs
+            if isinstance(outputs, InferenceError)
+            else {
+                name: values[0]
+                for name, values in plain_outputs(
+                    self.config, {name: value[None] for name, value in outputs.items()}
+                ).items()
+            }
+            for outputs in rows_found
+        ]
+
+
+class TensorJob:
+    """Bulk job for a pipeline that returns tensors.
+
+    Attributes:
+        inputs: Columns that may be read.
+        outputs: Columns that are added, except that of errors.
+    """
+
+    def __init__(self, options: BulkOptions, config: PipelineConfig) -> None:
+        """Raise a `UserError` for a name that is no input, or an invalid parameter."""
+        self._options = options
+        self._config = config
+        self._columns = _wanted(options, config)
+        self._parameters = parse_parameters(options.pairs)
+        self._lock = BatchLock()
+        self.inputs = list(self._columns.values())
+        self.outputs = [
+            AnswerColumn(name, name, dtype, dims) for name, (dtype, dims) in config.outputs.items()
+        ]
+        self.batch_sizes = BatchSizeTuner(config.max_batch_size)
+        self.chunk_rows = _CHUNK_BATCHES * config.max_batch_size
+
+    def wanted(self, _scan: Scan) -> dict[str, str]:
+        """Return the column by input that is read of a row."""
+        return self._columns
+
+    async def open_sender(self, size: int, stack: AsyncExitStack) -> TensorSender:
+        """Return a sender of requests of `size` rows; `stack` closes it."""
+        options = self._options
+        client = AsyncClient(
+            options.pipeline,
+            options.url,
+            rows_per_request=size,
+            max_in_flight=REQUESTS,
+            retry=_RETRY,
+        )
+        return TensorSender(
+            await stack.enter_async_context(client),
+            self._config,
+            self._lock,
+            options.file.parent,
+            options.constants,
+            self._parameters,
+            TIMEOUT_S if options.timeout_s is None else options.timeout_s,
+        )
+
+
+def _wanted(options: BulkOptions, config: PipelineConfig) -> dict[str, str]:
+    """Return the column by input for everything that the pipeline needs except constants."""
+    for given in (options.columns, options.constants):
+        for name in given:
+            if name not in config.inputs:
+                raise UserError(
+                    name,
+                    f"is not an input of `{options.pipeline}`",
+                    given=", ".join(given),
+                    remedy=f"Its inputs: {', '.join(config.inputs)}",
+                )
+    needed = [name for name in config.inputs if name not in options.constants]
+    return {name: options.columns.get(name, name) for name in needed}
+
+
+class TextJob:
+    """Bulk job for a pipeline that generates text from prompts or conversations.
+
+    Attributes:
+        inputs, outputs: See `TensorJob`.
+    """
+
+    def __init__(self, options: BulkOptions, _config: PipelineConfig) -> None:
+        """Raise a `UserError` for an unsupported option or an invalid parameter."""
+        other = [*options.constants, *(name for name in options.columns if name != "text")]
+        if other:
+            raise UserError(
+                ", ".join(other),
+                "is not supported for a pipeline that generates text",
+                remedy="Give the column of prompts with --text-column",
+            )
+        self._options = options
+        self._parameters = parse_sampling(options.pairs)
+        self._slots = asyncio.Semaphore(_MAX_TEXT_REQUESTS)
+        named = options.columns.get("text")
+        self._prompts = _PROMPTS if named is None else (named,)
+        self.inputs = [*self._prompts, _MESSAGES, _SAMPLING]
+        self.outputs = _TEXT_COLUMNS
+        self.batch_sizes = BatchSizeTuner(1)
+        self.chunk_rows = _TEXT_CHUNK_ROWS
+
+    def wanted(self, scan: Scan) -> dict[str, str]:
+        prompts = [name for name in self._prompts if name in scan.names]
+        wanted = {name: name for name in (_MESSAGES, _SAMPLING) if name in scan.names}
+        if prompts or _MESSAGES not in wanted or "text" in self._options.columns:
+            wanted["text"] = (*prompts, self._prompts[-1])[0]
+        return wanted
+
+    async def open_sender(self, _size: int, stack: AsyncExitStack) -> TextSender:
+        client = AsyncClient(self._options.pipeline, self._options.url, retry=_RETRY)
+        await stack.enter_async_context(client)
+        given_s = self._options.timeout_s
+        timeout_s = _TEXT_TIMEOUT_S if given_s is None else given_s
+        return TextSender(client, self._slots, self._parameters, timeout_s)
+
+
+@dataclass(frozen=True)
+class TextSender:
+    """Sends chunks of rows.
+
+    Attributes:
+        slots: Semaphore for requests in flight, of all chunks.
+        parameters: Parameters of every request; a row's own have precedence.
+        timeout_s: Maximum time in seconds for a request with its wait for a slot, and for the
+            server to be unreachable.
+    """
+
+    client: AsyncClient
+    slots: asyncio.Semaphore
+    parameters: Mapping[str, Any]
+    timeout_s: float
+
+    async def send(self, chunk: RowChunk) -> Answers:
+        """Return the results of a chunk, with the reason for each row without one.
+
+        Raises:
+            InferenceError: The server is unreachable, or none of many rows has a result.
+        """
+        tasks = [asyncio.create_task(self._row(chunk, row)) for row in range(chunk.count)]
+        try:
+            results = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, InferenceError)]
+        if len(refused) == chunk.count >= _MIN_FAILED_ROWS:
+            raise refused[0]
+        rows = [
+            (result.text, result.finish_reason, *_token_counts(result), None)
+            if isinstance(result, Completion)
+            else (None, None, None, None, result if isinstance(result, str) else result.message)
+            for result in results
+        ]
+        names = [*(column.name for column in _TEXT_COLUMNS), ERROR]
+        return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+
+    async def _row(self, chunk: RowChunk, row: int) -> Completion | InferenceError | str:
+        if row in chunk.faults:
+            return chunk.faults[row]
+        try:
+            inputs = self._inputs(chunk, row)
+        except ValueError as error:
+            return str(error)
+        except InferenceError as error:
+            return error
+
+        async def generate() -> Completion:
+            async with self.slots:
+                return await AsyncGeneration(self.client, inputs, self.timeout_s).whole()
+
+        try:
+            return await _retry_unreachable(generate, self.timeout_s)
+        except _UNREACHABLE_ERRORS:
+            raise
+        except InferenceError as error:
+            return error
+
+    def _inputs(self, chunk: RowChunk, row: int) -> Mapping[str, bytes]:
+        values = {name: column[row] for name, column in chunk.columns.items()}
+        prompt, messages = values.get("text"), _data(_MESSAGES, values.get(_MESSAGES))
+        if not isinstance(prompt, str | None):
+            raise ValueError(f"`text_input` must be text. Given: {prompt!r:.80}")
+        if messages is not None and not isinstance(messages, list):
+            raise ValueError(f"`messages` must be a list of messages. Given: {messages!r:.80}")
+        sampling = _data(_SAMPLING, values.get(_SAMPLING)) or {}
+        own = chunk.parameters[row] if chunk.parameters else {}
+        if not isinstance(sampling, dict):
+            raise ValueError(f"`{_SAMPLING}` must be an object. Given: {sampling!r:.80}")
+        return encode_inputs(prompt or "", messages, {**self.parameters, **sampling, **own})  # type: ignore[typeddict-item]
+
+
+def _data(name: str, value: object) -> Any:
+    """Return the plain data of a cell, which some formats store as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value else None
+    except ValueError as error:
+        raise ValueError(f"`{name}` must be JSON. Given: {error}") from None
+
+
+def _token_counts(answer: Completion) -> tuple[int | None, int | None]:
+    usage = answer.usage
+    return (None, None) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
