@@ -14,10 +14,10 @@ from client_toy import Toy, infer, serve_toy
 from triptych.base.errors import UserError
 from triptych.client.questions import (
     InputRow,
-    ask,
     describe_answer,
     parse_parameters,
     read_input_rows,
+    send_rows,
 )
 
 
@@ -33,7 +33,7 @@ def inputs_of(questions: list[InputRow]) -> list[dict[str, Any]]:
 
 
 def answers(toy: Toy, pipeline: str, questions: list[InputRow], **parameters: Any) -> Any:
-    return ask(pipeline, questions, url=toy.url, parameters=parameters, timeout_s=30.0)
+    return send_rows(pipeline, questions, url=toy.url, parameters=parameters, timeout_s=30.0)
 
 
 def test_what_is_given_once_goes_with_every_row(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_jsonl_file_has_the_inputs_by_name(tmp_path: Path) -> None:
         ('{"image": "nowhere.png"}', [], "rows.jsonl:1", "nowhere.png"),
         ('{"image": "nul\\u0000"}', [], "rows.jsonl:1", "must be a readable file"),
         ("\n\n", [], "rows.jsonl", "must have rows"),
-        ('{"text": "a"}', ["b"], "--text", "must not be given beside lines that have it"),
+        ('{"text": "a"}', ["b"], "--text", "cannot be combined with lines that have this input"),
         ('{"text": "a"}', ["b", "c"], "--text", "at most once beside a file of rows"),
     ],
 )
@@ -179,10 +179,14 @@ def test_rows_with_parameters_of_their_own_keep_their_order(toy: Toy, tmp_path: 
 @pytest.mark.parametrize(
     ("pipeline", "given", "message"),
     [
-        ("reader", ["text"], "`--text-pair` must be given. Given: text. Give what `reader` wants"),
-        ("classifier", ["text", "text_pair"], "`--text-pair` must not be given. Given: text, "),
-        ("seer", ["text"], "`--image` must be given. Given: text. .* of a row: image"),
-        ("tagger", ["image"], "`--text` must be given. Given: image. .* of a row: text"),
+        ("reader", ["text"], "`--text-pair` is required. Given: text. Give the inputs of `reader`"),
+        (
+            "classifier",
+            ["text", "text_pair"],
+            "`--text-pair` is not an input of `classifier`. Given: ",
+        ),
+        ("seer", ["text"], "`--image` is required. Given: text. .* each row: image"),
+        ("tagger", ["image"], "`--text` is required. Given: image. .* each row: text"),
     ],
 )
 def test_inputs_that_are_not_the_pipelines_are_a_mistake(

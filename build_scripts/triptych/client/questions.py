@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from triptych.base.errors import UserError
 from triptych.base.files import parse_yaml
+from triptych.client.bulk.formats import JsonLines, PlainText, open_rows
 from triptych.spec.traffic import PARAMETERS
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ PlainOutputs = Mapping[str, object]
 TIMEOUT_S = 30.0
 """Default deadline of a command in seconds."""
 _IMAGE = "image"
-_OF_COLUMNS = (".csv", ".tsv", ".parquet")
 _MAX_NUMBERS = 6
 
 
@@ -50,31 +50,31 @@ def read_input_rows(
     """Return the rows of ``--text``, ``--text-pair``, ``--image`` and ``--file``, in this order.
 
     A ``.jsonl`` file has a JSON object of inputs per line, with image paths relative to the file,
-    and
-    may have `parameters` as traffic does. Any other file has a text per line. An option that is
-    given
-    once applies to every row.
+    and may have `parameters` as traffic does. A file of plain text has a text per line. An option
+    that is given once applies to every row.
 
     Raises:
         UserError: Nothing is given, inputs differ in number, or a file cannot be read.
     """
-    columns = _by_input(texts, pairs, images)
-    if file is not None and file.suffix.lower() in _OF_COLUMNS:
-        raise UserError(
-            "--out",
-            f"must be given beside a {file.suffix} file, for its rows and their answers",
-            given="nothing",
-            remedy=f"Write for example --out {file.stem}.answers{file.suffix}",
-        )
-    if file is not None and file.suffix.lower() == ".jsonl":
-        return _read_objects(file, _once(columns))
+    columns = _columns(texts, pairs, images)
     if file is not None:
-        columns["text"] += _read_text(file).removesuffix("\n").split("\n")
+        table = open_rows(file)
+        if not isinstance(table, JsonLines):
+            raise UserError(
+                "--out",
+                f"is required for a {file.suffix} file",
+                given="nothing",
+                remedy=f"Write for example --out {file.stem}.answers{file.suffix}",
+            )
+        if not isinstance(table, PlainText):
+            return _read_objects(table, _single_values(columns))
+        columns["text"] += [line for _, line in table.lines()]
     columns = {name: values for name, values in columns.items() if values}
     if not columns:
         raise UserError(
             "--text",
-            "or --text-pair, --image, --file must be given",
+            "is required, or one of --text-pair, --image, --file, --chat and --prompt",
+            given="nothing" if file is None else f"{file} without lines",
             remedy='Write for example --text "hello"',
         )
     count = max(map(len, columns.values()))
@@ -83,7 +83,7 @@ def read_input_rows(
             ", ".join(map(_option, columns)),
             "must be given equally often, or once",
             given=", ".join(f"{_option(name)} {len(v)}" for name, v in columns.items()),
-            remedy="Give one of each a row",
+            remedy="Give each option once per row, or once for all rows",
         )
     rows = zip(*(v if len(v) == count else v * count for v in columns.values()), strict=True)
     return [_input_row(dict(zip(columns, row, strict=True)), Path()) for row in rows]
@@ -97,17 +97,17 @@ def read_constants(
     Raises:
         UserError: An option is given twice, or an image cannot be read.
     """
-    return _input_row(_once(_by_input(texts, pairs, images)), Path()).inputs
+    return _input_row(_single_values(_columns(texts, pairs, images)), Path()).inputs
 
 
-def _by_input(
+def _columns(
     texts: Sequence[str], pairs: Sequence[str], images: Sequence[Path]
 ) -> dict[str, list[str]]:
     paths = [str(path) for path in images]
     return {"text": list(texts), "text_pair": list(pairs), _IMAGE: paths}
 
 
-def _once(columns: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def _single_values(columns: Mapping[str, Sequence[str]]) -> dict[str, str]:
     for name, values in columns.items():
         if len(values) > 1:
             raise UserError(
@@ -127,30 +127,49 @@ def parse_parameters(pairs: Sequence[str]) -> dict[str, Parameter]:
     Raises:
         UserError: The text is not a pair, or its value is neither a scalar nor a list of scalars.
     """
-    parameters: dict[str, Parameter] = {}
+
+    def convert(text: str) -> Parameter | None:
+        value = parse_yaml(text)
+        # A list is read without YAML's types: `[yes, 1.50]` names two labels.
+        return request_parameter(
+            yaml.load(text, yaml.BaseLoader) if isinstance(value, list) else value
+        )
+
+    rule = "must be KEY=VALUE, with a plain value or a list of plain values"
+    return _parse_pairs(pairs, convert, rule, "dimensions=128")
+
+
+def parse_sampling(pairs: Sequence[str]) -> Sampling:
+    """Return ``KEY=VALUE`` pairs as sampling parameters, with values read as YAML.
+
+    The server checks them.
+
+    Raises:
+        UserError: The text is not a pair, or not YAML.
+    """
+    return cast("Sampling", _parse_pairs(pairs, parse_yaml, "must be KEY=VALUE", "max_tokens=64"))
+
+
+def _parse_pairs(
+    pairs: Sequence[str], convert: Callable[[str], Any], rule: str, example: str
+) -> dict[str, Any]:
+    parsed = {}
     for pair in pairs:
-        key, separator, text = pair.partition("=")
+        key, _, text = pair.partition("=")
         try:
-            value = parse_yaml(text) if separator and key else None
-            if isinstance(value, list):
-                # Without YAML's types: `[yes, 1.50]` names two labels.
-                value = yaml.load(text, yaml.BaseLoader)
+            value = convert(text) if key else None
         except ValueError:
             value = None
-        if (parameter := request_parameter(value)) is None:
-            raise UserError(
-                "--parameter",
-                "must be KEY=VALUE with a plain value or a list of such",
-                given=pair,
-                remedy="Write for example --parameter dimensions=128",
-            )
-        parameters[key] = parameter
-    return parameters
+        if value is None:
+            remedy = f"Write for example --parameter {example}"
+            raise UserError("--parameter", rule, given=pair, remedy=remedy)
+        parsed[key] = value
+    return parsed
 
 
-def ask(
+def send_rows(
     pipeline: str,
-    questions: Sequence[InputRow],
+    rows: Sequence[InputRow],
     *,
     url: str,
     parameters: Mapping[str, Parameter],
@@ -170,8 +189,33 @@ def ask(
         with Client(pipeline, url, timeout_s=timeout_s) as client:
             config = client.interface()
             config.check_takes_rows(pipeline)
-            _check_inputs(pipeline, config.inputs, questions)
-            return _send(client, config, questions, parameters)
+            _check_inputs(pipeline, config.inputs, rows)
+            return _send(client, config, rows, parameters)
+    except InferenceError as error:
+        raise request_failure(pipeline, url, error) from error
+
+
+def stream_answer(
+    pipeline: str,
+    url: str,
+    chat: str | None,
+    prompt: str | None,
+    sampling: Sampling,
+    timeout_s: float,
+) -> Iterator[Chunk]:
+    """Yield the chunks of the response to a user's message `chat`, or to a `prompt`.
+
+    Raises:
+        UserError: The server rejected the request, or was not reached.
+    """
+    from triptych.client import Client, InferenceError
+
+    try:
+        with Client(pipeline, url, timeout_s=timeout_s) as client:
+            if prompt is not None:
+                yield from client.generate(prompt, **sampling)
+            else:
+                yield from client.chat([{"role": "user", "content": str(chat)}], **sampling)
     except InferenceError as error:
         raise request_failure(pipeline, url, error) from error
 
@@ -229,90 +273,96 @@ def describe_answer(answer: PlainOutputs) -> list[str]:
     for name, value in answer.items():
         if isinstance(value, list) and name not in beside:
             lines += _describe_list(name, value)
-    # Empty outputs are worth a word only where nothing else is there, as no entities in a text.
+    # Empty outputs are shown only if nothing else is, such as a text without entities.
     return lines or [f"{name}: none" for name in answer]
 
 
 def _send(
     client: Client,
     config: PipelineConfig,
-    questions: Sequence[InputRow],
+    rows: Sequence[InputRow],
     parameters: Mapping[str, Parameter],
 ) -> list[PlainOutputs]:
     from triptych.client import InvalidRequestError
 
-    alike: dict[str, list[int]] = {}
-    for index, question in enumerate(questions):
-        key = json.dumps({**parameters, **question.parameters}, sort_keys=True)
-        alike.setdefault(key, []).append(index)
-    answers: list[PlainOutputs] = [{}] * len(questions)
-    for key, rows in alike.items():
-        inputs = {name: [questions[row].inputs[name] for row in rows] for name in config.inputs}
+    groups: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        key = json.dumps({**parameters, **row.parameters}, sort_keys=True)
+        groups.setdefault(key, []).append(index)
+    answers: list[PlainOutputs] = [{}] * len(rows)
+    for key, indexes in groups.items():
+        inputs = {name: [rows[index].inputs[name] for index in indexes] for name in config.inputs}
         try:
             outputs = client.infer(inputs, parameters=json.loads(key))
         except InvalidRequestError as error:
-            row = None if error.row is None else rows[error.row]
-            raise InvalidRequestError(error.message, row) from error
+            faulty = None if error.row is None else indexes[error.row]
+            raise InvalidRequestError(error.message, faulty) from error
         columns = plain_outputs(config, outputs)
-        for place, row in enumerate(rows):
-            answers[row] = {name: column[place] for name, column in columns.items()}
+        for position, index in enumerate(indexes):
+            answers[index] = {name: column[position] for name, column in columns.items()}
     return answers
 
 
-def _check_inputs(pipeline: str, wanted: Sequence[str], questions: Sequence[InputRow]) -> None:
-    for question in questions:
-        missing = [name for name in wanted if name not in question.inputs]
-        foreign = [name for name in question.inputs if name not in wanted]
-        if not missing and not foreign:
+def _check_inputs(pipeline: str, inputs: Sequence[str], rows: Sequence[InputRow]) -> None:
+    for row in rows:
+        missing = [name for name in inputs if name not in row.inputs]
+        extra = [name for name in row.inputs if name not in inputs]
+        if not missing and not extra:
             continue
-        name = (missing or foreign)[0]
-        rule = "must be given" if missing else "must not be given"
+        name = (missing or extra)[0]
+        if row.source:
+            rule = f"must {'' if missing else 'not '}have the input `{name}`"
+        else:
+            rule = "is required" if missing else f"is not an input of `{pipeline}`"
         raise UserError(
-            question.source or _option(name),
-            f"{rule}: `{name}`" if question.source else rule,
-            given=", ".join(question.inputs) or "nothing",
-            remedy=f"Give what `{pipeline}` wants of a row: {', '.join(wanted)}",
+            row.source or _option(name),
+            rule,
+            given=", ".join(row.inputs) or "nothing",
+            remedy=f"Give the inputs of `{pipeline}` for each row: {', '.join(inputs)}",
         )
 
 
-def _read_objects(file: Path, common: Mapping[str, str]) -> list[InputRow]:
-    # The path of an image on the command line is from where the user stands.
-    beside = _input_row(common, Path())
-    questions = []
-    for number, line in enumerate(_read_text(file).split("\n"), start=1):
-        if not line.strip():
-            continue
-        source = f"{file}:{number}"
-        row, parameters = _parse_object(line, source)
-        twice = sorted(common.keys() & row.keys())
-        if twice:
+def _read_objects(table: JsonLines, constants: Mapping[str, str]) -> list[InputRow]:
+    # The path of an image on the command line is relative to the current folder.
+    common = _input_row(constants, Path())
+    rows = []
+    for number, line in table.lines():
+        source = f"{table.path}:{number}"
+        values, parameters = _parse_object(table, line, source)
+        if twice := sorted(constants.keys() & values.keys()):
             raise UserError(
-                _option(twice[0]), "must not be given beside lines that have it", given=source
+                _option(twice[0]),
+                "cannot be combined with lines that have this input",
+                given=source,
+                remedy="Remove the option, or the input from the lines",
             )
-        own = _input_row(row, file.parent, source)
-        shown = " | ".join(part for part in (beside.shown, own.shown) if part)
-        questions.append(InputRow({**beside.inputs, **own.inputs}, shown, source, parameters))
-    if not questions:
+        own = _input_row(values, table.path.parent, source)
+        shown = " | ".join(part for part in (common.shown, own.shown) if part)
+        rows.append(InputRow({**common.inputs, **own.inputs}, shown, source, parameters))
+    if not rows:
         raise UserError(
-            str(file), "must have rows", given="none", remedy='Write for example {"text": "hello"}'
+            str(table.path),
+            "must have rows",
+            given="none",
+            remedy='Write for example {"text": "hello"}',
         )
-    return questions
+    return rows
 
 
-def _parse_object(line: str, source: str) -> tuple[dict[str, str], dict[str, Parameter]]:
+def _parse_object(
+    table: JsonLines, line: str, source: str
+) -> tuple[dict[str, str], dict[str, Parameter]]:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
+        row = table.parse(line)
+    except ValueError as error:
         raise UserError(
             source,
             "must be a JSON object with a string for each input",
             given=line[:80],
             remedy='Write for example {"text": "hello"}',
-        )
-    asked = row.pop(PARAMETERS, {})
-    for name, value in {**row, PARAMETERS: asked}.items():
+        ) from error
+    own = row.pop(PARAMETERS, {})
+    for name, value in {**row, PARAMETERS: own}.items():
         if not isinstance(value, dict if name == PARAMETERS else str):
             raise UserError(
                 f"{source}: {name}",
@@ -321,12 +371,13 @@ def _parse_object(line: str, source: str) -> tuple[dict[str, str], dict[str, Par
                 remedy='Write for example {"text": "hello"}, or keep other columns with --out',
             )
     parameters = {}
-    for name, value in asked.items():
+    for name, value in own.items():
         if (parameter := request_parameter(value)) is None:
             raise UserError(
                 f"{source}: {PARAMETERS}.{name}",
                 "must be a plain value, or a list of strings",
                 given=f"{value!r:.80}",
+                remedy='Write for example {"top_k": 3}',
             )
         parameters[name] = parameter
     return row, parameters
@@ -341,22 +392,14 @@ def _input_row(row: Mapping[str, str], folder: Path, source: str = "") -> InputR
             raise UserError(
                 source or _option(_IMAGE),
                 "must be a readable file",
-                given=f"{row[_IMAGE]}: {error}",
+                given=f"{row[_IMAGE]} ({getattr(error, 'strerror', None) or error})",
+                remedy="Check the path and its permissions",
             ) from error
     return InputRow(inputs, " | ".join(row.values()), source)
 
 
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            "--file", "must be a readable file of UTF-8 text", given=f"{file}: {error}"
-        ) from error
-
-
 def request_parameter(value: object) -> Parameter | None:
-    """`value` as a request can carry it; None where it cannot."""
+    """Return `value` in a type that a request supports; None if there is none."""
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return json.dumps(value, ensure_ascii=False)
     return value if isinstance(value, bool | int | float | str) else None
@@ -403,52 +446,3 @@ def _show(value: object) -> str:
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def parse_sampling(pairs: Sequence[str]) -> Sampling:
-    """Return ``KEY=VALUE`` pairs as sampling parameters, with values read as YAML.
-
-    Raises:
-        UserError: The text is not a pair, or not YAML.
-    """
-    sampling: dict[str, Any] = {}
-    for pair in pairs:
-        key, separator, text = pair.partition("=")
-        try:
-            value = parse_yaml(text) if separator and key else None
-        except ValueError:
-            value = None
-        if value is None:
-            raise UserError(
-                "--parameter",
-                "must be KEY=VALUE",
-                given=pair,
-                remedy="Write for example --parameter max_tokens=64",
-            )
-        sampling[key] = value
-    return cast("Sampling", sampling)  # the server says what it does not know
-
-
-def stream_answer(
-    pipeline: str,
-    url: str,
-    chat: str | None,
-    prompt: str | None,
-    sampling: Sampling,
-    timeout_s: float,
-) -> Iterator[Chunk]:
-    """Yield the chunks of the response to a user's message `chat`, or to a `prompt`.
-
-    Raises:
-        UserError: The server rejected the request, or was not reached.
-    """
-    from triptych.client import Client, InferenceError
-
-    try:
-        with Client(pipeline, url, timeout_s=timeout_s) as client:
-            if prompt is not None:
-                yield from client.generate(prompt, **sampling)
-            else:
-                yield from client.chat([{"role": "user", "content": str(chat)}], **sampling)
-    except InferenceError as error:
-        raise request_failure(pipeline, url, error) from error

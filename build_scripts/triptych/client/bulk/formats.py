@@ -9,7 +9,7 @@ import csv
 import io
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -154,14 +154,15 @@ class JsonLines:
     """Rows as JSON objects; a line keeps its bytes, and results are added before its brace."""
 
     def __init__(self, path: Path) -> None:
+        path.open("rb").close()  # a missing file is reported here
         self.path = path
 
     def scan(self, names: Sequence[str]) -> Scan:
         rows, found, columns = 0, set[str](), dict[str, None]()
-        for line in self._lines():
+        for _, line in self.lines():
             rows += 1
             try:
-                row = self._parse(line)
+                row = self.parse(line)
             except ValueError:
                 continue
             found |= {name for name in names if name in row}
@@ -170,14 +171,14 @@ class JsonLines:
         return Scan(rows, frozenset(found), list(columns)[:_MAX_SHOWN])
 
     def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[RowChunk]:
-        lines = islice(self._lines(), skip, None)
+        lines = islice((line for _, line in self.lines()), skip, None)
         while kept := list(islice(lines, size)):
             columns: dict[str, list[object]] = {name: [] for name in wanted}
             faults, parameters = {}, []
             for row, line in enumerate(kept):
                 values: dict[str, Any] = {}
                 try:
-                    values = self._parse(line)
+                    values = self.parse(line)
                     parameters.append(_own_parameters(values))
                 except ValueError as error:
                     faults[row] = str(error)
@@ -207,7 +208,8 @@ class JsonLines:
     def join(self, parts: Sequence[Path], columns: Sequence[AnswerColumn], out: IO[bytes]) -> None:
         copy_parts(parts, out)
 
-    def _lines(self) -> Iterator[str]:
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Yield each line with its number, from 1."""
         # Only line feeds separate lines: a JSON string may contain other line separators.
         with self.path.open(encoding="utf-8-sig", newline="\n") as file:
             number = 0
@@ -215,7 +217,7 @@ class JsonLines:
                 for line in file:
                     number += 1
                     if not self._is_blank(line):
-                        yield line.rstrip("\r\n")
+                        yield number, line.rstrip("\r\n")
             except UnicodeDecodeError as error:
                 raise not_utf8(self.path, number, error) from error
 
@@ -228,10 +230,15 @@ class JsonLines:
         Raises:
             ValueError: The line is not a JSON object.
         """
-        self._parse(line)
+        self.parse(line)
         return line
 
-    def _parse(self, line: str) -> dict[str, Any]:
+    def parse(self, line: str) -> dict[str, Any]:
+        """Return the row in a line.
+
+        Raises:
+            ValueError: The line is not a JSON object.
+        """
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -248,9 +255,9 @@ class PlainText(JsonLines):
         return False
 
     def _own(self, line: str) -> str:
-        return json.dumps(self._parse(line), ensure_ascii=False)
+        return json.dumps(self.parse(line), ensure_ascii=False)
 
-    def _parse(self, line: str) -> dict[str, Any]:
+    def parse(self, line: str) -> dict[str, Any]:
         return {"text": line}
 
 
@@ -373,3 +380,35 @@ def _cell(value: Any) -> str:
     if value is None or value == []:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _open_parquet(path: Path) -> Table:
+    from triptych.client.bulk.parquet import Parquet
+
+    return Parquet(path)
+
+
+FORMATS: dict[str, Callable[[Path], Table]] = {
+    ".csv": Delimited,
+    ".tsv": Delimited,
+    ".jsonl": JsonLines,
+    ".parquet": _open_parquet,
+}
+"""Format by file extension; a file with another extension has a text per line."""
+
+
+def open_rows(path: Path) -> Table:
+    """Return the rows of `path`.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    try:
+        return FORMATS.get(path.suffix.lower(), PlainText)(path)
+    except OSError as error:
+        raise UserError(
+            "--file",
+            "is not a readable file",
+            given=f"{path} ({error.strerror})",
+            remedy="Check the path and its permissions",
+        ) from error

@@ -24,16 +24,15 @@ from triptych.base.files import os_errors_as_user_errors, sync, write_files
 from triptych.client import AsyncClient, InferenceError
 from triptych.client.bulk.formats import (
     ERROR,
+    FORMATS,
     AnswerColumn,
     Answers,
-    Delimited,
-    JsonLines,
-    PlainText,
     RowChunk,
     Table,
     beside,
     check_columns,
     name_columns,
+    open_rows,
 )
 from triptych.client.bulk.jobs import (
     CHUNKS,
@@ -47,20 +46,6 @@ from triptych.client.bulk.jobs import (
 from triptych.client.questions import request_failure
 
 
-def _parquet(path: Path) -> Table:
-    from triptych.client.bulk.parquet import Parquet
-
-    return Parquet(path)
-
-
-_FORMATS: dict[str, Callable[[Path], Table]] = {
-    ".csv": Delimited,
-    ".tsv": Delimited,
-    ".jsonl": JsonLines,
-    ".parquet": _parquet,
-}
-
-
 def open_table(path: Path, out: Path) -> Table:
     """Return the rows of `path`, whose results go to `out`; unknown formats are lines of text.
 
@@ -68,7 +53,7 @@ def open_table(path: Path, out: Path) -> Table:
         UserError: The file cannot be read, or `out` has another format.
     """
     suffix = path.suffix.lower()
-    wanted = suffix if suffix in _FORMATS else ".jsonl"
+    wanted = suffix if suffix in FORMATS else ".jsonl"
     if out.suffix.lower() != wanted:
         raise UserError(
             "--out",
@@ -76,15 +61,7 @@ def open_table(path: Path, out: Path) -> Table:
             given=out,
             remedy=f"Name it {out.with_suffix(wanted).name}",
         )
-    try:
-        return _FORMATS.get(suffix, PlainText)(path)
-    except OSError as error:
-        raise UserError(
-            "--file",
-            "is not a readable file",
-            given=f"{path}: {error}",
-            remedy="Check the path and its permissions",
-        ) from error
+    return open_rows(path)
 
 
 _RUN = "run.json"

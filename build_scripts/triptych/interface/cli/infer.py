@@ -61,7 +61,8 @@ def infer(
         typer.Option(
             "--out",
             "-o",
-            help="File for the rows of --file with their answers. Default: print the answers.",
+            help="File for the rows of --file with their answers; required for .csv, .tsv and "
+            ".parquet. Default: print the answers.",
         ),
     ] = None,
     text_column: Annotated[
@@ -116,15 +117,16 @@ def infer(
 ) -> None:
     """Send texts, images, a file of rows or a chat to a served pipeline.
 
-    One --text goes with each of several --text-pair, and one --text-pair with each --text.
+    An option that is given once applies to every row: `--text Q --text-pair A --text-pair B` sends
+    the pairs Q, A and Q, B. --chat and --prompt exclude each other and all other inputs.
     With --out, an interrupted run continues when the command is repeated.
     """
     from triptych.client.questions import (
         TIMEOUT_S,
-        ask,
         describe_answer,
         parse_parameters,
         read_input_rows,
+        send_rows,
     )
 
     if chat is not None or prompt is not None:
@@ -152,27 +154,27 @@ def infer(
                 "--out", "is only supported with --file", given=out, remedy="Add --file FILE"
             )
         constants = read_constants(text or (), text_pair or (), image or ())
-        order = BulkOptions(name, file, out, url, named, constants, parameters or (), timeout_s)
+        options = BulkOptions(name, file, out, url, named, constants, parameters or (), timeout_s)
         with _progress_display() as show:
-            done = run(order, show)
+            done = run(options, show)
         _print_run(done, out, as_json)
         return
     if named:
         raise UserError(
             "--out",
-            "is missing, and options that name columns need it",
+            "is required with options that name columns",
             given="nothing",
             remedy="Add --out FILE",
         )
-    questions = read_input_rows(text or (), text_pair or (), image or (), file)
-    asked = parse_parameters(parameters or ())
+    rows = read_input_rows(text or (), text_pair or (), image or (), file)
     limit_s = TIMEOUT_S if timeout_s is None else timeout_s
-    answers = ask(name, questions, url=url, parameters=asked, timeout_s=limit_s)
+    parsed = parse_parameters(parameters or ())
+    answers = send_rows(name, rows, url=url, parameters=parsed, timeout_s=limit_s)
     if as_json:
         print_json(answers)
         return
-    for question, answer in zip(questions, answers, strict=True):
-        output.print(f"{question.shown!r:.70}", style="bold", markup=False)
+    for row, answer in zip(rows, answers, strict=True):
+        output.print(f"{row.shown!r:.70}", style="bold", markup=False)
         for line in describe_answer(answer):
             output.print(f"  {line}", markup=False)
 
@@ -192,8 +194,8 @@ def _generate(
     from triptych.client.questions import parse_sampling, stream_answer
 
     began, first_s, last_s, chunks = time.monotonic(), 0.0, 0.0, []
-    asked = parse_sampling(parameters)
-    for chunk in stream_answer(name, url, chat, prompt, asked, timeout_s):
+    sampling = parse_sampling(parameters)
+    for chunk in stream_answer(name, url, chat, prompt, sampling, timeout_s):
         last_s = time.monotonic() - began
         first_s = first_s or last_s
         chunks.append(chunk)
@@ -207,9 +209,9 @@ def _generate(
     output.print()
     tokens = len(whole.token_ids)
     rate = f", then {(tokens - 1) / (last_s - first_s):.3g} tokens/s" if last_s > first_s else ""
-    given = f"{whole.usage.prompt_tokens} prompt tokens, " if whole.usage is not None else ""
+    prompt_part = f"{whole.usage.prompt_tokens} prompt tokens, " if whole.usage is not None else ""
     status.print(
-        f"{given}{tokens} tokens ({whole.finish_reason}), first after {first_s:.3f} s{rate}",
+        f"{prompt_part}{tokens} tokens ({whole.finish_reason}), first after {first_s:.3f} s{rate}",
         markup=False,
     )
 
