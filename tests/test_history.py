@@ -117,9 +117,9 @@ def test_the_command_lists_and_puts_back(repository: Path) -> None:
     assert [build["promise"] for build in listed["builds"]] == ["", promise]
     assert [bool(build["replaced_at"]) for build in listed["builds"]] == [False, True]
     shown = run("history", "tiny")
-    assert f"{first[:12]}  built 2026-01-01T00:00:01, replaced " in shown
+    assert f"{first[:12]}  built 2026-01-01T00:00:01 UTC, replaced " in shown
     assert f"fp32, passed\n  bench: 9/s at 1 client.\n  {promise}\n" in shown
-    assert "1 replaced builds in " in shown
+    assert "1 replaced build in " in shown
     assert f"build {first[:12]} is active again" in run("rollback", "tiny")
     assert "is already active" in run("rollback", "tiny", first[:12])
     assert "0 replaced builds, 0.0 MB" in run("history", "tiny", "--keep", "0")
@@ -211,7 +211,7 @@ def test_a_lock_of_another_kind_will_do(repository: Path) -> None:
     first = write_next(repository, "guest", 2, schema="other-1", gate=None, plan={"max_length": 9})
     write_next(repository, "guest", 3)
     shown = CliRunner().invoke(app, ["history", "guest", "-r", str(repository)]).output
-    assert f"{first[:12]}  built 2026-01-01T00:00:02, replaced " in shown
+    assert f"{first[:12]}  built 2026-01-01T00:00:02 UTC, replaced " in shown
     assert "no precision, not checked\n" in shown
     assert rollback(repository, "guest", first).builds == {"guest": first}
     assert lock_data(repository, "guest")["schema"] == "other-1"

@@ -65,6 +65,15 @@ def read_settings(url: str, model: str) -> dict[str, Any]:
     return found
 
 
+def check_served(url: str, pipeline: str) -> None:
+    """Check that a server at `url` serves the pipeline.
+
+    Raises:
+        UserError: There is no response at `url`, or it does not serve the pipeline.
+    """
+    read_settings(url, pipeline)
+
+
 @dataclass(frozen=True)
 class StepStatistics:
     """Sums since the server loaded the step; two of them subtracted give what lay between.

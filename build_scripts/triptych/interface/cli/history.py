@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from triptych.base.errors import UserError
+from triptych.base.formatting import amount
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     REPOSITORY,
@@ -32,7 +33,7 @@ def history(
         typer.Option(
             "--keep",
             min=0,
-            help="Number of replaced builds to keep; older ones are removed. Default: all stay.",
+            help="Number of replaced builds to keep; older ones are removed. Default: remove none.",
         ),
     ] = None,
     as_json: Json = False,
@@ -63,15 +64,17 @@ def history(
         print_json({"builds": builds, "kept_bytes": taken})
         return
     for build in builds:
-        state = f"replaced {build['replaced_at'][:19]}" if build["replaced_at"] else "active"
-        line = f"{build['build'][:_DIGITS]}  built {build['built_at']}, {state}"
+        state = f"replaced {build['replaced_at'][:19]} UTC" if build["replaced_at"] else "active"
+        line = f"{build['build'][:_DIGITS]}  built {build['built_at']} UTC, {state}"
         output.print(line, style="" if build["replaced_at"] else "bold", markup=False)
         output.print(f"  {build['precision'] or 'no precision'}, {build['gate']}", markup=False)
         output.print(f"  bench: {build['bench'] or 'not measured'}", markup=False)
         if build["promise"]:
             output.print(f"  {build['promise']}", markup=False)
     where = f" in {history_folder(repository)}" if kept else ""
-    output.print(f"{len(kept)} replaced builds{where}, {taken / 1e6:.1f} MB", markup=False)
+    output.print(
+        f"{amount(len(kept), 'replaced build')}{where}, {taken / 1e6:.1f} MB", markup=False
+    )
 
 
 @verb()
@@ -86,8 +89,8 @@ def rollback(
 ) -> None:
     """Activate a replaced build again.
 
-    The build's lock is restored as well, and the active build joins the history. A server started
-    by `serve` reloads the pipeline. Pipelines that share the core are rolled back if necessary.
+    The active build joins the history. A server started by `serve` reloads the pipeline. Pipelines
+    that share the core are rolled back too, unless they already use the core of that build.
     """
     from triptych.repository.history import rollback
 
@@ -117,7 +120,7 @@ def _describe(folder: Path, pipeline: str, build: str, replaced_at: str) -> dict
         "built_at": "" if record is None else record.built_at[:19],
         "replaced_at": replaced_at,
         "precision": gate.get("precision", ""),
-        "gate": "lock not readable" if record is None else _verdict(gate),
+        "gate": "build manifest not readable" if record is None else _verdict(gate),
         "verdicts": {verdict["metric"]: verdict["value"] for verdict in gate.get("verdicts", ())},
         "bench": "".join(lines[:1]).removeprefix("Best: ").strip(),
         "promise": "".join(lines[1:2]).strip(),

@@ -93,7 +93,9 @@ class PriceOptions:
     ] = None
     headroom: Annotated[
         float,
-        typer.Option(help="Share (0 to 1) of a machine's maximum rate that stays unused."),
+        typer.Option(
+            min=0, max=0.99, help="Share (0 to 0.99) of a machine's maximum rate that stays unused."
+        ),
     ] = 0.3
 
     def price(self) -> Price | None:

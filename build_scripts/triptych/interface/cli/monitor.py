@@ -241,14 +241,13 @@ def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRu
     from triptych.spec.spec import load_spec
 
     spec = load_spec(folders.pipelines / name)
-    inputs = read_inputs(spec, progress).as_built(folders.repository)
     folder = options.reports / name / RUN_FOLDER
     timeline = read_timeline(folder)
     sample = read_sample(
         options.samples, name, keep_hours=_keep_hours(spec), known=frozenset(timeline.files)
     )
     result = run_monitor(
-        inputs,
+        read_inputs(spec, progress).as_built(folders.repository),
         folders.repository,
         sample,
         progress,
@@ -407,8 +406,8 @@ def traffic(
     from triptych.spec.spec import load_spec
 
     spec = load_spec(folders.pipelines / name)
-    inputs = read_inputs(spec, progress).as_built(folders.repository)
     sample = read_sample(samples, name, keep_hours=_keep_hours(spec))
+    inputs = read_inputs(spec, progress).as_built(folders.repository)
     change = take_rows(inputs, sample, replace=replace, max_rows=max_rows)
     if as_json:
         print_json(change.as_dict())

@@ -381,12 +381,15 @@ def verify(
 ) -> None:
     """Run the accuracy gate against a running server."""
     from triptych.building.kinds import STEPS
+    from triptych.client.server_info import check_served
     from triptych.core.gate.verify import describe_verification, verification_data
     from triptych.serving.endpoint import check_built, open_endpoint
     from triptych.spec.any_spec import load_any_spec
 
     if url is None:
         check_built(folders.repository, name)
+    else:  # before the reference is computed, which takes minutes
+        check_served(url, name)
     spec = load_any_spec(folders.pipelines / name, overrides or ())
     steps = STEPS[spec.kind]
     inputs = steps.read(spec, progress)
@@ -433,6 +436,7 @@ def ui(
 
     The page shows the answers in the form of the task, and the time of each step.
     """
+    from triptych.client.server_info import check_served
     from triptych.interface.kinds import FACES
     from triptych.repository.store import recover
     from triptych.serving.endpoint import check_built
@@ -444,6 +448,8 @@ def ui(
         check_built(folders.repository, name)
         recover(folders.repository)
         check_and_make_flags(folders.repository, production=False)
+    else:
+        check_served(url, name)
     port = reserve_ports(host, {"--port": port})["--port"]  # fails before a server starts
     spec = load_active_spec(name, folders)
     if not is_loopback(host):
