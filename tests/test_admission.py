@@ -99,11 +99,11 @@ def test_the_limit_holds_over_all_instances(in_flight: InFlight) -> None:
 
 def test_what_got_lost_is_forgotten_with_the_next_that_comes_through(in_flight: InFlight) -> None:
     tickets = ask(Admission(in_flight, 10, 1.0), 9, rows=2)
-    assert (in_flight.under_way(), in_flight.rows_under_way()) == (9, 18)
+    assert (in_flight.requests_in_flight(), in_flight.rows_in_flight()) == (9, 18)
     in_flight.mark_finished(tickets[8], 2)  # earlier ones failed, or their clients left
-    assert (in_flight.under_way(), in_flight.rows_under_way()) == (0, 0)
+    assert (in_flight.requests_in_flight(), in_flight.rows_in_flight()) == (0, 0)
     in_flight.mark_finished(tickets[3], 2)  # late, out of order: takes nothing back
-    assert in_flight.under_way() == 0
+    assert in_flight.requests_in_flight() == 0
 
 
 def test_a_full_pipeline_that_lost_everything_opens_again(
@@ -264,7 +264,7 @@ def test_a_core_that_says_nothing_is_given_little_more_at_first(
 ) -> None:
     """It may have lost what it had, or have no CPU: then all that it is given comes too late."""
     slot, sender, tickets = in_flight.take_slot(), Sender(), []
-    backlog = backlog_module.Backlog(in_flight, slot, batch_rows=32, longest_wait_s=60.0)
+    backlog = backlog_module.Backlog(in_flight, slot, batch_rows=32, max_wait_s=60.0)
 
     def respond() -> None:
         tickets.append(in_flight.admit(slot, 1))
@@ -286,7 +286,9 @@ def test_a_core_that_says_nothing_is_given_little_more_at_first(
     assert is_given(given - 32)
     sender.has_left = True
     wait_until(
-        lambda: in_flight.under_way() == in_flight.rows_in_core(), "those who left wait no more", 10
+        lambda: in_flight.requests_in_flight() == in_flight.rows_in_core(),
+        "those who left wait no more",
+        10,
     )
 
 
@@ -300,7 +302,7 @@ def test_a_forged_ticket_settles_nothing(in_flight: InFlight) -> None:
         ticket._replace(mac=ticket.mac ^ 1),
     ):
         assert not in_flight.mark_finished(forged, 1)
-    assert in_flight.under_way() == 4
+    assert in_flight.requests_in_flight() == 4
 
 
 def test_what_waited_is_let_in_when_the_server_stops(in_flight: InFlight, clock: Clock) -> None:
@@ -344,16 +346,16 @@ def test_processes_share_one_count_and_leave_their_slots(in_flight: InFlight) ->
         assert child.stdout is not None
         slots.add(child.stdout.readline().strip())
     assert slots == {"0", "1", "2"}
-    assert (in_flight.under_way(), in_flight.rows_under_way()) == (3000, 6000)
+    assert (in_flight.requests_in_flight(), in_flight.rows_in_flight()) == (3000, 6000)
     (same,) = [
         counts for counts in InFlight.of_server(os.getppid()) if counts.path == in_flight.path
     ]
-    assert same.under_way() == 3000
+    assert same.requests_in_flight() == 3000
     for child in children:
         child.communicate(timeout=30)
     # A reloaded step takes a dead one's slot, and what that had under way.
     assert in_flight.take_slot() == 0
-    assert in_flight.under_way() == 2000
+    assert in_flight.requests_in_flight() == 2000
     assert in_flight.path.stat().st_mode & 0o777 == 0o600
 
 

@@ -59,7 +59,7 @@ def test_sigterm_loses_nothing(alone: Path, tmp_path: Path) -> None:
                 assert eventually(lambda: counts.admitted() == before + 64)
                 process.send_signal(signal.SIGTERM)
                 asked_at = time.monotonic()
-                assert counts.under_way() > 0
+                assert counts.requests_in_flight() > 0
                 assert eventually(lambda: counts.closed_at > 0)
                 time.sleep(2 * SHUTDOWN_GRACE_S)
                 with pytest.raises((PipelineNotReadyError, ServerUnreachableError)):

@@ -145,7 +145,7 @@ def test_an_adapter_answers_where_a_request_names_it(
     with Client("quick", server.grpc_url) as client:
         assert client.generate(TEXTS[0], adapter="terse").whole().token_ids == tuple(ids[::-1])
     refused = slow.ask(text_input="a", sampling_parameters={"adapter": "terse"})
-    assert "adapter` must be left out: it has none" in refused.error
+    assert "adapter` must be left out, because the pipeline has no adapters" in refused.error
 
 
 def test_a_request_at_fault_is_refused_alone(quick: Streams) -> None:

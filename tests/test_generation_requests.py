@@ -34,7 +34,7 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
         ("{", "must be JSON"),
         ('{"max_tokens": 0}', "must be an integer from 1 to 1000000. Given: 0"),
         ('{"max_tokens": true}', "Given: True"),
-        ('{"max_tokens": 11}', "at most the 10 tokens that there is room for"),
+        ('{"max_tokens": 11}', "must be at most 10, the number of tokens that fit"),
         ('{"top_p": 0}', "must be a number above 0 to 1"),
         ('{"temperature": "hot"}', "must be a number from 0 to 2"),
         ('{"ignore_eos": 1}', "must be true or false. Given: 1"),
@@ -47,8 +47,8 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
             "and 200 levels. Given: {'items'",
         ),
         ('{"adapter": 1}', "must be a name of at most 64 characters"),
-        ('{"adapter": "a"}', "must be left out: it has none"),
-        ('{"max_token": 3}', "is not known; known are: adapter, frequency_penalty"),
+        ('{"adapter": "a"}', "must be left out, because the pipeline has no adapters"),
+        ('{"max_token": 3}', "is not known; known parameters: adapter, frequency_penalty"),
     ):
         with pytest.raises(RequestError) as caught:
             check_sampling(text, DEFAULTS, room=10)
@@ -86,7 +86,7 @@ def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> No
         ('[{"role": "user"}]', "`messages[0]` must be an object with strings"),
         ('[{"role": "tool", "content": ""}]', "no such role: tool"),
         (json.dumps([{"role": "user", "content": "dog " * 99}]), "must have 1 to 63 tokens"),
-        ('[{"role": "user", "content": "\\ud800"}]', "a surrogate) is none. Given: '\\ud800'"),
+        ('[{"role": "user", "content": "\\ud800"}]', "without lone surrogates. Given: '\\ud800'"),
     ):
         with pytest.raises(RequestError) as caught:
             prompts.of_messages(messages)
@@ -94,15 +94,15 @@ def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> No
     # What cannot fit is not tokenized first; what can is.
     widest = max(tokenizer.get_vocab(), key=len).replace("Ġ", " ")
     assert len(prompts.of_text(widest * 62)) == 63
-    with pytest.raises(RequestError, match=f"of which a token has {len(widest)} at most"):
+    with pytest.raises(RequestError, match=f"a token has at most {len(widest)}"):
         prompts.of_text(widest * 63 + " ")
     # Many a tokenizer was given tokens that the weights were not: vLLM reads on behind them.
     narrow = Prompts({**settings, "vocabulary": max(plain)}, tmp_path)
-    with pytest.raises(RequestError, match="must have no token that the tokenizer has and the mo"):
+    with pytest.raises(RequestError, match="has a token of the tokenizer that the model does not"):
         narrow.of_text("The dog")
-    with pytest.raises(RequestError, match=r"template takes\. Given: TypeError: "):
+    with pytest.raises(RequestError, match=r"template accepts\. Given: TypeError: "):
         ChatTemplate("{{ messages[0].name + ':' }}", {}).render([{"name": 1}])  # type: ignore[dict-item]
-    with pytest.raises(RequestError, match="the model has no chat template"):
+    with pytest.raises(RequestError, match="only supported for models with a chat template"):
         ChatTemplate(None, {}).render([{"role": "user", "content": "Hi"}])
 
 

@@ -240,7 +240,7 @@ def test_a_server_that_stops_waits_for_a_slow_hook(base: Path) -> None:
         (counts,) = InFlight.of_server(server.pid, mark_of(server.pid))
         with Client("cleaned", server.grpc_url, retry=None) as client:
             answer = pool.submit(client.classify, ["be slow"])
-            assert eventually(lambda: counts.under_way() > 0, 30)
+            assert eventually(lambda: counts.requests_in_flight() > 0, 30)
             time.sleep(0.5)  # it is in the hook, most likely
             server.stop()
             (labels,) = answer.result(timeout=5)

@@ -24,7 +24,7 @@ from triptych.core.export.to_onnx import (
     compute_from_values,
 )
 from triptych.core.requests import core_feed, row_starts
-from triptych.runtime.packed_rows import MULTIPLE, pack_rows, span_of, unpack_rows
+from triptych.runtime.row_types import MULTIPLE, make_row_span, pack_rows, unpack_rows
 
 PACKED = (INPUT_IDS, ROW_LENGTH, ROW_OFFSET)
 LENGTHS = ([1], [16], [17, 1, 40], [256, *[16] * 31], [256] * 4, [5, 64, 3, 3, 120, 7])
@@ -53,7 +53,7 @@ def test_rows_of_a_request_come_end_to_end_and_results_go_back(lengths: list[int
     assert back.shape == (count, max(lengths), 1)
     for slots, row in zip(back[..., 0], rows, strict=True):
         assert slots.tolist() == row + [0] * (max(lengths) - len(row))
-    span = span_of(np.array(lengths, np.int32)[:, None])
+    span = make_row_span(np.array(lengths, np.int32)[:, None])
     longest = -(-max(lengths) // MULTIPLE) * MULTIPLE
     assert longest <= span.size < longest + count
 

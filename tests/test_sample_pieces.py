@@ -69,7 +69,7 @@ def test_a_folder_keeps_to_its_limits_and_ages(tmp_path: Path) -> None:
     folder = tmp_path / "samples" / "p"
 
     def write(lines: int, **limits: int) -> None:
-        bounds = {"most_rows": 10, "most": 1000, **limits}
+        bounds = {"max_rows": 10, "max_bytes": 1000, **limits}
         write_file(folder, "p", [b"x" * 9 + b"\n"] * lines, rows=lines, **bounds)
 
     for _ in range(6):
@@ -78,7 +78,7 @@ def test_a_folder_keeps_to_its_limits_and_ages(tmp_path: Path) -> None:
     assert [file.rows for file in files] == [3, 3, 3]
     assert {stat.S_IMODE(file.path.stat().st_mode) for file in files} == {0o600}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    write(3, most=65)
+    write(3, max_bytes=65)
     assert sum(file.size for file in list_files(folder, "p")) == 60
     (folder / "another.1.1.aa.jsonl").write_text("not ours")
     now = time.time()
@@ -105,7 +105,7 @@ from pathlib import Path
 from triptych.runtime.sampling import write_file
 
 Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-write_file(Path(sys.argv[1]), "p", [b"{}"] * 9, rows=9, most_rows=99, most=999)
+write_file(Path(sys.argv[1]), "p", [b"{}"] * 9, rows=9, max_rows=99, max_bytes=999)
 """
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from conftest import write_pipeline
 from triptych.base.errors import RenamedWarning, UserError
-from triptych.runtime.parameters import check_parameters
 from triptych.runtime.request_errors import RequestError
+from triptych.runtime.triton_io import check_parameters
 from triptych.spec.spec import PipelineSpec, load_spec
 from triptych.spec.tasks import find_task
 from triptych.spec.traffic import Lengths, read_traffic

@@ -103,9 +103,7 @@ def overloads(steps: Any, counts: InFlight) -> Iterator[Any]:
     with pytest.raises(faults.Overloaded) as late:
         admission.check(1.0)
     yield steps.triton_io.error_response(late.value)
-    backlog = steps.flow_control.Backlog(
-        counts, counts.take_slot(), batch_rows=1, longest_wait_s=5.0
-    )
+    backlog = steps.flow_control.Backlog(counts, counts.take_slot(), batch_rows=1, max_wait_s=5.0)
     senders = [Sender() for _ in range(100)]
 
     def give() -> None:

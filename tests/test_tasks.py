@@ -335,7 +335,7 @@ BAD: list[tuple[str, dict[str, list[Any]], dict[str, Any], list[str]]] = [
         "hypotheses",
         {"text": ["a"]},
         {"candidate_labels": ","},
-        ["candidate_labels", "must name something"],
+        ["candidate_labels", "must not be empty"],
     ),
     (
         "hypotheses",

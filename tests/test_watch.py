@@ -132,8 +132,8 @@ def record(**fields: Any) -> bytes:
 def test_rows_come_back_as_they_were_and_damage_is_counted(tmp_path: Path) -> None:
     head = json.dumps({"build": "b1"}).encode() + b"\n"
     lines = [head, record(), b"{not JSON\n", record(answer=5)]
-    write_file(tmp_path / "p", "p", lines, rows=3, most_rows=99, most=9999)
-    write_file(tmp_path / "p", "p", [b"nothing\n"], rows=1, most_rows=99, most=9999)
+    write_file(tmp_path / "p", "p", lines, rows=3, max_rows=99, max_bytes=9999)
+    write_file(tmp_path / "p", "p", [b"nothing\n"], rows=1, max_rows=99, max_bytes=9999)
     sample = read_sample(tmp_path, "p", keep_hours=1)
     (row,) = sample.rows
     assert (sample.damaged, len(sample.known)) == (3, 2)

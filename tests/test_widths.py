@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from triptych.repository.render import batch_tokens
-from triptych.runtime.row_types import CoreRows, joined_widths, widened
+from triptych.runtime.row_types import CoreRows, choose_padded_lengths, widen_rows
 
 
 def request(width: int, rows: int = 1) -> CoreRows:
@@ -29,23 +29,23 @@ def test_a_request_is_widened_where_that_costs_less_than_a_batch(
     widths: list[int], batch_tokens: int, expected: list[int]
 ) -> None:
     requests = [request(width) for width in widths]
-    assert joined_widths(requests, batch_tokens=batch_tokens) == expected
+    assert choose_padded_lengths(requests, batch_tokens=batch_tokens) == expected
 
 
 def test_rows_count_not_requests() -> None:
     requests = [request(16, rows=4), request(48)]
-    assert joined_widths(requests, batch_tokens=127) == [16, 48]
-    assert joined_widths(requests, batch_tokens=128) == [48, 48]
+    assert choose_padded_lengths(requests, batch_tokens=127) == [16, 48]
+    assert choose_padded_lengths(requests, batch_tokens=128) == [48, 48]
 
 
 def test_a_widened_request_keeps_its_tokens_and_lengths() -> None:
     narrow = request(3, rows=2)
-    wide = widened(narrow, 5, 7)
+    wide = widen_rows(narrow, 5, 7)
     assert wide.tensors["input_ids"].tolist() == [[1, 2, 3, 7, 7], [4, 5, 6, 7, 7]]
     assert wide.tensors["input_ids"].dtype == np.int32
     assert (wide.width, wide.row_count) == (5, 2)
     assert wide.tensors["row_length"] is narrow.tensors["row_length"]
-    assert widened(narrow, 3, 7) is narrow
+    assert widen_rows(narrow, 3, 7) is narrow
 
 
 def test_what_a_batch_costs_goes_by_the_model() -> None:

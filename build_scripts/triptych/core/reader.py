@@ -18,8 +18,8 @@ from triptych.base.tensors import TokenRow
 from triptych.core.requests import GateRequest, preview_text
 from triptych.runtime import open_row_maker, open_text_row_maker
 from triptych.runtime.hooking import Hook, call_before
-from triptych.runtime.parameters import FORMER_NAMES, check_parameters
 from triptych.runtime.request_errors import RequestError
+from triptych.runtime.triton_io import FORMER_NAMES, check_parameters
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.plan import core_rows_of, max_length_of, row_settings
 from triptych.spec.spec import PipelineSpec

@@ -13,7 +13,7 @@ from typing import Any
 from triptych.base.errors import UserError
 from triptych.base.releases import CONTEXT_MEMORY, Release, first_release, parse_release
 from triptych.base.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
-from triptych.runtime.packed_rows import slots_of
+from triptych.runtime.row_types import count_slots
 from triptych.spec.engine_plan import EnginePlan
 from triptych.spec.plan import Plan
 from triptych.spec.slo import Slo
@@ -221,7 +221,7 @@ def _warm_up(plan: Plan, *, rows: int, tokens: int) -> dict[str, Any]:
 
 
 def _size(tensor: Tensor, tokens: int) -> int:
-    return slots_of(tokens) if tensor == ROW_SPAN else tokens
+    return count_slots(tokens) if tensor == ROW_SPAN else tokens
 
 
 def warm_up_file(tensor: Tensor, tokens: int) -> str:

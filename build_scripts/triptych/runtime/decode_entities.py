@@ -33,12 +33,12 @@ class Pieces(NamedTuple):
 
 
 class EntityDecoder:
-    """``token_class`` and ``token_score`` ``[n, T]``, or ``token_scores`` ``[n, T, C]``.
+    """Decoder of ``token_class`` and ``token_score`` ``[n, T]``, or ``token_scores`` ``[n, T, C]``.
 
-    The one output, ``entities`` BYTES ``[n, 1]``, is a JSON list for each row, in the order of
-    the text: ``{"entity", "text", "start", "end", "score"}``, where ``entity`` is the label
-    (without ``B-`` and ``I-`` where tokens are aggregated), ``start`` and ``end`` count
-    characters, and a score that is no number is null. The label ``O`` is left out.
+    The output ``entities`` BYTES ``[n, 1]`` is a JSON list for each row, in the order of the text:
+    ``{"entity", "text", "start", "end", "score"}``. ``entity`` is the label, without ``B-`` and
+    ``I-`` if tokens are aggregated. ``start`` and ``end`` count characters. A score that is not a
+    number is null. The label ``O`` is omitted.
     """
 
     def __init__(self, settings: Parameters, folder: Path) -> None:
@@ -60,7 +60,7 @@ class EntityDecoder:
         if aggregation == "average" and "token_scores" not in outputs:
             raise RequestError(
                 "parameter aggregation_strategy",
-                "cannot be `average` here: the pipeline is built without the score of every label",
+                "cannot be `average`, because the core does not return the scores of all labels",
                 aggregation,
                 "Choose another, or set `parameters: {aggregation_strategy: average}` in "
                 "pipeline.yaml and build it again",
@@ -166,8 +166,8 @@ def _write(pieces: Pieces, names: Sequence[str], metadata: Metadata) -> Arrays:
     found: list[list[dict[str, object]]] = [[] for _ in metadata]
     kept = np.array([name != "O" for name in names])[pieces.label]
     scores = np.round(pieces.score[kept].astype(np.float64), _SCORE_DECIMALS).tolist()
-    places = (column[kept].tolist() for column in pieces[:4])
-    for row, start, end, label, score in zip(*places, scores, strict=True):
+    columns = (column[kept].tolist() for column in pieces[:4])
+    for row, start, end, label, score in zip(*columns, scores, strict=True):
         found[row].append(
             {
                 "entity": names[label],

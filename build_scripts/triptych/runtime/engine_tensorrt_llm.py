@@ -1,6 +1,6 @@
-"""TensorRT-LLM as the engine: its `LLM` on PyTorch, asked by token ids.
+"""Run TensorRT-LLM as the engine of text generation, by its `LLM` on PyTorch.
 
-Written by the source of its releases 1.0 to 1.2; never run on a GPU here.
+Written from the source of its releases 1.0 to 1.2; never run on a GPU.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from .sampling_parameters import SCHEMA
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 JOB_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_MCA_orte_", "PMIX_", "PMI_", "ORTE_")
-"""Variables of an MPI job that Triton was started in: the engine's own workers must not join it."""
+"""Variables of an MPI job that runs Triton, which the engine's own workers must not join."""
 
 KEPT_PREFIXES = ("PMIX_MCA_",)
 STATS_S = 0.5
-"""How often the engine is asked what it has to do."""
+"""Seconds between two requests for the engine's load."""
 
 NO_END = -1
 
 
 class Engine:
-    """`LLM.generate_async`; text is neither read nor made here."""
+    """Engine of TensorRT-LLM's `LLM`, with token ids instead of text."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path, on_load: OnLoad) -> None:
         self._settings = settings
@@ -37,7 +37,7 @@ class Engine:
         self._llm: Any = None
 
     async def start(self) -> None:
-        # To load takes minutes, and the engine starts an event loop of its own.
+        # Loading takes minutes, and the engine starts its own event loop.
         self._llm = await asyncio.get_running_loop().run_in_executor(None, self._load)
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
@@ -79,14 +79,14 @@ class Engine:
         finished = False
         try:
             async for output in answer:
-                one = output.outputs[0]
-                ids = list(one.token_ids_diff)
-                finished = bool(one.finish_reason)
+                new = output.outputs[0]
+                ids = list(new.token_ids_diff)
+                finished = bool(new.finish_reason)
                 yield Delta(
                     ids,
-                    one.finish_reason or "",
+                    new.finish_reason or "",
                     getattr(output, "cached_tokens", 0) or 0,
-                    plain_logprobs(ids, one.logprobs_diff, sampling["logprobs"]),
+                    plain_logprobs(ids, new.logprobs_diff, sampling["logprobs"]),
                 )
         finally:
             if not finished:
@@ -101,14 +101,14 @@ class Engine:
         from tensorrt_llm import SamplingParams
 
         if sampling[SCHEMA] is not None:
-            raise ValueError(f"{SCHEMA} is not known with this engine")
+            raise ValueError(f"{SCHEMA} is not supported by this engine")
         greedy = not sampling["temperature"]
         logprobs = sampling["logprobs"]
         return SamplingParams(
             max_tokens=sampling["max_tokens"],
             min_tokens=sampling["min_tokens"] or None,
             ignore_eos=sampling["ignore_eos"],
-            # It takes no temperature of 0; top_k None means every token.
+            # The engine rejects a temperature of 0; top_k None means every token.
             temperature=None if greedy else sampling["temperature"],
             top_k=1 if greedy else sampling["top_k"] or None,
             top_p=None if greedy else sampling["top_p"],
@@ -118,7 +118,7 @@ class Engine:
             presence_penalty=sampling["presence_penalty"],
             frequency_penalty=sampling["frequency_penalty"],
             logprobs=None if logprobs is None else max(logprobs, 1),
-            # Without a tokenizer it knows no end.
+            # Without a tokenizer, the engine has no default end token.
             end_id=self._stop_ids[0] if self._stop_ids else NO_END,
             pad_id=self._stop_ids[0] if self._stop_ids else 0,
             stop_token_ids=None if sampling["ignore_eos"] else self._stop_ids[1:] or None,

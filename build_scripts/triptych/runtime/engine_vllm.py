@@ -46,7 +46,7 @@ class Engine:
 
     async def start(self) -> None:
         _find_packages()
-        _check_there()
+        _check_installed()
         if self._settings["gpus"] is not None:
             # vLLM reads the variable when it finds devices, and its processes inherit it.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._settings["gpus"]))
@@ -82,7 +82,7 @@ class Engine:
             **room_for_adapters(settings["adapters"], spare=current_platform.is_cpu()),
         )
         self._engine = AsyncLLM.from_engine_args(
-            arguments, stat_loggers=[_load_teller(self._on_load)]
+            arguments, stat_loggers=[_load_listener(self._on_load)]
         )
         await self._load_adapters()
 
@@ -119,8 +119,8 @@ class Engine:
                 answer = output.outputs[0]
                 if answer.finish_reason == "error":
                     if schema is not None:
-                        raise ValueError(f"{SCHEMA}: it does not compile")
-                    raise RuntimeError("it gave the answer up")
+                        raise ValueError(f"{SCHEMA}: the schema does not compile")
+                    raise RuntimeError("vLLM aborted the answer")
                 yield Delta(
                     list(answer.token_ids),
                     answer.finish_reason or "",
@@ -149,8 +149,8 @@ class Engine:
             lora_request=self._adapters.get(adapter),
         ):
             found = output.prompt_logprobs or found
-        told = zip(answer, found[len(prompt) :], strict=True)
-        return [float(one[token].logprob) for token, one in told]
+        pairs = zip(answer, found[len(prompt) :], strict=True)
+        return [float(logprobs[token].logprob) for token, logprobs in pairs]
 
     def close(self) -> None:
         if self._engine is not None:
@@ -167,16 +167,16 @@ def room_for_adapters(ranks: Mapping[str, int], *, spare: bool) -> dict[str, Any
     """
     if not ranks:
         return {}
-    rank = min(room for room in RANKS if room >= max(ranks.values()))
+    rank = min(rank for rank in RANKS if rank >= max(ranks.values()))
     return {"enable_lora": True, "max_loras": len(ranks) + spare, "max_lora_rank": rank}
 
 
-def _check_there() -> None:
+def _check_installed() -> None:
     if find_spec("vllm") is None:
         raise RuntimeError(
-            "vLLM is not there. Run `make setup-generation`, or name an environment that has it,"
-            f" of Python {sys.version_info[0]}.{sys.version_info[1]}, with TRIPTYCH_GENERATION_ENV;"
-            " in a container take an image with vLLM."
+            "vLLM is not installed. Run `make setup-generation`, or set TRIPTYCH_GENERATION_ENV to "
+            f"an environment with vLLM on Python {sys.version_info[0]}.{sys.version_info[1]}; in a "
+            "container, use an image with vLLM."
         )
 
 
@@ -199,11 +199,11 @@ def _find_packages() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
 
 
-def _load_teller(on_load: OnLoad) -> Any:
+def _load_listener(on_load: OnLoad) -> Any:
     """Return a factory of vLLM loggers that report the scheduler's load after each step."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
-    class LoadTeller(StatLoggerBase):  # type: ignore[misc]  # vLLM has its own environment
+    class LoadListener(StatLoggerBase):  # type: ignore[misc]  # vLLM has its own environment
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             pass
 
@@ -220,4 +220,4 @@ def _load_teller(on_load: OnLoad) -> Any:
         def log_engine_initialized(self) -> None:
             pass
 
-    return LoadTeller
+    return LoadListener

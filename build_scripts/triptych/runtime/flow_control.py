@@ -55,22 +55,22 @@ class Admission:
 
     Args:
         in_flight: Counts of the pipeline.
-        most_requests: Maximum number of requests in flight.
-        longest_wait_s: Maximum time that the requests in flight may take at the measured rate.
+        max_requests: Maximum number of requests in flight.
+        max_wait_s: Maximum time that the requests in flight may take at the measured rate.
 
     Attributes:
         slot: Slot of `in_flight` that belongs to this instance.
     """
 
-    def __init__(self, in_flight: InFlight, most_requests: int, longest_wait_s: float) -> None:
+    def __init__(self, in_flight: InFlight, max_requests: int, max_wait_s: float) -> None:
         self._in_flight = in_flight
         self.slot = in_flight.take_slot()
-        self._most = most_requests
-        self._longest_s = longest_wait_s
+        self._max_requests = max_requests
+        self._max_wait_s = max_wait_s
         self._progress_at = time.monotonic()
         self._began_at = self._ended_at = 0.0
         self._requests = 0
-        self._rows = self._rows_in_core = self._rows_a_request = 0.0
+        self._rows = self._rows_in_core = self._rows_per_request = 0.0
         self._row_s = self._known_rows = 0.0
 
     def begin(self) -> None:
@@ -82,9 +82,9 @@ class Admission:
             # Requests that waited while the previous ones were processed were also sent before.
             waited = before <= closed_at < ended_at
             self._closed = not waited and self._began_at > closed_at + SHUTDOWN_GRACE_S
-        self._requests = counts.under_way()
-        self._rows, self._rows_in_core = counts.rows_under_way(), counts.rows_in_core()
-        self._rows_a_request = counts.rows_a_request()
+        self._requests = counts.requests_in_flight()
+        self._rows, self._rows_in_core = counts.rows_in_flight(), counts.rows_in_core()
+        self._rows_per_request = counts.rows_per_request()
         self._row_s, self._known_rows = counts.row_s, RATE_VALID_UP_TO * counts.depth
         idle = self._requests <= 0
         self._progress_at = self._began_at if idle else max(self._progress_at, counts.departed_at)
@@ -102,11 +102,11 @@ class Admission:
         if self._closed:
             raise Stopping
         own_s = None if left_s is None else DEADLINE_SHARE * left_s
-        limit_s = self._longest_s if own_s is None else min(self._longest_s, own_s)
+        limit_s = self._max_wait_s if own_s is None else min(self._max_wait_s, own_s)
         wait_s = self._wait_s()
-        late = self._requests >= MIN_REQUESTS and wait_s > self._longest_s
+        late = self._requests >= MIN_REQUESTS and wait_s > self._max_wait_s
         late = late or (self._requests > 0 and own_s is not None and wait_s > own_s)
-        if (late or self._requests >= self._most) and not self._lost_count():
+        if (late or self._requests >= self._max_requests) and not self._lost_count():
             hint_ms = max(1e3 * (wait_s - 0.5 * limit_s), MIN_HINT_MS)
             again = f"Try again in {hint_ms:.0f} ms"
             if late:
@@ -118,13 +118,13 @@ class Admission:
                     hint_ms,
                 )
             raise Overloaded(
-                f"The limit of {self._most} requests in flight is reached. {again}, or raise "
-                "serving.queue.max_in_flight in the pipeline.",
+                f"The limit of {self._max_requests} requests in flight is reached. {again}, or "
+                "raise serving.queue.max_in_flight in the pipeline.",
                 hint_ms,
             )
         self._requests += 1
-        self._rows += self._rows_a_request
-        self._rows_in_core += self._rows_a_request
+        self._rows += self._rows_per_request
+        self._rows_in_core += self._rows_per_request
 
     def admit(self, rows: int) -> Ticket:
         """Return the ticket of an admitted request with this number of model rows."""
@@ -141,7 +141,7 @@ class Admission:
 
     def _lost_count(self) -> bool:
         """Whether progress stopped for long enough to admit one request as a test."""
-        patience_s = max(PATIENCE_S, 3 * self._row_s * self._rows_a_request)
+        patience_s = max(PATIENCE_S, 3 * self._row_s * self._rows_per_request)
         lost = self._began_at - self._progress_at > patience_s
         if lost:
             self._progress_at = self._began_at
@@ -152,7 +152,7 @@ WINDOW_S = 0.25
 """Seconds of work that the core holds at a time, at the measured rate."""
 WINDOW_BATCHES = 2
 """Minimum number of largest batches per core instance: one is computed, one is queued."""
-SEEN_S = 0.05
+RATE_S = 0.05
 """Seconds over which the rate is estimated until it has been measured."""
 MAX_WINDOWS = 8
 """Maximum number of windows to forward after lost windows. Many clients may have left at once, so
@@ -202,7 +202,7 @@ class Backlog:
         in_flight: Counts of the pipeline.
         slot: Slot of this instance in `in_flight`.
         batch_rows: Number of rows that the core's instances compute at once.
-        longest_wait_s: Maximum wait; afterwards a request is rejected.
+        max_wait_s: Maximum wait; afterwards a request is rejected.
     """
 
     def __init__(
@@ -211,17 +211,17 @@ class Backlog:
         slot: int,
         *,
         batch_rows: int,
-        longest_wait_s: float,
+        max_wait_s: float,
     ) -> None:
         self._in_flight = in_flight
         self._slot = slot
-        self._least_rows = WINDOW_BATCHES * batch_rows
-        self._longest_s = longest_wait_s
+        self._min_rows = WINDOW_BATCHES * batch_rows
+        self._max_wait_s = max_wait_s
         self._waiting: deque[QueuedRequest] = deque()
         self._changed = threading.Condition()
-        self._given_at = self._departed_at = 0.0
+        self._forwarded_at = self._departed_at = 0.0
         self._lost_rows, self._windows = 0, 1
-        self._seen_at, self._seen_rows, self._seen_rate = 0.0, 0, 0.0
+        self._rate_at, self._rate_rows, self._rate = 0.0, 0, 0.0
         threading.Thread(target=self._run, daemon=True).start()
 
     def take(self, requests: Sequence[Ready]) -> list[Any]:
@@ -236,7 +236,7 @@ class Backlog:
             for ready in requests:
                 if room > 0 and not self._waiting:
                     room -= ready.rows
-                    responses.append(self._give(ready))
+                    responses.append(self._respond(ready))
                     continue
                 until = now + (float("inf") if ready.left_s is None else ready.left_s)
                 sender = ready.request.get_response_sender()
@@ -264,57 +264,57 @@ class Backlog:
         now = time.monotonic()
         room = self._free_rows(now)
         while self._waiting:
-            one = self._waiting[0]
-            if _has_left(one.sender) or now > one.until:
-                response = self._make_rejection(one, now)
+            queued = self._waiting[0]
+            if _has_left(queued.sender) or now > queued.until:
+                response = self._make_rejection(queued, now)
             elif room <= 0:
                 return
-            elif now - one.since > self._longest_s:
-                response = self._make_rejection(one, now)
+            elif now - queued.since > self._max_wait_s:
+                response = self._make_rejection(queued, now)
             else:
-                room -= one.ready.rows
-                response = self._give(one.ready)
+                room -= queued.ready.rows
+                response = self._respond(queued.ready)
             self._waiting.popleft()
-            self._in_flight.wait(self._slot, -1, -one.ready.rows)
-            yield one.sender, response
+            self._in_flight.wait(self._slot, -1, -queued.ready.rows)
+            yield queued.sender, response
 
     def _free_rows(self, now: float) -> float:
         """Return the rows that the core may still get; requests are forwarded while it is > 0."""
         counts = self._in_flight
         row_s = counts.row_s
         rows_per_s = 1 / row_s if row_s else self._recent_rows_per_s(now)
-        window_rows = max(WINDOW_S * rows_per_s, self._least_rows)
-        read_forwarded = counts.rows_in_core()
+        window_rows = max(WINDOW_S * rows_per_s, self._min_rows)
+        forwarded = counts.rows_in_core()
         if counts.departed_at > self._departed_at:
             self._departed_at, self._lost_rows, self._windows = counts.departed_at, 0, 1
-        idle_s = now - max(self._departed_at, self._given_at)
-        if read_forwarded > self._lost_rows and idle_s > max(MIN_PATIENCE_S, window_rows * row_s):
+        idle_s = now - max(self._departed_at, self._forwarded_at)
+        if forwarded > self._lost_rows and idle_s > max(MIN_PATIENCE_S, window_rows * row_s):
             if self._lost_rows:
                 self._windows = min(2 * self._windows, MAX_WINDOWS)
-            self._lost_rows = read_forwarded
-        return self._windows * window_rows - (read_forwarded - self._lost_rows)
+            self._lost_rows = forwarded
+        return self._windows * window_rows - (forwarded - self._lost_rows)
 
     def _recent_rows_per_s(self, now: float) -> float:
         """Return the recent rows per second, a lower bound before the pipeline is busy."""
         settled = self._in_flight.rows_settled()
-        if now - self._seen_at >= SEEN_S:
-            self._seen_rate = (settled - self._seen_rows) / (now - self._seen_at)
-            self._seen_at, self._seen_rows = now, settled
-        return self._seen_rate
+        if now - self._rate_at >= RATE_S:
+            self._rate = (settled - self._rate_rows) / (now - self._rate_at)
+            self._rate_at, self._rate_rows = now, settled
+        return self._rate
 
-    def _give(self, ready: Ready) -> Any:
-        self._given_at = time.monotonic()
+    def _respond(self, ready: Ready) -> Any:
+        self._forwarded_at = time.monotonic()
         try:
             return ready.respond()
         except Exception as error:
             return error_response(error)
 
-    def _make_rejection(self, one: QueuedRequest, now: float) -> Any:
-        again_ms = 500 * self._longest_s
+    def _make_rejection(self, queued: QueuedRequest, now: float) -> Any:
+        again_ms = 500 * self._max_wait_s
         return error_response(
             Overloaded(
-                f"The request waited for {1e3 * (now - one.since):.0f} ms; the limit is "
-                f"{1e3 * self._longest_s:.0f} ms, or the deadline of the request. Try again in "
+                f"The request waited for {1e3 * (now - queued.since):.0f} ms; the limit is "
+                f"{1e3 * self._max_wait_s:.0f} ms, or the deadline of the request. Try again in "
                 f"{again_ms:.0f} ms, or raise serving.queue.max_backlog_ms in the pipeline.",
                 again_ms,
             )

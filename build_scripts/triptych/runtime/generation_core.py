@@ -1,4 +1,4 @@
-"""The core of a generation: token ids in, new token ids out while the engine makes them."""
+"""Run the core step of text generation: stream new token ids from the engine."""
 
 from __future__ import annotations
 
@@ -35,20 +35,19 @@ from .generation_metrics import GenerationMetrics, RequestClock
 from .in_flight import InFlight
 from .request_errors import EngineFailed, Overloaded, RequestError, Stopping
 from .sampling_parameters import FIELD
-from .triton_io import error_response, inputs_of, make_private, settings_of
+from .triton_io import error_response, make_private, read_inputs, read_settings
 
 QUIET_S = 0.5
-"""Time without a token after which a request sends an empty chunk, in seconds.
-
-Only with a chunk can postprocess see whether the client still waits."""
+"""Seconds without a token after which a request sends an empty chunk. Postprocess needs a chunk to
+check whether the client still waits."""
 TICK_S = 0.1
 SETTLE_S = 0.005
 LOST_S = 2.0
-"""Time after which a chunk that postprocess has not taken counts as lost, in seconds."""
+"""Seconds after which a chunk that postprocess has not acknowledged counts as lost."""
 EARLY_S = 60.0
-"""Maximum time between a cancellation and the request that it cancels, in seconds."""
+"""Maximum seconds between a cancellation and the request that it cancels."""
 RETRY_MS = 1000
-"""Retry delay of a rejected request, in milliseconds; answer lengths vary too much to estimate."""
+"""Retry delay of a rejected request in ms; answer lengths vary too much to estimate it."""
 _MAX_FAULT = 300
 
 
@@ -56,9 +55,9 @@ class _RequestStream:
     """State of one request in the core.
 
     Attributes:
-        name: Id by which a later request may cancel it; None if it has none.
-        told_at: Time of its last chunk, by `time.monotonic`.
-        number: Number of that chunk among those of all streams; 0 before the first.
+        name: Id by which a later request may cancel this one; None if it has none.
+        sent_at: Time of the last chunk, by `time.monotonic`.
+        number: Number of that chunk among the chunks of all streams; 0 before the first.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class _RequestStream:
         self.key = secrets.token_hex(16)
         self.name = name if len(name) >= MIN_NAME else None
         self.sender = sender
-        self.told_at = time.monotonic()
+        self.sent_at = time.monotonic()
         self.number = 0
         self.waiting = PendingTokens(tokens)
         self.clock = RequestClock(streamed=opening.stream)
@@ -77,7 +76,7 @@ class _RequestStream:
 
     def chunk(self, place: Place, delta: Delta, *, finish: str = "", error: str = "") -> Any:
         """Return the next response."""
-        self.told_at = time.monotonic()
+        self.sent_at = time.monotonic()
         self.number = place.number
         chunk = CoreChunk(
             self.key,
@@ -99,49 +98,49 @@ class _RequestStream:
 
 
 class TritonPythonModel:
-    """``prompt_ids`` INT32 ``[tokens]``, ``order`` BYTES ``[1]`` to any number of responses.
+    """Step that runs the engine on ``prompt_ids`` INT32 ``[tokens]`` and ``order`` BYTES ``[1]``.
 
-    Each has ``token_ids`` INT32 ``[new tokens]`` and ``chunk`` BYTES ``[1]``.
+    Each response has ``token_ids`` INT32 ``[new tokens]`` and ``chunk`` BYTES ``[1]``.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        settings = settings_of(args)
-        self._most_requests: int = settings["max_requests"]
+        settings = read_settings(args)
+        self._max_requests: int = settings["max_requests"]
         self._context_tokens: int = settings["context_tokens"]
         self._stream_interval: int = settings["stream_interval"]
         self._in_flight = InFlight(settings["pipeline"])
         self._slot = self._in_flight.take_slot()
-        self._sent = 0  # chunks of all requests
-        self._unsettled = 0  # requests that have ended, and postprocess does not know
+        self._sent = 0  # number of chunks of all requests
+        self._unsettled = 0  # number of requests whose end postprocess has not acknowledged
         self._load = EngineLoad()
         self._metrics = GenerationMetrics(settings["pipeline"], settings["latency_bounds_ms"])
         self._streams: dict[str, _RequestStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._keys: dict[str, str] = {}  # by name, of the requests that have one
-        self._early: dict[str, float] = {}  # names that were cancelled and are not known, and when
+        self._keys: dict[str, str] = {}  # by the name of the request
+        self._early: dict[str, float] = {}  # time of cancellation, by names not known yet
         self._outbox: SimpleQueue[tuple[Any, Any] | None] = SimpleQueue()
         self._inbox = CancelInbox(self._cancel)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
-        # Sending waits for the server each time: the engine's loop must not.
+        # Each send waits for the server, which must not block the engine's loop.
         self._deliverer = threading.Thread(target=self._deliver, name="deliver", daemon=True)
         self._deliverer.start()
         self._engine = self._on_loop(self._start(settings))
         make_private()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Hand every request to the engine; a request at fault gets its own error."""
+        """Pass each request to the engine; an invalid request gets its own error."""
         for request in requests:
             sender = request.get_response_sender()
             try:
-                inputs = inputs_of(request)
+                inputs = read_inputs(request)
                 prompt = inputs["prompt_ids"].as_numpy().ravel().tolist()
                 order = Order.unpack(inputs["order"].as_numpy().ravel()[0])
                 if order.cancel:
                     stream = _RequestStream(sender, Opening(False, [], [], 0), self._inbox.name)
                     self._loop.call_soon_threadsafe(self._cancel_named, stream, order.cancel)
                     continue
-                self._check_room()
+                self._check_limits()
                 opening = Opening(
                     order.stream,
                     order.sampling["stop"],
@@ -160,8 +159,8 @@ class TritonPythonModel:
             except Exception as error:
                 self._outbox.put((sender, error_response(error)))
                 self._outbox.put((sender, None))
-                how = "overloaded" if isinstance(error, (Overloaded, Stopping)) else "error"
-                self._loop.call_soon_threadsafe(self._metrics.count_end, how)
+                outcome = "overloaded" if isinstance(error, (Overloaded, Stopping)) else "error"
+                self._loop.call_soon_threadsafe(self._metrics.count_end, outcome)
 
     def finalize(self) -> None:
         async def end() -> None:
@@ -180,19 +179,19 @@ class TritonPythonModel:
         self._inbox.close()
 
     async def _start(self, settings: Mapping[str, Any]) -> Engine:
-        engine = Engine(settings, Path(__file__).parent / MODEL_FOLDER, self._note)
+        engine = Engine(settings, Path(__file__).parent / MODEL_FOLDER, self._on_load)
         await engine.start()
         loop = asyncio.get_running_loop()
         self._inbox.listen(loop)
         self._ticker = loop.create_task(self._tick())
         return engine
 
-    def _check_room(self) -> None:
+    def _check_limits(self) -> None:
         if self._in_flight.closed_at:
             raise Stopping
-        if len(self._streams) >= self._most_requests:
+        if len(self._streams) >= self._max_requests:
             raise Overloaded(
-                f"The limit of {self._most_requests} requests in flight is reached. Try again "
+                f"The limit of {self._max_requests} requests in flight is reached. Try again "
                 "later, or raise serving.queue.max_in_flight in the pipeline.",
                 RETRY_MS,
             )
@@ -221,7 +220,7 @@ class TritonPythonModel:
             self._send(stream, finish=CANCELLED)
         except ValueError as error:
             refusal = RequestError(
-                FIELD, "must be such that the engine takes them", _words(error), "Change them"
+                FIELD, "are rejected by the engine", _clean_message(error), "Change the parameters"
             )
             self._metrics.count_end(REFUSED)
             self._send(stream, finish=REFUSED, error=refusal.message)
@@ -238,7 +237,7 @@ class TritonPythonModel:
             self._settle(stream)
 
     def _settle(self, stream: _RequestStream) -> None:
-        """Count a request as answered once postprocess has its end: who stops the server waits."""
+        """Count a request as answered once postprocess has its end; a shutdown waits for that."""
         if self._is_clear(stream):
             self._unsettled -= 1
             self._in_flight.wait(self._slot, -1, -1)
@@ -248,11 +247,11 @@ class TritonPythonModel:
     def _cancel(self, key: str) -> None:
         task = self._tasks.get(key)
         if task is not None:
-            # Not at once: a task that has not begun yet would end without its last response.
+            # Not immediately: a task that has not begun would end without its last response.
             self._loop.call_soon(task.cancel)
 
     def _cancel_named(self, stream: _RequestStream, name: str) -> None:
-        """Cancel the request with this name, and answer the request of `stream` at once."""
+        """Cancel the request with this name, and answer the request of `stream`."""
         if name in self._keys:
             self._cancel(self._keys[name])
         else:
@@ -261,9 +260,10 @@ class TritonPythonModel:
         self._outbox.put((stream.sender, None))
 
     def _send_waiting(self, stream: _RequestStream) -> bool:
-        """Send what waits, if it is enough; never two chunks of a request at once, but the last.
+        """Send the pending tokens if there are enough, and return whether there were.
 
-        So where the engine is faster than the way to the client, chunks get longer, not more.
+        A request has one chunk in flight at a time, except for the last one. If the engine is
+        faster than the client, chunks therefore get longer instead of more.
         """
         if not stream.waiting.enough:
             return False
@@ -274,9 +274,9 @@ class TritonPythonModel:
         return True
 
     def _is_clear(self, stream: _RequestStream) -> bool:
-        """Whether postprocess has taken the last chunk; or never will."""
-        is_taken = self._in_flight.taken(self._slot) >= stream.number
-        return is_taken or time.monotonic() - stream.told_at > LOST_S
+        """Whether postprocess has acknowledged the last chunk, or the chunk counts as lost."""
+        is_acknowledged = self._in_flight.acknowledged(self._slot) >= stream.number
+        return is_acknowledged or time.monotonic() - stream.sent_at > LOST_S
 
     def _send(
         self, stream: _RequestStream, delta: Delta = NOTHING, *, finish: str = "", error: str = ""
@@ -295,7 +295,7 @@ class TritonPythonModel:
             else:
                 sender.send(response)
 
-    def _note(self, load: EngineLoad) -> None:
+    def _on_load(self, load: EngineLoad) -> None:
         self._load = load
 
     async def _tick(self) -> None:
@@ -304,7 +304,7 @@ class TritonPythonModel:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             for stream in list(self._streams.values()):
-                is_quiet = now - stream.told_at > QUIET_S and stream.key in self._tasks
+                is_quiet = now - stream.sent_at > QUIET_S and stream.key in self._tasks
                 if not self._send_waiting(stream) and is_quiet:
                     self._send(stream)
             self._early = {name: at for name, at in self._early.items() if now - at < EARLY_S}
@@ -319,6 +319,6 @@ class TritonPythonModel:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-def _words(error: Exception) -> str:
+def _clean_message(error: Exception) -> str:
     """Return an engine's message in one line, without positions in its sources."""
     return re.sub(r"\[[\d:]+\] \S+?:\d+: ", "", " ".join(str(error).split()))[:_MAX_FAULT]

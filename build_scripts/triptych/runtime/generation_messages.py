@@ -39,12 +39,12 @@ class Delta(NamedTuple):
 
     def then(self, other: Delta) -> Delta:
         """Return this delta and the next one of the same answer as one."""
-        known = [one for one in (self.logprobs, other.logprobs) if one is not None]
+        known = [logprobs for logprobs in (self.logprobs, other.logprobs) if logprobs is not None]
         return Delta(
             [*self.token_ids, *other.token_ids],
             other.finish,
             max(self.cached_tokens, other.cached_tokens),
-            [each for one in known for each in one] if known else None,
+            [entry for logprobs in known for entry in logprobs] if known else None,
         )
 
 
@@ -289,8 +289,8 @@ def plain_logprobs(
     if not found or count is None:
         return None
     plain = []
-    for token, one in zip(ids, found, strict=True):
-        ranked = sorted(one.items(), key=lambda item: item[1].rank or 0)
-        likeliest = [[other, value.logprob] for other, value in ranked[:count]]
-        plain.append([token, one[token].logprob, likeliest])
+    for token, logprobs in zip(ids, found, strict=True):
+        ranked = sorted(logprobs.items(), key=lambda item: item[1].rank or 0)
+        most_probable = [[other, value.logprob] for other, value in ranked[:count]]
+        plain.append([token, logprobs[token].logprob, most_probable])
     return plain

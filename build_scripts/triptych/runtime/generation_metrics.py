@@ -106,11 +106,11 @@ class PreprocessErrors:
 class RequestClock:
     """Times of one request; `streamed` if its client sees each response."""
 
-    __slots__ = ("began_at", "streamed", "told_at")
+    __slots__ = ("began_at", "sent_at", "streamed")
 
     def __init__(self, *, streamed: bool) -> None:
         self.began_at = time.monotonic()
-        self.told_at: float | None = None
+        self.sent_at: float | None = None
         self.streamed = streamed
 
 
@@ -141,13 +141,13 @@ class GenerationMetrics:
     def count_delta(self, clock: RequestClock, delta: Delta, prompt_tokens: int) -> None:
         """Count new tokens of an answer, and its end."""
         now = time.monotonic()
-        if clock.told_at is None:
+        if clock.sent_at is None:
             self._count_tokens("prompt", prompt_tokens)
             self._count_tokens("cached", delta.cached_tokens)
         if clock.streamed:
-            since = clock.began_at if clock.told_at is None else clock.told_at
-            self._observe("ttft" if clock.told_at is None else "itl", now - since)
-        clock.told_at = now
+            since = clock.began_at if clock.sent_at is None else clock.sent_at
+            self._observe("ttft" if clock.sent_at is None else "itl", now - since)
+        clock.sent_at = now
         self._count_tokens("new", len(delta.token_ids))
         if delta.finish:
             self._observe("e2e", now - clock.began_at)

@@ -1,6 +1,6 @@
-"""The postprocess step of a generation: token ids to text, piece by piece.
+"""Run the postprocess step of text generation: from streamed token ids to text.
 
-One instance alone, without batching: the chunks of a request must come here, and in their order.
+The step has one instance and no batching, so that it gets all chunks of a request in their order.
 """
 
 from __future__ import annotations
@@ -25,18 +25,14 @@ from .generation_messages import (
 )
 from .in_flight import InFlight
 from .text_stream import StopStrings, TextStream
-from .triton_io import error_response, inputs_of, make_private, settings_of
+from .triton_io import error_response, make_private, read_inputs, read_settings
 
-LOOK_S = 0.1
-"""How often a stream is looked at whether its client has left."""
+CLIENT_CHECK_S = 0.1
+"""Seconds between two checks of whether the client of a stream has left."""
 
 
 class _Answer:
-    """One answer so far.
-
-    Attributes:
-        looked_at: see `LOOK_S`.
-    """
+    """State of an answer; `checked_at` is the time of the last check of its client."""
 
     def __init__(self, tokenizer: Tokenizer, opening: Opening) -> None:
         self._tokenizer = tokenizer
@@ -47,10 +43,10 @@ class _Answer:
         self._unsent_text = ""
         self._unsent_ids: list[int] = []
         self._unsent_logprobs: list[dict[str, Any]] = []
-        self.looked_at = time.monotonic()
+        self.checked_at = time.monotonic()
 
     def add(self, ids: list[int], chunk: CoreChunk) -> str:
-        """Take a chunk; why the answer ends with it, empty where it goes on."""
+        """Add a chunk; return the reason why the answer ends with it, or an empty text."""
         self._cached_tokens = max(self._cached_tokens, chunk.cached_tokens)
         logprobs = chunk.logprobs or ()
         # A stop string may end the answer before the last of several tokens.
@@ -59,7 +55,7 @@ class _Answer:
             new = ids[at : at + step]
             self._tokens += len(new)
             self._unsent_ids += new
-            self._unsent_logprobs += [self._logprob(*one) for one in logprobs[at : at + step]]
+            self._unsent_logprobs += [self._logprob(*entry) for entry in logprobs[at : at + step]]
             self._unsent_text += self._stops.add(self._text.add(new))
             if self._stops.stopped:
                 return "stop"
@@ -85,7 +81,7 @@ class _Answer:
             )
         if self._unsent_logprobs:
             logprobs = json.dumps(self._unsent_logprobs)
-        # A lone surrogate cannot be here: decoding makes U+FFFD of what is no text.
+        # There are no lone surrogates, because decoding replaces invalid text by U+FFFD.
         texts = {
             "text_output": self._unsent_text,
             "finish_reason": finish,
@@ -116,26 +112,26 @@ class _Answer:
     def _logprob(
         self, token: int, value: float, likeliest: Sequence[tuple[int, float]]
     ) -> dict[str, Any]:
-        top = [self._one_logprob(*one) for one in likeliest]
-        return {**self._one_logprob(token, value), "top_logprobs": top}
+        top = [self._token_logprob(*entry) for entry in likeliest]
+        return {**self._token_logprob(token, value), "top_logprobs": top}
 
-    def _one_logprob(self, token: int, value: float) -> dict[str, Any]:
+    def _token_logprob(self, token: int, value: float) -> dict[str, Any]:
         text = self._tokenizer.decode([token], skip_special_tokens=False)
         return {"token_id": token, "token": text, "logprob": value}
 
 
 class TritonPythonModel:
-    """The core's chunks to the ensemble's; most give one response, some none."""
+    """Step that turns each chunk of the core into at most one response of the ensemble."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         self._tokenizer = Tokenizer.from_file(str(Path(__file__).parent / TOKENIZER_FILE))
         self._answers: dict[str, _Answer] = {}
         self._cancels = CancelSender()
-        self._in_flight = InFlight(settings_of(args)["pipeline"])
+        self._in_flight = InFlight(read_settings(args)["pipeline"])
         make_private()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Take every chunk; one at fault ends its own request."""
+        """Process every chunk; an invalid chunk ends only its own request."""
         for request in requests:
             sender = request.get_response_sender()
             try:
@@ -148,13 +144,13 @@ class TritonPythonModel:
                 sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def _take(self, request: Any, sender: Any) -> Any | None:
-        inputs = inputs_of(request)
+        inputs = read_inputs(request)
         chunk = CoreChunk.unpack(inputs["chunk"].as_numpy().ravel()[0])
-        self._in_flight.take(*chunk.place)
+        self._in_flight.acknowledge(*chunk.place)
         if chunk.opening is not None:
             self._answers[chunk.key] = _Answer(self._tokenizer, chunk.opening)
         answer = self._answers.get(chunk.key)
-        if answer is None:  # it was ended here, and the core goes on until it has heard of it
+        if answer is None:  # the answer ended here, and the core has not stopped yet
             if not chunk.finish:
                 self._cancels.send(chunk.cancel_at, chunk.key)
             return None
@@ -164,7 +160,7 @@ class TritonPythonModel:
             kind = kinds.INVALID_ARG if chunk.finish == REFUSED else kinds.INTERNAL
             return pb_utils.InferenceResponse([], error=kinds(chunk.error, kind))
         finish = answer.add(inputs["token_ids"].as_numpy().ravel().tolist(), chunk)
-        if not finish and self._was_left(answer, sender):
+        if not finish and self._has_left(answer, sender):
             finish = CANCELLED
         if finish:
             del self._answers[chunk.key]
@@ -172,9 +168,9 @@ class TritonPythonModel:
                 self._cancels.send(chunk.cancel_at, chunk.key)
         return answer.response(finish)
 
-    def _was_left(self, answer: _Answer, sender: Any) -> bool:
+    def _has_left(self, answer: _Answer, sender: Any) -> bool:
         now = time.monotonic()
-        if now - answer.looked_at < LOOK_S:
+        if now - answer.checked_at < CLIENT_CHECK_S:
             return False
-        answer.looked_at = now
+        answer.checked_at = now
         return bool(sender.is_cancelled())

@@ -1,4 +1,4 @@
-"""The preprocess step of a generation: text or messages in, token ids and an order out."""
+"""Run the preprocess step of text generation: from text or messages to token ids."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .generation_metrics import PreprocessErrors
 from .prompts import Prompts
 from .request_errors import RequestError
 from .sampling_parameters import DEFAULTS, FIELD, check_sampling
-from .triton_io import Inputs, error_response, inputs_of, make_private, read_texts, settings_of
+from .triton_io import Inputs, error_response, make_private, read_inputs, read_settings, read_texts
 
 ECHO = "exclude_input_in_output"
 CANCEL = "cancel"
 
 
 class TritonPythonModel:
-    """``prompt_ids`` INT32 ``[tokens]`` and ``order`` BYTES ``[1]`` for the core.
+    """Step that makes ``prompt_ids`` INT32 ``[tokens]`` and ``order`` BYTES ``[1]`` for the core.
 
-    An input that is missing is as one that is empty.
+    A missing input has the same meaning as an empty one.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        settings = settings_of(args)
+        settings = read_settings(args)
         self._prompts = Prompts(settings, Path(__file__).parent)
         self._defaults = {**DEFAULTS, **settings["parameters"]}
         self._max_length: int = settings["max_length"]
@@ -38,16 +38,18 @@ class TritonPythonModel:
         make_private()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer every request; a request at fault gets its own error."""
+        """Return a response to every request; an invalid request gets its own error."""
         return [self._respond(request) for request in requests]
 
     def _respond(self, request: Any) -> Any:
         try:
-            inputs = inputs_of(request)
+            inputs = read_inputs(request)
             cancel = self._text(inputs, CANCEL)
-            ids, order = (
-                ([], _cancelling(cancel)) if cancel else self._ordered(inputs, request.parameters())
-            )
+            if cancel:
+                ids: list[int] = []
+                order = _make_cancel_order(cancel)
+            else:
+                ids, order = self._make_order(inputs, request.parameters())
             return pb_utils.InferenceResponse(
                 [
                     pb_utils.Tensor("prompt_ids", np.array(ids, np.int32)),
@@ -58,7 +60,7 @@ class TritonPythonModel:
             self._errors.count("refused" if isinstance(error, RequestError) else "error")
             return error_response(error)
 
-    def _ordered(self, inputs: Inputs, parameters: str) -> tuple[list[int], Order]:
+    def _make_order(self, inputs: Inputs, parameters: str) -> tuple[list[int], Order]:
         ids = self._prompt(self._text(inputs, "text_input"), self._text(inputs, "messages"))
         room = self._max_answer or self._max_length - len(ids)
         sampling = check_sampling(
@@ -70,7 +72,7 @@ class TritonPythonModel:
         )
         if not _flag(inputs, ECHO, True):
             raise RequestError(
-                ECHO, "must be true: an answer has no prompt in it", "false", "Leave it out"
+                ECHO, "must be true, because answers exclude the prompt", "false", "Leave it out"
             )
         if not _flag(inputs, "return_logprobs", True):
             sampling["logprobs"] = None
@@ -80,7 +82,7 @@ class TritonPythonModel:
         if bool(text) == bool(messages):
             raise RequestError(
                 "text_input",
-                "or `messages` must be given, and not both",
+                "or `messages` is required, and only one of them is allowed",
                 "both" if text else "neither",
                 "Send one of them",
             )
@@ -92,17 +94,17 @@ class TritonPythonModel:
         texts = read_texts(inputs, field, self._max_text_bytes, "max_text_bytes")
         if len(texts) != 1:
             raise RequestError(
-                field, "must be one text", f"{len(texts)}", "Send a request for each"
+                field, "must be one text", f"{len(texts)} texts", "Send a request for each text"
             )
         return texts[0]
 
 
-def _cancelling(name: str) -> Order:
+def _make_cancel_order(name: str) -> Order:
     if not MIN_NAME <= len(name) <= MAX_NAME:
         raise RequestError(
             CANCEL,
-            f"must be the id of a request, of {MIN_NAME} to {MAX_NAME} characters: others "
-            "may have shorter ones, too",
+            f"must be a request id of {MIN_NAME} to {MAX_NAME} characters; shorter ids may not be "
+            "unique",
             f"{len(name)} characters",
             "Give requests random ids",
         )

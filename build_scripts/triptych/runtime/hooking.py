@@ -79,7 +79,7 @@ def call_hook(
         result = hook(rows) if inputs is None else hook(rows, inputs=inputs)
     except ValueError as error:
         raise RequestError(
-            f"hooks.{name}", "must take the request", str(error), "Correct the request"
+            f"hooks.{name}", "rejected the request", str(error), "Correct the request"
         ) from error
     except BaseException as error:  # sys.exit() in a hook must not end the step
         raise RuntimeError(f"hooks.{name} raised {type(error).__name__}: {error}") from error
@@ -161,7 +161,9 @@ class RowForm:
             else:
                 result = _numbers(values, NUMPY_TYPES[output["dtype"]])
         except (TypeError, ValueError, OverflowError) as error:
-            raise RuntimeError(f"hooks: the rows' `{name}` do not fit it: {error}") from error
+            raise RuntimeError(
+                f"hooks: `{name}` has a value that does not fit the output: {error}"
+            ) from error
         wanted = [len(values), *dims]
         fits = result.ndim == len(wanted) and all(
             want in (-1, has) for want, has in zip(wanted, result.shape, strict=True)

@@ -155,7 +155,7 @@ class InFlight:
         self._words, self._times = memory.cast("q")[:_HEADER], memory.cast("d")[:_HEADER]
         fields = [memory.cast("q")[_HEADER + i * SLOTS :][:SLOTS] for i in range(_FIELDS)]
         self._holders, self._requests, self._settled, self._rows, self._settled_rows = fields[:5]
-        self._waiting, self._waiting_rows, self._taken = fields[5:]
+        self._waiting, self._waiting_rows, self._acknowledged = fields[5:]
 
     def take_slot(self) -> int:
         """Reserve a slot for the calling process; the slot of a dead process is reused.
@@ -169,7 +169,7 @@ class InFlight:
                 if not holder or not Path(f"/proc/{holder}").exists():
                     self._settled[slot] = self._requests[slot]
                     self._settled_rows[slot] = self._rows[slot]
-                    self._waiting[slot] = self._waiting_rows[slot] = self._taken[slot] = 0
+                    self._waiting[slot] = self._waiting_rows[slot] = self._acknowledged[slot] = 0
                     self._holders[slot] = os.getpid()
                     return slot
         raise RuntimeError(f"a pipeline has at most {SLOTS} preprocess instances")
@@ -187,13 +187,13 @@ class InFlight:
         self._waiting[slot] += requests
         self._waiting_rows[slot] += rows
 
-    def take(self, slot: int, number: int) -> None:
+    def acknowledge(self, slot: int, number: int) -> None:
         """Note that the chunks of a generation core have arrived up to `number`."""
-        self._taken[slot] = number
+        self._acknowledged[slot] = number
 
-    def taken(self, slot: int) -> int:
+    def acknowledged(self, slot: int) -> int:
         """Return the number of the last chunk that has arrived from a slot; 0 before the first."""
-        return self._taken[slot]
+        return self._acknowledged[slot]
 
     def is_valid(self, ticket: Ticket) -> bool:
         """Whether this server made the ticket."""
@@ -225,11 +225,11 @@ class InFlight:
         """Return the number of requests with a ticket so far, over all slots."""
         return sum(self._requests)
 
-    def under_way(self) -> int:
+    def requests_in_flight(self) -> int:
         """Return the number of requests admitted and not finished, over all slots."""
         return self.admitted() - sum(self._settled) + sum(self._waiting)
 
-    def rows_under_way(self) -> int:
+    def rows_in_flight(self) -> int:
         """Return the number of model rows of the requests in flight."""
         return self.rows_in_core() + sum(self._waiting_rows)
 
@@ -241,7 +241,7 @@ class InFlight:
         """Return the number of rows that were answered or are known to be lost."""
         return sum(self._settled_rows)
 
-    def rows_a_request(self) -> float:
+    def rows_per_request(self) -> float:
         """Return the mean number of model rows per admitted request; 1 before the first."""
         return sum(self._rows) / (self.admitted() or 1) or 1.0
 

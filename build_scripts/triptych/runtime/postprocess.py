@@ -1,4 +1,4 @@
-"""The postprocess step of every task: the core's outputs in, the ensemble's out."""
+"""Run the postprocess step of every task: from outputs of the core to those of the ensemble."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ import triton_python_backend_utils as pb_utils
 
 from .hooking import Row, RowForm, call_hook, find_hook
 from .in_flight import InFlight, Ticket
-from .packed_rows import unpack_rows
-from .parameters import check_parameters
 from .request_errors import RequestError
-from .row_types import FORWARDED_PREFIX, find_class, read_forwarded, unpack_metadata
-from .triton_io import Inputs, error_response, inputs_of, make_private, read_bytes, settings_of
+from .row_types import FORWARDED_PREFIX, find_class, read_forwarded, unpack_metadata, unpack_rows
+from .triton_io import (
+    Inputs,
+    check_parameters,
+    error_response,
+    make_private,
+    read_bytes,
+    read_inputs,
+    read_settings,
+)
 
 
 class TritonPythonModel:
-    """The core's outputs, ``[core rows, …]`` each, to the ensemble's, ``[n, …]`` each."""
+    """Step that decodes the core's outputs ``[core rows, …]`` to the ensemble's ``[n, …]``."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        settings = settings_of(args)
+        settings = read_settings(args)
         folder = Path(__file__).parent
         self._core_outputs = settings["core_outputs"]
         self._rules = settings["request_parameters"]
@@ -32,12 +38,12 @@ class TritonPythonModel:
         self._unpacks = settings["packed_tokens"]
         self._decoder = find_class(settings["decoder"])(settings, folder)
         self._after = find_hook(folder, "after")
-        self._given = settings.get("forwarded_inputs")
+        self._forwarded = settings.get("forwarded_inputs")
         self._form = RowForm(settings["outputs"])
         self._in_flight = InFlight(settings["pipeline"])
         make_private()
         self._samples: Any = None
-        if "sample" in settings:  # else the module is not even there
+        if "sample" in settings:  # without samples, the module is not installed
             writing = import_module(".sample_writer", __package__)
             self._samples = writing.SampleWriter(settings, folder, self._form)
 
@@ -46,19 +52,19 @@ class TritonPythonModel:
             self._samples.close()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer every request; a request at fault gets its own error."""
+        """Return a response to every request; an invalid request gets its own error."""
         return [self._respond(request) for request in requests]
 
     def _respond(self, request: Any) -> Any:
         came_at, ticket = time.monotonic(), None
         try:
-            inputs = inputs_of(request)
+            inputs = read_inputs(request)
             sent = inputs["request_ticket"].as_numpy()
             ticket = Ticket(*sent[0, : len(Ticket._fields)].tolist())
             if not self._in_flight.is_valid(ticket):
                 raise RequestError(
                     "request_ticket",
-                    "must be one that this server's preprocess step gave out",
+                    "must be a ticket of this server's preprocess step",
                     list(ticket),
                     "Send the request to the ensemble, not to its steps",
                 )
@@ -83,11 +89,11 @@ class TritonPythonModel:
         except Exception as error:
             return error_response(error)
         finally:
-            if ticket is not None:  # who stops the server waits until here
+            if ticket is not None:  # a shutdown waits for this
                 self._in_flight.mark_finished(ticket, len(sent), came_at)
 
     def _read_given(self, inputs: Inputs, count: int) -> list[Row] | None:
-        if self._given is None:
+        if self._forwarded is None:
             return None
-        columns = {name: read_bytes(inputs, FORWARDED_PREFIX + name) for name in self._given}
-        return read_forwarded(columns, self._given, count)
+        columns = {name: read_bytes(inputs, FORWARDED_PREFIX + name) for name in self._forwarded}
+        return read_forwarded(columns, self._forwarded, count)

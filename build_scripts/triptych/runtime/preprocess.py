@@ -16,24 +16,24 @@ from .counters import RowTokens
 from .flow_control import Admission, Backlog, Ready
 from .hooking import call_before, find_hook
 from .in_flight import InFlight, Ticket
-from .parameters import check_parameters
 from .row_types import (
     CoreRows,
     RowInputs,
     RowMaker,
+    choose_padded_lengths,
     find_class,
-    joined_widths,
     make_forwarded,
-    widened,
+    widen_rows,
 )
 from .triton_io import (
+    check_parameters,
     error_response,
-    inputs_of,
     make_private,
     read_bytes,
+    read_inputs,
+    read_settings,
     read_texts,
     send,
-    settings_of,
 )
 
 
@@ -46,7 +46,7 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        settings = settings_of(args)
+        settings = read_settings(args)
         folder = Path(__file__).parent
         self._fields = settings["inputs"]
         self._encoded = settings["encoded_inputs"]
@@ -59,20 +59,20 @@ class TritonPythonModel:
         self._has_row_metadata = settings["has_row_metadata"]
         self._maker: RowMaker = find_class(settings["row_maker"])(settings, folder)
         self._before = find_hook(folder, "before")
-        self._gives_inputs = "forwarded_inputs" in settings
-        in_flight, longest_wait_s = InFlight(settings["pipeline"]), settings["max_wait_ms"] / 1e3
-        self._admission = Admission(in_flight, settings["max_requests"], longest_wait_s)
+        self._forwards_inputs = "forwarded_inputs" in settings
+        in_flight, max_wait_s = InFlight(settings["pipeline"]), settings["max_wait_ms"] / 1e3
+        self._admission = Admission(in_flight, settings["max_requests"], max_wait_s)
         self._backlog = Backlog(
             in_flight,
             self._admission.slot,
             batch_rows=settings["core_rows"],
-            longest_wait_s=longest_wait_s,
+            max_wait_s=max_wait_s,
         )
         make_private()
-        self._drawing: Any = None
+        self._sampler: Any = None
         if "sample" in settings:  # without samples, the module is not installed
             sampling = import_module(".sampling", __package__)
-            self._drawing = sampling.RowSampler(settings["sample"]["rate"])
+            self._sampler = sampling.RowSampler(settings["sample"]["rate"])
             self._add_payload = sampling.add_payload
         self._row_tokens = RowTokens(settings)
 
@@ -80,14 +80,14 @@ class TritonPythonModel:
         """Return a response to every request; an invalid request gets its own error."""
         responses: list[Any] = [None] * len(requests)
         row_inputs: dict[int, RowInputs] = {}
-        drawn: dict[int, bytes] = {}
+        samples: dict[int, bytes] = {}
         # Triton's timeout of a request is in microseconds, and 0 without one.
         left_s = [request.timeout() / 1e6 or None for request in requests]
         self._admission.begin()
         for index, request in enumerate(requests):
             try:
                 self._admission.check(left_s[index])
-                row_inputs[index], drawn[index] = self._read(request)
+                row_inputs[index], samples[index] = self._read(request)
             except Exception as error:
                 responses[index] = error_response(error)
         made = self._maker.make(list(row_inputs.values())) if row_inputs else []
@@ -103,7 +103,7 @@ class TritonPythonModel:
                 requests[i],
                 answered[i].row_count,
                 left_s[i],
-                partial(self._respond, answered[i], row_inputs[i], drawn[i]),
+                partial(self._respond, answered[i], row_inputs[i], samples[i]),
             )
             for i in order
         ]
@@ -129,9 +129,9 @@ class TritonPythonModel:
         """Return the order of requests for the core: by padded length, the most frequent last."""
         if not self._by_width or not answered:
             return list(answered)
-        widths = joined_widths(list(answered.values()), batch_tokens=self._batch_tokens)
+        widths = choose_padded_lengths(list(answered.values()), batch_tokens=self._batch_tokens)
         for (index, core_rows), width in zip(list(answered.items()), widths, strict=True):
-            answered[index] = widened(core_rows, width, self._pad_token_id)
+            answered[index] = widen_rows(core_rows, width, self._pad_token_id)
         most = Counter(widths).most_common(1)[0][0]
         return sorted(
             answered,
@@ -144,16 +144,16 @@ class TritonPythonModel:
     def _read(self, request: Any) -> tuple[RowInputs, bytes]:
         """Return the request for the row maker, and its sample payload, which may be empty."""
         parameters = check_parameters(request.parameters(), self._rules, self._defaults)
-        inputs = inputs_of(request)
+        inputs = read_inputs(request)
         columns: dict[str, list[Any]] = {
             field: read_bytes(inputs, field)
             if field in self._encoded
             else read_texts(inputs, field, self._max_text_bytes)
             for field in self._fields
         }
-        drawn = b""
-        if self._drawing is not None:
-            drawn = self._drawing.draw(columns, request.parameters())
+        sample = b""
+        if self._sampler is not None:
+            sample = self._sampler.draw(columns, request.parameters())
         if self._before is not None:
             rows = [
                 dict(zip(columns, values, strict=True))
@@ -161,20 +161,20 @@ class TritonPythonModel:
             ]
             rows = call_before(self._before, rows, self._fields, encoded=self._encoded)
             columns = {field: [row[field] for row in rows] for field in self._fields}
-        return RowInputs(columns, parameters), drawn
+        return RowInputs(columns, parameters), sample
 
-    def _respond(self, core_rows: CoreRows, inputs: RowInputs, drawn: bytes) -> Any:
+    def _respond(self, core_rows: CoreRows, inputs: RowInputs, sample: bytes) -> Any:
         count = core_rows.row_count
         tensors = [pb_utils.Tensor(name, value) for name, value in core_rows.tensors.items()]
         if self._has_row_metadata:
             metadata = np.array(core_rows.metadata, dtype=np.object_).reshape(-1, 1)
             tensors.append(pb_utils.Tensor("row_metadata", metadata))
-        if self._gives_inputs:
-            given = make_forwarded(inputs.columns, count)
-            tensors += [pb_utils.Tensor(name, value) for name, value in given.items()]
+        if self._forwards_inputs:
+            forwarded = make_forwarded(inputs.columns, count)
+            tensors += [pb_utils.Tensor(name, value) for name, value in forwarded.items()]
         ticket = np.empty((count, len(Ticket._fields)), np.int64)
         ticket[:] = self._admission.admit(count)
-        if drawn:
-            ticket = self._add_payload(ticket, drawn)
+        if sample:
+            ticket = self._add_payload(ticket, sample)
         tensors.append(pb_utils.Tensor("request_ticket", ticket))
         return pb_utils.InferenceResponse(tensors)

@@ -23,7 +23,7 @@ Message = Mapping[str, str]
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what a model said, for training: here only its content counts."""
+    """Tag ``{% generation %}``, which marks a model's answer for training; its content stays."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -59,9 +59,9 @@ class ChatTemplate:
         if self._template is None:
             raise RequestError(
                 "messages",
-                "must be left out: the model has no chat template",
+                "is only supported for models with a chat template",
                 f"{len(messages)} messages",
-                "Send text_input, or take a model that was trained to chat",
+                "Send text_input, or use a model that was trained to chat",
             )
         try:
             return self._template.render(
@@ -71,13 +71,13 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except Exception as error:  # it is the model's own, and computes with what was sent
-            said = str(error) if isinstance(error, TemplateError) else ""
+        except Exception as error:  # the template is the model's own and may raise anything
+            reason = str(error) if isinstance(error, TemplateError) else ""
             raise RequestError(
                 "messages",
-                "must be a conversation that the model's chat template takes",
-                said or f"{type(error).__name__}: {error}",
-                "Mind the roles, their order, and fields besides `role` and `content`",
+                "must be a conversation that the model's chat template accepts",
+                reason or f"{type(error).__name__}: {error}",
+                "Check the roles, their order, and fields besides `role` and `content`",
             ) from error
 
 
@@ -153,12 +153,12 @@ class SourcePieces:
 class CharacterMap:
     """Character normalization of sentencepiece, applied before it splits a text into pieces.
 
-    `tokenizers` has a normalizer of that name, which leaves some as they are.
+    The normalizer of that name in `tokenizers` leaves some characters unchanged.
 
     Args:
-        compiled: a ``precompiled_charsmap``: the size of a trie in bytes, the trie, and texts that
-            end in zeros, which the trie's values are places in. The trie is Darts-clone's double
-            array of bytes: units of 32 bits. Empty: nothing is changed.
+        compiled: A ``precompiled_charsmap``: the size of a trie in bytes, the trie, and texts that
+            end in zeros. The values of the trie are offsets in these texts. The trie is a double
+            array of Darts-clone, in units of 32 bits. If empty, nothing is changed.
     """
 
     def __init__(self, compiled: bytes) -> None:
@@ -170,17 +170,17 @@ class CharacterMap:
         """Return `text` with the longest match of the map at each position replaced."""
         if not self._units:
             return text
-        given, made, at = text.encode(), bytearray(), 0
+        given, changed, at = text.encode(), bytearray(), 0
         while at < len(given):
-            length, place = self._longest(given, at)
+            length, offset = self._longest(given, at)
             if length:
-                made += self._texts[place : self._texts.index(0, place)]
+                changed += self._texts[offset : self._texts.index(0, offset)]
             else:
                 lead = given[at]
                 length = 1 + (lead >= 0xC0) + (lead >= 0xE0) + (lead >= 0xF0)
-                made += given[at : at + length]
+                changed += given[at : at + length]
             at += length
-        return made.decode()
+        return changed.decode()
 
     def _longest(self, given: bytes, start: int) -> tuple[int, int]:
         """Return the byte length of the longest match at `start`, and its replacement's offset.
@@ -228,12 +228,12 @@ class Prompts:
         self._template = ChatTemplate(source, settings["special_tokens"])
         self._bos: str = settings["special_tokens"].get("bos_token", "")
         self._max_length: int = settings["max_length"]
-        self._apart = settings["max_answer"] is not None
-        self._most = self._max_length if self._apart else self._max_length - 1
+        self._has_answer_limit = settings["max_answer"] is not None
+        self._max_prompt = self._max_length if self._has_answer_limit else self._max_length - 1
         self._prefix: str = settings["prefix"]
         self._vocabulary: int = settings["vocabulary"]
-        # Characters of a token, where each is one of some token: other tokenizers may leave spaces
-        # out, or take many characters for one unknown token.
+        # Maximum characters of a token. Other tokenizers may omit spaces, or make one unknown token
+        # of many characters.
         self._widest = None
         if isinstance(self._tokenizer.decoder, decoders.ByteLevel):
             self._widest = max(map(len, self._tokenizer.get_vocab()))
@@ -257,43 +257,43 @@ class Prompts:
         except UnicodeEncodeError as error:
             raise RequestError(
                 "messages",
-                "must be text: half of a character alone (a surrogate) is none",
+                "must be valid text without lone surrogates",
                 ascii(rendered[error.start]),
-                "Correct it",
+                "Correct the text",
             ) from error
         # The template writes the special tokens itself.
         return self._encode(rendered, "messages", special=False)
 
     def _encode(self, text: str, field: str, *, special: bool) -> list[int]:
-        if self._widest and len(text) > self._most * self._widest:
+        if self._widest and len(text) > self._max_prompt * self._widest:
             # Tokenizing a megabyte takes a second, in which other requests would wait.
             normalizer = self._tokenizer.normalizer
             length = len(normalizer.normalize_str(text) if normalizer else text)
-            if length > self._most * self._widest:
-                characters = f"{length} characters, of which a token has {self._widest} at most"
+            if length > self._max_prompt * self._widest:
+                characters = f"{length} characters; a token has at most {self._widest}"
                 raise self._too_many(field, characters)
-        # Without offsets in the text, which take as long as the rest.
+        # Without character offsets, which take as long as the rest.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         return self._checked(encoding.ids, field)
 
     def _too_many(self, field: str, given: str) -> RequestError:
-        left = f", so that one of the {self._max_length} that fit is left for an answer"
+        left = f", because the answer needs one of {self._max_length} tokens"
         return RequestError(
             field,
-            f"must have 1 to {self._most} tokens{'' if self._apart else left}",
+            f"must have 1 to {self._max_prompt} tokens{'' if self._has_answer_limit else left}",
             given,
             "Shorten it, or raise the maximum length of the pipeline",
         )
 
     def _checked(self, ids: list[int], field: str) -> list[int]:
-        if not 0 < len(ids) <= self._most:
+        if not 0 < len(ids) <= self._max_prompt:
             raise self._too_many(field, f"{len(ids)} tokens")
-        if (largest := max(ids)) >= self._vocabulary:  # vLLM would read on behind its weights
+        if (largest := max(ids)) >= self._vocabulary:  # vLLM would read beyond its weights
             raise RequestError(
                 field,
-                "must have no token that the tokenizer has and the model has not",
+                "has a token of the tokenizer that the model does not have",
                 repr(self._tokenizer.id_to_token(largest)),
-                "Leave it out",
+                "Leave out this token",
             )
         return ids
 
@@ -329,7 +329,7 @@ def _read_message(given: Any, field: str) -> Message:
             field,
             "must be an object with strings for `role` and `content`",
             repr(given)[:80],
-            "Correct it",
+            "Correct the message",
         )
     return message
 
@@ -341,9 +341,9 @@ def _joined(parts: Sequence[Any], field: str) -> str:
         if not isinstance(text, str):
             raise RequestError(
                 f"{field}[{number}]",
-                'must be {"type": "text", "text": "…"}: the model takes nothing else',
+                'must be {"type": "text", "text": "…"}, the only supported type',
                 repr(part)[:80],
-                "Leave it out",
+                "Leave out this part",
             )
         texts.append(text)
     return "\n".join(texts)

@@ -67,7 +67,7 @@ class RequestError(StepError):
 
 
 class Overloaded(StepError):
-    """The pipeline takes no further request at present; `retry_after_ms` says when it may."""
+    """A limit of the pipeline is reached; `retry_after_ms` is the time until the next attempt."""
 
     code = OVERLOADED
     status = "UNAVAILABLE"
@@ -77,7 +77,7 @@ class Overloaded(StepError):
 
 
 class Stopping(StepError):
-    """The server takes no more requests."""
+    """The server is stopping and rejects all requests."""
 
     code = STOPPING
     status = "UNAVAILABLE"
@@ -100,7 +100,7 @@ class InternalError(StepError):
 
 
 class ReadError(NamedTuple):
-    """A step's message, read.
+    """Parsed message of a step.
 
     Attributes:
         code: Error code of this module, or one of a newer server.
@@ -114,7 +114,7 @@ class ReadError(NamedTuple):
 
 
 def read_step_error(message: str) -> ReadError | None:
-    """Read the message of a failed response; None if no step of this project wrote it."""
+    """Return the parsed message of a failed response; None if no step of this project wrote it."""
     header = _HEADER.match(message)
     if header is None:
         return None

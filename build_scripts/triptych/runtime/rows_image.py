@@ -1,6 +1,6 @@
-"""Encoded images to pixels, exactly as the model's own image processor makes them.
+"""Decode images to pixels, exactly as the model's own image processor does.
 
-The core gets what comes before rescaling: a byte a channel, a quarter of what floats would take.
+The core gets the pixels before rescaling: one byte per channel, a quarter of the size of floats.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# WebPImagePlugin is named so that Pillow need not load every plugin it has to find that one.
+# WebPImagePlugin is imported here so that Pillow does not load all plugins to find it.
 from PIL import Image, ImageOps, UnidentifiedImageError, WebPImagePlugin  # noqa: F401
 
 from .request_errors import RequestError
@@ -29,14 +29,14 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 """Formats whose decoders start no other program and need no other file."""
 
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX")
-"""Kinds of pixel, 8 bits a channel at most, whose colors are not a matter of a profile."""
+"""Pillow's modes with at most 8 bits per channel whose colors need no profile."""
 
 IMAGES_A_REQUEST = 2
 """Maximum total pixels of a request's images, as a multiple of the limit of one image."""
 
 MAX_THREADS = 4
-_BIT_DEPTH = 24  # place in a PNG file: signature, length and name of the header, two sizes
-_ASPECT = "must not be so much longer than wide, or wider than long, that resizing makes it huge"
+_BIT_DEPTH = 24  # offset in a PNG file, after signature, header length, header name, two sizes
+_ASPECT = "must not have an aspect ratio for which the resized image exceeds the pixel limit"
 
 
 class Limits(NamedTuple):
@@ -47,12 +47,12 @@ class Limits(NamedTuple):
 
 
 def open_image(data: bytes, limits: Limits, row: int) -> Image.Image:
-    """Decode an image, upright and in RGB. Nothing is decoded before its header is in order.
+    """Return an image, upright and in RGB; its header is checked before it is decoded.
 
-    To be called within `own_limits`.
+    Must be called within `own_limits`.
 
     Raises:
-        RequestError: it is no image, or none whose pixels are clear and within `limits`.
+        RequestError: The data are not an image of a supported kind within `limits`.
     """
     if not data:
         raise RequestError(FIELD, "must not be empty", "0 bytes", "Send an encoded image", row)
@@ -72,12 +72,12 @@ def open_image(data: bytes, limits: Limits, row: int) -> Image.Image:
         fault = (
             f"must be an undamaged image in one of {', '.join(FORMATS)}",
             given,
-            "Send the bytes of the image file itself, not its path, its address or base64 of it",
+            "Send the bytes of the image file, not its path, its URL or its base64",
         )
-    except Exception as error:  # a decoder raises whatever damaged bytes lead it to
+    except Exception as error:  # damaged bytes make decoders raise anything
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         given = f"{len(data)} bytes that cannot be decoded: {reason}"
-        fault = ("must be a whole, undamaged image", given, "Send the whole file or save it again")
+        fault = ("must be a complete image", given, "Send the complete file or save it again")
     raise RequestError(FIELD, *fault, row)
 
 
@@ -118,39 +118,39 @@ class ImageRowMaker:
 
     def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
         """Return the pixels of every row; a request with an invalid image gets its first error."""
-        crowded = [self._crowded(request.columns[FIELD]) for request in requests]
+        too_large = [self._check_total(request.columns[FIELD]) for request in requests]
         pixels = [
             np.empty((len(request.columns[FIELD]), *self._shape), np.uint8) for request in requests
         ]
         jobs = [
             partial(self._fill, pixels[index], row, data)
             for index, request in enumerate(requests)
-            for row, data in enumerate([] if crowded[index] else request.columns[FIELD])
+            for row, data in enumerate([] if too_large[index] else request.columns[FIELD])
         ]
         with own_limits():
             if len(jobs) == 1 or self._threads == 1:
                 faults = [job() for job in jobs]
-            else:  # Pillow decodes and resizes without holding the interpreter
+            else:  # Pillow decodes and resizes without Python's global lock
                 faults = list(self._pool.map(_call, jobs))
         answers: list[CoreRows | Exception] = []
         start = 0
-        for fault, tensor in zip(crowded, pixels, strict=True):
+        for fault, tensor in zip(too_large, pixels, strict=True):
             if fault is not None:
                 answers.append(fault)
                 continue
             own = faults[start : start + len(tensor)]
-            first = next((each for each in own if each is not None), None)
+            first = next((error for error in own if error is not None), None)
             answers.append(first or CoreRows({"pixels": tensor}, [], 0))
             start += len(tensor)
         return answers
 
-    def _crowded(self, images: Sequence[bytes]) -> RequestError | None:
-        """One request must not hold up all others with images that are each within the limit."""
+    def _check_total(self, images: Sequence[bytes]) -> RequestError | None:
+        """Return an error if the images of a request together delay other requests too long."""
         limit = IMAGES_A_REQUEST * self._limits.pixels
         if len(images) <= IMAGES_A_REQUEST:
             return None
         with own_limits():
-            total = sum(map(_pixels_of, images))
+            total = sum(map(_count_pixels, images))
         if total <= limit:
             return None
         rule = f"must have at most {limit} pixels in all rows of a request"
@@ -162,18 +162,20 @@ class ImageRowMaker:
             height, width = resized(self._facts, image.height, image.width)
             if height * width > self._limits.pixels:
                 given = f"{image.width} x {image.height}, which becomes {width} x {height}"
-                raise RequestError(FIELD, _ASPECT, given, "Cut out the part that matters", row)
+                raise RequestError(
+                    FIELD, _ASPECT, given, "Crop the image to the part that matters", row
+                )
             pixels[row] = to_pixels(image, self._facts)
         except RequestError as fault:
             return fault
         return None
 
 
-def _pixels_of(data: bytes) -> int:
+def _count_pixels(data: bytes) -> int:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return int(image.width * image.height)
-    except Exception:  # it is refused in its turn
+    except Exception:  # `open_image` rejects it later
         return 0
 
 
@@ -198,19 +200,19 @@ def own_limits() -> Iterator[None]:
 
 
 def _header_fault(image: Image.Image, data: bytes, limits: Limits) -> tuple[str, str, str] | None:
-    """Rule, given and remedy of what the header alone shows to be wrong."""
+    """Return rule, given value and remedy of a fault in the header; None if it is valid."""
     size = f"{image.width} x {image.height}"
     if image.width * image.height > limits.pixels:
         remedy = "Send a smaller image or raise the pipeline's limit"
         return f"must have at most {limits.pixels} pixels", size, remedy
     # An MPO file is a photo with previews or depth maps after it: its first image is the photo.
     if image.format != "MPO" and getattr(image, "is_animated", False):
-        return "must be a single image", "an animated one", "Send the frame that is meant"
+        return "must be a single image", "an animation", "Send one frame"
     deep = image.format == "PNG" and data[_BIT_DEPTH] > 8
     if deep or image.mode not in MODES:
-        given = "16 bits a channel" if deep else f"Pillow's mode {image.mode}"
-        remedy = "Convert it to RGB with 8 bits a channel: how to is not clear from the file"
-        return "must be in grey or RGB with at most 8 bits a channel", given, remedy
+        given = "16 bits per channel" if deep else f"Pillow's mode {image.mode}"
+        remedy = "Convert it to RGB with 8 bits per channel; the file does not say how"
+        return "must be in gray or RGB with at most 8 bits per channel", given, remedy
     return None
 
 

@@ -37,10 +37,10 @@ def make_kinds(
         special: 1 for tokens outside the text.
         ids: Token ids.
         text: Text of the offsets.
-        subword_prefix: ``continuing_subword_prefix`` of the tokenizer's model: with one, a token
-            whose length is not that of its characters goes on with a word; without (None or
-            empty), one that has no space before it does.
-        unk_id: id of the unknown token, which always begins a word; None where there is none.
+        subword_prefix: ``continuing_subword_prefix`` of the tokenizer's model. With a prefix, a
+            token that is longer than its characters continues a word. Without one (None or
+            empty), a token without a space before it continues a word.
+        unk_id: Id of the unknown token, which always begins a word; None if there is none.
 
     Returns:
         UINT8 ``[tokens]``: OUTSIDE, WORD_START or WORD_INSIDE.
@@ -140,7 +140,7 @@ class WindowRowMaker(TokenRowMaker):
             self.max_length, stride=self.stride, strategy=self.strategy
         )
         self._form = PairForm(self.tokenizer)
-        # Texts by themselves: what is put around them, and cut off, comes with `post_process`.
+        # Encodes texts alone; `post_process` adds special tokens and truncates.
         bare = dict.fromkeys(("post_processor", "truncation", "padding"))
         self._bare = Tokenizer.from_str(json.dumps(json.loads(self.tokenizer.to_str()) | bare))
         added = self._form.added
@@ -148,9 +148,9 @@ class WindowRowMaker(TokenRowMaker):
         if self._longest_question < 1:
             raise RequestError(
                 "tokenizer.max_length",
-                f"must leave room for a question and a window: more than {added + self.stride + 1}",
+                f"must be more than {added + self.stride + 1}, to fit a question and a window",
                 self.max_length,
-                "Raise it",
+                "Raise the limit",
             )
 
     def inputs(self, request: RowInputs) -> list[Input]:
@@ -167,7 +167,7 @@ class WindowRowMaker(TokenRowMaker):
 
     def finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
         """Return one model row for each window of each pair."""
-        self._check_sizes([(len(one.ids), len(two.ids)) for one, two in encodings])
+        self._check_sizes([(len(question.ids), len(text.ids)) for question, text in encodings])
         rows = []
         for number, (pair, (question, context)) in enumerate(zip(inputs, encodings, strict=True)):
             window = self.tokenizer.post_process(question, context)
@@ -190,11 +190,11 @@ class WindowRowMaker(TokenRowMaker):
     def _check_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Raise `RequestError` for pairs that would need too many windows.
 
-        Beside a long question there may be thousands, so this is checked before they are made.
+        A long question may cause thousands of windows, so they are counted before they are made.
         """
         windows = 0
         for number, (question, context) in enumerate(sizes):
-            # Beyond it there is no window that the tokenizer could cut: it would panic.
+            # With a longer question, no token of the context fits, and the tokenizer would panic.
             if question > self._longest_question:
                 raise RequestError(
                     "text",

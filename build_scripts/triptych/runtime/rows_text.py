@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from .packed_rows import pack_rows, span_of
 from .request_errors import RequestError
-from .row_types import CoreRows, Row, RowInputs
+from .row_types import CoreRows, Row, RowInputs, make_row_span, pack_rows
 
 Input = str | tuple[str, str]
 
@@ -82,16 +81,16 @@ class TokenRowMaker(ABC):
 
     def token_rows(self, requests: Sequence[RowInputs]) -> list[list[Row] | Exception]:
         """Return the model rows of each request, or its error; all are tokenized in one call."""
-        asked: list[list[Input] | Exception] = [
+        texts: list[list[Input] | Exception] = [
             _attempt(self.inputs, request) for request in requests
         ]
-        sizes = [0 if isinstance(inputs, Exception) else len(inputs) for inputs in asked]
-        flat = [item for inputs in asked if not isinstance(inputs, Exception) for item in inputs]
+        sizes = [0 if isinstance(inputs, Exception) else len(inputs) for inputs in texts]
+        flat = [item for inputs in texts if not isinstance(inputs, Exception) for item in inputs]
         encodings = self._encode(flat)
         spans = pairwise(accumulate(sizes, initial=0))
         return [
             inputs if isinstance(inputs, Exception) else self._finish(inputs, encodings[i:j])
-            for inputs, (i, j) in zip(asked, spans, strict=True)
+            for inputs, (i, j) in zip(texts, spans, strict=True)
         ]
 
     def row(self, encoding: Any, row_metadata: bytes = b"") -> Row:
@@ -123,9 +122,9 @@ class TokenRowMaker(ABC):
         if rows > self.max_core_rows:
             raise RequestError(
                 "request",
-                f"must come to at most {self.max_core_rows} rows of the model",
+                f"must need at most {self.max_core_rows} rows of the model",
                 rows,
-                "Send less in one request, or raise core.max_batch_size in the pipeline",
+                "Send fewer rows in a request, or raise core.max_batch_size in the pipeline",
             )
 
     def _check(self, rows: Sequence[Row]) -> None:
@@ -134,9 +133,9 @@ class TokenRowMaker(ABC):
             if self._vocabulary is not None and max(row.ids, default=0) >= self._vocabulary:
                 raise RequestError(
                     "text",
-                    f"must have tokens that the model knows, with ids below {self._vocabulary}",
+                    f"must have tokens of the model, with ids below {self._vocabulary}",
                     f"a token with the id {max(row.ids)}",
-                    "Leave that token out, or mend the model: its tokenizer has more than it",
+                    "Leave out this token, or correct the model's tokenizer, which has more tokens",
                     number,
                 )
             if len(row.ids) > self.max_length:
@@ -149,7 +148,7 @@ class TokenRowMaker(ABC):
                 )
 
     def _encode(self, inputs: Sequence[Input]) -> list[Any]:
-        """Return an encoding for each input, or the exception of this input alone."""
+        """Return the encoding of each input, or its own exception."""
         if not inputs:
             return []
         try:
@@ -160,28 +159,31 @@ class TokenRowMaker(ABC):
     def _encode_all(self, inputs: Sequence[Any]) -> list[Any]:
         if self._pairs is not None and not isinstance(inputs[0], str):
             halves = self._pairs.halves([half for pair in inputs for half in pair])
-            return [self._pair_row(self._pairs, halves[one], halves[two]) for one, two in inputs]
+            return [self._pair_row(self._pairs, halves[a], halves[b]) for a, b in inputs]
         tokenizer = self.tokenizer
         encode = tokenizer.encode_batch if self.offsets else tokenizer.encode_batch_fast
         encodings: list[Any] = encode(inputs)
         return encodings
 
-    def _pair_row(self, form: PairForm, one: list[int], two: list[int]) -> Row | RequestError:
-        sizes: tuple[int, int] | None = (len(one), len(two))
+    def _pair_row(self, form: PairForm, first: list[int], second: list[int]) -> Row | RequestError:
+        sizes: tuple[int, int] | None = (len(first), len(second))
         if self.truncates:
-            sizes = kept(len(one), len(two), self.max_length - form.added, self.strategy)
+            sizes = truncated_sizes(
+                len(first), len(second), self.max_length - form.added, self.strategy
+            )
         if sizes is None:
             return RequestError(
                 " and ".join(self.fields),
-                f"must leave room for the text within {self.max_length} tokens",
-                f"{len(two)} tokens beside it",
-                "Shorten what goes with the text",
+                f"must leave space for the text within {self.max_length} tokens",
+                f"{len(second)} tokens in addition to the text",
+                "Shorten the second text",
             )
         if self._cut == "left":
-            ids, first = form.join(one[len(one) - sizes[0] :], two[len(two) - sizes[1] :])
+            first, second = first[len(first) - sizes[0] :], second[len(second) - sizes[1] :]
         else:
-            ids, first = form.join(one[: sizes[0]], two[: sizes[1]])
-        return Row(ids, first if self._segments else len(ids))
+            first, second = first[: sizes[0]], second[: sizes[1]]
+        ids, first_segment = form.join(first, second)
+        return Row(ids, first_segment if self._segments else len(ids))
 
     def _tensors(self, rows: Sequence[Row]) -> CoreRows:
         ids = [row.ids for row in rows]
@@ -191,7 +193,7 @@ class TokenRowMaker(ABC):
             packed = pack_rows(ids, self._pad_token_id)
             tensors |= {"input_ids": packed.ids, "row_offset": packed.offset}
             if self._spans:
-                tensors["row_span"] = span_of(lengths)
+                tensors["row_span"] = make_row_span(lengths)
         else:
             # A tensor needs one slot even where a tokenizer makes no token.
             width = max(1, int(lengths.max()))
@@ -259,31 +261,33 @@ class PairForm:
         encodings: list[Any] = self._tokenizer.encode_batch_fast(unique, add_special_tokens=False)
         return {text: encoding.ids for text, encoding in zip(unique, encodings, strict=True)}
 
-    def join(self, one: Sequence[int], two: Sequence[int]) -> tuple[list[int], int]:
+    def join(self, first: Sequence[int], second: Sequence[int]) -> tuple[list[int], int]:
         """Return the ids of the row and the number of tokens in its first segment."""
-        ids = [*self._before, *one, *self._between, *two, *self._after]
-        return ids, len(one) + self.ahead
+        ids = [*self._before, *first, *self._between, *second, *self._after]
+        return ids, len(first) + self.ahead
 
 
-def kept(one: int, two: int, room: int, strategy: str) -> tuple[int, int] | None:
+def truncated_sizes(
+    first: int, second: int, max_tokens: int, strategy: str
+) -> tuple[int, int] | None:
     """Return how many tokens of each half remain after truncation; None if that is impossible.
 
     Args:
-        one: Number of tokens in the first half.
-        two: Number of tokens in the second half.
-        room: Maximum number of tokens without special tokens.
+        first: Number of tokens in the first half.
+        second: Number of tokens in the second half.
+        max_tokens: Maximum number of tokens without special tokens.
         strategy: ``longest_first`` or ``only_first``, with the meaning of the tokenizers library.
     """
-    if one + two <= room:
-        return one, two
+    if first + second <= max_tokens:
+        return first, second
     if strategy == "only_first":
-        return (room - two, two) if room > two else None
-    shorter, longer = sorted((one, two))
-    longer = shorter if shorter > room else max(shorter, room - shorter)
-    if shorter + longer > room:
-        shorter = room // 2
-        longer = shorter + room % 2
-    return (shorter, longer) if one <= two else (longer, shorter)
+        return (max_tokens - second, second) if max_tokens > second else None
+    shorter, longer = sorted((first, second))
+    longer = shorter if shorter > max_tokens else max(shorter, max_tokens - shorter)
+    if shorter + longer > max_tokens:
+        shorter = max_tokens // 2
+        longer = shorter + max_tokens % 2
+    return (shorter, longer) if first <= second else (longer, shorter)
 
 
 class PlainTextRowMaker(TokenRowMaker):
@@ -333,7 +337,7 @@ class HypothesisRowMaker(TokenRowMaker):
 
     def inputs(self, request: RowInputs) -> list[Input]:
         for number, text in enumerate(request.columns["text"]):
-            if not text:  # transformers refuses it, too; a blank one it answers
+            if not text:  # transformers also rejects empty texts, but not blank ones
                 raise RequestError("text", "must not be empty", "''", "Send a text", number)
         labels = request.parameters.get("candidate_labels")
         if not labels:
@@ -341,7 +345,7 @@ class HypothesisRowMaker(TokenRowMaker):
                 "parameter candidate_labels",
                 "must name the labels to choose from",
                 "nothing",
-                'Send \'["a", "b"]\'',
+                'Send a JSON list such as ["a", "b"]',
             )
         template: str = request.parameters["hypothesis_template"]
         if "{}" not in template:
@@ -355,19 +359,19 @@ class HypothesisRowMaker(TokenRowMaker):
         if len(texts) * len(labels) > self.max_core_rows:
             raise RequestError(
                 "parameter candidate_labels",
-                f"must come to at most {self.max_core_rows} rows of the model with all texts",
+                f"must need at most {self.max_core_rows} rows of the model for all texts",
                 f"{len(texts)} texts x {len(labels)} labels",
-                "Send fewer of them, or raise core.max_batch_size in the pipeline",
+                "Send fewer texts or labels, or raise core.max_batch_size in the pipeline",
             )
         limit: int = self.settings["max_text_bytes"]
-        places = template.count("{}")
-        longest = max(len(template) + places * len(label) for label in labels)
+        slots = template.count("{}")
+        longest = max(len(template) + slots * len(label) for label in labels)
         if longest > limit:
             raise RequestError(
                 "parameter candidate_labels and hypothesis_template",
-                f"must come to hypotheses of at most {limit} characters",
-                f"one of {longest}",
-                "Shorten them",
+                f"must make hypotheses of at most {limit} characters",
+                f"a hypothesis of {longest} characters",
+                "Shorten the labels or the template",
             )
         hypotheses = [template.replace("{}", label) for label in labels]
         return [(text, hypothesis) for text in texts for hypothesis in hypotheses]

@@ -1,4 +1,4 @@
-"""Write sampled rows in one thread beside the requests, from a reservoir for each time window.
+"""Write sampled rows in a separate thread, from a reservoir for each time window.
 
 Sampling must not delay or fail a request. Rows that cannot be taken, redacted or written are
 counted.
@@ -98,15 +98,15 @@ class SampleWriter:
         self._pipeline: str = settings["pipeline"]
         self._contents: Mapping[str, str] = settings["sample_inputs"]
         self._max_rows, self._max_bytes = own["max_rows"], own["max_bytes"]
-        self._keep_hours, self._window_s = own["retention_hours"], own["window_s"]
+        self._retention_hours, self._window_s = own["retention_hours"], own["window_s"]
         self._form = form
         self._redact: Redact | None = None
         if own["redact"]:
             self._redact = getattr(load_hooks(step), REDACT, None)
         if own["redact"] and self._redact is None:
             raise RuntimeError(f"hooks.py must have the function `{REDACT}`, which samples need")
-        self._lock_file = step.parents[1] / self._pipeline / MANIFEST_FILE
-        self._lock_facts, self._build = _build_of(self._lock_file)
+        self._manifest_file = step.parents[1] / self._pipeline / MANIFEST_FILE
+        self._manifest_status, self._build = _read_build(self._manifest_file)
         self._random = random.Random()
         self._condition = threading.Condition()
         self._waiting: list[tuple[bytes, Mapping[str, NDArray[Any]]]] = []
@@ -125,7 +125,7 @@ class SampleWriter:
         self._folder = Path(folder) / self._pipeline if folder else None
         if self._folder is None:
             pb_utils.Logger.log_warn(
-                f"{self._pipeline} samples nothing: {FOLDER_VARIABLE} names no folder"
+                f"{self._pipeline} samples nothing because {FOLDER_VARIABLE} is not set"
             )
         self._thread = threading.Thread(target=self._run, name="sample-writer", daemon=True)
         self._thread.start()
@@ -136,13 +136,13 @@ class SampleWriter:
             return
         payload = read_payload(ticket)
         with self._condition:
-            room = self._waiting_bytes + len(payload) <= MAX_WAITING_BYTES
-            taken = room and len(self._waiting) < MAX_WAITING
-            if taken:
+            fits = self._waiting_bytes + len(payload) <= MAX_WAITING_BYTES
+            fits = fits and len(self._waiting) < MAX_WAITING
+            if fits:
                 # The arrays may lie in memory that Triton takes back after the answer.
                 self._waiting.append((payload, {name: a.copy() for name, a in outputs.items()}))
                 self._waiting_bytes += len(payload)
-        if not taken:  # counted here, because the writer may hang in `redact`
+        if not fits:  # counted here, because the writer may hang in `redact`
             self._count({(DROPS, "waiting"): 1})
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -161,7 +161,7 @@ class SampleWriter:
                 waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
                 ending = self._ending
             try:
-                self._note_exchange()
+                self._note_reload()
                 for payload, outputs in waiting:
                     self._take_safely(payload, outputs)
                 if ending or time.monotonic() >= ends_at:
@@ -176,13 +176,13 @@ class SampleWriter:
             if ending:
                 return
 
-    def _note_exchange(self) -> None:
+    def _note_reload(self) -> None:
         """Write the reservoir when the files change: its rows belong to the previous build."""
-        facts, build = _build_of(self._lock_file, known=(self._lock_facts, self._build))
+        facts, build = _read_build(self._manifest_file, known=(self._manifest_status, self._build))
         if build != self._build:
             self._flush()
             self._build, self._settled_at = build, time.monotonic() + SETTLING_S
-        self._lock_facts = facts
+        self._manifest_status = facts
 
     def _take_safely(self, payload: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
         """Take a request; an invalid one must not cost the rows of others."""
@@ -198,34 +198,33 @@ class SampleWriter:
         elif not sampled.columns:
             self._counts[DROPS, "large"] += len(sampled.rows)
         else:
-            for row in _rows_of(sampled, outputs):
+            for row in _split_rows(sampled, outputs):
                 self._keep(row)
 
     def _keep(self, row: SampledAnswer) -> None:
         """Add a row by Vitter's algorithm R: all rows of a window stay with equal probability."""
-        most = max(self._max_rows // WINDOWS, 1)
+        max_rows = max(self._max_rows // WINDOWS, 1)
         self._seen += 1
-        place = len(self._reservoir)
-        if place < most:
+        if len(self._reservoir) < max_rows:
             self._reservoir.append(row)
         else:
-            place = self._random.randrange(self._seen)
-            if place >= most:
+            index = self._random.randrange(self._seen)
+            if index >= max_rows:
                 return
-            self._reservoir_bytes -= self._reservoir[place].size
-            self._reservoir[place] = row
+            self._reservoir_bytes -= self._reservoir[index].size
+            self._reservoir[index] = row
         self._reservoir_bytes += row.size
         while self._reservoir_bytes > self._max_bytes // WINDOWS and self._reservoir:
-            gone = self._reservoir.pop(self._random.randrange(len(self._reservoir)))
-            self._reservoir_bytes -= gone.size
+            removed = self._reservoir.pop(self._random.randrange(len(self._reservoir)))
+            self._reservoir_bytes -= removed.size
 
     def _flush(self) -> None:
         rows, seen = self._reservoir, self._seen
         self._reservoir, self._reservoir_bytes, self._seen = [], 0, 0
         if self._folder is None:
             return
-        with suppress(OSError):  # what cannot be deleted there can hardly be written: see below
-            remove_old(self._folder, self._pipeline, self._keep_hours)
+        with suppress(OSError):  # a failure to write is counted below
+            remove_old(self._folder, self._pipeline, self._retention_hours)
         lines = [line for line in map(self._line_safely, rows) if line]
         if not lines:
             return
@@ -236,19 +235,19 @@ class SampleWriter:
                 self._pipeline,
                 [json.dumps(head).encode() + b"\n", *lines],
                 rows=len(lines),
-                most_rows=self._max_rows,
-                most=self._max_bytes,
+                max_rows=self._max_rows,
+                max_bytes=self._max_bytes,
             )
         except OSError:
             self._counts[DROPS, "disk"] += len(lines)
             return
         self._counts[BYTES, ""] += size
-        self._counts[WRITTEN, ""] += len(lines)  # last: who sees them counted sees all of it
+        self._counts[WRITTEN, ""] += len(lines)  # last, so that the other counts are complete
 
     def _line_safely(self, row: SampledAnswer) -> bytes:
         try:
             return self._line(row)
-        except Exception:  # bytes that are no text, say
+        except Exception:  # for example, bytes that are not text
             self._counts[DROPS, "fault"] += 1
             return b""
 
@@ -271,7 +270,7 @@ class SampleWriter:
                 rewritten = self._form.tensors([plain])
                 changed = _fingerprint(inputs, rewritten) != before
                 answer = rewritten if changed else answer
-            except BaseException:  # the user's own function; its words may be a text
+            except BaseException:  # the user's function; its message may quote a text
                 self._counts[DROPS, "redact"] += 1
                 return b""
         record = {
@@ -292,19 +291,19 @@ class SampleWriter:
             self._metrics = None
 
 
-def _rows_of(sampled: SampledRows, outputs: Mapping[str, NDArray[Any]]) -> list[SampledAnswer]:
+def _split_rows(sampled: SampledRows, outputs: Mapping[str, NDArray[Any]]) -> list[SampledAnswer]:
     return [
         SampledAnswer(
             sampled.at,
-            {name: values[place] for name, values in sampled.columns.items()},
+            {name: values[index] for name, values in sampled.columns.items()},
             sampled.parameters,
             {name: array[row : row + 1] for name, array in outputs.items()},
         )
-        for place, row in enumerate(sampled.rows)
+        for index, row in enumerate(sampled.rows)
     ]
 
 
-def _build_of(lock: Path, known: tuple[Any, str] = (None, "")) -> tuple[Any, str]:
+def _read_build(lock: Path, known: tuple[Any, str] = (None, "")) -> tuple[Any, str]:
     """Return file status and SHA-256 of the build manifest; `known` if it has not changed."""
     try:
         found = lock.stat()

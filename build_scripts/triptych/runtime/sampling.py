@@ -120,8 +120,8 @@ def unpack_sample(payload: bytes) -> SampledRows:
         values.append(payload[start : start + size])
         start += size
     columns = {
-        name: values[place * len(rows) : (place + 1) * len(rows)]
-        for place, name in enumerate(head["names"])
+        name: values[index * len(rows) : (index + 1) * len(rows)]
+        for index, name in enumerate(head["names"])
     }
     return SampledRows(head["at"], rows, columns, head["parameters"])
 
@@ -157,14 +157,16 @@ def list_files(folder: Path, pipeline: str) -> list[SampleFile]:
     return sorted(found, key=lambda file: file.written_ns)
 
 
-def remove_old(folder: Path, pipeline: str, keep_hours: float, now_s: float | None = None) -> None:
-    """Delete what is older than `keep_hours`, or from a clock that was wrong."""
+def remove_old(
+    folder: Path, pipeline: str, retention_hours: float, now_s: float | None = None
+) -> None:
+    """Delete files that are older than `retention_hours` or dated in the future."""
     now_ns = time.time_ns() if now_s is None else int(now_s * _NANO)
-    oldest, newest = now_ns - int(keep_hours * 3600 * _NANO), now_ns + int(FUTURE_S * _NANO)
+    oldest, newest = now_ns - int(retention_hours * 3600 * _NANO), now_ns + int(FUTURE_S * _NANO)
     for file in list_files(folder, pipeline):
         if not oldest <= file.written_ns <= newest:
             file.path.unlink(missing_ok=True)
-    longest_s = min(keep_hours * 3600, FUTURE_S)
+    longest_s = min(retention_hours * 3600, FUTURE_S)
     for path in folder.glob(f"{PARTIAL}*"):  # of writers that were killed
         with suppress(OSError):
             if abs(now_ns - path.stat().st_mtime_ns) > longest_s * _NANO:
@@ -172,7 +174,7 @@ def remove_old(folder: Path, pipeline: str, keep_hours: float, now_s: float | No
 
 
 def write_file(
-    folder: Path, pipeline: str, lines: Sequence[bytes], *, rows: int, most_rows: int, most: int
+    folder: Path, pipeline: str, lines: Sequence[bytes], *, rows: int, max_rows: int, max_bytes: int
 ) -> int:
     """Write a file atomically, readable only for this user, and return its size in bytes.
 
@@ -181,8 +183,8 @@ def write_file(
         pipeline: Name of the pipeline.
         lines: Lines of the file.
         rows: Number of rows in the file.
-        most_rows: Maximum rows of all files of the pipeline; the oldest files are deleted.
-        most: Maximum bytes of all files.
+        max_rows: Maximum rows of all files of the pipeline; the oldest files are deleted.
+        max_bytes: Maximum bytes of all files.
 
     Raises:
         OSError: The file cannot be written; nothing of it remains.
@@ -190,8 +192,8 @@ def write_file(
     content = b"".join(lines)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = list_files(folder, pipeline)
-    over_rows = sum(file.rows for file in files) + rows - most_rows
-    over = sum(file.size for file in files) + len(content) - most
+    over_rows = sum(file.rows for file in files) + rows - max_rows
+    over = sum(file.size for file in files) + len(content) - max_bytes
     for old in files:
         if over_rows <= 0 and over <= 0:
             break

@@ -6,8 +6,8 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from .parameters import own_parameters
 from .request_errors import RequestError
+from .triton_io import own_parameters
 
 FIELD = "sampling_parameters"
 MAX_STOPS = 16
@@ -15,16 +15,17 @@ MAX_STOP_CHARACTERS = 256
 SCHEMA = "json_schema"
 MAX_SCHEMA_CHARACTERS = 32_768
 MAX_SCHEMA_LEVELS = 200
-"""Three times those that xgrammar takes of the JSON itself: a schema has about two for each."""
+"""Maximum levels of a schema: three times the levels of JSON that xgrammar accepts. A schema has
+about two levels for each level of the JSON."""
 ADAPTER = "adapter"
 MAX_NAME_CHARACTERS = 64
 
 
 class Number(NamedTuple):
-    """Range of a number; `above` if `least` itself is not allowed."""
+    """Range of a number; `above` if `minimum` itself is not allowed."""
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
     whole: bool = False
     above: bool = False
 
@@ -32,14 +33,14 @@ class Number(NamedTuple):
     def words(self) -> str:
         kind = "an integer" if self.whole else "a number"
         start = "above" if self.above else "from"
-        return f"{kind} {start} {self.least} to {self.most}"
+        return f"{kind} {start} {self.minimum} to {self.maximum}"
 
-    def takes(self, value: object) -> bool:
+    def accepts(self, value: object) -> bool:
         """Whether `value` is such a number."""
         kinds = (int,) if self.whole else (int, float)
         if not isinstance(value, kinds) or isinstance(value, bool):
             return False
-        return self.least <= value <= self.most and not (self.above and value == self.least)
+        return self.minimum <= value <= self.maximum and not (self.above and value == self.minimum)
 
 
 FLAGS = ("ignore_eos",)
@@ -75,10 +76,10 @@ DEFAULTS: Mapping[str, Any] = {
     ADAPTER: "",
     "n": 1,
 }
-"""`logprobs` None: none are returned. `json_schema` None: any text. `adapter`
-empty: the model itself. `n` and `ignore_eos`, which
-Triton's OpenAI frontend always sends: one answer a request, and whether it goes on behind the
-tokens that end one. `top_k` 0: every token counts. `temperature` 0: greedy."""
+"""Default of each parameter. `logprobs` None: none are returned. `json_schema` None: any text.
+`adapter` empty: the model itself. `top_k` 0: all tokens. `temperature` 0: greedy. Triton's OpenAI
+frontend always sends `n`, the number of answers, and `ignore_eos`, which continues after the tokens
+that end an answer."""
 
 
 def check_sampling(
@@ -107,25 +108,27 @@ def check_sampling(
         fault = find_fault(name, value)
         if fault:
             raise RequestError(
-                f"{FIELD}: {name}", fault, repr(value)[:80], "Correct it, or leave it out"
+                f"{FIELD}: {name}", fault, repr(value)[:80], "Correct or leave out the parameter"
             )
     if given.get("max_tokens", 0) > room:
         raise RequestError(
             f"{FIELD}: max_tokens",
-            f"must be at most the {room} tokens that there is room for",
+            f"must be at most {room}, the number of tokens that fit",
             given["max_tokens"],
             "Lower it, shorten the prompt, or raise the limit in the pipeline",
         )
     sampling = {**defaults, **given}
     if sampling[ADAPTER] and sampling[ADAPTER] not in adapters:
         known = (
-            f"one of the pipeline's: {', '.join(adapters)}" if adapters else "left out: it has none"
+            f"one of the pipeline's: {', '.join(adapters)}"
+            if adapters
+            else "left out, because the pipeline has no adapters"
         )
         raise RequestError(
             f"{FIELD}: {ADAPTER}",
             f"must be {known}",
             repr(sampling[ADAPTER]),
-            "Correct it, or leave it out for the model itself",
+            "Correct the name, or leave it out to use the model itself",
         )
     sampling["max_tokens"] = min(sampling["max_tokens"], room)
     if isinstance(sampling["stop"], str):
@@ -148,14 +151,14 @@ def find_fault(name: str, value: object) -> str:
             f"{MAX_STOP_CHARACTERS} characters each"
         )
     if name == ADAPTER:
-        taken = isinstance(value, str) and len(value) <= MAX_NAME_CHARACTERS
-        return "" if taken else f"must be a name of at most {MAX_NAME_CHARACTERS} characters"
+        valid = isinstance(value, str) and len(value) <= MAX_NAME_CHARACTERS
+        return "" if valid else f"must be a name of at most {MAX_NAME_CHARACTERS} characters"
     if name in FLAGS:
         return "" if isinstance(value, bool) else "must be true or false"
     if name == SCHEMA:
         if (
             isinstance(value, dict)
-            and not _deeper(value, MAX_SCHEMA_LEVELS)
+            and not _is_deeper(value, MAX_SCHEMA_LEVELS)
             and len(json.dumps(value)) <= MAX_SCHEMA_CHARACTERS
         ):
             return ""
@@ -165,16 +168,16 @@ def find_fault(name: str, value: object) -> str:
         )
     rule = NUMBERS.get(name)
     if rule is None:
-        return f"is not known; known are: {', '.join(sorted(DEFAULTS))}"
-    return "" if rule.takes(value) else f"must be {rule.words}"
+        return f"is not known; known parameters: {', '.join(sorted(DEFAULTS))}"
+    return "" if rule.accepts(value) else f"must be {rule.words}"
 
 
-def _deeper(value: object, levels: int) -> bool:
-    """Whether more levels of objects and lists than these are in each other."""
+def _is_deeper(value: object, levels: int) -> bool:
+    """Whether objects and lists are nested in more than this number of levels."""
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_deeper(one, levels - 1) for one in inner)
+    return levels == 0 or any(_is_deeper(item, levels - 1) for item in inner)
 
 
 def _read(text: str) -> dict[str, Any]:

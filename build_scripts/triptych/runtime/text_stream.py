@@ -72,7 +72,7 @@ class StopStrings:
     def add(self, text: str) -> str:
         """Add text; return the text to send. `stopped` is true after a stop string."""
         held = self._held + text
-        found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        found = [index for stop in self._stops if (index := held.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
             return held[: min(found)]

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from triptych.base.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
-from triptych.runtime.packed_rows import slots_of
+from triptych.runtime.row_types import count_slots
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.traffic import Lengths
@@ -237,7 +237,7 @@ def _packed_profile(
         tensor.name: ShapeRange(*((rows, *tensor.config_dims) for rows in (1, best, most)))
         for tensor in inputs
     }
-    usual, longest = (slots_of(n) for n in (lengths.quantile(0.99), max_length))
+    usual, longest = (count_slots(n) for n in (lengths.quantile(0.99), max_length))
     return {
         **profile,
         INPUT_IDS.name: tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triptych.runtime.packed_rows import slots_of
+from triptych.runtime.row_types import count_slots
 from triptych.spec.engine_plan import USUAL_HEAD_SIZE, USUAL_WIDENING
 from triptych.spec.model_facts import ModelFacts
 
@@ -32,7 +32,7 @@ def batch_mib(
     times with DeBERTa's relative positions.
     """
     size = ELEMENT_BYTES.get(precision, 2) if on_gpu else 4
-    slots, hidden = slots_of(tokens), facts.hidden_size
+    slots, hidden = count_slots(tokens), facts.hidden_size
     heads = facts.heads or max(1, hidden // USUAL_HEAD_SIZE)
     widened = facts.intermediate_size or USUAL_WIDENING * hidden
     attention = rows * slots * (SCORE_TENSORS[packed] * heads * slots + 4 * hidden)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from triptych.base.errors import UserError, warn_renamed
-from triptych.runtime.parameters import FORMER_NAMES
+from triptych.runtime.triton_io import FORMER_NAMES
 from triptych.spec.kind import Kind, kind_of_task
 
 METRICS = {

@@ -37,7 +37,7 @@ from triptych.core.export.packing import (
     last_picked,
     takes,
 )
-from triptych.runtime.packed_rows import MULTIPLE, slots_of
+from triptych.runtime.row_types import MULTIPLE, count_slots
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.tasks.task import Core
 
@@ -281,7 +281,7 @@ def _packed_batch(samples: Sequence[ProbeRow]) -> tuple[Tensor, ...]:
     tokens = [first, second, fill] + [torch.cat((ids, pads)) for ids in others]
     strides = [stride, stride] + [len(ids) + len(pads) for ids in others]
     offsets = [0, len(first) - stride] + [0] * len(others)
-    longest = slots_of(max(len(sample.ids) for sample in samples))
+    longest = count_slots(max(len(sample.ids) for sample in samples))
     tiles = sum(-(-len(sample.ids) // MULTIPLE) for sample in samples)
     sizes = [torch.zeros(size, dtype=torch.int32) for size in (longest, MULTIPLE, tiles)]
     columns = torch.tensor(strides, dtype=torch.int32), torch.tensor(offsets, dtype=torch.int32)

@@ -21,7 +21,7 @@ from triptych.base.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import MODEL_FILE, hashes_of_graph, save_onnx
 from triptych.base.tensors import LONGEST, ROW_OFFSET, ROW_SPAN, Tensor, made_by_server
-from triptych.runtime.packed_rows import MULTIPLE
+from triptych.runtime.row_types import MULTIPLE
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.model_source import CODE as MODEL_CODE
 from triptych.spec.plan import Plan

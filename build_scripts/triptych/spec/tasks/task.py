@@ -65,7 +65,7 @@ class Core:
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule for a request parameter, checked by `runtime.parameters`.
+    """Rule for a request parameter, checked by `runtime.triton_io`.
 
     Attributes:
         type: Type of the value.
