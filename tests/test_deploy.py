@@ -193,8 +193,8 @@ def test_alerts_fit_the_promise_and_the_release(tmp_path: Path) -> None:
                 for threshold in re.findall(r"ratio:\w+\{.*\} > ([\d.]+)", expression):
                     assert budget * 0.99 <= float(threshold) < 1, (case, alert)
             slow = [alert for alert in found if "Slow" in alert]
-            has_edge = oldest == "26.08" or limit_ms in (100, 500)
-            has_histogram = release == "26.08" and has_edge
+            has_bucket_bound = oldest == "26.08" or limit_ms in (100, 500)
+            has_histogram = release == "26.08" and has_bucket_bound
             assert bool(slow) == has_histogram, case
             missed = [expression for alert, expression in found.items() if "Missed" in alert]
             assert bool(missed) != has_histogram, case

@@ -14,7 +14,6 @@ from gate_cases import SAMPLES, make, requests_of
 from triptych.base.errors import UserError
 from triptych.core.gate.check import GateLabels, check
 from triptych.core.gate.runs import Decoding
-from triptych.runtime import open_row_maker, open_text_row_maker
 from triptych.runtime.row_types import RowMaker, TextRowMaker
 from triptych.runtime.rows_image import ImageRowMaker as ImageRowMaker
 from triptych.runtime.rows_text import PlainTextRowMaker as PlainTextRowMaker
@@ -106,5 +105,3 @@ def test_row_makers_are_of_the_protocol() -> None:
     images: type[RowMaker] = ImageRowMaker
     tokens: type[TextRowMaker] = PlainTextRowMaker
     assert all(hasattr(maker, "make") for maker in (images, tokens))
-    assert callable(open_row_maker)
-    assert callable(open_text_row_maker)

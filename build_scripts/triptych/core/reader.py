@@ -16,9 +16,9 @@ from typing import Any
 from triptych.base.errors import UserError, warn_renamed
 from triptych.base.tensors import TokenRow
 from triptych.core.requests import GateRequest, preview_text
-from triptych.runtime import open_row_maker, open_text_row_maker
 from triptych.runtime.hooking import Hook, call_before
 from triptych.runtime.request_errors import RequestError
+from triptych.runtime.row_types import RowMaker, TextRowMaker, find_class
 from triptych.runtime.triton_io import FORMER_NAMES, check_parameters
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.plan import core_rows_of, max_length_of, row_settings
@@ -74,13 +74,13 @@ class RequestReader:
         most = core_rows_of(spec, facts, task)
         settings = row_settings(spec, facts, task, max_core_rows=most)
         if self._images:
-            self._images_maker = open_row_maker(task.rows, settings, tokenizer_folder)
+            self._images_maker: RowMaker = find_class(task.rows)(settings, tokenizer_folder)
             return
         settings |= {"bucket_edges": [], "overflow": "truncate"}
         unlimited = {**settings, "max_length": UNLIMITED, "max_core_rows": UNLIMITED}
         try:
-            self._texts_maker = open_text_row_maker(task.rows, settings, tokenizer_folder)
-            self._untruncated = open_text_row_maker(task.rows, unlimited, tokenizer_folder)
+            self._texts_maker: TextRowMaker = find_class(task.rows)(settings, tokenizer_folder)
+            self._untruncated: TextRowMaker = find_class(task.rows)(unlimited, tokenizer_folder)
         except RequestError as error:
             raise UserError(
                 "tokenizer.max_length", "is too small for the task", given=error, remedy="Raise it"

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import LONGEST, ROW_OFFSET, ROW_STRIDE, Tensor, TokenRow, made_by_server
-from triptych.runtime.row_types import pack_rows, make_row_span
-from triptych.runtime.row_types import RowInputs
+from triptych.runtime.row_types import RowInputs, make_row_span, pack_rows
 
 MAX_SHOWN = 80
 MIN_RECOMMENDED_ROWS = 200

@@ -12,7 +12,7 @@ from triptych.deploy.metrics import GenerationQueries, Metrics, parse_quantile
 from triptych.deploy.numbers import MeasuredReplica
 from triptych.deploy.options import DeployOptions
 from triptych.operate.tune.drift import MIN_LOAD_CHANGE
-from triptych.repository.config import COUNTED_FROM, has_edge
+from triptych.repository.config import COUNTED_FROM, has_bucket_bound
 from triptych.repository.manifest import EncoderManifest
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 
@@ -255,7 +255,7 @@ def _slow_share(
     """Return the ratio of slow requests by the histogram of Envoy or Triton; None without one."""
     if metrics.envoy is not None:
         return partial(metrics.envoy_slow_share, limit_ms)
-    if has_edge(lock.spec, limit_ms, options.release):
+    if has_bucket_bound(lock.spec, limit_ms, options.release):
         return partial(metrics.slow_share, limit_ms)
     return None
 

@@ -45,18 +45,19 @@ def render_card(plan: Plan, gate: GateResult, *, license: str, unpacked: str) ->
 
 
 def _accuracy(gate: GateResult) -> list[str]:
-    verdict = "passed" if gate.passed else f"failed, and accepted: {_cell(gate.accepted)}"
+    outcome = "passed" if gate.passed else f"failed, and accepted: {_cell(gate.accepted)}"
     compared = f"{amount(gate.rows, 'request')} of the traffic and {gate.edge_case_rows} edge cases"
     lines = [
-        f"The accuracy gate {verdict}. It compared {compared} with the original model in PyTorch "
+        f"The accuracy gate {outcome}. It compared {compared} with the original model in PyTorch "
         "fp32.",
         "",
         "| metric | measured | limit |",
         "| --- | --- | --- |",
     ]
-    for one in gate.verdicts:
-        value, limit = figures(one.value, one.limit)
-        lines.append(f"| {one.metric} | {value} | {limit if one.limit is not None else 'none'} |")
+    for verdict in gate.verdicts:
+        value, limit = figures(verdict.value, verdict.limit)
+        limit = "none" if verdict.limit is None else limit
+        lines.append(f"| {verdict.metric} | {value} | {limit} |")
     return lines
 
 

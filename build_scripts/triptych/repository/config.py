@@ -70,11 +70,7 @@ def print_config(config: Any) -> str:
 ACCELERATOR_PRECISION = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16", "int8": "INT8"}
 """Precision of ONNX Runtime's TensorRT accelerator, by the graph's precision."""
 
-
-CPU_MEMORY = {
-    "enable_mem_pattern": "0",
-    "memory.enable_memory_arena_shrinkage": "cpu:0",
-}
+CPU_MEMORY = {"enable_mem_pattern": "0", "memory.enable_memory_arena_shrinkage": "cpu:0"}
 """Parameters that make ONNX Runtime release the memory of a large batch. Without them its allocator
 keeps the memory of the largest batch and plans again for each new shape. Measured on MiniLM in
 fp32, 2 cores, a batch of 32 rows of 256 tokens: peak 422 MiB instead of 652 MiB, 167 instead of 628
@@ -125,13 +121,13 @@ def _instances(plan: Plan) -> dict[str, Any]:
         group |= {"kind": "KIND_GPU", "gpus": serving.gpus}
     if plan.engine is not None and plan.builds_engine:
         # Without names the backend creates a context for profile 0 only.
-        group["profile"] = [str(place) for place in range(len(plan.engine.profiles))]
+        group["profile"] = [str(index) for index in range(len(plan.engine.profiles))]
     if serving.rate_limiter is not None:
         limiter = serving.rate_limiter
         group["rate_limiter"] = {
             "resources": [
-                {"name": each.name, "count": each.count, "global": each.shared}
-                for each in limiter.resources
+                {"name": resource.name, "count": resource.count, "global": resource.shared}
+                for resource in limiter.resources
             ],
             "priority": limiter.priority,
         }
@@ -235,7 +231,7 @@ def declare(tensor: Tensor) -> dict[str, Any]:
 
 
 HISTOGRAM = "nv_inference_first_response_histogram_ms"
-USUAL_EDGES_MS = (100.0, 500.0, 2000.0, 5000.0)
+DEFAULT_BOUNDS_MS = (100.0, 500.0, 2000.0, 5000.0)
 """Default bucket upper bounds of Triton in ms: src/metric_model_reporter.h of its core."""
 COUNTED_FROM = first_release("metrics-config.histogram_latencies")
 """First release whose histogram counts ordinary models."""
@@ -247,17 +243,17 @@ def latency_buckets(slo: Slo) -> dict[str, Any]:
     Triton rounds latencies down to whole milliseconds (`UpdateResponseMetrics` of its core), so the
     bound of 50 includes latencies below 51.
     """
-    edges = sorted({*USUAL_EDGES_MS, *slo.limits_ms.values()})
+    bounds = sorted({*DEFAULT_BOUNDS_MS, *slo.limits_ms.values()})
     return {
         "metric_identifier": {"family": HISTOGRAM},
-        "histogram_options": {"buckets": edges},
+        "histogram_options": {"buckets": bounds},
     }
 
 
-def has_edge(spec: PipelineSpec, limit_ms: float, release: Release) -> bool:
+def has_bucket_bound(spec: PipelineSpec, limit_ms: float, release: Release) -> bool:
     """Return whether the histogram of a server of `release` counts the requests within a limit."""
-    promised = (
+    in_slo = (
         parse_release(spec.serving.triton) >= first_release("model_metrics")
         and limit_ms in spec.serving.slo.limits_ms.values()
     )
-    return release >= COUNTED_FROM and (promised or limit_ms in USUAL_EDGES_MS)
+    return release >= COUNTED_FROM and (in_slo or limit_ms in DEFAULT_BOUNDS_MS)

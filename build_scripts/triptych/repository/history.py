@@ -55,37 +55,37 @@ def rollback(repository: Path, pipeline: str, build: str | None) -> RollbackResu
     group = {pipeline: chosen}
     for name, sharer in _sharers(repository, pipeline):
         if not _fits(sharer, record):
-            group[name] = _fitting(repository, name, pipeline, record)
+            group[name] = _find_fitting(repository, name, pipeline, record)
             files |= group[name].files()
     before = {path for name in group for path in _active_files(repository, name)}
     models = {path.partition("/")[0] for path in files}
     retired = {path.partition("/")[0] for path in before} - models
     replaced = {name: build_id(repository, name) for name in group}
     changed = write_models(repository, files, retired=sorted(retired), linked=True)
-    builds = {name: kept.build for name, kept in group.items()}
+    builds = {name: stored.build for name, stored in group.items()}
     return RollbackResult(builds, replaced, tuple(changed))
 
 
 def _choose(
-    kept: list[HistoryBuild], repository: Path, pipeline: str, build: str | None
+    history: list[HistoryBuild], repository: Path, pipeline: str, build: str | None
 ) -> HistoryBuild:
     if build is None:
-        if kept:
-            return kept[0]
+        if history:
+            return history[0]
         raise UserError(
             pipeline,
             f"has no earlier build beside {repository}",
             given="no build has been replaced",
             remedy=f"Run `triptych build {pipeline}`; replaced builds are stored from then on",
         )
-    if found := find_build(kept, build):
+    if found := find_build(history, build):
         return found
-    in_place = build_id(repository, pipeline)
-    if in_place.startswith(build or "-"):
+    active = build_id(repository, pipeline)
+    if active.startswith(build or "-"):
         raise UserError(
             "BUILD", "is already active", given=build, remedy="Name another build, or do nothing"
         )
-    known = ", ".join(one.build[:12] for one in kept) or "none"
+    known = ", ".join(stored.build[:12] for stored in history) or "none"
     raise UserError(
         "BUILD",
         f"must be a prefix of one stored build's ID, with at least {MIN_ID_DIGITS} digits",
@@ -103,12 +103,12 @@ def _check_owner(repository: Path, pipeline: str, build: BuildRecord) -> None:
     owner = build.share
     if not owner:
         return
-    theirs = read_build(repository, owner)
-    if theirs is None or not _fits(build, theirs):
+    current = read_build(repository, owner)
+    if current is None or not _fits(build, current):
         raise UserError(
             pipeline,
             f"was built with a core of {owner} that is not in the repository",
-            given=f"{owner} has another core now" if theirs else f"{owner} is not built",
+            given=f"{owner} has another core now" if current else f"{owner} is not built",
             remedy=f"Restore {owner} with {pipeline}: see `triptych history {owner}`",
         )
 
@@ -129,16 +129,16 @@ def _fits(sharer: BuildRecord, owner: BuildRecord) -> bool:
     )
 
 
-def _fitting(repository: Path, name: str, owner: str, core: BuildRecord) -> HistoryBuild:
+def _find_fitting(repository: Path, name: str, owner: str, core: BuildRecord) -> HistoryBuild:
     """Return the last replaced build of the sharer `name` that matches the core.
 
     Raises:
         UserError: There is no such build.
     """
-    for kept in list_history(repository, name):
-        build = read_build(kept.folder, name)
+    for stored in list_history(repository, name):
+        build = read_build(stored.folder, name)
         if build is not None and build.share == owner and _fits(build, core):
-            return kept
+            return stored
     raise UserError(
         owner,
         "has a core that another pipeline shares",

@@ -31,9 +31,9 @@ def plain_data(value: Any) -> Any:
     NaN and infinity become None.
     """
     if isinstance(value, Mapping):
-        return {str(name): plain_data(held) for name, held in value.items()}
+        return {str(name): plain_data(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_data(held) for held in value]
+        return [plain_data(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -42,7 +42,7 @@ Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is Non
 """A float that may be infinite or NaN, which is null in JSON."""
 
 MetricName = Annotated[str, BeforeValidator(lambda name: METRICS.get(name, name))]
-"""Name of a metric; locks and caches of earlier releases have former names."""
+"""Name of a metric; manifests and caches of earlier releases have former names."""
 
 GatePrecision = Annotated[Precision, SkipValidation]
 """Precision of a gate's artifact. Pipelines that generate text have others too, such as
@@ -179,15 +179,15 @@ class LiveRun:
     """Circumstances in which a server gave the answers of a gate.
 
     Attributes:
-        by_way: Way of sending to the values of the task's metrics.
+        by_way: Values of the task's metrics, by way of sending.
         edge_values: Values of the metrics on the synthetic rows alone.
-        counts: Outcome to the number of requests, over all ways of sending.
-        faults: Failed requests and wrong ends of answers, in words; part of the failures.
+        counts: Number of requests by outcome, over all ways of sending.
+        faults: Failed requests and wrong ends of answers, as text; part of the failures.
         pipeline: Name of the pipeline.
         url: ``host:port`` of the server's gRPC endpoint.
-        clients: Number of requests in flight where they were sent together.
-        mean_batch: Mean number of rows in a batch of the core then; None where it is not known.
-        seconds: Time that all requests took.
+        clients: Number of requests in flight if they were sent concurrently.
+        mean_batch: Mean number of rows in a batch of the core then; None if unknown.
+        seconds: Time of all requests in seconds.
         sent: Description of the requests, one line each.
     """
 

@@ -44,7 +44,7 @@ class Rendered(NamedTuple):
     """Files of a pipeline before they are written.
 
     Attributes:
-        files: Path relative to the repository to the content, with the lock.
+        files: Path relative to the repository to the content, with the build manifest.
         beside: Folders of models in the repository that the files refer to.
     """
 

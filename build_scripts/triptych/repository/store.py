@@ -8,7 +8,7 @@ folder shows.
 
 Replaced builds are stored beside the repository, in ``.<repository>.history/PIPELINE/BUILD``,
 because Triton would load them inside. A build is named by the SHA-256 of its manifest (`build_id`).
-Its files are hard links to those of the repository, which are never written in place. A stored
+Its files are hard links to those of the repository, which are never modified. A stored
 build therefore only takes space for the files that later builds changed.
 """
 
@@ -79,16 +79,17 @@ class BuildRecord:
 def read_build(folder: Path, pipeline: str) -> BuildRecord | None:
     """Return the record of the build in a folder of models; None if it is missing or unreadable."""
     try:
-        lock = read_manifest_file(folder / pipeline / MANIFEST_FILE)
-        core = lock["spec"]["core"]
+        manifest = read_manifest_file(folder / pipeline / MANIFEST_FILE)
+        core = manifest["spec"]["core"]
         return BuildRecord(
-            built_at=str(lock["built_at"]),
-            files={str(path): str(digest) for path, digest in lock["files"].items()},
+            built_at=str(manifest["built_at"]),
+            files={str(path): str(digest) for path, digest in manifest["files"].items()},
             share=core.get("shared_from") or core.get("share") or "",
-            core_key=lock.get("core_key", ""),
+            core_key=manifest.get("core_key", ""),
             max_batch_size=core.get("max_batch_size", 0),
-            lacks_engine=lock["plan"].get("engine") is not None and lock.get("engine") is None,
-            gate=lock.get("gate") or {},
+            lacks_engine=manifest["plan"].get("engine") is not None
+            and manifest.get("engine") is None,
+            gate=manifest.get("gate") or {},
         )
     except (ManifestError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -115,15 +116,15 @@ class HistoryBuild:
         Raises:
             UserError: A file is missing or differs from the build.
         """
-        lock_path = f"{self.pipeline}/{MANIFEST_FILE}"
+        manifest_path = f"{self.pipeline}/{MANIFEST_FILE}"
         if build_id(self.folder, self.pipeline) != self.build:
-            raise self._damaged(lock_path)
+            raise self._damaged(manifest_path)
         files = self.record().files
         for path, digest in files.items():
             file = self.folder / path
             if not file.is_file() or sha256_of(file) != digest:
                 raise self._damaged(path)
-        names = [*files, lock_path]
+        names = [*files, manifest_path]
         if (self.folder / self.pipeline / FIGURES_FILE).is_file():
             names.append(f"{self.pipeline}/{FIGURES_FILE}")
         return {name: self.folder / name for name in names}
@@ -208,34 +209,31 @@ def list_history(repository: Path, pipeline: str) -> list[HistoryBuild]:
         except (OSError, ValueError, KeyError, TypeError):
             replaced_at = ""
         found.append(HistoryBuild(file.parent.name, pipeline, file.parent, replaced_at))
-    in_place = build_id(repository, pipeline)
-    others = [kept for kept in found if kept.build != in_place]
-    return sorted(others, key=lambda kept: kept.replaced_at, reverse=True)
+    active = build_id(repository, pipeline)
+    others = [stored for stored in found if stored.build != active]
+    return sorted(others, key=lambda stored: stored.replaced_at, reverse=True)
 
 
-def find_build(kept: list[HistoryBuild], build: str) -> HistoryBuild | None:
+def find_build(history: list[HistoryBuild], build: str) -> HistoryBuild | None:
     """Return the build whose ID begins with these digits; None if there is not exactly one."""
-    fitting = [one for one in kept if one.build.startswith(build)]
-    return fitting[0] if len(fitting) == 1 and len(build) >= MIN_ID_DIGITS else None
+    matches = [stored for stored in history if stored.build.startswith(build)]
+    return matches[0] if len(matches) == 1 and len(build) >= MIN_ID_DIGITS else None
 
 
 def prune(repository: Path, pipeline: str, keep: int) -> list[HistoryBuild]:
     """Remove all but the `keep` last replaced builds of a pipeline; return the removed builds."""
-    gone = list_history(repository, pipeline)[keep:]
-    for kept in gone:
-        shutil.rmtree(kept.folder, ignore_errors=True)
-    return gone
+    removed = list_history(repository, pipeline)[keep:]
+    for stored in removed:
+        shutil.rmtree(stored.folder, ignore_errors=True)
+    return removed
 
 
 def measure_history_bytes(repository: Path, pipeline: str) -> int:
-    """Return the disk space of the stored builds in bytes.
-
-    Files that the repository uses, too, are not counted.
-    """
+    """Return the disk space in bytes of the stored builds, without files of the repository."""
     in_use = {file.stat().st_ino for file in repository.rglob("*") if file.is_file()}
     own = {}
-    for kept in list_history(repository, pipeline):
-        for file in kept.folder.rglob("*"):
+    for stored in list_history(repository, pipeline):
+        for file in stored.folder.rglob("*"):
             if file.is_file() and (status := file.stat()).st_ino not in in_use:
                 own[status.st_ino] = status.st_size
     return sum(own.values())
@@ -279,8 +277,7 @@ def write_models(
         repository: Folder of the models.
         files: Content of each file, by path relative to the repository.
         retired: Models to remove.
-        linked: Whether to link files on the disk, which requires that they are never written in
-            place.
+        linked: Whether to link files on the disk, which requires that they are never modified.
 
     Returns:
         Names of the models that changed or were removed, sorted.
@@ -294,8 +291,8 @@ def write_models(
         models.setdefault(model, {})[inner] = content
     with os_errors_as_user_errors(repository), locked(repository):
         changed = {m: c for m, c in models.items() if not _holds(repository / m, c)}
-        gone = [model for model in retired if (repository / model).is_dir()]
-        if changed or gone:
+        removed = [model for model in retired if (repository / model).is_dir()]
+        if changed or removed:
             staging = _staging(repository)
             try:
                 for model, contents in changed.items():
@@ -305,19 +302,17 @@ def write_models(
                             link(content, target)
                         else:
                             _stage(target, content, repository)
-                for model in gone:
+                for model in removed:
                     (staging / "gone" / model).mkdir(parents=True)
                 sync_folder(staging)
-                for model in (
-                    *changed,
-                    *gone,
-                ):  # last, because it may remove builds whose files were just linked
+                # Last, because it may remove builds whose files were just linked.
+                for model in (*changed, *removed):
                     archive_build(repository, model)
             except BaseException:
                 shutil.rmtree(staging, ignore_errors=True)  # otherwise a full disk would stay full
                 raise
             _commit(repository, staging)
-    return sorted([*changed, *gone])
+    return sorted([*changed, *removed])
 
 
 def recover(repository: Path) -> None:
@@ -392,12 +387,12 @@ def _holds(model: Path, contents: Mapping[str, Content]) -> bool:
     Byte code is ignored, because serving a Python step creates it. Measurements of `bench` are
     ignored, too: they are removed with the folder when anything else changes.
     """
-    there = {
+    present = {
         str(path.relative_to(model))
         for path in model.rglob("*")
         if path.is_file() and path.parent.name != "__pycache__"
     } - {FIGURES_FILE}
-    if there != set(contents):
+    if present != set(contents):
         return False
     return all(
         filecmp.cmp(model / inner, content, shallow=False)
@@ -414,8 +409,8 @@ def _staging(repository: Path) -> Path:
 def _stage(target: Path, content: Content, repository: Path) -> None:
     """Write one staged file."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(content, Path) and (twin := _find_identical(content, repository)):
-        os.link(twin, target)
+    if isinstance(content, Path) and (identical := _find_identical(content, repository)):
+        os.link(identical, target)
         return
     with target.open("wb") as file:
         if isinstance(content, bytes):

@@ -33,8 +33,8 @@ from triptych.client import (
 )
 from triptych.core.gate.runs import as_floats
 from triptych.core.requests import GateRequest
-from triptych.runtime import open_row_maker
 from triptych.runtime.hooking import NUMPY_TYPES
+from triptych.runtime.row_types import RowMaker, find_class
 from triptych.spec.fields import Precision
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.accuracy import TOLERANCES, Tolerance
@@ -255,7 +255,8 @@ def refusals(
         requests: Requests of the gate.
         sent: Requests in the form that a client sends, in the same order.
     """
-    maker = open_row_maker(plan.task.rows, {**plan.row_settings, "bucket_edges": []}, folder)
+    settings = {**plan.row_settings, "bucket_edges": []}
+    maker: RowMaker = find_class(plan.task.rows)(settings, folder)
     row_inputs = [request.row_inputs for request in requests]
     limit = plan.spec.tokenizer.max_text_bytes
     found = []
