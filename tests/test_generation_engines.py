@@ -45,13 +45,15 @@ def test_the_fake_engine_batches_reports_and_gives_up() -> None:
 
 
 def test_texts_of_like_length_share_a_batch_and_none_waits_for_ever() -> None:
-    assert next_batch([9, 1, 8, 2], "aaaa", most=2) == [2, 0]
-    assert next_batch([5, 1, 5, 1], "abab", most=8) == [0, 2]
-    assert next_batch([], [], most=2) == []
+    assert next_batch([9, 1, 8, 2], "aaaa", max_prompts=2) == [2, 0]
+    assert next_batch([5, 1, 5, 1], "abab", max_prompts=8) == [0, 2]
+    assert next_batch([], [], max_prompts=2) == []
     # Short ones keep coming: a long one, or one of another kind, is among the next anyhow.
     for oldest in ((500, "a"), (5, "b")):
         waiting = [oldest, *[(5, "a")] * 40]
-        chosen = next_batch([one for one, _ in waiting], [kind for _, kind in waiting], most=8)
+        chosen = next_batch(
+            [one for one, _ in waiting], [kind for _, kind in waiting], max_prompts=8
+        )
         assert 0 in chosen
         assert len(chosen) == (8 if oldest[1] == "a" else 1)
 

@@ -13,7 +13,7 @@ from .generation_messages import Delta, EngineLoad, OnLoad
 from .sampling_parameters import DEFAULTS, SCHEMA
 
 
-def next_batch(lengths: Sequence[int], kinds: Sequence[Hashable], *, most: int) -> list[int]:
+def next_batch(lengths: Sequence[int], kinds: Sequence[Hashable], *, max_prompts: int) -> list[int]:
     """Return the queue indices of the next batch, shortest prompt first; empty if nothing waits.
 
     The batch contains the oldest prompt and prompts of similar length.
@@ -21,22 +21,22 @@ def next_batch(lengths: Sequence[int], kinds: Sequence[Hashable], *, most: int) 
     Args:
         lengths: Number of tokens of each waiting prompt, oldest first.
         kinds: Kind of each prompt; only prompts of the oldest one's kind share its batch.
-        most: Maximum number of prompts in a batch.
+        max_prompts: Maximum number of prompts in a batch.
     """
-    like = [place for place, kind in enumerate(kinds) if kind == kinds[0]]
-    order = sorted(like, key=lambda place: lengths[place])
-    if len(order) <= most:
+    same_kind = [index for index, kind in enumerate(kinds) if kind == kinds[0]]
+    order = sorted(same_kind, key=lambda index: lengths[index])
+    if len(order) <= max_prompts:
         return order
     oldest = order.index(0)
     # Choose the range of sorted prompts that contains the oldest and has the least padding.
-    starts = range(max(0, oldest - most + 1), min(oldest, len(order) - most) + 1)
+    starts = range(max(0, oldest - max_prompts + 1), min(oldest, len(order) - max_prompts) + 1)
 
     def padding(start: int) -> int:
-        own = [lengths[place] for place in order[start : start + most]]
-        return own[-1] * most - sum(own)
+        own = [lengths[index] for index in order[start : start + max_prompts]]
+        return own[-1] * max_prompts - sum(own)
 
     best = min(starts, key=padding)
-    return order[best : best + most]
+    return order[best : best + max_prompts]
 
 
 VOCABULARY_FILE = "shared_vocabulary.json"
@@ -65,7 +65,7 @@ class _Job:
         kind: Batching key; only requests with the same key can share a batch.
         count: Number of tokens streamed so far.
         finished: Whether the last delta was queued.
-        given_up: Whether the caller no longer waits for the result.
+        abandoned: Whether the caller no longer waits for the result.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class _Job:
         self.kind = kind
         self.deltas: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         self.count = 0
-        self.finished = self.given_up = False
+        self.finished = self.abandoned = False
 
 
 class Engine:
@@ -105,10 +105,10 @@ class Engine:
     async def generate(
         self, key: str, prompt: Sequence[int], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[Delta, None]:
-        job = self._job(prompt, sampling)
+        job = self._make_job(prompt, sampling)
         self._waiting.append(job)
         self._some_wait.set()
-        self._tell()
+        self._report_load()
         finished = False
         try:
             while not finished:
@@ -118,10 +118,10 @@ class Engine:
                 finished = bool(delta.finish)
                 yield delta
         finally:
-            job.given_up = True
+            job.abandoned = True
             if job in self._waiting:
                 self._waiting.remove(job)
-            self._tell()
+            self._report_load()
 
     async def score(
         self, key: str, prompt: Sequence[int], answer: Sequence[int], _adapter: str
@@ -133,9 +133,9 @@ class Engine:
 
         def run() -> list[float]:
             ended = bool(answer) and answer[-1] == self._end
-            target = self._words(answer[: len(answer) - ended])
+            target = self._find_tokens(answer[: len(answer) - ended])
             found = self._translator.score_batch(
-                [self._words(prompt)], [target], max_input_length=0
+                [self._find_tokens(prompt)], [target], max_input_length=0
             )
             # CTranslate2 always scores an end token after the target.
             logprobs = list(found[0].log_probs[: len(answer)])
@@ -147,7 +147,7 @@ class Engine:
     def close(self) -> None:
         self._worker.cancel()
         for job in self._running:
-            job.given_up = True
+            job.abandoned = True
         self._thread.shutdown()
 
     def _load(self) -> None:
@@ -162,10 +162,10 @@ class Engine:
         self._vocabulary: list[str] = json.loads(vocabulary)
         self._ids = {word: number for number, word in reversed(list(enumerate(self._vocabulary)))}
 
-    def _words(self, ids: Sequence[int]) -> list[str]:
+    def _find_tokens(self, ids: Sequence[int]) -> list[str]:
         return [self._vocabulary[token] for token in ids]
 
-    def _job(self, prompt: Sequence[int], sampling: Mapping[str, Any]) -> _Job:
+    def _make_job(self, prompt: Sequence[int], sampling: Mapping[str, Any]) -> _Job:
         refused = [name for name in UNKNOWN if sampling[name] != DEFAULTS[name]]
         if sampling["logprobs"]:
             refused.append("logprobs above 0")
@@ -173,11 +173,11 @@ class Engine:
             raise ValueError(f"{', '.join(refused)}: CTranslate2 has no such parameter")
         kind: tuple[object, ...] = tuple(sampling[name] for name in SHARED)
         # A beam search depends on its maximum length, so its result cannot be cut afterwards.
-        if self._beams_of(sampling) > 1:
+        if self._count_beams(sampling) > 1:
             kind = (*kind, sampling["max_tokens"])
-        return _Job(self._words(prompt), sampling, kind)
+        return _Job(self._find_tokens(prompt), sampling, kind)
 
-    def _beams_of(self, sampling: Mapping[str, Any]) -> int:
+    def _count_beams(self, sampling: Mapping[str, Any]) -> int:
         return 1 if sampling["temperature"] else self._beams
 
     async def _work(self) -> None:
@@ -186,14 +186,14 @@ class Engine:
             chosen = next_batch(
                 [len(job.tokens) for job in self._waiting],
                 [job.kind for job in self._waiting],
-                most=self._settings["max_sequences"],
+                max_prompts=self._settings["max_sequences"],
             )
-            batch = [self._waiting[place] for place in chosen]
+            batch = [self._waiting[index] for index in chosen]
             self._waiting = [job for job in self._waiting if job not in batch]
             if not self._waiting:
                 self._some_wait.clear()
             self._running = batch
-            self._tell()
+            self._report_load()
             try:
                 if batch:
                     await self._loop.run_in_executor(self._thread, self._translate, batch)
@@ -201,13 +201,13 @@ class Engine:
                 for job in batch:
                     job.deltas.put_nowait(error)
             self._running = []
-            self._tell()
+            self._report_load()
 
     def _translate(self, batch: Sequence[_Job]) -> None:
         """Answer a batch; runs on the engine's thread."""
         sampling, settings = batch[0].sampling, self._settings
-        beams = self._beams_of(sampling)
-        start = self._words(settings["answer_begins"])
+        beams = self._count_beams(sampling)
+        start = self._find_tokens(settings["answer_begins"])
         longest = max(job.sampling["max_tokens"] for job in batch)
         options: dict[str, Any] = {
             "target_prefix": [start] * len(batch) if start else None,
@@ -243,11 +243,11 @@ class Engine:
         if job.sampling["logprobs"] is not None:
             logprobs = [[step.token_id, step.log_prob, []]]
         self._put(job, Delta([step.token_id], finish, logprobs=logprobs))
-        return job.finished or job.given_up
+        return job.finished or job.abandoned
 
     def _put(self, job: _Job, delta: Delta) -> None:
         self._loop.call_soon_threadsafe(job.deltas.put_nowait, delta)
 
-    def _tell(self) -> None:
-        running = sum(not job.given_up for job in self._running)
+    def _report_load(self) -> None:
+        running = sum(not job.abandoned for job in self._running)
         self._on_load(EngineLoad(running, len(self._waiting)))
