@@ -150,7 +150,7 @@ def after(rows, inputs):
         ("FP32", [-1], [[1.0], [1.0, 2.0]], "inhomogeneous"),
         ("INT32", [1], [1.5], "elements must be int32, not float64"),
         ("INT8", [1], [300], "300 is out of its range"),
-        ("INT64", [1], [1 << 70], "do not fit"),
+        ("INT64", [1], [1 << 70], "does not fit"),
         ("BOOL", [1], [1], "elements must be bool"),
     ],
 )

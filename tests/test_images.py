@@ -292,7 +292,7 @@ def bad_images() -> dict[str, tuple[bytes, str]]:
     empty_gif[frame + 5 : frame + 9] = bytes(4)
     return {
         "empty": (b"", "must not be empty"),
-        "path": (b"cat.jpg", "Send the bytes of the image file itself"),
+        "path": (b"cat.jpg", "Send the bytes of the image file"),
         "pdf": (b"%PDF-1.7 and more", "begin with b'%PDF-1.7 and'"),
         "eps": (encoded(picture(9, 9), "EPS"), "BMP, GIF, JPEG, PNG, WEBP"),
         "tiff": (encoded(picture(9, 9), "TIFF"), "BMP, GIF, JPEG, PNG, WEBP"),
