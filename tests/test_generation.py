@@ -269,7 +269,7 @@ def test_a_request_gives_up_another_by_its_id(server: Server, slow: Streams) -> 
     for response in slow.open({"text_input": TEXTS[0], "id": "1"}, {"cancel": "1"}):
         said += response.error_message
         take(short, response)
-    assert "must be the id of a request, of 16 to 128 characters" in said
+    assert "must be a request id of 16 to 128 characters" in said
     for response in unharmed:
         take(neighbor, response)
     assert short.text == neighbor.text == TEXTS[0]

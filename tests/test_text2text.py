@@ -207,9 +207,7 @@ def test_a_page_streams_an_answer(server: Server, repository: Path) -> None:
         _, again = post(page.url, {"messages": "[]", "say": TEXTS[1], "max_tokens": "7"})
         tokens = re.findall(r"(\d+) prompt tokens", text + again)
         assert tokens == [str(len(read_text2text(spec, silent).prompts[1].ids))] * 2
-        assert (
-            "must be at most the 40 tokens" in post(page.url, {"say": "a", "max_tokens": "41"})[1]
-        )
+        assert "must be at most 40, the" in post(page.url, {"say": "a", "max_tokens": "41"})[1]
 
 
 def test_models_in_the_manner_of_t5_pass_their_gate(tmp_path: Path) -> None:
