@@ -166,7 +166,7 @@ def test_a_refused_row_is_named_by_the_callers_index(call: Call) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("half \ud83d pair", "must be text that UTF-8 can write. Given: the lone surrogate U+D83D"),
+        ("half \ud83d pair", "must be text that UTF-8 supports. Given: the lone surrogate U+D83D"),
         (7, "must be str or bytes. Given: int."),
         (None, "must be str or bytes. Given: NoneType."),
         (bytearray(b"x"), "must be str or bytes. Given: bytearray."),
@@ -185,9 +185,9 @@ def test_what_cannot_be_sent_is_refused_before_sending(
 
 
 def test_inputs_that_are_no_rows_are_refused(call: Call) -> None:
-    with pytest.raises(InvalidRequestError, match="must be a list with one element a row"):
+    with pytest.raises(InvalidRequestError, match="must be a list with one element per row"):
         call("toy", "embed", "one text")
-    with pytest.raises(InvalidRequestError, match="must be a list with one element a row"):
+    with pytest.raises(InvalidRequestError, match="must be a list with one element per row"):
         call("toy", "embed", "")
     with pytest.raises(InvalidRequestError, match="Given: `text` 2, `text_pair` 1"):
         call("pair", "infer", {"text": ["a", "b"], "text_pair": ["c"]})

@@ -135,8 +135,8 @@ def test_an_overload_is_read_with_its_pause(steps: Any, in_flight: InFlight) -> 
             assert isinstance(error, OverloadedError)
             assert f"Try again in {1e3 * error.again_s:.0f} ms" in error.message
             pauses.append(error.again_s)
-            assert error.after("twice").message.endswith(" twice")
-            assert error.after("twice").again_s == error.again_s  # type: ignore[attr-defined]
+            assert error.with_attempts("twice").message.endswith(" twice")
+            assert error.with_attempts("twice").again_s == error.again_s  # type: ignore[attr-defined]
     assert len(pauses) == 6
     assert min(pauses) > 0
 

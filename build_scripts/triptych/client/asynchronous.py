@@ -1,4 +1,4 @@
-"""The client for event loops; the twin of `Client`, method by method."""
+"""Client for event loops, with the methods of `Client` as coroutines."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def _awaited_task(
 
 
 class AsyncClient(PipelineClient):
-    """A client for one event loop, from its first call to `close`.
+    """Client for one event loop, from its first call to `close`.
 
-    Its settings are those of `PipelineClient`. A task that is cancelled during a call cancels the
+    Its settings are those of `PipelineClient`. A task that is canceled during a call cancels the
     call's requests.
     """
 
@@ -100,15 +100,15 @@ class AsyncClient(PipelineClient):
     def _connect(self) -> Connection:
         self._finishing: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
-        # A channel belongs to the loop that runs when it is made: the first call makes it.
+        # A channel belongs to the loop that runs when it is opened, so the first call opens it.
         return Connection(
             partial(self._open_channel, grpc.aio), self._close_soon, self._dns_refresh_s
         )
 
     async def close(self) -> None:
-        """Close the connection; calls under way in other tasks raise `CanceledError`.
+        """Close the connection; calls in flight in other tasks raise `CanceledError`.
 
-        Generations that are left end at the server first, which takes them two seconds at most.
+        Incomplete generations are canceled on the server first, which takes at most two seconds.
         """
         self._closed = True
         self._end_generations()
@@ -151,9 +151,9 @@ class AsyncClient(PipelineClient):
         if isinstance(step, Pause):
             return await asyncio.sleep(step.s)
         if isinstance(step, UnaryCall):
-            return await self._ask(step.method, step.request, step.remaining_s)
+            return await self._call(step.method, step.request, step.remaining_s)
         if step.waiting > 1:
-            return await self._send_at_once(step)
+            return await self._send_concurrently(step)
         return await self._send_in_turn(step)
 
     async def _send_in_turn(self, work: Work) -> None:
@@ -170,7 +170,7 @@ class AsyncClient(PipelineClient):
             else:
                 work.answered(portion, response)
 
-    async def _send_at_once(self, work: Work) -> None:
+    async def _send_concurrently(self, work: Work) -> None:
         in_flight: dict[asyncio.Task[Any], Portion] = {}
         try:
             while work.waiting or in_flight:
@@ -193,16 +193,16 @@ class AsyncClient(PipelineClient):
                     else:
                         work.answered(portion, response)
         finally:
-            # Whatever ended the call, a cancellation too, leaves no request behind.
+            # No request stays in flight, whatever ended the call, even a cancellation.
             for task in in_flight:
                 task.cancel()
             await asyncio.gather(*in_flight, return_exceptions=True)
 
     async def _start(self, work: Work, portion: Portion) -> Any:
         request, remaining_s = work.request(portion)
-        return await self._ask("ModelInfer", request, remaining_s, portion.rows)
+        return await self._call("ModelInfer", request, remaining_s, portion.rows)
 
-    async def _ask(
+    async def _call(
         self, method: str, request: Any, remaining_s: float | None, rows: Sequence[int] = ()
     ) -> Any:
         self._raise_if_closed()
@@ -213,7 +213,7 @@ class AsyncClient(PipelineClient):
             )
             try:
                 # Awaiting the call itself would raise CancelledError for a closed channel as well
-                # as for a cancelled task; the code tells them apart.
+                # as for a canceled task; only the code differs.
                 code = await call.code()
             except asyncio.CancelledError:
                 call.cancel()

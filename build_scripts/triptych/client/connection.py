@@ -150,8 +150,8 @@ class Tls:
     """Encryption and authentication.
 
     Attributes:
-        root_certificates: PEM file of the authorities that sign server certificates. None: those
-            of gRPC.
+        root_certificates: PEM file of the authorities that sign server certificates. None: those of
+            gRPC.
         certificate: PEM file of the client's certificate, for servers that require one.
         key: PEM file of the private key of `certificate`.
         server_name: Expected name in the server's certificate, if it is not the host of the URL.

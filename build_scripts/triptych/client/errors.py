@@ -25,15 +25,14 @@ class InferenceError(Exception):
     Attributes:
         message: Cause and remedy, without the row.
         row: Index of the faulty row in the caller's list; None if no single row is at fault.
-        address: Address of the server that could not be reached; else the client's address,
-            because
+        address: Address of the server that could not be reached; else the client's address, because
             gRPC does not say which server responded.
     """
 
     address: str = ""
 
     def __init__(self, message: str, row: int | None = None) -> None:
-        # Both go to `args`, so that the error survives a trip between processes.
+        # Both are in `args`, so that the error can be pickled.
         super().__init__(message, row)
         self.message = message
         self.row = row
@@ -41,11 +40,11 @@ class InferenceError(Exception):
     def __str__(self) -> str:
         return self.message if self.row is None else f"row {self.row}: {self.message}"
 
-    def after(self, told: str) -> InferenceError:
+    def with_attempts(self, attempts: str) -> InferenceError:
         """Return the error with a description of earlier attempts, or itself if there were none."""
-        if not told:
+        if not attempts:
             return self
-        error = type(self)(f"{self.message} {told}", self.row)
+        error = type(self)(f"{self.message} {attempts}", self.row)
         vars(error).update(vars(self) | {"message": error.message})
         return error
 
@@ -69,8 +68,7 @@ class BatchNeighborError(InferenceError):
     """A malformed request of another client failed the batch; the request is sent again unchanged.
 
     Triton checks the lengths in a text input only when it passes a whole batch to a Python step.
-    The
-    client's own lengths are correct.
+    The client's own lengths are correct.
     """
 
 
@@ -110,9 +108,8 @@ _STEPS: dict[str, type[InferenceError]] = {
     ENGINE_FAILED: PipelineFailedError,
 }
 """Error class of each code that a step of a pipeline gives."""
-# What Triton itself says has no code. It answers UNAVAILABLE for a full queue, as gRPC does for a
-# refused connection, so the text decides; the first row that fits does. A text that no row knows
-# leaves it to `_CODES`.
+# Triton's own messages have no code. Triton reports UNAVAILABLE for a full queue, as gRPC does for
+# a refused connection, so the first row whose text matches decides; otherwise `_CODES` does.
 _TEXTS: tuple[tuple[str, str, type[InferenceError]], ...] = (
     ("UNAVAILABLE", "exceeds maximum queue size", OverloadedError),
     ("UNAVAILABLE", "request timeout expired", OverloadedError),
@@ -144,13 +141,13 @@ _CODES: dict[str, type[InferenceError]] = {
 }
 _REMEDIES: dict[type[InferenceError], str] = {
     OverloadedError: "Try again later, send less at once, or give the client a `retry`",
-    PipelineNotFoundError: "Check the name, and that the server's repository holds it",
+    PipelineNotFoundError: "Check the name, and that the server's repository contains it",
     PipelineNotReadyError: "Wait until the server reports the pipeline ready",
     AccessDeniedError: "Give the header in `headers`",
     ServerUnreachableError: "Check the address and `tls`, and that the server is running",
 }
-# An address in gRPC's own words.
-_PLACE = re.compile(r"\bipv[46]:(\[[0-9a-fA-F:%]+\]:\d+|[\d.]+:\d+)")
+# An address in gRPC's messages.
+_ADDRESS = re.compile(r"\bipv[46]:(\[[0-9a-fA-F:%]+\]:\d+|[\d.]+:\d+)")
 _PREFIX = re.compile(f"^{TRITON_PREFIX}")
 
 
@@ -168,42 +165,42 @@ def status_error(code: str, details: str, *, url: str, rows: Sequence[int] = ())
     step = read_step_error(details)
     row, again_s = None, 0.0
     if step is not None:
-        said = step.text
+        text = step.text
         kind = _STEPS.get(step.code) or _CODES.get(code, PipelineFailedError)
         number = step.numbers.get(ROW)
         row = rows[number] if number is not None and number < len(rows) else None
         again_s = step.numbers.get(RETRY_AFTER_MS, 0) / 1e3
     else:
-        said = _PREFIX.sub("", details, count=1)
-        kind = _kind(code, said.lower())
+        text = _PREFIX.sub("", details, count=1)
+        kind = _kind(code, text.lower())
     if kind is ServerUnreachableError:
-        said = f"No Triton server answered at {url}: {said}"
+        text = f"No Triton server answered at {url}: {text}"
     elif kind is InvalidRequestError and code == "RESOURCE_EXHAUSTED":
-        said = f"{said}. Lower `rows_per_request` or raise `max_message_bytes`"
+        text = f"{text}. Lower `rows_per_request` or raise `max_message_bytes`"
     remedy = _REMEDIES.get(kind)
-    message = said if remedy is None else f"{said.rstrip('.')}. {remedy}."
+    message = text if remedy is None else f"{text.rstrip('.')}. {remedy}."
     error = kind(message, row)
     if isinstance(error, OverloadedError):
         error.again_s = again_s
-    place = _PLACE.search(details)
-    error.address = place[1] if place else url
+    address = _ADDRESS.search(details)
+    error.address = address[1] if address else url
     return error
 
 
-def stream_error(said: str, *, url: str) -> InferenceError:
+def stream_error(text: str, *, url: str) -> InferenceError:
     """Return the typed error for the text of a stream's response, which has no gRPC status.
 
     With the header ``triton_grpc_error`` it ends the stream with a status, but may then read the
-    stream's state after it is freed: 32 clients' refused requests aborted 24.10 in 2 of 3 runs.
+    stream's state after it is freed: rejected requests of 32 clients aborted 24.10 in 2 of 3 runs.
     """
-    uncoded = ((text, code) for code, text, _ in _TEXTS)
-    codes = (code for text, code in (*_UNCODED, *uncoded) if text in said.lower())
-    return status_error(next(codes, "INTERNAL"), said, url=url)
+    uncoded = ((part, code) for code, part, _ in _TEXTS)
+    codes = (code for part, code in (*_UNCODED, *uncoded) if part in text.lower())
+    return status_error(next(codes, "INTERNAL"), text, url=url)
 
 
-def _kind(code: str, said: str) -> type[InferenceError]:
+def _kind(code: str, message: str) -> type[InferenceError]:
     for row_code, text, kind in _TEXTS:
-        if row_code == code and text in said:
+        if row_code == code and text in message:
             return kind
     return _CODES.get(code, PipelineFailedError)
 

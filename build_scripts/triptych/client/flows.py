@@ -1,7 +1,6 @@
 """Call logic shared by `Client` and `AsyncClient`, without I/O.
 
-A flow is a generator. It yields a `UnaryCall` (whose response is sent into the generator), a
-`Work`
+A flow is a generator. It yields a `UnaryCall` (whose response is sent into the generator), a `Work`
 (which collects its responses) or a `Pause`, and returns the result of the call. The clients differ
 only in how they send.
 """
@@ -103,22 +102,18 @@ class PipelineClient:
 
         Args:
             pipeline: Name of the pipeline.
-            url: ``host:port`` of the server's gRPC endpoint. For several equal servers, among
-                which
+            url: ``host:port`` of the server's gRPC endpoint. For several equal servers, among which
                 requests are balanced: a name with several addresses (``dns:///name:port``), or IP
                 addresses in a list or separated by commas.
             tls: Encryption; None for plain text.
             headers: Headers of every request, such as ``triton-grpc-protocol-<key>`` for a server
-                with
-                restricted protocols, or the authorization for a proxy.
+                with restricted protocols, or the authorization for a proxy.
             timeout_s: Default deadline of a call in seconds; None for no deadline.
-            rows_per_request: Maximum number of rows in a request. None: a quarter of the
-                pipeline's
+            rows_per_request: Maximum number of rows in a request. None: a quarter of the pipeline's
                 limit.
             max_in_flight: Maximum number of concurrent requests of one call.
             retry: Policy for requests that met a full queue or lost their server, within the
-                deadline
-                of the call; None raises such errors at once.
+                deadline of the call; None raises such errors at once.
             keep_alive: Keep-alive pings; None for none.
             max_message_bytes: Maximum size of a request or response in bytes.
             dns_refresh_s: Interval in seconds at which a name is resolved again, to find new
@@ -142,7 +137,10 @@ class PipelineClient:
                 )
         if dns_refresh_s is not None and dns_refresh_s <= 0:
             raise UserError(
-                "dns_refresh_s", "must be above 0", given=dns_refresh_s, remedy="Or None: never"
+                "dns_refresh_s",
+                "must be above 0",
+                given=dns_refresh_s,
+                remedy="Give None for no refresh",
             )
         self.pipeline = pipeline
         self._target = read_target(url)
@@ -168,7 +166,7 @@ class PipelineClient:
         self._closed = False
         self._generations: WeakSet[Any] = WeakSet()
         # Freeing one generation may begin another while the lock is held, so it is reentrant.
-        self._generations_turn = threading.RLock()
+        self._generations_lock = threading.RLock()
         # Credentials are read once, because channels with equal credentials share connections.
         self._credentials = None if tls is None else tls.credentials()
         self._connection = self._connect()
@@ -187,16 +185,16 @@ class PipelineClient:
             self._max_message_bytes,
         )
 
-    def _ask_for(self, method: str, request: Any, deadline: Deadline) -> Flow[Any]:
-        tried: tuple[str, ...] = ()
+    def _request(self, method: str, request: Any, deadline: Deadline) -> Flow[Any]:
+        addresses: tuple[str, ...] = ()
         while True:
             try:
                 answer = yield UnaryCall(method, request, deadline.remaining_s())
             except DeadlineExceededError:
                 raise deadline.exceeded_error() from None
             except InferenceError as error:
-                tried += (error.address,)
-                yield Pause(self._retries.pause_s(error, tried, deadline))
+                addresses += (error.address,)
+                yield Pause(self._retries.pause_s(error, addresses, deadline))
             else:
                 self._retries.answered()
                 return answer
@@ -206,13 +204,13 @@ class PipelineClient:
         raise NotImplementedError
 
     def _register(self, generation: Any) -> None:
-        with self._generations_turn:
+        with self._generations_lock:
             self._generations.add(generation)
 
     def _end_generations(self) -> None:
-        with self._generations_turn:
-            begun = list(self._generations)
-        for generation in begun:
+        with self._generations_lock:
+            generations = list(self._generations)
+        for generation in generations:
             generation._end()
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
@@ -222,7 +220,7 @@ class PipelineClient:
         config = self._config
         if config is None:
             request = config_request(self.pipeline)
-            config = read_config((yield from self._ask_for("ModelConfig", request, deadline)))
+            config = read_config((yield from self._request("ModelConfig", request, deadline)))
             self._config = config
         return config
 
@@ -266,13 +264,13 @@ class PipelineClient:
                 )
             )
         except InvalidRequestError as error:
-            misfit = None
+            mismatch = None
             if error.row not in encoded.refused:
                 # A pipeline of another task rejects an input or a parameter.
                 with suppress(InferenceError):
-                    misfit = call.misfit((yield from self._known_config(deadline)))
-            if misfit:
-                raise misfit from error
+                    mismatch = call.mismatch((yield from self._known_config(deadline)))
+            if mismatch:
+                raise mismatch from error
             raise
 
     def _error(self, code: Any, details: str | None, rows: Sequence[int] = ()) -> InferenceError:
@@ -299,8 +297,7 @@ def infer(
     """Send rows of any inputs and return every output.
 
     `inputs` has a list per input name, all of the same length, with one element per row. The
-    `parameters` `priority` and `timeout` are Triton's own. `timeout_s` is the deadline of the
-    whole
+    `parameters` `priority` and `timeout` are Triton's own. `timeout_s` is the deadline of the whole
     call; None takes the client's own.
 
     Returns:
@@ -354,12 +351,12 @@ def step_statistics(
             f"Statistics are those of one server. Given: {self.url}. Open a client of one server."
         )
     deadline = self._deadline(timeout_s)
-    found = []
+    statistics = []
     for step in (yield from self._known_config(deadline)).steps:
         request = statistics_request(step)
-        answer = yield from self._ask_for("ModelStatistics", request, deadline)
-        found.append(read_statistics(step, answer))
-    return found
+        answer = yield from self._request("ModelStatistics", request, deadline)
+        statistics.append(read_statistics(step, answer))
+    return statistics
 
 
 def task_flows(
@@ -378,15 +375,18 @@ def task_flows(
         self: PipelineClient, /, *args: P.args, **kwargs: P.kwargs
     ) -> Flow[list[Row | InvalidRequestError]]:
         call = make(*args, **kwargs)
-        if call.stand_in:
+        if call.is_placeholder:
             return []
         return call.each((yield from self._perform_task(call, keep_going=True)).each())
 
-    name, own = make.__name__, inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    asked = inspect.signature(make)
-    signature = asked.replace(parameters=[own, *asked.parameters.values()])
+    name, self_parameter = (
+        make.__name__,
+        inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
+    )
+    signature = inspect.signature(make)
+    signature = signature.replace(parameters=[self_parameter, *signature.parameters.values()])
     flow: Any
-    for flow, flow_name, words in (
+    for flow, flow_name, docstring in (
         (
             *(whole, name),
             f"{inspect.getdoc(make)}\n\nRaises:\n    InferenceError: See its subclasses; `row` of "
@@ -398,7 +398,7 @@ def task_flows(
             f"Arguments and errors are those of `{name}`, but a rejected row does not raise.",
         ),
     ):
-        flow.__name__, flow.__doc__ = flow_name, words
+        flow.__name__, flow.__doc__ = flow_name, docstring
         flow.__signature__ = signature
     return whole, each
 

@@ -69,7 +69,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Part of a response since the chunk before.
+    """Part of a response after the previous chunk.
 
     Attributes:
         text: New text; may be empty.
@@ -101,13 +101,13 @@ class Completion:
     @classmethod
     def join(cls, chunks: Iterable[Chunk]) -> Completion:
         """Return the response that one or more chunks form."""
-        found = list(chunks)
+        parts = list(chunks)
         return cls(
-            text="".join(chunk.text for chunk in found),
-            token_ids=tuple(token for chunk in found for token in chunk.token_ids),
-            finish_reason=found[-1].finish_reason,
-            usage=found[-1].usage,
-            logprobs=tuple(one for chunk in found for one in chunk.logprobs),
+            text="".join(chunk.text for chunk in parts),
+            token_ids=tuple(token for chunk in parts for token in chunk.token_ids),
+            finish_reason=parts[-1].finish_reason,
+            usage=parts[-1].usage,
+            logprobs=tuple(entry for chunk in parts for entry in chunk.logprobs),
         )
 
 
@@ -158,7 +158,7 @@ class GenerationState:
         try:
             remaining_s = self._deadline.remaining_s()
         except DeadlineExceededError:
-            raise self._too_late() from None
+            raise self._deadline_error() from None
         name = secrets.token_hex(16)
         return GenerationRequest(
             generation_request(self._pipeline, self._texts, stream=stream, name=name),
@@ -192,14 +192,14 @@ class GenerationState:
             )
         except (KeyError, IndexError, AttributeError, ValueError, TypeError) as error:
             raise InvalidRequestError(
-                "The pipeline must answer as one of the task text-generation. "
+                "The pipeline must respond as one of the task text-generation. "
                 f"Given: {', '.join(sorted(outputs))} ({type(error).__name__}: {error}). "
                 "Make the call that fits its task."
             ) from error
         if chunk.index != self._tokens:
             raise PipelineFailedError(
-                f"A chunk must go on where the one before ended. Given: token {chunk.index} after "
-                f"{self._tokens}. This is a bug of the pipeline."
+                f"A chunk must begin where the previous one ended. Given: token {chunk.index} "
+                f"after {self._tokens}. This is a bug of the pipeline."
             )
         self._tokens += len(chunk.token_ids)
         self.finished = bool(chunk.finish_reason)
@@ -213,9 +213,9 @@ class GenerationState:
                 so.
         """
         if isinstance(error, DeadlineExceededError):
-            raise self._too_late() from None
+            raise self._deadline_error() from None
         if self._chunks:
-            raise error.after(f"The answer broke off after {self._chunks} chunks.") from None
+            raise error.with_attempts(f"The response ended after {self._chunks} chunks.") from None
         self._tried = (*self._tried, error.address)
         return self._retries.pause_s(error, self._tried, self._deadline)
 
@@ -226,7 +226,7 @@ class GenerationState:
             "chunks. This is a bug of the pipeline."
         )
 
-    def _too_late(self) -> DeadlineExceededError:
+    def _deadline_error(self) -> DeadlineExceededError:
         return DeadlineExceededError(
             f"The deadline of {self._deadline.timeout_s:g} s passed after {self._chunks} chunks. "
             "Raise `timeout_s`, or lower `max_tokens`."
@@ -257,7 +257,7 @@ def _json(name: str, value: object) -> str:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(
-            f"`{name}` must be plain data that JSON can say. Given: {error}. Convert it."
+            f"`{name}` must be plain data that JSON supports. Given: {error}. Convert it."
         ) from error
 
 

@@ -25,19 +25,15 @@ class Retry:
     """Policy for sending requests again.
 
     A request is sent again if it met a full queue, if the connection was refused or broke before
-    the
-    response, or if the server was shutting down or loading the pipeline. With several servers
-    another
-    one may then take it. A request whose connection broke may be computed twice.
+    the response, or if the server was shutting down or loading the pipeline. With several servers
+    another one may then take it. A request whose connection broke may be computed twice.
 
     With several servers gRPC may choose the one that is shutting down repeatedly. Its rejections
-    cost
-    nothing, so they are not charged to the budget and are retried five times as often.
+    cost nothing, so they are not charged to the budget and are retried five times as often.
 
     The pause is the time that a full queue asks for, plus a random time up to a limit. The limit
     doubles with every attempt up to `longest_pause_s`, so that many clients do not return at the
-    same
-    moment. No pause is begun that would outlast the deadline.
+    same moment. No pause is begun that would outlast the deadline.
 
     Attributes:
         attempts: Maximum number of attempts of one request, including the first.
@@ -57,11 +53,23 @@ class Retry:
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
-            raise UserError("retry.attempts", "must be 1 or more", given=self.attempts)
+            raise UserError(
+                "retry.attempts",
+                "must be 1 or more",
+                given=self.attempts,
+                remedy="Give 1 for no retries",
+            )
         if self.budget < 0:
-            raise UserError("retry.budget", "must be 0 or more", given=self.budget)
+            raise UserError(
+                "retry.budget", "must be 0 or more", given=self.budget, remedy="Give 0 or more"
+            )
         if not 0 <= self.budget_share <= 1:
-            raise UserError("retry.budget_share", "must be from 0 to 1", given=self.budget_share)
+            raise UserError(
+                "retry.budget_share",
+                "must be from 0 to 1",
+                given=self.budget_share,
+                remedy="Give for example 0.2",
+            )
 
     def pause_s(self, attempt: int) -> float:
         """Return a random pause in seconds after `attempt` attempts."""
@@ -108,17 +116,17 @@ class Retries:
     """Retries of one client and their budget; safe for threads."""
 
     def __init__(self, retry: Retry | None, *, is_several: bool = False) -> None:
-        """Create the state; `is_several` tells that the client has several servers."""
+        """Create the state; `is_several` means that the client has several servers."""
         self._retry = retry
         self._is_several = is_several
         self._left = 0.0 if retry is None else float(retry.budget)
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def answered(self) -> None:
         """Add the share of a response to the budget."""
         retry = self._retry
         if retry is not None and self._left < retry.budget:
-            with self._turn:
+            with self._lock:
                 self._left = min(self._left + retry.budget_share, retry.budget)
 
     def pause_s(self, error: InferenceError, tried: Sequence[str], deadline: Deadline) -> float:
@@ -134,43 +142,43 @@ class Retries:
                 attempts.
         """
         retry = self._retry
-        if retry is None or not isinstance(error, _SENT_AGAIN):
-            raise error.after(_told(tried, "")) from None
+        if retry is None or not isinstance(error, _RETRYABLE_ERRORS):
+            raise error.with_attempts(_describe_attempts(tried, "")) from None
         pause_s, attempts = retry.pause_s(len(tried)), retry.attempts
         if is_free := isinstance(error, OverloadedError):
             pause_s += error.again_s
         elif self._is_several and isinstance(error, PipelineNotReadyError):
-            is_free, attempts = True, 1 + _MORE_ELSEWHERE * (attempts - 1)
-        why = ""
+            is_free, attempts = True, 1 + _SEVERAL_SERVERS_FACTOR * (attempts - 1)
+        reason = ""
         if len(tried) >= attempts:
-            why = f"`retry` allows {attempts}"
+            reason = f"`retry` allows {attempts}"
         elif time.monotonic() + pause_s >= deadline.at_s:
-            why = f"the deadline of {deadline.timeout_s:g} s leaves no time for another"
+            reason = f"the deadline of {deadline.timeout_s:g} s leaves no time for another"
         elif not is_free and not self._pay():
-            why = "the client's budget for more is spent"
-        if why:
-            raise error.after(_told(tried, why)) from None
+            reason = "the client's budget for more is spent"
+        if reason:
+            raise error.with_attempts(_describe_attempts(tried, reason)) from None
         return pause_s
 
     def _pay(self) -> bool:
-        with self._turn:
+        with self._lock:
             if self._left < 1:
                 return False
             self._left -= 1
             return True
 
 
-_MORE_ELSEWHERE = 5
-_SENT_AGAIN = (OverloadedError, ServerUnreachableError, PipelineNotReadyError)
+_SEVERAL_SERVERS_FACTOR = 5
+_RETRYABLE_ERRORS = (OverloadedError, ServerUnreachableError, PipelineNotReadyError)
 
 
-def _told(tried: Sequence[str], why: str) -> str:
+def _describe_attempts(tried: Sequence[str], reason: str) -> str:
     """Describe all attempts; empty for a single one without a reason to stop."""
-    if len(tried) < 2 and not why:
+    if len(tried) < 2 and not reason:
         return ""
-    places = ", ".join(
+    addresses = ", ".join(
         f"{address} ({count} times)" if count > 1 else address
         for address, count in Counter(tried).items()
     )
     times = "once" if len(tried) == 1 else f"{len(tried)} times"
-    return f"Tried {times}, at {places}" + (f"; {why}." if why else ".")
+    return f"Tried {times}, at {addresses}" + (f"; {reason}." if reason else ".")

@@ -1,4 +1,4 @@
-"""The client for threads: the work of a call on gRPC's own callbacks."""
+"""Client for threads, on gRPC's blocking calls and futures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _blocking_task(
 
 
 class Client(PipelineClient):
-    """A client for ordinary and threaded code; one serves any number of threads.
+    """Client for blocking code; any number of threads may share it.
 
     Its settings are those of `PipelineClient`. Open it after a fork, not before.
     """
@@ -97,7 +97,7 @@ class Client(PipelineClient):
         return Generation(self, encode_inputs("", messages, sampling), timeout_s)
 
     def _finish_in_background(self, work: threading.Thread) -> None:
-        with self._generations_turn:
+        with self._generations_lock:
             self._finishing = [*filter(threading.Thread.is_alive, self._finishing), work]
             work.start()
 
@@ -107,9 +107,9 @@ class Client(PipelineClient):
         )
 
     def close(self) -> None:
-        """Close the connection; calls under way in other threads raise `CanceledError`.
+        """Close the connection; calls in flight in other threads raise `CanceledError`.
 
-        Generations that are left end at the server first, which takes them two seconds at most.
+        Incomplete generations are canceled on the server first, which takes at most two seconds.
         """
         self._closed = True
         self._end_generations()
@@ -152,7 +152,7 @@ class Client(PipelineClient):
                     method = getattr(stub, step.method)
                     return method(step.request, timeout=step.remaining_s, metadata=self._metadata)
             if step.waiting > 1:
-                return self._send_at_once(step)
+                return self._send_concurrently(step)
             return self._send_in_turn(step)
         except grpc.RpcError as status:
             raise self._error(status.code(), status.details()) from None
@@ -190,7 +190,7 @@ class Client(PipelineClient):
             else:
                 work.answered(portion, response)
 
-    def _send_at_once(self, work: Work) -> None:
+    def _send_concurrently(self, work: Work) -> None:
         ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
         in_flight: dict[Any, tuple[Portion, Opened]] = {}
         try:
@@ -214,7 +214,7 @@ class Client(PipelineClient):
                 else:
                     work.failed(portion, self._error(call.code(), call.details(), portion.rows))
         finally:
-            # Whatever ended the call, an interrupt too, leaves no request behind.
+            # No request stays in flight, whatever ended the call, even an interrupt.
             for call, (_, opened) in in_flight.items():
                 call.cancel()
                 self._connection.give_back(opened)

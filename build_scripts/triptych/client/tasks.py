@@ -1,8 +1,7 @@
 """Typed calls for each task, and the immutable values they return.
 
 Each function becomes a method of both clients with the same name, arguments and docstring. Texts
-are str, or bytes of UTF-8; a parameter that is None takes the pipeline's default; `timeout_s` is
-as
+are str, or bytes of UTF-8; a parameter that is None takes the pipeline's default; `timeout_s` is as
 in `infer`.
 """
 
@@ -85,7 +84,7 @@ class TaskCall(Generic[Whole, Row]):
         outputs: Outputs that the call reads.
         read: Returns the result of the call from all outputs, [rows, …] each.
         read_row: Returns the result of one row from its index and outputs.
-        stand_in: Whether the only row of `inputs` is a placeholder because the caller gave none.
+        is_placeholder: Whether the only row of `inputs` is a placeholder for no rows.
         only: Outputs to request, since each costs time; empty for all.
     """
 
@@ -95,7 +94,7 @@ class TaskCall(Generic[Whole, Row]):
     read: Callable[[Outputs], Whole]
     read_row: Callable[[int, RowOutputs], Row]
     timeout_s: float | None
-    stand_in: bool = False
+    is_placeholder: bool = False
     only: tuple[str, ...] = ()
 
     def whole(self, outputs: Outputs) -> Whole:
@@ -120,7 +119,7 @@ class TaskCall(Generic[Whole, Row]):
                 results.append(self.read_row(index, row))
         return results
 
-    def misfit(self, config: PipelineConfig) -> InvalidRequestError | None:
+    def mismatch(self, config: PipelineConfig) -> InvalidRequestError | None:
         """Return why a pipeline with this interface cannot answer the call; None if it can."""
         try:
             self._raise_if_lacking(config.outputs)
@@ -158,8 +157,7 @@ def embed(
     empty output of the other kind; `prompt_name` is the model's prompt put before each text.
 
     Returns:
-        float32 [texts, dimensions] in the order of `texts`, with the right width for no texts;
-        int8
+        float32 [texts, dimensions] in the order of `texts`, with the right width for no texts; int8
         [texts, bytes] with another encoding.
     """
     # The width of a vector varies with the request's parameters, so no config tells it; an answer
@@ -184,7 +182,7 @@ def embed(
         read,
         read_row,
         timeout_s,
-        stand_in=none,
+        is_placeholder=none,
         only=() if encoding is None else outputs,
     )
 
@@ -223,8 +221,8 @@ def classify_zero_shot(
     """Return scores of `candidate_labels` for each text, without training on them.
 
     With `multi_label` each label is scored independently, else the scores of a text sum to 1;
-    `hypothesis_template` is the sentence that the model judges, with ``{}`` for the label.
-    `labels` is another name of `candidate_labels`.
+    `hypothesis_template` is the sentence that the model judges, with ``{}`` for the label. `labels`
+    is another name of `candidate_labels`.
 
     Returns:
         For each text all labels, best first.

@@ -67,7 +67,7 @@ class PipelineConfig:
         """Raise `InvalidRequestError` if the pipeline generates text."""
         if self.generates:
             raise InvalidRequestError(
-                f"`{pipeline}` generates text, and must be asked for one answer at a time. Given: "
+                f"`{pipeline}` generates text, for one prompt or conversation per call. Given: "
                 "rows. Call `generate` or `chat`; on the command line give --prompt, --chat, or "
                 "--file with --out."
             )
@@ -88,16 +88,16 @@ def encode_rows(inputs: Rows) -> EncodedRows:
     for name, values in inputs.items():
         if isinstance(values, str | bytes):
             raise InvalidRequestError(
-                f"`{name}` must be a list with one element a row. "
+                f"`{name}` must be a list with one element per row. "
                 f"Given: one {type(values).__name__}. Put it into a list."
             )
         column = columns[name] = []
         for row, value in enumerate(values):
             try:
-                column.append(value.encode() if isinstance(value, str) else _checked(value))
+                column.append(value.encode() if isinstance(value, str) else _check_bytes(value))
             except (UnicodeEncodeError, TypeError) as error:
                 column.append(b"")
-                refused.setdefault(row, InvalidRequestError(_why_not_sendable(name, error), row))
+                refused.setdefault(row, InvalidRequestError(_encoding_error(name, error), row))
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) != 1:
         given = ", ".join(f"`{name}` {length}" for name, length in lengths.items()) or "no input"
@@ -105,17 +105,17 @@ def encode_rows(inputs: Rows) -> EncodedRows:
     return EncodedRows(columns, next(iter(lengths.values())), refused)
 
 
-def _checked(value: object) -> bytes:
+def _check_bytes(value: object) -> bytes:
     if not isinstance(value, bytes):
         raise TypeError(type(value).__name__)
     return value
 
 
-def _why_not_sendable(name: str, error: UnicodeEncodeError | TypeError) -> str:
+def _encoding_error(name: str, error: UnicodeEncodeError | TypeError) -> str:
     if isinstance(error, UnicodeEncodeError):
         # The code point by number: a message with the surrogate itself could not be printed.
         return (
-            f"`{name}` must be text that UTF-8 can write. Given: the lone surrogate "
+            f"`{name}` must be text that UTF-8 supports. Given: the lone surrogate "
             f"U+{ord(error.object[error.start]):04X} at character {error.start}. Replace it."
         )
     return f"`{name}` must be str or bytes. Given: {error}. Convert it."
@@ -188,7 +188,7 @@ def _set_parameter(target: Any, name: str, value: object) -> None:
         try:
             target.string_param = value
         except UnicodeEncodeError as error:
-            raise InvalidRequestError(_why_not_sendable(f"parameter {name}", error)) from None
+            raise InvalidRequestError(_encoding_error(f"parameter {name}", error)) from None
     else:
         raise InvalidRequestError(
             f"The parameter `{name}` must be a bool, a 64-bit int, a float or a str. "
@@ -244,7 +244,7 @@ def read_config(response: Any) -> PipelineConfig:
     if config.max_batch_size < 1 and _PROMPT not in inputs:
         raise InvalidRequestError(
             f"`{config.name}` must have a max_batch_size of 1 or more. "
-            f"Given: {config.max_batch_size}. Its requests have no batch dimension to put rows in."
+            f"Given: {config.max_batch_size}. Its requests have no batch dimension for rows."
         )
     outputs = {}
     for output in config.output:

@@ -34,13 +34,13 @@ from triptych.client.wire import (
 )
 
 _QUEUE_GRACE_S = 0.25
-_MAX_SENDINGS = 20
+_MAX_BATCH_ATTEMPTS = 20
 """Maximum number of attempts of a request that fails with the other requests of its batch."""
 # With these limits, requests of up to 8 rows of real texts of mixed length had 15 % padding, up to
 # 32 rows 25 %; with sorting alone 19 % and 67 %. The 16-byte slack lets very short rows share a
 # request whatever their relative length.
-_MIN_LIKE_SHARE = 0.8
-_LIKE_BYTES = 16
+_MIN_SIZE_RATIO = 0.8
+_SIZE_SLACK_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,8 @@ def split_rows(rows: Sequence[int], sizes: Sequence[int], limit: int) -> list[tu
     """Distribute `rows` over requests of at most `limit` rows of similar size.
 
     The server pads the rows of a request to the longest. A request therefore ends where its next
-    row
-    would be much shorter than its first. The longest rows go first, so that no long row runs alone
-    at
-    the end.
+    row would be much shorter than its first. The longest rows go first, so that no long row runs
+    alone at the end.
 
     Args:
         rows: Indexes to distribute.
@@ -72,7 +70,7 @@ def split_rows(rows: Sequence[int], sizes: Sequence[int], limit: int) -> list[tu
     """
     requests: list[list[int]] = []
     for row in sorted(rows, key=sizes.__getitem__, reverse=True):
-        least = _MIN_LIKE_SHARE * sizes[requests[-1][0]] - _LIKE_BYTES if requests else 0.0
+        least = _MIN_SIZE_RATIO * sizes[requests[-1][0]] - _SIZE_SLACK_BYTES if requests else 0.0
         if requests and len(requests[-1]) < limit and sizes[row] >= least:
             requests[-1].append(row)
         else:
@@ -84,8 +82,7 @@ class Work:
     """State of one call.
 
     A full queue ends the call only after the requests in flight have ended: Triton 24.10 crashes
-    when
-    an ensemble's request is canceled while a step's full queue rejects it.
+    when an ensemble's request is canceled while a step's full queue rejects it.
 
     Attributes:
         refused: Error of each rejected row; only filled with `keep_going`.
@@ -160,7 +157,7 @@ class Work:
         try:
             remaining_s = self._deadline.remaining_s()
         except DeadlineExceededError:
-            raise self._too_late() from None
+            raise self._deadline_error() from None
         parameters = dict(self._parameters)
         if remaining_s is not None:
             # A step's queue does not see that an ensemble's request was canceled. The timeout lets
@@ -218,19 +215,19 @@ class Work:
             self._waiting.extendleft(Portion(half) for half in halves)
             return
         tried = (*portion.tried, error.address)
-        if isinstance(error, BatchNeighborError) and len(tried) < _MAX_SENDINGS:
+        if isinstance(error, BatchNeighborError) and len(tried) < _MAX_BATCH_ATTEMPTS:
             self._waiting.appendleft(replace(portion, tried=tried))
             return
         if isinstance(error, DeadlineExceededError):
             # `from None`: the status behind this error has no further information.
-            raise self._too_late() from None
+            raise self._deadline_error() from None
         try:
             pause_s = self._retries.pause_s(error, tried, self._deadline)
         except OverloadedError as overload:
             self._overload = overload
             self._waiting.clear()
             return
-        self._put_off(replace(portion, tried=tried, due_s=time.monotonic() + pause_s))
+        self._postpone(replace(portion, tried=tried, due_s=time.monotonic() + pause_s))
 
     def outputs(self) -> dict[str, NDArray[Any]]:
         """Return every output, [rows, …]; the entries of rejected rows are arbitrary.
@@ -256,10 +253,10 @@ class Work:
             for row in range(self._encoded.count)
         ]
 
-    def _too_late(self) -> DeadlineExceededError:
+    def _deadline_error(self) -> DeadlineExceededError:
         return self._deadline.exceeded_error(answered=(self._rows_answered, self._encoded.count))
 
-    def _put_off(self, portion: Portion) -> None:
+    def _postpone(self, portion: Portion) -> None:
         # Insert by due time, because requests without a pause must not wait for others.
         place = next(
             (at for at, other in enumerate(self._waiting) if other.due_s > portion.due_s),
