@@ -12,7 +12,7 @@ import pytest
 from client_play import PLAYED
 from client_toy import Toy, infer, serve_toy
 from triptych.base.errors import UserError
-from triptych.client.questions import (
+from triptych.client.rows import (
     InputRow,
     describe_answer,
     parse_parameters,

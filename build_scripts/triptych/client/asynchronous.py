@@ -157,7 +157,7 @@ class AsyncClient(PipelineClient):
         return await self._send_in_turn(step)
 
     async def _send_in_turn(self, work: Work) -> None:
-        # To await one call at a time needs no task of its own.
+        # One call at a time can be awaited without a separate task.
         while work.waiting:
             portion = work.take()
             if portion is None:

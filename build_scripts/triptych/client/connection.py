@@ -123,7 +123,7 @@ _MAX_RECONNECT_PAUSE_MS = 2_000
 # gRPC uses the servers in turn and skips one that fails half of its requests for a second or more.
 # Before 25.05, a server that shuts down fails its requests for two seconds. `retry` decides what is
 # sent again, not gRPC: Triton reports a full queue as UNAVAILABLE and a shutdown as NOT_FOUND,
-# so only the message tells the cause.
+# so only the message gives the cause.
 _SERVICE_CONFIG = {
     "loadBalancingConfig": [
         {

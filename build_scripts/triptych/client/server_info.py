@@ -11,7 +11,7 @@ from triptych.base.errors import UserError
 from triptych.client.connection import read_target
 
 _TIMEOUT_S = 120.0
-_ANSWER_S = 10.0
+_CONFIG_TIMEOUT_S = 10.0
 
 
 def reload_pipeline(url: str, pipeline: str, headers: Mapping[str, str]) -> None:
@@ -33,7 +33,12 @@ def reload_pipeline(url: str, pipeline: str, headers: Mapping[str, str]) -> None
                 pipeline, "must load", given=error.message(), remedy="See the server's log"
             ) from error
         if not client.is_model_ready(pipeline, client_timeout=_TIMEOUT_S):
-            raise UserError(pipeline, "must be ready after it was loaded", given="not ready")
+            raise UserError(
+                pipeline,
+                "must be ready after it was loaded",
+                given="not ready",
+                remedy="See the server's log",
+            )
 
 
 def read_settings(url: str, model: str) -> dict[str, Any]:
@@ -48,7 +53,7 @@ def read_settings(url: str, model: str) -> dict[str, Any]:
     direct = [("grpc.enable_http_proxy", 0)]
     with InferenceServerClient(read_target(url).uri, channel_args=direct) as client:
         try:
-            config = client.get_model_config(model, client_timeout=_ANSWER_S).config
+            config = client.get_model_config(model, client_timeout=_CONFIG_TIMEOUT_S).config
         except InferenceServerException as error:
             raise UserError(
                 f"{model} at {url}",
@@ -56,13 +61,13 @@ def read_settings(url: str, model: str) -> dict[str, Any]:
                 given=error.message(),
                 remedy="Start it with `triptych serve`, or name another server with --url",
             ) from error
-    found = {}
+    settings = {}
     for name, parameter in config.parameters.items():
         try:
-            found[name] = json.loads(parameter.string_value)
+            settings[name] = json.loads(parameter.string_value)
         except ValueError:
             continue
-    return found
+    return settings
 
 
 def check_served(url: str, pipeline: str) -> None:
@@ -76,20 +81,20 @@ def check_served(url: str, pipeline: str) -> None:
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Sums since the server loaded the step; two of them subtracted give what lay between.
+    """Sums since the server loaded the step; the difference of two covers the time between them.
 
-    ``…_us`` without ``total`` is the mean of a request, in the batch that it was in.
+    A ``…_us`` property without ``total`` is the mean per request, of the batch that it was in.
 
     Attributes:
-        model: name of the step's model.
-        requests: requests run, among them those that a Python step itself refused.
-        failures: requests that ended in an error of the server, such as a full queue.
-        rows: rows inferred, counting every row of a request.
-        executions: batches run.
-        queue_total_us: time all requests together waited to be batched.
-        compute_input_total_us: spent gathering their inputs.
-        compute_infer_total_us: spent running the model.
-        compute_output_total_us: spent handing out their outputs.
+        model: Name of the step's model.
+        requests: Number of requests run, including those that a Python step rejected.
+        failures: Number of requests that ended in an error of the server, such as a full queue.
+        rows: Number of rows inferred, counting every row of a request.
+        executions: Number of batches run.
+        queue_total_us: Time that all requests together waited for a batch, in us.
+        compute_input_total_us: Time to gather their inputs, in us.
+        compute_infer_total_us: Time to run the model, in us.
+        compute_output_total_us: Time to return their outputs, in us.
     """
 
     model: str

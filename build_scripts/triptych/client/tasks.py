@@ -160,8 +160,7 @@ def embed(
         float32 [texts, dimensions] in the order of `texts`, with the right width for no texts; int8
         [texts, bytes] with another encoding.
     """
-    # The width of a vector varies with the request's parameters, so no config tells it; an answer
-    # does.
+    # The width of a vector varies with the request's parameters, so only a response has it.
     none = not isinstance(texts, str | bytes) and not len(texts)
     outputs = ("embedding",) if encoding in (None, "float") else ("embedding_int8",)
 

@@ -62,7 +62,7 @@ class RowChunk:
 
 
 class Scan(NamedTuple):
-    """Result of a first pass over a file.
+    """Result of reading a file for the first time.
 
     Attributes:
         rows: Number of rows.

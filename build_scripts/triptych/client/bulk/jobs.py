@@ -31,15 +31,15 @@ from triptych.client import (
 )
 from triptych.client.bulk.formats import ERROR, AnswerColumn, Answers, RowChunk, Scan
 from triptych.client.generation import encode_inputs
-from triptych.client.questions import (
+from triptych.client.rows import (
     TIMEOUT_S,
-    Parameter,
     parse_parameters,
     parse_sampling,
     plain_outputs,
     request_parameter,
 )
 from triptych.client.streams import AsyncGeneration
+from triptych.client.wire import Parameter
 
 Result = TypeVar("Result")
 RowResult = Mapping[str, Any] | InferenceError

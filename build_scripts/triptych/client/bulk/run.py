@@ -43,7 +43,7 @@ from triptych.client.bulk.jobs import (
     TextJob,
     TextSender,
 )
-from triptych.client.questions import request_failure
+from triptych.client.rows import request_failure
 
 
 def open_table(path: Path, out: Path) -> Table:

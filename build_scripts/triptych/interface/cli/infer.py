@@ -121,7 +121,7 @@ def infer(
     the pairs Q, A and Q, B. --chat and --prompt exclude each other and all other inputs.
     With --out, an interrupted run continues when the command is repeated.
     """
-    from triptych.client.questions import (
+    from triptych.client.rows import (
         TIMEOUT_S,
         describe_answer,
         parse_parameters,
@@ -147,7 +147,7 @@ def infer(
     if out is not None:
         from triptych.client.bulk.jobs import BulkOptions
         from triptych.client.bulk.run import run
-        from triptych.client.questions import read_constants
+        from triptych.client.rows import read_constants
 
         if file is None:
             raise UserError(
@@ -191,7 +191,7 @@ def _generate(
 ) -> None:
     """Print an answer while it is streamed, then token counts and times."""
     from triptych.client.generation import Completion
-    from triptych.client.questions import parse_sampling, stream_answer
+    from triptych.client.rows import parse_sampling, stream_answer
 
     began, first_s, last_s, chunks = time.monotonic(), 0.0, 0.0, []
     sampling = parse_sampling(parameters)

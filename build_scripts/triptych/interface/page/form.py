@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from triptych.base.tensors import Tensor
-from triptych.client.questions import Parameter, describe_answer, request_parameter
+from triptych.client.rows import describe_answer, request_parameter
+from triptych.client.wire import Parameter
 from triptych.spec.tasks import Task, View
 from triptych.spec.tasks.task import ViewKind
 from triptych.spec.traffic import TrafficRow

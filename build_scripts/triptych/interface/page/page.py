@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from triptych.base.errors import UserError
 from triptych.client import Client, Completion, Generation, InferenceError, Sampling, StepStatistics
-from triptych.client.questions import plain_outputs
+from triptych.client.rows import plain_outputs
 from triptych.client.server_info import read_settings
 from triptych.core.inputs import task_of
 from triptych.interface.page.form import SECOND, AnswerView, Form, FormRequest, view_answer

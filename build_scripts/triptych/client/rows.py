@@ -7,21 +7,26 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import yaml
 from numpy.typing import NDArray
 
 from triptych.base.errors import UserError
 from triptych.base.files import parse_yaml
+from triptych.client import (
+    Chunk,
+    Client,
+    InferenceError,
+    InvalidRequestError,
+    PipelineConfig,
+    Sampling,
+    ServerUnreachableError,
+)
 from triptych.client.bulk.formats import JsonLines, PlainText, open_rows
+from triptych.client.wire import Parameter
 from triptych.spec.traffic import PARAMETERS
 
-if TYPE_CHECKING:
-    from triptych.client import Chunk, Client, InferenceError, PipelineConfig, Sampling
-
-
-Parameter = bool | int | float | str
 PlainOutputs = Mapping[str, object]
 """Outputs of one row by name, as JSON values."""
 
@@ -147,7 +152,7 @@ def parse_sampling(pairs: Sequence[str]) -> Sampling:
     Raises:
         UserError: The text is not a pair, or not YAML.
     """
-    return cast("Sampling", _parse_pairs(pairs, parse_yaml, "must be KEY=VALUE", "max_tokens=64"))
+    return cast(Sampling, _parse_pairs(pairs, parse_yaml, "must be KEY=VALUE", "max_tokens=64"))
 
 
 def _parse_pairs(
@@ -183,8 +188,6 @@ def send_rows(
         UserError: The inputs are not the pipeline's, or the server rejected them or was not
             reached.
     """
-    from triptych.client import Client, InferenceError
-
     try:
         with Client(pipeline, url, timeout_s=timeout_s) as client:
             config = client.interface()
@@ -208,8 +211,6 @@ def stream_answer(
     Raises:
         UserError: The server rejected the request, or was not reached.
     """
-    from triptych.client import Client, InferenceError
-
     try:
         with Client(pipeline, url, timeout_s=timeout_s) as client:
             if prompt is not None:
@@ -225,8 +226,6 @@ def request_failure(pipeline: str, url: str, error: InferenceError, remedy: str 
 
     `remedy` replaces the usual one.
     """
-    from triptych.client import ServerUnreachableError
-
     if isinstance(error, ServerUnreachableError):
         return UserError(
             "--url",
@@ -283,8 +282,6 @@ def _send(
     rows: Sequence[InputRow],
     parameters: Mapping[str, Parameter],
 ) -> list[PlainOutputs]:
-    from triptych.client import InvalidRequestError
-
     groups: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         key = json.dumps({**parameters, **row.parameters}, sort_keys=True)
