@@ -270,7 +270,7 @@ def _build(name: str, precision: str, *, layout: str = "packed") -> PipelineInpu
         "task": "text-embedding" if precision == "int8" else "text-classification",
         "model": {"source": str(_FOLDER / "model")},
         "core": {"precision": precision, "layout": layout},
-        "serving": {"sample": {"rate": 1.0, "window_s": 0.2, "keep_hours": 1}},
+        "serving": {"sample": {"rate": 1.0, "window_s": 0.2, "retention_hours": 1}},
     }
     lines = (PIPELINE / TRAFFIC_FILE).read_text(encoding="utf-8").splitlines()
     folder = write_spec(_FOLDER / name, spec, lines[:_TRAFFIC_ROWS])

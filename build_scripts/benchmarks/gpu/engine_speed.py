@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -70,9 +71,7 @@ def measure(
 
     Args:
         systems: Systems in the order of importance: without time left the last are dropped.
-        seconds: Duration of one measurement.
         budget: Time for everything; one round runs in any case.
-        ledger: Receives what was dropped or failed.
     """
     turns: list[Turn] = []
     turn_s = len(loads) * seconds
@@ -83,13 +82,7 @@ def measure(
             continue
         with ledger.attempt(what):
             calls = _warm_up(system, loads)
-
-            def time_loads(
-                calls: Mapping[EngineLoad, list[Call]] = calls,
-            ) -> list[tuple[str, Metrics]]:
-                return [(load.name, time_calls(calls[load], load, seconds)) for load in loads]
-
-            turns.append(Turn(system.name, time_loads))
+            turns.append(Turn(system.name, partial(_time_loads, calls, seconds)))
     found = run_rounds(
         [turns],
         rounds,
@@ -106,6 +99,12 @@ def measure(
         facts = {"batch_size": load.batch_size, "lengths": load.lengths}
         speeds.append(summarize(model, one.system, one.load, one, **facts))
     return speeds
+
+
+def _time_loads(
+    calls: Mapping[EngineLoad, Sequence[Call]], seconds: float
+) -> list[tuple[str, Metrics]]:
+    return [(load.name, time_calls(own, load, seconds)) for load, own in calls.items()]
 
 
 def _warm_up(system: EngineSystem, loads: Sequence[EngineLoad]) -> dict[EngineLoad, list[Call]]:

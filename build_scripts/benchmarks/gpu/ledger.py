@@ -18,14 +18,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class Ledger:
-    """Entries of a run, each of which is also reported at once.
-
-    Attributes:
-        report: Receives each entry as a line.
-        not_run: Entries that the machine or the time did not allow.
-        failed: Entries that failed or gave a wrong result.
-        notes: Further remarks for readers of the figures.
-    """
+    """Entries of a run, each of which `report` also receives at once, as a line."""
 
     report: Callable[[str], None]
     not_run: list[Entry] = field(default_factory=list)

@@ -23,15 +23,7 @@ FAKE = "FAKE"
 
 @dataclass
 class GpuResults:
-    """Results of a run so far.
-
-    Attributes:
-        fakes: Names of modules that are fakes.
-        finished: Whether the run came to its end.
-        speeds: Measurements in process.
-        served: Measurements on a server.
-        targets: Targets, judged at the end.
-    """
+    """Results of a run so far; `speeds` are those in process."""
 
     machine: Machine
     fakes: tuple[str, ...]
@@ -43,11 +35,7 @@ class GpuResults:
 
 
 def exit_code(results: GpuResults, ledger: Ledger, *, judged: bool = True) -> int:
-    """Return 0 if everything ran on real hardware and every target was met.
-
-    Args:
-        judged: Whether targets were to be judged.
-    """
+    """Return 0 if everything ran on real hardware and, if `judged`, every target was met."""
     statuses = {target.status for target in results.targets}
     if ledger.failed or "missed" in statuses:
         return BAD
@@ -59,9 +47,12 @@ def exit_code(results: GpuResults, ledger: Ledger, *, judged: bool = True) -> in
 
 def make_notes(results: GpuResults, ledger: Ledger) -> list[str]:
     """Return the facts about machine and models, and whatever did not run or failed."""
-    notes = [f"{FAKE}: {', '.join(results.fakes)}. No figure here describes a GPU."]
-    notes = notes if results.fakes else []
-    notes += [] if results.finished else ["Not finished: the run was interrupted."]
+    notes = []
+    if results.fakes:
+        fakes = ", ".join(results.fakes)
+        notes.append(f"{FAKE}: {fakes}. No figure here describes a GPU.")
+    if not results.finished:
+        notes.append("Not finished: the run was interrupted.")
     notes.append("; ".join(f"{name}: {text}" for name, text in results.machine.facts.items()))
     models = dict.fromkeys(built.pipeline.model for built in results.built)
     notes += [f"{model.name}: {model.weights}" for model in models]

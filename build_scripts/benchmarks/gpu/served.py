@@ -59,8 +59,6 @@ def measure(
 
     Args:
         names: Model, precision and layout of the result.
-        requests: Traffic of one text each.
-        seconds: Duration of one measurement.
         budget: Time for everything; one round runs in any case.
 
     Raises:
