@@ -300,7 +300,7 @@ def test_a_model_is_read_as_others_read_it(tmp_path: Path) -> None:
     for config, tokenizer, generation, said in (
         ({"model_type": "x"}, {}, "{}", "must have a config.json that transformers"),
         ({}, {}, '{"eos_token_id": "</s>"}', "eos_token_id is '</s>', and no number"),
-        ({}, {"chat_template": "{{"}, "{}", "must have a chat template that Jinja reads"),
+        ({}, {"chat_template": "{{"}, "{}", "must have a chat template that Jinja can compile"),
     ):
         with pytest.raises(UserError, match=said):
             read(config, tokenizer, generation)

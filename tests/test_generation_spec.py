@@ -60,9 +60,9 @@ def test_an_adapter_is_a_plain_lora_of_the_models_sizes(tmp_path: Path) -> None:
         ({"use_dora": True, "bias": "all"}, modules, "Given: use_dora, bias. Merge it"),
         ({"init_lora_weights": "pissa"}, modules, "Given: init_lora_weights pissa"),
         ({"alpha_pattern": {"q_proj": 1}}, modules, "Given: alpha_pattern"),
-        ({"r": 600}, modules, "a rank r from 1 to 512. Given: 600"),
+        ({"r": 600}, modules, "a rank r between 1 and 512. Given: 600"),
         ({"r": 8}, modules, "lora_A of model.layers.0.self_attn.q_proj [8, 16]"),
-        ({"lora_alpha": None}, modules, "a number as lora_alpha"),
+        ({"lora_alpha": None}, modules, "a finite number as lora_alpha"),
         ({}, other, "lora_B of model.layers.1.self_attn.v_proj [8, 4]. Given: [16, 4]"),
         ({}, gone, "Given: model.layers.1.self_attn.q_proj. Did you mean"),
     )
@@ -74,14 +74,14 @@ def test_an_adapter_is_a_plain_lora_of_the_models_sizes(tmp_path: Path) -> None:
         assert said in caught.value.message, caught.value.message
     tensor = np.zeros((4, 16), np.float32)
     for key, said in (
-        ("base_model.model.lm_head.weight", "and no other tensors"),
+        ("base_model.model.lm_head.weight", "must only have tensors lora_A and lora_B"),
         (f"base_model.model.{next(iter(modules))}.lora_A.weight", "Given: one of them for"),
     ):
         save_file({key: tensor}, tmp_path / "b" / WEIGHTS)
         with pytest.raises(UserError, match=said):
             read_adapter("b", tmp_path / "b", modules)
     (tmp_path / "b" / WEIGHTS).write_bytes(b"pickled")
-    with pytest.raises(UserError, match="must have safetensors"):
+    with pytest.raises(UserError, match="must have valid safetensors"):
         read_adapter("b", tmp_path / "b", modules)
     (tmp_path / "b" / WEIGHTS).unlink()
     with pytest.raises(UserError, match=f"b: no {WEIGHTS}. Name the folder"):

@@ -82,9 +82,9 @@ def test_a_precision_that_does_not_suit_the_weights_is_refused_in_words() -> Non
     ):
         check_precision(precision, stored, backend="vllm")
     for precision, stored, words in (
-        ("awq", None, "needs a model that was quantized so"),
+        ("awq", None, "requires a model with weights of that format"),
         ("gptq", awq, "must be awq or one of fp16, bf16"),
-        ("int8", awq, "quantized already. Given: int8, and awq: 4 bits. Set core.precision: awq"),
+        ("int8", awq, "already quantized. Given: int8, and awq: 4 bits. Set core.precision: awq"),
         ("fp32", other, "must be one of fp16, bf16"),
     ):
         with pytest.raises(UserError, match=words):

@@ -240,5 +240,5 @@ def test_models_and_settings_that_will_not_do_are_named(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "model/config.json").read_bytes())
     config["architectures"] = ["M2M100ForConditionalGeneration"]
     (tmp_path / "model/config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="an encoder-decoder model that is known here"):
+    with pytest.raises(UserError, match="an encoder-decoder model of a supported class"):
         read_text2text(load_text2text_spec(folder), silent)

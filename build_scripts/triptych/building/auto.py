@@ -206,9 +206,9 @@ def _candidates_of(core: CoreSettings) -> tuple[Precision, ...]:
     if known is None or missing:
         raise UserError(
             "core.precision",
-            "must be named where it cannot be measured here",
+            "must be one precision if this machine cannot measure them",
             given=f"auto for {core.backend} on a {core.device}" + f"; {missing}" * bool(missing),
-            remedy="Name one, such as fp16; `triptych verify` tells how right it is there",
+            remedy="Choose one, such as fp16, and run `triptych verify` on the target machine",
         )
     return known
 

@@ -144,9 +144,9 @@ def _read_file(folder: Path, path: str, line: int) -> bytes:
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         raise UserError(
             f"{folder / TRAFFIC_FILE}:{line}",
-            "must name a file that can be read",
+            "must name a readable file",
             given=error,
-            remedy="Paths start at the pipeline's folder",
+            remedy="Correct the path, which is relative to the pipeline's folder",
         ) from error
 
 
@@ -327,9 +327,9 @@ def _run_tests(folder: Path) -> Check:
     if find_spec("pytest") is None:
         raise UserError(
             TESTS_FILE,
-            "needs pytest to run",
+            "requires pytest",
             given="pytest is not installed",
-            remedy="pip install pytest",
+            remedy="Install it: `pip install pytest`",
         )
     # A pytest.ini in a parent folder belongs to other tests and must have no effect.
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir=.", "--confcutdir=."]

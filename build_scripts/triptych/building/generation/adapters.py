@@ -111,9 +111,19 @@ def read_adapter(name: str, folder: Path, modules: Mapping[str, tuple[int, int]]
     config = _read_config(field, folder / CONFIG)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
-        raise UserError(field, f"must have a rank r from 1 to {MAX_RANK}", given=rank)
+        raise UserError(
+            field,
+            f"must have a rank r between 1 and {MAX_RANK}",
+            given=rank,
+            remedy="Train the adapter with such a rank, or merge it into the model",
+        )
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise UserError(field, "must have a number as lora_alpha", given=alpha)
+        raise UserError(
+            field,
+            "must have a finite number as lora_alpha",
+            given=alpha,
+            remedy=f"Correct lora_alpha in {CONFIG}, or save the adapter again with PEFT",
+        )
     _check_tensors(field, _read_shapes(field, folder / WEIGHTS), rank, modules)
     digest = hashlib.sha256((sha256_of(folder / CONFIG) + sha256_of(folder / WEIGHTS)).encode())
     divisor = math.sqrt(rank) if config.get("use_rslora") else rank
@@ -141,11 +151,19 @@ def _read_config(field: str, path: Path) -> Mapping[str, Any]:
     try:
         config: Any = json.loads(path.read_bytes())
     except ValueError as error:
-        raise UserError(field, f"must have JSON in {CONFIG}", given=error) from error
+        raise UserError(
+            field,
+            f"must have valid JSON in {CONFIG}",
+            given=error,
+            remedy="Save the adapter again with PEFT",
+        ) from error
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
         raise UserError(
-            field, "must be an adapter of peft_type LORA", given=kind, remedy="Choose another one"
+            field,
+            "must be an adapter of peft_type LORA",
+            given=kind,
+            remedy="Choose a LoRA adapter",
         )
     more = [name for name in NOT_PLAIN if config.get(name)]
     if config.get("bias", "none") != "none":
@@ -156,9 +174,9 @@ def _read_config(field: str, path: Path) -> Mapping[str, Any]:
     if more:
         raise UserError(
             field,
-            "must be a plain LoRA, of one rank and without further weights",
+            "must be a plain LoRA adapter, with one rank and no further weights",
             given=", ".join(more),
-            remedy="Merge it into the model (PEFT's merge_and_unload) and serve that",
+            remedy="Merge it into the model (PEFT's merge_and_unload) and serve the result",
         )
     return dict(config)
 
@@ -171,7 +189,10 @@ def _read_shapes(field: str, path: Path) -> dict[str, tuple[int, ...]]:
             return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise UserError(
-            field, f"must have safetensors in {WEIGHTS}", given=error, remedy="Save it again"
+            field,
+            f"must have valid safetensors in {WEIGHTS}",
+            given=error,
+            remedy="Save the adapter again",
         ) from error
 
 
@@ -187,17 +208,17 @@ def _check_tensors(
         if found is None:
             raise UserError(
                 field,
-                "must have lora_A and lora_B of linear modules, and no other tensors",
+                "must only have tensors lora_A and lora_B of linear modules",
                 given=key,
-                remedy="Train it without modules_to_save and without embeddings",
+                remedy="Train the adapter without modules_to_save and without embeddings",
             )
         module, side = found[1], found[2]
         if module not in modules:
             raise UserError(
                 field,
-                "must be for modules that the model has",
+                "must only change modules of the model",
                 given=module,
-                remedy=f"{closest(module, modules)}It was trained on another model",
+                remedy=f"{closest(module, modules)}Choose an adapter of this model",
             )
         inputs, outputs = modules[module]
         wanted = (rank, inputs) if side == "A" else (outputs, rank)
@@ -206,16 +227,16 @@ def _check_tensors(
                 field,
                 f"must have the model's sizes: lora_{side} of {module} {list(wanted)}",
                 given=list(shape),
-                remedy="It was trained on a model of another size, or r is not its rank",
+                remedy=f"Choose an adapter of this model, or correct r in {CONFIG}",
             )
         sides.setdefault(module, set()).add(side)
     halves = sorted(module for module, found in sides.items() if len(found) < 2)
     if halves or not sides:
         raise UserError(
             field,
-            "must have lora_A and lora_B of each module",
+            "must have both lora_A and lora_B for each module",
             given=f"one of them for {halves[0]}" if halves else "no tensors",
-            remedy="Save it again",
+            remedy="Save the adapter again",
         )
 
 

@@ -39,7 +39,7 @@ def bench_generation(
             "--baseline",
             "is not supported for pipelines that generate text",
             given=inputs.spec.name,
-            remedy="Leave it out; build_scripts/benchmarks/generation.py has what to compare with",
+            remedy="Leave it out, or compare with build_scripts/benchmarks/generation.py",
         )
     if url is not None:
         check_single(url, "measure it")
@@ -67,7 +67,7 @@ def check_clients(option: str, clients: int, spec: GeneratingSpec) -> None:
     if clients > most:
         raise UserError(
             option,
-            f"must be at most serving.queue.max_in_flight {most}, or some are refused",
+            f"must be at most serving.queue.max_in_flight {most}; further requests are rejected",
             given=clients,
             remedy="Lower it, or raise serving.queue.max_in_flight",
         )

@@ -150,8 +150,8 @@ def _check_accepted(backend: str, accept: str) -> None:
     if not accept:
         raise UserError(
             "core.backend",
-            "cannot be compared with transformers here: the gate does not run this engine",
+            "is not supported by the accuracy gate, which does not run this engine",
             given=backend,
-            remedy="Build it with `core.backend: vllm`, or leave the gate out: "
-            "--accept-failed-gate with a reason, which goes into the lock",
+            remedy="Build with `core.backend: vllm`, or skip the gate: --accept-failed-gate with a "
+            "reason, which is recorded in the build manifest",
         )

@@ -469,7 +469,7 @@ def _run_worker(
     if done.returncode:
         raise UserError(
             "model.source",
-            "must be a model that vLLM runs with these settings",
+            "must be a model that vLLM can run with these settings",
             given=cause_of(done.stderr),
             remedy="Change core.precision, kv_cache or max_length, or choose another model"
             + (", or other adapters" if inputs.adapters else ""),

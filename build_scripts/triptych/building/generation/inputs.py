@@ -340,9 +340,9 @@ def max_length_of(spec: GenerationSpec | Text2TextSpec, facts: GenerationFacts) 
     if wanted is None and facts.max_length == OUT_OF_REACH:
         raise UserError(
             field,
-            "must be given: the model's files have no limit",
+            "is required, because the model's files have no limit",
             given="nothing",
-            remedy="Give the tokens of the longest prompt and its answer together, such as 4096",
+            remedy="Set it to the tokens of the longest prompt with its answer, such as 4096",
         )
     if wanted is not None and wanted > facts.max_length:
         raise UserError(
@@ -376,7 +376,10 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
     form = '{"messages": [{"role": "user", "content": "…"}]} or {"text_input": "…"}'
     if not path.is_file():
         raise UserError(
-            str(path), "must exist", given="no such file", remedy=f"Write real requests: {form}"
+            str(path),
+            "does not exist",
+            given="no such file",
+            remedy=f"Create it with real requests: {form}",
         )
     lines: list[PromptLine] = []
     for number, line, row in read_lines(path):
@@ -397,9 +400,7 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
         if FIELD in row:
             lines[-1][1][FIELD] = json.dumps(row[FIELD])
     if not lines:
-        raise UserError(
-            str(path), "must have rows", given="none", remedy=f"Add real requests: {form}"
-        )
+        raise UserError(str(path), "has no rows", given="none", remedy=f"Add real requests: {form}")
     return lines
 
 
@@ -413,8 +414,17 @@ def _with_adapter(inputs: GeneratingInputs, prompt: Prompt, place: str) -> Promp
             adapters=inputs.spec.adapter_names,
         )
     except RequestError as error:
-        raise UserError(place, "must be a request that the pipeline takes", given=error) from error
+        raise _rejected(place, error) from error
     return replace(prompt, adapter=sampling[ADAPTER])
+
+
+def _rejected(place: str, error: RequestError) -> UserError:
+    return UserError(
+        place,
+        "must be a request that the pipeline accepts",
+        given=error,
+        remedy="Correct or remove the line",
+    )
 
 
 def _prompts(
@@ -429,7 +439,5 @@ def _prompts(
                 else maker.of_messages(one["messages"])
             )
         except RequestError as error:
-            raise UserError(
-                place, "must be a request that the pipeline takes", given=error
-            ) from error
+            raise _rejected(place, error) from error
         yield Prompt(one, tuple(ids))

@@ -47,9 +47,9 @@ def read_labeled(inputs: GeneratingInputs) -> LabeledPrompts:
         if answer_tokens(inputs, prompt) < 1:
             raise UserError(
                 place,
-                f"must be below {inputs.max_length - 1} tokens",
+                f"must have fewer than {inputs.max_length - 1} tokens",
                 given=len(prompt.ids),
-                remedy="Shorten it, or raise core.max_model_len",
+                remedy="Shorten the prompt, or raise core.max_model_len",
             )
         prompts.append(prompt)
     return LabeledPrompts(tuple(rows), tuple(prompts))

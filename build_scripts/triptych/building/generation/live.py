@@ -137,7 +137,10 @@ def ask_live(
             )
         except _NO_SERVER as error:
             raise UserError(
-                f"{spec.name} at {url}", "must be served there", given=error, remedy="See --url"
+                f"{spec.name} at {url}",
+                "must be served at this address",
+                given=error,
+                remedy="Start the server, or name another one with --url",
             ) from error
 
 
@@ -187,7 +190,7 @@ def _prompt_ids(url: str, model: str, prompt: Prompt, timeout_s: float) -> list[
     except InferenceServerException as error:
         raise UserError(
             f"{model} at {url}",
-            "must be served there, and take the traffic",
+            "must be served at this address and accept the traffic",
             given=error.message(),
             remedy="Start it with `triptych serve`, or name another server with --url",
         ) from error

@@ -79,7 +79,7 @@ def check_precision(precision: str, found: Quantization | None, *, backend: str)
     if found is not None and backend != "vllm":
         raise UserError(
             "core.backend",
-            "must be vllm where the model's weights are quantized: no other was tried on them",
+            "must be vllm for a model with quantized weights: no other engine was tested with them",
             given=f"{backend}, and {found.words}",
             remedy="Set core.backend: vllm, or name the original model",
         )
@@ -87,18 +87,18 @@ def check_precision(precision: str, found: Quantization | None, *, backend: str)
         if precision in ("awq", "gptq"):
             raise UserError(
                 "core.precision",
-                f"{precision} needs a model that was quantized so: it takes calibration, which "
-                "is not done here",
+                f"{precision} requires a model with weights of that format, because it needs "
+                "calibration, which is not done here",
                 given="a model whose config.json has no quantization_config",
-                remedy=f"Name such a model, often called …-{precision.upper()}; or choose int8, "
-                "fp8 or bf16",
+                remedy=f"Choose such a model, often named …-{precision.upper()}, or set int8, fp8 "
+                "or bf16",
             )
     elif precision not in (*COMPUTED, found.name):
         own = f"{found.name} or " if found.name in (*CONVERTED, "awq", "gptq") else ""
         raise UserError(
             "core.precision",
-            f"must be {own}one of {', '.join(COMPUTED)}, to compute in: the model's weights are "
-            "quantized already",
+            f"must be {own}one of {', '.join(COMPUTED)}, because the model's weights are already "
+            "quantized",
             given=f"{precision}, and {found.words}",
             remedy=f"Set core.precision: {own.removesuffix(' or ') or 'bf16'}, or name the "
             "original model",
@@ -227,7 +227,7 @@ def _read(folder: Path, sha256: str) -> tuple[GenerationFacts, str | None]:
     if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise UserError(
             "model.source",
-            "must be a model that goes on with a text (a causal language model)",
+            "must be a causal language model, which continues a text",
             given=architecture,
             remedy="Choose another model, or another task",
         )
@@ -256,7 +256,7 @@ def _kv_cache(config: Any, architecture: str) -> tuple[int, int]:
     if not heads:
         raise UserError(
             "model.source",
-            "must be a model with attention, whose KV cache can be planned",
+            "must be a model with attention, so that its KV cache can be planned",
             given=f"{architecture}, without num_attention_heads",
             remedy="Choose another model",
         )
@@ -308,9 +308,9 @@ def _loading(file: str) -> Iterator[None]:
         raise UserError(
             "model.source",
             f"must have a {file} that transformers {versions_of('transformers')['transformers']} "
-            "takes",
+            "can read",
             given=" ".join(str(error).split())[:300],
-            remedy="Fetch the model again; where it is newer than this transformers, take another",
+            remedy="Download the model again, or choose one for this release of transformers",
         ) from error
 
 
@@ -357,9 +357,9 @@ def _chat_template(tokenizer: Any) -> str | None:
     except TemplateError as error:
         raise UserError(
             "model.source",
-            "must have a chat template that Jinja reads",
+            "must have a chat template that Jinja can compile",
             given=error,
-            remedy=f"Mend {TEMPLATE_FILE}, or the tokenizer's files, or fetch the model again",
+            remedy=f"Correct {TEMPLATE_FILE} or the tokenizer's files, or download the model again",
         ) from error
     return template
 

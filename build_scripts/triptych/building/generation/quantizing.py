@@ -56,7 +56,7 @@ def quantize(folder: Path, target: Path, precision: str) -> None:
     if not shards:
         raise UserError(
             "core.precision",
-            f"{precision} is made of *.safetensors",
+            f"{precision} requires a model with *.safetensors files",
             given="none in the model's folder",
             remedy="Save the model with `save_pretrained(safe_serialization=True)`",
         )
@@ -64,9 +64,9 @@ def quantize(folder: Path, target: Path, precision: str) -> None:
     if odd := sorted(layers ^ (_matrices_in(shards) - left)):
         raise UserError(
             "core.precision",
-            f"{precision} is for models of plain linear layers, each with its own weight",
+            f"{precision} is only supported for plain linear layers without shared weights",
             given=", ".join(odd[:2]),
-            remedy="Choose bf16, or a checkpoint that was quantized elsewhere (compressed-tensors)",
+            remedy="Choose bf16, or a checkpoint that is already quantized (compressed-tensors)",
         )
     target.mkdir()
     places: dict[str, str] = {}

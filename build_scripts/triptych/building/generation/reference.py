@@ -62,9 +62,9 @@ def choose_prompts(inputs: GeneratingInputs, most: int) -> tuple[Prompt, ...]:
     if not fitting:
         raise UserError(
             "traffic.jsonl",
-            f"must have a prompt below {inputs.max_length - 1} tokens, to check an answer to",
+            f"must have a prompt of fewer than {inputs.max_length - 1} tokens",
             given=f"{len(inputs.prompts)} longer ones",
-            remedy="Add shorter ones, or raise core.max_model_len",
+            remedy="Add shorter prompts, or raise core.max_model_len",
         )
     asked = [replace(one, adapter="") for one in fitting[:most]]
     for adapter in inputs.adapters:
@@ -167,7 +167,7 @@ def _continue_prompts(
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(
             "model.source",
-            "must be a model that transformers runs",
+            "must be a model that transformers can run",
             given=" ".join(str(error).split())[:300],
             remedy="Choose another model",
         ) from error

@@ -71,7 +71,7 @@ def write_marian(folder: Path, source: Path, target: Path) -> None:
     if find_spec("sentencepiece") is None:
         raise UserError(
             "model.source",
-            "needs sentencepiece: Marian's tokenizer is one",
+            "requires sentencepiece for Marian's tokenizer",
             given="not installed",
             remedy="Run `make setup`, or `pip install -e .[text2text]`",
         )
@@ -132,7 +132,7 @@ def _decodes(tokenizer: Any, vocabulary: dict[str, int]) -> str:
 def _refused(given: str, remedy: str) -> UserError:
     return UserError(
         "model.source",
-        "must have a tokenizer as Marian's published models",
+        "must have a tokenizer like those of Marian's published models",
         given=given,
         remedy=remedy,
     )
@@ -149,7 +149,7 @@ def convert(folder: Path, target: Path, precision: str) -> None:
     except ImportError as error:
         raise UserError(
             "core.backend",
-            "needs CTranslate2",
+            "requires CTranslate2",
             given="not installed",
             remedy="Run `make setup`, or `pip install -e .[text2text]`",
         ) from error
@@ -178,14 +178,14 @@ def convert(folder: Path, target: Path, precision: str) -> None:
     except (ValueError, KeyError, NotImplementedError, AttributeError, RuntimeError) as error:
         raise UserError(
             "model.source",
-            "must be a model that CTranslate2 converts",
+            "must be a model that CTranslate2 can convert",
             given=" ".join(str(error).split())[:300],
             remedy="Choose another model",
         ) from error
     if not (target / VOCABULARY_FILE).is_file():
         raise UserError(
             "model.source",
-            "must read and write with one vocabulary",
+            "must have one vocabulary for input and output",
             given="two vocabularies",
             remedy="Choose another model",
         )
@@ -348,7 +348,6 @@ def _read_model(folder: Path, progress: Progress) -> tuple[GenerationModel, Sear
         "versions": versions_of("transformers", "tokenizers"),
         "code": code_hash(
             "building/generation/text2text.py",
-            "building/generation/text2text.py",
             "spec/model_source.py",
         ),
     }
@@ -383,7 +382,7 @@ def _read_facts(folder: Path, sha256: str) -> tuple[GenerationFacts, SearchFacts
     if architecture not in ARCHITECTURES:
         raise UserError(
             "model.source",
-            "must be an encoder-decoder model that is known here",
+            "must be an encoder-decoder model of a supported class",
             given=architecture,
             remedy=f"Choose one of {', '.join(ARCHITECTURES)}, or another task",
         )
@@ -438,7 +437,7 @@ def _check_search(config: Any, generation: Any) -> None:
             "model.source",
             f"must have no {name} in its generation_config.json that CTranslate2 does not follow",
             given=value,
-            remedy="Take it out, so that the original model answers without it, too",
+            remedy="Remove it, so that the original model answers without it too",
         )
 
 

@@ -189,7 +189,7 @@ def find_weights(model: ModelSource, folder: Path, progress: Progress) -> Path:
         if done.returncode:
             raise UserError(
                 "model.source",
-                "must be a GGUF file that transformers reads",
+                "must be a GGUF file that transformers can read",
                 given=" ".join(done.stderr.split())[-300:],
                 remedy="Name the folder of the original model",
             )
@@ -210,9 +210,9 @@ def _gguf_file(source: str, folder: Path) -> Path:
     if file is None or not file.is_file():
         raise UserError(
             "model.source",
-            "must name a GGUF file that is there",
+            "must name an existing GGUF file",
             given=source,
-            remedy="`make setup-generation` installs the example's; a relative path is looked up "
-            "from the pipeline's own folder",
+            remedy="Run `make setup-generation` for the example's, or correct the path, which is "
+            "relative to the pipeline's folder",
         )
     return file
