@@ -105,7 +105,7 @@ def test_a_core_that_fails_on_its_warm_ups_is_refused(
       int32[B] row_stride) => (float[B, 1] y)
     {{ n = Mul(row_length, row_length) f = Cast<to: int = 1>(row_length) {compute} }}"""
     onnx.save(onnx.parser.parse_model(text), graph)
-    with pytest.raises(UserError, match=f"must take the warm-up of .*{given}"):
+    with pytest.raises(UserError, match=f"fails on the warm-up of .*{given}"):
         write_warm_ups(read_inputs(load_spec(tiny), quiet), graph, {"model.onnx": compute}, quiet)
 
 

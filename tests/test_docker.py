@@ -187,7 +187,6 @@ def test_the_engine_verb_needs_nothing_that_its_image_lacks() -> None:
     pins = list(pins_of(DOCKER / "requirements-build.txt"))
     modules = [
         "triptych.core.engine.stage",
-        "triptych.core.engine.stage",
         "triptych.core.requests",
     ]
     done = subprocess.run(

@@ -159,8 +159,7 @@ class Refuse:
                                       "safetensors", "tokenizers"}:
             raise ImportError(name + " is not installed here")
 sys.meta_path.insert(0, Refuse())
-import triptych.interface.cli.pipelines, triptych.core.engine.stage, triptych.core.engine.stage
-import triptych.core.requests
+import triptych.interface.cli.pipelines, triptych.core.engine.stage, triptych.core.requests
 """
 
 

@@ -21,14 +21,14 @@ def said(precision: Any, **fields: Any) -> str:
 
 def test_the_remedy_fits_what_was_asked_for() -> None:
     for precision, fields, words, other in (
-        ("fp32", {}, "mend traffic.jsonl", "core."),
+        ("fp32", {}, "remove rows from traffic.jsonl", "core."),
         ("fp32", {"core": {"layout": "bucketed"}}, "--accept-failed-gate REASON", "layout"),
         ("fp32", {"core": {"precision": "auto"}}, "worst rows", "auto"),
         ("int8", {"core": {"precision": "int8"}}, "to fp16, which loses less, or fp32", "int8"),
         ("fp16", {"core": {"precision": "fp16"}}, "core.precision to fp32", "fp16"),
-        ("int8", {"core": {"shared_from": "q"}}, "Leave core.shared_from out", "fp16"),
+        ("int8", {"core": {"shared_from": "q"}}, "Remove core.shared_from", "fp16"),
         ("fp32", {"accuracy": {"min_cosine": 1}}, "Loosen accuracy.min_cosine", "traffic"),
-        ("fp32", {"accuracy": {"mean_cosine": 1}}, "mend traffic.jsonl", "Loosen"),
+        ("fp32", {"accuracy": {"mean_cosine": 1}}, "remove rows from traffic.jsonl", "Loosen"),
     ):
         message = said(precision, **fields)
         assert message.startswith("p failed the accuracy gate: bad. ")

@@ -236,7 +236,7 @@ def test_images_are_split_as_texts_are(
     shown = [request.preview for request in made.requests]
     assert shown[:2] == ["one pixel", "very wide"]
     assert [request.edge for request in made.requests[:2]] == [True, True]
-    gate, rest = split_traffic([{"image": data} for data in encoded], most=4)
+    gate, rest = split_traffic([{"image": data} for data in encoded], max_rows=4)
     assert shown[2:] == [f"{place}.img" for place in gate]
     assert len(made.calibration) == len(rest) > 0
     sizes = {np.asarray(row).shape for row in (*rows_of(made.requests), *made.calibration)}

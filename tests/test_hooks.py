@@ -219,7 +219,7 @@ def test_a_hook_that_fails_fails_one_request(
         (
             "plain",
             "def after(rows): return [{**row, 'score': rows[0]['score']} for row in rows]",
-            "the same of a row whatever stands beside it. Given: another `score`",
+            "depending on the other rows. Given: a different `score`",
         ),
         ("urgent", SCORES.replace("float(row", "str(row"), "elements must be float32"),
     ],

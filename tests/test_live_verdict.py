@@ -25,7 +25,7 @@ from triptych.core.gate.live import (
     shape_fault,
     show_answer,
 )
-from triptych.core.gate.verify import ALIKE, judge_live
+from triptych.core.gate.verify import ANSWER_AGREEMENT, judge_live
 from triptych.repository.records import GateResult, LiveRun
 from triptych.spec.fields import Precision
 from triptych.spec.tasks import TASKS
@@ -202,11 +202,11 @@ def test_metrics_that_hooks_take_away_are_named_and_the_answers_still_compared()
     hooked = rules("token-classification", hooked=True)
     found = judge_live(cases(wanted), runs(answered(wanted)), hooked)
     assert found.failures == ()
-    assert value(found, ALIKE) == 1.0
+    assert value(found, ANSWER_AGREEMENT) == 1.0
     assert any("entity_f1" in note and "not measured" in note for note in found.notes)
     wrong = [entities({"kind": "LOC", "at": i}) for i in range(20)]
     found = judge_live(cases(wanted), runs(answered(wrong)), hooked)
-    assert failed(found) == {ALIKE}
+    assert failed(found) == {ANSWER_AGREEMENT}
     assert "only 0.0% of the answers are like the reference's" in found.failures
 
 

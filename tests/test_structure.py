@@ -36,7 +36,7 @@ HEAVY = {
         "core/export/packed_attention.py",
         "core/export/packed_ops.py",
         "core/export/packing.py",
-        "core/export/proof.py",
+        "core/export/layout_check.py",
         "core/export/to_onnx.py",
         "core/gate/reference.py",
         "building/generation/adapters.py",

@@ -240,7 +240,7 @@ def test_another_task_under_the_name_is_a_mistake(base: Path, url: str, tmp_path
 def test_late_answers_are_a_mistake(base: Path, url: str) -> None:
     server = endpoint.open_endpoint(base / "r", "topics", url, quiet)
     inputs = inputs_of(base / "p/topics")
-    with pytest.raises(UserError, match="must answer requests within 1e-05 s"):
+    with pytest.raises(UserError, match="does not answer requests within 1e-05 s"):
         verify_pipeline(inputs, base / "r", server, quiet, clients=2, timeout_s=1e-5)
 
 

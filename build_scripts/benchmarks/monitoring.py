@@ -278,7 +278,7 @@ def _build(name: str, precision: str, *, layout: str = "packed") -> PipelineInpu
     say(f"building {name}")
     inputs = read_inputs(load_spec(folder), quiet)
     build(inputs, _REPOSITORY, quiet, engine_dry_run=False)
-    return inputs.as_built(_REPOSITORY)
+    return inputs.with_built_layout(_REPOSITORY)
 
 
 @contextmanager

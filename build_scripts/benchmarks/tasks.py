@@ -120,7 +120,9 @@ def _measure(
         if model.task == "question-answering":
             file, names = repository / f"{name}_core/1/model.onnx", (_BATCHED,)
             agreement = dict.fromkeys(pipelines, f"not compared; speed of {_BATCHED}")
-            baselines = Baselines(inputs.as_built(repository), file, names=names, progress=quiet)
+            baselines = Baselines(
+                inputs.with_built_layout(repository), file, names=names, progress=quiet
+            )
             stack.enter_context(baselines)
 
             def measure_own() -> float:

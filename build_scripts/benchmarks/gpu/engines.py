@@ -96,7 +96,9 @@ def build_graph(
         raise LookupError(f"{repository} has no {pipeline.name}")
     if manifest.model_sha256 != inputs.plan.facts.sha256:
         raise LookupError(f"{pipeline.name} in {repository} was built of other weights")
-    built = BuiltPipeline(pipeline, inputs.as_built(repository), repository, manifest.gate.failures)
+    built = BuiltPipeline(
+        pipeline, inputs.with_built_layout(repository), repository, manifest.gate.failures
+    )
     if not reuse:
         built.expected.parent.mkdir(exist_ok=True)
         rows = rows_of(built.inputs.requests)

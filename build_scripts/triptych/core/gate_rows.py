@@ -56,7 +56,7 @@ def edge_images(reader: RequestReader, example: GateRequest) -> list[GateRequest
     """Return edge-case images in place of the example's, as far as the pipeline accepts them."""
     (name,) = example.sent
     made = (
-        reader.make_up({name: _bitmap(*size)}, example.parameters, preview)
+        reader.make_synthetic({name: _bitmap(*size)}, example.parameters, preview)
         for preview, size in EDGE_IMAGES.items()
     )
     return reader.accepted([request for request in made if request is not None])
@@ -77,7 +77,7 @@ def edge_texts(
     def put(kind: str, text: str) -> GateRequest | None:
         text = f"{mask_token} {text}".strip(" ") if mask_token else text
         sent = {**example.sent, name: text}
-        return reader.make_up(sent, example.parameters, f"{kind}: {preview_text(sent)}")
+        return reader.make_synthetic(sent, example.parameters, f"{kind}: {preview_text(sent)}")
 
     made = [put(kind, text) for kind, text in EDGE_TEXTS.items()]
     for token in reader.special_tokens[:SPECIAL_TOKENS]:
@@ -186,7 +186,7 @@ def probe_requests(
         question = row.other_question if place % 2 else row.question
         text = _masked(row.text, mask_token) if mask_token else row.text
         sent = {**dict.fromkeys(names, question), names[-1]: text}
-        requests.append(reader.make_up(sent, example.parameters, preview_text(sent)))
+        requests.append(reader.make_synthetic(sent, example.parameters, preview_text(sent)))
     taken = reader.accepted([request for request in requests if request is not None])
     return tuple(replace(request, edge=False) for request in taken)
 
@@ -249,21 +249,21 @@ class GateRows:
 
 
 def split_traffic(
-    inputs: Sequence[Mapping[str, str | bytes]], *, most: int = GATE_ROWS
+    inputs: Sequence[Mapping[str, str | bytes]], *, max_rows: int = GATE_ROWS
 ) -> tuple[list[int], list[int]]:
     """Return the indices of the rows of gate and of calibration, two thirds and one third.
 
     A hash of the inputs decides, so equal inputs are on the same side, and a row stays on its side
-    if traffic is added. The gate has at least one row. If there are more than `most`, it has those
-    with the lowest hashes, once each. Calibration is in the order of the hashes, so any part of it
-    is as good as another.
+    if traffic is added. The gate has at least one row. If there are more than `max_rows`, it
+    has those with the lowest hashes, once each. Calibration is in the order of the hashes, so any
+    part of it is as good as another.
     """
     hashes = [int(hash_inputs(row), 16) for row in inputs]
     first = {value: place for place, value in reversed(list(enumerate(hashes)))}
     gate = sorted(value for value in first if value % 3) or sorted(first)
     taken = set(gate)
     rest = sorted((value, place) for place, value in enumerate(hashes) if value not in taken)
-    return sorted(first[value] for value in gate[:most]), [place for _, place in rest]
+    return sorted(first[value] for value in gate[:max_rows]), [place for _, place in rest]
 
 
 def gate_rows(
@@ -278,7 +278,7 @@ def gate_rows(
         mask_token: Token to put in front of edge-case texts, if the task needs one.
     """
     if images:
-        gate, rest = split_traffic([request.sent for request in requests], most=GATE_IMAGES)
+        gate, rest = split_traffic([request.sent for request in requests], max_rows=GATE_IMAGES)
         edges = edge_images(reader, requests[0])
         probe: tuple[GateRequest, ...] = ()
     else:

@@ -90,7 +90,7 @@ class PipelineInputs:
         plan = make_plan(old.spec, old.facts, old.task, old.parameters, old.lengths, layout=layout)
         return replace(self, plan=replace(plan, gives_inputs=old.gives_inputs))
 
-    def as_built(self, repository: Path) -> PipelineInputs:
+    def with_built_layout(self, repository: Path) -> PipelineInputs:
         """Return the inputs in the layout that was built, which may differ from the spec's."""
         lock = find_manifest(repository, self.plan.spec.name, EncoderManifest)
         if lock is None or lock.plan.layout == self.plan.layout:

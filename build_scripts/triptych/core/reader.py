@@ -113,18 +113,18 @@ class RequestReader:
         """
         requests = [self._read_line(file, line) for line in lines]
         first = requests[:with_rows]
-        for place, made in enumerate(self._with_rows(first)):
+        for index, made in enumerate(self._with_rows(first)):
             if isinstance(made, Exception):
                 raise UserError(
-                    self._where(file, lines[place].line),
+                    self._where(file, lines[index].line),
                     "has a request that the pipeline rejects",
                     given=made,
                     remedy="Correct the line",
                 )
-            requests[place] = made
+            requests[index] = made
         return requests
 
-    def make_up(
+    def make_synthetic(
         self, sent: Mapping[str, str | bytes], parameters: Mapping[str, Any], preview: str
     ) -> GateRequest | None:
         """Return a synthetic request without core rows; None if `hooks.before` rejects it."""

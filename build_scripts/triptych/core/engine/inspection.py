@@ -189,10 +189,10 @@ def _check_profiles(opened: OpenEngine, request: Request) -> None:
     if found == wanted:
         return
     given = f"{len(found)} instead of {len(wanted)}"
-    for place, (own, right) in enumerate(zip(found, wanted, strict=False)):
+    for index, (own, right) in enumerate(zip(found, wanted, strict=False)):
         unlike = [name for name in right if own.get(name) != right[name]]
         if unlike:
-            given = f"profile {place}, {unlike[0]}: {own.get(unlike[0])}"
+            given = f"profile {index}, {unlike[0]}: {own.get(unlike[0])}"
             break
     raise UserError(
         "model.plan",
@@ -205,7 +205,7 @@ def _check_profiles(opened: OpenEngine, request: Request) -> None:
 def judge_products(
     layers: Iterable[Layer], request: Request, plan_bytes: int
 ) -> tuple[dict[str, int], str]:
-    """Return the number of products by precision, and the proof; see the module's docstring.
+    """Return the fields `matmuls` and `witness` of an `Inspection`; see the module's docstring.
 
     Raises:
         UserError: A product has another precision than required, or nothing proves that it has it.
@@ -332,17 +332,17 @@ def check_products(
 
 def _precisions(network: Any, nodes: Mapping[str, str]) -> dict[str, str]:
     """Return the precision of each product, by its ONNX node if known, else by its layer."""
-    layers = [network.get_layer(place) for place in range(network.num_layers)]
+    layers = [network.get_layer(index) for index in range(network.num_layers)]
     makers = {
-        layer.get_output(place).name: layer
+        layer.get_output(index).name: layer
         for layer in layers
-        for place in range(layer.num_outputs)
+        for index in range(layer.num_outputs)
     }
     found: dict[str, str] = {}
     for layer in layers:
         if layer.type.name not in _PRODUCTS:
             continue
-        operands = [layer.get_input(place) for place in range(min(layer.num_inputs, 2))]
+        operands = [layer.get_input(index) for index in range(min(layer.num_inputs, 2))]
         kinds = {_precision(operand, makers) for operand in operands if operand is not None}
         if not kinds & {*_PRECISIONS.values()}:  # products of integers have no precision
             continue

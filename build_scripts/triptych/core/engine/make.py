@@ -57,14 +57,14 @@ def make_request(onnx: Path, plan: EnginePlan, api: Api) -> Request:
     api.hardware_level(plan.options["hardware"])
     if not plan.profiles:
         raise UserError("plan.engine.profiles", "has no profile", remedy=_REBUILD)
-    for place, profile in enumerate(plan.profiles):
-        _check_profile(place, profile, request.graph)
+    for index, profile in enumerate(plan.profiles):
+        _check_profile(index, profile, request.graph)
     return request
 
 
-def _check_profile(place: int, profile: Mapping[str, ShapeRange], graph: EngineGraph) -> None:
+def _check_profile(index: int, profile: Mapping[str, ShapeRange], graph: EngineGraph) -> None:
     def refused(rule: str, given: str) -> UserError:
-        field = f"plan.engine.profiles[{place}]"
+        field = f"plan.engine.profiles[{index}]"
         return UserError(field, rule, given=given, remedy=_REBUILD)
 
     unlike = sorted(set(profile) ^ set(graph.inputs))

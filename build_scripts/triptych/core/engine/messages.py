@@ -143,7 +143,7 @@ def parser_failure(parser: Any, onnx: Path, api: Api) -> UserError:
 
     It contains the first error, which names a node, and the number of errors.
     """
-    errors = [parser.get_error(place) for place in range(parser.num_errors)]
+    errors = [parser.get_error(index) for index in range(parser.num_errors)]
     if not errors:
         return UserError(
             onnx.name,

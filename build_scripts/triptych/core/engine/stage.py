@@ -2,64 +2,30 @@
 
 The module also stores rows for the engine's check during `triptych build`, and finds an engine that
 still fits a new build.
-
-A compiler can be wrong without an error, so every engine is run on real rows before it is written:
-in batches, alone, reversed and sorted by length, as the gate runs a core. The reference is ONNX
-Runtime with the same graph on a CPU. Results are not decoded, because the gate has already checked
-the graph.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
-
-import numpy as np
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from triptych.base.cache import cached_stage, code_hash, key_of, sha256_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import MODEL_FILE, hashes_of_graph
-from triptych.base.tensors import (
-    FIRST_SEGMENT,
-    INPUT_IDS,
-    LONGEST,
-    ROW_LENGTH,
-    ROW_OFFSET,
-    ROW_SPAN,
-    ROW_STRIDE,
-    Tensor,
-    TokenRow,
-)
+from triptych.base.tensors import ROW_STRIDE
 from triptych.core.engine.api import Api
 from triptych.core.engine.cuda import BuildGpu, read_gpu
 from triptych.core.engine.dry_run import GET_IT, run_dry_build
 from triptych.core.engine.inspection import Inspection, inspect
 from triptych.core.engine.make import Request, make_engine, make_request, timing_file
+from triptych.core.engine.parity import check_engine
 from triptych.core.engine.runner import EngineError, EngineRunner, open_engine
-from triptych.core.gate.check import check
-from triptych.core.gate.runs import (
-    RowOutputs,
-    RunBatch,
-    RunFeed,
-    by_rows,
-    choices_of,
-    open_onnx,
-    run_rows,
-)
 from triptych.core.inputs import PipelineInputs
-from triptych.core.requests import (
-    Expected,
-    Feed,
-    GateRequest,
-    Sample,
-    core_feed,
-    hash_rows,
-    rows_of,
-)
+from triptych.core.requests import hash_rows, read_samples, rows_of, write_samples
 from triptych.repository.manifest import (
     FIGURES_FILE,
     MANIFEST_FILE,
@@ -79,13 +45,8 @@ from triptych.repository.records import (
 )
 from triptych.repository.render import Content
 from triptych.repository.store import write_models
-from triptych.spec.engine_plan import EnginePlan, ShapeRange
-from triptych.spec.fields import Precision
+from triptych.spec.engine_plan import EnginePlan
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.accuracy import default_limits
-from triptych.spec.tasks.compare import TIE
-from triptych.spec.tasks.metrics_vectors import COSINES
-from triptych.spec.tasks.task import Core
 
 CHECKED_REQUESTS = 64
 """Maximum number of traffic requests to check an engine with, in addition to the edge cases."""
@@ -116,8 +77,6 @@ def write_engine_samples(inputs: PipelineInputs, progress: Progress) -> Path | N
     rows = rows_of([*made, *real[:CHECKED_REQUESTS]])
 
     def work(target: Path) -> None:
-        from triptych.core.requests import write_samples
-
         write_samples(target / SAMPLES_FILE, rows)
 
     stage = {"rows": hash_rows(rows), "code": code_hash("core/requests.py")}
@@ -154,147 +113,6 @@ def find_reusable_engine(
     return ReusableEngine(path, file, previous.engine)
 
 
-PAD = 0
-"""Token id of padding. Any id works, because padding does not change results."""
-
-Profiles = Sequence[Mapping[str, ShapeRange]]
-
-
-def check_engine(
-    run_feed: RunFeed,
-    onnx: Path,
-    rows: Sequence[Sample],
-    core: Core,
-    *,
-    inputs: Sequence[str],
-    profiles: Profiles,
-    precision: str,
-    tf32: bool,
-) -> GateResult:
-    """Compare engine and graph on the same rows; fails if anything is not comparable.
-
-    Args:
-        run_feed: Function that runs one batch on the engine.
-        onnx: Path of the graph.
-        rows: Rows of the traffic and edge cases.
-        core: Description of the results of graph and engine.
-        inputs: Names of the graph's inputs.
-        profiles: Profiles of the engine.
-        precision: Precision of the engine, which decides the limits.
-        tf32: Whether fp32 products may be rounded to TF32. The limits are then those of fp16.
-    """
-    made = {ROW_STRIDE.name, LONGEST.name}
-    tensors = tuple(_tensor(name) for name in inputs if name not in made)
-    packed = ROW_OFFSET in tensors
-    batch_size = min(_most_rows(profile) for profile in profiles)
-    graph = open_onnx(onnx, core, tensors, pad_token_id=PAD)
-    wanted = run_rows(graph, rows, range(len(rows)), batch_size)
-    fitted = run_feed if packed else _padded(run_feed, profiles)
-    engine = by_rows(fitted, core, tensors, pad_token_id=PAD)
-    if packed:
-        most = max(profile[INPUT_IDS.name].maximum[0] for profile in profiles)
-        engine = _dealt(engine, tensors, most)
-    closeness = "fp16" if tf32 and precision == "fp32" else precision
-    metrics = _metrics_of(core)
-    return check(
-        engine,
-        [_request(place, row) for place, row in enumerate(rows)],
-        _expected([wanted[place] for place in range(len(rows))], core),
-        core,
-        default_limits(metrics, closeness),
-        metrics=metrics,
-        precision=cast(Precision, precision),
-        batch_size=batch_size,
-    )
-
-
-def _metrics_of(core: Core) -> tuple[str, ...]:
-    own: tuple[str, ...] = ()
-    if core.returns == "vector":
-        own = COSINES
-    elif core.returns != "spans" and core.outputs[0].dims != (1,):  # classes to choose from
-        own = ("label_agreement",)
-    return ("max_difference", "batch_sensitivity", *own)
-
-
-def _tensor(name: str) -> Tensor:
-    texts = (INPUT_IDS, ROW_LENGTH, ROW_OFFSET, ROW_SPAN, FIRST_SEGMENT)
-    known = {tensor.name: tensor for tensor in texts}
-    return known.get(name, Tensor(name, "UINT8", ()))
-
-
-def _most_rows(profile: Mapping[str, ShapeRange]) -> int:
-    """Return the maximum number of rows in a batch of a profile.
-
-    Packed ids have no axis of rows.
-    """
-    name = ROW_STRIDE.name if ROW_STRIDE.name in profile else next(iter(profile))
-    return profile[name].maximum[0]
-
-
-def _padded(run_feed: RunFeed, profiles: Profiles) -> RunFeed:
-    """Return `run_feed` with rows of tokens padded to the smallest profile that fits."""
-    edges = sorted(
-        profile[INPUT_IDS.name].maximum[1] for profile in profiles if INPUT_IDS.name in profile
-    )
-
-    def run(feed: Feed) -> Any:
-        ids = feed.get(INPUT_IDS.name)
-        if ids is None:
-            return run_feed(feed)
-        width = next((edge for edge in edges if edge >= ids.shape[1]), ids.shape[1])
-        padded = np.pad(ids, [(0, 0), (0, width - ids.shape[1])], constant_values=PAD)
-        return run_feed({**feed, INPUT_IDS.name: padded})
-
-    return run
-
-
-def _dealt(run: RunBatch, inputs: tuple[Tensor, ...], most_tokens: int) -> RunBatch:
-    """Return `run` such that batches with more tokens than the engine allows are halved."""
-
-    def halves(samples: Sequence[Sample]) -> list[RowOutputs]:
-        tokens = [row for row in samples if isinstance(row, TokenRow)]
-        if len(tokens) < 2:
-            return run(samples)
-        if core_feed(tokens, inputs, pad_token_id=PAD)[INPUT_IDS.name].size <= most_tokens:
-            return run(samples)
-        half = len(samples) // 2
-        return [*halves(samples[:half]), *halves(samples[half:])]
-
-    return halves
-
-
-def _request(place: int, row: Sample) -> GateRequest:
-    size = f"{len(row.ids)} tokens" if isinstance(row, TokenRow) else f"image {list(row.shape)}"
-    return GateRequest({}, {}, {}, (row,), (), edge=False, preview=f"row {place}: {size}")
-
-
-def _expected(rows: Sequence[RowOutputs], core: Core) -> list[Expected]:
-    """Return the graph's outputs in the form of a reference.
-
-    If the core returns choices, the graph has scores of the best classes only. All other classes
-    get a score slightly below the lowest one. If the engine then chooses another class in a tie
-    with the last one, the difference is small, but the class does not equal the graph's first one,
-    so the share of equal first classes stays strict.
-    """
-    if not core.chooses:
-        return [
-            tuple(np.asarray(row[tensor.name], np.float32) for tensor in core.outputs)
-            for row in rows
-        ]
-    largest = max((int(choices_of(row, core)[0].max(initial=0)) for row in rows), default=0)
-    # The graph's outputs do not show how many classes there are, so leave a margin.
-    classes = 2 << largest.bit_length()
-    expected: list[Expected] = []
-    for row in rows:
-        ids, scores = choices_of(row, core)
-        least = scores.min(axis=1, keepdims=True).astype(np.float32) - 2 * TIE
-        every = np.repeat(least, classes, axis=1).astype(np.float32)
-        np.put_along_axis(every, ids.astype(np.int64), scores.astype(np.float32), axis=1)
-        expected.append((every[0] if core.returns == "choices" else every,))
-    return expected
-
-
 CODE = (
     "core/engine/*.py",
     "core/gate/check.py",
@@ -314,35 +132,24 @@ class EngineFailure(Exception):
         super().__init__(f"the results of {name}'s engine differ from its graph's: {failures}")
 
 
+Record = TypeVar("Record", EngineRecord, DryRun)
+
+
 @dataclass(frozen=True)
-class BuiltEngine:
-    """Result of an engine build.
+class EngineResult(Generic[Record]):
+    """Result of an engine build, or of its dry run.
 
     Attributes:
         pipeline: Name of the pipeline.
         owner: Pipeline that owns the core; another one if the core is shared.
         changed: Models that were written; empty if everything was up to date.
-        record: Record of the engine in the build manifest.
+        record: Record of the build in the build manifest.
     """
 
     pipeline: str
     owner: str
     changed: tuple[str, ...]
-    record: EngineRecord
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data, for ``--json``."""
-        return plain_record(self)
-
-
-@dataclass(frozen=True)
-class DryRunEngine:
-    """Result of a dry-run engine build; see `BuiltEngine`."""
-
-    pipeline: str
-    owner: str
-    changed: tuple[str, ...]
-    record: DryRun
+    record: Record
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data, for ``--json``."""
@@ -359,7 +166,7 @@ def missing_for_engines() -> str:
     return ""
 
 
-def build_engine(repository: Path, name: str, progress: Progress) -> BuiltEngine:
+def build_engine(repository: Path, name: str, progress: Progress) -> EngineResult[EngineRecord]:
     """Build, inspect and check the engine of a pipeline, and write it beside its ONNX graph.
 
     Nothing is written unless every check passed, and nothing is done if nothing has changed.
@@ -377,7 +184,7 @@ def build_engine(repository: Path, name: str, progress: Progress) -> BuiltEngine
     return _Stage(repository, name, progress).run()
 
 
-def dry_run_engine(repository: Path, name: str, progress: Progress) -> DryRunEngine:
+def dry_run_engine(repository: Path, name: str, progress: Progress) -> EngineResult[DryRun]:
     """Try the engine build of a built pipeline, and store the result in its build manifest.
 
     See `build_engine` for the arguments and `engine.dry_run` for a dry run.
@@ -423,7 +230,7 @@ class _Stage:
         self._onnx = repository / self._model / "1" / MODEL_FILE
         self._samples = repository / owner / SAMPLES_FILE
 
-    def run(self) -> BuiltEngine:
+    def run(self) -> EngineResult[EngineRecord]:
         files = self._check_files()
         api, gpu = Api(), read_gpu()
         plan_path = f"{self._model}/1/{PLAN_FILE}"
@@ -432,7 +239,7 @@ class _Stage:
         plan_file = self._repository / plan_path
         if there is not None and there.key == key and _is(plan_file, there.plan_sha256):
             self._progress("engine", f"{plan_path}: up to date")
-            return BuiltEngine(self._name, self._owner, (), there)
+            return EngineResult(self._name, self._owner, (), there)
         request = make_request(self._onnx, self._plan, api)
         built, inspection = self._built(request, api, gpu, key)
         check = self._check(request, built.read_bytes())
@@ -457,9 +264,9 @@ class _Stage:
         hashes = dict(sorted({**self._lock.files, plan_path: record.plan_sha256}.items()))
         lock = replace(self._lock, engine=record, files=hashes)
         changed = self._write(lock, {plan_path: built})
-        return BuiltEngine(self._name, self._owner, changed, record)
+        return EngineResult(self._name, self._owner, changed, record)
 
-    def dry_run(self) -> DryRunEngine:
+    def dry_run(self) -> EngineResult[DryRun]:
         files = self._check_files()
         there, conversion = self._lock.engine, self._lock.gate.conversion
         folder = f"{self._model}/1/"
@@ -474,7 +281,7 @@ class _Stage:
         if record is None:
             raise UserError("TensorRT for RTX", "is not installed", remedy=f"Run `{GET_IT}`")
         changed = self._write(replace(self._lock, dry_run=record), {})
-        return DryRunEngine(self._name, self._owner, changed, record)
+        return EngineResult(self._name, self._owner, changed, record)
 
     def _check_files(self) -> dict[str, str]:
         """Return the hashes of the core's and ensemble's files, after checking the files.
@@ -551,8 +358,6 @@ class _Stage:
         Raises:
             EngineFailure: The results differ.
         """
-        from triptych.core.requests import read_samples
-
         rows = read_samples(self._samples)
         self._progress("check", f"{len(rows)} rows against ONNX Runtime ...")
         inputs = tuple(request.graph.inputs)

@@ -158,8 +158,8 @@ class OwnHead(nn.Module):
 
     def _last_word(self, hidden: Tensor, rows: RowMembership) -> Tensor:
         words = rows.member & (rows.ids != self.pad_token_id)
-        place = torch.where(words, rows.position, 0)
-        last = place.amax(1, keepdim=True)
+        index = torch.where(words, rows.position, 0)
+        last = index.amax(1, keepdim=True)
         return weighted((rows.member & (rows.position == last)).to(hidden.dtype), hidden)
 
 

@@ -19,8 +19,8 @@ whole batch.
 `PackedCore` runs a model written for padded rows on packed tokens: `PackedBatch` computes the
 indices between the three arrangements, `packed_ops` lets token-wise operations compute on packed
 tokens, `packed_attention` computes attention in tiles, and `to_onnx` adds the operators that
-choose W and N to the exported graph. `proof` accepts a way to run a model only after comparing its
-results with those of single rows.
+choose W and N to the exported graph. `layout_check` accepts a way to run a model only after
+comparing its results with those of single rows.
 """
 
 from __future__ import annotations

@@ -307,7 +307,7 @@ def _graph(
                 remedy="Save the model's image processor into the folder",
             )
         return CoreGraph(ImageCore(model, facts.image), returned, (0,))
-    from triptych.core.export.proof import prove_text_core
+    from triptych.core.export.layout_check import find_text_core
 
     names = [tensor.name for tensor in inputs]
     # The order of the module's arguments; the stride and `SIZES` follow the inputs.
@@ -316,7 +316,7 @@ def _graph(
         order += [names.index(ROW_OFFSET.name), *range(len(names), len(names) + 4)]
     if "first_segment" in names:
         order.append(names.index("first_segment"))
-    text_core = prove_text_core(model, facts, core, folder, packed=packed)
+    text_core = find_text_core(model, facts, core, folder, packed=packed)
     return CoreGraph(text_core, returned, tuple(order))
 
 

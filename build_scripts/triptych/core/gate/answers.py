@@ -63,7 +63,7 @@ def check_hooks(inputs: PipelineInputs, progress: Progress) -> None:
     decoded = _decode(inputs, progress)
     if after is not None:
         _check_together(after, inputs, decoded, _call_after(after, inputs, decoded))
-    progress("hooks", f"{len(decoded)} answers of the model taken, as the outputs are declared")
+    progress("hooks", f"{len(decoded)} answers of the model match the declared outputs")
 
 
 def _decode(
@@ -77,7 +77,9 @@ def _decode(
         return [DecodedAnswer(decoded) for decoded in decode(decoding, requests, outputs)]
     except (RequestError, RuntimeError):  # A custom `decode` failed: find the rows.
         own = by_request(requests, outputs)
-        return _one_by_one(inputs, lambda place: decode(decoding, [requests[place]], own[place])[0])
+        return _answer_each(
+            inputs, lambda index: decode(decoding, [requests[index]], own[index])[0]
+        )
 
 
 def _call_after(
@@ -86,14 +88,14 @@ def _call_after(
     """Call `after` on each answer alone."""
     plan, form = inputs.plan, RowForm(inputs.plan.task.output_settings)
 
-    def answer(place: int) -> Decoded:
-        rows = form.rows(decoded[place].outputs)
-        return form.tensors(_after(after, plan, [inputs.requests[place]], rows, form))
+    def answer(index: int) -> Decoded:
+        rows = form.rows(decoded[index].outputs)
+        return form.tensors(_after(after, plan, [inputs.requests[index]], rows, form))
 
-    return _one_by_one(inputs, answer, [answer.refusal for answer in decoded])
+    return _answer_each(inputs, answer, [answer.refusal for answer in decoded])
 
 
-def _one_by_one(
+def _answer_each(
     inputs: PipelineInputs, answer: Callable[[int], Decoded], refusals: Sequence[str] = ()
 ) -> list[DecodedAnswer]:
     """Return `answer` for each request, traffic first, and keep the given `refusals`.
@@ -102,14 +104,14 @@ def _one_by_one(
         UserError: A function fails, or rejects a request of the traffic.
     """
     requests = inputs.requests
-    answers = {place: DecodedAnswer({}, words) for place, words in enumerate(refusals) if words}
-    for place in sorted(range(len(requests)), key=lambda place: requests[place].edge):
+    answers = {index: DecodedAnswer({}, words) for index, words in enumerate(refusals) if words}
+    for index in sorted(range(len(requests)), key=lambda index: requests[index].edge):
         try:
-            if place not in answers:
-                answers[place] = DecodedAnswer(answer(place))
+            if index not in answers:
+                answers[index] = DecodedAnswer(answer(index))
         except (RequestError, RuntimeError) as error:
-            answers[place] = _refused(inputs.plan, requests[place], error)
-    return [answers[place] for place in range(len(requests))]
+            answers[index] = _refused(inputs.plan, requests[index], error)
+    return [answers[index] for index in range(len(requests))]
 
 
 def _check_together(
@@ -121,25 +123,25 @@ def _check_together(
     """Check that `after` returns the same for all answers in one request as for each alone."""
     plan, form = inputs.plan, RowForm(inputs.plan.task.output_settings)
     file = str(plan.spec.folder / HOOKS_FILE)
-    taken = [place for place, answer in enumerate(alone) if not answer.refusal]
-    requests = [inputs.requests[place] for place in taken]
-    given = [row for place in taken for row in form.rows(decoded[place].outputs)]
+    taken = [index for index, answer in enumerate(alone) if not answer.refusal]
+    requests = [inputs.requests[index] for index in taken]
+    given = [row for index in taken for row in form.rows(decoded[index].outputs)]
     try:
         together = [form.tensors([row]) for row in _after(after, plan, requests, given, form)]
     except (RequestError, RuntimeError) as error:
         raise UserError(
             file,
-            f"`after` must take {len(given)} rows at once that it takes one by one",
+            f"has a function `after` that fails only on all {len(given)} rows at once",
             given=error,
             remedy="Treat each row by itself",
         ) from error
-    for place, got in zip(taken, together, strict=True):
-        for name, value in alone[place].outputs.items():
+    for index, got in zip(taken, together, strict=True):
+        for name, value in alone[index].outputs.items():
             if not _equal(got[name], value):
                 raise UserError(
                     file,
-                    "`after` must make the same of a row whatever stands beside it",
-                    given=f"another `{name}` for {inputs.requests[place].preview!r}",
+                    "has a function `after` that changes a row depending on the other rows",
+                    given=f"a different `{name}` for {inputs.requests[index].preview!r}",
                     remedy="Treat each row by itself",
                 )
 
@@ -161,10 +163,10 @@ def _refused(plan: Plan, request: GateRequest, error: Exception) -> DecodedAnswe
     """Return the rejection of an edge case; raise `UserError` for any other failure."""
     if request.edge and isinstance(error, RequestError):
         return DecodedAnswer({}, str(error))
-    edge = ", a row made up as an edge case" if request.edge else ""
+    edge = ", a synthetic edge case" if request.edge else ""
     raise UserError(
         str(plan.spec.folder / HOOKS_FILE),
-        f"must take what the model makes of {request.preview!r}{edge}",
+        f"has a function that fails on the model's answer to {request.preview!r}{edge}",
         given=error,
-        remedy="Mend the function; ValueError refuses a request in your words",
+        remedy="Correct the function; raise ValueError to reject a request with a message",
     ) from error

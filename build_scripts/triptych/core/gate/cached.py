@@ -53,7 +53,7 @@ class GateFailure(Exception):
     def __init__(self, pipeline: str, gate: GateResult, plan: Plan | None = None) -> None:
         self.gate = gate
         self.plan = plan
-        remedy = "" if plan is None else f". {remedy_of(plan, gate)}"
+        remedy = "" if plan is None else f". {_remedy(plan, gate)}"
         failures = "; ".join(gate.failures)
         super().__init__(f"{pipeline} failed the accuracy gate: {failures}{remedy}")
 
@@ -218,12 +218,13 @@ def _notes(
     names = [name for name in limits if raised[name] > limits[name]]
     if names:
         yield (
-            f"PyTorch's own rounding (fp32 against fp64) is {rounding:.2e}: up to"
-            f" {raised[names[0]]:.2e} is no fault of {', '.join(names)}"
+            f"PyTorch's own rounding (fp32 against fp64) is {rounding:.2e}:"
+            f" the limit is raised to {raised[names[0]]:.2e} for {', '.join(names)}"
         )
     if precision != "fp32" and not inputs.probe:
-        what = "no row of the general probe" if inputs.tokenizer_file else "there is none of images"
-        yield f"not judged outside your traffic: {what} is taken by the pipeline"
+        texts = "the pipeline accepts no row of the general probe"
+        reason = texts if inputs.tokenizer_file else "the general probe contains no images"
+        yield f"not checked outside your traffic: {reason}"
 
 
 def _line(result: GateResult) -> str:
@@ -239,8 +240,11 @@ def _figure(value: float) -> str:
     return f"{value:.5g}" if value - value == 0 else "not a number"
 
 
-def remedy_of(plan: Plan, gate: GateResult) -> str:
-    """Return the remedy as a sentence. If both layouts are allowed, fp32 failed in both."""
+def _remedy(plan: Plan, gate: GateResult) -> str:
+    """Return the first change that helps and was not tried.
+
+    If both layouts are allowed, fp32 failed in both.
+    """
     spec = plan.spec
     own = [
         f"accuracy.{verdict.metric}"
@@ -250,11 +254,11 @@ def remedy_of(plan: Plan, gate: GateResult) -> str:
     if own:
         return f"Loosen {own[0]}, which the pipeline sets, or leave it out for the default"
     if spec.core.shared_from is not None:
-        return "Leave core.shared_from out: the pipeline then has a core of its own"
+        return "Remove core.shared_from: the pipeline then has its own core"
     if gate.precision != "fp32":
         close = "" if gate.precision in ("fp16", "bf16") else "fp16, which loses less, or "
         return f"Set core.precision to {close}fp32, or add traffic like the worst rows"
     return (
-        "Look at the worst rows: mend traffic.jsonl where nobody sends such; otherwise only "
-        "--accept-failed-gate REASON builds it, and puts that on record"
+        "Look at the worst rows: remove rows from traffic.jsonl that no client sends; otherwise "
+        "--accept-failed-gate REASON builds it, and records the reason"
     )

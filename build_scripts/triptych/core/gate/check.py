@@ -76,13 +76,15 @@ def judge_metrics(
     return tuple(verdicts)
 
 
-def say_failures(verdicts: Sequence[Verdict], said: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield the messages of `said` for each failed verdict, or a default sentence."""
+def failure_messages(
+    verdicts: Sequence[Verdict], messages: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    """Yield the `messages` of the metric for each failed verdict, or a default sentence."""
     for verdict in verdicts:
         if verdict.passed:
             continue
-        if said.get(verdict.metric):
-            yield from said[verdict.metric]
+        if messages.get(verdict.metric):
+            yield from messages[verdict.metric]
         else:
             side = "above" if METRICS[verdict.metric].better == "lower" else "below"
             yield f"{verdict.metric} is {verdict.value:.6g}, {side} {verdict.limit}"
@@ -103,13 +105,13 @@ def worst_rows(
     ranks = -np.where(np.isnan(pairs), np.inf, pairs)
     return tuple(
         WorstRow(
-            requests[place].preview,
-            float(badness[place]),
-            float(differences[place]),
-            describe_answer(wanted[place]),
-            describe_answer(got[place]),
+            requests[index].preview,
+            float(badness[index]),
+            float(differences[index]),
+            describe_answer(wanted[index]),
+            describe_answer(got[index]),
         )
-        for place in np.lexsort(ranks[::-1])[:WORST_ROWS]
+        for index in np.lexsort(ranks[::-1])[:WORST_ROWS]
     )
 
 
@@ -226,7 +228,7 @@ def check(
     # Differences of infinities are NaN, which fails like any other excess.
     with np.errstate(invalid="ignore", over="ignore"):
         measured = measure(batched, list(runs.values()), expected, core)
-    outputs = [batched[place] for place in range(len(samples))]
+    outputs = [batched[index] for index in range(len(samples))]
     compared = compare_answers(requests, outputs, expected, core, decoding if finite else None)
     values = {**_core_values(requests, outputs, expected, measured, core), **compared.values}
     values = {name: values[name] for name in metrics if name in values}
@@ -235,7 +237,7 @@ def check(
     truth = None
     if labeled is not None and decoding is not None and finite:
         truth = _compare_labeled(labeled, labeled_rows, core, decoding)
-    failures = [*say_failures(verdicts, _said(measured, limits))]
+    failures = [*failure_messages(verdicts, _said(measured, limits))]
     failures += [] if finite else [NOT_FINITE]
     failures += [truth.failure] if truth is not None and truth.failure else []
     unmeasured = [name for name in limits if name not in values] if complete else []
@@ -279,14 +281,14 @@ def compare_answers(
         firsts = [[rows[0] for rows in by_request(requests, each)] for each in (right, outputs)]
         return Compared({}, badness, *firsts)
     got, wanted = decode(decoding, requests, outputs), decode(decoding, requests, right)
-    kept = [place for place, request in enumerate(requests) if not request.edge]
+    kept = [index for index, request in enumerate(requests) if not request.edge]
     comparison = decoding.task.compare(
-        [got[place] for place in kept],
-        [wanted[place] for place in kept],
-        [requests[place].query for place in kept],
+        [got[index] for index in kept],
+        [wanted[index] for index in kept],
+        [requests[index].query for index in kept],
     )
-    for place, value in zip(kept, comparison.badness, strict=True):
-        badness[place] = value
+    for index, value in zip(kept, comparison.badness, strict=True):
+        badness[index] = value
     return Compared(comparison.values, badness, wanted, got)
 
 
@@ -350,7 +352,7 @@ def _run_labeled(
     samples = rows_of(labeled.requests)
     rows = run_rows(run, samples, range(len(samples)), batch_size)
     check_rows(rows, samples, labeled.expected, core)
-    return [rows[place] for place in range(len(samples))]
+    return [rows[index] for index in range(len(samples))]
 
 
 def _compare_labeled(
@@ -400,14 +402,14 @@ def judge_probe(
         decoding: Decoder of core outputs; None to check the core outputs alone.
     """
     samples = rows_of(requests)
-    order = sorted(range(len(samples)), key=lambda place: tokens_of(samples[place]))
+    order = sorted(range(len(samples)), key=lambda index: tokens_of(samples[index]))
     try:
         rows = run_rows(run, samples, order, min(batch_size, BATCH_ROWS))
         check_rows(rows, samples, expected, core)
     except Incomparable as fault:
         verdicts = judge_metrics({}, limits, complete=False)
         return ProbeResult(len(requests), verdicts), (f"{OUTSIDE}: {fault}",)
-    outputs = [rows[place] for place in range(len(samples))]
+    outputs = [rows[index] for index in range(len(samples))]
     finite = all(map(is_finite, outputs))
     pairs = list(zip(outputs, expected, strict=True))
     errors = relative_errors(pairs, core)
@@ -424,7 +426,7 @@ def judge_probe(
         requests, compared.badness, errors_of_requests, compared.wanted, compared.got
     )
     failures = [] if finite else ["results are not all finite"]
-    failures += say_failures(verdicts, {})
+    failures += failure_messages(verdicts, {})
     said = tuple(f"{OUTSIDE}: {failure}" for failure in failures)
     return ProbeResult(len(requests), verdicts, worst[:WORST_PROBE_ROWS]), said
 

@@ -313,14 +313,14 @@ def run_live(
     except DeadlineExceededError as error:
         raise UserError(
             f"{name} at {url}",
-            f"must answer requests within {timeout_s:g} s",
+            f"does not answer requests within {timeout_s:g} s",
             given=error.message,
             remedy="Raise --timeout-s, or lower --clients",
         ) from error
     except InferenceError as error:
         raise UserError(
             f"{name} at {url}",
-            "must be served all the time that it is verified",
+            "was not served for the whole verification",
             given=error,
             remedy="Name a server that serves it with --url, or leave --url out to start one",
         ) from error
@@ -343,7 +343,7 @@ def check_interface(plan: Plan, config: PipelineConfig, url: str) -> None:
         if want != have:
             raise UserError(
                 f"{plan.spec.name} at {url}",
-                f"must have the {kind} of {plan.task.name}: {', '.join(want)}",
+                f"does not have the {kind} of {plan.task.name}: {', '.join(want)}",
                 given=", ".join(have),
                 remedy="Build the pipeline again, or name the server that serves it",
             )

@@ -429,7 +429,7 @@ def _row_of(rows: list[Sample], tokens: int) -> Sample:
 def _refused(tokens: int, given: str) -> UserError:
     return UserError(
         "core",
-        f"must take the warm-up of {tokens} tokens, or no server would load it",
+        f"fails on the warm-up of {tokens} tokens, so no server would load it",
         given=" ".join(given.split())[:300],
         remedy="Choose another model or precision",
     )

@@ -19,7 +19,7 @@ import numpy as np
 from triptych.base.errors import Progress, UserError
 from triptych.core.gate.answers import reference_answers
 from triptych.core.gate.cached import limits_of, overrides_of
-from triptych.core.gate.check import WORST_ROWS, judge_metrics, say_failures
+from triptych.core.gate.check import WORST_ROWS, failure_messages, judge_metrics
 from triptych.core.gate.live import (
     ALONE,
     WAYS,
@@ -48,19 +48,17 @@ from triptych.spec.tasks.accuracy import METRICS, Tolerance, above_rounding
 from triptych.spec.tasks.compare import Outputs
 from triptych.spec.tasks.labeled import describe_labeled
 
-ALIKE = "answers_alike"
+ANSWER_AGREEMENT = "answers_alike"
 """Ratio of requests whose whole answer is like the reference's. It is measured if no metric of the
 task applies to the outputs, for example because hooks changed them."""
 
-MIN_ALIKE: Mapping[Tolerance, float] = {"exact": 0.99, "close": 0.95, "quantized": 0.5}
+MIN_ANSWER_AGREEMENT: Mapping[Tolerance, float] = {"exact": 0.99, "close": 0.95, "quantized": 0.5}
 # Hooks that print digits print different digits after any rounding, so quantized cores get 0.5.
 _LOOSE = 0.05
 """Maximum difference of answers that count as alike, if the precision sets no limit."""
 
-_LITTLE_ALIKE = "only {:.1%} of the answers are like the reference's"
-
 CORE_LEVEL = ("max_difference", "batch_sensitivity")
-CORE_ONLY = ("edge_error",)
+CORE_METRICS = ("edge_error",)
 """Metrics of the core's outputs that answers do not show."""
 
 MIN_BATCH = 1.2
@@ -74,7 +72,7 @@ def judge_live(cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules) -> GateR
     sending.
     """
     ways = {way: sort_replies(cases, runs.replies[way], rules) for way in WAYS}
-    held = _Held(cases, rules)
+    held = _LiveReference(cases, rules)
     read = {way: held.figures(view) for way, view in ways.items()}
     alone = ways[ALONE].answers
     values = {
@@ -93,7 +91,9 @@ def judge_live(cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules) -> GateR
     }
     verdicts = _verdicts(values, held.readable, rules)
     failures = [fault for way, view in ways.items() for fault in describe_faults(cases, view, way)]
-    failures += say_failures(verdicts, {ALIKE: [_LITTLE_ALIKE.format(values.get(ALIKE, 0.0))]})
+    agreement = values.get(ANSWER_AGREEMENT, 0.0)
+    low = f"only {agreement:.1%} of the answers are like the reference's"
+    failures += failure_messages(verdicts, {ANSWER_AGREEMENT: [low]})
     edges = sum(case.edge for case in cases)
     return GateResult(
         precision=rules.precision,
@@ -119,7 +119,7 @@ class _Figures(NamedTuple):
     badness: Mapping[int, float]
 
 
-class _Held:
+class _LiveReference:
     """Cases that answers are compared with.
 
     Attributes:
@@ -157,7 +157,7 @@ class _Held:
         if not self.readable:
             alike = [self._alike(g, w) for g, w in zip(got, wanted, strict=True)]
             badness = {place: float(not same) for place, same in zip(places, alike, strict=True)}
-            return _Figures({ALIKE: float(np.mean(alike))}, badness)
+            return _Figures({ANSWER_AGREEMENT: float(np.mean(alike))}, badness)
         queries = [self.cases[place].query for place in places]
         found = self._rules.task.compare(got, wanted, queries)
         values = {name: value for name, value in found.values.items() if name in self.readable}
@@ -201,14 +201,14 @@ def _verdicts(
     verdicts = judge_metrics(values, limits, complete=False)
     if readable:
         return verdicts
-    value, limit = values.get(ALIKE, math.nan), MIN_ALIKE[rules.tolerance]
-    return (Verdict(ALIKE, value, limit, value >= limit), *verdicts)
+    value, limit = values.get(ANSWER_AGREEMENT, math.nan), MIN_ANSWER_AGREEMENT[rules.tolerance]
+    return (Verdict(ANSWER_AGREEMENT, value, limit, value >= limit), *verdicts)
 
 
 def _notes(
     cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules, readable: Sequence[str]
 ) -> Iterator[str]:
-    elsewhere = (*readable, *CORE_LEVEL, *CORE_ONLY)
+    elsewhere = (*readable, *CORE_LEVEL, *CORE_METRICS)
     skipped = [name for name in rules.limits if name not in elsewhere]
     if skipped:
         yield f"cannot be read off the answers, so not measured: {', '.join(skipped)}"
@@ -228,7 +228,7 @@ def _notes(
 
 
 def _worst(
-    ways: Mapping[str, SortedReplies], read: Mapping[str, _Figures], held: _Held
+    ways: Mapping[str, SortedReplies], read: Mapping[str, _Figures], held: _LiveReference
 ) -> list[WorstRow]:
     rows: dict[int, WorstRow] = {}
     for way, figures in read.items():
@@ -391,7 +391,7 @@ def _precision(plan: Plan, repository: Path, lock: EncoderManifest | None) -> Pr
     if precision == "auto":
         raise UserError(
             "core.precision",
-            "must be known: it decides how close answers must be",
+            "is not known, so there are no limits to compare answers with",
             given=f"{precision}, and no build of {spec.name} in {repository}",
             remedy="Name the repository with --repository, or write --set core.precision=int8",
         )

@@ -81,16 +81,16 @@ def capture(model: Any, values: Sequence[str], feeds: Sequence[Feed]) -> dict[st
     lows: list[list[NDArray[np.float32]]] = [[] for _ in values]
     highs: list[list[NDArray[np.float32]]] = [[] for _ in values]
     for results in _run(probed, list(probes.values()), [None, None], feeds):
-        for place, vectors in enumerate(results):
-            lows[place].append(vectors.min(0))
-            highs[place].append(vectors.max(0))
+        for index, vectors in enumerate(results):
+            lows[index].append(vectors.min(0))
+            highs[index].append(vectors.max(0))
             chosen = np.unique(np.linspace(0, len(vectors) - 1, share).astype(int))
-            kept[place].append(vectors[chosen].copy())
+            kept[index].append(vectors[chosen].copy())
     found = {}
-    for place, value in enumerate(values):
-        low, high = np.min(lows[place], axis=0), np.max(highs[place], axis=0)
-        found[value] = Activations(np.concatenate(kept[place]), low, high)
-        kept[place].clear()  # free the vectors early: together they are most of the memory
+    for index, value in enumerate(values):
+        low, high = np.min(lows[index], axis=0), np.max(highs[index], axis=0)
+        found[value] = Activations(np.concatenate(kept[index]), low, high)
+        kept[index].clear()  # free the vectors early: together they are most of the memory
     return found
 
 
@@ -223,11 +223,11 @@ def _round_block(left: Double, spread: Double, step: Double) -> tuple[NDArray[np
     """
     rounded = np.empty(left.shape, np.int8)
     errors = np.empty_like(left)
-    for place in range(len(left)):
-        steps = np.clip(np.rint(left[place] / step), -LEVELS, LEVELS)
-        rounded[place] = steps
-        errors[place] = (left[place] - steps * step) / spread[place, place]
-        left[place + 1 :] -= np.outer(spread[place, place + 1 :], errors[place])
+    for index in range(len(left)):
+        steps = np.clip(np.rint(left[index] / step), -LEVELS, LEVELS)
+        rounded[index] = steps
+        errors[index] = (left[index] - steps * step) / spread[index, index]
+        left[index + 1 :] -= np.outer(spread[index, index + 1 :], errors[index])
     return rounded, errors
 
 

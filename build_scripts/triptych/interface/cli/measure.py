@@ -338,7 +338,9 @@ def drift(
             given=name,
             remedy="Put the new requests into traffic.jsonl and run `triptych tune` again",
         )
-    inputs = read_inputs(load_spec(folders.pipelines / name), progress).as_built(folders.repository)
+    inputs = read_inputs(load_spec(folders.pipelines / name), progress).with_built_layout(
+        folders.repository
+    )
     new = read_lengths(inputs, files[-1], before=files[0] if len(files) > 1 else None)
     drift = check_drift(inputs, new, measured=read_measured_load(reports / name), rate_per_s=rate)
     if as_json:

@@ -94,9 +94,9 @@ def apply_run(
 
     if result.drift is None or result.drift.proposal is None:
         return None
-    inputs = read_inputs(load_spec(folders.pipelines / result.pipeline), progress).as_built(
-        folders.repository
-    )
+    inputs = read_inputs(
+        load_spec(folders.pipelines / result.pipeline), progress
+    ).with_built_layout(folders.repository)
     last = read_files(
         options.samples,
         result.pipeline,
@@ -247,7 +247,7 @@ def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRu
         options.samples, name, keep_hours=_keep_hours(spec), known=frozenset(timeline.files)
     )
     result = run_monitor(
-        read_inputs(spec, progress).as_built(folders.repository),
+        read_inputs(spec, progress).with_built_layout(folders.repository),
         folders.repository,
         sample,
         progress,
@@ -355,7 +355,7 @@ def shadow(
     closed, rates = ([clients], []) if rate is None else ([], [rate])
     (load,) = parse_loads(closed, rates, "poisson", 1)
     spec = load_spec(folders.pipelines / name)
-    inputs = read_inputs(spec, progress).as_built(folders.repository)
+    inputs = read_inputs(spec, progress).with_built_layout(folders.repository)
     sample = None
     if not from_traffic and spec.serving.sample is not None:
         sample = read_sample(samples, name, keep_hours=spec.serving.sample.retention_hours)
@@ -407,7 +407,7 @@ def traffic(
 
     spec = load_spec(folders.pipelines / name)
     sample = read_sample(samples, name, keep_hours=_keep_hours(spec))
-    inputs = read_inputs(spec, progress).as_built(folders.repository)
+    inputs = read_inputs(spec, progress).with_built_layout(folders.repository)
     change = take_rows(inputs, sample, replace=replace, max_rows=max_rows)
     if as_json:
         print_json(change.as_dict())

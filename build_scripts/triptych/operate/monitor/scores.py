@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.gate.live import Rules, differences, is_finite, same, shape_fault
-from triptych.core.gate.verify import ALIKE, MIN_ALIKE
+from triptych.core.gate.verify import ANSWER_AGREEMENT, MIN_ANSWER_AGREEMENT
 from triptych.repository.records import GateResult
 from triptych.spec.tasks.accuracy import METRICS
 from triptych.spec.tasks.compare import Outputs
@@ -115,7 +115,7 @@ def choose_tests(rules: Rules, expected: Sequence[Outputs], gate: GateResult) ->
         if limit is not None and values.get(name, 0.0) >= limit:
             allowed[name] = min(max(1 - limit, MIN_ALLOWED), MAX_ALLOWED) if limit < 1 else unseen
     if not allowed:
-        allowed[ALIKE] = max(1 - MIN_ALIKE[rules.tolerance], unseen)
+        allowed[ANSWER_AGREEMENT] = max(1 - MIN_ANSWER_AGREEMENT[rules.tolerance], unseen)
     if rules.hooked:
         return LossTests(allowed, None)
     rows = [value for value in gate.row_differences[gate.edge_case_rows :] if math.isfinite(value)]
@@ -158,7 +158,7 @@ def _score(
     for name in tests.allowed:
         if name == ROWS_BEYOND_GATE and tests.max_difference is not None:
             losses[name] = float(not difference <= tests.max_difference)
-        elif name == ALIKE:
+        elif name == ANSWER_AGREEMENT:
             close = difference <= rules.limits.get("max_difference", DEFAULT_MAX_DIFFERENCE)
             losses[name] = float(not (close and same(actual, expected)))
         else:

@@ -140,7 +140,7 @@ def bench_pipeline(
     """
     if url is not None:
         check_single(url, "measure it")
-    inputs = inputs.as_built(repository)
+    inputs = inputs.with_built_layout(repository)
     if url is None:
         check_built(repository, inputs.plan.spec.name)
     core = repository / inputs.plan.step("core") / "1" / "model.onnx"

@@ -1,4 +1,4 @@
-"""Find a way to run a model in a layout, and prove it by comparing numbers.
+"""Find a way to run a model in a layout, and check it by comparing numbers.
 
 Random rows are computed one by one, without padding or packing. Each known way to run the model
 computes the same rows in one batch, padded or packed. The first way whose results equal those of
@@ -88,7 +88,7 @@ class ProbeRow(NamedTuple):
     scale: float = 0.0
 
 
-def prove_text_core(
+def find_text_core(
     model: Any, facts: ModelFacts, core: Core, folder: Path, *, packed: bool
 ) -> nn.Module:
     """Return the model in a layout, in the first known way that gives right results.
@@ -100,11 +100,11 @@ def prove_text_core(
         UserError: The layout is bucketed, and no way gives right results.
     """
     with contextlib.suppress(CannotPack, UserError):
-        return _prove(model, facts, core, folder, packed=packed, special=True)
-    return _prove(model, facts, core, folder, packed=packed, special=False)
+        return _find(model, facts, core, folder, packed=packed, special=True)
+    return _find(model, facts, core, folder, packed=packed, special=False)
 
 
-def _prove(
+def _find(
     model: Any, facts: ModelFacts, core: Core, folder: Path, *, packed: bool, special: bool
 ) -> nn.Module:
     window = getattr(model.config, "sliding_window", None) or 0

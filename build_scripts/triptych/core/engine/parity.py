@@ -1,0 +1,193 @@
+"""Compare an engine with its ONNX graph on the same rows.
+
+A compiler can be wrong without an error, so every engine is run on real rows before it is written:
+in batches, alone, reversed and sorted by length, as the gate runs a core. The reference is ONNX
+Runtime with the same graph on a CPU. Results are not decoded, because the gate has already checked
+the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from triptych.base.tensors import (
+    FIRST_SEGMENT,
+    INPUT_IDS,
+    LONGEST,
+    ROW_LENGTH,
+    ROW_OFFSET,
+    ROW_SPAN,
+    ROW_STRIDE,
+    Tensor,
+    TokenRow,
+)
+from triptych.core.gate.check import check
+from triptych.core.gate.runs import (
+    RowOutputs,
+    RunBatch,
+    RunFeed,
+    by_rows,
+    choices_of,
+    open_onnx,
+    run_rows,
+)
+from triptych.core.requests import (
+    Expected,
+    Feed,
+    GateRequest,
+    Sample,
+    core_feed,
+)
+from triptych.repository.records import (
+    GateResult,
+)
+from triptych.spec.engine_plan import ShapeRange
+from triptych.spec.fields import Precision
+from triptych.spec.tasks.accuracy import default_limits
+from triptych.spec.tasks.compare import TIE
+from triptych.spec.tasks.metrics_vectors import COSINES
+from triptych.spec.tasks.task import Core
+
+PAD = 0
+"""Token id of padding. Any id works, because padding does not change results."""
+
+Profiles = Sequence[Mapping[str, ShapeRange]]
+
+
+def check_engine(
+    run_feed: RunFeed,
+    onnx: Path,
+    rows: Sequence[Sample],
+    core: Core,
+    *,
+    inputs: Sequence[str],
+    profiles: Profiles,
+    precision: str,
+    tf32: bool,
+) -> GateResult:
+    """Compare engine and graph on the same rows; fails if anything is not comparable.
+
+    Args:
+        run_feed: Function that runs one batch on the engine.
+        onnx: Path of the graph.
+        rows: Rows of the traffic and edge cases.
+        core: Description of the results of graph and engine.
+        inputs: Names of the graph's inputs.
+        profiles: Profiles of the engine.
+        precision: Precision of the engine, which decides the limits.
+        tf32: Whether fp32 products may be rounded to TF32. The limits are then those of fp16.
+    """
+    made = {ROW_STRIDE.name, LONGEST.name}
+    tensors = tuple(_tensor(name) for name in inputs if name not in made)
+    packed = ROW_OFFSET in tensors
+    batch_size = min(_most_rows(profile) for profile in profiles)
+    graph = open_onnx(onnx, core, tensors, pad_token_id=PAD)
+    wanted = run_rows(graph, rows, range(len(rows)), batch_size)
+    fitted = run_feed if packed else _padded(run_feed, profiles)
+    engine = by_rows(fitted, core, tensors, pad_token_id=PAD)
+    if packed:
+        most = max(profile[INPUT_IDS.name].maximum[0] for profile in profiles)
+        engine = _dealt(engine, tensors, most)
+    closeness = "fp16" if tf32 and precision == "fp32" else precision
+    metrics = _metrics_of(core)
+    return check(
+        engine,
+        [_request(index, row) for index, row in enumerate(rows)],
+        _expected([wanted[index] for index in range(len(rows))], core),
+        core,
+        default_limits(metrics, closeness),
+        metrics=metrics,
+        precision=cast(Precision, precision),
+        batch_size=batch_size,
+    )
+
+
+def _metrics_of(core: Core) -> tuple[str, ...]:
+    own: tuple[str, ...] = ()
+    if core.returns == "vector":
+        own = COSINES
+    elif core.returns != "spans" and core.outputs[0].dims != (1,):  # classes to choose from
+        own = ("label_agreement",)
+    return ("max_difference", "batch_sensitivity", *own)
+
+
+def _tensor(name: str) -> Tensor:
+    texts = (INPUT_IDS, ROW_LENGTH, ROW_OFFSET, ROW_SPAN, FIRST_SEGMENT)
+    known = {tensor.name: tensor for tensor in texts}
+    return known.get(name, Tensor(name, "UINT8", ()))
+
+
+def _most_rows(profile: Mapping[str, ShapeRange]) -> int:
+    """Return the maximum number of rows in a batch of a profile.
+
+    Packed ids have no axis of rows.
+    """
+    name = ROW_STRIDE.name if ROW_STRIDE.name in profile else next(iter(profile))
+    return profile[name].maximum[0]
+
+
+def _padded(run_feed: RunFeed, profiles: Profiles) -> RunFeed:
+    """Return `run_feed` with rows of tokens padded to the smallest profile that fits."""
+    edges = sorted(
+        profile[INPUT_IDS.name].maximum[1] for profile in profiles if INPUT_IDS.name in profile
+    )
+
+    def run(feed: Feed) -> Any:
+        ids = feed.get(INPUT_IDS.name)
+        if ids is None:
+            return run_feed(feed)
+        width = next((edge for edge in edges if edge >= ids.shape[1]), ids.shape[1])
+        padded = np.pad(ids, [(0, 0), (0, width - ids.shape[1])], constant_values=PAD)
+        return run_feed({**feed, INPUT_IDS.name: padded})
+
+    return run
+
+
+def _dealt(run: RunBatch, inputs: tuple[Tensor, ...], most_tokens: int) -> RunBatch:
+    """Return `run` such that batches with more tokens than the engine allows are halved."""
+
+    def halves(samples: Sequence[Sample]) -> list[RowOutputs]:
+        tokens = [row for row in samples if isinstance(row, TokenRow)]
+        if len(tokens) < 2:
+            return run(samples)
+        if core_feed(tokens, inputs, pad_token_id=PAD)[INPUT_IDS.name].size <= most_tokens:
+            return run(samples)
+        half = len(samples) // 2
+        return [*halves(samples[:half]), *halves(samples[half:])]
+
+    return halves
+
+
+def _request(index: int, row: Sample) -> GateRequest:
+    size = f"{len(row.ids)} tokens" if isinstance(row, TokenRow) else f"image {list(row.shape)}"
+    return GateRequest({}, {}, {}, (row,), (), edge=False, preview=f"row {index}: {size}")
+
+
+def _expected(rows: Sequence[RowOutputs], core: Core) -> list[Expected]:
+    """Return the graph's outputs in the form of a reference.
+
+    If the core returns choices, the graph has scores of the best classes only. All other classes
+    get a score slightly below the lowest one. If the engine then chooses another class in a tie
+    with the last one, the difference is small, but the class does not equal the graph's first one,
+    so the share of equal first classes stays strict.
+    """
+    if not core.chooses:
+        return [
+            tuple(np.asarray(row[tensor.name], np.float32) for tensor in core.outputs)
+            for row in rows
+        ]
+    largest = max((int(choices_of(row, core)[0].max(initial=0)) for row in rows), default=0)
+    # The graph's outputs do not show how many classes there are, so leave a margin.
+    classes = 2 << largest.bit_length()
+    expected: list[Expected] = []
+    for row in rows:
+        ids, scores = choices_of(row, core)
+        least = scores.min(axis=1, keepdims=True).astype(np.float32) - 2 * TIE
+        every = np.repeat(least, classes, axis=1).astype(np.float32)
+        np.put_along_axis(every, ids.astype(np.int64), scores.astype(np.float32), axis=1)
+        expected.append((every[0] if core.returns == "choices" else every,))
+    return expected
