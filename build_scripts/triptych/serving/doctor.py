@@ -135,20 +135,20 @@ def _extra_requirements() -> dict[str, dict[str, str]]:
 
 def _read_stub_python() -> StubPython | None:
     program = shutil.which("python3", path=server_path())
-    said = _output(
+    output = _output(
         [program or "", "-I", "-c", "import sys; print(*sys.version_info[:2], sys.prefix)"]
     )
-    found = re.fullmatch(r"(\d+) (\d+) (.+)\n", said)
+    found = re.fullmatch(r"(\d+) (\d+) (.+)\n", output)
     if program is None or found is None:
         return None
     return StubPython(Path(program), f"{found[1]}.{found[2]}", found[3])
 
 
 def _read_gpus() -> tuple[tuple[GpuSummary, ...], str | None]:
-    said = _output(["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"])
+    output = _output(["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"])
     gpus = []
     driver: str | None = None
-    for line in said.splitlines():
+    for line in output.splitlines():
         found = re.fullmatch(r"(.+), (\d+), (\d+)\.(\d+), ([\d.]+)", line.strip())
         if found:
             gpus.append(GpuSummary(found[1], int(found[2]), (int(found[3]), int(found[4]))))
@@ -210,7 +210,7 @@ def examine(
 def check_machine(machine: MachineFacts) -> list[Finding]:
     """Return the findings of all checks of `machine`."""
     return [
-        *_ground(machine),
+        *_installation(machine),
         *_embedded(machine),
         *_resources(machine),
         *_packages(machine),
@@ -218,7 +218,7 @@ def check_machine(machine: MachineFacts) -> list[Finding]:
         _finding(
             "perf-analyzer",
             machine.perf_analyzer,
-            "`triptych bench` makes load with perf_analyzer",
+            "`triptych bench` generates load with perf_analyzer",
             machine.perf_analyzer or "not on PATH",
             "info",
             "Nothing: `triptych bench` fetches one when it is first run",
@@ -234,7 +234,7 @@ def _finding(
     return Finding(name, kind, "", rule, str(given), "" if holds else remedy)
 
 
-def _ground(machine: MachineFacts) -> Iterable[Finding]:
+def _installation(machine: MachineFacts) -> Iterable[Finding]:
     version = tuple(int(part) for part in machine.platform.python_version.split("."))
     yield _finding(
         "python-version",
@@ -242,9 +242,9 @@ def _ground(machine: MachineFacts) -> Iterable[Finding]:
         "Python must be 3.10, 3.11 or 3.12",
         f"Python {machine.platform.python_version}",
         "error",
-        "Make the virtual environment anew: `python3.11 -m venv .venv`",
+        "Create the virtual environment again: `python3.11 -m venv .venv`",
     )
-    rule = "the server is the one on PATH, else the embedded one"
+    rule = "a tritonserver on PATH is used, otherwise the embedded one"
     risk = risk_of(EMBEDDED_RELEASE)
     embedded = f"embedded {EMBEDDED_RELEASE}: for development" + (f". {risk}" if risk else "")
     given = machine.tritonserver or embedded
@@ -273,7 +273,7 @@ def _embedded(machine: MachineFacts) -> Iterable[Finding]:
     yield _finding(
         "temporary-folder",
         machine.temporary_folder_runs_programs,
-        "the temporary folder must allow programs to run: the steps' stub is put there",
+        "the temporary folder must allow programs to run, such as Triton's stub for Python steps",
         machine.temporary_folder,
         severity,
         "Set TMPDIR to a folder on a mount without `noexec`",
@@ -347,7 +347,7 @@ def _gpus(machine: MachineFacts) -> Iterable[Finding]:
         "warning" if machine.driver else "info",
         "In a container pass it on: `docker run --gpus all`"
         if machine.driver
-        else "Nothing, as long as pipelines say `core.device: cpu`",
+        else "Nothing, if pipelines set `core.device: cpu`",
     )
     old = [gpu for gpu in machine.gpus if gpu.compute_capability < _COMPUTE_CAPABILITY_MIN]
     if machine.gpus:

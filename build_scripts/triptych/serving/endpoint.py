@@ -17,7 +17,7 @@ from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.readiness import ServerError
 from triptych.serving.server import Server
 
-_DEATH_S = 3.0
+_CRASH_WAIT_S = 3.0
 """How long to wait, in seconds, for the exit of a server that stopped responding."""
 
 UNSAMPLED = {FOLDER_VARIABLE: ""}
@@ -78,9 +78,9 @@ def open_endpoint(
         try:
             yield Endpoint(server.grpc_url, server.metrics_url, server.pid, load_s)
         except UserError as error:
-            death = server.find_crash(_DEATH_S)
-            if death is not None:
-                raise death from error
+            crash = server.find_crash(_CRASH_WAIT_S)
+            if crash is not None:
+                raise crash from error
             raise
 
 
@@ -143,7 +143,7 @@ def serve_until_signal(
     timeout_s: float,
     on_progress: Callable[[str], None],
     on_ready: Callable[[], None],
-    on_death: Callable[[str], None],
+    on_crash: Callable[[str], None],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> str:
     """Start `server`, call `on_ready` once every model is, and stop it at the first signal.
@@ -157,7 +157,7 @@ def serve_until_signal(
         timeout_s: Timeout of `Server.wait_ready`.
         on_progress: Progress callback of `Server.wait_ready`.
         on_ready: Called after each start, when every model is ready.
-        on_death: Called with a message after each crash.
+        on_crash: Called with a message after each crash.
         meanwhile: Called about three times per second while the server is ready.
 
     Returns:
@@ -173,25 +173,25 @@ def serve_until_signal(
         pauses = RestartBackoff()
         while True:
             ready_at = time.monotonic()
-            death: ServerError | None = _wait_dead(server, meanwhile)
-            while death is not None:
+            crash: ServerError | None = _wait_for_crash(server, meanwhile)
+            while crash is not None:
                 pause_s = pauses.take_s(time.monotonic() - ready_at)
                 again = f"in {pause_s:g} s" if pause_s else "now"
-                on_death(f"{death.message} The server restarts {again}.")
+                on_crash(f"{crash.message} The server restarts {again}.")
                 time.sleep(pause_s)
                 try:
                     server.restart()
                     server.wait_ready(timeout_s)
-                    death = None
+                    crash = None
                 except ServerError as error:
-                    death, ready_at = error, time.monotonic()
+                    crash, ready_at = error, time.monotonic()
             on_ready()
     return signals[0]
 
 
-def _wait_dead(server: Server, meanwhile: Callable[[], None]) -> ServerError:
+def _wait_for_crash(server: Server, meanwhile: Callable[[], None]) -> ServerError:
     while True:
-        death = server.find_crash(within_s=_MEANWHILE_S)
-        if death is not None:
-            return death
+        crash = server.find_crash(within_s=_MEANWHILE_S)
+        if crash is not None:
+            return crash
         meanwhile()

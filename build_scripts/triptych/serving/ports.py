@@ -50,12 +50,12 @@ def reserve_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
     """
     claimed: dict[str, int] = {}
     # All sockets stay open until every port is chosen, so that no port is picked twice.
-    with ExitStack() as held:
+    with ExitStack() as open_sockets:
         for field, port in sorted(wanted.items(), key=lambda item: item[1] == 0):
             if port == 0:
                 claimed[field] = _pick(host)
             else:
-                held.enter_context(_claim(host, field, port, claimed))
+                open_sockets.enter_context(_claim(host, field, port, claimed))
                 claimed[field] = port
     return claimed
 

@@ -163,8 +163,8 @@ def _sentence(reason: str, repository: Path) -> str:
             f"it needs GPU {missing['id']}, which this machine lacks: serve it where that GPU "
             "is installed, or build it with core.backend onnxruntime and core.device cpu"
         )
-    places = _find_locations(stack, repository)
-    return f"{text} ({', called from '.join(places)})" if places else text
+    locations = _find_locations(stack, repository)
+    return f"{text} ({', called from '.join(locations)})" if locations else text
 
 
 def _find_locations(stack: str, repository: Path) -> list[str]:

@@ -301,7 +301,7 @@ class Server:
             ServerError: A model failed, the server exited, or the time ran out.
         """
         deadline = time.monotonic() + timeout_s
-        told: set[str] = set()
+        reported: set[str] = set()
         starts, endless = 1, EndlessLoad()
         while True:
             exited = not self._started().is_running
@@ -316,9 +316,9 @@ class Server:
             ready = not exited and self._answers("/v2/health/ready") and not self._waiting_for()
             state = self._load_state()  # read after `ready`, so that each ready model is reported
             for name in state.loaded:
-                if name not in told and on_progress is not None:
+                if name not in reported and on_progress is not None:
                     on_progress(f"{name} is ready")
-                told.add(name)
+                reported.add(name)
             if state.failures or exited:
                 raise self._failed(state)
             if ready:
@@ -438,7 +438,7 @@ class Server:
             # Configs with fields that it lacks have one for it beside them.
             command.append(f"--model-config-name={EMBEDDED_RELEASE}")
         if self._holds_pipelines_only():
-            # Else each step is started twice, to be asked for its config first.
+            # Otherwise Triton starts each step twice, first to complete its config.
             command.append("--disable-auto-complete-config")
         if self._models or self._exchanges:
             command.append("--model-control-mode=explicit")

@@ -69,7 +69,7 @@ def run(
         timeout_s=timeout_s,
         on_progress=lambda line: progress("load", line),
         on_ready=announce,
-        on_death=lambda line: status.print(f"error: {line}", style="red", markup=False),
+        on_crash=lambda line: status.print(f"error: {line}", style="red", markup=False),
         meanwhile=meanwhile,
     )
     status.print(f"stopped ({asked})", markup=False)

@@ -252,7 +252,7 @@ class GenerationTuning(TunedPipeline):
         """Measure once; the first measurement sets the duration for this number of clients."""
         known_s = self._seconds.get(clients)
         result = measure(
-            replace(target, promise=self.slo),
+            replace(target, streaming_slo=self.slo),
             built.requests,
             OfferedLoad("concurrency", float(clients)),
             seconds=known_s or seconds,

@@ -82,8 +82,10 @@ class ChildProcess:
         exited = ended is None or ended.si_code == os.CLD_EXITED
         how = f"exit code {code}" if exited else f"killed by signal {code}"
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
-        said = [line.strip() for line in lines if line.strip()]
-        return f"its process ended ({how})" + (f": {said[-1][:_MAX_REASON]}" if said else "")
+        log_lines = [line.strip() for line in lines if line.strip()]
+        return f"its process ended ({how})" + (
+            f": {log_lines[-1][:_MAX_REASON]}" if log_lines else ""
+        )
 
     def end(self, grace_s: float = 0.0) -> None:
         """Kill the process and its descendants, and wait until the process has ended.
@@ -221,7 +223,7 @@ class Baselines:
         for name in names:
             if name not in ALL:
                 raise UserError("baseline", f"must be one of {', '.join(ALL)}", given=name)
-        self._asked = tuple(dict.fromkeys(names))
+        self._names = tuple(dict.fromkeys(names))
         self._inputs = inputs
         self._core_file = core_file
         self._progress = progress
@@ -234,10 +236,10 @@ class Baselines:
         self._scratch = tempfile.TemporaryDirectory(prefix="triptych-baselines-")
         try:
             work_file = Path(self._scratch.name, "work.pickle")
-            if self._asked:
+            if self._names:
                 write_work(work_of(self._inputs, self._core_file), work_file)
             # Baselines start one after the other, so that they do not compete for cores.
-            for name in self._asked:
+            for name in self._names:
                 self._start(name, work_file)
         except BaseException:
             self._end()
@@ -269,7 +271,7 @@ class Baselines:
         """
         worker = self._workers.get(name)
         if worker is None:
-            raise _does_not_run(name, self.not_runnable.get(name, "it was not asked for"))
+            raise _does_not_run(name, self.not_runnable.get(name, "it was not selected"))
         try:
             worker.ask(seconds)
             reply = worker.answer(seconds + ANSWER_LIMIT_S)

@@ -201,8 +201,10 @@ def bench_requests(
     # A server elsewhere may have loaded another build.
     build = build_id(repository, name) if url is None else ""
     with open_endpoint(repository, name, url, progress, metrics_url=metrics_url) as endpoint:
-        promise = bench.slo if isinstance(bench.slo, GenerationSlo) else None
-        target = BenchTarget(endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid, promise)
+        streaming_slo = bench.slo if isinstance(bench.slo, GenerationSlo) else None
+        target = BenchTarget(
+            endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid, streaming_slo
+        )
         points, others = _measure_points(target, requests, bench, baselines, progress)
         rate = None
         if bench.find_rate and bench.slo.limits_us:
@@ -262,9 +264,11 @@ def _measure_points(
             if contender == target.pipeline:
                 earlier = found[contender, load]
                 seconds = bench.seconds
-                if earlier and target.promise is not None:  # the warm-up may have extended it
+                if earlier and target.streaming_slo is not None:  # the warm-up may have extended it
                     seconds = max(seconds, earlier[0].seconds)
-                warm = 0 if earlier else WARM_UP_ANSWERS if target.promise else WARM_UP_REQUESTS
+                warm = (
+                    0 if earlier else WARM_UP_ANSWERS if target.streaming_slo else WARM_UP_REQUESTS
+                )
                 one = measure(target, requests, load, seconds=seconds, warmup_requests=warm)
             elif baselines is not None and contender in baselines.names:
                 try:

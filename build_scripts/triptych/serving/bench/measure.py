@@ -52,7 +52,7 @@ class BenchTarget:
     pipeline: str  # an ensemble or a single model
     metrics_url: str | None = None  # URL of the metrics page, for GPUs
     pid: int | None = None  # process id of tritonserver on this machine
-    promise: GenerationSlo | None = None  # SLO of streamed answers, for goodput
+    streaming_slo: GenerationSlo | None = None  # SLO of streamed answers, for goodput
 
 
 def measure(
@@ -95,9 +95,9 @@ def measure(
                     concurrency=clients,
                     request_count=max(warmup_requests, clients),
                     timeout_s=timeout_s,
-                    streaming=target.promise is not None,
+                    streaming=target.streaming_slo is not None,
                 )
-                if target.promise is not None:
+                if target.streaming_slo is not None:
                     longest_s = max(warmed.latencies_us) / 1e6
                     seconds = max(seconds, ANSWER_WINDOWS * longest_s)
                 before = counts.read()
@@ -110,8 +110,8 @@ def measure(
         counts.close()
     did = {model: after[model] - before[model] for model in after}
     measured = _make_measurement(result, did, counts.steps, target.pipeline)
-    if target.promise is not None:
-        streamed = compute_streaming_metrics(result, target.promise)
+    if target.streaming_slo is not None:
+        streamed = compute_streaming_metrics(result, target.streaming_slo)
         parts = split_answer_time(measured.mean_us, streamed)
         measured = replace(measured, streamed=streamed, parts=parts)
     span = result.boundaries_ns
@@ -141,7 +141,7 @@ def _run(
     timeout_s: float,
     seconds: float,
 ) -> LoadResult:
-    is_streaming = target.promise is not None
+    is_streaming = target.streaming_slo is not None
     if load.kind == "in_process":
         raise UserError(
             "load", "must be a load for a server", given=load, remedy="Use clients or a rate"

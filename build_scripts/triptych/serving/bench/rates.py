@@ -68,7 +68,7 @@ def find_highest_rate(
     deadline = time.monotonic() + budget_s
     tried: dict[float, LoadPoint] = {}
     warmup_requests = WARM_UP_REQUESTS
-    held, broken = 0.0, math.inf
+    highest_met, lowest_missed = 0.0, math.inf
     rate: float | None = start_per_s
     while rate is not None:
         point = _try_rate(target, requests, slo, rate, seconds, deadline, warmup_requests)
@@ -77,37 +77,41 @@ def find_highest_rate(
             break
         tried[rate] = point
         if rate_meets_slo(point.rounds[-1], slo, rate):
-            held = max(held, rate)
+            highest_met = max(highest_met, rate)
             warmup_requests = 0
         else:
-            broken = min(broken, rate)
+            lowest_missed = min(lowest_missed, rate)
             warmup_requests = DRAIN_REQUESTS
         progress("rate", _line(point, slo, rate))
-        rate = next_rate(held, broken, start_per_s)
+        rate = next_rate(highest_met, lowest_missed, start_per_s)
     return RateSearch(
         slo=slo,
-        highest_per_s=held,
-        lowest_broken_per_s=None if math.isinf(broken) else broken,
+        highest_per_s=highest_met,
+        lowest_broken_per_s=None if math.isinf(lowest_missed) else lowest_missed,
         points=tuple(tried[rate] for rate in sorted(tried)),
     )
 
 
-def next_rate(held: float, broken: float, start_per_s: float) -> float | None:
+def next_rate(highest_met: float, lowest_missed: float, start_per_s: float) -> float | None:
     """Return the next rate of the search; None at its end.
 
     Rates increase until one fails, decrease until one succeeds, and then bisect the bracket.
 
     Args:
-        held: Highest rate that met the SLO; 0 without one.
-        broken: Lowest rate that missed the SLO; infinite without one.
+        highest_met: Highest rate that met the SLO; 0 without one.
+        lowest_missed: Lowest rate that missed the SLO; infinite without one.
         start_per_s: First rate.
     """
-    if math.isinf(broken):
-        return held * GROWTH
-    if held == 0:
-        lower = broken / 2
+    if math.isinf(lowest_missed):
+        return highest_met * GROWTH
+    if highest_met == 0:
+        lower = lowest_missed / 2
         return lower if lower >= start_per_s / _MIN_STEP_DOWN else None
-    return math.sqrt(held * broken) if broken / held > MAX_BRACKET_RATIO else None
+    return (
+        math.sqrt(highest_met * lowest_missed)
+        if lowest_missed / highest_met > MAX_BRACKET_RATIO
+        else None
+    )
 
 
 def rate_meets_slo(measurement: Measurement, slo: AnySlo, rate_per_s: float) -> bool:
@@ -159,7 +163,8 @@ def _try_rate(
 def _line(point: LoadPoint, slo: AnySlo, rate: float) -> str:
     last = point.rounds[-1]
     if last.errors:
-        said = ", ".join(f"{count} x {kind}" for kind, count in last.errors.items())
+        outcome = ", ".join(f"{count} x {kind}" for kind, count in last.errors.items())
     else:
-        said = f"{last.throughput_per_s:.0f}/s answered, p99 {last.p99_us / 1e3:.1f} ms"
-    return f"{rate:.0f}/s {'holds' if rate_meets_slo(last, slo, rate) else 'breaks'}: {said}"
+        outcome = f"{last.throughput_per_s:.0f}/s answered, p99 {last.p99_us / 1e3:.1f} ms"
+    verb = "meets" if rate_meets_slo(last, slo, rate) else "misses"
+    return f"{rate:.0f}/s {verb} the SLO: {outcome}"

@@ -120,13 +120,13 @@ class ResourceMonitor:
     def _run(self) -> None:
         number = 0
         while True:
-            self._snapshots.append(self._look(number % MEMORY_EVERY == 0))
+            self._snapshots.append(self._take_snapshot(number % MEMORY_EVERY == 0))
             number += 1
             if self._over.wait(EVERY_S):
-                self._snapshots.append(self._look(True))
+                self._snapshots.append(self._take_snapshot(True))
                 return
 
-    def _look(self, with_memory: bool) -> Snapshot:
+    def _take_snapshot(self, with_memory: bool) -> Snapshot:
         cpu_s: dict[str, float] = defaultdict(float)
         wait_s: dict[str, float] = defaultdict(float)
         memory: dict[str, float] = defaultdict(float)
@@ -136,8 +136,7 @@ class ResourceMonitor:
                 cpu_s[name] += times.user + times.system
                 wait_s[name] += _wait_s(process.pid)
                 if with_memory and name != CLIENT:
-                    held = process.memory_full_info().pss / _MIB
-                    memory[name] += held
+                    memory[name] += process.memory_full_info().pss / _MIB
             except psutil.Error:  # ended after it was listed
                 continue
         return Snapshot(time.time_ns(), cpu_s, _machine_s(), wait_s, memory, self._gpus())

@@ -389,10 +389,12 @@ def closed_loop_points(points: Sequence[LoadPoint]) -> list[LoadPoint]:
 
 def find_best_point(points: Sequence[LoadPoint], slo: AnySlo) -> LoadPoint | None:
     """Return the point with the highest throughput: within the SLO, without errors, or any."""
-    held = [point for point in points if point.meets(slo)]
+    within_slo = [point for point in points if point.meets(slo)]
     clean = [point for point in points if not point.errors]
     return max(
-        held or clean or points, key=lambda point: point.median("throughput_per_s"), default=None
+        within_slo or clean or points,
+        key=lambda point: point.median("throughput_per_s"),
+        default=None,
     )
 
 
@@ -416,12 +418,12 @@ def judge_slo(result: BenchResult) -> SloVerdict:
         highest = result.rate.highest_per_s
         met = highest > 0 and highest >= (slo.throughput or 0)
         return SloVerdict("met" if met else "not met", f"{slo}: {format_rates(result.rate)}.")
-    held = [point for point in result.points if point.meets(slo)]
+    within_slo = [point for point in result.points if point.meets(slo)]
     best = find_best_point(result.points, slo)
     if best is None:
         return SloVerdict("not met", f"{slo}: nothing was measured.")
-    if held:
-        loads = ", ".join(str(point.load) for point in held)
+    if within_slo:
+        loads = ", ".join(str(point.load) for point in within_slo)
         return SloVerdict("met", f"{slo}: met at {loads}.")
     nearest = min(result.points, key=lambda point: (bool(point.errors), _slo_ratio(point, slo)))
     return SloVerdict("not met", f"{slo}: met at no load. The nearest: {format_point(nearest)}.")
@@ -478,10 +480,10 @@ def format_rates(rate: RateSearch) -> str:
     if rate.highest_per_s <= 0:
         tried = ", ".join(f"{rounded(point.load.value)}/s" for point in rate.points)
         return f"met at no rate that was tried ({tried or 'none'})"
-    held = f"met up to {rounded(rate.highest_per_s)}/s of requests that arrive at random"
+    met = f"met up to {rounded(rate.highest_per_s)}/s of requests that arrive at random"
     if rate.lowest_broken_per_s is None:
-        return f"{held}; no higher rate was tried"
-    return f"{held}, and missed at {rounded(rate.lowest_broken_per_s)}/s"
+        return f"{met}; no higher rate was tried"
+    return f"{met}, and missed at {rounded(rate.lowest_broken_per_s)}/s"
 
 
 def _slo_ratio(point: LoadPoint, slo: AnySlo) -> float:

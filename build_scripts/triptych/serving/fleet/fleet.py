@@ -56,7 +56,7 @@ def _link(source: str, target: str) -> str:
     return target
 
 
-_ASK_POLL_S = 0.2
+_HEALTH_POLL_S = 0.2
 
 
 class Replica:
@@ -153,9 +153,9 @@ class Replica:
         ]
         url = f"http://{self.server.http_url}"
         while pipelines and (fault := find_fault(url, pipelines)):
-            death = self.server.find_crash(_ASK_POLL_S)
-            if death is not None:
-                raise death
+            crash = self.server.find_crash(_HEALTH_POLL_S)
+            if crash is not None:
+                raise crash
             if time.monotonic() > deadline:
                 raise UserError(
                     self.name,
@@ -212,9 +212,9 @@ class CandidateServer:
             if replica.work.done():
                 self._end_start(replica.work.exception())
         elif replica.is_ready:
-            death = replica.server.find_crash(0.0)
-            if death is not None:
-                self._failed(death)
+            crash = replica.server.find_crash(0.0)
+            if crash is not None:
+                self._failed(crash)
         elif replica.again_at is not None and time.monotonic() >= replica.again_at:
             self.start()
 
@@ -238,9 +238,8 @@ class CandidateServer:
         self._on_problem(f"{error.message} The candidate {again}; the fleet serves without it.")
 
 
-_TAKEN_OUT_S = 10.0
-_FOUND_S = 30.0
-Tell = Callable[[str], None]
+_DRAIN_TIMEOUT_S = 10.0
+_HEALTHY_TIMEOUT_S = 30.0
 
 
 class Fleet:
@@ -274,8 +273,8 @@ class Fleet:
         candidate: CandidateServer | None = None,
         exchanges: bool = True,
         load_s: float = 120.0,
-        on_change: Tell,
-        on_problem: Tell,
+        on_change: Callable[[str], None],
+        on_problem: Callable[[str], None],
     ) -> None:
         self._repository = repository
         self._folder = folder
@@ -386,7 +385,7 @@ class Fleet:
     def _start_proxy(self) -> None:
         servers = [replica.server for replica in self.ready]
         self.proxy.start(servers)
-        if not self.proxy.wait_healthy(servers, _FOUND_S):
+        if not self.proxy.wait_healthy(servers, _HEALTHY_TIMEOUT_S):
             raise self.proxy.failure("found no healthy replica")
 
     def _route(self) -> None:
@@ -397,9 +396,9 @@ class Fleet:
             if replica.work.done():
                 self._end_work(replica, replica.work.exception())
         elif replica.is_ready:
-            death = replica.server.find_crash(0.0)
-            if death is not None:
-                self._failed(replica, death)
+            crash = replica.server.find_crash(0.0)
+            if crash is not None:
+                self._failed(replica, crash)
         elif replica.again_at is not None and time.monotonic() >= replica.again_at:
             self._begin(replica, self._proven)
 
@@ -410,7 +409,7 @@ class Fleet:
 
         def work() -> None:
             if drains:
-                self.proxy.wait_drained(replica.server, _TAKEN_OUT_S)
+                self.proxy.wait_drained(replica.server, _DRAIN_TIMEOUT_S)
                 replica.drain()
             replica.start(build, self._load_s)
 
@@ -459,8 +458,8 @@ class Fleet:
             self._built |= change.built
         if not self._built:
             return
-        refusal = self._rejection_reason()
-        if not refusal:
+        rejection = self._rejection_reason()
+        if not rejection:
             try:
                 self._wanted = link_build(self._repository, self._folder, self._wanted.number + 1)
             except UserError as error:
@@ -468,8 +467,8 @@ class Fleet:
                     self._on_problem(f"{error.message} This is retried.")
                 return
         self._built.clear()
-        if refusal:
-            self._on_problem(f"{refusal} The replicas keep serving the previous build.")
+        if rejection:
+            self._on_problem(f"{rejection} The replicas keep serving the previous build.")
 
     def _rejection_reason(self) -> str:
         """Return why a new build is not tried; empty if it is."""

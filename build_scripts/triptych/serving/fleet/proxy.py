@@ -173,9 +173,9 @@ class Proxy:
         found = set()
         for cluster in page["cluster_statuses"]:
             hosts = cluster.get("host_statuses", ()) if cluster["name"] == service.cluster else ()
-            for said in hosts:
-                if said["health_status"] == {"eds_health_status": "HEALTHY"}:
-                    at = said["address"]["socket_address"]
+            for status in hosts:
+                if status["health_status"] == {"eds_health_status": "HEALTHY"}:
+                    at = status["address"]["socket_address"]
                     found.add((at["address"], at["port_value"]))
         return found
 
