@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from triptych.operate.tune.results import Outcome, Trial, TuneResult
-from triptych.serving.bench.comparison import compute_cost
+from triptych.serving.bench.comparison import Price
 from triptych.serving.bench.results import (
     BenchResult,
     Bottleneck,
@@ -188,7 +188,7 @@ def bench(*, drift: float = 1.0, **changes: Any) -> BenchResult:
         ),
         "slo": PROMISE,
         "rate": rate_search(),
-        "cost": compute_cost(150, price_per_hour=0.34, daily_requests=5e6, peak_per_s=900),
+        "cost": Price(0.34, daily_requests=5e6, peak_per_s=900).cost(150),
     }
     return BenchResult(**{**values, **changes})
 
@@ -241,7 +241,7 @@ def hostile(word: str) -> BenchResult:
         rate=RateSearch(
             PROMISE, 1.0, None, (LoadPoint(word, OfferedLoad("poisson", 1), (one,), held),)
         ),
-        cost=compute_cost(1, price_per_hour=1, currency=word),
+        cost=Price(1, currency=word).cost(1),
     )
 
 
@@ -334,7 +334,7 @@ def outcome(drift: float, **changes: Any) -> Outcome:
         "points": tuple(point(c, drift=drift) for c in (1, 2, 4, 8, 16, 32)),
         "bottleneck": FULL,
         "rate": replace(rate_search(), highest_per_s=150 * drift, lowest_broken_per_s=165 * drift),
-        "cost": compute_cost(150 * drift, price_per_hour=0.34, daily_requests=5e6),
+        "cost": Price(0.34, daily_requests=5e6).cost(150 * drift),
     }
     return Outcome(**{**values, **changes})
 

@@ -13,7 +13,8 @@ import pytest
 
 from conftest import TRAFFIC_ROWS, build_into, write_pipeline
 from triptych.base.errors import UserError
-from triptych.serving.bench.bench import Price, make_price, parse_loads, sustained_rate
+from triptych.serving.bench.bench import parse_loads, sustained_rate
+from triptych.serving.bench.comparison import Price, make_price
 from triptych.serving.bench.results import (
     BenchResult,
     LoadPoint,

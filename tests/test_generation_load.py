@@ -21,8 +21,9 @@ from report_pages import Page, assert_finite_drawing, assert_stands_alone
 from triptych.base.errors import UserError
 from triptych.interface.cli.measured_tables import print_bench
 from triptych.interface.report.bench import as_csv, figures, page
-from triptych.serving.bench.bench import Price, mean_answer_tokens
+from triptych.serving.bench.bench import mean_answer_tokens
 from triptych.serving.bench.bottleneck import find_bottleneck
+from triptych.serving.bench.comparison import Price
 from triptych.serving.bench.measure import run_longer
 from triptych.serving.bench.perf_analyzer import LoadError
 from triptych.serving.bench.perf_output import (

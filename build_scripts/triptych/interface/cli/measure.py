@@ -30,7 +30,7 @@ from triptych.interface.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from triptych.serving.bench.bench import Price
+    from triptych.serving.bench.comparison import Price
 
 TimeBudget = Annotated[
     str,
@@ -104,7 +104,7 @@ class PriceOptions:
         Raises:
             UserError: An option is out of range.
         """
-        from triptych.serving.bench.bench import make_price
+        from triptych.serving.bench.comparison import make_price
 
         return make_price(
             self.price_per_hour,

@@ -17,9 +17,10 @@ from triptych.operate.tune.objective import LoadFailed, ScoredRound
 from triptych.operate.tune.results import Outcome, TuneResult, format_scores, gain
 from triptych.operate.tune.search import Search, TrialCache, collect_points, pair_scores
 from triptych.operate.tune.trial_servers import MIN_ROUNDS, TrialServer, TrialServers, trial_servers
-from triptych.serving.bench.bench import Price, describe_machine, mean_answer_tokens
+from triptych.serving.bench.bench import describe_machine, mean_answer_tokens
 from triptych.serving.bench.bench import sustained_rate as sustained_by
 from triptych.serving.bench.bottleneck import find_bottleneck
+from triptych.serving.bench.comparison import Price
 from triptych.serving.bench.rates import find_highest_rate
 from triptych.serving.bench.results import LoadPoint
 from triptych.spec.any_spec import kind_in

@@ -20,13 +20,12 @@ from triptych.core.inputs import PipelineInputs
 from triptych.repository.manifest import EncoderManifest, build_id, find_manifest
 from triptych.serving.bench.baselines import ALL, Baselines
 from triptych.serving.bench.bottleneck import find_bottleneck
-from triptych.serving.bench.comparison import compute_cost
+from triptych.serving.bench.comparison import Price
 from triptych.serving.bench.measure import BenchTarget, measure
 from triptych.serving.bench.perf_analyzer import Distribution, Request
 from triptych.serving.bench.rates import find_highest_rate
 from triptych.serving.bench.results import (
     BenchResult,
-    Cost,
     LoadPoint,
     Measurement,
     OfferedLoad,
@@ -45,55 +44,6 @@ SERVED_BY = ("numpy", "nvidia-pytriton", "onnxruntime", "tokenizers", "tritoncli
 WARM_UP_REQUESTS = 100
 WARM_UP_ANSWERS = 3
 """Minimum number of streamed warm-up answers, which take seconds each."""
-
-
-@dataclass(frozen=True)
-class Price:
-    """Price of a device and expected volume; see `compute_cost`."""
-
-    price_per_hour: float
-    currency: str = "USD"
-    daily_requests: float | None = None
-    peak_per_s: float | None = None
-    headroom: float = 0.3
-
-    def cost(self, rate_per_s: float, tokens: float | None = None) -> Cost | None:
-        """Return the cost at a sustained rate; None if the rate is 0.
-
-        Args:
-            rate_per_s: Sustained requests per second of one device.
-            tokens: Mean number of tokens of an answer; None without text generation.
-        """
-        if rate_per_s <= 0:
-            return None
-        per_s = None if tokens is None else tokens * rate_per_s
-        return compute_cost(rate_per_s, **vars(self), tokens_per_s=per_s)
-
-
-def make_price(
-    per_hour: float | None,
-    *,
-    currency: str,
-    daily_requests: float | None,
-    peak_per_s: float | None,
-    headroom: float,
-) -> Price | None:
-    """Return the price from command-line options; None without one.
-
-    Raises:
-        UserError: A number is out of range, or a volume has no price.
-    """
-    if per_hour is None:
-        if daily_requests is not None or peak_per_s is not None:
-            raise UserError(
-                "--price-per-hour",
-                "is required for the cost of a volume or a peak",
-                remedy="Give the price of one device",
-            )
-        return None
-    price = Price(per_hour, currency, daily_requests, peak_per_s, headroom)
-    price.cost(1.0)  # checks the numbers before minutes of measuring
-    return price
 
 
 @dataclass(frozen=True)

@@ -240,69 +240,98 @@ HOURS_A_MONTH = 365 / 12 * 24  # 730
 _SECONDS_A_DAY = 86_400
 
 
-def compute_cost(
-    rate_per_s: float,
+@dataclass(frozen=True)
+class Price:
+    """Price of one device and the expected volume."""
+
+    price_per_hour: float
+    currency: str = "USD"
+    daily_requests: float | None = None  # requests per day; None omits the monthly cost
+    peak_per_s: float | None = None  # peak requests per second; None omits the number of machines
+    headroom: float = 0.3  # unused share of each machine's rate, at least 0 and below 1
+
+    def cost(self, rate_per_s: float, tokens: float | None = None) -> Cost | None:
+        """Return the cost per million requests and per month; None if the rate is 0.
+
+        The cost of a million requests assumes the full rate, without idle time and headroom. A
+        month has 730 hours (365 days / 12) of whole machines. Their number is the peak rate, or
+        else the day's mean rate, divided by the sustained rate minus `headroom`, rounded up.
+        Network, storage and spare machines are not included.
+
+        Args:
+            rate_per_s: Sustained requests per second of one device, within the SLO if there is one.
+            tokens: Mean number of tokens of an answer; None without text generation.
+
+        Raises:
+            UserError: A number is out of range.
+        """
+        if rate_per_s == 0:
+            return None
+        _above_zero(
+            "rate", rate_per_s, "Lower the load or the SLO, so that a rate can be sustained"
+        )
+        _above_zero("price", self.price_per_hour, "Give the price of the device per hour")
+        if self.daily_requests is not None:
+            _above_zero("daily requests", self.daily_requests, "Omit it if it is unknown")
+        if self.peak_per_s is not None:
+            _above_zero("peak rate", self.peak_per_s, "Omit it if it is unknown")
+        if not 0 <= self.headroom < 1:
+            remedy = "Use for example 0.3 to keep 30 % of each machine free"
+            raise UserError(
+                "headroom", "must be from 0 up to 1", given=self.headroom, remedy=remedy
+            )
+        mean = None if self.daily_requests is None else self.daily_requests / _SECONDS_A_DAY
+        if mean is not None and self.peak_per_s is not None and self.peak_per_s < mean:
+            raise UserError(
+                "peak rate",
+                "must be at least the mean rate of the day",
+                given=f"{self.peak_per_s:g}/s, and {self.daily_requests:g} a day are {mean:.4g}/s",
+                remedy="Give the rate of the busiest seconds",
+            )
+        usable = rate_per_s * (1 - self.headroom)
+        machines = None if self.peak_per_s is None else _machines(self.peak_per_s, usable)
+        monthly = None
+        if mean is not None:
+            monthly = (machines or _machines(mean, usable)) * HOURS_A_MONTH * self.price_per_hour
+        per_million = self.price_per_hour / 3600 / rate_per_s * 1e6
+        return Cost(
+            rate_per_s=rate_per_s,
+            price_per_hour=self.price_per_hour,
+            per_million=per_million,
+            monthly=monthly,
+            machines=machines,
+            currency=self.currency,
+            daily_requests=self.daily_requests,
+            peak_per_s=self.peak_per_s,
+            headroom=self.headroom,
+            per_million_tokens=per_million / tokens if tokens else None,
+        )
+
+
+def make_price(
+    per_hour: float | None,
     *,
-    price_per_hour: float,
-    currency: str = "USD",
-    daily_requests: float | None = None,
-    peak_per_s: float | None = None,
-    headroom: float = 0.3,
-    tokens_per_s: float | None = None,
-) -> Cost:
-    """Return the cost per million requests and per month at a sustained rate.
-
-    The cost of a million requests assumes the full rate, without idle time and headroom. A month
-    has 730 hours (365 days / 12) of whole machines. Their number is the peak rate, or else the
-    day's mean rate, divided by the sustained rate minus `headroom`, rounded up. Network, storage
-    and spare machines are not included.
-
-    Args:
-        rate_per_s: Sustained requests per second of one device, within the SLO if there is one.
-        price_per_hour: Price of one device per hour.
-        currency: Name of the currency.
-        daily_requests: Requests per day; None omits the monthly cost.
-        peak_per_s: Peak requests per second; None omits the number of machines.
-        headroom: Free share of each machine's rate, at least 0 and below 1.
-        tokens_per_s: Generated tokens per second at the rate; None omits the cost per token.
+    currency: str,
+    daily_requests: float | None,
+    peak_per_s: float | None,
+    headroom: float,
+) -> Price | None:
+    """Return the price from command-line options; None without one.
 
     Raises:
-        UserError: A number is out of range.
+        UserError: A number is out of range, or a volume has no price.
     """
-    _above_zero("rate", rate_per_s, "Lower the load or the SLO, so that a rate can be sustained")
-    _above_zero("price", price_per_hour, "Give the price of the device per hour")
-    if daily_requests is not None:
-        _above_zero("daily requests", daily_requests, "Omit it if it is unknown")
-    if peak_per_s is not None:
-        _above_zero("peak rate", peak_per_s, "Omit it if it is unknown")
-    if not 0 <= headroom < 1:
-        remedy = "Use for example 0.3 to keep 30 % of each machine free"
-        raise UserError("headroom", "must be from 0 up to 1", given=headroom, remedy=remedy)
-    mean = None if daily_requests is None else daily_requests / _SECONDS_A_DAY
-    if mean is not None and peak_per_s is not None and peak_per_s < mean:
-        raise UserError(
-            "peak rate",
-            "must be at least the mean rate of the day",
-            given=f"{peak_per_s:g}/s, and {daily_requests:g} a day are {mean:.4g}/s",
-            remedy="Give the rate of the busiest seconds",
-        )
-    usable = rate_per_s * (1 - headroom)
-    machines = None if peak_per_s is None else _machines(peak_per_s, usable)
-    monthly = None
-    if mean is not None:
-        monthly = (machines or _machines(mean, usable)) * HOURS_A_MONTH * price_per_hour
-    return Cost(
-        rate_per_s=rate_per_s,
-        price_per_hour=price_per_hour,
-        per_million=price_per_hour / 3600 / rate_per_s * 1e6,
-        monthly=monthly,
-        machines=machines,
-        currency=currency,
-        daily_requests=daily_requests,
-        peak_per_s=peak_per_s,
-        headroom=headroom,
-        per_million_tokens=price_per_hour / 3600 / tokens_per_s * 1e6 if tokens_per_s else None,
-    )
+    if per_hour is None:
+        if daily_requests is not None or peak_per_s is not None:
+            raise UserError(
+                "--price-per-hour",
+                "is required for the cost of a volume or a peak",
+                remedy="Give the price of one device",
+            )
+        return None
+    price = Price(per_hour, currency, daily_requests, peak_per_s, headroom)
+    price.cost(1.0)  # checks the numbers before minutes of measuring
+    return price
 
 
 def core_ms_per_request(one: Measurement) -> float | None:
