@@ -34,7 +34,7 @@ from triptych.building.generation.live import verify_generation
 from triptych.core.gate.verify import describe_verification
 from triptych.deploy.targets import make_manifests
 from triptych.interface.cli import app
-from triptych.interface.page.page import ChatPage
+from triptych.interface.page.chat import ChatPage
 from triptych.serving.bench import measure as measuring
 from triptych.serving.bench.bench import Bench
 from triptych.serving.bench.measure import STREAM_ERROR

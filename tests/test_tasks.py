@@ -19,7 +19,7 @@ from task_reference import answer_spans, image_bytes
 from triptych.client import Client, InvalidRequestError
 from triptych.container.health import QUESTION_FILE, find_fault
 from triptych.container.manifests import find_pipelines
-from triptych.interface.page.page import answer, open_pipeline
+from triptych.interface.page.demo import answer, open_pipeline
 from triptych.spec.spec import load_spec
 
 pytestmark = pytest.mark.server

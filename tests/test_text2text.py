@@ -26,7 +26,7 @@ from triptych.building.generation.reference import reference_answers
 from triptych.building.generation.text2text import Text2TextInputs, read_text2text, without_advice
 from triptych.core.gate.verify import describe_verification
 from triptych.interface.cli.plan_text import describe_text2text
-from triptych.interface.page.page import TextPage
+from triptych.interface.page.chat import TextPage
 from triptych.repository.lint.checks import run_checks
 from triptych.repository.records import GateResult
 from triptych.runtime.prompts import PIECES_FILE, SourcePieces

@@ -22,8 +22,8 @@ from conftest import build_into, traffic_texts, write_pipeline
 from task_models import tagger
 from triptych.base.formatting import figure
 from triptych.client import Client, StepStatistics
+from triptych.interface.page.demo import DemoPage, RequestTimes, open_pipeline
 from triptych.interface.page.form import SECOND, Form, ScoreBar, TextPiece, mark_spans, view_answer
-from triptych.interface.page.page import DemoPage, RequestTimes, open_pipeline
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks import TASKS
 

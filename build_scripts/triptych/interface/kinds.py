@@ -13,7 +13,8 @@ from triptych.interface.cli.plan_text import (
     describe_text2text,
     describe_text_generation,
 )
-from triptych.interface.page.page import ChatPage, TextPage, open_demo_page
+from triptych.interface.page.chat import ChatPage, TextPage
+from triptych.interface.page.demo import open_demo_page
 from triptych.interface.page.web import PageServer
 from triptych.spec.kind import Kind
 

@@ -17,6 +17,9 @@ from triptych.client.connection import is_loopback
 EXAMPLE = "example"
 """Name of the form field and of the URL parameter that selects an example."""
 
+MAX_EXAMPLES = 8
+"""Maximum number of rows of the traffic that a page offers as examples."""
+
 _MAX_FORM_BYTES = 64 << 20
 _READ_TIMEOUT_S = 30.0
 _HEADERS = {
