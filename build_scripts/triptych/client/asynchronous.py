@@ -102,7 +102,7 @@ class AsyncClient(PipelineClient):
         self._closing: set[asyncio.Task[None]] = set()
         # A channel belongs to the loop that runs when it is opened, so the first call opens it.
         return Connection(
-            partial(self._open_channel, grpc.aio), self._close_soon, self._dns_refresh_s
+            partial(self._channels.open, grpc.aio), self._close_soon, self._dns_refresh_s
         )
 
     async def close(self) -> None:

@@ -199,49 +199,55 @@ class KeepAlive:
     without_calls: bool = False
 
 
-def open_channel(
-    library: Any,
-    target: Target,
-    credentials: Any,
-    server_name: str | None,
-    keep_alive: KeepAlive | None,
-    max_message_bytes: int,
-) -> Any:
-    """Return a channel that connects at the first call.
+class ChannelFactory:
+    """Opens the channels of one client; each connects at its first call."""
 
-    Args:
-        library: `grpc` for threads, `grpc.aio` for the running event loop.
-        target: Servers.
-        credentials: Credentials of `Tls`; None for plain text.
-        server_name: See `Tls.server_name`.
-        keep_alive: Keep-alive pings; None for none.
-        max_message_bytes: Maximum size of a request or response in bytes.
-    """
-    options: list[tuple[str, int | str]] = [
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_PAUSE_MS),
-        # A broken connection makes gRPC resolve the name again, at most this often.
-        ("grpc.dns_min_time_between_resolutions_ms", _MAX_RECONNECT_PAUSE_MS),
-        ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
-    ]
-    if keep_alive is not None:
-        options += [
-            ("grpc.keepalive_time_ms", int(keep_alive.interval_s * 1000)),
-            ("grpc.keepalive_timeout_ms", int(keep_alive.timeout_s * 1000)),
-            ("grpc.keepalive_permit_without_calls", int(keep_alive.without_calls)),
+    def __init__(
+        self, target: Target, tls: Tls | None, keep_alive: KeepAlive | None, max_message_bytes: int
+    ) -> None:
+        """Read the files of `tls` (None: plain text) and collect the options of gRPC.
+
+        Raises:
+            UserError: A file cannot be read, or the name in the servers' certificate is unknown.
+        """
+        self._uri = target.uri
+        self._options: list[tuple[str, int | str]] = [
+            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_PAUSE_MS),
+            # A broken connection makes gRPC resolve the name again, at most this often.
+            ("grpc.dns_min_time_between_resolutions_ms", _MAX_RECONNECT_PAUSE_MS),
+            ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
         ]
-    if target.is_loopback:
-        # gRPC would send even this machine's own traffic to the proxy of the environment.
-        options.append(("grpc.enable_http_proxy", 0))
-    if target.authority:
-        options.append(("grpc.default_authority", target.authority))
-    if credentials is None:
-        return library.insecure_channel(target.uri, options=options)
-    if server_name is not None:
-        options.append(("grpc.ssl_target_name_override", server_name))
-    return library.secure_channel(target.uri, credentials, options=options)
+        if keep_alive is not None:
+            self._options += [
+                ("grpc.keepalive_time_ms", int(keep_alive.interval_s * 1000)),
+                ("grpc.keepalive_timeout_ms", int(keep_alive.timeout_s * 1000)),
+                ("grpc.keepalive_permit_without_calls", int(keep_alive.without_calls)),
+            ]
+        if target.is_loopback:
+            # gRPC would send even this machine's own traffic to the proxy of the environment.
+            self._options.append(("grpc.enable_http_proxy", 0))
+        if target.authority:
+            self._options.append(("grpc.default_authority", target.authority))
+        if tls is not None and tls.server_name is not None:
+            self._options.append(("grpc.ssl_target_name_override", tls.server_name))
+        elif tls is not None and target.authority:
+            raise UserError(
+                "tls.server_name",
+                "is required if `url` has several addresses",
+                given="nothing",
+                remedy="Give the name in the servers' certificate",
+            )
+        # Credentials are read once, because channels with equal credentials share connections.
+        self._credentials = None if tls is None else tls.credentials()
+
+    def open(self, library: Any) -> Any:
+        """Return a channel of `grpc` for threads, or of `grpc.aio` for the running event loop."""
+        if self._credentials is None:
+            return library.insecure_channel(self._uri, options=self._options)
+        return library.secure_channel(self._uri, self._credentials, options=self._options)
 
 
 def _read_pem(name: str, file: Path | None) -> bytes | None:

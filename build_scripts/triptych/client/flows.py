@@ -15,14 +15,15 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakSet
 
 from numpy.typing import NDArray
+from tritonclient.grpc import service_pb2
 
 from triptych.base.errors import UserError, warn_renamed
 from triptych.client.connection import (
     MAX_MESSAGE_BYTES,
+    ChannelFactory,
     Connection,
     KeepAlive,
     Tls,
-    open_channel,
     read_target,
 )
 from triptych.client.errors import (
@@ -40,10 +41,8 @@ from triptych.client.wire import (
     Parameter,
     PipelineConfig,
     Rows,
-    config_request,
     encode_rows,
     read_config,
-    statistics_request,
 )
 from triptych.client.work import Work
 
@@ -145,16 +144,7 @@ class PipelineClient:
         self.pipeline = pipeline
         self._target = read_target(url)
         self.url = self._target.shown
-        if tls is not None and tls.server_name is None and self._target.authority:
-            raise UserError(
-                "tls.server_name",
-                "is required if `url` has several addresses",
-                given="nothing",
-                remedy="Give the name in the servers' certificate",
-            )
-        self._tls = tls
-        self._keep_alive = keep_alive
-        self._max_message_bytes = max_message_bytes
+        self._channels = ChannelFactory(self._target, tls, keep_alive, max_message_bytes)
         self._dns_refresh_s = dns_refresh_s if self._target.is_named else None
         # gRPC rejects capital letters in header names.
         self._metadata = tuple((name.lower(), value) for name, value in (headers or {}).items())
@@ -167,23 +157,11 @@ class PipelineClient:
         self._generations: WeakSet[Any] = WeakSet()
         # Freeing one generation may begin another while the lock is held, so it is reentrant.
         self._generations_lock = threading.RLock()
-        # Credentials are read once, because channels with equal credentials share connections.
-        self._credentials = None if tls is None else tls.credentials()
         self._connection = self._connect()
 
     def _connect(self) -> Connection:
         """Return the connection of this kind of client."""
         raise NotImplementedError
-
-    def _open_channel(self, library: Any) -> Any:
-        return open_channel(
-            library,
-            self._target,
-            self._credentials,
-            None if self._tls is None else self._tls.server_name,
-            self._keep_alive,
-            self._max_message_bytes,
-        )
 
     def _request(self, method: str, request: Any, deadline: Deadline) -> Flow[Any]:
         addresses: tuple[str, ...] = ()
@@ -219,7 +197,7 @@ class PipelineClient:
     def _known_config(self, deadline: Deadline) -> Flow[PipelineConfig]:
         config = self._config
         if config is None:
-            request = config_request(self.pipeline)
+            request = service_pb2.ModelConfigRequest(name=self.pipeline)
             config = read_config((yield from self._request("ModelConfig", request, deadline)))
             self._config = config
         return config
@@ -353,7 +331,7 @@ def step_statistics(
     deadline = self._deadline(timeout_s)
     statistics = []
     for step in (yield from self._known_config(deadline)).steps:
-        request = statistics_request(step)
+        request = service_pb2.ModelStatisticsRequest(name=step)
         answer = yield from self._request("ModelStatistics", request, deadline)
         statistics.append(read_statistics(step, answer))
     return statistics

@@ -103,7 +103,7 @@ class Client(PipelineClient):
 
     def _connect(self) -> Connection:
         return Connection(
-            partial(self._open_channel, grpc), lambda channel: channel.close(), self._dns_refresh_s
+            partial(self._channels.open, grpc), lambda channel: channel.close(), self._dns_refresh_s
         )
 
     def close(self) -> None:

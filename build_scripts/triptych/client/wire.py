@@ -229,10 +229,6 @@ def _read_elements(raw: bytes) -> NDArray[np.object_]:
     return array
 
 
-def config_request(model: str) -> Any:
-    return service_pb2.ModelConfigRequest(name=model)
-
-
 def read_config(response: Any) -> PipelineConfig:
     """Return the interface in a ``ModelConfigResponse``.
 
@@ -253,7 +249,3 @@ def read_config(response: Any) -> PipelineConfig:
         outputs[output.name] = (dtype, tuple(max(size, 0) for size in output.dims))
     steps = tuple(step.model_name for step in config.ensemble_scheduling.step)
     return PipelineConfig(config.max_batch_size, inputs, outputs, steps or (config.name,))
-
-
-def statistics_request(model: str) -> Any:
-    return service_pb2.ModelStatisticsRequest(name=model)

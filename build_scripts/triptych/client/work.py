@@ -258,8 +258,8 @@ class Work:
 
     def _postpone(self, portion: Portion) -> None:
         # Insert by due time, because requests without a pause must not wait for others.
-        place = next(
+        index = next(
             (at for at, other in enumerate(self._waiting) if other.due_s > portion.due_s),
             len(self._waiting),
         )
-        self._waiting.insert(place, portion)
+        self._waiting.insert(index, portion)

@@ -172,10 +172,10 @@ class JsonLines:
 
     def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[RowChunk]:
         lines = islice((line for _, line in self.lines()), skip, None)
-        while kept := list(islice(lines, size)):
+        while batch := list(islice(lines, size)):
             columns: dict[str, list[object]] = {name: [] for name in wanted}
             faults, parameters = {}, []
-            for row, line in enumerate(kept):
+            for row, line in enumerate(batch):
                 values: dict[str, Any] = {}
                 try:
                     values = self.parse(line)
@@ -185,21 +185,21 @@ class JsonLines:
                     parameters.append({})
                 for name, column in wanted.items():
                     columns[name].append(values.get(column))
-            yield RowChunk(skip, len(kept), columns, kept, faults, parameters)
-            skip += len(kept)
+            yield RowChunk(skip, len(batch), columns, batch, faults, parameters)
+            skip += len(batch)
 
     def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> bytes:
         lines = []
         for row, line in enumerate(chunk.original):
-            found = {column.name: answers[column.output][row] for column in columns}
-            found = {name: value for name, value in found.items() if value is not None}
+            results = {column.name: answers[column.output][row] for column in columns}
+            results = {name: value for name, value in results.items() if value is not None}
             try:
                 own = self._own(line)
             except ValueError:
                 own = json.dumps({"line": line})
             inner = own.strip()[1:-1].strip()
-            answer = json.dumps(found, ensure_ascii=False)[1:]
-            lines.append(f"{{{inner}{', ' if inner and found else ''}{answer}\n")
+            answer = json.dumps(results, ensure_ascii=False)[1:]
+            lines.append(f"{{{inner}{', ' if inner and results else ''}{answer}\n")
         return "".join(lines).encode("utf-8", "backslashreplace")
 
     def pack(self, encoded: Sequence[bytes]) -> bytes:
@@ -317,19 +317,19 @@ class Delimited:
     def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[RowChunk]:
         rows = islice(self._rows(), 1 + skip, None)
         width = len(self._header)
-        places = {name: self._header.index(column) for name, column in wanted.items()}
-        while kept := list(islice(rows, size)):
+        indexes = {name: self._header.index(column) for name, column in wanted.items()}
+        while batch := list(islice(rows, size)):
             faults = {
                 row: f"must have {width} cells, as the header. Given: {len(cells)}"
-                for row, cells in enumerate(kept)
+                for row, cells in enumerate(batch)
                 if len(cells) != width
             }
             columns = {
-                name: [None if row in faults else cells[place] for row, cells in enumerate(kept)]
-                for name, place in places.items()
+                name: [None if row in faults else cells[index] for row, cells in enumerate(batch)]
+                for name, index in indexes.items()
             }
-            yield RowChunk(skip, len(kept), columns, kept, faults)
-            skip += len(kept)
+            yield RowChunk(skip, len(batch), columns, batch, faults)
+            skip += len(batch)
 
     def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> bytes:
         width = len(self._header)
@@ -337,8 +337,8 @@ class Delimited:
         for row, cells in enumerate(chunk.original):
             # Cells too many come last, where they shift nothing.
             own = (cells + [""] * width)[:width]
-            found = [_cell(answers[column.output][row]) for column in columns]
-            rows.append([*own, *found, *cells[width:]])
+            results = [_cell(answers[column.output][row]) for column in columns]
+            rows.append([*own, *results, *cells[width:]])
         return self._write(rows)
 
     def pack(self, encoded: Sequence[bytes]) -> bytes:
