@@ -1,6 +1,6 @@
 """File formats of rows: JSON lines, plain text, CSV and TSV.
 
-A format reads chunks of rows and writes them again with the results beside.
+A format reads chunks of rows, and writes them with additional columns for the results.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ _MAX_SHOWN = 20
 
 
 class JsonLines:
-    """Rows as JSON objects; a line keeps its bytes, and results are added before its brace."""
+    """Rows as JSON objects; a line is written unchanged, with results before its closing brace."""
 
     def __init__(self, path: Path) -> None:
         path.open("rb").close()  # a missing file is reported here
@@ -273,7 +273,7 @@ def not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> UserError:
     return UserError(
         str(path),
         "must be text in UTF-8",
-        given=f"byte {error.object[error.start]:#04x} soon after line {line}",
+        given=f"byte {error.object[error.start]:#04x} shortly after line {line}",
         remedy="Convert it, as with `iconv -f latin1 -t utf-8`",
     )
 
@@ -335,7 +335,7 @@ class Delimited:
         width = len(self._header)
         rows = []
         for row, cells in enumerate(chunk.original):
-            # Cells too many come last, where they shift nothing.
+            # Surplus cells come last, so that they do not shift the results.
             own = (cells + [""] * width)[:width]
             results = [_cell(answers[column.output][row]) for column in columns]
             rows.append([*own, *results, *cells[width:]])

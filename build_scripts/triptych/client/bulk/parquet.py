@@ -1,4 +1,4 @@
-"""Parquet: columns of any type, which stay as they are; the one place that imports pyarrow."""
+"""Rows in parquet files, with columns of any type; the only module that imports pyarrow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ except ImportError as error:
     ) from error
 
 _GROUP_ROWS = 10_000
-"""Rows of a row group that is written, at least: parts may be small."""
+"""Minimum number of rows of a written row group, because parts may be small."""
 
 
 class Parquet:
@@ -36,7 +36,7 @@ class Parquet:
             with pq.ParquetFile(path) as file:
                 self._schema, self._rows = file.schema_arrow, file.metadata.num_rows
         except pa.ArrowException as error:
-            raise UserError(str(path), "must be a parquet file", given=error) from error
+            raise _not_parquet(path, error) from error
 
     def scan(self, names: Sequence[str]) -> Scan:
         columns = self._schema.names
@@ -47,9 +47,9 @@ class Parquet:
         for batch in self._batches(size):
             before, first = first, first + batch.num_rows
             if first > skip:
-                kept = batch.slice(max(0, skip - before))
-                columns = {name: kept.column(column).to_pylist() for name, column in wanted.items()}
-                yield RowChunk(first - kept.num_rows, kept.num_rows, columns, kept)
+                rows = batch.slice(max(0, skip - before))
+                columns = {name: rows.column(column).to_pylist() for name, column in wanted.items()}
+                yield RowChunk(first - rows.num_rows, rows.num_rows, columns, rows)
 
     def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> Any:
         schema = self._extended(columns)
@@ -84,11 +84,16 @@ class Parquet:
             with pq.ParquetFile(self.path) as file:
                 yield from file.iter_batches(batch_size=size)
         except (pa.ArrowException, OSError) as error:
-            raise UserError(str(self.path), "must be a parquet file", given=error) from error
+            raise _not_parquet(self.path, error) from error
 
     def _extended(self, columns: Sequence[AnswerColumn]) -> Any:
         added = [pa.field(column.name, _type(column)) for column in columns]
         return pa.schema([*self._schema, *added], self._schema.metadata)
+
+
+def _not_parquet(path: Path, error: Exception) -> UserError:
+    remedy = "Give a parquet file, or change the file's extension"
+    return UserError(str(path), "must be a parquet file", given=error, remedy=remedy)
 
 
 def _is_text(column: AnswerColumn) -> bool:
@@ -96,7 +101,7 @@ def _is_text(column: AnswerColumn) -> bool:
 
 
 def _as_text(values: Sequence[Any]) -> list[str | None]:
-    """JSON is text again."""
+    """Return text columns: values that were parsed from JSON become JSON again."""
     return [
         value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for value in values
