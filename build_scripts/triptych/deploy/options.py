@@ -162,7 +162,8 @@ class DeployOptions:
     rollout: Annotated[
         str | None,
         typer.Option(
-            help=f"Controller of gradual rollouts: {', '.join(ROLLOUTS)}. Default: the Deployment."
+            help=f"Controller of gradual rollouts: {', '.join(ROLLOUTS)}. Default: a rolling "
+            "update of the Deployment."
         ),
     ] = None
     affinity_header: Annotated[

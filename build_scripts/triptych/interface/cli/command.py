@@ -141,6 +141,8 @@ class _Verb(TyperCommand):
 app = typer.Typer(
     cls=_Program,
     help="Build, serve and operate Triton ensembles of Hugging Face models.",
+    epilog="Exit codes: 0 success; 1 findings, a failed check, a missed SLO or an alarm; 2 a "
+    "mistake in the command, the files or the environment.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -30,7 +30,7 @@ SETTINGS_FILE = "deploy.yaml"
 @verb()
 def deploy(
     context: typer.Context,
-    pipeline: Annotated[str, typer.Argument(metavar="NAME", help="Name of the pipeline's folder.")],
+    pipeline: Annotated[str, typer.Argument(metavar="name", help="Name of the pipeline's folder.")],
     options: DeployOptions,
     folders: Folders,
     out: Annotated[
@@ -41,7 +41,8 @@ def deploy(
 ) -> None:
     """Generate manifests for Kubernetes, KServe or Docker Compose.
 
-    Each number in them has a comment with its reason: the build, its SLO or what bench measured.
+    The build needs a latency limit in serving.slo and, unless it generates text, a result of
+    `bench --find-max-rate`. Each number in the manifests has a comment with its reason.
     Options can also be set in deploy.yaml beside pipeline.yaml, such as `peak_rps: 200`.
     """
     from triptych.deploy.folder import write_manifests

@@ -124,6 +124,7 @@ class LoadOptions:
         typer.Option(
             "--concurrency",
             "-c",
+            min=1,
             help="Number of clients that each wait for their response (closed loop); may be "
             "repeated. Default: 1, 2, 4, 8, 16 and 32, or none with --rate.",
         ),
@@ -132,6 +133,7 @@ class LoadOptions:
         list[float] | None,
         typer.Option(
             "--rate",
+            min=0.01,
             help="Requests/s sent without waiting for responses (open loop); may be repeated. "
             "Default: no open loop.",
         ),
@@ -260,9 +262,10 @@ def tune(
     reports: Reports = REPORTS,
     as_json: Json = False,
 ) -> None:
-    """Find the fastest settings under load and write tuned.yaml.
+    """Find the fastest settings that meet the SLO and write tuned.yaml.
 
-    The settings include queue delay, instances and batch sizes.
+    The settings with the highest throughput win. They include queue delay, instances and batch
+    sizes.
     """
     from triptych.core.gate.cached import GateFailure
     from triptych.interface.cli.measured_tables import print_tuned
@@ -315,7 +318,10 @@ def drift(
     reports: Reports = REPORTS,
     as_json: Json = False,
 ) -> None:
-    """Check whether a build still suits new traffic."""
+    """Check whether a build still suits new traffic.
+
+    The exit code is 0 if the build should be kept, and 1 if it should be tuned or built again.
+    """
     from triptych.core.inputs import read_inputs
     from triptych.operate.tune.drift import check_drift, format_drift
     from triptych.operate.tune.new_traffic import read_lengths

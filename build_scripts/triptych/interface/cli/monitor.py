@@ -168,7 +168,7 @@ def monitor(
 
     Each new row is compared once. The results accumulate in one sequential test per build, so
     that frequent runs cause no false alarms. If the requests have drifted, new settings are
-    proposed.
+    proposed. The exit code is 1 on an alarm or a drift.
     """
     pause_s = None if interval is None else parse_seconds("--interval", interval)
     if port is not None and pause_s is None:
@@ -244,7 +244,7 @@ def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRu
     folder = options.reports / name / RUN_FOLDER
     timeline = read_timeline(folder)
     sample = read_sample(
-        options.samples, name, keep_hours=_keep_hours(spec), known=frozenset(timeline.files)
+        options.samples, name, keep_hours=keep_hours, known=frozenset(timeline.files)
     )
     result = run_monitor(
         read_inputs(spec, progress).with_built_layout(folders.repository),
@@ -342,7 +342,8 @@ def shadow(
     """Compare two builds on replayed traffic.
 
     Sampled rows, or traffic.jsonl if nothing is sampled, are sent to the active build and to the
-    candidate, each on its own server. The verdict covers answers, latency and cost.
+    candidate, each on its own server. The verdict covers answers, latency and
+    cost. The exit code is 0 only for the verdict `promote`.
     """
     from triptych.core.inputs import read_inputs
     from triptych.interface.report.monitor import write_shadow_report

@@ -101,7 +101,7 @@ def new(
     name: Name,
     task: Annotated[
         str | None,
-        typer.Argument(help=f"Task of the pipeline: {', '.join(tasks())}."),
+        typer.Argument(help=f"Task of the pipeline (required): {', '.join(tasks())}."),
         Formerly("--task"),
     ] = None,
     model: Annotated[
@@ -286,8 +286,8 @@ def lint(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Pipeline whose build and measurements the manifests are compared with. "
-            "Default: the manifests are checked alone."
+            help="For manifests only: pipeline whose build and measurements they are compared "
+            "with. Default: no comparison."
         ),
     ] = None,
     triton: Annotated[
@@ -296,7 +296,7 @@ def lint(
             "--triton",
             metavar="YY.MM",
             help="Triton release that must load the repository and its engines. "
-            "Default: the oldest release, without engines.",
+            "Default: the oldest supported release, and engines are not checked.",
         ),
     ] = None,
     repository: Repository = REPOSITORY,
@@ -307,24 +307,25 @@ def lint(
 
     Manifests are checked if FOLDER holds them and no model; they can be those of another project.
     """
+    from triptych.repository.config import CONFIG_FILE
     from triptych.repository.lint import OLDEST, run_checks
 
     if not folder.is_dir():
         raise UserError(
-            "FOLDER", "must be a folder", given=folder, remedy="Run `triptych build NAME` first"
+            "FOLDER", "must be an existing folder", given=folder, remedy="Correct the path"
         )
-    if name is not None or _holds_manifests(folder):
+    holds_models = any(folder.glob(f"*/{CONFIG_FILE}"))
+    if name is not None and holds_models:
+        raise UserError(
+            "NAME",
+            "is only supported for a folder of manifests",
+            given=f"{name}, and models in {folder}",
+            remedy=f"Run `triptych lint {folder}`, which checks all of its models",
+        )
+    if name is not None or (not holds_models and any(folder.rglob("*.y*ml"))):
         exit_with_findings(_lint_manifests(folder, name, triton, repository, reports), as_json)
     found = run_checks(folder, triton=triton or OLDEST, with_engines=triton is not None)
     exit_with_findings(found, as_json)
-
-
-def _holds_manifests(folder: Path) -> bool:
-    """Whether a folder holds YAML files and no model."""
-    from triptych.repository.config import CONFIG_FILE
-
-    is_repository = any(folder.glob(f"*/{CONFIG_FILE}"))
-    return not is_repository and any(folder.rglob("*.y*ml"))
 
 
 def _lint_manifests(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from triptych.base.errors import UserError
+from triptych.base.formatting import amount
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
@@ -29,6 +30,7 @@ from triptych.interface.cli.options import (
     output,
     print_json,
     progress,
+    say,
     sigterm_as_interrupt,
     status,
     warn,
@@ -177,8 +179,8 @@ class ServeOptions:
     profile: Annotated[
         Literal["development", "production"],
         typer.Option(
-            help="Server flags, startup check and TRIPTYCH_* variables: those of the serving "
-            "image with production."
+            help="Settings of the server. production: flags, startup check and TRIPTYCH_* "
+            "variables of the serving image."
         ),
     ] = "development"
     samples: Samples = SAMPLES
@@ -221,7 +223,8 @@ def serve(
     """Serve built pipelines with tritonserver until interrupted.
 
     With --replicas or --gpus, several servers run behind Envoy, which listens on their ports.
-    Responses of a --mirror candidate are sampled into .candidate of the samples, never returned.
+    Responses of a --mirror candidate are never returned, only sampled, into the folder .candidate
+    below --samples.
     """
     from triptych.container.machine import find_gpus
     from triptych.repository.store import recover
@@ -412,8 +415,11 @@ def doctor(ports: Ports, as_json: Json = False) -> None:
         print_json(findings)
     else:
         for finding in findings:
-            print_finding(output, finding)
-        output.print(f"{errors} errors" if errors else "no problems found", markup=False)
+            if finding["severity"] == "info" and not finding["remedy"]:
+                say(output, f"ok: {finding['id']}: {finding['given']}")
+            else:
+                print_finding(output, finding)
+        output.print(amount(errors, "error") if errors else "no problems found", markup=False)
     raise typer.Exit(EXIT_FINDINGS if errors else 0)
 
 
