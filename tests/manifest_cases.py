@@ -251,12 +251,12 @@ BROKEN: list[tuple[str, Callable[[Objects], Any], str]] = [
     (
         "grace",
         lambda o: container(o)["args"].append("--exit-timeout-secs=120"),
-        "requests under way 120 s",
+        "requests in flight 120 s",
     ),
     (
         "grace",
         _set(container, env=[{"name": "TRIPTYCH_EXIT_TIMEOUT_S", "value": "50"}]),
-        "requests under way 50 s",
+        "requests in flight 50 s",
     ),
     ("restricted", _without(container, "securityContext"), "runAsNonRoot: true, allowPriv"),
     (

@@ -45,7 +45,7 @@ def replicas_autoscaled(autoscaler: ManifestObject) -> Iterator[Flaw]:
     for one in autoscaler.folder.of(kind):
         if one.name == name and "replicas" in one.spec:
             yield error(
-                "What an autoscaler scales must not have `replicas`: every apply resets them",
+                "A workload with an autoscaler must not set `replicas`: every apply resets them",
                 f"replicas: {one.spec['replicas']} of {kind} {name}, which {autoscaler.kind} "
                 f"{autoscaler.name} scales",
                 "Leave it out",
@@ -60,10 +60,10 @@ def one_autoscaler(autoscaler: ManifestObject) -> Iterator[Flaw]:
     ]
     if others and autoscaler.folder.autoscalers.index(autoscaler) == 0:
         yield error(
-            "One autoscaler must own the replicas: two undo what the other did",
+            "Only one autoscaler must set the replicas, because two counteract each other",
             f"{autoscaler.kind} {autoscaler.name} and "
             + ", ".join(f"{one.kind} {one.name}" for one in others),
-            "Keep one; KEDA makes an HPA of its own",
+            "Keep one; KEDA creates its own HPA",
         )
 
 
@@ -82,7 +82,7 @@ def fallback(autoscaler: ManifestObject) -> Iterator[Flaw]:
     asked = [one for one in triggers(autoscaler) if one.get("type") == "prometheus"]
     if asked and "fallback" not in autoscaler.spec:
         yield warning(
-            "Without metrics the fleet should keep a size that was chosen",
+            "Without metrics the fleet should have a chosen size",
             "no fallback",
             "Set fallback: {failureThreshold: 3, replicas: N, behavior: currentReplicasIfHigher}",
         )
@@ -93,11 +93,11 @@ def value_metric(autoscaler: ManifestObject) -> Iterator[Flaw]:
         query = str(mapping(trigger.get("metadata")).get("query", ""))
         if trigger.get("metricType") == "Value" and ("queue" in query or "latency" in query):
             yield warning(
-                "Waiting time must not multiply replicas: near saturation it explodes, and so "
-                "would they",
+                "Waiting time must not multiply replicas, because it grows without limit near "
+                "saturation",
                 "a queue or latency metric with metricType: Value",
-                "Scale on the rate over the capacity that was measured (AverageValue); let waiting "
-                "add one replica at most",
+                "Scale on the rate over the measured capacity (AverageValue); let waiting add at "
+                "most one replica",
             )
 
 
@@ -111,7 +111,7 @@ def balanced(service: ManifestObject) -> Iterator[Flaw]:
     chosen = [server for server in service.folder.servers if selects(service, server)]
     if chosen:
         yield warning(
-            "gRPC keeps one connection open: behind one address a client stays on one replica",
+            "A gRPC client keeps one connection: behind one address it stays on one replica",
             f"a Service with one address for the gRPC port of {chosen[0].owner.name}",
             "Put a proxy or a Gateway in front, or make the Service headless (clusterIP: None)",
         )
@@ -123,9 +123,9 @@ def closed(service: ManifestObject) -> Iterator[Flaw]:
         selects(service, server) for server in service.folder.servers
     ):
         yield error(
-            "Triton checks nobody's identity: it must not be reached from outside the cluster",
+            "Triton does not authenticate clients, so it must not be reachable from outside",
             f"type: {kind}",
-            "Make it ClusterIP, behind a gateway that knows who may ask",
+            "Make it ClusterIP, behind a gateway that authenticates clients",
         )
 
 
@@ -139,7 +139,7 @@ def disruption_budget(server: ServerPods) -> Iterator[Flaw]:
     ]
     if not budgets:
         yield warning(
-            "Nodes that are drained must not take all replicas at once",
+            "Draining nodes must not end all replicas at once",
             "no PodDisruptionBudget selects these pods",
             "Add one with maxUnavailable: 1",
         )
@@ -149,7 +149,7 @@ def recreated(server: ServerPods) -> Iterator[Flaw]:
     strategy = mapping(server.owner.spec.get("strategy"))
     if strategy.get("type") == "Recreate":
         yield error(
-            "A new build must answer before the old one goes",
+            "A new build must be ready before the old one ends",
             "strategy: Recreate",
             "Leave it out, with rollingUpdate: {maxSurge: 1, maxUnavailable: 0}",
         )
@@ -174,7 +174,7 @@ def grpc_port(server: ServerPods) -> Iterator[Flaw]:
     ports = [str(mapping(port).get("name", "")) for port in sequence(server.container.get("ports"))]
     if not any("grpc" in name or "h2c" in name for name in ports):
         yield warning(
-            "KServe must be told the gRPC port: it opens HTTP alone otherwise (kserve#2961)",
+            "KServe needs a named gRPC port, otherwise it opens only HTTP (kserve#2961)",
             f"ports: {', '.join(ports) or 'none'}",
             "Name one grpc (with Knative: h2c, and no other)",
         )
@@ -257,7 +257,7 @@ def metric_known(query: Query) -> Iterator[Flaw]:
     for name in sorted(set(_NAME.findall(query.text))):
         if name not in _SERIES:
             yield error(
-                "A metric must be one that Triton has: an unknown one is empty, and never fires",
+                "A metric must exist in Triton: a query of an unknown one is empty and never fires",
                 name,
                 f"{closest(name, (*METRICS, *NAMES))}See the metrics page of the server",
             )
@@ -267,9 +267,9 @@ def histogram_release(query: Query) -> Iterator[Flaw]:
     release = query.owner.folder.release
     if release is not None and release < COUNTED_FROM and HISTOGRAM in query.text:
         yield error(
-            "A histogram must be of a release that counts ordinary models in it",
+            "The release must count ordinary models in the histogram",
             f"{HISTOGRAM}, which is empty before {COUNTED_FROM}; the image is {release}",
-            f"Serve with {COUNTED_FROM} or later, or ask a proxy for latencies",
+            f"Serve with {COUNTED_FROM} or later, or use the latencies of a proxy",
         )
 
 
@@ -277,8 +277,8 @@ def scales_on_use(query: Query) -> Iterator[Flaw]:
     found = _UTILIZATION.search(query.text)
     if query.scales and found:
         yield warning(
-            "Replicas should follow the rate: a GPU says that it is busy long before it is full, "
-            "and nothing of what waits",
+            "Replicas should follow the rate: GPU utilization is high long before the GPU is full, "
+            "and excludes waiting requests",
             found[0],
             "Scale on the rate over the measured capacity (triptych bench --find-max-rate)",
         )
@@ -289,9 +289,9 @@ def scales_on_ratio(query: Query) -> Iterator[Flaw]:
     is_ratio = "nv_inference_queue_duration" in query.text and "/" in query.text
     if query.scales and (is_ratio or re.search(r"queue compute|queue ratio", asked)):
         yield warning(
-            "Replicas should follow the rate: queue time explodes near saturation and says nothing "
-            "before; an ensemble's own leaves out that of its steps",
-            "a queue time over another one or over requests",
+            "Replicas should follow the rate: queue time is low until it grows without limit near "
+            "saturation, and that of an ensemble excludes its steps",
+            "a queue time divided by another time or by requests",
             "Scale on the rate over the measured capacity (triptych bench --find-max-rate)",
         )
 

@@ -70,7 +70,7 @@ def field_known(server: ServerPods) -> Iterator[Flaw]:
         known = FIELDS[kind].split()
         for name in sorted(set(mapping(value)) - set(known)):
             yield error(
-                "A field must be one that Kubernetes knows: others are dropped without a word",
+                "A field must be one that Kubernetes knows: it drops others silently",
                 f"{name} in {path}",
                 f"{closest(name, known)}It has {', '.join(known)}",
             )
@@ -81,7 +81,7 @@ def image_tag(server: ServerPods) -> Iterator[Flaw]:
     name = image.rpartition("/")[2]
     if image and "@" not in name and (":" not in name or name.endswith(":latest")):
         yield error(
-            "The image must have a tag that does not move: replicas must be of one release",
+            "The image must have a tag that does not move: all replicas must have one release",
             image,
             "Name the release (26.08-py3) or a digest",
         )
@@ -91,8 +91,8 @@ def startup_probe(server: ServerPods) -> Iterator[Flaw]:
     container = server.container
     if "livenessProbe" in container and "startupProbe" not in container:
         yield error(
-            "A server that loads models must have a startup probe: until it is over, no liveness "
-            "probe ends it",
+            "A server that loads models must have a startup probe, which suspends the liveness "
+            "probe while they load",
             "livenessProbe and no startupProbe",
             "Add a startupProbe that lasts longer than the models were measured to load",
         )
@@ -102,23 +102,23 @@ def readiness_probe(server: ServerPods) -> Iterator[Flaw]:
     probe = mapping(server.container.get("readinessProbe"))
     path = _path(probe)
     if not probe:
-        added = " but KServe's look at a port" if server.owner.kind in _KSERVE else ""
+        added = " except KServe's check of a port" if server.owner.kind in _KSERVE else ""
         yield error(
-            "A readiness probe must ask for the models: without one requests come before they load",
+            "A readiness probe must check the models: without one, requests arrive too early",
             f"no readinessProbe{added}",
-            f"Ask /v2/health/ready, or better `python3 -m {_HEALTH}`",
+            f"Use /v2/health/ready, or better `python3 -m {_HEALTH}`",
         )
     elif "tcpSocket" in probe:
         yield error(
-            "A readiness probe must ask for the models: the port is open while they load",
+            "A readiness probe must check the models: the port is open while they load",
             "a readinessProbe of tcpSocket",
-            f"Ask /v2/health/ready, or better `python3 -m {_HEALTH}`",
+            f"Use /v2/health/ready, or better `python3 -m {_HEALTH}`",
         )
     elif path.endswith("/health/live"):
         yield error(
-            "A readiness probe must ask for the models, not whether the process lives",
+            "A readiness probe must check the models, not whether the process runs",
             path,
-            "Ask /v2/health/ready",
+            "Use /v2/health/ready",
         )
 
 
@@ -126,10 +126,10 @@ def liveness_probe(server: ServerPods) -> Iterator[Flaw]:
     path = _path(mapping(server.container.get("livenessProbe")))
     if path.endswith("/ready"):
         yield error(
-            "A liveness probe must not ask for readiness: a model that is not ready would end the "
-            "server and all other models, again and again",
+            "A liveness probe must not check readiness: a single model that is not ready would "
+            "restart the server with all other models again and again",
             path,
-            "Ask /v2/health/live; readiness takes the replica out of the Service",
+            "Use /v2/health/live; the readiness probe takes the replica out of the Service",
         )
 
 
@@ -139,10 +139,10 @@ def probe_timeout(server: ServerPods) -> Iterator[Flaw]:
         seconds = _number(probe.get("timeoutSeconds"), 1)
         if _HEALTH in str(probe.get("exec")) and seconds < _ANSWER_S:
             yield error(
-                "The health check waits 3 s for an answer, and needs to start: a shorter timeout "
-                "says unhealthy of a server that is busy",
+                "The health check waits 3 s for an answer after its own start: with a shorter "
+                "timeout a busy server is reported as unhealthy",
                 f"timeoutSeconds of {kind}: {seconds:g}",
-                "Give 5",
+                "Set 5",
             )
 
 
@@ -160,14 +160,14 @@ def shared_memory(server: ServerPods) -> Iterator[Flaw]:
     held = [mapping(volume.get("emptyDir")) for volume in volumes]
     if not held or held[0].get("medium") != "Memory":
         yield error(
-            "Python steps need shared memory, 64 MiB each: with the usual 64 MiB in all they die "
-            'of "No space left on device"',
+            "Python steps need shared memory, 64 MiB each: with 64 MiB in total they "
+            'end with "No space left on device"',
             "no emptyDir of medium Memory at /dev/shm",
             "Mount one there, with a sizeLimit of 64 MiB and the largest request for each process",
         )
     elif "sizeLimit" not in held[0]:
         yield warning(
-            "Shared memory must have a limit: what lies there counts as the container's memory",
+            "Shared memory must have a limit, because it counts as the container's memory",
             "an emptyDir of medium Memory without sizeLimit",
             "Set 64 MiB and the largest request for each Python process",
         )
@@ -179,13 +179,13 @@ def pre_stop(server: ServerPods) -> Iterator[Flaw]:
     fault = _shell_fault(command)
     if fault:
         yield error(
-            "preStop must do what it says: where it fails, SIGTERM comes at once",
+            "The command of preStop must work: if it fails, SIGTERM is sent at once",
             f"{shlex.join(command)}: {fault}",
             'Write one word after -c: ["sh", "-c", "touch /tmp/stop; sleep 10"]',
         )
     elif not handler and not _is_knative(server) and server.owner.kind != KIND:
         yield warning(
-            "A replica must wait before SIGTERM until nobody sends to it any more",
+            "A replica must wait before SIGTERM until no client sends requests to it",
             "no preStop",
             'Add preStop: {exec: {command: ["sleep", "10"]}}',
         )
@@ -201,10 +201,10 @@ def grace(server: ServerPods) -> Iterator[Flaw]:
     if given < needed:
         yield error(
             "terminationGracePeriodSeconds must be longer than a replica takes to end: SIGKILL "
-            "loses what is under way",
-            f"{given:g} s; preStop {sleep_s:g} s, requests under way {exit_s:g} s and {EXIT_S:g} s "
+            "ends requests in flight",
+            f"{given:g} s; preStop {sleep_s:g} s, requests in flight {exit_s:g} s and {EXIT_S:g} s "
             "for the server to end",
-            f"Give {needed:g} or more",
+            f"Set {needed:g} or more",
         )
 
 
@@ -220,7 +220,7 @@ def restricted(server: ServerPods) -> Iterator[Flaw]:
         missing.append("capabilities: {drop: [ALL]}")
     if missing:
         yield warning(
-            "A server that takes requests should have no rights",
+            "A server that accepts requests should have no privileges",
             f"not in securityContext: {', '.join(missing)}",
             "Set them; Triton's images have a user 1000",
         )
@@ -230,10 +230,10 @@ def memory_limit(server: ServerPods) -> Iterator[Flaw]:
     resources = mapping(server.container.get("resources"))
     if "memory" not in mapping(resources.get("limits")):
         yield warning(
-            "Memory must be limited: large requests of strangers stay in the server's memory, and "
-            "would take the node's",
+            "Memory must be limited: the server keeps the memory of large requests, and could "
+            "exhaust the node's",
             "no limit of memory",
-            "Set request and limit to what bench measured and shared memory",
+            "Set request and limit to the memory that bench measured and shared memory",
         )
 
 
@@ -241,8 +241,8 @@ def model_control(server: ServerPods) -> Iterator[Flaw]:
     mode = server.flag("model-control-mode") or "none"
     if mode != "none":
         yield warning(
-            "Replicas should serve what they started with: others change at other times, and "
-            "nothing can be rolled back",
+            "Replicas should serve the models that they started with: otherwise they change at "
+            "different times, and no rollback is possible",
             f"--model-control-mode={mode}",
             "Leave it out; roll out an image or a volume with another name",
         )
@@ -347,9 +347,9 @@ def memory_measured(server: ServerPods) -> Iterator[Flaw]:
     given_mib = parse_bytes(limits.get("memory")) / _MIB
     if 0 < given_mib < known.memory_mib:
         yield error(
-            "The limit of memory must not be below what the server was measured to use",
+            "The memory limit must not be below the measured memory of the server",
             f"{limits['memory']}; it used {known.memory_mib:.0f} MiB, and shared memory counts",
-            f"Give {known.memory_mib + known.shm_mib:.0f}Mi or more",
+            f"Set {known.memory_mib + known.shm_mib:.0f}Mi or more",
         )
 
 
@@ -367,9 +367,9 @@ def shared_memory_measured(server: ServerPods) -> Iterator[Flaw]:
         given_mib = parse_bytes(size) / _MIB
         if mapping(volume).get("name") in mounts and 0 < given_mib < known.shm_mib:
             yield error(
-                "Shared memory must hold what the steps of the pipeline need",
+                "Shared memory must be large enough for the steps of the pipeline",
                 f"sizeLimit: {size}; its instances and largest request take {known.shm_mib} MiB",
-                f"Give {known.shm_mib}Mi, and as much more memory",
+                f"Set {known.shm_mib}Mi, and raise the memory limit by the same amount",
             )
 
 
@@ -386,7 +386,7 @@ def engine_gpu(server: ServerPods) -> Iterator[Flaw]:
     node = mapping(server.pod.get("nodeSelector")).get(PRODUCT)
     if engine.hardware == "none" and node != own:
         yield error(
-            "Nodes must have the GPU that the engine was built for: no other loads it",
+            "Nodes must have the GPU that the engine was built for, because no other GPU loads it",
             f"{PRODUCT}: {node or 'not selected'}; the engine is of {own}",
             f"Select {own}, or run `triptych engine {known.name}` on the other one",
         )

@@ -28,6 +28,7 @@ from triptych.interface.cli.options import (
     status,
     write_report,
 )
+from triptych.interface.cli.tables import exit_with_verdict
 
 if TYPE_CHECKING:
     from triptych.serving.bench.comparison import Price
@@ -349,9 +350,5 @@ def drift(
     )
     new = read_lengths(inputs, files[-1], before=files[0] if len(files) > 1 else None)
     drift = check_drift(inputs, new, measured=read_measured_load(reports / name), rate_per_s=rate)
-    if as_json:
-        print_json(drift.as_dict())
-    else:
-        for line, style in format_drift(drift):
-            output.print(line, style=style, markup=False)
-    raise typer.Exit(0 if drift.action == "keep" else EXIT_FINDINGS)
+    passed = drift.action == "keep"
+    exit_with_verdict(drift.as_dict(), format_drift(drift), passed=passed, as_json=as_json)

@@ -31,7 +31,12 @@ from triptych.interface.cli.options import (
     warn,
     write_report,
 )
-from triptych.interface.cli.tables import exit_with_verdict, print_built, print_failed_gate
+from triptych.interface.cli.tables import (
+    exit_with_verdict,
+    print_built,
+    print_failed_gate,
+    print_lines,
+)
 
 if TYPE_CHECKING:
     from triptych.operate.monitor.metrics import RunCollector
@@ -170,6 +175,8 @@ def monitor(
     that frequent runs cause no false alarms. If the requests have drifted, new settings are
     proposed. The exit code is 1 on an alarm or a drift.
     """
+    from triptych.operate.monitor.results import format_run
+
     pause_s = None if interval is None else parse_seconds("--interval", interval)
     if port is not None and pause_s is None:
         raise UserError(
@@ -187,15 +194,10 @@ def monitor(
         if page is not None:
             page.run = result
         if not as_json:
-            _print(result)
+            print_lines(format_run(result))
         applied = None
         if apply:
-            applied = apply_run(
-                result,
-                folders,
-                options,
-                as_json=as_json,
-            )
+            applied = apply_run(result, folders, options, as_json=as_json)
         if as_json:
             print_json(result.as_dict() | ({"applied": applied} if apply else {}))
         return result.passed or (applied is not None and "failure" not in applied)
@@ -285,13 +287,6 @@ def _write_gauges(result: MonitorRun, path: Path) -> None:
 
     with os_errors_as_user_errors(path.parent):
         write_files(path.parent, {path.name: metrics_text(result)})
-
-
-def _print(result: MonitorRun) -> None:
-    from triptych.operate.monitor.results import format_run
-
-    for line, style in format_run(result):
-        output.print(line, style=style, markup=False)
 
 
 @verb()
@@ -416,5 +411,4 @@ def traffic(
     for line in format_change(change):
         output.print(line, markup=False)
     if change.drift is not None:
-        for line, style in format_drift(change.drift):
-            output.print(line, style=style, markup=False)
+        print_lines(format_drift(change.drift))

@@ -46,6 +46,12 @@ def exit_with_findings(results: Sequence[Finding], as_json: bool) -> NoReturn:
     raise typer.Exit(EXIT_FINDINGS if errors else 0)
 
 
+def print_lines(lines: Iterable[tuple[str, str]]) -> None:
+    """Print lines with their styles."""
+    for line, style in lines:
+        output.print(line, style=style, markup=False)
+
+
 def exit_with_verdict(
     data: object, lines: Iterable[tuple[str, str]], *, passed: bool, as_json: bool
 ) -> NoReturn:
@@ -53,8 +59,7 @@ def exit_with_verdict(
     if as_json:
         print_json(data)
     else:
-        for line, style in lines:
-            output.print(line, style=style, markup=False)
+        print_lines(lines)
     raise typer.Exit(0 if passed else EXIT_FINDINGS)
 
 
