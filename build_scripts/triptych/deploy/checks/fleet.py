@@ -291,7 +291,7 @@ def scales_on_ratio(query: Query) -> Iterator[Flaw]:
         yield warning(
             "Replicas should follow the rate: queue time is low until it grows without limit near "
             "saturation, and that of an ensemble excludes its steps",
-            "a queue time divided by another time or by requests",
+            "a queue time over another one or over requests",
             "Scale on the rate over the measured capacity (triptych bench --find-max-rate)",
         )
 
