@@ -286,8 +286,8 @@ def lint(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="For manifests only: pipeline whose build and measurements they are compared "
-            "with. Default: no comparison."
+            help="Pipeline whose build and measurements the manifests are compared with; not "
+            "for a model repository. Default: no comparison."
         ),
     ] = None,
     triton: Annotated[
