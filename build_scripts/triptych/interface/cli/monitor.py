@@ -246,7 +246,7 @@ def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRu
     folder = options.reports / name / RUN_FOLDER
     timeline = read_timeline(folder)
     sample = read_sample(
-        options.samples, name, keep_hours=keep_hours, known=frozenset(timeline.files)
+        options.samples, name, keep_hours=_keep_hours(spec), known=frozenset(timeline.files)
     )
     result = run_monitor(
         read_inputs(spec, progress).with_built_layout(folders.repository),
