@@ -118,8 +118,8 @@ def infer(
     """Send texts, images, a file of rows or a chat to a served pipeline.
 
     An option that is given once applies to every row: `--text Q --text-pair A --text-pair B` sends
-    the pairs Q, A and Q, B. The options --chat and --prompt exclude each
-    other and all other inputs. With --out, an interrupted run continues when the command is repeated.
+    the pairs Q, A and Q, B. The options --chat and --prompt exclude each other and all other
+    inputs. With --out, an interrupted run continues when the command is repeated.
     """
     from triptych.client.rows import (
         TIMEOUT_S,
