@@ -80,6 +80,7 @@ class NoTorch:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pure", action="store_true", help="files without a server, build or torch")
+    parser.addoption("--rewrite", action="store_true", help="write the files on record again")
     parser.addoption("--long", default="1", help="K/N: long tests of part K of N; 1: all of them")
 
 
@@ -189,6 +190,12 @@ def build_into(
     share_export_registry()
     inputs = read_inputs(load_spec(folder, overrides), quiet)
     return build(inputs, repository, quiet, engine_dry_run=engine_dry_run)
+
+
+@pytest.fixture
+def rewrite(request: pytest.FixtureRequest) -> bool:
+    """Whether a test writes its files on record again (``--rewrite``)."""
+    return bool(request.config.getoption("--rewrite"))
 
 
 @pytest.fixture(scope="session")

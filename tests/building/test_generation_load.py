@@ -1,0 +1,210 @@
+"""Load on streamed answers, without a server: promises, perf_analyzer's export, what is shown."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from conftest import write_pipeline
+from generation_load_cases import MS, result
+from report_pages import Page, assert_finite_drawing, assert_stands_alone
+from triptych.base.errors import UserError
+from triptych.interface.cli.measured_tables import print_bench
+from triptych.interface.report.bench import as_csv, figures, page
+from triptych.serving.bench.bench import mean_answer_tokens
+from triptych.serving.bench.comparison import Price
+from triptych.serving.bench.measure import run_longer
+from triptych.serving.bench.perf_analyzer import LoadError
+from triptych.serving.bench.perf_output import (
+    LoadResult,
+    StreamedAnswer,
+    compute_streaming_metrics,
+    meets_limits,
+    read_export,
+)
+from triptych.serving.bench.resources import name_process, process_tree
+from triptych.serving.bench.results import (
+    BenchResult,
+    format_headline,
+    from_json,
+    judge_slo,
+    to_json,
+)
+from triptych.spec.generation_fields import load_generation_spec
+from triptych.spec.slo import GenerationSlo, parse_generation_slo
+from triptych.spec.spec import load_spec
+
+TEXT = "task: text-generation\nmodel: {source: m}\nserving: {slo: {%s}}\n"
+
+
+def exported(sent_ms: int, *responses: tuple[int, int, str]) -> str:
+    """A request of perf_analyzer's export: time in ms, new tokens and finish reason of each."""
+    outputs = [
+        {"text_output": 'a "num_output_tokens":9', "num_output_tokens": new, "finish_reason": why}
+        for _, new, why in responses
+    ]
+    return (
+        f'{{"timestamp":{sent_ms * MS},"request_inputs":{{"text_input":"x"}},'
+        f'"response_timestamps":{[at * MS for at, _, _ in responses]},'
+        f'"response_outputs":{json.dumps(outputs)}}}'
+    ).replace(": ", ":")
+
+
+EXPORT = (
+    '{"experiments":[{"requests":['
+    + ",".join(
+        [
+            exported(0, (10, 1, ""), (14, 2, ""), (20, 1, "stop"), (21, 4223719217, "")),
+            exported(5, (10, 1, ""), (12, 0, "length")),
+            exported(6, (30, 1, "")),  # still under way
+        ]
+    )
+    + f'],"window_boundaries":[0,{20 * MS},{100 * MS}]}}]}}'
+)
+
+
+def test_an_answer_is_read_response_by_response(tmp_path: Path) -> None:
+    """The second brings two tokens, the fourth is what ends a stream; one has not ended."""
+    path = tmp_path / "export.json"
+    path.write_text(EXPORT)
+    export = read_export(path, streaming=True)
+    assert export is not None
+    short, long = export.answers
+    assert (long.ttft_us, long.itl_us, long.e2e_us) == (10_000, [4_000, 6_000], 20_000)
+    assert long.tokens == 4
+    assert (short.ttft_us, short.itl_us, short.tokens) == (5_000, [], 1)
+    assert export.latencies_us == (5_000, 20_000)
+
+    found = compute_streaming_metrics(export, GenerationSlo(ttft_p99="9ms"))
+    assert (found.tokens, found.tokens_per_s, found.goodput_per_s) == (5, 50.0, 10.0)
+    assert (found.ttft.samples, found.ttft.p99_us, found.ttft.mean_us) == (2, 10_000, 7_500)
+    assert (found.itl.samples, found.itl.p50_us) == (2, 6_000)
+
+
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        ({}, True),
+        ({"ttft_p50": "50ms", "ttft_p99": "100ms"}, True),  # the loosest: half may take longer
+        ({"ttft_p50": "50ms", "ttft_p99": "99ms"}, False),
+        ({"e2e_p95": "0.139s"}, False),
+        ({"itl_p50": "10ms", "itl_p99": "30ms"}, True),  # each at the answer's own percentile
+        ({"itl_p99": "29ms"}, False),
+        ({"itl_p50": "9ms", "itl_p99": "30ms"}, False),
+    ],
+)
+def test_goodput_counts_the_answers_that_keep_every_limit(
+    limits: dict[str, str], kept: bool
+) -> None:
+    answer = StreamedAnswer(0, (100 * MS, 110 * MS, 140 * MS, 150 * MS), 4)
+    assert meets_limits(answer, GenerationSlo.model_validate(limits)) is kept
+    assert meets_limits(
+        StreamedAnswer(0, (1,), 1), GenerationSlo(itl_p99="1us")
+    )  # one token: nothing between
+
+
+def test_promises_of_both_kinds(tmp_path: Path) -> None:
+    folder = tmp_path / "chat"
+    folder.mkdir()
+    file = folder / "pipeline.yaml"
+    file.write_text(TEXT % "ttft_p99: 500ms, itl_p99: 0.05s, throughput: 2.0")
+    slo = load_generation_spec(folder).serving.slo
+    assert slo.limits_ms == {"ttft_p99": 500.0, "itl_p99": 50.0}
+    assert str(slo) == "ttft p99 <= 500 ms, itl p99 <= 50 ms, at least 2/s"
+    for given, said in (
+        ("p99_ms: 50", "serving.slo.p99_ms.*is not a field of the spec.*ttft_p50"),
+        ("ttft_p99: 500", "serving.slo.ttft_p99.*valid string"),
+        ("ttft_p99: 5 hours", "must be a time greater than 0, at most 1 hour, such as 500ms"),
+        ("itl_p99: 0ms", "a time greater than 0"),
+        ("throughput: 0.0", "greater than 0"),
+    ):
+        file.write_text(TEXT % given)
+        with pytest.raises(UserError, match=said):
+            load_generation_spec(folder)
+    with pytest.raises(UserError, match=r"slo.ttft_p99.*is not a field of the spec.*p50_ms"):
+        load_spec(write_pipeline(tmp_path / "tickets"), ["serving.slo.ttft_p99=500ms"])
+
+
+def test_promises_of_the_command_line() -> None:
+    own = GenerationSlo(ttft_p99="1s")
+    assert parse_generation_slo([], None, own) is own
+    found = parse_generation_slo(["ttft_p99=500ms", "e2e_p50 < 20s"], 3.0, own)
+    assert found == GenerationSlo(ttft_p99="500ms", e2e_p50="20s", throughput=3.0)
+    for text in ("p99=50ms", "ttft_p99", "ttft_p99=50", "ttft_p99.9=1s", "itl_p99=0ms"):
+        with pytest.raises(UserError, match="ttft_p99=500ms"):
+            parse_generation_slo([text], None, own)
+
+
+def test_what_a_step_has_started_counts_as_the_step() -> None:
+    sleeper = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    command = [sys.executable, "-c", sleeper, "chat_core_0_0"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as step:
+        deadline = time.monotonic() + 30
+        while len(found := process_tree(step.pid)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert {name_process(one, os.getpid()) for one in found} == {"chat_core_0_0"}
+        step.communicate(b"\n")
+
+
+def test_a_window_without_an_answer_is_made_longer() -> None:
+    asked: list[float] = []
+
+    def run(seconds: float) -> LoadResult:
+        asked.append(seconds)
+        said = "No valid requests recorded" if len(asked) < 3 else "all is lost"
+        raise LoadError("must be measured", said, "", said, is_late=True)
+
+    with pytest.raises(LoadError, match="all is lost"):
+        run_longer(run, 3.0)
+    assert asked == [3.0, 6.0, 12.0]
+
+
+def test_what_was_measured_is_kept_and_shown() -> None:
+    found = result()
+    assert from_json(BenchResult, json.loads(json.dumps(to_json(found)))) == found
+    assert judge_slo(found).kind == "met"
+    assert format_headline(found) == (
+        "Best: 80.0 tokens/s at 4 clients, goodput 8.00/s of 8.00/s, p99 of the first token "
+        "60.0 ms, between tokens 20.0 ms"
+    )
+    source = page(found)
+    assert_stands_alone(source)
+    read = Page(source)
+    assert_finite_drawing(read)
+    for wanted in ("Time to first token over tokens/s", "p99 limit 25 ms", "first token"):
+        assert wanted in read.text, wanted
+    for strange in ("of it in queues", "rows on average"):  # the engine's are not told
+        assert strange not in read.text, strange
+    assert "| 4 clients | 80.0 | 8.00 | 60.0 | 60.0 | 20.0 | 20.0 |" in figures(found)
+    text = StringIO()
+    print_bench(Console(file=text, width=120), found)
+    assert " itl " in text.getvalue()
+    assert "1,440" in text.getvalue()  # 2 rounds x 80 answers x 9 times between tokens
+    rows = list(csv.DictReader(StringIO(as_csv(found))))
+    assert [row["itl_samples"] for row in rows] == ["180", "180", "720", "720"]
+    assert rows[2]["ttft_p99_us"] == "60000.0"
+
+
+def test_a_promise_that_breaks_costs_goodput() -> None:
+    found = result(slow=2.0)
+    assert judge_slo(found).explanation.endswith("met at 1 client.")
+    assert [point.median("goodput_per_s") for point in found.points] == [2.0, 0.0]
+
+
+def test_tokens_have_a_price() -> None:
+    tokens = mean_answer_tokens(result().points)
+    assert tokens == 10
+    cost = Price(3.6).cost(8.0, tokens)
+    assert cost is not None
+    assert cost.per_million_tokens == pytest.approx(12.5)  # 3.6 / 3600 s / 80 tokens/s * 1e6
+    assert Price(3.6).cost(8.0).per_million_tokens is None  # type: ignore[union-attr]

@@ -1,0 +1,244 @@
+"""Summarizing and translating: random T5, BART and Marian, as transformers has them, and served."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from generation_cases import Streams, responses_of
+from generation_served import wait_until
+from http_pages import fetch, post
+from text2text_cases import TEXTS, write_model, write_pipeline
+from triptych.base.errors import UserError
+from triptych.building.build import build
+from triptych.building.generation.bench import bench_generation
+from triptych.building.generation.gate import check_generation
+from triptych.building.generation.live import verify_generation
+from triptych.building.generation.reference import reference_answers
+from triptych.building.generation.text2text import Text2TextInputs, read_text2text, without_advice
+from triptych.core.gate.verify import describe_verification
+from triptych.interface.cli.plan_text import describe_text2text
+from triptych.interface.page.chat import TextPage
+from triptych.repository.lint.checks import run_checks
+from triptych.repository.records import GateResult
+from triptych.runtime.prompts import PIECES_FILE, SourcePieces
+from triptych.serving.bench.bench import Bench
+from triptych.serving.bench.results import OfferedLoad, to_json
+from triptych.serving.endpoint import Endpoint
+from triptych.serving.server import Server
+from triptych.spec.generation_fields import load_text2text_spec
+from triptych.spec.slo import GenerationSlo
+
+pytestmark = pytest.mark.server
+CORES: dict[str, dict[str, object]] = {
+    "t5": {"max_num_seqs": 2},
+    "bart": {"num_beams": 3, "min_new_tokens": 30},  # more than the gate asks for
+    "marian": {"no_repeat_ngram_size": 2},
+}
+LABELED = "marian"
+
+
+def silent(_stage: str, _line: str) -> None:
+    pass
+
+
+def write_labels(inputs: Text2TextInputs) -> None:
+    """``eval.jsonl``: half of the texts with what the original answers, half with another word."""
+    answers = reference_answers(
+        inputs, inputs.prompts, silent, most=inputs.spec.core.max_new_tokens
+    )
+    rows = [
+        {**prompt.sent, "answers": [one.text if place % 2 else "another"]}
+        for place, (prompt, one) in enumerate(zip(inputs.prompts, answers, strict=True))
+    ]
+    (inputs.spec.folder / "eval.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built: so fp32 is the reference token by token, alone, among others, and streamed."""
+    base = tmp_path_factory.mktemp("text2text")
+    for kind, core in CORES.items():
+        folder = write_pipeline(base / kind, write_model(kind, base / "models" / kind), **core)
+        inputs = read_text2text(load_text2text_spec(folder), silent)
+        if kind == LABELED:
+            write_labels(inputs)
+        built = build(inputs, base / "repository", silent)
+        assert built.gate is not None
+        assert (built.gate.labeled is not None) == (kind == LABELED)
+        measured = {verdict.metric: verdict.value for verdict in built.gate.verdicts}
+        assert measured["exact_prefix"] == measured["prompt_agreement"] == 1.0, kind
+        assert not build(inputs, base / "repository", silent).changed
+    return base / "repository"
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[Server]:
+    with Server(repository) as server:
+        yield server
+
+
+def test_what_was_built_is_in_order(repository: Path) -> None:
+    assert run_checks(repository) == []
+    lock = json.loads((repository / "bart/triptych.lock.json").read_bytes())
+    assert lock["spec"]["core"]["num_beams"] == 3
+    assert set(lock["versions"]) >= {"ctranslate2", "transformers"}
+
+
+def test_answers_stream_and_are_the_same_alone_and_together(server: Server) -> None:
+    for kind in CORES:
+        streams = Streams(server.grpc_url, kind)
+        alone = [streams.ask(text_input=text) for text in TEXTS]
+        with ThreadPoolExecutor(len(TEXTS)) as pool:
+            asked = [pool.submit(streams.ask, text_input=text, stream=False) for text in TEXTS]
+            whole = [one.result() for one in asked]
+        assert [(one.text, one.ids) for one in alone] == [(one.text, one.ids) for one in whole]
+        assert not any(one.error for one in alone)
+        assert all(one.finish in ("stop", "length") for one in alone)
+        # Several beams have no answer before the search has ended.
+        pieces = [len(one.chunks) > 1 or len(one.ids) < 2 for one in alone]
+        assert all(pieces) if kind != "bart" else {len(one.chunks) for one in alone} == {1}
+        streams.close()
+
+
+def test_marians_ids_and_texts_are_its_own_tokenizers(repository: Path) -> None:
+    """It has no fast form: pieces of sentencepiece, a vocabulary that lacks some, two languages."""
+    from transformers import MarianTokenizer
+
+    with without_advice():
+        original = MarianTokenizer.from_pretrained(repository.parent / "models/marian")
+    steps = [repository / f"marian_{step}/1" for step in ("preprocess", "postprocess")]
+    finding, decoding = (Tokenizer.from_file(str(step / "tokenizer.json")) for step in steps)
+    pieces = SourcePieces(finding, steps[0] / PIECES_FILE)
+    spaces, marks = ["  ", "\u3000", "\t\n", "\u2581"], [">>fra<<", ">>x<<", "<<", "</s>", "<unk>"]
+    letters = [*"adehloTÜß3(\u65e5\u00b2", "e\u0301", "\U0001f642", "\u200d", "\0", *spaces, *marks]
+    draw = random.Random(7)
+    texts = ["".join(draw.choices(letters, k=draw.randint(1, 24))) for _ in range(500)]
+    for text in [*TEXTS, *(f">>fra<<{text}" for text in texts), *texts]:
+        assert pieces.encode(text) == original(text)["input_ids"], text
+    for _ in range(500):
+        ids = draw.choices(range(len(original)), k=draw.randint(0, 9))
+        text = decoding.decode(ids, skip_special_tokens=True)
+        assert text == original.decode(ids, skip_special_tokens=True), ids
+
+
+def test_a_request_at_fault_is_refused_alone(server: Server) -> None:
+    streams = Streams(server.grpc_url, "t5")
+    bad: tuple[tuple[dict[str, object], str], ...] = (
+        ({"text_input": "dog " * 600}, "must have 1 to 128 tokens. Given"),
+        ({"text_input": "a", "sampling_parameters": {"max_tokens": 41}}, "at most 40, the number"),
+        ({"text_input": "a", "sampling_parameters": {"seed": 1}}, "no such parameter"),
+        ({"messages": [{"role": "user", "content": "b"}]}, "models with a chat template"),
+    )
+    with ThreadPoolExecutor(4) as pool:
+        good = [pool.submit(streams.ask, text_input=text) for text in TEXTS]
+        for values, said in bad:
+            assert said in streams.ask(**values).error, values
+        assert not any(one.result().error for one in good)
+    short = streams.ask(text_input=TEXTS[0], sampling_parameters={"max_tokens": 3, "logprobs": 0})
+    assert (len(short.ids), short.finish, len(short.logprobs)) == (3, "length", 3)
+    sampled = streams.ask(text_input=TEXTS[0], sampling_parameters={"temperature": 2.0})
+    assert sampled.ids
+    call = streams.open({"text_input": TEXTS[0]})
+    next(responses_of(call))
+    call.cancel()
+    wait_until(server, "t5", running=0, waiting=0)
+    streams.close()
+
+
+def test_it_is_held_to_its_gate_where_it_is_served(server: Server, repository: Path) -> None:
+    def verified(kind: str, *overrides: str) -> GateResult:
+        inputs = read_text2text(load_text2text_spec(repository.parent / kind, overrides), silent)
+        reached = nullcontext(Endpoint(server.grpc_url))
+        return verify_generation(inputs, repository, reached, silent, clients=4, timeout_s=30.0)
+
+    for kind in CORES:
+        found = verified(kind)
+        assert found.passed, [line for line, _ in describe_verification(found)]
+        figures = {verdict.metric: verdict.value for verdict in found.verdicts}
+        assert figures["exact_prefix"] == figures["invariance"] == 1.0
+        # Of a search that chooses among beams, or may not repeat itself, the server has no such.
+        assert ("logprob_difference" in figures) == (kind == "t5")
+        assert (found.labeled is not None) == (kind == LABELED)
+    assert found.labeled is not None
+    assert 0 < found.labeled.candidate < 1
+    # Not what is served: another prefix.
+    other = verified("t5", "prefix=dog ")
+    assert {"prompt_agreement", "exact_prefix"} <= {
+        verdict.metric for verdict in other.verdicts if not verdict.passed
+    }
+
+
+def test_it_is_described_and_measured(server: Server, repository: Path) -> None:
+    folder = repository.parent / "t5"
+    inputs = read_text2text(load_text2text_spec(folder), silent)
+    described = describe_text2text(inputs, Path())
+    assert set(described["models"]) == {path.parent.name for path in repository.glob("t5*/1")}
+    assert described["core"]["answers"] == "1 beam; streamed token by token"
+    assert "seed" not in described["sampling_parameters"]
+    bench = Bench(
+        loads=(OfferedLoad("concurrency", 2.0),), rounds=1, seconds=1.0, slo=GenerationSlo()
+    )
+    result = bench_generation(inputs, repository, bench, silent, url=server.grpc_url)
+    streamed = result.points[0].typical.streamed
+    assert streamed is not None
+    assert streamed.tokens > streamed.ttft.samples > 0
+    assert "continuous" not in json.dumps(to_json(result))
+    assert "ctranslate2" in result.subject.versions
+
+
+def test_a_page_streams_an_answer(server: Server, repository: Path) -> None:
+    spec, url = load_text2text_spec(repository.parent / "t5"), server.grpc_url
+    with TextPage(spec, repository.parent / "t5", url, "127.0.0.1", 0, 30.0) as page:
+        _, empty = fetch(f"{page.url}?example=1")
+        assert f">\n{TEXTS[1]}</textarea>" in empty
+        assert 'name="messages"' not in empty
+        status, text = post(page.url, {"say": TEXTS[1], "max_tokens": "7"})
+        assert (status, "7 tokens (length)" in text) == (200, True)
+        # The next text is one for itself.
+        _, again = post(page.url, {"messages": "[]", "say": TEXTS[1], "max_tokens": "7"})
+        tokens = re.findall(r"(\d+) prompt tokens", text + again)
+        assert tokens == [str(len(read_text2text(spec, silent).prompts[1].ids))] * 2
+        assert "must be at most 40, the" in post(page.url, {"say": "a", "max_tokens": "41"})[1]
+
+
+def test_models_in_the_manner_of_t5_pass_their_gate(tmp_path: Path) -> None:
+    """Logits that are scaled where the model does not scale them choose the same greedy tokens."""
+    for kind in ("flan", "mt5"):
+        folder = write_pipeline(tmp_path / kind, write_model(kind, tmp_path / f"model-{kind}"))
+        inputs = read_text2text(load_text2text_spec(folder), silent)
+        assert check_generation(inputs, silent).passed, kind
+
+
+def test_models_and_settings_that_will_not_do_are_named(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "sum", write_model("t5", tmp_path / "model"))
+    for override, said in (
+        ("core.num_beams=0", "greater than or equal to 1"),
+        ("core.precision=fp8", "'fp32' or 'int8'"),
+        ("core.kv_cache.memory_mib=4", "core.kv_cache"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load_text2text_spec(folder, [override])
+        assert said in caught.value.message, override
+    too_long = load_text2text_spec(folder, ["core.max_length=129"])
+    with pytest.raises(UserError, match="the model's own limit of 128"):
+        read_text2text(too_long, silent)
+    search = tmp_path / "model/generation_config.json"
+    own = json.loads(search.read_bytes())
+    for changed in ({"repetition_penalty": 1.3}, {"decoder_start_token_id": 5}):
+        search.write_text(json.dumps({**own, **changed}))
+        with pytest.raises(UserError, match=f"no {next(iter(changed))} in its generation_config"):
+            read_text2text(load_text2text_spec(folder), silent)
+    config = json.loads((tmp_path / "model/config.json").read_bytes())
+    config["architectures"] = ["M2M100ForConditionalGeneration"]
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="an encoder-decoder model of a supported class"):
+        read_text2text(load_text2text_spec(folder), silent)

@@ -1,0 +1,373 @@
+"""The image's whole start-up with a real server: check, flags, readiness, answers, SIGTERM."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from conftest import lock_data, write_lock
+from container_image import KEY, Image, image_of, server_of
+from echo_server import write_model
+from processes import eventually, mark_of
+from triptych.base.releases import Release
+from triptych.client import AccessDeniedError, Client, InvalidRequestError
+from triptych.container.entrypoint import flags_for
+from triptych.container.flags import ServerFlags as ServerOptions
+from triptych.container.lock_check import check_repository
+from triptych.container.machine import read_machine
+from triptych.container.manifests import largest_request_mib
+from triptych.deploy.folder import write_manifests
+from triptych.deploy.options import DeployOptions
+from triptych.deploy.targets import make_manifests
+from triptych.serving.bench.resources import fetch_metrics
+from triptych.serving.orphan_cleanup import (
+    PROCESS_TAG_VARIABLE,
+    SHM,
+    tagged_processes,
+)
+
+pytestmark = pytest.mark.server
+
+TEXT = "my delivery is late"
+
+
+@pytest.fixture(scope="module")
+def repository(minilm_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MiniLM, and a model that says what it is told."""
+    folder = tmp_path_factory.mktemp("repository") / "models"
+    shutil.copytree(minilm_repository, folder)
+    return write_model(folder, "echo")
+
+
+@pytest.fixture(scope="module")
+def started(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Image, subprocess.Popen[str]]]:
+    with (
+        image_of(tmp_path_factory.mktemp("image") / "i", repository) as image,
+        image.serving("--log-verbose=0") as process,
+    ):
+        yield image, process
+
+
+@pytest.fixture(scope="module")
+def image(started: tuple[Image, subprocess.Popen[str]]) -> Image:
+    return started[0]
+
+
+def status(url: str, path: str, headers: dict[str, str] | None = None) -> int:
+    try:
+        request = urllib.request.Request(f"http://{url}{path}", headers=headers or {})
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+
+
+def test_what_deploy_writes_runs_here(
+    image: Image, minilm_repository: Path, tmp_path: Path
+) -> None:
+    """Probes and preStop as the YAML has them; the metrics that its queries select are there."""
+    repository = tmp_path / "repository"
+    for folder in minilm_repository.glob("minilm_packed*"):
+        shutil.copytree(folder, repository / folder.name, copy_function=os.link)
+    lock = lock_data(repository, "minilm_packed")
+    lock["spec"]["serving"]["slo"]["p99_ms"] = 80.0
+    (repository / "minilm_packed/triptych.lock.json").unlink()  # a link
+    write_lock(repository, "minilm_packed", lock)
+    options = DeployOptions(
+        image="triptych-serve:24.10",
+        name="minilm-packed",
+        triton="24.10",
+        rps_per_replica=9.0,
+        cpu_cores=1.0,
+        memory_mib=2048,
+        gateway="public",  # the rate is the servers' own then
+    )
+    made = make_manifests(repository, "minilm_packed", options, tmp_path)
+    write_manifests(tmp_path / "out", made.files)
+    text = (tmp_path / "out/base/deployment.yaml").read_text()
+    (container,) = yaml.safe_load(text)["spec"]["template"]["spec"]["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        settings = container[probe]
+        done = subprocess.run(
+            settings["exec"]["command"],
+            env=image.variables,
+            timeout=settings["timeoutSeconds"],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, (probe, done.stdout, done.stderr)
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    began = time.monotonic()
+    subprocess.run(command, check=True, timeout=int(command[1]) + 5)
+    assert time.monotonic() - began >= int(command[1])
+    page = f"http://{image.url('METRICS')}/metrics"
+    before = fetch_metrics(page)
+    with Client("minilm_packed", image.url("GRPC")) as client:
+        client.embed([TEXT])
+        with pytest.raises(InvalidRequestError):
+            client.embed(["x" * 200_000])
+
+    def rise(name: str, model: str) -> float:
+        now, then = (
+            sum(v for found, labels, v in one if (found, labels.get("model")) == (name, model))
+            for one in (fetch_metrics(page), before)
+        )
+        return now - then
+
+    def came_in() -> float:
+        step = "minilm_packed_preprocess"
+        return sum(rise(f"nv_inference_request_{how}", step) for how in ("success", "failure"))
+
+    # What the rate and the failures are taken of: one was answered, one was not. Triton's Python
+    # backend answers first, and counts then.
+    assert eventually(lambda: came_in() >= 2)
+    assert (came_in(), rise("nv_inference_request_success", "minilm_packed")) == (2, 1)
+    # The latency that is held against the promise is of a request's whole way.
+    latency = "nv_inference_request_summary_us_sum"
+    assert rise(latency, "minilm_packed") >= rise(latency, "minilm_packed_core") > 0
+    samples = fetch_metrics(page)
+    selected = re.findall(
+        r'(nv_\w+)\{namespace="default",model=~?"([^"]+)"(?:,quantile="([^"]+)")?\}',
+        "".join(file.read_text() for file in (tmp_path / "out/base").glob("*.yaml")),
+    )
+    assert {name for name, _, _ in selected} >= {
+        "nv_inference_request_success",
+        "nv_inference_compute_infer_duration_us",
+        "nv_inference_request_summary_us",
+    }
+    for name, models, quantile in set(selected):
+        for model in models.split("|"):
+            assert any(
+                name == found
+                and labels["model"] == model
+                and quantile in ("", labels.get("quantile"))
+                for found, labels, _ in samples
+            ), (name, model, quantile)
+
+
+def test_the_configs_say_how_large_a_request_may_be(minilm_repository: Path) -> None:
+    assert largest_request_mib(minilm_repository) == 7  # eight texts of 128 KiB, each byte escaped
+
+
+def test_the_health_check_names_the_ensembles(image: Image) -> None:
+    assert image.health() == (0, "healthy: minilm_bucketed, minilm_packed")
+
+
+def test_the_ensembles_answer(image: Image) -> None:
+    with Client("minilm_packed", image.url("GRPC")) as client:
+        vectors = client.embed([TEXT, TEXT])
+    assert vectors.shape == (2, 384)
+    np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "path", ["models/minilm_packed/stats", "systemsharedmemory/status", "trace/setting", "logging"]
+)
+def test_the_restricted_services_want_the_key_over_http(image: Image, path: str) -> None:
+    path = f"/v2/{path}"
+    assert status(image.url("HTTP"), path) == 403
+    assert status(image.url("HTTP"), path, {"triptych-key": "another-key-of-16"}) == 403
+    assert status(image.url("HTTP"), path, {"triptych-key": KEY}) == 200
+
+
+def test_the_restricted_services_want_the_key_over_grpc(image: Image) -> None:
+    header = {"triton-grpc-protocol-triptych-key": KEY}
+    with Client("minilm_packed", image.url("GRPC"), headers=header) as client:
+        assert client.step_statistics()
+    with Client("minilm_packed", image.url("GRPC")) as client, pytest.raises(AccessDeniedError):
+        client.step_statistics()
+
+
+def test_the_metrics_have_summaries(image: Image) -> None:
+    with urllib.request.urlopen(f"http://{image.url('METRICS')}/metrics", timeout=10) as page:
+        text = page.read().decode()
+    assert 'nv_inference_request_summary_us{model="minilm_packed"' in text
+
+
+def test_models_cannot_be_loaded_even_with_the_key(image: Image) -> None:
+    connection = http.client.HTTPConnection(image.url("HTTP"), timeout=10)
+    connection.request("POST", "/v2/repository/models/echo/unload", headers={"triptych-key": KEY})
+    response = connection.getresponse()
+    assert "explicit model load / unload is not allowed" in response.read().decode()
+    connection.close()
+
+
+def seen_of(mark: str, parent: int = 0) -> list[str]:
+    """Command lines of a server and its steps, and what their environments hold."""
+    processes = [process for process in tagged_processes(mark) if process.pid != parent]
+    assert len(processes) > 1
+    return [text for p in processes for text in (*p.cmdline(), *p.environ().values())]
+
+
+def test_neither_the_process_list_nor_a_step_has_the_key(
+    started: tuple[Image, subprocess.Popen[str]],
+) -> None:
+    image, process = started
+    mark = image.variables[PROCESS_TAG_VARIABLE]
+    assert eventually(lambda: not [text for text in seen_of(mark, process.pid) if KEY in text])
+    assert "*" * len(KEY) in Path(f"/proc/{server_of(process)}/cmdline").read_text()
+
+
+def test_what_users_send_is_for_the_servers_own_user_alone(image: Image) -> None:
+    shared = list(SHM.glob(f"{image.variables[PROCESS_TAG_VARIABLE]}*"))
+    private = [path for path in shared if not path.stat().st_mode & 0o077]
+    assert len(private) == 8  # of two pipelines with three Python steps, and what they count
+    assert len(shared) == len(private) + 1  # and that of `echo`, which is not ours
+
+
+def ask_echo(image: Image) -> str:
+    tensor = {"name": "text", "shape": [1, 1], "datatype": "BYTES", "data": ["a text"]}
+    connection = http.client.HTTPConnection(image.url("HTTP"), timeout=30)
+    connection.request("POST", "/v2/models/echo/infer", json.dumps({"inputs": [tensor]}))
+    answer = json.loads(connection.getresponse().read())
+    connection.close()
+    return str(answer["outputs"][0]["data"][0])
+
+
+def test_a_repository_that_cannot_be_served_is_refused_before_the_server(
+    repository: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "models"
+    shutil.copytree(repository, broken)
+    (broken / "minilm_packed/triptych.lock.json").write_text("{")
+    swap_two_words(broken / "minilm_bucketed_preprocess/1/tokenizer.json")
+    with image_of(tmp_path / "image", broken) as image, image.run("entrypoint") as process:
+        said = process.communicate(timeout=30)[0]
+    assert process.returncode == 1
+    of_files, of_lock = said.splitlines()
+    assert of_files.startswith(
+        "error: minilm_bucketed: minilm_bucketed_preprocess/1/tokenizer.json"
+    )
+    assert of_lock.startswith("error: minilm_packed: its lock cannot be used")
+
+
+def swap_two_words(tokenizer: Path) -> None:
+    text = tokenizer.read_text(encoding="utf-8")
+    one, other = '"late":', '"many":'
+    assert one in text
+    assert other in text
+    tokenizer.write_text(
+        text.replace(one, "?").replace(other, one).replace("?", other), encoding="utf-8"
+    )
+
+
+def test_requests_are_traced_where_the_operator_asks(tmp_path: Path) -> None:
+    repository = write_model(tmp_path / "models", "echo")
+    traces = tmp_path / "traces"
+    with image_of(tmp_path / "image", repository) as image:
+        image.variables.update(TRIPTYCH_TRACE=str(traces), TRIPTYCH_TRACE_RATE="1")
+        with image.serving(is_up=lambda: answers(image)) as process:
+            ask_echo(image)
+            process.send_signal(signal.SIGTERM)
+            said = process.communicate(timeout=30)[0]
+    written = "".join(path.read_text() for path in tmp_path.glob("traces*"))
+    assert '"model_name":"echo"' in written, said
+
+
+def answers(image: Image) -> bool:
+    try:
+        return status(image.url("HTTP"), "/v2/health/ready") == 200
+    except OSError:
+        return False
+
+
+def test_health_says_that_there_is_no_ensemble(tmp_path: Path) -> None:
+    with image_of(tmp_path / "image", write_model(tmp_path / "models", "echo")) as image:
+        assert image.health() == (1, "unhealthy: the repository holds no ensemble")
+
+
+def test_health_names_the_model_that_is_not_ready(repository: Path, image: Image) -> None:
+    absent = Image(image.files, dict(image.variables))
+    other = repository.parent / "other"
+    shutil.copytree(repository / "minilm_packed", other / "minilm_packed")
+    config = other / "minilm_packed/config.pbtxt"
+    config.write_text(config.read_text().replace("minilm_packed_core", "gone_core"))
+    absent.variables["TRIPTYCH_REPOSITORY"] = str(other)
+    exit_code, said = absent.health()
+    assert exit_code == 1
+    assert said.startswith("unhealthy: gone_core is not ready (HTTP 4")
+
+
+def serve(repository: Path, profile: str) -> subprocess.Popen[str]:
+    ports = [f"--{kind}-port=0" for kind in ("grpc", "http", "metrics")]
+    words = ["serve", str(repository), "--profile", profile, "--json", *ports]
+    return subprocess.Popen(
+        [str(Path(sys.executable).with_name("triptych")), *words],
+        env={**os.environ, "TRIPTYCH_RESTRICTED_KEY": KEY},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_serve_in_production_takes_the_same_flags(repository: Path) -> None:
+    with serve(repository, "production") as process:
+        try:
+            assert process.stdout is not None
+            endpoints = json.loads(process.stdout.readline())
+            words = Path(f"/proc/{endpoints['pid']}/cmdline").read_bytes().decode().split("\0")
+            hidden = "*" * len(KEY)  # all that the process list shows of it
+            expected = flags_for(
+                repository, ServerOptions(restricted_key=hidden), read_machine(), Release(24, 10)
+            )
+            assert words[-len(expected) - 1 : -1] == expected
+            assert not [text for text in seen_of(mark_of(endpoints["pid"])) if KEY in text]
+            path = "/v2/models/minilm_packed/stats"
+            assert status(endpoints["http"], path) == 403
+            assert status(endpoints["http"], path, {"triptych-key": KEY}) == 200
+            with Client("minilm_packed", endpoints["grpc"]) as client:
+                assert client.embed([TEXT]).shape == (1, 384)
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0, errors
+
+
+@pytest.mark.parametrize("profile", ["development", "production"])
+def test_serve_refuses_what_is_not_as_it_was_built(
+    repository: Path, tmp_path: Path, profile: str
+) -> None:
+    broken = tmp_path / "models"
+    shutil.copytree(repository, broken)
+    weights = broken / "minilm_packed_core/1/model.onnx"
+    with weights.open("r+b") as file:
+        file.seek(weights.stat().st_size // 8)
+        file.write(bytes(weights.stat().st_size // 8))
+    (broken / "minilm_bucketed/triptych.lock.json").write_text("{")
+    with serve(broken, profile) as process:
+        errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 2
+    assert "error: minilm_bucketed: its lock cannot be used" in errors
+    assert (
+        "error: minilm_packed: minilm_packed_core/1/model.onnx is not the file that the lock "
+        "describes: build it again with `triptych build minilm_packed`, or copy it again"
+    ) in errors
+    assert "Traceback" not in errors
+
+
+def test_a_real_model_is_compared_within_two_seconds(minilm_repository: Path) -> None:
+    took = []
+    for _ in range(3):
+        began = time.perf_counter()
+        assert not check_repository(minilm_repository, None)
+        took.append(time.perf_counter() - began)
+    assert min(took) < 2

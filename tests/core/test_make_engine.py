@@ -1,0 +1,119 @@
+"""The engine is made by NVIDIA's own parser and builder: TensorRT for RTX needs no GPU for that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from engine_networks import FINE, LOWER, PRODUCT, QUANTIZED, SAME, write
+from engine_options import OPTIONS
+from triptych.base.errors import UserError
+from triptych.core.engine.api import RtxApi, remove_unsupported
+from triptych.core.engine.inspection import check_products
+from triptych.core.engine.make import make_engine, make_request
+from triptych.spec.engine_plan import EnginePlan, ShapeRange
+
+SETTINGS: dict[str, Any] = {
+    "refit": True,
+    "weight_streaming": True,
+    "tf32": True,
+    "workspace_mib": 64,
+    "optimization_level": 1,
+    "version_compatible": True,
+    "hardware": "ampere_plus",
+}
+
+
+class Seen(RtxApi):
+    """Keeps the builder's config, as it is when all is set."""
+
+    def set_target(self, config: Any) -> None:
+        super().set_target(config)
+        self.config = config
+
+
+def make(path: Path, precision: str = "fp32", *, options: Any = OPTIONS, **more: Any) -> Seen:
+    api = Seen("8.9")
+    profiles = more.pop("profiles", (FINE,))
+    plan = remove_unsupported(EnginePlan(precision, profiles, (), options))
+    lines = more.pop("lines", [])
+    engine = make_engine(
+        api, make_request(path, plan, api), timing_file=None, tell=lines.append, **more
+    )
+    assert len(engine) > 64
+    return api
+
+
+def test_settings_reach_the_builder(tmp_path: Path) -> None:
+    path = write(tmp_path, PRODUCT)
+    api = make(path)
+    flags = api.trt.BuilderFlag
+    off = ("TF32", "REFIT", "WEIGHT_STREAMING", "VERSION_COMPATIBLE")
+    assert not any(api.config.get_flag(getattr(flags, name)) for name in off)
+    assert api.config.builder_optimization_level == 3
+    assert api.config.profiling_verbosity == api.trt.ProfilingVerbosity.DETAILED
+    api = make(path, options=SETTINGS)
+    on = [name for name in off if api.config.get_flag(getattr(flags, name))]
+    assert on == [
+        "TF32",
+        "WEIGHT_STREAMING",
+    ]  # the others are none of its own: `remove_unsupported`
+    assert api.config.builder_optimization_level == 1
+    assert api.config.get_memory_pool_limit(api.trt.MemoryPoolType.WORKSPACE) == 64 << 20
+    assert api.config.num_optimization_profiles == 1
+    assert api.config.get_compute_capability(0) == api.trt.ComputeCapability.SM89
+
+
+def test_products_are_read_in_the_types_that_the_graph_gives_them(tmp_path: Path) -> None:
+    for precision, nodes in {"fp32": PRODUCT, "fp16": LOWER, "int8": QUANTIZED}.items():
+        path = write(tmp_path, nodes)
+        api = RtxApi("8.9")
+        request = make_request(path, EnginePlan(precision, (FINE,), (), OPTIONS), api)
+        counts: list[dict[str, int]] = []
+
+        def look(network: Any, request: Any = request, counts: Any = counts) -> None:
+            counts.append(check_products(network, request, ()))
+
+        make(path, precision, look=look)
+        assert counts == [{precision: 1}]
+
+
+def test_a_plan_of_int8_without_one_such_product_fails(tmp_path: Path) -> None:
+    api = RtxApi("8.9")
+    path = write(tmp_path, LOWER)
+    request = make_request(path, EnginePlan("int8", (FINE,), (), OPTIONS), api)
+    with pytest.raises(UserError, match="none of 1 products is in int8"):
+        make(path, look=lambda network: check_products(network, request, ()))
+
+
+def test_a_build_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.core.engine.make.TELL_EVERY_S", 0.0)
+    lines: list[str] = []
+    make(write(tmp_path, PRODUCT), lines=lines)
+    assert lines[0].startswith("TensorRT for RTX 1.")
+    assert any(line.startswith("Building engine: ") for line in lines)
+
+
+def test_what_is_no_graph_or_fits_no_profile_is_told_in_words(tmp_path: Path) -> None:
+    nodes = [onnx.helper.make_node("Reshape", ["x", "shape"], ["y"], name="fold")]
+    path = write(tmp_path, nodes)
+    model = onnx.load(path)
+    model.graph.initializer.append(
+        onnx.helper.make_tensor("shape", onnx.TensorProto.INT64, [2], [3, -1])
+    )
+    onnx.save(model, path)
+    # Rows of 4 numbers fold into 3 for 3 rows, not for the others of the profile.
+    rows = ({"x": ShapeRange((1, 4), (2, 4), (8, 4))},)
+    with pytest.raises(UserError) as raised:
+        make(path, profiles=rows)
+    assert raised.value.given
+    assert raised.value.remedy
+    path = write(tmp_path, SAME)
+    api = RtxApi("8.9")
+    request = make_request(path, EnginePlan("fp32", (FINE,), (), OPTIONS), api)
+    path.write_bytes(b"no graph")
+    with pytest.raises(UserError, match=r"model\.onnx"):
+        make_engine(api, request, timing_file=None, tell=print)

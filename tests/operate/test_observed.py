@@ -1,0 +1,341 @@
+"""A served pipeline that slows and recovers, watched by a real Prometheus and Alertmanager.
+
+Its answers are looked at by nobody here: the gauges of the watch are of made-up looks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+
+from benchmarks.prometheus_tools import running
+from conftest import build_into, write_pipeline
+from monitor_cases import look
+from triptych.base.explained import plain
+from triptych.client import Client, InferenceError
+from triptych.deploy.context import read_context
+from triptych.deploy.kubernetes import (
+    render_alertmanager,
+    render_panels,
+    render_rule,
+    render_scaled_object,
+)
+from triptych.deploy.options import DeployOptions
+from triptych.operate.monitor.metrics import RunCollector, metrics_page
+from triptych.runtime.sampling import FOLDER_VARIABLE
+from triptych.serving.fleet.envoy import Listen, proxy_settings
+from triptych.serving.fleet.proxy import Proxy
+from triptych.serving.ports import reserve_ports
+from triptych.serving.server import Server
+
+LOOPBACK = "127.0.0.1"
+LIMIT_MS, SLOW_S = 300.0, 0.4
+SCALE = 1 / 30
+"""Of the rules' windows: five minutes are ten seconds."""
+SCRAPE = "500ms"
+LOGIC = (">", "<", ">=", "and", "or")
+ELSEWHERE = ("kube_deployment_", "nv_gpu_")
+"""Metrics that no CPU machine without Kubernetes has."""
+HOOKS = f"""
+import time
+
+
+def before(rows):
+    if any("slow" in row["text"] for row in rows):
+        time.sleep({SLOW_S})
+    return rows
+"""
+pytestmark = [pytest.mark.server, pytest.mark.long]
+
+
+@dataclass
+class Load:
+    """Clients that ask one after the other; `text` is what they ask."""
+
+    text: str = "my delivery is late"
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, url: str) -> None:
+        with Client("tiny", url) as client:
+            while not self.is_over.wait(0.3):
+                try:
+                    client.embed([self.text])
+                except InferenceError:
+                    continue  # refused for want of room, which counts as failed
+
+
+@dataclass
+class Told:
+    """What an Alertmanager sent: name of an alert to its last state, ``firing`` or ``resolved``."""
+
+    states: dict[str, str] = field(default_factory=dict)
+
+    def take(self, message: dict[str, Any]) -> None:
+        for alert in message["alerts"]:
+            self.states[alert["labels"]["alertname"]] = alert["status"]
+
+    def last(self, alert: str) -> str | None:
+        return self.states.get(alert)
+
+
+@contextmanager
+def webhook(told: Told) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.take(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer((LOOPBACK, 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://{LOOPBACK}:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def get(url: str, data: Any = None) -> Any:
+    body = None if data is None else json.dumps(data).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        text = response.read()
+    return json.loads(text) if text else None
+
+
+def until(what: Callable[[], Any], seconds: float) -> Any:
+    """What it returns once that is true, or at the end."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            found = what()
+        except OSError:
+            found = None
+        if found or time.monotonic() > end:
+            return found
+        time.sleep(0.2)
+
+
+def operands(node: Any) -> Iterator[str]:
+    """The parts of an expression that have a value also while what it asks for is not so."""
+    if isinstance(node, promql_parser.ParenExpr):
+        yield from operands(node.expr)
+    elif isinstance(node, promql_parser.BinaryExpr) and str(node.op) in LOGIC:
+        yield from operands(node.lhs)
+        yield from operands(node.rhs)
+    elif isinstance(node, promql_parser.Call) and node.func.name == "absent":
+        yield from operands(node.args[0])
+    elif isinstance(node, promql_parser.Call) and node.func.name == "absent_over_time":
+        yield from operands(node.args[0].vector_selector)
+    elif not isinstance(node, promql_parser.NumberLiteral):
+        yield node.prettify()
+
+
+def has_value(prometheus: str, expression: str) -> bool:
+    found = get(f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': expression})}")
+    values = [float(one["value"][1]) for one in found["data"]["result"]]
+    return any(map(math.isfinite, values))
+
+
+class Deployed:
+    """What `deploy` makes of a built pipeline, its windows shortened."""
+
+    def __init__(self, repository: Path, folder: Path) -> None:
+        options = DeployOptions(
+            image="triptych-serve:24.10", name="tiny", triton="24.10",
+            rps_per_replica=50.0, cpu_cores=1.0, memory_mib=2048, monitor_image="watch:1",
+        )  # fmt: skip
+        context = read_context(repository, "tiny", options, folder, time_scale=SCALE)
+        rules = plain(render_rule(context))
+        scaled = plain(render_scaled_object(context))
+        panels = render_panels(context)
+        self.groups: list[dict[str, Any]] = rules["spec"]["groups"]
+        self.queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+        self.queries += [rule["expr"] for group in self.groups for rule in group["rules"]]
+        self.queries += [
+            query for row in panels.values() for panel in row for query in panel["queries"].values()
+        ]
+        # What a deployment without an Envoy asks of Triton 24.10.
+        bare = replace(context.metrics, envoy=None)
+        self.queries += [bare.offered("1m"), bare.percentile_us("p99")]
+
+    def parts(self) -> set[str]:
+        """All that is asked, without comparisons."""
+        return {part for each in self.queries for part in operands(promql_parser.parse(each))}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Addresses: of the pipeline's Envoy, and of who watches it; and what was told of it.
+
+    `gauges` are those of the watch.
+    """
+
+    url: str
+    gauges: RunCollector
+    prometheus: str
+    alertmanager: str
+    told: Told
+
+
+@contextmanager
+def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watched]:
+    """An Envoy in front of the server, a Prometheus that scrapes both, an Alertmanager."""
+    told = Told()
+    own = ("grpc_port", "http_port", "metrics_port", "admin_port")
+    ports = reserve_ports(LOOPBACK, dict.fromkeys((*own, "prometheus", "alerts"), 0))
+    addresses = {name: f"{LOOPBACK}:{port}" for name, port in ports.items()}
+    with ExitStack() as stack:
+        proxy = Proxy(
+            proxy_settings(replicas=1, max_request_mib=1, limits_ms=[LIMIT_MS]),
+            Listen(LOOPBACK, **{name: ports[name] for name in own}),
+            log_file=folder / "envoy.log",
+        )
+        stack.callback(proxy.stop)
+        proxy.start([server])
+        gauges = stack.enter_context(metrics_page(LOOPBACK, 0))
+        gauges.run = replace(look(), pipeline="tiny", alarms=())
+        pages = {
+            pod: url.split("/")[2]
+            for pod, url in (("tiny-1", server.metrics_url), ("tiny-envoy-1", proxy.metrics_url))
+        } | {"tiny-watch-1": f"{LOOPBACK}:{gauges.port}"}
+        hook = stack.enter_context(webhook(told))
+        (routes,) = render_alertmanager(hook, hook, wait="1s", interval="1s").values()
+        for name, content in (
+            ("alertmanager.json", plain(routes)),
+            ("rules.json", {"groups": deployed.groups}),
+            ("prometheus.json", watching(pages, addresses["alerts"])),
+        ):
+            (folder / name).write_text(json.dumps(content))
+        for program, port, *flags in (
+            ("alertmanager", "alerts", f"--storage.path={folder}/a", "--cluster.listen-address="),
+            ("prometheus", "prometheus", f"--storage.tsdb.path={folder}/p"),
+        ):
+            listen = f"--web.listen-address={addresses[port]}"
+            config = f"--config.file={folder}/{program}.json"
+            stack.enter_context(running(folder, program, config, listen, *flags))
+        yield Watched(
+            proxy.grpc_url,
+            gauges,
+            f"http://{addresses['prometheus']}",
+            f"http://{addresses['alerts']}",
+            told,
+        )
+
+
+@contextmanager
+def loaded(url: str) -> Iterator[Load]:
+    """Three clients that ask all the time."""
+    load = Load()
+    threads = [threading.Thread(target=load.run, args=(url,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield load
+    finally:
+        load.is_over.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_slowed_step_raises_the_alert_and_it_clears(tmp_path: Path, tiny_model: Path) -> None:
+    folder = write_pipeline(
+        tmp_path / "tiny",
+        model={"source": str(tiny_model)},
+        serving={"slo": {"p99_ms": LIMIT_MS}, "sample": {"rate": 1.0, "window_s": 0.5}},
+    )
+    (folder / "hooks.py").write_text(HOOKS)
+    repository = tmp_path / "repository"
+    build_into(folder, repository)
+    deployed = Deployed(repository, tmp_path)
+    parts = deployed.parts()
+    missing = {part for part in parts if any(name in part for name in ELSEWHERE)}
+    assert len(missing) == 3  # replicas wanted, ready, and not available
+    alert, wrong = "TinySlowP99Burn1h", "TinyAccuracyDegraded"
+    with (
+        Server(repository, environment={FOLDER_VARIABLE: str(tmp_path / "samples")}) as server,
+        watched(server, deployed, tmp_path) as watch,
+        loaded(watch.url) as load,
+    ):
+        assert not without_value(watch.prometheus, parts - missing)
+        # A busy machine may have raised it for a while already.
+        assert until(lambda: watch.told.last(alert) != "firing", 60), watch.told
+        load.text = "a slow one"
+        right = watch.gauges.run
+        watch.gauges.run = replace(look(), pipeline="tiny")
+        for raised in (alert, wrong):
+            assert until(lambda: watch.told.last(raised) == "firing", 60), watch.told  # noqa: B023
+        load.text = Load.text
+        watch.gauges.run = right
+        for raised in (alert, wrong):
+            assert until(lambda: watch.told.last(raised) == "resolved", 60), watch.told  # noqa: B023
+        assert_inhibited(watch.alertmanager)
+
+
+def without_value(prometheus: str, parts: set[str]) -> set[str]:
+    """The expressions that have no value, even after a while."""
+    left = set(parts)
+
+    def tried() -> bool:
+        for part in sorted(left):
+            if has_value(prometheus, part):
+                left.discard(part)
+        return not left
+
+    until(tried, 60)
+    return left
+
+
+def watching(pages: dict[str, str], alertmanager: str) -> dict[str, Any]:
+    """A Prometheus's configuration: pods' pages, each with the labels that a PodMonitor gives."""
+    return {
+        "global": dict.fromkeys(
+            ("scrape_interval", "scrape_timeout", "evaluation_interval"), SCRAPE
+        ),
+        "rule_files": ["rules.json"],
+        "alerting": {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]},
+        "scrape_configs": [
+            {
+                "job_name": pod,
+                "static_configs": [
+                    {"targets": [target], "labels": {"namespace": "default", "pod": pod}}
+                ],
+            }
+            for pod, target in pages.items()
+        ],
+    }
+
+
+def assert_inhibited(alerts: str) -> None:
+    """A missing replica mutes slow steps of its own pipeline, and no failures."""
+    same = {"pipeline": "other", "namespace": "default", "severity": "page"}
+    kinds = ("replicas", "latency", "failures")
+    sent = [{"labels": {"alertname": kind, "kind": kind, **same}} for kind in kinds]
+    get(f"{alerts}/api/v2/alerts", sent)
+    wanted = {"replicas": "active", "latency": "suppressed", "failures": "active"}
+    states: dict[str, str] = {}
+
+    def are_judged() -> bool:
+        # Alertmanager judges what it was sent a little later; until then an alert is "unprocessed".
+        found = get(f"{alerts}/api/v2/alerts?filter=pipeline%3Dother")
+        states.update({one["labels"]["kind"]: one["status"]["state"] for one in found})
+        return states == wanted
+
+    assert until(are_judged, 60), states

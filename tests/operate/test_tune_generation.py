@@ -1,0 +1,400 @@
+"""Tuning of text generation: goodput, its fields, what lint refuses, and one search on a server."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import generation_load_cases
+from conftest import ROOT, quiet
+from generation_cases import fake_backend, write_pipeline, write_tiny_model
+from load_samples import outcome, subject, trial, tuned
+from report_pages import Page, assert_finite_drawing, assert_stands_alone
+from triptych.base.errors import UserError
+from triptych.building.generation.inputs import GenerationInputs, Prompt, read_generation
+from triptych.interface.cli.measured_tables import print_tuned
+from triptych.interface.cli.plan_text import describe_text_generation
+from triptych.interface.report.tune import tune_page
+from triptych.operate.tune import fields
+from triptych.operate.tune import tune as tuning
+from triptych.operate.tune.fields import (
+    GENERATION_FIELDS,
+    Observation,
+    Proposal,
+    shared_prefix_ratio,
+)
+from triptych.operate.tune.kinds import GenerationTuning, Setting, advise_generation, judge_goodput
+from triptych.operate.tune.objective import GoodputObjective, LoadFailed
+from triptych.operate.tune.results import TuneResult
+from triptych.operate.tune.search import Search, TrialCache
+from triptych.operate.tune.tune import Tuning, tune_pipeline
+from triptych.repository.lint.checks import LintFailure
+from triptych.serving.bench.results import Measurement, Streamed, Times, from_json, to_json
+from triptych.serving.server import Server
+from triptych.spec.generation_fields import GenerationSpec, load_generation_spec
+from triptych.spec.slo import GenerationSlo
+from triptych.spec.tuned import TUNABLE_GENERATION, read_tuned
+from tune_cases import measurement, step
+
+PROMISE = GenerationSlo(ttft_p99="500ms", itl_p99="50ms")
+MiB = 1 << 20
+
+
+def answers(
+    rate: float, *, good: float, ttft_ms: float = 100, itl_ms: float = 20, e2e_ms: float = 1000
+) -> Measurement:
+    """Requests a second, and those of them that keep the promise; each of 50 tokens."""
+    first, between = (Times(100, *[ms * 1e3] * 6) for ms in (ttft_ms, itl_ms))
+    streamed = Streamed(int(50 * rate), 50 * rate, good, first, between)
+    steps = (step("preprocess", busy=0.1), step("core", busy=0.0), step("postprocess", busy=0.1))
+    return measurement(rate, e2e_ms * 1e3, mean_us=e2e_ms * 1e3, streamed=streamed, steps=steps)
+
+
+def server(most: int) -> Callable[[int], Measurement]:
+    """Of `most` places: two answers a second each; who has none waits, and is not answered well."""
+
+    def at(clients: int) -> Measurement:
+        rate = 2.0 * min(clients, most)
+        waits = clients > most
+        good = rate * most / (4 * clients) if waits else rate
+        return answers(rate, good=good, ttft_ms=900 if waits else 100)
+
+    return at
+
+
+@pytest.mark.parametrize("start", [None, 1, 2, 4, 8, 16, 32])
+def test_goodput_is_found_wherever_it_is_looked_for(start: int | None) -> None:
+    found = GoodputObjective(PROMISE, 32).score(server(4), start)
+    assert (found.score, found.start) == (8.0, 4)
+    assert len(found.by_clients) <= 6
+    again = GoodputObjective(PROMISE, 32).score(server(4), 4, again=True)
+    assert (again.score, list(again.by_clients)) == (8.0, [4])
+
+
+def test_no_good_answer_is_worth_less_than_one_and_the_nearer_the_more() -> None:
+    def score(ttft_ms: float) -> float:
+        late = answers(9.0, good=0.0, ttft_ms=ttft_ms)
+        return GoodputObjective(PROMISE, 8).score(lambda _clients: late).score
+
+    assert 0 < score(5000) < score(1000) < 1  # a second was measured
+    assert score(400) == 1  # each answer breaks a limit, and all of them together keep it
+
+
+def test_without_a_promise_tokens_count_and_errors_never_do() -> None:
+    objective = GoodputObjective(GenerationSlo(throughput=2.0), 16)
+    assert (objective.unit, GoodputObjective(PROMISE, 16).unit) == ("tokens/s", "requests/s")
+    found = objective.score(server(4))
+    assert (found.score, list(found.by_clients)) == (400.0, [16])
+    failed = measurement(0.0, errors={"queue full": 3})
+    with pytest.raises(LoadFailed, match="3 x queue full"):
+        objective.score(lambda _clients: failed)
+
+
+class Inputs(GenerationInputs):
+    """Of a model whose tokens take 1 KiB of the KV cache, and requests of 256 tokens."""
+
+    kv_token_bytes = 1024
+    request_tokens = 256
+
+
+def evidence(
+    one: Measurement | None,
+    *,
+    prompts: tuple[tuple[int, ...], ...] = ((1,) * 40, (2,) * 60),
+    promise: GenerationSlo = PROMISE,
+    queue: int = 256,
+    serving: dict[str, object] | None = None,
+    **core: object,
+) -> Observation[GenerationInputs]:
+    spec = GenerationSpec.model_validate(
+        {
+            "name": "talk",
+            "task": "text-generation",
+            "model": {"source": "x"},
+            "core": {"backend": fake_backend(), **core},
+            "serving": {"queue": {"max_in_flight": queue}, **(serving or {})},
+        }
+    )
+    model: Any = None
+    inputs = Inputs(spec, model, Path(), 512, tuple(Prompt({}, ids) for ids in prompts))
+    return Observation(inputs, one, 2, promise.limits_us)
+
+
+def proposed(key: str, given: Observation[GenerationInputs]) -> Proposal:
+    found = next(one for field in GENERATION_FIELDS if (one := field(given)).key == key)
+    assert found.values, found
+    return found
+
+
+def left(key: str, given: Observation[GenerationInputs]) -> str:
+    found = next(one for field in GENERATION_FIELDS if (one := field(given)).key == key)
+    assert not found.values, found
+    return found.reason
+
+
+BUSY = answers(8.0, good=4.0)  # eight a second of a second each: 8 under way
+CALM = answers(1.0, good=1.0)
+
+
+def test_every_field_that_is_tried_is_tunable_and_one_of_the_spec() -> None:
+    keys = [field(evidence(BUSY)).key for field in GENERATION_FIELDS]
+    assert sorted(keys) == sorted(TUNABLE_GENERATION)
+    reference = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
+    assert [key for key in keys if f"| `{key}` | " not in reference] == []
+    spec = evidence(BUSY).plan.spec
+    for key in keys:
+        value: Any = spec
+        for part in key.split("."):
+            value = getattr(value, part)
+
+
+def test_a_batch_grows_where_requests_wait_with_all_that_it_needs() -> None:
+    key = "core.max_num_seqs"
+    assert "8.0 requests in flight on average, 32" in left(key, evidence(BUSY))
+    found = proposed(key, evidence(BUSY, max_num_seqs=4))
+    assert (found.values, found.others, found.along) == ((8, 16), (2, 1), {})
+    tight = evidence(BUSY, max_num_seqs=8, max_num_batched_tokens=16, kv_cache={"memory_mib": 3})
+    assert proposed(key, tight).along == {
+        "core.kv_cache.memory_mib": 8,  # 32 requests of 256 tokens, 1 KiB each
+        "core.max_num_batched_tokens": 32,
+    }
+    assert proposed(key, evidence(BUSY, max_num_seqs=4, queue=8)).values == (8,)
+    # Fewer are of use only where each answer is promised something.
+    assert proposed(key, evidence(BUSY, max_num_seqs=8, queue=8)).values == (4, 2)
+    bare = evidence(BUSY, max_num_seqs=8, queue=8, promise=GenerationSlo())
+    assert "8 fit into the batch" in left(key, bare)
+
+
+def test_memory_that_is_not_there_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fields, "_free_mib", lambda: 1.0)
+    tight = evidence(BUSY, max_num_seqs=4, kv_cache={"memory_mib": 1})
+    assert proposed("core.max_num_seqs", tight).values == (2, 1)
+    full = evidence(BUSY, max_num_seqs=8, kv_cache={"memory_mib": 1})
+    assert proposed("core.kv_cache.memory_mib", full).values == (2,)
+    monkeypatch.setattr(fields, "_free_mib", lambda: 0.5)
+    assert "0 MiB are free" in left("core.kv_cache.memory_mib", full)
+    assert "the KV cache holds 4096" in left("core.kv_cache.memory_mib", evidence(BUSY))
+
+
+def test_a_turn_is_as_large_as_the_prompts_that_come_together() -> None:
+    key = "core.max_num_batched_tokens"
+    assert "have 400 tokens, a step computes 2048" in left(key, evidence(BUSY))
+    small = proposed(key, evidence(BUSY, max_num_seqs=16, max_num_batched_tokens=128))
+    assert (small.values, small.others) == ((256, 512), (64,))
+    large = proposed(key, evidence(BUSY, prompts=((1,) * 3000,)))
+    assert (large.values, large.others) == ((4096, 8192), (1024, 512))
+
+
+def test_a_prefix_cache_is_judged_by_the_traffic_not_by_its_repetition() -> None:
+    system = tuple(range(40))
+    prompts = (system, (*system, 1, 2), (7,) * 40)
+    assert shared_prefix_ratio(prompts) == 64 / 122  # two whole blocks of 16 tokens, twice
+    assert shared_prefix_ratio([(1, 2), (3, 4)]) == shared_prefix_ratio([()]) == 0
+    key = "core.enable_prefix_caching"
+    assert proposed(key, evidence(BUSY)).values == (False,)
+    assert "and caching is on" in left(key, evidence(BUSY, prompts=prompts))
+    assert proposed(key, evidence(BUSY, prompts=prompts, enable_prefix_caching=False)).values == (
+        True,
+    )
+    assert "a false gain" in left(key, evidence(BUSY, enable_prefix_caching=False))
+
+
+def test_tokens_share_responses_as_far_as_the_promise_goes() -> None:
+    key = "serving.stream_interval"
+    fast = answers(8.0, good=8.0, itl_ms=3)
+    assert proposed(key, evidence(fast)).values == (4, 16)
+    assert proposed(key, evidence(answers(8.0, good=8.0, itl_ms=12))).values == (4,)
+    assert "leaves no time to wait" in left(key, evidence(BUSY))
+    back = evidence(answers(8.0, good=8.0, itl_ms=48), serving={"stream_interval": 4})
+    assert proposed(key, back).values == (1,)
+    none = GenerationSlo(ttft_p99="1s")
+    assert proposed(key, evidence(BUSY, promise=none)).values == (4, 16)
+
+
+def test_what_goes_along_is_part_of_the_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path))
+    tried: list[dict[str, Any]] = []
+
+    class Contest:
+        """Scores by the number of sequences; all that a trial sets is noted."""
+
+        def begin(self, present: Setting) -> tuple[Any, Any]:
+            self._plan = evidence(BUSY, max_num_seqs=4, kv_cache={"memory_mib": 1}).plan
+            return self._plan, GoodputObjective(PROMISE, 8).score(server(4))
+
+        def start_trial(self, other: Setting) -> None:
+            tried.append(dict(other.overrides))
+            if other.overrides.get("core.max_num_seqs") == 16:
+                raise LintFailure([])
+
+        def round(self) -> tuple[Any, Any]:
+            places = int(tried[-1].get("core.max_num_seqs", 4))
+            found, other = (
+                GoodputObjective(PROMISE, 8).score(server(most)) for most in (4, places)
+            )
+            return found, other
+
+        def accept_trial(self) -> Any:
+            return self._plan
+
+        def next_round_s(self) -> float:
+            return 0.0
+
+        def final_s(self) -> float:
+            return 0.0
+
+    contest: Any = Contest()
+    search = Search(
+        contest,
+        TrialCache({"test": 1}),
+        deadline=1e9,
+        cores=2,
+        limits_us=PROMISE.limits_us,
+        fields=[fields.propose_sequences],
+        progress=quiet,
+        clock=lambda: 0.0,
+    )
+    search.run(Setting())
+    assert tried == [
+        {"core.max_num_seqs": 8, "core.kv_cache.memory_mib": 4},
+        {"core.max_num_seqs": 16, "core.kv_cache.memory_mib": 4},
+    ]
+    assert [one.verdict for one in search.trials] == ["better", "failed"]
+    assert search.best.overrides == tried[0]
+    assert search.trials[0].before == {"core.max_num_seqs": 4, "core.kv_cache.memory_mib": 1}
+
+
+def found(*, slow: float, **changes: Any) -> Any:
+    """An outcome with the streamed points of `test_generation_load`."""
+    points = generation_load_cases.result(slow=slow).points
+    best = max(point.median("goodput_per_s") for point in points)
+    return outcome(1, points=points, score=best, rate=None, cost=None, **changes)
+
+
+def result(**changes: Any) -> TuneResult:
+    return tuned(
+        subject=subject(task="text-generation", layout="continuous batching"),
+        slo=GenerationSlo(ttft_p99="200ms", itl_p99="25ms"),
+        objective=GoodputObjective(PROMISE, 8).says,
+        baseline=found(slow=2.0),
+        winner=found(slow=1.0, overrides={"core.max_num_seqs": 8}),
+        trials=(trial(1, "better", points=found(slow=1.0).points, score=8.0, against=2.0),),
+        **changes,
+    )
+
+
+def test_streamed_answers_are_reported_by_what_is_promised_of_them() -> None:
+    for one in (result(), result(unit="tokens/s")):
+        source = tune_page(one)
+        assert_stands_alone(source)
+        page = Page(source)
+        assert_finite_drawing(page)
+        console = Console(file=io.StringIO(), width=110)
+        print_tuned(console, one)
+        assert isinstance(console.file, io.StringIO)
+        for text in (page.text, console.file.getvalue()):
+            for wanted in ("First token p99 there, ms", f"Score, {one.unit}", "+300"):
+                assert wanted in text, wanted
+        for wanted in ("tokens/s", "p99 limit 200 ms", "Goodput/s"):
+            assert wanted in page.text, wanted
+        assert from_json(TuneResult, json.loads(json.dumps(to_json(one)))) == one
+
+
+def test_the_verdict_is_on_the_limits_and_on_the_rate_that_holds_them() -> None:
+    slo = result().slo
+    assert isinstance(slo, GenerationSlo)
+    met, said = judge_goodput(slo, found(slow=1.0))
+    assert met
+    assert said.startswith("goodput 8.00/s of 8.00/s with 4 clients; ttft p99 <= 200 ms")
+    met, said = judge_goodput(slo.model_copy(update={"throughput": 4.0}), found(slow=2.0))
+    assert not met
+    assert said.endswith("is met with 1 client: 2.00/s, 50% below the SLO of 4/s")
+    late = slo.model_copy(update={"ttft_p99": "1ms", "throughput": 4.0})
+    met, said = judge_goodput(late, found(slow=1.0))
+    assert (met, "with any tested number of clients" in said) == (False, True)
+    assert "no SLO is set" in judge_goodput(GenerationSlo(), found(slow=1.0))[1]
+    assert judge_goodput(GenerationSlo(throughput=1.0), found(slow=1.0))[0]
+    inputs = replace(evidence(BUSY, backend="vllm", precision="fp32").plan)
+    told = " ".join(advise_generation(inputs, late, found(slow=1.0)))
+    assert "single client" in told
+    assert "bf16" in told
+
+
+@pytest.mark.server  # it starts none, but reads a model by transformers, which looks for torch
+def test_what_cannot_be_served_is_refused_before_a_server_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Server, "__enter__", lambda _server: pytest.fail("a server was started"))
+    folder = write_pipeline(tmp_path / "talk", write_tiny_model(tmp_path / "model"))
+    kind = GenerationTuning(folder, PROMISE, 12, ("parameters.max_tokens=400",))
+    repository = tmp_path / "repository"
+    assert kind.start(repository, quiet) == Setting()
+    with pytest.raises(
+        UserError, match=r"`--clients` must be at most serving.queue.max_in_flight 12"
+    ):
+        replace(kind, clients=13).start(repository, quiet)
+    assert kind.build(Setting({"core.max_num_seqs": 32}), repository, quiet).changed
+    many = Setting({"core.max_num_seqs": 64, "core.max_num_batched_tokens": 4096})
+    with pytest.raises(LintFailure, match=r"should hold core.max_num_seqs 64 requests"):
+        kind.build(many, repository, quiet)
+    for overrides, said in (
+        ({"core.kv_cache.memory_mib": 0}, "greater than or equal to 1"),
+        ({"core.max_num_batched_tokens": 16}, "at least core.max_num_seqs"),
+    ):
+        with pytest.raises(UserError, match=said):
+            kind.build(Setting({"core.max_num_seqs": 32, **overrides}), repository, quiet)
+    monkeypatch.setattr(GenerationInputs, "kv_token_bytes", 4096)
+    with pytest.raises(UserError, match=r"must hold one request of core.max_model_len 512: 2 MiB"):
+        kind.build(Setting({"core.kv_cache.memory_mib": 1}), repository, quiet)
+    lock = json.loads((repository / "talk/triptych.lock.json").read_bytes())
+    assert lock["gate"]["accepted"] == "a trial of `triptych tune`"
+    assert lock["spec"]["core"]["max_num_seqs"] == 32
+
+
+@pytest.mark.server
+def test_a_search_finds_what_the_engine_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One place in the batch and eight clients: with eight there are eight times the tokens."""
+    eight = Proposal("core.max_num_seqs", (8,), "seven of eight clients wait")
+    monkeypatch.setattr(GenerationTuning, "fields", (lambda _evidence: eight,))
+    monkeypatch.setattr(tuning, "FINAL_CLIENTS", ())
+    folder = write_pipeline(
+        tmp_path / "talk",
+        write_tiny_model(tmp_path / "model"),
+        max_num_seqs=1,
+        token_delay_ms=15.0,
+    )
+    overrides = (
+        "serving.stream_interval=3",
+        "parameters.max_tokens=6",
+    )
+    wanted = Tuning(GenerationSlo(), 400.0, clients=8, seconds=1.0, overrides=overrides)
+    best = tune_pipeline(folder, tmp_path / "repository", wanted, quiet)
+    assert [one.verdict for one in best.trials] == ["better"]
+    assert best.winner.overrides == {"core.max_num_seqs": 8}
+    assert best.winner.score > 2 * best.baseline.score
+    assert (best.unit, best.met) == ("tokens/s", True)
+    assert not list(tmp_path.glob(".tune-*"))
+    assert not (tmp_path / "repository").exists()
+    kept = read_tuned(folder, TUNABLE_GENERATION)
+    assert kept is not None
+    assert kept.provenance["after"]["points"][0]["tokens_per_s"] > 0
+    lines: list[str] = []
+    spec = load_generation_spec(folder)
+    inputs = read_generation(spec, lambda _stage, line: lines.append(line))
+    assert "core.max_num_seqs=8 (tuned.yaml)" in lines
+    assert describe_text_generation(inputs, Path())["tuned"] == {"core.max_num_seqs": 8}
+    for point in best.winner.points:
+        per_answer = point.typical.tokens_per_s / point.typical.throughput_per_s
+        times = point.streamed[0].itl.samples / point.rounds[0].requests
+        assert times < per_answer / 2  # three tokens a response

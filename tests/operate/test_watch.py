@@ -1,0 +1,277 @@
+"""The watch without a server: evidence that may be looked at, mixes, timelines, what is read."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from load_samples import measurement
+from monitor_cases import NEEDED, look
+from report_pages import assert_stands_alone
+from triptych.base.errors import UserError
+from triptych.interface.report.monitor import write_shadow_report
+from triptych.operate.monitor.findings import compare_distributions, main_script
+from triptych.operate.monitor.metrics import metrics_text
+from triptych.operate.monitor.results import (
+    RUN_FOLDER,
+    TIMELINE_FILE,
+    Timeline,
+    read_timeline,
+)
+from triptych.operate.monitor.sample import read_sample
+from triptych.operate.monitor.scores import SequentialEvidence
+from triptych.operate.monitor.shadow_verdict import (
+    Answers,
+    MetricPair,
+    PairTest,
+    ReplayComparison,
+    compare_speeds,
+    format_comparison,
+    judge,
+)
+from triptych.runtime.sampling import write_file
+
+Losses = NDArray[np.float64]
+SECRET = "4711-SECRET"
+
+
+def test_looks_at_what_is_right_raise_no_alarm() -> None:
+    """200 builds with as much loss as is allowed: 0.2 alarms are expected at most."""
+    rng = np.random.default_rng(11)
+    draws: dict[str, tuple[float, Callable[[], Losses]]] = {
+        "rare": (0.02, lambda: (rng.random(2000) < 0.02).astype(np.float64)),
+        "small": (0.002, lambda: np.clip(rng.gamma(2.0, 0.001, 2000), 0, 1)),
+    }
+    for name, (allowed, draw) in draws.items():
+        alarms = 0
+        for _ in range(100):
+            evidence, losses = SequentialEvidence(allowed, NEEDED), draw()
+            for start in range(0, len(losses), 100):
+                evidence = evidence.add(losses[start : start + 100])
+            alarms += evidence.alarm_row is not None
+        assert alarms <= 1, name
+
+
+def test_what_is_wrong_is_found_in_few_rows_whatever_its_kind() -> None:
+    rng = np.random.default_rng(12)
+    cases: tuple[tuple[float, Losses, int], ...] = (
+        (0.02, np.ones(50), 4),
+        (0.02, (rng.random(2000) < 0.1).astype(np.float64), 400),
+        (0.002, rng.gamma(2.0, 0.004, 2000), 60),
+        (1e-5, np.full(2000, 1e-4), 60),
+        (0.02, (rng.random(2000) < 0.05).astype(np.float64), 2000),
+    )
+    for allowed, losses, most in cases:
+        once = SequentialEvidence(allowed, NEEDED).add(losses)
+        assert once.alarm_row is not None
+        assert once.alarm_row <= most, (allowed, once.alarm_row)
+        parts = SequentialEvidence(allowed, NEEDED)
+        for part in np.array_split(losses, 7):
+            parts = parts.add(part)
+        assert (parts.alarm_row, parts.rows) == (once.alarm_row, len(losses))
+        assert parts.log_wealth == pytest.approx(once.log_wealth)
+        assert parts.mean == pytest.approx(losses.mean())
+    with pytest.raises(ValueError, match="0 to 1"):
+        SequentialEvidence(0.1, NEEDED).add([math.nan])
+
+
+def test_a_mix_has_moved_where_chance_cannot_explain_it() -> None:
+    rng = np.random.default_rng(13)
+    names = ["a", "b", "c", "rare"]
+    usual, other = [0.5, 0.3, 0.19, 0.01], [0.3, 0.5, 0.19, 0.01]
+
+    def draw(shares: list[float], rows: int) -> list[str]:
+        return [names[place] for place in rng.choice(4, size=rows, p=shares)]
+
+    for _ in range(300):
+        mix = compare_distributions("labels", draw(usual, 300), draw(usual, 60))
+        assert mix is not None
+        assert not mix.drifted
+    mix = compare_distributions("labels", draw(usual, 400), draw(other, 1000))
+    assert mix is not None
+    assert mix.drifted
+    assert mix.largest.split()[0] in ("a", "b")
+    assert compare_distributions("labels", [], ["a"]) is None
+    assert compare_distributions("labels", ["a"] * 9, ["a"]) is not None
+    for text, script in (("wo ist es", "LATIN"), ("где это", "CYRILLIC"), ("12", "(none)")):
+        assert main_script({"text": text}) == script
+
+
+def record(**fields: Any) -> bytes:
+    scores = np.array([[0.75, 0.25]], np.float32)
+    row = {
+        "at": 1.5,
+        "inputs": {"text": SECRET, "image": {"base64": base64.b64encode(b"\0\1").decode()}},
+        "parameters": {"top_k": 2, "triton_header": 1, "x-forwarded": "y"},
+        "answer": {
+            "label": {"shape": [1, 2], "texts": ["ä", "b"]},
+            "score": {
+                "shape": [1, 2],
+                "dtype": "float32",
+                "base64": base64.b64encode(scores.tobytes()).decode(),
+            },
+        },
+        "redacted": False,
+        **fields,
+    }
+    return json.dumps(row).encode() + b"\n"
+
+
+def test_rows_come_back_as_they_were_and_damage_is_counted(tmp_path: Path) -> None:
+    head = json.dumps({"build": "b1"}).encode() + b"\n"
+    lines = [head, record(), b"{not JSON\n", record(answer=5)]
+    write_file(tmp_path / "p", "p", lines, rows=3, max_rows=99, max_bytes=9999)
+    write_file(tmp_path / "p", "p", [b"nothing\n"], rows=1, max_rows=99, max_bytes=9999)
+    sample = read_sample(tmp_path, "p", keep_hours=1)
+    (row,) = sample.rows
+    assert (sample.damaged, len(sample.known)) == (3, 2)
+    assert (row.build, row.inputs) == ("b1", {"text": SECRET, "image": b"\0\1"})
+    assert row.parameters == {"top_k": 2}
+    assert row.answer["label"].tolist() == [["ä".encode(), b"b"]]
+    assert row.answer["score"].tolist() == [[0.75, 0.25]]
+    again = read_sample(tmp_path, "p", keep_hours=1, known=frozenset(sample.known))
+    assert (again.rows, again.known) == ((), sample.known)
+    with pytest.raises(UserError, match="does not exist, so there are no samples"):
+        read_sample(tmp_path, "q", keep_hours=1)
+    time.sleep(0.002)
+    assert not read_sample(tmp_path, "p", keep_hours=1e-7).known
+    assert not list((tmp_path / "p").iterdir())
+
+
+def test_timeline_is_read_back_and_a_new_build_starts_without_evidence(tmp_path: Path) -> None:
+    timeline = Timeline().after(look(), ["f1"]).after(look(), ["f2"])
+    (tmp_path / TIMELINE_FILE).write_text(timeline.as_text(), encoding="utf-8")
+    found = read_timeline(tmp_path)
+    assert found == timeline
+    assert (len(found.runs), found.files, found.last) == (2, ("f2",), ("f2",))
+    quiet = found.after(look(), ["f2"])  # nothing new: what the last rows told still holds
+    assert (quiet.files, quiet.last) == (("f2",), ("f2",))
+    assert quiet.after(look(), []).last == ()
+    assert found.evidence_about("b1") == look().evidence
+    assert found.evidence_about("b2") == {}
+    assert read_timeline(tmp_path / "nothing") == Timeline()
+    old = json.loads(timeline.as_text())  # as releases before "monitor" wrote it
+    old["schema"], old["looks"] = 1, old.pop("runs")
+    for past in old["looks"]:
+        past["figures"] = past.pop("metrics")
+    for evidence in old["evidence"].values():
+        evidence["log_capitals"] = evidence.pop("log_wealth")
+    (tmp_path / "watch").mkdir()
+    (tmp_path / "watch" / TIMELINE_FILE).write_text(json.dumps(old))
+    assert read_timeline(tmp_path / RUN_FOLDER) == timeline
+    (tmp_path / TIMELINE_FILE).write_text("{}{")
+    with pytest.raises(UserError, match="is not a timeline"):
+        read_timeline(tmp_path)
+
+
+def test_metrics_are_in_prometheus_text_format() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(metrics_text(look()))
+        for sample in family.samples
+    }
+    assert samples["triptych_monitor_alarms", "p"] == 1
+    evidence = samples["triptych_monitor_alarm_evidence_ratio", "label_agreement", "p"]
+    assert evidence == pytest.approx(3.5 / 3)
+    assert samples["triptych_monitor_metric", "label_agreement", "p"] == 0
+    assert samples["triptych_monitor_last_run_timestamp_seconds", "p"] > 1e9
+    # the names of earlier releases
+    assert samples["triptych_watch_alarms", "p"] == 1
+    assert samples["triptych_watch_evidence", "label_agreement", "p"] == evidence
+    assert samples["triptych_watch_value", "label_agreement", "p"] == 0
+
+
+def test_verdict_on_a_candidate(tmp_path: Path) -> None:
+    right = PairTest("label_agreement", 500, 0.02, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    wrong = replace(right, candidate=0.1, low=0.07, high=0.13, more_low=0.05, more_high=0.12)
+    better = replace(wrong, active=0.3, more_low=-0.3, more_high=-0.1)
+    near = replace(wrong, candidate=0.02, low=0.01, high=0.03, more_low=0.01, more_high=0.03)
+
+    def answers(
+        test: PairTest = right, rows: int = 500, *, reference: bool = True, lost: int = 0
+    ) -> Answers:
+        return Answers(rows, 0, (0, lost), reference, (), (replace(test, rows=rows),))
+
+    same = [measurement(8, drift=drift) for drift in (0.99, 1.0, 1.01)]
+    slow = [measurement(8, drift=drift) for drift in (0.79, 0.8, 0.81)]
+    little = [measurement(8, drift=drift) for drift in (0.979, 0.98, 0.981)]
+    steady = [measurement(8, drift=drift) for drift in (0.999, 1.0, 1.001)]
+    refused = [measurement(8, errors={"queue is full": 2})]
+    for found, rounds, word, reason in (
+        (answers(), (same, same), "promote", "no difference in the answers"),
+        (answers(), (slow, same), "promote", "p50 ms"),
+        (answers(better), (same, same), "promote", "or better"),
+        (answers(), (same, slow), "reject", "more than the rounds vary"),
+        (
+            answers(),
+            (steady, little),
+            "promote",
+            "significantly higher by 5.0",
+        ),
+        (answers(wrong), ([], []), "reject", "worse than the active build"),
+        (answers(wrong, 9), ([], []), "reject", "worse than the active build"),
+        (answers(replace(wrong, more_low=-0.01)), ([], []), "reject", "no better"),
+        (answers(lost=3), ([], []), "reject", "3 of 500 requests failed"),
+        (answers(), (same, refused), "reject", "queue is full"),
+        (answers(right, 199), (same, same), "inconclusive", "199 rows are too few"),
+        (answers(near), (same, same), "inconclusive", "more rows are needed"),
+        (answers(wrong, reference=False), (same, same), "inconclusive", "the models differ"),
+        (answers(reference=False), (same, same), "promote", "compared with the active build"),
+        (answers(), (same[:1], same[:1]), "inconclusive", "one round"),
+    ):
+        errors = [kind for one in rounds[1] for kind in one.errors]
+        said, reasons = judge(found, compare_speeds(*rounds), errors)
+        assert said == word, (reasons, word)
+        assert reason in "; ".join(reasons)
+    cost = next(one for one in compare_speeds(same, slow) if one.name == "core ms per request")
+    assert cost.medians[0] == pytest.approx(1e3 * 1.82 / same[1].throughput_per_s)
+    told = ReplayComparison(
+        pipeline="p",
+        builds=("b1", "b2"),
+        precisions=("fp32", "int8"),
+        source="sample",
+        load="8 clients",
+        verdict="reject",
+        reasons=("label_agreement is lower",),
+        answers=replace(answers(wrong), metrics=(MetricPair("mean_cosine", 1, None, 0.5, 0.9),)),
+        speeds=compare_speeds(same, slow),
+        errors=(("queue is full",), ()),
+        notes=("a note",),
+    )
+    text = "\n".join(line for line, _ in format_comparison(told))
+    for part in (
+        "b2 (int8) compared with b1 (fp32), 500 rows",
+        "queue is full",
+        "a note",
+        ", worse",
+    ):
+        assert part in text
+    assert re.search(r"mean_cosine +1 +- +0.5 +0.9\n", text)
+    assert text.endswith("reject: label_agreement is lower")
+    assert told.as_dict()["answers"]["tests"][0]["state"] == "worse"
+    page = write_shadow_report(told, tmp_path).read_text(encoding="utf-8")
+    assert_stands_alone(page)
+    for part in (
+        "Reject",
+        "label_agreement is lower",
+        "b2",
+        "worse",
+        "queue is full",
+        "a note",
+    ):
+        assert part in page, part
+    assert page.count("<svg") == len(told.speeds) == 3
+    assert json.loads((tmp_path / "shadow.json").read_text()) == told.as_dict()

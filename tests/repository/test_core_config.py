@@ -1,0 +1,145 @@
+"""The config of a GPU core, held against files that were read and found right once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import ROOT, write_pipeline
+from plan_cases import facts
+from triptych.base.releases import parse_release, without_newer_fields
+from triptych.interface.cli.plan_text import describe_gpu
+from triptych.repository.config import core_config, parse_config, print_config
+from triptych.repository.render import render
+from triptych.spec.plan import Plan, make_plan
+from triptych.spec.spec import load_spec
+from triptych.spec.tasks.catalog import TEXT_EMBEDDING, TOKEN_CLASSIFICATION
+from triptych.spec.traffic import Lengths
+
+CONFIGS = ROOT / "tests/data/configs"
+LENGTHS = Lengths.of([5, 9, 12, 17, 30], max_length=32)
+CASES: dict[str, list[str]] = {
+    "packed": ["core.backend=tensorrt", "core.precision=fp16"],
+    "bucketed": ["core.backend=tensorrt", "core.layout=bucketed", "core.bucket_count=2"],
+    "limits": [
+        "core.backend=tensorrt",
+        "serving.gpus=[0, 1]",
+        "serving.instances.core=2",
+        "serving.queue.max_delay_us=300",
+        "serving.queue.timeout_ms=2000",
+        "serving.transfers.eager_batching=true",
+        "serving.transfers.pinned_output=false",
+        "serving.transfers.output_copy_stream=false",
+        "serving.transfers.gather_kernel_buffer_threshold=0",
+        "serving.rate_limiter={priority: 2, resources: [{name: gpu-time, count: 3, shared: true}]}",
+    ],
+    "onnxruntime_cuda": ["core.device=gpu"],
+    "onnxruntime_tensorrt": [
+        "core.device=gpu",
+        "core.accelerator=tensorrt",
+        "core.precision=fp16",
+        "core.layout=bucketed",
+        "core.bucket_count=2",
+    ],
+}
+
+
+def plan_of(folder: Path, overrides: list[str], **fields: Any) -> Plan:
+    folder = write_pipeline(folder / "a", **fields)
+    spec = load_spec(folder, ["core.max_batch_size=4", *overrides])
+    return make_plan(spec, facts(max_length=32), TEXT_EMBEDDING, {}, LENGTHS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_config_is_as_it_was_read_and_found_right(tmp_path: Path, case: str) -> None:
+    text = print_config(core_config(plan_of(tmp_path, CASES[case])))
+    assert text == (CONFIGS / f"{case}.pbtxt").read_text(encoding="utf-8")
+    assert print_config(parse_config(text)) == text
+
+
+def test_results_per_token_are_cut_up_again(tmp_path: Path) -> None:
+    spec = load_spec(write_pipeline(tmp_path / "a"), ["core.backend=tensorrt"])
+    tagged = facts(labels=("O", "B"), max_length=32)
+    config = core_config(
+        make_plan(spec, tagged, TOKEN_CLASSIFICATION, {"aggregation_strategy": "simple"}, LENGTHS)
+    )
+    # Of several targets of one `batch_output` Triton's backends answer the first alone.
+    targets = [list(split.target_name) for split in config.batch_output]
+    assert targets == [[output.name] for output in config.output]
+    assert all(list(split.source_input) == ["input_ids"] for split in config.batch_output)
+
+
+@pytest.mark.parametrize(("triton", "known"), [("25.04", False), ("25.05", True)])
+def test_memory_of_contexts_is_found_anew_where_the_server_can(
+    tmp_path: Path, triton: str, known: bool
+) -> None:
+    wanted = [*CASES["bucketed"], "core.engine.context_memory=on_profile_change"]
+    plan = plan_of(tmp_path, wanted)
+    assert plan.engine is not None
+    assert "context_memory" not in plan.engine.options
+    config = without_newer_fields(core_config(plan), parse_release(triton))
+    strategies = [value.string_value for value in config.parameters.values()]
+    assert strategies == ["ON_PROFILE_CHANGE"] * known
+
+
+def configs_of(folder: Path, wanted: list[str]) -> dict[str, Any]:
+    """File to config, of the pipeline ``a``."""
+    files = render(
+        replace(plan_of(folder, wanted)),
+        core_file=folder / "model.onnx",
+        tokenizer_file=None,
+        hooks=None,
+        question={"text": "x"},
+        warm_ups=None,
+    )
+    texts = {path: text for path, text in files.items() if path.endswith(".pbtxt")}
+    return {path: parse_config(text.decode()) for path, text in texts.items() if text}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("triton", "known"), [("25.10", False), ("25.11", True)])
+def test_requests_in_each_step_are_limited_where_the_server_can(
+    tmp_path: Path, triton: str, known: bool
+) -> None:
+    configs = configs_of(
+        tmp_path, ["serving.max_inflight_requests=8", f"serving.triton='{triton}'"]
+    )
+    limits = {path: c.ensemble_scheduling.max_inflight_requests for path, c in configs.items()}
+    assert limits["a/config.pbtxt"] == (8 if known else 0)
+    # For the embedded server, where the config has what it lacks.
+    assert limits.get("a/configs/24.10.pbtxt") == (0 if known else None)
+
+
+def test_promised_latencies_are_edges_of_the_histogram_where_the_server_can(
+    tmp_path: Path,
+) -> None:
+    slo = "serving.slo={p50_ms: 12.5, p99_ms: 50, p99_9_ms: 500}"
+    known = configs_of(tmp_path / "known", [slo, "serving.triton='24.11'"])
+    (control,) = known["a/config.pbtxt"].model_metrics.metric_control
+    assert control.metric_identifier.family == "nv_inference_first_response_histogram_ms"
+    assert control.histogram_options.buckets == [12.5, 50, 100, 500, 2000, 5000]
+    steps = [c for path, c in known.items() if path != "a/config.pbtxt"]
+    assert not any(config.HasField("model_metrics") for config in steps)
+    for name, wanted in {
+        "old": [slo],
+        "none": ["serving.slo={throughput: 9}", "serving.triton='26.08'"],
+    }.items():
+        files = configs_of(tmp_path / name, wanted)
+        assert not any(config.HasField("model_metrics") for config in files.values())
+        assert "a/configs/24.10.pbtxt" not in files
+
+
+def test_inspect_says_why_and_what_is_left_out(tmp_path: Path) -> None:
+    wanted = [*CASES["bucketed"], "core.engine.context_memory=on_profile_change"]
+    gpu = describe_gpu(plan_of(tmp_path / "old", [*wanted, "serving.max_inflight_requests=8"]))
+    assert set(gpu["profiles"]) == {"0", "1"}
+    assert gpu["cuda_graphs"].startswith("6, for 1, 2, 4 rows of each profile")
+    assert "24.10 does not support it (25.05 does)" in gpu["context_memory"]
+    assert "24.10 does not support it (25.11 does)" in gpu["max_inflight_requests"]
+    newer = describe_gpu(plan_of(tmp_path / "new", [*wanted, "serving.triton='26.08'"]))
+    assert "does not know" not in newer["context_memory"]
+    packed = describe_gpu(plan_of(tmp_path / "packed", CASES["packed"]))
+    assert packed["cuda_graphs"].startswith("none: packed batches")
+    assert "4 rows of 32 tokens" in packed["why_these_profiles"]

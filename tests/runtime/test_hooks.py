@@ -1,0 +1,386 @@
+"""A pipeline's own functions, custom tasks and shared cores, served, and what goes wrong there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import build_into, quiet, traffic_texts, write_pipeline
+from processes import eventually, mark_of
+from task_models import TAGS, TOPICS, tagger, text_classifier
+from triptych.base.errors import UserError
+from triptych.building.build import build
+from triptych.client import Client, InvalidRequestError, PipelineFailedError
+from triptych.core.gate.answers import check_hooks, reference_answers
+from triptych.core.inputs import read_inputs
+from triptych.repository.lint import run_checks
+from triptych.runtime.in_flight import InFlight
+from triptych.runtime.row_types import make_forwarded, read_forwarded
+from triptych.serving.server import Server
+from triptych.spec.spec import load_spec
+
+HOOKS = """
+import re
+import time
+
+SEEN = re.compile(r"<[^>]+>")
+
+
+def before(rows):
+    for row in rows:
+        if row["text"] == "refuse me":
+            raise ValueError("we do not talk about that")
+        if row["text"] == "break":
+            raise KeyError("missing")
+    if any(row["text"] == "lose" for row in rows):
+        return rows[:-1]
+    if any(row["text"] == "number" for row in rows):
+        return [{"text": 5} for row in rows]
+    if any(row["text"] == "rename" for row in rows):
+        return [{"words": row["text"]} for row in rows]
+    return [{"text": SEEN.sub("", row["text"])} for row in rows]
+
+
+def after(rows, inputs):
+    for row, given in zip(rows, inputs):
+        if given["text"] == "forget":
+            return None
+        if given["text"] == "be slow":
+            time.sleep(1.5)
+        if given["text"] == "spell":
+            row["label"] = "OTHER"
+            return rows
+        row["label"] = [label.upper() for label in row["label"]]
+        row["score"] = [round(float(score), 2) for score in row["score"]]
+        if "refund" in given["text"]:
+            row["label"][0] = "REFUND"
+    return rows
+"""
+ENTITIES = """
+def after(rows, inputs):
+    for row, given in zip(rows, inputs):
+        assert all(given["text"][e["start"] : e["end"]] == e["text"] for e in row["entities"])
+    return [{"entities": [e for e in row["entities"] if e["entity"] == "PER"]} for row in rows]
+"""
+SCORES = """
+def decode(rows):
+    return [
+        {
+            "urgency": float(row["scores"][0]),
+            "reason": "most likely class %d" % row["scores"].argmax(),
+            "all": row["scores"],
+        }
+        for row in rows
+    ]
+"""
+TOKENS = """
+import numpy as np
+
+
+def decode(rows):
+    found = []
+    for row in rows:
+        named = (row["token_scores"].argmax(-1) != 0) & (row["offsets"][:, 1] > 0)
+        characters = sum(int(e - s) for s, e in row["offsets"][np.flatnonzero(named)])
+        found.append({"share": characters / max(1, len(row["text"]))})
+    return found
+"""
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
+    return text_classifier(tmp_path_factory.mktemp("m") / "topics", minilm_folder, traffic_texts())
+
+
+@pytest.fixture(scope="module")
+def taggers(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
+    return tagger(tmp_path_factory.mktemp("m") / "tags", minilm_folder, [])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, classifier: Path, taggers: Path) -> Path:
+    """Pipelines with hooks, of custom tasks and with a shared core, in one repository."""
+    base = tmp_path_factory.mktemp("hooks")
+    model = {"source": str(classifier)}
+    plain = {"task": "text-classification", "model": model}
+    folders = {
+        "plain": write_pipeline(base / "p/plain", **plain),
+        "cleaned": write_pipeline(base / "p/cleaned", **plain, core={"shared_from": "plain"}),
+        "people": write_pipeline(
+            base / "p/people", task="token-classification", model={"source": str(taggers)}
+        ),
+        "urgent": write_pipeline(
+            base / "p/urgent",
+            task="custom",
+            model=model,
+            custom={
+                "auto_class": "AutoModelForSequenceClassification",
+                "outputs": [
+                    {"name": "urgency", "dtype": "FP32"},
+                    {"name": "reason", "dtype": "BYTES"},
+                    {"name": "all", "dtype": "FP32", "dims": [-1]},
+                ],
+            },
+        ),
+        "shares": write_pipeline(
+            base / "p/shares",
+            task="custom",
+            model={"source": str(taggers)},
+            custom={
+                "auto_class": "AutoModelForTokenClassification",
+                "head_input": "tokens",
+                "core_output": "token_scores",
+                "outputs": [{"name": "share", "dtype": "FP32"}],
+            },
+        ),
+    }
+    hooks = {"cleaned": HOOKS, "people": ENTITIES, "urgent": SCORES, "shares": TOKENS}
+    for name, folder in folders.items():
+        if name in hooks:
+            (folder / "hooks.py").write_text(hooks[name])
+        build_into(folder, base / "repository")
+    return base
+
+
+@pytest.fixture(scope="module")
+def url(base: Path) -> Iterator[str]:
+    with Server(base / "repository") as server:
+        yield server.grpc_url
+
+
+def test_hooks_clean_texts_and_map_labels(url: str) -> None:
+    text = traffic_texts()[0]
+    with Client("plain", url) as plain, Client("cleaned", url) as cleaned:
+        want = plain.classify([text], top_k=5)[0]
+        got = cleaned.classify([f"<b>{text}</b><br/>"], top_k=5)[0]
+    assert [c.label for c in got] == [c.label.upper() for c in want]
+    assert [c.score for c in got] == pytest.approx([round(c.score, 2) for c in want], abs=1e-6)
+
+
+def test_after_may_see_what_was_asked(url: str) -> None:
+    texts = ["<i>a refund, please", "nothing of the kind", "refund"]
+    with Client("cleaned", url) as client:
+        labels = [choices[0].label for choices in client.classify(texts)]
+    assert [label == "REFUND" for label in labels] == [True, False, True]
+
+
+def test_after_sees_entities_as_data(url: str) -> None:
+    with Client("people", url) as client:
+        found = client.entities(traffic_texts()[:40])
+    assert {entity.entity for entities in found for entity in entities} == {"PER"}
+    assert {tag.partition("-")[2] for tag in TAGS} == {"", "PER", "LOC"}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        ("refuse me", InvalidRequestError, "we do not talk about that"),
+        ("break", PipelineFailedError, "hooks.before raised KeyError: 'missing'"),
+        ("lose", PipelineFailedError, "hooks.before must return 1 rows, returned 0"),
+        ("number", PipelineFailedError, "hooks.before must return str as `text`, not int"),
+        ("rename", PipelineFailedError, "hooks.before must return rows with ['text']"),
+        ("forget", PipelineFailedError, "hooks.after must return 1 rows, returned NoneType"),
+        ("spell", PipelineFailedError, "a row must be a list of str, not str 'OTHER'"),
+    ],
+)
+def test_a_hook_that_fails_fails_one_request(
+    url: str, text: str, kind: type[Exception], words: str
+) -> None:
+    with Client("cleaned", url) as client, ThreadPoolExecutor(9) as pool:
+        sound = [pool.submit(client.classify, ["all is well"]) for _ in range(8)]
+        with pytest.raises(kind) as caught:
+            client.classify([text])
+        assert len({str(answer.result()) for answer in sound}) == 1
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "hooks", "words"),
+    [
+        ("plain", "def after(rows): rows[0]['label']", "hooks.after must return 1 rows, returned"),
+        (
+            "plain",
+            "def after(rows): return [{**row, 'label': row['label'][0]} for row in rows]",
+            "a row must be a list of str, not str '",
+        ),
+        ("plain", "def after(rows): return rows[1 // len(rows[1:]) :]", "ZeroDiv"),
+        ("plain", "def after(rows): raise ValueError('not today')", "not today"),
+        ("plain", "def after(rows): return rows if len(rows) < 2 else rows[1:]", "at once"),
+        (
+            "plain",
+            "def after(rows): return [{**row, 'score': rows[0]['score']} for row in rows]",
+            "depending on the other rows. Given: a different `score`",
+        ),
+        ("urgent", SCORES.replace("float(row", "str(row"), "elements must be float32"),
+    ],
+)
+def test_a_build_runs_after_and_decode_on_what_the_model_answers(
+    tmp_path: Path, base: Path, name: str, hooks: str, words: str
+) -> None:
+    folder = shutil.copytree(base / "p" / name, tmp_path / name)
+    (folder / "hooks.py").write_text(hooks)
+    with pytest.raises(UserError, match=re.escape(words)) as caught:
+        build_into(folder, tmp_path / "repository")
+    assert caught.value.field == str(folder / "hooks.py")
+    assert not (tmp_path / "repository").exists()
+
+
+def test_a_server_that_stops_waits_for_a_slow_hook(base: Path) -> None:
+    with Server(base / "repository", models=["cleaned"]) as server, ThreadPoolExecutor(1) as pool:
+        (counts,) = InFlight.of_server(server.pid, mark_of(server.pid))
+        with Client("cleaned", server.grpc_url, retry=None) as client:
+            answer = pool.submit(client.classify, ["be slow"])
+            assert eventually(lambda: counts.requests_in_flight() > 0, 30)
+            time.sleep(0.5)  # it is in the hook, most likely
+            server.stop()
+            (labels,) = answer.result(timeout=5)
+    assert all(label.label.isupper() for label in labels)
+
+
+def test_hooks_may_refuse_made_up_rows_in_a_build(tmp_path: Path, base: Path) -> None:
+    folder = shutil.copytree(base / "p/plain", tmp_path / "plain")
+    (folder / "hooks.py").write_text(
+        "def after(rows, inputs):\n    if any(not row['text'].strip() for row in inputs):\n"
+        "        raise ValueError('nothing was asked')\n    return rows\n"
+    )
+    inputs = read_inputs(load_spec(folder), quiet)
+    check_hooks(inputs, quiet)
+    refused = [answer.refusal for answer in reference_answers(inputs, quiet) if answer.refusal]
+    assert len(refused) >= 2
+    assert all("nothing was asked" in refusal for refusal in refused)
+
+
+def test_inputs_go_past_a_core_of_more_rows_than_the_request() -> None:
+    columns: dict[str, list[Any]] = {"text": ["Käse", ""], "image": [b"\xff\0", b""]}
+    tensors = make_forwarded(columns, 5)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        "forwarded_text": (5, 1),
+        "forwarded_image": (5, 1),
+    }
+    read = {name: tensors[f"forwarded_{name}"].ravel().tolist() for name in columns}
+    assert read_forwarded(read, {"text": "text", "image": "image"}, 2) == [
+        {"text": "Käse", "image": b"\xff\0"},
+        {"text": "", "image": b""},
+    ]
+
+
+def test_a_custom_task_makes_its_own_outputs(url: str) -> None:
+    texts = traffic_texts()[:20]
+    with Client("urgent", url) as custom, Client("plain", url) as plain:
+        outputs = custom.infer({"text": texts})
+        choices = plain.classify(texts, top_k=5)
+    assert outputs["all"].shape == (20, 5)
+    for row, best in enumerate(choices):
+        by_label = {choice.label: choice.score for choice in best}
+        scores = [by_label[topic] for topic in TOPICS]
+        assert np.abs(outputs["all"][row] - scores).max() < 1e-5
+        assert abs(outputs["urgency"][row, 0] - scores[0]) < 1e-5
+        assert outputs["reason"][row, 0].decode() == f"most likely class {np.argmax(scores)}"
+
+
+def test_a_custom_task_may_read_tokens(url: str) -> None:
+    with Client("shares", url) as client:
+        shares = client.infer({"text": traffic_texts()[:30]})["share"]
+    assert shares.shape == (30, 1)
+    assert 0 <= shares.min() < shares.max() <= 1
+
+
+def test_a_shared_core_is_there_once(base: Path) -> None:
+    models = {path.name for path in (base / "repository").iterdir()}
+    assert "plain_core" in models
+    assert "cleaned_core" not in models
+    errors = [f for f in run_checks(base / "repository") if f.severity != "info"]
+    assert errors == []
+
+
+def test_tokenizers_of_one_model_share_their_bytes(base: Path) -> None:
+    files = [
+        base / f"repository/{name}_preprocess/1/tokenizer.json" for name in ("plain", "urgent")
+    ]
+    assert files[0].stat().st_ino == files[1].stat().st_ino
+
+
+def test_a_core_of_another_kind_is_not_shared(base: Path) -> None:
+    folder = shutil.copytree(base / "p/people", base / "p/wrong")
+    before = {path: path.stat().st_mtime_ns for path in (base / "repository").rglob("*")}
+    with pytest.raises(UserError, match="another model, task head"):
+        build_into(folder, base / "repository", "core.shared_from=plain")
+    with pytest.raises(UserError, match="is not built into"):
+        build_into(folder, base / "repository", "core.shared_from=nothing")
+    with pytest.raises(UserError, match="without its own core"):
+        build_into(folder, base / "repository", "core.shared_from=cleaned")
+    with pytest.raises(UserError, match=r"core\.share"):
+        build_into(base / "p/plain", base / "repository", "core.shared_from=plain")
+    with pytest.raises(UserError, match="greater than that of the shared core, 32"):
+        build_into(base / "p/cleaned", base / "repository", "core.max_batch_size=64")
+    assert before == {path: path.stat().st_mtime_ns for path in (base / "repository").rglob("*")}
+
+
+def test_a_core_given_up_for_a_shared_one_goes(tmp_path: Path, base: Path) -> None:
+    repository = shutil.copytree(base / "repository", tmp_path / "repository")
+    (base / "p/cleaned/pipeline.yaml").read_text()
+    build_into(base / "p/cleaned", repository, "core.shared_from=null")
+    assert (repository / "cleaned_core/1/model.onnx").is_file()
+    changed = build_into(base / "p/cleaned", repository).changed
+    assert "cleaned_core" in changed
+    assert not (repository / "cleaned_core").exists()
+
+
+def test_lint_sees_a_shared_core_that_was_built_anew(tmp_path: Path, base: Path) -> None:
+    repository = shutil.copytree(base / "repository", tmp_path / "repository")
+    assert [f for f in run_checks(repository) if f.id == "shared-core"] == []
+    with pytest.raises(UserError, match="cleaned uses it, and it would change"):
+        build_into(base / "p/plain", repository, "core.layout=bucketed")
+    inputs = read_inputs(load_spec(base / "p/plain", ["core.layout=bucketed"]), quiet)
+    build(inputs, repository, quiet, built_after=["cleaned"])
+    found = [f for f in run_checks(repository) if f.id == "shared-core"]
+    assert [(f.severity, f.file) for f in found] == [("error", "cleaned/triptych.lock.json")]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"task": "custom"}, "is required for task: custom"),
+        (
+            {"custom": {"auto_class": "AutoModel", "outputs": [{"name": "a", "dtype": "FP32"}]}},
+            "custom",
+        ),
+        ({"parameters": {"top_k": 9}}, "from 1 to 5"),
+        ({"parameters": {"topk": 1}}, "not known"),
+    ],
+)
+def test_a_wrong_spec_is_refused(
+    tmp_path: Path, classifier: Path, spec: dict[str, Any], words: str
+) -> None:
+    fields = {"task": "text-classification", "model": {"source": str(classifier)}, **spec}
+    folder = write_pipeline(tmp_path / "p/wrong", **fields)
+    with pytest.raises(UserError, match=words):
+        build_into(folder, tmp_path / "repository")
+
+
+def test_a_custom_task_needs_decode(tmp_path: Path, classifier: Path) -> None:
+    folder = write_pipeline(
+        tmp_path / "p/wrong",
+        task="custom",
+        model={"source": str(classifier)},
+        custom={
+            "auto_class": "AutoModelForSequenceClassification",
+            "outputs": [{"name": "a", "dtype": "FP32"}],
+        },
+    )
+    with pytest.raises(UserError, match="function `decode`"):
+        build_into(folder, tmp_path / "repository")
+    (folder / "hooks.py").write_text("def decode(rows:")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        build_into(folder, tmp_path / "repository")
+    assert json.loads((folder / "pipeline.yaml").read_text())["task"] == "custom"

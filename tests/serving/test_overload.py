@@ -1,0 +1,256 @@
+"""More work than a server can do, neighbors that lie, steps that die: the others do not pay."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import shutil
+import signal
+import struct
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import numpy as np
+import psutil
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+from benchmarks.fuzz import fuzz
+from conftest import set_parameter
+from processes import eventually
+from served_command import endpoints_of, serving
+from triptych.client import Client, InferenceError
+from triptych.client.wire import infer_request
+from triptych.container.supervisor import step_processes
+from triptych.serving.server import Server
+
+pytestmark = pytest.mark.server
+LARGE_BYTES = 40 * 10**6
+ANSWERS_WITHIN_S = 120.0
+SETTLES_S = 2.0
+"""Not counted: whatever the server does, it has an answer in time for the first ones."""
+
+TEXT = "my parcel has not arrived, and nobody has answered me since last week " * 3
+
+
+def test_a_forged_ticket_is_refused(minilm_server: Any) -> None:
+    ticket = triton.InferInput("request_ticket", [1, 4], "INT64")
+    ticket.set_data_from_numpy(np.array([[2**62, 1, 2, 3]], np.int64))
+    core = triton.InferInput("sentence_embedding", [1, 384], "FP32")
+    core.set_data_from_numpy(np.zeros((1, 384), np.float32))
+    with (
+        triton.InferenceServerClient(minilm_server.grpc_url) as client,
+        pytest.raises(
+            InferenceServerException, match="`request_ticket` must be one that this server"
+        ) as e,
+    ):
+        client.infer("minilm_packed_postprocess", [ticket, core])
+    assert e.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
+def lie(stub: Any) -> None:
+    """One request whose text is shorter than it says."""
+    request = service_pb2.ModelInferRequest(model_name="minilm_packed")
+    request.inputs.add(name="text", datatype="BYTES").shape.extend((1, 1))
+    request.raw_input_contents.append(struct.pack("<I", 1000) + b"abc")
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.ModelInfer(request, timeout=10)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_length_that_lies_fails_no_neighbor_of_this_client(minilm_server: Any) -> None:
+    """Triton fails the whole batch before a step sees it; the client sends its own part again."""
+    over = threading.Event()
+    results: Counter[str] = Counter()
+
+    def ask() -> None:
+        with Client("minilm_packed", minilm_server.grpc_url) as client:
+            while not over.is_set():
+                results["right" if client.embed([TEXT]).shape == (1, 384) else "wrong"] += 1
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    with grpc.insecure_channel(minilm_server.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        for _ in range(100):
+            lie(stub)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert results["right"] >= 8
+    assert set(results) == {"right"}
+
+
+def test_large_requests_leave_little_behind(minilm_server: Any) -> None:
+    """Eight at a time, each refused: without `FREE_REQUESTS` Triton keeps 200 to 390 MB of them."""
+    request = service_pb2.ModelInferRequest(model_name="minilm_packed")
+    request.inputs.add(name="text", datatype="BYTES").shape.extend((1, 1))
+    request.raw_input_contents.append(struct.pack("<I", LARGE_BYTES) + b"a" * LARGE_BYTES)
+    server = psutil.Process(minilm_server.pid)
+
+    def own_bytes() -> int:  # what steps share with it is not its own
+        memory = server.memory_info()
+        return int(memory.rss - memory.shared)
+
+    before = own_bytes()
+    unbounded = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(minilm_server.grpc_url, options=unbounded) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        refused = [stub.ModelInfer.future(request, timeout=60) for _ in range(8)]
+        assert {call.code() for call in refused} == {grpc.StatusCode.INVALID_ARGUMENT}
+    until = time.monotonic() + 5
+    while own_bytes() - before >= 160e6 and time.monotonic() < until:
+        time.sleep(0.1)
+    assert own_bytes() - before < 160e6
+
+
+def test_deep_json_does_not_end_the_server(minilm_server: Any) -> None:
+    connection = http.client.HTTPConnection(minilm_server.http_url, timeout=20)
+    connection.request("POST", "/v2/models/minilm_packed/infer", "[" * 1_000_000)
+    assert connection.getresponse().status >= 400
+    connection.close()
+    with Client("minilm_packed", minilm_server.grpc_url) as client:
+        assert client.embed(["still there"]).shape == (1, 384)
+
+
+def test_serve_starts_anew_what_died(minilm_repository: Path) -> None:
+    with serving(minilm_repository) as process:
+        endpoints = endpoints_of(process)
+        with Client("minilm_packed", endpoints["grpc"]) as client:
+            steps = step_processes(endpoints["pid"])
+            (dead,) = (pid for pid, model in steps.items() if model == "minilm_packed_core")
+            os.kill(dead, signal.SIGKILL)
+            again = endpoints_of(process)
+            assert again["grpc"] == endpoints["grpc"]
+            assert again["pid"] != endpoints["pid"]
+            assert eventually(lambda: answers(client), 10)
+        process.terminate()
+        _, said = process.communicate(timeout=30)
+    assert f"error: `minilm_packed_core` crashed. Given: its process {dead} has ended" in said
+    assert "The server restarts now." in said
+    assert process.returncode == 0
+
+
+def answers(client: Client, within_s: float = 2.0) -> bool:
+    try:
+        return client.embed([TEXT], timeout_s=within_s).shape == (1, 384)
+    except InferenceError:
+        return False
+
+
+def goodput(url: str, clients: int, give_up_s: float, seconds: float) -> tuple[float, Counter[str]]:
+    """Answers a second to clients that give up, wait for half a second when refused, and ask on."""
+    ended: Counter[str] = Counter()
+
+    async def ask(stub: Any, end: float) -> None:
+        request = infer_request(
+            "minilm_packed", {"text": [TEXT.encode()]}, [0], {"timeout": int(give_up_s * 1e6)}
+        )
+        while time.monotonic() < end:
+            try:
+                await stub.ModelInfer(request, timeout=give_up_s)
+                ended["OK"] += 1
+            except grpc.aio.AioRpcError as error:
+                ended[error.code().name] += 1
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    await asyncio.sleep(0.5)
+
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(url) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            end = time.monotonic() + SETTLES_S + seconds
+            asking = asyncio.gather(*(ask(stub, end) for _ in range(clients)))
+            await asyncio.sleep(SETTLES_S)
+            ended.clear()
+            await asking
+
+    asyncio.run(run())
+    return ended["OK"] / seconds, ended
+
+
+def flood(url: str, model: str, requests: int) -> tuple[list[Any], Counter[str]]:
+    """Calls under way that carry no deadline, and how those that are over ended."""
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(grpc.insecure_channel(url))
+    request = infer_request(model, {"text": [TEXT.encode()]}, [0], {})
+    ended: Counter[str] = Counter()
+    calls = [stub.ModelInfer.future(request) for _ in range(requests)]
+    for call in calls:
+        call.add_done_callback(lambda done: ended.update([done.code().name]))
+    return calls, ended
+
+
+def computed_rows(url: str, model: str) -> int:
+    with triton.InferenceServerClient(url) as client:
+        (core,) = client.get_inference_statistics(f"{model}_core").model_stats
+    return int(core.inference_count)
+
+
+def abandon(url: str, model: str) -> tuple[int, int]:
+    """Return how many calls were canceled, and the rows computed until the next answer."""
+    calls, ended = flood(url, model, 400)
+    assert eventually(lambda: ended["OK"] > 0, ANSWERS_WITHIN_S)
+    for call in calls:
+        call.cancel()
+    before = computed_rows(url, model)
+    with Client(model, url) as client:
+        assert client.embed([TEXT], timeout_s=ANSWERS_WITHIN_S).shape == (1, 384)
+    return ended["CANCELLED"], computed_rows(url, model) - before
+
+
+def refused_by_wait(url: str, model: str) -> bool:
+    """Check the refusals of a flood. Return whether it was answered in part and refused in part."""
+    calls, _ = flood(url, model, 400)
+    errors = [error for call in calls if (error := call.exception(ANSWERS_WITHIN_S)) is not None]
+    assert all(error.code() is grpc.StatusCode.UNAVAILABLE for error in errors)
+    assert all("[overloaded retry_after_ms=" in error.details() for error in errors)
+    limited = any("the limit is 200 ms" in error.details() for error in errors)
+    return limited and len(errors) < len(calls)
+
+
+def test_a_flood_before_the_rate_is_known(minilm_repository: Path, tmp_path: Path) -> None:
+    """One attempt of several has to succeed: a machine that stands still loses an attempt."""
+    repository = tmp_path / "repository"
+    shutil.copytree(minilm_repository, repository)
+    set_parameter(repository, "minilm_packed_preprocess", "max_wait_ms", 200)
+    set_parameter(repository, "minilm_bucketed_preprocess", "max_wait_ms", 60_000)
+    with Server(repository) as server:
+        # A request that waits longer than the limit is refused, although no rate was known.
+        assert any(refused_by_wait(server.grpc_url, "minilm_packed") for _ in range(5))
+        # Canceled rows are not computed, except those that the core already holds.
+        rounds = (abandon(server.grpc_url, "minilm_bucketed") for _ in range(8))
+        assert any(left > 200 and computed < 0.6 * left for left, computed in rounds)
+
+
+@pytest.mark.long
+def test_overload_keeps_its_goodput(minilm_repository: Path) -> None:
+    """400 clients that give up after 2 s, several times of what the server can do."""
+    with Server(minilm_repository) as server:
+        turns = [
+            (*goodput(server.grpc_url, 32, 30.0, 2.0), *goodput(server.grpc_url, 400, 2.0, 5.0))
+            for _ in range(3)
+        ]
+        assert server.find_crash(0.0) is None
+        with Client("minilm_packed", server.grpc_url) as client:
+            assert any(answers(client, within_s=1.0) for _ in range(5))
+    for peak, _, loaded, ended in turns:
+        print(f"peak {peak:.0f}/s, overloaded {loaded:.0f}/s {dict(ended)}")
+    assert any(ended["UNAVAILABLE"] for *_, ended in turns)
+    # 0.73 to 1.0 was seen, as the clients take the same cores. Before there were limits it was a
+    # tenth, and the next peak as low. One turn will do: a busy machine may slow down the others.
+    best = max(peak for peak, *_ in turns)
+    assert any(loaded > max(0.5 * peak, 0.2 * best) for peak, _, loaded, _ in turns), turns
+
+
+@pytest.mark.long
+def test_broken_requests_lose_nothing(minilm_repository: Path) -> None:
+    ended, passed = fuzz(minilm_repository, "minilm_packed", 4000, seed=1)
+    assert passed, ended
+    assert ended["probe: right"] > 0

@@ -1,0 +1,297 @@
+"""Real servers: started, asked, stopped, killed, and nothing of them left behind."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from echo_server import ECHO, ask, write_model
+from processes import eventually, mark_of, regions
+from triptych.serving.orphan_cleanup import tagged_processes
+from triptych.serving.server import Server
+
+pytestmark = pytest.mark.server
+
+
+SLOW_TO_LOAD = ECHO.replace("pass", "time.sleep(60)")
+
+ENSEMBLE = """
+platform: "ensemble"
+max_batch_size: 4
+input [{ name: "text" data_type: TYPE_STRING dims: [1] }]
+output [{ name: "out" data_type: TYPE_STRING dims: [1] }]
+ensemble_scheduling { step [{
+  model_name: "echo" model_version: -1
+  input_map { key: "text" value: "text" }
+  output_map { key: "OUTPUT" value: "out" }
+}] }
+"""
+
+
+def get(url: str, path: str) -> tuple[int, str]:
+    host, port = url.split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    write_model(folder, "other")
+    write_model(folder, "echo")
+    return write_model(folder, "chain", None, config=ENSEMBLE.replace("OUTPUT", "echo"))
+
+
+@pytest.fixture(scope="module")
+def progress() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, progress: list[str]) -> Iterator[Server]:
+    server = Server(repository, environment={"TRIPTYCH_TEST": "seen"})
+    try:
+        server.start()
+        server.wait_ready(on_progress=progress.append)
+        yield server
+    finally:
+        server.stop(grace_s=0.0)
+
+
+def test_every_model_is_ready_and_answers(server: Server, progress: list[str]) -> None:
+    assert ask(server, "grüezi") == "grüezi"
+    assert ask(server, "through the ensemble", "chain") == "through the ensemble"
+    assert sorted(progress) == ["chain is ready", "echo is ready", "other is ready"]
+
+
+def test_the_steps_see_the_environment(server: Server) -> None:
+    assert ask(server, "env:TRIPTYCH_TEST") == "seen"
+    assert ask(server, "env:TOKENIZERS_PARALLELISM") == "false"
+
+
+def test_the_three_services_listen_on_loopback_only(server: Server) -> None:
+    metrics = server.metrics_url.removeprefix("http://").removesuffix("/metrics")
+    ports = {int(url.rpartition(":")[2]) for url in (server.grpc_url, server.http_url, metrics)}
+    listening: dict[int, str] = {}
+    for table in ("tcp", "tcp6"):  # gRPC listens through the IPv6 form of 127.0.0.1
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            local, state = line.split()[1], line.split()[3]
+            address, _, port = local.partition(":")
+            if state == "0A" and int(port, 16) in ports:
+                listening[int(port, 16)] = address[-8:]
+    assert listening == dict.fromkeys(ports, "0100007F")
+
+
+def test_the_metrics_have_latency_quantiles(server: Server) -> None:
+    ask(server, "one to count")
+    metrics = server.metrics_url.removeprefix("http://").removesuffix("/metrics")
+    status, page = get(metrics, "/metrics")
+    assert status == 200
+    assert 'nv_inference_request_summary_us{model="echo"' in page
+    assert "quantile" in page
+
+
+def test_a_second_server_runs_beside_the_first(
+    server: Server, repository: Path, tmp_path: Path
+) -> None:
+    with Server(repository, models=["chain"], log_file=tmp_path / "second.log") as second:
+        mark = mark_of(second.pid)
+        assert ask(second, "two") == "two"
+        assert ask(server, "one") == "one"
+        assert get(second.http_url, "/v2/models/echo/ready")[0] == 200  # the ensemble's step
+        assert get(second.http_url, "/v2/models/other/ready")[0] != 200
+        assert tagged_processes(mark)
+        assert regions(mark)
+    assert tagged_processes(mark) == []
+    assert regions(mark) == []
+    assert ask(server, "still one") == "still one"
+    assert "Waiting for in-flight requests" in (tmp_path / "second.log").read_text()
+
+
+def test_own_backends_are_laid_over_the_assembled_ones(tmp_path: Path) -> None:
+    backends = tmp_path / "backends"
+    (backends / "shouting").mkdir(parents=True)
+    (backends / "shouting" / "model.py").write_text(
+        ECHO.replace('"echo", text)', '"echo", np.char.upper(text.astype("U")).astype(object))')
+    )
+    repository = write_model(tmp_path / "repository", "loud", None, backend="shouting")
+    server = Server(repository, backend_directory=backends)
+    try:
+        server.start()
+        server.wait_ready()
+        assert ask(server, "hey", "loud") == "HEY"
+    finally:
+        server.stop(grace_s=0.0)
+
+
+def test_requests_in_flight_are_answered_on_stop(tmp_path: Path, repository: Path) -> None:
+    asked = f"sleep:2:{tmp_path / 'begun'}"
+    server = Server(repository, models=["echo"])
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            server.start()
+            server.wait_ready()
+            answer = pool.submit(ask, server, asked)
+            assert eventually((tmp_path / "begun").exists)
+        finally:
+            server.stop()
+        assert answer.result(timeout=1.0) == asked
+
+
+def test_stop_kills_after_the_grace_and_may_be_called_again(
+    tmp_path: Path, repository: Path
+) -> None:
+    server = Server(repository, models=["echo"])
+    server.stop()  # never started
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            server.start()
+            server.wait_ready()
+            mark = mark_of(server.pid)
+            log_file = server.log_file
+            answer = pool.submit(ask, server, f"sleep:30:{tmp_path / 'begun'}")
+            assert eventually((tmp_path / "begun").exists)
+        finally:
+            began = time.monotonic()
+            server.stop(grace_s=0.5)
+        took_s = time.monotonic() - began
+        with pytest.raises((OSError, http.client.HTTPException)):
+            answer.result(timeout=5.0)
+    assert 0.5 <= took_s < 20.0
+    assert tagged_processes(mark) == []
+    assert regions(mark) == []
+    assert log_file is not None
+    assert not log_file.exists()
+    server.stop()
+
+
+def test_stop_cleans_up_after_a_server_that_was_killed(repository: Path) -> None:
+    server = Server(repository, models=["echo"])
+    try:
+        server.start()
+        server.wait_ready()
+        mark = mark_of(server.pid)
+        log_file = server.log_file
+        os.kill(server.pid, signal.SIGKILL)
+        death = server.find_crash(within_s=10)
+        assert death is not None
+        assert "signal SIGKILL" in death.message
+    finally:
+        server.stop()
+    assert tagged_processes(mark) == []
+    assert regions(mark) == []
+    assert log_file is not None
+    assert log_file.is_file()  # what it said before it died
+    log_file.unlink()
+
+
+def test_a_server_outlives_the_thread_that_started_it(repository: Path) -> None:
+    server = Server(repository, models=["echo"])
+    try:
+        thread = threading.Thread(target=server.start)
+        thread.start()
+        thread.join()
+        server.wait_ready()
+        assert ask(server, "still here") == "still here"
+    finally:
+        server.stop(grace_s=0.0)
+
+
+# Prints the server's pid, or `ready PID`, and waits to be killed.
+CHILD = """
+import sys
+from pathlib import Path
+from triptych.serving.server import Server
+
+server = Server(Path(sys.argv[1]), log_file=Path(sys.argv[2]) if sys.argv[2:] else None)
+try:
+    server.start()
+    print(server.pid, flush=True)
+    server.wait_ready()
+    print("ready", flush=True)
+    sys.stdin.read()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+finally:
+    server.stop()
+    print("stopped", flush=True)
+"""
+
+
+def start_child(*paths: Path, temporary_folder: Path) -> subprocess.Popen[str]:
+    temporary_folder.mkdir()
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, *map(str, paths)],
+        env={**os.environ, "TMPDIR": str(temporary_folder)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end_child(child: subprocess.Popen[str]) -> None:
+    child.kill()
+    child.communicate()
+
+
+def line_of(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.5, 1.3, None], ids=str)
+def test_nothing_outlives_a_killed_parent(
+    tmp_path: Path, repository: Path, delay_s: float | None
+) -> None:
+    """Killed while models load, at several moments, and once when they serve (None)."""
+    is_loading = delay_s is not None
+    served = write_model(tmp_path / "slow", "slow", SLOW_TO_LOAD) if is_loading else repository
+    temporary_folder = tmp_path / "temporary"
+    child = start_child(served, temporary_folder=temporary_folder)
+    try:
+        pid = int(line_of(child))
+        if delay_s is None:
+            assert line_of(child) == "ready"
+        else:
+            time.sleep(delay_s)
+        assert eventually(lambda: "tritonserver" in str(Path(f"/proc/{pid}/exe").readlink()))
+        mark = mark_of(pid)
+        assert is_loading or regions(mark)
+        assert list(temporary_folder.iterdir())
+    finally:
+        end_child(child)
+    assert eventually(lambda: tagged_processes(mark) == [])
+    assert eventually(lambda: regions(mark) == [])
+    assert eventually(lambda: list(temporary_folder.iterdir()) == [])
+
+
+def test_ctrl_c_at_the_terminal_reaches_the_server_once(tmp_path: Path, repository: Path) -> None:
+    log_file = tmp_path / "server.log"
+    child = start_child(repository, log_file, temporary_folder=tmp_path / "temporary")
+    try:
+        mark = mark_of(int(line_of(child)))
+        assert line_of(child) == "ready"
+        os.killpg(child.pid, signal.SIGINT)  # as the terminal does: the whole foreground group
+        assert [line_of(child), line_of(child)] == ["interrupted", "stopped"]
+        assert child.wait(timeout=10) == 0
+    finally:
+        end_child(child)
+    assert log_file.read_text().count("Signal (") == 1
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert tagged_processes(mark) == []

@@ -1,0 +1,159 @@
+"""What a GPU core is planned with: profiles, CUDA graphs, limits; all from one traffic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import write_pipeline
+from plan_cases import facts
+from triptych.base.errors import UserError
+from triptych.spec.engine_plan import EnginePlan
+from triptych.spec.memory import batch_mib
+from triptych.spec.model_facts import ImageFacts
+from triptych.spec.plan import Plan, make_plan
+from triptych.spec.spec import load_spec
+from triptych.spec.tasks.catalog import IMAGE_CLASSIFICATION, RERANKING, TEXT_EMBEDDING
+from triptych.spec.traffic import Lengths
+
+LENGTHS = Lengths.of([5, 9, 12, 17, 30, 31, 60, 200], max_length=256)
+TENSORRT = ("core.backend=tensorrt", "core.precision=fp16")
+
+
+def plan_of(folder: Path, *overrides: str, **more: Any) -> Plan:
+    spec = load_spec(write_pipeline(folder / "a"), [*TENSORRT, *overrides])
+    return make_plan(spec, facts(**more), TEXT_EMBEDDING, {}, LENGTHS)
+
+
+def engine_of(plan: Plan) -> EnginePlan:
+    assert plan.engine is not None
+    return plan.engine
+
+
+def test_bucketed_has_a_profile_for_each_padded_length(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "core.layout=bucketed", "core.max_batch_size=24")
+    profiles = engine_of(plan).profiles
+    assert len(profiles) == len(plan.bucket_edges) > 1
+    for edge, profile in zip(plan.bucket_edges, profiles, strict=True):
+        ids = profile["input_ids"]
+        assert (ids.minimum, ids.optimum, ids.maximum) == ((1, edge), (24, edge), (24, edge))
+        assert profile["row_length"].minimum == (1, 1)
+        assert profile["row_length"].maximum == (24, 1)
+
+
+def test_every_batch_of_every_length_has_one_graph(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "core.layout=bucketed", "core.max_batch_size=24")
+    for edge in plan.bucket_edges:
+        specs = [s for s in engine_of(plan).graph_specs if s.inputs["input_ids"] == (edge,)]
+        for rows in range(1, 25):
+            fitting = [s for s in specs if s.lowest_batch_size <= rows <= s.batch_size]
+            assert len(fitting) == 1
+            assert fitting[0].batch_size < 2 * rows or rows > 16
+        assert {spec.inputs["row_length"] for spec in specs} == {(1,)}
+
+
+def test_graphs_can_be_left_out(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "core.layout=bucketed", "core.engine.cuda_graphs=false")
+    assert engine_of(plan).graph_specs == ()
+
+
+def test_packed_has_one_profile_for_all_batches_and_no_graph(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "core.max_batch_size=8")
+    (profile,) = engine_of(plan).profiles
+    made = {"row_stride", "longest"}
+    assert set(profile) == {"input_ids", "row_length", "row_offset", "row_span", *made}
+    assert profile["longest"].maximum == (256 + 8 - 1,)
+    assert profile["row_span"].maximum == (8 * 256,)
+    assert profile["input_ids"].minimum == (1,)
+    assert profile["input_ids"].maximum == (8 * 256,)
+    assert profile["input_ids"].optimum == (round(8 * LENGTHS.mean),)
+    assert (profile["row_length"].maximum, profile["row_stride"].maximum) == ((8, 1), (8,))
+    assert engine_of(plan).graph_specs == ()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("max_length", [64, 256, 512, 8192])
+@pytest.mark.parametrize("layout", ["packed", "bucketed"])
+def test_a_batch_has_as_many_rows_as_its_memory_allows(
+    tmp_path: Path, layout: str, precision: str, max_length: int
+) -> None:
+    wanted = [f"core.precision={precision}", "core.max_batch_size=1024", "core.max_batch_mib=500"]
+    plan = plan_of(tmp_path, *wanted, f"core.layout={layout}", max_length=max_length)
+    rows, element = plan.max_batch_size, 4 if precision == "fp32" else 2
+    shapes: dict[str, Any] = {"tokens": max_length, "precision": precision, "on_gpu": True}
+    each = batch_mib(plan.facts, rows=1, packed=False, **shapes)
+    # Four tensors of scores of 12 heads, or what the feed-forward part holds, are alive at once.
+    assert each * 2**20 > element * max_length * max(48 * max_length, 3 * 1536)
+    own = batch_mib(plan.facts, rows=rows, packed=layout == "packed", **shapes)
+    assert plan.batch_mib == pytest.approx(own)
+    assert own <= rows * each
+    assert rows == 1024 or each > 500 or rows * each <= 500 < (rows + 1) * each
+    assert (rows == 1) == (each > 250)
+    assert plan.request_rows == rows
+
+
+def test_pairs_have_their_first_segment_in_every_shape(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "a", task="reranking")
+    for layout in ("packed", "bucketed"):
+        spec = load_spec(folder, [*TENSORRT, f"core.layout={layout}"])
+        plan = make_plan(spec, facts(segments=2, labels=("a",)), RERANKING, {}, LENGTHS)
+        assert all("first_segment" in profile for profile in engine_of(plan).profiles)
+        assert all("first_segment" in graph.inputs for graph in engine_of(plan).graph_specs)
+
+
+def test_images_have_one_profile_and_graphs(tmp_path: Path) -> None:
+    image = ImageFacts.__new__(ImageFacts)
+    for name, value in {"height": 8, "width": 6, "channels": 3}.items():
+        object.__setattr__(image, name, value)
+    spec = load_spec(write_pipeline(tmp_path / "a"), [*TENSORRT, "core.max_batch_size=4"])
+    pictured = facts(image=image, labels=("a", "b"))
+    plan = make_plan(spec, pictured, IMAGE_CLASSIFICATION, {"top_k": 1}, None)
+    (profile,) = engine_of(plan).profiles
+    assert profile["pixels"].minimum == (1, 8, 6, 3)
+    assert profile["pixels"].maximum == (4, 8, 6, 3)
+    assert [g.batch_size for g in engine_of(plan).graph_specs] == [1, 2, 4]
+    assert plan.cost is None
+
+
+def test_kernels_are_chosen_for_as_many_rows_as_asked(tmp_path: Path) -> None:
+    wanted = ("core.layout=bucketed", "core.max_batch_size=16")
+    for asked, best in ((4, 4), (64, 16)):
+        plan = plan_of(tmp_path / str(asked), *wanted, f"core.engine.opt_batch_size={asked}")
+        assert {p["row_length"].optimum for p in engine_of(plan).profiles} == {(best, 1)}
+
+
+def test_a_plan_comes_back_from_the_lock_as_it_was(tmp_path: Path) -> None:
+    for layout in ("packed", "bucketed"):
+        engine = engine_of(plan_of(tmp_path / layout, f"core.layout={layout}"))
+        assert EnginePlan.from_dict(json.loads(json.dumps(engine.as_dict()))) == engine
+
+
+def test_other_backends_have_no_engine(tmp_path: Path) -> None:
+    spec = load_spec(write_pipeline(tmp_path / "a"), ["core.device=gpu"])
+    assert make_plan(spec, facts(), TEXT_EMBEDDING, {}, LENGTHS).engine is None
+
+
+def test_tensorrt_means_a_gpu(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "a")
+    assert load_spec(folder, ["core.backend=tensorrt"]).core.device == "gpu"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["core.backend=tensorrt", "core.device=cpu"], "core.device must be gpu"),
+        (["core.engine.refit=true"], "core.engine is only supported for the tensorrt"),
+        (["core.accelerator=tensorrt"], "onnxruntime backend on a gpu"),
+        (["core.backend=tensorrt", "core.accelerator=tensorrt"], "onnxruntime backend on a gpu"),
+        (["core.device=gpu", "core.threads=2"], "only supported for device cpu"),
+        (["core.backend=tensorrt", "core.engine.optimization_level=6"], "optimization_level"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    tmp_path: Path, overrides: list[str], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        load_spec(write_pipeline(tmp_path / "a"), overrides)

@@ -1,0 +1,123 @@
+"""What stands for the serving image: its files and environment around the embedded server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from container_cases import copy_of_the_images_files
+from processes import eventually
+from triptych.container.supervisor import STARVED
+from triptych.serving.embedded import find_installation
+from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, new_process_tag, remove_orphans
+from triptych.serving.ports import reserve_ports
+from triptych.serving.readiness import is_cpu_starved
+
+KEY = "a-key-of-the-operators"
+WRAPPER = """#!/bin/sh
+export LD_LIBRARY_PATH='{libraries}' PATH='{path}'
+exec '{program}' "$@" --backend-directory='{backends}' {prefixes}
+"""
+
+
+class Image(NamedTuple):
+    """What stands for the image: its files, its environment."""
+
+    files: Path
+    variables: dict[str, str]
+
+    def run(self, module: str, *arguments: str) -> subprocess.Popen[str]:
+        # Without site: nothing of this environment is there but the files of the image.
+        return subprocess.Popen(
+            [sys.executable, "-S", "-m", f"triptych.container.{module}", *arguments],
+            env=self.variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def health(self) -> tuple[int, str]:
+        with self.run("health") as process:
+            said = process.communicate(timeout=30)[0]
+        return process.returncode, said.strip()
+
+    def url(self, service: str) -> str:
+        return f"127.0.0.1:{self.variables[f'TRIPTYCH_{service}_PORT']}"
+
+    @contextmanager
+    def serving(
+        self, *arguments: str, is_up: Callable[[], bool] | None = None
+    ) -> Iterator[subprocess.Popen[str]]:
+        """The entry point, once it is healthy; ended for want of CPU it runs again, as in a pod."""
+        is_up = is_up or (lambda: self.health()[0] == 0)
+        for _ in range(3):
+            with self.run("entrypoint", *arguments) as process:
+                try:
+                    told = eventually(lambda: process.poll() is not None or is_up(), 120)
+                    ended = process.poll() is not None
+                    if told and not ended:
+                        yield process
+                        return
+                    remove_orphans(self.variables[PROCESS_TAG_VARIABLE])  # they hold its pipe
+                    said = process.communicate(timeout=30)[0]
+                finally:
+                    process.kill()
+            if not (ended and (is_cpu_starved(said) or STARVED in said)):
+                break
+        raise AssertionError(said)
+
+
+@contextmanager
+def image_of(folder: Path, repository: Path) -> Iterator[Image]:
+    """An image around the embedded server; nothing of its server is left behind."""
+    folder.mkdir(parents=True)
+    mark = new_process_tag()
+    server = find_installation(folder / "server")
+    prefixes = [
+        f"--backend-config={backend},shm-region-prefix-name={mark}"
+        for backend in server.python_backends
+    ]
+    wrapper = folder / "tritonserver"
+    wrapper.write_text(
+        WRAPPER.format(
+            libraries=server.environment["LD_LIBRARY_PATH"],
+            path=server.environment["PATH"],
+            program=server.executable,
+            backends=server.backend_directory,
+            prefixes=" ".join(prefixes),
+        )
+    )
+    wrapper.chmod(0o755)
+    (folder / "key").write_text(KEY)
+    services = {f"TRIPTYCH_{name}_PORT": 0 for name in ("HTTP", "GRPC", "METRICS")}
+    ports = {name: str(port) for name, port in reserve_ports("127.0.0.1", services).items()}
+    variables = {
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(copy_of_the_images_files(folder / "opt")),
+        "TRIPTYCH_TRITON": "24.10",
+        "TRIPTYCH_HOST": "127.0.0.1",
+        "TRIPTYCH_REPOSITORY": str(repository),
+        "TRIPTYCH_RESTRICTED_KEY_FILE": str(folder / "key"),
+        "TRIPTYCH_RESTRICTED_KEY": KEY,
+        PROCESS_TAG_VARIABLE: mark,
+        **ports,
+    }
+    try:
+        yield Image(folder / "opt", variables)
+    finally:
+        remove_orphans(mark)
+
+
+def server_of(process: subprocess.Popen[str]) -> int:
+    """Process id of the tritonserver that the entry point runs."""
+    (server,) = (
+        child for child in psutil.Process(process.pid).children() if child.name() == "tritonserver"
+    )
+    return server.pid

@@ -1,0 +1,192 @@
+"""Built pipelines to deploy, without a build: locks, and results of bench."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import yaml
+
+from conftest import ROOT, write_pipeline
+from container_cases import ENSEMBLE
+from generation_cases import write_pipeline as write_generating
+from load_samples import bench as bench_result
+from load_samples import rate_search, subject
+from triptych.base.explained import plain
+from triptych.deploy.context import Manifests
+from triptych.deploy.folder import write_manifests
+from triptych.deploy.options import DeployOptions
+from triptych.repository.manifest import EncoderManifest, PlanRecord, TextManifest, TextPlanRecord
+from triptych.repository.records import EngineCheck, EngineRecord, GateResult, json_text
+from triptych.serving.bench.results import to_json
+from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec, load_generation_spec
+from triptych.spec.slo import Slo
+from triptych.spec.spec import load_spec
+from triptych.spec.tasks.task import Core
+
+KUBERNETES = ("1.37", "1.36", "1.35")
+"""The newest two, and the oldest that is supported (November 2026)."""
+PROMISE = {"p99_ms": 80.0}
+WEIGHTS_MIB = 2
+ENGINE = EngineRecord(
+    key="key",
+    onnx_sha256="0" * 64,
+    plan_sha256="1" * 64,
+    tensorrt="11.2.1",
+    cuda="13.2",
+    driver="590.48.01",
+    gpu="NVIDIA H200",
+    compute_capability="9.0",
+    version_compatible=False,
+    hardware="none",
+    precision="fp32",
+    matmuls={},
+    witness="graph",
+    profiles=(),
+    check=EngineCheck("fp32", 1, (), ()),
+)
+
+
+def write_built(
+    folder: Path,
+    name: str = "minilm",
+    engine: EngineRecord | None = None,
+    mean_tokens: float | None = None,
+    **fields: Any,
+) -> Path:
+    """A repository with one pipeline as `build` leaves it, as far as `deploy` reads it.
+
+    `fields` are of its spec; without `serving` it promises `PROMISE`.
+    """
+    fields.setdefault("serving", {"slo": PROMISE})
+    spec = load_spec(write_pipeline(folder / "pipelines" / name, **fields))
+    plan = PlanRecord("packed", "", 256, (), 32, Core("AutoModel", "row", "vector", ()), None)
+    lock = EncoderManifest(
+        built_at="2026-01-01T00:00:00+00:00",
+        spec=spec,
+        model_sha256="2" * 64,
+        architecture="BertModel",
+        versions={},
+        core_key="core",
+        source_key="source",
+        plan=plan,
+        engine=engine,
+        traffic={} if mean_tokens is None else {"mean_tokens": mean_tokens},
+        gate=GateResult("fp32", 1, 0, True, (), ()),
+        files={},
+    )
+    repository = folder / "repository"
+    (repository / name).mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(ENSEMBLE.format(name=name))
+    (repository / name / "triptych.lock.json").write_bytes(lock.as_bytes())
+    return repository
+
+
+def write_bench(folder: Path, **changes: Any) -> Path:
+    """A pipeline's folder of reports with the result of `bench`, but for `changes`."""
+    values: dict[str, Any] = {"load_s": 4.2, "cost": None, "slo": Slo(**PROMISE)}
+    values |= {"rate": rate_search(Slo(**PROMISE))}
+    result = bench_result(**{**values, **changes})
+    (folder / "bench").mkdir(parents=True)
+    (folder / "bench/bench.json").write_text(json_text(to_json(result)))
+    return folder
+
+
+def write_generation(folder: Path, *overrides: str) -> Path:
+    """A repository with the pipeline `talk` as `build` leaves it, as far as `deploy` reads it."""
+    pipeline = write_generating(folder / "talk", folder / "model", backend="vllm")
+    spec = load_generation_spec(pipeline, ["core.max_num_seqs=10", *overrides])
+    repository = folder / "repository"
+    (repository / "talk").mkdir(parents=True)
+    (repository / "talk/config.pbtxt").write_text(ENSEMBLE.format(name="talk"))
+    write_talk_manifest(repository, spec)
+    weights = repository / "talk_core/1/weights"
+    weights.mkdir(parents=True)
+    (weights / "model.safetensors").write_bytes(bytes(WEIGHTS_MIB << 20))
+    return repository
+
+
+def write_talk_manifest(repository: Path, spec: GenerationSpec | Text2TextSpec) -> None:
+    """Write the build manifest of the pipeline `talk`."""
+    manifest = TextManifest(
+        built_at="2026-01-01T00:00:00+00:00",
+        spec=spec,
+        model_sha256="2" * 64,
+        architecture="LlamaForCausalLM",
+        versions={},
+        traffic={},
+        gate=GateResult("bf16", 1, 0, True, (), ()),
+        files={},
+        plan=TextPlanRecord(512),
+    )
+    (repository / "talk/triptych.lock.json").write_bytes(manifest.as_bytes())
+
+
+def options(**changes: Any) -> DeployOptions:
+    """Of a deployment on Triton 26.08, but for `changes`."""
+    usual = DeployOptions(image="triptych-serve:26.08", name="minilm", triton="26.08")
+    return replace(usual, **changes)
+
+
+def document(made: Manifests, name: str) -> Any:
+    """One of the documents as plain data."""
+    (file,) = (file for file in made.files if Path(file).name == name)
+    return plain(made.files[file])
+
+
+def kustomized(folder: Path, made: Manifests) -> list[dict[str, Any]]:
+    """What the real kubectl makes of the overlay."""
+    write_manifests(folder, made.files)
+    kubectl = Path(sys.executable).with_name("kubectl")
+    done = subprocess.run(
+        [kubectl, "kustomize", folder / made.start], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return list(yaml.load_all(done.stdout, Loader=yaml.CSafeLoader))
+
+
+def held_by_schema(resource: dict[str, Any]) -> None:
+    """Raises a `ValidationError` where a custom resource is not as its definition wants it."""
+    (file,) = (ROOT / "tests/data/crds").glob(f"{resource['kind'].lower()}_*.json")
+    # The schema itself is not checked: its patterns are Go's.
+    jsonschema.Draft202012Validator(json.loads(file.read_text())).validate(resource)
+
+
+def taken(
+    resources: list[dict[str, Any]], versions: Sequence[str] = KUBERNETES[:1]
+) -> dict[str, dict[str, Any]]:
+    """Kind and name (without the hash that Kustomize adds) to object; all as their schemas want."""
+    for each in resources:
+        assert each["metadata"]["namespace"] == "default"
+        group = each["apiVersion"].partition("/")[0]
+        if ("." not in group or group.endswith("k8s.io")) and "gateway" not in group:
+            for version in versions:
+                kubernetes_validate.validate(each, version, strict=True)
+        else:
+            held_by_schema(each)
+    found = {}
+    for each in resources:
+        name = each["metadata"]["name"]
+        if each["kind"] == "ConfigMap":
+            name = re.sub("-[a-z0-9]{10}$", "", name)
+        found[f"{each['kind']} {name}"] = each
+    return found
+
+
+__all__ = ["ENGINE", "KUBERNETES", "PROMISE", "options", "subject", "write_bench", "write_built"]
+
+
+@functools.cache
+def compose_schema() -> Any:
+    return jsonschema.Draft7Validator(
+        json.loads((ROOT / "tests/data/compose_spec.json").read_text())
+    )

@@ -1,0 +1,57 @@
+"""Requests to pages of a local HTTP server, and a wait for a condition."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+
+def page(port: int, path: str, method: str = "GET") -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def comes_true(holds: Callable[[], bool]) -> bool:
+    """Within a minute; what does not listen yet is not true."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            if holds():
+                return True
+        time.sleep(0.05)
+    return False
+
+
+def form(url: str, fields: dict[str, str], **headers: str) -> urllib.request.Request:
+    parts = [
+        f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+        for name, value in fields.items()
+    ]
+    kind = {"Content-Type": "multipart/form-data; boundary=x"}
+    body = "".join([*parts, "--x--\r\n"]).encode()
+    return urllib.request.Request(url, body, {**kind, **headers})
+
+
+def post(url: str, fields: dict[str, str], **headers: str) -> tuple[int, str]:
+    return fetch(form(url, fields, **headers))
+
+
+def fetch(request: Any) -> tuple[int, str]:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(request, timeout=60) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
