@@ -25,7 +25,7 @@ from generation_cases import (
 from generation_served import LONG, build_both, wait_until
 from triptych.base.errors import UserError
 from triptych.building.generation.inputs import read_generation
-from triptych.building.generation.model import GenerationFacts, read_generation_model
+from triptych.building.generation.model import GenerationInfo, read_generation_model
 from triptych.client import Client
 from triptych.container.lock_check import check_repository
 from triptych.interface.cli.plan_text import describe_text_generation
@@ -284,7 +284,7 @@ def test_a_model_is_read_as_others_read_it(tmp_path: Path) -> None:
 
     def read(
         config: dict[str, Any], tokenizer: dict[str, Any], generation: str = "{}"
-    ) -> GenerationFacts:
+    ) -> GenerationInfo:
         for path, text, more in zip(changed, plain, (config, tokenizer), strict=True):
             path.write_text(json.dumps({**json.loads(text), **more}))
         (folder / "generation_config.json").write_text(generation)

@@ -13,7 +13,7 @@ import pytest
 
 from scaffolding import triptych, write
 from triptych.base.errors import UserError
-from triptych.building.hook_tests import Check, check_pipeline
+from triptych.building.pipeline_checks import Check, check_pipeline
 from triptych.runtime.hooking import RowForm
 
 

@@ -13,7 +13,7 @@ from triptych.base.tensors import FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, ROW_OFFS
 from triptych.core.gate.reference import pixel_values, reference_outputs
 from triptych.core.gate.runs import open_onnx
 from triptych.core.requests import Sample
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import read_facts
 from triptych.spec.tasks import find_task
 from triptych.spec.tasks.task import Core
@@ -59,7 +59,7 @@ def rows_of(folder: Path, texts: list[Any]) -> list[Sample]:
     return rows
 
 
-def read(folder: Path, task: str, **parameters: Any) -> tuple[ModelFacts, Core]:
+def read(folder: Path, task: str, **parameters: Any) -> tuple[ModelInfo, Core]:
     facts = read_facts(folder)
     return facts, find_task(task).core(facts, parameters)
 

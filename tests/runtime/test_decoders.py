@@ -258,14 +258,14 @@ NLI = (
 def test_hypotheses_score_as_in_the_pipeline(
     tokenizer: Any, classes: list[str], labels: list[str], multi_label: bool
 ) -> None:
-    from triptych.spec.model_facts import ModelFacts
+    from triptych.spec.model_info import ModelInfo
 
     names = {name: index for index, name in enumerate(classes)}
     id2label = dict(enumerate(classes))
     model = small("Bert", "SequenceClassification", id2label=id2label, label2id=names)
     pairs = [(text, f"This example is {label}.") for text in TEXTS for label in labels]
     first, second = map(list, zip(*pairs, strict=True))
-    facts = ModelFacts("", "", 32, 512, 0, labels=tuple(classes))
+    facts = ModelInfo("", "", 32, 512, 0, labels=tuple(classes))
     settings = json.loads(json.dumps(TASKS["zero-shot-classification"].settings(facts)))
     found = decode_rows.ZeroShotDecoder(settings, Path()).decode(
         {"inference_logits": logits_of(model, tokenizer, first, second)},

@@ -26,11 +26,11 @@ from triptych.runtime.row_types import CoreRows, RowInputs
 from triptych.runtime.rows_image import ImageRowMaker
 from triptych.spec.image_core import ImageCore
 from triptych.spec.image_source import read_image_facts
-from triptych.spec.model_facts import ImageFacts
+from triptych.spec.model_info import ImageInfo
 
 CLASSES = 7
 MAX_BYTES, MAX_PIXELS = 200_000, 1_000_000
-FACTS = ImageFacts("shorter", (36,), "bicubic", (32, 32), False, 1 / 255, None, None, 32, 32)
+FACTS = ImageInfo("shorter", (36,), "bicubic", (32, 32), False, 1 / 255, None, None, 32, 32)
 
 
 class Made(NamedTuple):
@@ -38,7 +38,7 @@ class Made(NamedTuple):
 
     model: Any
     folder: Path
-    facts: ImageFacts
+    facts: ImageInfo
 
 
 def architectures() -> dict[str, tuple[Any, Any]]:
@@ -138,13 +138,13 @@ def good_images() -> dict[str, bytes]:
     return images
 
 
-def maker(facts: ImageFacts) -> ImageRowMaker:
+def maker(facts: ImageInfo) -> ImageRowMaker:
     """A row maker with settings that have been through JSON."""
     settings = {"image": asdict(facts), "max_image_bytes": MAX_BYTES, "max_pixels": MAX_PIXELS}
     return ImageRowMaker(json.loads(json.dumps(settings)), Path())
 
 
-def pixels_of(facts: ImageFacts, images: list[bytes]) -> NDArray[np.uint8]:
+def pixels_of(facts: ImageInfo, images: list[bytes]) -> NDArray[np.uint8]:
     """UINT8 `[n, height, width, channels]`."""
     (answer,) = maker(facts).make([RowInputs({"image": images}, {})])
     assert isinstance(answer, CoreRows), answer

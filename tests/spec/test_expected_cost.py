@@ -9,13 +9,13 @@ import pytest
 
 from conftest import write_pipeline
 from triptych.spec.engine_plan import RowCost, row_cost
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.plan import make_plan
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.catalog import TEXT_EMBEDDING
 from triptych.spec.traffic import Lengths
 
-FACTS = ModelFacts(
+FACTS = ModelInfo(
     sha256="0", architecture="B", hidden_size=384, max_length=512, pad_token_id=0, layers=6
 )
 EVEN = Lengths.of([32] * 8, max_length=512)

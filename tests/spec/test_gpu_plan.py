@@ -13,7 +13,7 @@ from plan_cases import facts
 from triptych.base.errors import UserError
 from triptych.spec.engine_plan import EnginePlan
 from triptych.spec.memory import batch_mib
-from triptych.spec.model_facts import ImageFacts
+from triptych.spec.model_info import ImageInfo
 from triptych.spec.plan import Plan, make_plan
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.catalog import IMAGE_CLASSIFICATION, RERANKING, TEXT_EMBEDDING
@@ -105,7 +105,7 @@ def test_pairs_have_their_first_segment_in_every_shape(tmp_path: Path) -> None:
 
 
 def test_images_have_one_profile_and_graphs(tmp_path: Path) -> None:
-    image = ImageFacts.__new__(ImageFacts)
+    image = ImageInfo.__new__(ImageInfo)
     for name, value in {"height": 8, "width": 6, "channels": 3}.items():
         object.__setattr__(image, name, value)
     spec = load_spec(write_pipeline(tmp_path / "a"), [*TENSORRT, "core.max_batch_size=4"])

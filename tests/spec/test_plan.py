@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from conftest import write_pipeline
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.plan import Plan, bucket_of, choose_edges, make_plan
 from triptych.spec.spec import PipelineSpec, load_spec
 from triptych.spec.tasks.catalog import TEXT_EMBEDDING
 from triptych.spec.traffic import Lengths
 
-FACTS = ModelFacts(
+FACTS = ModelInfo(
     sha256="0", architecture="BertModel", hidden_size=8, max_length=64, pad_token_id=0
 )
 

@@ -14,7 +14,7 @@ from triptych.building.generation.build import make_text_manifest
 from triptych.building.generation.gate import LIMITS, cause_of, limits_of
 from triptych.building.generation.inputs import GenerationInputs, Prompt
 from triptych.building.generation.model import (
-    GenerationFacts,
+    GenerationInfo,
     GenerationModel,
     Quantization,
     check_precision,
@@ -34,7 +34,7 @@ from triptych.repository.records import GateResult
 from triptych.spec.fields import ModelSource
 from triptych.spec.generation_fields import GenerationCore, GenerationSpec, KvCache
 
-FACTS = GenerationFacts("", "LlamaForCausalLM", 64, (1,), {}, 1000, 2, vocabulary=300)
+FACTS = GenerationInfo("", "LlamaForCausalLM", 64, (1,), {}, 1000, 2, vocabulary=300)
 W4A16 = {
     "quant_method": "compressed-tensors",
     "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}},

@@ -22,13 +22,13 @@ from conftest import ROOT
 from scaffolding import triptych, write
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
-from triptych.building.hook_tests import check_pipeline
+from triptych.building.pipeline_checks import check_pipeline
 from triptych.core.inputs import task_of
 from triptych.runtime.hooking import NUMPY_TYPES, RowForm, call_hook, find_hook
 from triptych.runtime.rows_image import Limits, open_image
 from triptych.spec.generation_fields import load_generation_spec, load_text2text_spec
 from triptych.spec.kind import GENERATING, GENERATION, TEXT2TEXT
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.scaffold import TEMPLATES, Scaffold, scaffold, tasks
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks import TASKS
@@ -36,7 +36,7 @@ from triptych.spec.traffic import read_traffic
 
 ENCODERS = [task for task in tasks() if task not in GENERATING]
 README = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
-FACTS = ModelFacts(
+FACTS = ModelInfo(
     sha256="",
     architecture="Any",
     hidden_size=8,

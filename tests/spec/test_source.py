@@ -10,7 +10,7 @@ import pytest
 
 from checkpoint_files import change, write
 from triptych.base.errors import UserError
-from triptych.spec.model_facts import Dense, Normalize
+from triptych.spec.model_info import Dense, Normalize
 from triptych.spec.model_source import read_facts, read_tokenizer
 
 

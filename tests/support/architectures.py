@@ -23,7 +23,7 @@ from triptych.base.tensors import (
     Tensor,
 )
 from triptych.core.export.to_onnx import export_onnx
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.tasks.task import Core
 
 VOCABULARY = 120
@@ -144,7 +144,7 @@ LAYOUT_INPUTS = {
 ROW_SIZES = (3, 41, 12, 1, 27, 33, 40)
 
 
-def save_model(name: str, auto_class: str, folder: Path, **more: Any) -> ModelFacts:
+def save_model(name: str, auto_class: str, folder: Path, **more: Any) -> ModelInfo:
     """Write a random model of an architecture into `folder`; returns its facts."""
     import transformers
 
@@ -158,7 +158,7 @@ def save_model(name: str, auto_class: str, folder: Path, **more: Any) -> ModelFa
     return facts_of(model)
 
 
-def exported(name: str, head: str, layout: str) -> tuple[Path, ModelFacts]:
+def exported(name: str, head: str, layout: str) -> tuple[Path, ModelInfo]:
     """A folder with a random model and its core as ``onnx/model.onnx``, from the cache if there."""
 
     core = HEADS[head]
@@ -179,11 +179,11 @@ def exported(name: str, head: str, layout: str) -> tuple[Path, ModelFacts]:
     return folder, facts_of(getattr(transformers, core.auto_class).from_pretrained(folder))
 
 
-def facts_of(model: Any) -> ModelFacts:
+def facts_of(model: Any) -> ModelInfo:
     """As `model.source` would read them."""
     config = model.config
     pad = config.pad_token_id
-    return ModelFacts(
+    return ModelInfo(
         sha256="",
         architecture=type(model).__name__,
         hidden_size=32,
@@ -223,7 +223,7 @@ def first_segments(rows: Sequence[Sequence[int]]) -> NDArray[np.int32]:
 
 
 def expected_outputs(
-    folder: Path, facts: ModelFacts, core: Core, rows: Sequence[Sequence[int]]
+    folder: Path, facts: ModelInfo, core: Core, rows: Sequence[Sequence[int]]
 ) -> list[list[NDArray[Any]]]:
     """The core's outputs for each row, from transformers' model on that row alone."""
     import transformers
@@ -288,7 +288,7 @@ def packed_feed(
 
 
 def run_graph(
-    path: Path, facts: ModelFacts, core: Core, rows: Sequence[Sequence[int]], *, packed: bool
+    path: Path, facts: ModelInfo, core: Core, rows: Sequence[Sequence[int]], *, packed: bool
 ) -> list[list[NDArray[Any]]]:
     """The outputs of ``model.onnx`` for each row, all of them in one batch."""
     import onnxruntime

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 
 
-def facts(**more: Any) -> ModelFacts:
+def facts(**more: Any) -> ModelInfo:
     fields = {"hidden_size": 384, "max_length": 256, "layers": 6, "heads": 12, **more}
-    return ModelFacts(sha256="0", architecture="BertModel", pad_token_id=0, **fields)
+    return ModelInfo(sha256="0", architecture="BertModel", pad_token_id=0, **fields)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from triptych.base.errors import Progress
 from triptych.building.build import BuildOutcome, build
-from triptych.building.hook_tests import Check, check_pipeline
+from triptych.building.pipeline_checks import Check, check_pipeline
 from triptych.core.inputs import read_inputs
 from triptych.spec.spec import load_spec
 

@@ -19,7 +19,7 @@ from triptych.building.generation.checks import check_folder
 from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.live import verify_generation
 from triptych.building.generation.text2text import read_text2text
-from triptych.building.hook_tests import Check, check_pipeline
+from triptych.building.pipeline_checks import Check, check_pipeline
 from triptych.core.gate.answers import check_hooks
 from triptych.core.gate.verify import verify_pipeline
 from triptych.core.inputs import read_inputs

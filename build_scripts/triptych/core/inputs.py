@@ -13,7 +13,7 @@ from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, Sample
 from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.runtime.hooking import HOOKS_FILE, REDACT, load_hooks, takes_inputs
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import locate, read_model
 from triptych.spec.plan import Layout, Plan, make_plan
 from triptych.spec.spec import SPEC_FILE, PipelineSpec
@@ -198,7 +198,7 @@ def _read_labeled(
     return LabeledRequests(tuple(rows), tuple(requests), notes)
 
 
-def _check_max_length(spec: PipelineSpec, facts: ModelFacts) -> None:
+def _check_max_length(spec: PipelineSpec, facts: ModelInfo) -> None:
     wanted = spec.tokenizer.max_length
     if wanted is not None and wanted > facts.max_length:
         raise UserError(

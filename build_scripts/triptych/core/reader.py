@@ -20,7 +20,7 @@ from triptych.runtime.hooking import Hook, call_before
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import RowMaker, TextRowMaker, find_class
 from triptych.runtime.triton_io import FORMER_NAMES, check_parameters
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.plan import core_rows_of, max_length_of, row_settings
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks import Task
@@ -54,7 +54,7 @@ class RequestReader:
         self,
         spec: PipelineSpec,
         task: Task,
-        facts: ModelFacts,
+        facts: ModelInfo,
         tokenizer_folder: Path,
         before: Hook | None,
     ) -> None:

@@ -84,7 +84,7 @@ def open_image(data: bytes, limits: Limits, row: int) -> Image.Image:
 def to_pixels(image: Image.Image, facts: Mapping[str, Any]) -> NDArray[np.uint8]:
     """Return the pixels of an RGB image for the core, UINT8 ``[height, width, channels]``.
 
-    `facts` are `ImageFacts` as plain data.
+    `facts` are `ImageInfo` as plain data.
     """
     height, width = resized(facts, image.height, image.width)
     if facts["resize"] != "none":

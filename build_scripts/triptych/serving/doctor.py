@@ -51,7 +51,7 @@ class GpuSummary(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MachineFacts:
+class MachineInfo:
     """Facts about a machine, which `check_machine` judges.
 
     Attributes:
@@ -85,7 +85,7 @@ class MachineFacts:
     perf_analyzer: Path | None
 
 
-def read_machine(ports: Mapping[str, int], shm_path: Path) -> MachineFacts:
+def read_machine(ports: Mapping[str, int], shm_path: Path) -> MachineInfo:
     """Read facts about this machine without changing it; ports with the number 0 are skipped.
 
     Raises:
@@ -94,7 +94,7 @@ def read_machine(ports: Mapping[str, int], shm_path: Path) -> MachineFacts:
     requirements = _extra_requirements()
     temporary_folder = Path(tempfile.gettempdir())
     gpus, driver = _read_gpus()
-    return MachineFacts(
+    return MachineInfo(
         platform=read_platform(),
         tritonserver=_on_path("tritonserver"),
         prefix=sys.prefix,
@@ -207,7 +207,7 @@ def examine(
     return check_machine(read_machine(ports, shm_path))
 
 
-def check_machine(machine: MachineFacts) -> list[Finding]:
+def check_machine(machine: MachineInfo) -> list[Finding]:
     """Return the findings of all checks of `machine`."""
     return [
         *_installation(machine),
@@ -234,7 +234,7 @@ def _finding(
     return Finding(name, kind, "", rule, str(given), "" if holds else remedy)
 
 
-def _installation(machine: MachineFacts) -> Iterable[Finding]:
+def _installation(machine: MachineInfo) -> Iterable[Finding]:
     version = tuple(int(part) for part in machine.platform.python_version.split("."))
     yield _finding(
         "python-version",
@@ -251,7 +251,7 @@ def _installation(machine: MachineFacts) -> Iterable[Finding]:
     yield _finding("tritonserver", True, rule, given, "info", "")
 
 
-def _embedded(machine: MachineFacts) -> Iterable[Finding]:
+def _embedded(machine: MachineInfo) -> Iterable[Finding]:
     """Check the embedded server; with another server on PATH, its faults are only an ``info``."""
     severity: Severity = "info" if machine.tritonserver else "error"
     for name, rule, holds, given, remedy in REQUIREMENTS:
@@ -280,7 +280,7 @@ def _embedded(machine: MachineFacts) -> Iterable[Finding]:
     )
 
 
-def _resources(machine: MachineFacts) -> Iterable[Finding]:
+def _resources(machine: MachineInfo) -> Iterable[Finding]:
     for name, port in machine.ports.items():
         yield _finding(
             f"port-{name}",
@@ -303,7 +303,7 @@ def _resources(machine: MachineFacts) -> Iterable[Finding]:
     )
 
 
-def _packages(machine: MachineFacts) -> Iterable[Finding]:
+def _packages(machine: MachineInfo) -> Iterable[Finding]:
     yield _finding(
         "package",
         machine.extras,
@@ -337,7 +337,7 @@ def _packages(machine: MachineFacts) -> Iterable[Finding]:
     )
 
 
-def _gpus(machine: MachineFacts) -> Iterable[Finding]:
+def _gpus(machine: MachineInfo) -> Iterable[Finding]:
     listed = ", ".join(f"{gpu.name} ({gpu.memory_mib} MiB)" for gpu in machine.gpus)
     yield _finding(
         "gpu",

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from triptych.base.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
 from triptych.runtime.row_types import count_slots
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.traffic import Lengths
 
@@ -72,7 +72,7 @@ class RowCost:
 
 
 def row_cost(
-    facts: ModelFacts,
+    facts: ModelInfo,
     lengths: Lengths,
     edges: Sequence[int],
     *,
@@ -107,7 +107,7 @@ def row_cost(
     return RowCost(packed, bucketed + each * layers * runs / rows)
 
 
-def _row_us(facts: ModelFacts, device: Device, tokens: float, attended: float) -> float:
+def _row_us(facts: ModelInfo, device: Device, tokens: float, attended: float) -> float:
     """Return the time in µs for a row of `tokens`, each of which attends to `attended` tokens."""
     hidden = facts.hidden_size
     widened = facts.intermediate_size or USUAL_WIDENING * hidden

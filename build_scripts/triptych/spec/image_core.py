@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from triptych.spec.model_facts import ImageFacts
+from triptych.spec.model_info import ImageInfo
 
 
 class ImageCore(nn.Module):
@@ -18,7 +18,7 @@ class ImageCore(nn.Module):
     mean: torch.Tensor
     std: torch.Tensor
 
-    def __init__(self, model: Any, image: ImageFacts) -> None:
+    def __init__(self, model: Any, image: ImageInfo) -> None:
         super().__init__()
         self.model = model
         self._factor = image.rescale_factor
@@ -44,7 +44,7 @@ class ImageCore(nn.Module):
         return logits
 
 
-def model_input(pixels: NDArray[np.uint8], image: ImageFacts) -> NDArray[np.float32]:
+def model_input(pixels: NDArray[np.uint8], image: ImageInfo) -> NDArray[np.float32]:
     """Return what the core passes to the model for UINT8 ``[rows, height, width, channels]``."""
     core = ImageCore(nn.Identity(), image)
     values: NDArray[np.float32] = core.values(torch.tensor(pixels)).numpy()

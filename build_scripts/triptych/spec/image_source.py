@@ -1,4 +1,4 @@
-"""Read a model's image processor as `ImageFacts`, verified against the processor itself."""
+"""Read a model's image processor as `ImageInfo`, verified against the processor itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.errors import UserError
-from triptych.spec.model_facts import ImageFacts, Resize
+from triptych.spec.model_info import ImageInfo, Resize
 from triptych.spec.model_text import read_json
 
 MAX_DIFFERENCE = 1e-5
@@ -50,14 +50,14 @@ class _Probe(NamedTuple):
 
 
 class _Geometry(NamedTuple):
-    """Interpretation of a processor's settings about sizes; see `ImageFacts`."""
+    """Interpretation of a processor's settings about sizes; see `ImageInfo`."""
 
     resize: Resize
     edges: tuple[int, ...]
     crop: tuple[int, int] | None
 
 
-def read_image_facts(folder: Path) -> ImageFacts:
+def read_image_facts(folder: Path) -> ImageInfo:
     """Read the settings of the image processor in `folder` and verify them.
 
     Processors interpret the same setting differently. Each plausible interpretation is tried until
@@ -160,7 +160,7 @@ def _setting(processor: Any, name: str) -> Any:
     return getattr(processor, name, None)
 
 
-def _facts(processor: Any, height: int, width: int) -> ImageFacts:
+def _facts(processor: Any, height: int, width: int) -> ImageInfo:
     """Return all settings except the geometry."""
     from PIL import Image
 
@@ -174,7 +174,7 @@ def _facts(processor: Any, height: int, width: int) -> ImageFacts:
         std = std * setting("image_std")
     normalizes = bool(mean.any() or (std != 1).any())
     resample = setting("resample")
-    return ImageFacts(
+    return ImageInfo(
         resize="none",
         edges=(),
         resample=Image.Resampling(2 if resample is None else int(resample)).name.lower(),
@@ -212,7 +212,7 @@ def _geometries(processor: Any) -> Iterator[_Geometry]:
             yield _Geometry("shorter", (shorter,), (edge, edge))
 
 
-def _furthest(facts: ImageFacts, probes: Sequence[_Probe]) -> tuple[float, str]:
+def _furthest(facts: ImageInfo, probes: Sequence[_Probe]) -> tuple[float, str]:
     """Return the largest difference from the processor's results, and the name of its probe."""
     from triptych.runtime.rows_image import to_pixels
     from triptych.spec.image_core import model_input

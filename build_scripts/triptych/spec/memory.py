@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triptych.runtime.row_types import count_slots
 from triptych.spec.engine_plan import USUAL_HEAD_SIZE, USUAL_WIDENING
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 
 ELEMENT_BYTES = {"fp32": 4}
 """Size of an activation in bytes by precision; 2 for all others. On a CPU activations are fp32."""
@@ -22,7 +22,7 @@ PyTorch's own attention, used by the bucketed layout, needs more for scaling and
 
 
 def batch_mib(
-    facts: ModelFacts, *, rows: int, tokens: int, precision: str, on_gpu: bool, packed: bool
+    facts: ModelInfo, *, rows: int, tokens: int, precision: str, on_gpu: bool, packed: bool
 ) -> float:
     """Return the memory in MiB of a batch of rows of equal length, without the weights.
 
@@ -41,7 +41,7 @@ def batch_mib(
 
 
 def rows_within(
-    facts: ModelFacts, *, limit_mib: float, tokens: int, precision: str, on_gpu: bool
+    facts: ModelInfo, *, limit_mib: float, tokens: int, precision: str, on_gpu: bool
 ) -> int:
     """Return the maximum number of rows of `tokens` tokens in a batch within `limit_mib`.
 

@@ -1,4 +1,4 @@
-"""Locate a model's files and read its information: `ModelSource` to folder to `ModelFacts`.
+"""Locate a model's files and read its information: `ModelSource` to folder to `ModelInfo`.
 
 Models that bring their own code are rejected, because Triptych never runs it. Results are cached,
 because transformers takes seconds to load.
@@ -21,7 +21,7 @@ from triptych.base.cache import cached_stage, code_hash, sha256_of, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.files import parse_yaml
 from triptych.spec.fields import ModelSource
-from triptych.spec.model_facts import ImageFacts, ModelFacts
+from triptych.spec.model_info import ImageInfo, ModelInfo
 from triptych.spec.model_text import (
     ModelConfig,
     SentenceConfig,
@@ -236,7 +236,7 @@ class _TransformerConfig(TypedDict, total=False):
     max_seq_length: int | None
 
 
-def read_facts(folder: Path, sha256: str | None = None) -> ModelFacts:
+def read_facts(folder: Path, sha256: str | None = None) -> ModelInfo:
     """Read information about the model from the files in `folder`.
 
     Args:
@@ -252,14 +252,14 @@ def read_facts(folder: Path, sha256: str | None = None) -> ModelFacts:
     pooling, head = read_modules(folder, sentence)
     labels = read_labels(config)
     image = _image_facts(folder)
-    texts = _TextFacts() if image and not _has_vocabulary(folder) else _read_texts(folder, config)
+    texts = _TextInfo() if image and not _has_vocabulary(folder) else _read_texts(folder, config)
 
     def size(name: str) -> int | None:
         own: Mapping[str, object] = config
         value = own.get(name) if image else _setting(folder, config, name)
         return value if isinstance(value, int) else None
 
-    return ModelFacts(
+    return ModelInfo(
         sha256=sha256 or hash_model(folder),
         architecture=(config.get("architectures") or [config.get("model_type", "unknown")])[0],
         hidden_size=0 if image else _hidden_size(folder, config),
@@ -305,8 +305,8 @@ def read_tokenizer(folder: Path) -> str:
     return text
 
 
-class _TextFacts(NamedTuple):
-    """The part of `ModelFacts` that the tokenizer knows."""
+class _TextInfo(NamedTuple):
+    """The part of `ModelInfo` that the tokenizer knows."""
 
     segments: int = 1
     mask_token: str | None = None
@@ -314,9 +314,9 @@ class _TextFacts(NamedTuple):
     unk_token_id: int | None = None
 
 
-def _read_texts(folder: Path, config: ModelConfig) -> _TextFacts:
+def _read_texts(folder: Path, config: ModelConfig) -> _TextInfo:
     tokenizer = _load_tokenizer(folder)
-    return _TextFacts(
+    return _TextInfo(
         segments=_segments(tokenizer, _setting(folder, config, "type_vocab_size") or 1),
         mask_token=tokenizer.mask_token,
         mask_token_id=tokenizer.mask_token_id,
@@ -370,7 +370,7 @@ def _has_vocabulary(folder: Path) -> bool:
     return any(True for pattern in VOCABULARIES for _ in folder.glob(pattern))
 
 
-def _image_facts(folder: Path) -> ImageFacts | None:
+def _image_facts(folder: Path) -> ImageInfo | None:
     if not (folder / "preprocessor_config.json").is_file():
         return None
     from triptych.spec.image_source import read_image_facts
@@ -435,7 +435,7 @@ def hash_model(folder: Path) -> str:
 CODE = ("spec/model_*.py", "spec/image_*.py", "spec/model_text.py")
 
 
-def read_model(folder: Path, progress: Progress) -> tuple[ModelFacts, Path | None]:
+def read_model(folder: Path, progress: Progress) -> tuple[ModelInfo, Path | None]:
     """Return the information about the model in `folder` and the cached ``tokenizer.json``.
 
     An image model has no tokenizer.
@@ -457,5 +457,5 @@ def read_model(folder: Path, progress: Progress) -> tuple[ModelFacts, Path | Non
             (target / "tokenizer.json").write_text(read_tokenizer(folder), encoding="utf-8")
 
     stage = cached_stage("model", inputs, work, progress)
-    facts = TypeAdapter(ModelFacts).validate_json((stage.folder / "facts.json").read_bytes())
+    facts = TypeAdapter(ModelInfo).validate_json((stage.folder / "facts.json").read_bytes())
     return facts, stage.folder / "tokenizer.json" if facts.image is None else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from triptych.base.errors import UserError
-from triptych.spec.model_facts import Activation, Dense, Normalize
+from triptych.spec.model_info import Activation, Dense, Normalize
 
 CLASSIFIES = "Classification"
 """Part of the class name of every transformers model with a classifying head."""

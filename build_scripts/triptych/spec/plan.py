@@ -24,7 +24,7 @@ from triptych.base.tensors import (
 from triptych.runtime.row_types import FORWARDED_PREFIX
 from triptych.spec.engine_plan import EnginePlan, RowCost, engine_plan, row_cost
 from triptych.spec.memory import batch_mib, rows_within
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks import Core, Task
 from triptych.spec.traffic import Lengths
@@ -68,7 +68,7 @@ class Plan:
     """
 
     spec: PipelineSpec
-    facts: ModelFacts
+    facts: ModelInfo
     task: Task
     parameters: Mapping[str, Any]
     layout: Layout
@@ -186,7 +186,7 @@ class Plan:
         return 1.0 - self.lengths.mean * self.lengths.rows / computed
 
 
-def max_length_of(spec: PipelineSpec, facts: ModelFacts, task: Task) -> int:
+def max_length_of(spec: PipelineSpec, facts: ModelInfo, task: Task) -> int:
     """Return the maximum number of tokens in a row, by the spec, the task and the model."""
     return min(spec.tokenizer.max_length or task.max_length or facts.max_length, facts.max_length)
 
@@ -196,14 +196,14 @@ def request_rows_of(max_batch_size: int, task: Task) -> int:
     return min(max_batch_size, task.request_rows or max_batch_size)
 
 
-def core_rows_of(spec: PipelineSpec, facts: ModelFacts, task: Task) -> int:
+def core_rows_of(spec: PipelineSpec, facts: ModelInfo, task: Task) -> int:
     """Return the maximum number of model rows of a request, before the layout is known."""
     if facts.image is not None:
         return spec.core.max_batch_size
     return max_rows(spec, facts, max_length_of(spec, facts, task))
 
 
-def max_rows(spec: PipelineSpec, facts: ModelFacts, max_length: int) -> int:
+def max_rows(spec: PipelineSpec, facts: ModelInfo, max_length: int) -> int:
     """Return the maximum number of rows in a batch within the spec's limits on rows and memory.
 
     Triton's batcher counts rows, not tokens, so every row of a batch may have `max_length` tokens.
@@ -219,7 +219,7 @@ def max_rows(spec: PipelineSpec, facts: ModelFacts, max_length: int) -> int:
     return min(core.max_batch_size, within)
 
 
-def inputs_of(facts: ModelFacts, task: Task) -> tuple[Tensor, ...]:
+def inputs_of(facts: ModelInfo, task: Task) -> tuple[Tensor, ...]:
     """Return the core's inputs, without those that the server adds."""
     if facts.image is not None:
         image = facts.image
@@ -230,7 +230,7 @@ def inputs_of(facts: ModelFacts, task: Task) -> tuple[Tensor, ...]:
 
 
 def row_settings(
-    spec: PipelineSpec, facts: ModelFacts, task: Task, *, max_core_rows: int
+    spec: PipelineSpec, facts: ModelInfo, task: Task, *, max_core_rows: int
 ) -> dict[str, object]:
     """Return the settings of the task's batch encoder, except the padded lengths.
 
@@ -262,7 +262,7 @@ def row_settings(
 
 def make_plan(
     spec: PipelineSpec,
-    facts: ModelFacts,
+    facts: ModelInfo,
     task: Task,
     parameters: Mapping[str, Any],
     lengths: Lengths | None,
@@ -316,7 +316,7 @@ def make_plan(
 
 def expected_cost(
     spec: PipelineSpec,
-    facts: ModelFacts,
+    facts: ModelInfo,
     lengths: Lengths,
     edges: tuple[int, ...],
     max_length: int,

@@ -53,7 +53,7 @@ Time = Annotated[str, AfterValidator(_is_time)]
 """Time with its unit, stored as written."""
 
 
-class Promise(BaseModel):
+class SloBase(BaseModel):
     """Base of SLOs; empty if nothing is limited.
 
     Attributes:
@@ -104,7 +104,7 @@ class Promise(BaseModel):
         return ", ".join(parts) or "none"
 
 
-class Slo(Promise):
+class Slo(SloBase):
     """SLO of a pipeline with one response per request.
 
     Attributes:
@@ -123,7 +123,7 @@ class Slo(Promise):
         return {name: limit for name, limit in given.items() if limit is not None}
 
 
-class GenerationSlo(Promise):
+class GenerationSlo(SloBase):
     """SLO of a pipeline that streams; times have a unit: ``500ms``.
 
     Attributes:

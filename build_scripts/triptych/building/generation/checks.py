@@ -7,7 +7,7 @@ from pathlib import Path
 
 from triptych.building.generation.inputs import read_prompt_lines
 from triptych.building.generation.labeled import read_rows
-from triptych.building.hook_tests import Check
+from triptych.building.pipeline_checks import Check
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.runtime.prompts import read_messages
 from triptych.runtime.request_errors import RequestError

@@ -14,7 +14,7 @@ from triptych.base.errors import Progress, UserError
 from triptych.building.generation.adapters import Adapter, read_adapters
 from triptych.building.generation.model import (
     CONVERTED,
-    GenerationFacts,
+    GenerationInfo,
     GenerationModel,
     check_precision,
     read_generation_model,
@@ -284,7 +284,7 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     return replace(inputs, prompts=make_prompts(inputs, lines, progress))
 
 
-def _tell_of_answers(spec: GenerationSpec, facts: GenerationFacts, progress: Progress) -> None:
+def _tell_of_answers(spec: GenerationSpec, facts: GenerationInfo, progress: Progress) -> None:
     """Report the sampling parameters of the model's files, which other servers use by default."""
     suggested = ", ".join(
         f"{name} {value}" for name, value in facts.suggested.items() if name not in spec.parameters
@@ -329,7 +329,7 @@ def make_prompt(inputs: GeneratingInputs, sent: Mapping[str, str], place: str) -
     return _with_adapter(inputs, prompt, place)
 
 
-def max_length_of(spec: GenerationSpec | Text2TextSpec, facts: GenerationFacts) -> int:
+def max_length_of(spec: GenerationSpec | Text2TextSpec, facts: GenerationInfo) -> int:
     """Return the maximum number of tokens: the limit of the spec, else of the model.
 
     Raises:

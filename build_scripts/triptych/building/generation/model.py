@@ -131,7 +131,7 @@ GENERATION_FILE = "generation_config.json"
 
 
 @dataclass(frozen=True)
-class GenerationFacts:
+class GenerationInfo:
     """Facts about a model.
 
     Attributes:
@@ -173,7 +173,7 @@ class GenerationModel:
             if the tokenizer has the model's ids.
     """
 
-    facts: GenerationFacts
+    facts: GenerationInfo
     tokenizer: Path
     chat_template: Path | None
     decoder: Path | None = None
@@ -211,14 +211,14 @@ def read_generation_model(folder: Path, progress: Progress) -> GenerationModel:
         (target / FACTS_FILE).write_text(json.dumps(asdict(facts)), encoding="utf-8")
 
     stage = cached_stage("generation-model", inputs, work, progress)
-    facts = TypeAdapter(GenerationFacts).validate_json((stage.folder / FACTS_FILE).read_bytes())
+    facts = TypeAdapter(GenerationInfo).validate_json((stage.folder / FACTS_FILE).read_bytes())
     template = stage.folder / TEMPLATE_FILE
     return GenerationModel(
         facts, stage.folder / TOKENIZER_FILE, template if template.is_file() else None
     )
 
 
-def _read(folder: Path, sha256: str) -> tuple[GenerationFacts, str | None]:
+def _read(folder: Path, sha256: str) -> tuple[GenerationInfo, str | None]:
     from transformers import AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -235,7 +235,7 @@ def _read(folder: Path, sha256: str) -> tuple[GenerationFacts, str | None]:
     generation = read_generation_config(folder, config)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     kv_values, kv_heads = _kv_cache(text_config, architecture)
-    facts = GenerationFacts(
+    facts = GenerationInfo(
         sha256=sha256,
         architecture=architecture,
         max_length=_max_length(text_config),

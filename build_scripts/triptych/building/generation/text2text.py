@@ -30,7 +30,7 @@ from triptych.building.generation.inputs import (
     read_prompt_lines,
 )
 from triptych.building.generation.model import (
-    GenerationFacts,
+    GenerationInfo,
     GenerationModel,
     read_config,
     read_generation_config,
@@ -234,7 +234,7 @@ _MODEL, _FACTS, _DECODER = "model", "facts.json", "decoder"
 
 
 @dataclass(frozen=True)
-class SearchFacts:
+class SearchInfo:
     """Facts about the answers of a model, from its files.
 
     Attributes:
@@ -260,7 +260,7 @@ class Text2TextInputs(GeneratingInputs):
 
     spec: Text2TextSpec
     original: Path
-    answers: SearchFacts
+    answers: SearchInfo
     search: dict[str, int | float]
 
     @property
@@ -341,7 +341,7 @@ def read_text2text(spec: Text2TextSpec, progress: Progress) -> Text2TextInputs:
     return replace(inputs, prompts=make_prompts(inputs, lines, progress))
 
 
-def _read_model(folder: Path, progress: Progress) -> tuple[GenerationModel, SearchFacts]:
+def _read_model(folder: Path, progress: Progress) -> tuple[GenerationModel, SearchInfo]:
     sha256 = hash_model(folder)
     inputs = {
         "model": sha256,
@@ -365,8 +365,8 @@ def _read_model(folder: Path, progress: Progress) -> tuple[GenerationModel, Sear
 
     stage = cached_stage("text2text-model", inputs, work, progress)
     both = json.loads((stage.folder / _FACTS).read_bytes())
-    facts = TypeAdapter(GenerationFacts).validate_python(both["facts"])
-    answers = TypeAdapter(SearchFacts).validate_python(both["answers"])
+    facts = TypeAdapter(GenerationInfo).validate_python(both["facts"])
+    answers = TypeAdapter(SearchInfo).validate_python(both["answers"])
     model = GenerationModel(facts, stage.folder / TOKENIZER_FILE, None)
     if (stage.folder / PIECES_FILE).is_file():
         decoder = stage.folder / _DECODER / TOKENIZER_FILE
@@ -374,7 +374,7 @@ def _read_model(folder: Path, progress: Progress) -> tuple[GenerationModel, Sear
     return model, answers
 
 
-def _read_facts(folder: Path, sha256: str) -> tuple[GenerationFacts, SearchFacts]:
+def _read_facts(folder: Path, sha256: str) -> tuple[GenerationInfo, SearchInfo]:
     from transformers import AutoTokenizer
 
     config = read_config(folder)
@@ -396,7 +396,7 @@ def _read_facts(folder: Path, sha256: str) -> tuple[GenerationFacts, SearchFacts
     known = [limit for limit in limits if isinstance(limit, int) and limit < 1_000_000]
     _check_search(config, generation)
     ends = generation.eos_token_id
-    facts = GenerationFacts(
+    facts = GenerationInfo(
         sha256=sha256,
         architecture=architecture,
         max_length=min(known, default=MAX_BY_DEFAULT),
@@ -416,7 +416,7 @@ def _read_facts(folder: Path, sha256: str) -> tuple[GenerationFacts, SearchFacts
     }
     said = {name: value for name, value in own.items() if value is not None}
     begins = () if first is None else (first,)
-    return facts, SearchFacts(begins, facts.stop_token_ids[0], {**GREEDY, **said})
+    return facts, SearchInfo(begins, facts.stop_token_ids[0], {**GREEDY, **said})
 
 
 def _check_search(config: Any, generation: Any) -> None:

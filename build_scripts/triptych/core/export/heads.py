@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from triptych.base.errors import UserError
-from triptych.spec.model_facts import Activation, Dense, ModelFacts, Normalize
+from triptych.spec.model_info import Activation, Dense, ModelInfo, Normalize
 from triptych.spec.tasks.task import Returns
 
 Reading = Literal["cls", "mean", "lasttoken", "lastword", "max", "mask", "all"]
@@ -77,7 +77,7 @@ class SentenceHead(nn.Module):
     It consists of Pooling, Dense and Normalize modules.
     """
 
-    def __init__(self, facts: ModelFacts, folder: Path) -> None:
+    def __init__(self, facts: ModelInfo, folder: Path) -> None:
         super().__init__()
         self.pooling = facts.pooling
         self.after = nn.ModuleList(

@@ -38,7 +38,7 @@ from triptych.core.export.packing import (
     takes,
 )
 from triptych.runtime.row_types import MULTIPLE, count_slots
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.tasks.task import Core
 
 TOLERANCE = 1e-4
@@ -89,7 +89,7 @@ class ProbeRow(NamedTuple):
 
 
 def find_text_core(
-    model: Any, facts: ModelFacts, core: Core, folder: Path, *, packed: bool
+    model: Any, facts: ModelInfo, core: Core, folder: Path, *, packed: bool
 ) -> nn.Module:
     """Return the model in a layout, in the first known way that gives right results.
 
@@ -105,7 +105,7 @@ def find_text_core(
 
 
 def _find(
-    model: Any, facts: ModelFacts, core: Core, folder: Path, *, packed: bool, special: bool
+    model: Any, facts: ModelInfo, core: Core, folder: Path, *, packed: bool, special: bool
 ) -> nn.Module:
     window = getattr(model.config, "sliding_window", None) or 0
     samples = _draw(model, facts, core, window, special=special)
@@ -148,7 +148,7 @@ def _in_layout(text_core: TextCore, per_token: bool, packed: bool, tiled: bool) 
 
 
 def _ways(
-    model: Any, facts: ModelFacts, core: Core, folder: Path, samples: Sequence[ProbeRow]
+    model: Any, facts: ModelInfo, core: Core, folder: Path, samples: Sequence[ProbeRow]
 ) -> Iterator[TextCore]:
     """Yield the known ways to run the model and its head on padded rows, the cheapest first."""
     head = _head(model, facts, core, folder, samples)
@@ -168,7 +168,7 @@ def _ways(
 
 
 def _draw(
-    model: Any, facts: ModelFacts, core: Core, window: int, *, special: bool
+    model: Any, facts: ModelInfo, core: Core, window: int, *, special: bool
 ) -> list[ProbeRow]:
     """Return random rows of different lengths; one is longer than the window of local attention.
 
@@ -207,7 +207,7 @@ def _special(config: Any, kinds: Sequence[str], vocabulary: int, otherwise: int)
     return next(fitting, otherwise)
 
 
-def _alone(model: Any, facts: ModelFacts, core: Core, ids: Tensor) -> ProbeRow:
+def _alone(model: Any, facts: ModelInfo, core: Core, ids: Tensor) -> ProbeRow:
     first_segment = len(ids) // 2 if facts.segments > 1 else len(ids)
     types = (torch.arange(len(ids)) >= first_segment).long()[None]
 
@@ -239,7 +239,7 @@ def _alone(model: Any, facts: ModelFacts, core: Core, ids: Tensor) -> ProbeRow:
 
 
 def _head(
-    model: Any, facts: ModelFacts, core: Core, folder: Path, samples: Sequence[ProbeRow]
+    model: Any, facts: ModelInfo, core: Core, folder: Path, samples: Sequence[ProbeRow]
 ) -> nn.Module | None:
     """Return the head that computes the model's logits from its encoder's vectors.
 

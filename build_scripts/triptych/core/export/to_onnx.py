@@ -22,7 +22,7 @@ from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import MODEL_FILE, hashes_of_graph, save_onnx
 from triptych.base.tensors import LONGEST, ROW_OFFSET, ROW_SPAN, Tensor, made_by_server
 from triptych.runtime.row_types import MULTIPLE
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import CODE as MODEL_CODE
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.task import Core
@@ -205,7 +205,7 @@ def _matter(model: Any, missing: list[str]) -> bool:
 
 def export_onnx(
     folder: Path,
-    facts: ModelFacts,
+    facts: ModelInfo,
     core: Core,
     inputs: tuple[Tensor, ...],
     *,
@@ -283,7 +283,7 @@ def _gelu(vectors: Any, approximate: str = "none") -> Any:
 
 def _graph(
     model: Any,
-    facts: ModelFacts,
+    facts: ModelInfo,
     core: Core,
     inputs: tuple[Tensor, ...],
     folder: Path,

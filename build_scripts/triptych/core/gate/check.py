@@ -307,10 +307,10 @@ def _core_values(
         }
     edges = [request.edge for request in requests for _ in request.rows]
     pairs = list(zip(outputs, expected, strict=True))
-    made_up = [pair for pair, edge in zip(pairs, edges, strict=True) if edge]
+    synthetic = [pair for pair, edge in zip(pairs, edges, strict=True) if edge]
     traffic = [pair for pair, edge in zip(pairs, edges, strict=True) if not edge]
-    if made_up:
-        values["edge_error"] = float(np.max(relative_errors(made_up, core)))
+    if synthetic:
+        values["edge_error"] = float(np.max(relative_errors(synthetic, core)))
     return {**values, **(compare_rows(traffic, core) if traffic else {})}
 
 

@@ -18,14 +18,14 @@ from triptych.base.errors import Progress
 from triptych.base.tensors import TokenRow
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import Expected, Sample, hash_rows, rows_of
-from triptych.spec.model_facts import Activation, Dense, ModelFacts, Normalize
+from triptych.spec.model_info import Activation, Dense, ModelInfo, Normalize
 from triptych.spec.model_source import CODE as MODEL_CODE
 from triptych.spec.tasks.task import Core
 
 
 def reference_outputs(
     folder: Path,
-    facts: ModelFacts,
+    facts: ModelInfo,
     core: Core,
     samples: Sequence[Sample],
     *,
@@ -71,7 +71,7 @@ def reference_outputs(
     return expected
 
 
-def pixel_values(pixels: NDArray[np.uint8], facts: ModelFacts) -> NDArray[np.float32]:
+def pixel_values(pixels: NDArray[np.uint8], facts: ModelInfo) -> NDArray[np.float32]:
     """Convert an image, UINT8 ``[H, W, C]``, to the model's input, FP32 ``[C, H, W]``."""
     if facts.image is None:
         raise ValueError("the model's facts say nothing of images")
@@ -94,14 +94,14 @@ def _token_inputs(row: TokenRow) -> dict[str, Any]:
     return inputs
 
 
-def _mask_place(row: TokenRow, facts: ModelFacts) -> int:
+def _mask_place(row: TokenRow, facts: ModelInfo) -> int:
     places = [place for place, token in enumerate(row.ids) if token == facts.mask_token_id]
     if len(places) != 1:
         raise ValueError(f"a sample has {len(places)} mask tokens instead of one")
     return places[0]
 
 
-def _activation(facts: ModelFacts, core: Core) -> Activation:
+def _activation(facts: ModelInfo, core: Core) -> Activation:
     if core.returns in ("vector", "logits", "spans"):
         return "none"
     # The config can replace softmax only in heads that classify a whole row or image.
@@ -114,7 +114,7 @@ def _activated(logits: Any, activation: Activation) -> Any:
     return logits.sigmoid() if activation == "sigmoid" else logits
 
 
-def _dense_layers(folder: Path, facts: ModelFacts) -> dict[int, Any]:
+def _dense_layers(folder: Path, facts: ModelInfo) -> dict[int, Any]:
     from triptych.core.export.heads import load_dense
 
     return {
@@ -124,7 +124,7 @@ def _dense_layers(folder: Path, facts: ModelFacts) -> dict[int, Any]:
     }
 
 
-def _sentence(tokens: Any, facts: ModelFacts, dense: dict[int, Any]) -> Any:
+def _sentence(tokens: Any, facts: ModelInfo, dense: dict[int, Any]) -> Any:
     """Pool token vectors ``[tokens, hidden]`` to one vector and apply the head."""
     import torch
 

@@ -1,4 +1,4 @@
-"""Finds the numbers that keep a promise best, and tells when they no longer fit the traffic.
+"""Find the settings with the highest throughput that meet an SLO, and detect new traffic.
 
 It writes ``tuned.yaml``, and never into a model repository.
 """

@@ -32,7 +32,7 @@ class Observation(Generic[Planned]):
     plan: Planned  # plan of the best setting
     measurement: Measurement | None  # measurement at the load of the score; None before the first
     cores: int  # number of cores of this machine
-    limits_us: Mapping[str, float]  # limits of the SLO; see `Promise.limits_us`
+    limits_us: Mapping[str, float]  # limits of the SLO; see `Slo.limits_us`
 
     def step(self, name: str) -> StepUse | None:
         """Return the server's counts of a step; None without counts."""

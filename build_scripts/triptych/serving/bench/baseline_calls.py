@@ -21,7 +21,7 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import Sample
 from triptych.runtime.hooking import call_before, find_hook
 from triptych.runtime.row_types import RowInputs, find_class
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.tasks.task import Core
 
 ROWS_A_CALL = {"torch eager": 1, "torch batched": 32, "torch.compile": 1, "onnxruntime": 1}
@@ -42,7 +42,7 @@ Call = Callable[[Sequence[Request]], object]
 class BaselineWork:
     model_folder: Path  # the model as `save_pretrained` wrote it
     tokenizer_folder: Path
-    facts: ModelFacts
+    facts: ModelInfo
     core: Core
     core_file: Path  # the core's model.onnx, in fp32 and in the plan's layout
     core_inputs: tuple[Tensor, ...]

@@ -14,7 +14,7 @@ from triptych.core.export.heads import RowMembership, SentenceHead
 from triptych.core.export.to_onnx import load_model
 from triptych.core.gate.reference import pixel_values
 from triptych.core.requests import Sample
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.tasks.task import Core
 
 
@@ -33,7 +33,7 @@ class TorchModel:
         UserError: Transformers cannot load the model.
     """
 
-    def __init__(self, folder: Path, facts: ModelFacts, core: Core, *, compiled: bool) -> None:
+    def __init__(self, folder: Path, facts: ModelInfo, core: Core, *, compiled: bool) -> None:
         self._facts = facts
         self._core = core
         self._model: Any = load_model(folder, core.auto_class)

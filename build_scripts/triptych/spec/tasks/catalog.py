@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.tasks.compare import (
     LABEL_METRICS,
     compare_answers,
@@ -43,13 +43,13 @@ from triptych.spec.tasks.task import (
 )
 
 
-def _text_embedding_core(facts: ModelFacts, parameters: Parameters) -> Core:
+def _text_embedding_core(facts: ModelInfo, parameters: Parameters) -> Core:
     # Not called `embedding`: the exporter uses that name for a value inside the graph.
     vector = Tensor("sentence_embedding", "FP32", (facts.embedding_size,))
     return Core(auto_class="AutoModel", reads="pooled", returns="vector", outputs=(vector,))
 
 
-def _text_embedding_parameters(facts: ModelFacts) -> Mapping[str, Rule]:
+def _text_embedding_parameters(facts: ModelInfo) -> Mapping[str, Rule]:
     rules = {
         "dimensions": Rule("int", min=1, max=facts.embedding_size),
         "encoding": Rule("str", default="float", choices=("float", "int8", "binary")),
@@ -101,7 +101,7 @@ _ENTITY_EXAMPLE = {"entity": "PER", "score": 0.9, "text": "Ada", "start": 0, "en
 AGGREGATIONS = ("none", "simple", "first", "max", "average")
 
 
-def _token_classification_core(facts: ModelFacts, parameters: Parameters) -> Core:
+def _token_classification_core(facts: ModelInfo, parameters: Parameters) -> Core:
     auto_class = "AutoModelForTokenClassification"
     if parameters["aggregation_strategy"] == "average":  # needs the scores of every class
         scores = Tensor("token_scores", "FP32", ("tokens", len(facts.labels)))
@@ -167,7 +167,7 @@ QUESTION_ANSWERING = Task(
 _RELEVANCE = Tensor("relevance", "FP32", (1,))
 
 
-def _check_reranking(facts: ModelFacts) -> None:
+def _check_reranking(facts: ModelInfo) -> None:
     if len(facts.labels) != 1:
         raise UserError(
             "model.source",
@@ -192,7 +192,7 @@ RERANKING = Task(
 )
 
 
-def _check_fill_mask(facts: ModelFacts) -> None:
+def _check_fill_mask(facts: ModelInfo) -> None:
     if facts.mask_token_id is None:
         raise UserError(
             "model.source",
@@ -220,17 +220,17 @@ FILL_MASK = Task(
 )
 
 
-def _zero_shot_classification_core(facts: ModelFacts, parameters: Parameters) -> Core:
+def _zero_shot_classification_core(facts: ModelInfo, parameters: Parameters) -> Core:
     logits = Tensor("inference_logits", "FP32", (len(facts.labels),))
     return Core(SEQUENCE_CLASSIFIER, reads="row", returns="logits", outputs=(logits,))
 
 
-def _entailment(facts: ModelFacts) -> int | None:
+def _entailment(facts: ModelInfo) -> int | None:
     named = (i for i, label in enumerate(facts.labels) if label.lower().startswith("entail"))
     return next(named, None)
 
 
-def _zero_shot_classification_settings(facts: ModelFacts) -> Mapping[str, object]:
+def _zero_shot_classification_settings(facts: ModelInfo) -> Mapping[str, object]:
     entailment = _entailment(facts)
     # As transformers takes it: the far end of the labels stands for contradiction.
     return {
@@ -239,7 +239,7 @@ def _zero_shot_classification_settings(facts: ModelFacts) -> Mapping[str, object
     }
 
 
-def _check_zero_shot_classification(facts: ModelFacts) -> None:
+def _check_zero_shot_classification(facts: ModelInfo) -> None:
     if _entailment(facts) is None or len(facts.labels) < 2:
         raise UserError(
             "model.source",
@@ -271,11 +271,11 @@ ZERO_SHOT_CLASSIFICATION = Task(
 )
 
 
-def _image_classification_core(facts: ModelFacts, parameters: Parameters) -> Core:
+def _image_classification_core(facts: ModelInfo, parameters: Parameters) -> Core:
     return choosing_core("AutoModelForImageClassification", "image", len(facts.labels))
 
 
-def _check_image_classification(facts: ModelFacts) -> None:
+def _check_image_classification(facts: ModelInfo) -> None:
     has_labels(facts)
     if facts.image is None:
         raise UserError(

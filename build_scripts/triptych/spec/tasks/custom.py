@@ -6,7 +6,7 @@ from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.runtime.row_types import FORWARDED_PREFIX
 from triptych.spec.fields import Custom
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.tasks.compare import compare_anything
 from triptych.spec.tasks.metrics_vectors import COSINES
 from triptych.spec.tasks.task import TEXT, TEXT_PAIR, Core, Parameters, Task, labels
@@ -68,14 +68,14 @@ def custom_task(custom: Custom) -> Task:
                 remedy="Rename it, or return nested data as a JSON text",
             )
 
-    def core(facts: ModelFacts, parameters: Parameters) -> Core:
+    def core(facts: ModelInfo, parameters: Parameters) -> Core:
         size = facts.embedding_size if custom.head_input == "pooled" else len(facts.labels)
         dims = ("tokens", size) if custom.head_input == "tokens" else (size,)
         # The exporter uses names such as `logits` for values inside the graph.
         output = Tensor(f"core_{custom.core_output}", "FP32", dims)
         return Core(custom.auto_class, custom.head_input, custom.core_output, (output,))
 
-    def check(facts: ModelFacts) -> None:
+    def check(facts: ModelInfo) -> None:
         if custom.head_input != "pooled" and not facts.labels:
             raise UserError(
                 "model.source",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
-from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.tasks.compare import Compare, Comparison, Outputs
 from triptych.spec.tasks.labeled import LabeledMetric
 
@@ -134,14 +134,14 @@ class Task:
     outputs: tuple[Tensor, ...]
     rows: str
     decode: str
-    core: Callable[[ModelFacts, Parameters], Core]
+    core: Callable[[ModelInfo, Parameters], Core]
     metrics: tuple[str, ...]
     compare_outputs: Compare
     labeled: LabeledMetric | None
     decodes_answers: bool = True
-    parameters: Callable[[ModelFacts], Mapping[str, Rule]] = lambda facts: {}
-    settings: Callable[[ModelFacts], Mapping[str, object]] = lambda facts: {}
-    check: Callable[[ModelFacts], None] = lambda facts: None
+    parameters: Callable[[ModelInfo], Mapping[str, Rule]] = lambda facts: {}
+    settings: Callable[[ModelInfo], Mapping[str, object]] = lambda facts: {}
+    check: Callable[[ModelInfo], None] = lambda facts: None
     pairs: bool = False
     has_row_metadata: bool = False
     decodes_tokens: bool = False
@@ -197,11 +197,11 @@ def top_k(classes: int, *, default: int) -> Mapping[str, Rule]:
     return {"top_k": Rule("int", default=min(default, kept), min=1, max=kept)}
 
 
-def labels(facts: ModelFacts) -> Mapping[str, object]:
+def labels(facts: ModelInfo) -> Mapping[str, object]:
     return {"labels": list(facts.labels)}
 
 
-def has_labels(facts: ModelFacts) -> None:
+def has_labels(facts: ModelInfo) -> None:
     if not facts.labels:
         raise UserError(
             "model.source",

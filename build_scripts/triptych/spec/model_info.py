@@ -11,7 +11,7 @@ Resize = Literal["none", "exact", "shorter"]
 
 
 @dataclass(frozen=True)
-class ImageFacts:
+class ImageInfo:
     """Settings of an image processor, with defaults filled in.
 
     An RGB image becomes the model's input by these steps: resize, crop, reverse channels (in
@@ -67,7 +67,7 @@ class Normalize:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelInfo:
     """Information about a model; None for values that its config does not give.
 
     Attributes:
@@ -110,7 +110,7 @@ class ModelFacts:
     mask_token_id: int | None = None
     vocabulary: int | None = None
     unk_token_id: int | None = None
-    image: ImageFacts | None = None
+    image: ImageInfo | None = None
     layers: int | None = None
     heads: int | None = None
     intermediate_size: int | None = None
