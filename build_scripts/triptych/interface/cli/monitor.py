@@ -337,8 +337,8 @@ def shadow(
     """Compare two builds on replayed traffic.
 
     Sampled rows, or traffic.jsonl if nothing is sampled, are sent to the active build and to the
-    candidate, each on its own server. The verdict covers answers, latency and
-    cost. The exit code is 0 only for the verdict `promote`.
+    candidate, each on its own server. The verdict covers answers, latency and cost.
+    The exit code is 0 only for the verdict `promote`.
     """
     from triptych.core.inputs import read_inputs
     from triptych.interface.report.monitor import write_shadow_report
@@ -368,6 +368,7 @@ def shadow(
 @contextmanager
 def _candidate(name: str, repository: Path, candidate: str) -> Iterator[Path]:
     """Yield the repository of the candidate: a folder, or links to a replaced build."""
+    from triptych.repository.manifest import EncoderManifest, read_manifest
     from triptych.repository.store import find_build, list_history, sibling_work_dir
 
     kept = find_build(list_history(repository, name), candidate)
@@ -376,6 +377,15 @@ def _candidate(name: str, repository: Path, candidate: str) -> Iterator[Path]:
         return
     with sibling_work_dir(repository, "shadow") as folder:
         kept.lay_out(folder)
+        try:
+            read_manifest(folder, name, EncoderManifest)
+        except UserError as error:
+            raise UserError(
+                f"replaced build {kept.build[:12]}",
+                "was made by another release of triptych and cannot be compared",
+                given=error.given,
+                remedy=f"Choose a later build of `triptych history {name}`",
+            ) from error
         yield folder
 
 

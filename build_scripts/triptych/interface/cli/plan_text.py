@@ -49,7 +49,7 @@ def describe_gpu(plan: Plan) -> Described:
     transfers = serving.transfers
     gpus = ", ".join(map(str, serving.gpus))
     described: Described = {
-        "gpus": f"{gpus}: {serving.instances.core} instance(s) of the core on each",
+        "gpus": f"{gpus}: {amount(serving.instances.core, 'instance')} of the core on each",
         "pinned_memory": f"input {_yes(transfers.pinned_input)}, output "
         f"{_yes(transfers.pinned_output)}: memory that the GPU copies directly",
         "gather_kernel_buffer_threshold": f"{plan.gather_threshold}: a kernel gathers this "
@@ -201,7 +201,7 @@ def describe_plan(plan: Plan) -> Described:
             "precision": core.precision,
             "max_batch_size": f"{plan.max_batch_size}: {plan.reasons['max_batch_size']}",
             **_describe_memory(plan),
-            "rows_a_request": f"{plan.request_rows}: {plan.reasons['request_rows']}",
+            "max_rows_per_request": f"{plan.request_rows}: {plan.reasons['request_rows']}",
             "bucket_edges": _describe_edges(plan),
             "padding": f"{plan.padding_share:.1%} of computed tokens on this traffic",
             "queue": f"{serving.queue.max_delay_us} us, {serving.queue.max_in_flight} requests: "

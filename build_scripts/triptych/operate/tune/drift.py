@@ -276,6 +276,7 @@ def format_drift(drift: Drift) -> Iterator[tuple[str, str]]:
     """Yield the lines of a drift, each with its style."""
     before, now = drift.before, drift.now
     yield f"{drift.pipeline}, {drift.layout}: {drift.source}", "bold"
+    yield f"{drift.action}: {drift.reason}", "green" if drift.action == "keep" else "yellow"
     yield f"  {'tokens of a row':22} {'built for':>12} {'now':>12}", "bold"
     for label, old, new in (
         ("rows", f"{before.rows}", f"{now.rows}"),
@@ -291,13 +292,13 @@ def format_drift(drift: Drift) -> Iterator[tuple[str, str]]:
     ):
         yield f"  {label:22} {old:>12} {new:>12}", ""
     sign, style = (">", "yellow") if drift.drifted else ("<=", "")
-    yield f"  distance {drift.distance:.3f} {sign} {drift.noise:.3f} (critical value)", style
+    distance = f"{drift.distance:.3f} {sign} {drift.noise:.3f} (critical value)"
+    yield f"  Kolmogorov-Smirnov distance of the lengths: {distance}", style
     yield from _format_settings(drift)
     if drift.capacity is not None:
         yield from _format_capacity(drift.capacity, drift.rate_per_s)
     for note in drift.notes:
         yield f"  note: {note}", "yellow"
-    yield f"{drift.action}: {drift.reason}", "green" if drift.action == "keep" else "yellow"
     yield f"  cost of no action: {drift.cost}", ""
     if drift.proposal is not None:
         yield from format_proposal(drift.proposal, drift.rate_per_s)
