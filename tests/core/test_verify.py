@@ -222,7 +222,7 @@ def test_another_model_under_the_name_fails_in_figures(
 def test_mistakes_exit_with_2(base: Path, url: str, tmp_path: Path) -> None:
     done = run("topics", "--pipelines", base / "p", "-r", base / "r", "--url", "127.0.0.1:9")
     assert done.returncode == 2
-    assert "No Triton server answered at 127.0.0.1:9" in done.stderr
+    assert "no Triton server answered at 127.0.0.1:9" in done.stderr
     assert "Traceback" not in done.stderr
     with pytest.raises(UserError, match="does not contain the pipeline"):
         verify(base / "p/topics", tmp_path)

@@ -109,7 +109,7 @@ def test_lint_of_a_broken_repository_exits_with_1(project: Path) -> None:
         (["build", "tiny", "--set", "core.layoot=x"], "not a field"),
         (["build", "tiny", "--set", "model.source=./nowhere"], "./nowhere"),
         (["build", "tiny", "--set", "task=translation"], "Choose one of"),
-        (["lint", "nowhere"], "triptych build"),
+        (["lint", "nowhere"], "must be an existing folder"),
         (["serve", "nowhere"], "triptych build"),
         (["infer", "tiny"], "--text"),
         (["infer", "tiny", "--file", "nowhere.txt"], "nowhere.txt"),

@@ -113,7 +113,7 @@ def test_a_missed_promise_ends_with_1_and_a_comparison_tells_what_changed(
     ("words", "says"),
     [
         (["bench"], "Missing argument 'name'"),
-        (["bench", "tiny", "-c", "0"], "must be above 0"),
+        (["bench", "tiny", "-c", "0"], "greater than or equal to 1"),
         (["bench", "tiny", "--rate", "5", "--arrivals", "sine"], "must be one of poisson"),
         (["bench", "tiny", "--time-budget", "5"], "Write it as 90s"),
         (["bench", "tiny", "--slo", "p99=fast"], "must have the form"),

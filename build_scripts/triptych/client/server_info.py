@@ -55,10 +55,11 @@ def read_settings(url: str, model: str) -> dict[str, Any]:
         try:
             config = client.get_model_config(model, client_timeout=_CONFIG_TIMEOUT_S).config
         except InferenceServerException as error:
+            silent = error.status() == "StatusCode.UNAVAILABLE"
             raise UserError(
                 f"{model} at {url}",
-                "must be served there",
-                given=error.message(),
+                "is not served there",
+                given=f"no Triton server answered at {url}" if silent else error.message(),
                 remedy="Start it with `triptych serve`, or name another server with --url",
             ) from error
     settings = {}
