@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from deploy_cases import options, write_built, write_generation
 from triptych.base.explained import plain
-from triptych.base.releases import parse_release
 from triptych.deploy.targets import make_manifests
 
 BY_HAND: dict[str, Any] = {"rps_per_replica": 20.0, "cpu_cores": 1.0, "memory_mib": 2048}
@@ -45,7 +44,7 @@ def deployed(
         serving["sample"] = {"rate": 0.01}
     repository = write_built(folder, serving=serving, **built)
     chosen = options(
-        release=parse_release(release),
+        triton=release,
         gateway=None if watched == "envoy" else "edge",
         monitor_image="watch:1" if samples else None,
         **BY_HAND,

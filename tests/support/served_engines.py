@@ -34,7 +34,7 @@ def write_fakes(folder: Path) -> Path:
         path = backend / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
-            f"import sys\nsys.path.insert(0, {str(ROOT / 'tests/support')!r})\n"
+            f"import sys\nsys.path[:0] = {[str(ROOT / 'tests'), str(ROOT / 'tests/support')]!r}\n"
             f"from {SOURCES[file]} import {body.format(major=MAJOR)}\n"
             "sys.modules[__name__] = module\n",
             encoding="utf-8",
