@@ -287,4 +287,4 @@ def test_bench_measures_every_response(
     assert two.goodput_per_s > 2 * four.goodput_per_s
     # perf_analyzer hears of it where its windows end before its streams have.
     assert refused.errors
-    assert all(said == STREAM_ERROR or "at most N requests" in said for said in refused.errors)
+    assert all(said == STREAM_ERROR or "The limit of N requests" in said for said in refused.errors)

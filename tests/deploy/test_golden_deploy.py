@@ -35,7 +35,7 @@ from triptych.serving.fleet.envoy import (
     bootstrap,
     proxy_settings,
 )
-from triptych.serving.fleet.serve import MirrorOption
+from triptych.serving.fleet.mirror import MirrorOption
 from triptych.spec.generation_fields import Text2TextSpec
 from triptych.spec.slo import Slo
 

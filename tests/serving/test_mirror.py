@@ -29,8 +29,8 @@ from triptych.serving.fleet.envoy import (
     bootstrap,
     proxy_settings,
 )
+from triptych.serving.fleet.mirror import MirrorOption, check_same_pipelines, parse_mirror
 from triptych.serving.fleet.proxy import envoy_command, find_envoy
-from triptych.serving.fleet.serve import MirrorOption, check_same_pipelines, parse_mirror
 from triptych.serving.ports import reserve_ports
 
 LOOPBACK = "127.0.0.1"

@@ -48,7 +48,7 @@ def test_a_forged_ticket_is_refused(minilm_server: Any) -> None:
     with (
         triton.InferenceServerClient(minilm_server.grpc_url) as client,
         pytest.raises(
-            InferenceServerException, match="`request_ticket` must be one that this server"
+            InferenceServerException, match="`request_ticket` must be a ticket of this server"
         ) as e,
     ):
         client.infer("minilm_packed_postprocess", [ticket, core])

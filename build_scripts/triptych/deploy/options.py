@@ -13,7 +13,7 @@ import typer
 
 from triptych.base.errors import Formerly, UserError
 from triptych.base.releases import Release, parse_release
-from triptych.serving.fleet.serve import MirrorOption, parse_mirror
+from triptych.serving.fleet.mirror import MirrorOption, parse_mirror
 
 if TYPE_CHECKING:
     from triptych.spec.any_spec import AnySpec

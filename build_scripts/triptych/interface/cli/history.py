@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from triptych.base.errors import UserError
-from triptych.base.formatting import amount
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     REPOSITORY,
@@ -42,6 +41,7 @@ def history(
 
     The last five replaced builds are kept next to the repository, for `triptych rollback`.
     """
+    from triptych.base.formatting import amount
     from triptych.repository.manifest import build_id
     from triptych.repository.store import history_folder, list_history, measure_history_bytes, prune
 

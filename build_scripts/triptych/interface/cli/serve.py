@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from triptych.base.errors import UserError
-from triptych.base.formatting import amount
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
@@ -45,7 +44,7 @@ from triptych.runtime.sampling import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from triptych.building.dev import Round
-    from triptych.serving.fleet.serve import MirrorOption
+    from triptych.serving.fleet.mirror import MirrorOption
     from triptych.serving.server import Server
     from triptych.spec.any_spec import AnySpec
 
@@ -228,12 +227,8 @@ def serve(
     """
     from triptych.container.machine import find_gpus
     from triptych.repository.store import recover
-    from triptych.serving.fleet.serve import (
-        check_gpus,
-        check_same_pipelines,
-        count_replicas,
-        parse_mirror,
-    )
+    from triptych.serving.fleet.mirror import check_same_pipelines, parse_mirror
+    from triptych.serving.fleet.serve import check_gpus, count_replicas
     from triptych.serving.ports import is_loopback
     from triptych.serving.server import check_and_make_flags
 
@@ -407,6 +402,7 @@ def verify(
 @verb()
 def doctor(ports: Ports, as_json: Json = False) -> None:
     """Check this machine, and print how to fix what is missing."""
+    from triptych.base.formatting import amount
     from triptych.serving.doctor import examine
 
     findings = [finding.as_dict() for finding in examine(**vars(ports))]

@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
 from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors
 from triptych.container.manifests import find_pipelines, largest_request_mib
-from triptych.repository.manifest import EncoderManifest, find_manifest, read_manifest
+from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.endpoint import until_signal
 from triptych.serving.fleet.envoy import EndpointNames, Listen, Mirror, proxy_settings
 from triptych.serving.fleet.fleet import CandidateServer, Fleet, Replica, ReplicaBuild
+from triptych.serving.fleet.mirror import MirrorOption
 from triptych.serving.fleet.proxy import Proxy, find_envoy
 from triptych.serving.ports import reserve_ports
 from triptych.serving.server import Server
@@ -102,65 +102,6 @@ def gpu_variables(gpus: Sequence[str], number: int) -> dict[str, str]:
 
 CANDIDATE_FOLDER = ".candidate"
 """Subfolder for the candidate's samples, so that they do not displace those of the fleet."""
-
-
-class MirrorOption(NamedTuple):
-    """Repository of a candidate, and its share of the requests, above 0 and at most 1."""
-
-    repository: Path
-    share: float
-
-
-def parse_mirror(text: str) -> MirrorOption:
-    """Return the repository and the share of an option ``REPOSITORY:SHARE``.
-
-    Raises:
-        UserError: The form is wrong, or a pipeline of the repository has no `serving.sample`.
-    """
-    folder, _, share_text = text.rpartition(":")
-    try:
-        share = float(share_text)
-    except ValueError:
-        share = 0.0
-    if not folder or not 0 < share <= 1:
-        raise UserError(
-            "--mirror",
-            "must be a repository and a share of the requests, above 0 and at most 1",
-            given=text,
-            remedy="Write for example --mirror candidate:0.05",
-        )
-    repository = Path(folder)
-    names = [pipeline.name for pipeline in find_pipelines(repository)]
-    for name in names:
-        if read_manifest(repository, name, EncoderManifest).spec.serving.sample is None:
-            raise UserError(
-                "--mirror",
-                "requires pipelines with serving.sample, because answers to mirrored requests are "
-                "only kept as samples",
-                given=f"{name} without serving.sample",
-                remedy=f"Run `triptych build {name} --set serving.sample.rate=1 --repository "
-                f"{folder}`",
-            )
-    if not names:
-        raise UserError(
-            "--mirror",
-            "must be a repository with a pipeline",
-            given=folder,
-            remedy="Build the candidate with `triptych build NAME --repository CANDIDATE_FOLDER`",
-        )
-    return MirrorOption(repository, share)
-
-
-def check_same_pipelines(repository: Path, candidate: Path) -> None:
-    """Check that every pipeline of a candidate is also served; raise `UserError` otherwise."""
-    for pipeline in find_pipelines(candidate):
-        if find_manifest(repository, pipeline.name, EncoderManifest) is None:
-            raise UserError(
-                "--mirror",
-                "must only have pipelines that are also served",
-                given=f"{pipeline.name}, which is not in {repository}",
-                remedy=f"Remove {pipeline.name} from the candidate, or build it in both",
-            )
 
 
 _LOOPBACK = "127.0.0.1"
