@@ -15,6 +15,7 @@ from conftest import lock_data
 from deploy_cases import write_built
 from triptych.base.errors import UserError
 from triptych.interface.cli import app
+from triptych.interface.cli.monitor import _candidate
 from triptych.repository.history import rollback
 from triptych.repository.manifest import build_id
 from triptych.repository.render import Content
@@ -213,5 +214,10 @@ def test_a_lock_of_another_kind_will_do(repository: Path) -> None:
     shown = CliRunner().invoke(app, ["history", "guest", "-r", str(repository)]).output
     assert f"{first[:12]}  built 2026-01-01T00:00:02 UTC, replaced " in shown
     assert "no precision, not checked\n" in shown
+    with (
+        pytest.raises(UserError, match=r"of another release.*cannot be compared.*a later build"),
+        _candidate("guest", repository, first[:8]),
+    ):
+        pass
     assert rollback(repository, "guest", first).builds == {"guest": first}
     assert lock_data(repository, "guest")["schema"] == "other-1"
