@@ -58,7 +58,7 @@ PURE = (
     "gpu_plan",
     "history", "hook_checks", "labeled", "lint", "lint_pains", "live_verdict", "load_report",
     "load_report_terminal", "load_values", "make_engine", "metrics", "mirror", "new_traffic",
-    "onnxruntime_pieces", "pages", "plan", "probe", "quantization", "releases",
+    "onnxruntime_pieces", "pages", "plan", "planted_faults", "probe", "quantization", "releases",
     "report", "rounding", "sample_pieces", "samples_file", "scaffold", "scaling", "scratch",
     "server_mistakes", "shown", "spec", "store", "structure", "tensorrt_llm", "tensorrt_settings",
     "terminal", "tune_fields", "tune_generation", "tune_report", "tune_scores", "tune_search",
