@@ -155,6 +155,8 @@ class Copy:
                 return [TIME_RAN_OUT]
         failed = self.root / "failed"
         names = failed.read_text(encoding="utf-8").splitlines() if failed.exists() else []
+        if code == 2 and not names:
+            raise InterruptedError("pytest was interrupted")
         return names or ([] if code in (0, 5) else [f"pytest ended with {code}"])
 
 
@@ -237,7 +239,7 @@ class Run:
                     except BaseException:
                         pool.shutdown(cancel_futures=True)
                         raise
-                self.confirm()
+                self.confirm(stage)
 
     def is_open(self, fault: Fault, stage: str) -> bool:
         late = self.late.get(f"{fault.key} {stage}", self.options.seconds) < self.options.seconds
@@ -265,18 +267,18 @@ class Run:
             self.save()
             print(f"{stage:7} {len(files):2} files: {self.line_of(fault)}", flush=True)
 
-    def confirm(self) -> None:
+    def confirm(self, stage: str) -> None:
         """Run the tests that failed again, without a fault; undo the results of those that fail."""
-        names = {name for stages in self.results.values() for name in stages.values() if name}
+        names = {stages.get(stage, "") for stages in self.results.values()}
         doubted = sorted(name for name in names if name not in self.sound and ".py" in name)
         if not doubted:
             return
         copy = self.copies.get()
         files = sorted({name.partition("::")[0] for name in doubted})
-        failed = copy.run(files, [], 60 * len(doubted), only=doubted)
+        failed = copy.run(files, STAGES[stage], 60 * len(doubted), only=doubted)
         if failed:  # probably not alone in its file
             files = sorted({name.partition("::")[0] for name in failed if ".py" in name})
-            failed += copy.run(files, [], 600)
+            failed += copy.run(files, STAGES[stage], 600)
         self.copies.put(copy)
         if TIME_RAN_OUT in failed:
             return
@@ -313,6 +315,7 @@ def main() -> None:
     add("--seconds", type=float, default=120, help="limit of a fault's pure and other tests (120)")
     add("--list", action="store_true", help="only print the faults")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     if options.list:
         print(*chosen_faults(), sep="\n")
         return

@@ -24,6 +24,7 @@ from triptych.base.formatting import (
     plain,
     rounded,
     shown,
+    signed,
     signed_percent,
 )
 from triptych.interface.report.pages import PAGES, render
@@ -113,6 +114,7 @@ def test_units_of_measured_numbers() -> None:
     texts = ["55 %", "0.4 %", "0 %", "99.9 %", "100 %", "—"]
     assert [typed(percent(share)) for share in shares] == texts
     assert [typed(signed_percent(share)) for share in (0.12, -0.27)] == ["+12 %", "-27 %"]
+    assert [typed(signed(value)) for value in (0.5, 0.0, -0.5)] == ["+0.5000", "0", "-0.5000"]
     assert [amount(1, "batch", "es"), amount(2, "batch", "es")] == ["1 batch", "2 batches"]
 
 
