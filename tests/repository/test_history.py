@@ -222,7 +222,9 @@ def test_a_replaced_build_of_another_release_is_not_compared(repository: Path) -
     first = write_next(repository, "tiny", 2, schema="other-1", plan={"max_length": 9})
     write_next(repository, "tiny", 3)
     with (
-        pytest.raises(UserError, match=r"of another release.*cannot be compared.*a later build"),
+        pytest.raises(
+            UserError, match=r"another release of triptych and cannot be compared.*a later build"
+        ),
         _candidate("tiny", repository, first[:8]),
     ):
         pass
