@@ -238,6 +238,7 @@ def test_verdict_on_a_candidate(tmp_path: Path) -> None:
         assert reason in "; ".join(reasons)
     cost = next(one for one in compare_speeds(same, slow) if one.name == "core ms per request")
     assert cost.medians[0] == pytest.approx(1e3 * 1.82 / same[1].throughput_per_s)
+    metric = MetricPair("mean_cosine", 1, None, 0.5, 0.9)
     told = ReplayComparison(
         pipeline="p",
         builds=("b1", "b2"),
@@ -246,7 +247,7 @@ def test_verdict_on_a_candidate(tmp_path: Path) -> None:
         load="8 clients",
         verdict="reject",
         reasons=("label_agreement is lower",),
-        answers=replace(answers(wrong), metrics=(MetricPair("mean_cosine", 1, None, 0.5, 0.9),)),
+        answers=replace(answers(wrong), left_out=3, metrics=(metric,)),
         speeds=compare_speeds(same, slow),
         errors=(("queue is full",), ()),
         notes=("a note",),
@@ -256,6 +257,7 @@ def test_verdict_on_a_candidate(tmp_path: Path) -> None:
         "b2 (int8) compared with b1 (fp32), 500 rows",
         "queue is full",
         "a note",
+        "excluded: 3 rows",
         ", worse",
     ):
         assert part in text
