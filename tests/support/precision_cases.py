@@ -12,7 +12,6 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-import architectures as models
 from triptych.base.onnx_graph import open_session
 from triptych.base.tensors import TokenRow
 from triptych.core.requests import core_feed
@@ -34,16 +33,22 @@ class Exported:
         return self.layout != "bucketed"
 
     def feed(self, rows: Sequence[Sequence[int]]) -> Feed:
+        import architectures as models  # needs torch, which pure tests do without
+
         samples = [TokenRow(tuple(row), (len(row) + 1) // 2) for row in rows]
         return core_feed(samples, models.LAYOUT_INPUTS[self.layout], pad_token_id=self.pad)
 
     def feeds(self, *, seed: int = 7) -> list[Feed]:
         """One row each, as for calibration."""
+        import architectures as models
+
         return [self.feed([row]) for row in models.random_rows(seed=seed)]
 
 
 def export(name: str, head: str, layout: str) -> Exported:
     """The core of an architecture, in a folder that is shared: not to be written to."""
+    import architectures as models
+
     folder, facts = models.exported(name, head, layout)
     return Exported(folder / "onnx/model.onnx", layout, facts.pad_token_id)
 
