@@ -10,6 +10,7 @@ from typing import Any
 
 from triptych.base.formatting import MINUS, TIMES
 from triptych.interface.report.gate import GateHeader
+from triptych.interface.report.svg import WIDTH
 from triptych.repository.records import (
     Conversion,
     GateResult,
@@ -161,7 +162,7 @@ CANDIDATES = (
 
 
 def assert_finite_drawing(page: Page) -> None:
-    """Every coordinate is a finite number, and no length is negative."""
+    """Every coordinate is a finite number within the drawing, and no length is negative."""
     drawn = [attrs for tag, attrs in page.tags if tag in ("rect", "line", "circle", "text")]
     for attrs in drawn:
         for name in {"x", "y", "x1", "x2", "y1", "y2", "cx", "cy", "r", "width", "height"} & {
@@ -171,6 +172,7 @@ def assert_finite_drawing(page: Page) -> None:
             assert math.isfinite(value)
             assert -50 < value < 1000, (name, attrs)
             assert value >= 0 or name not in ("r", "width", "height")
+            assert value <= WIDTH or name not in ("x", "x1", "x2", "cx"), (name, attrs)
     for tag, attrs in page.tags:
         if tag == "polyline":
             places = [float(at) for at in str(attrs["points"]).replace(",", " ").split()]
