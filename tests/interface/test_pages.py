@@ -140,6 +140,8 @@ def test_any_points_can_be_drawn(places: list[tuple[float, float]]) -> None:
     page = Page(svg)
     assert_finite_drawing(page)
     assert page.count("circle", "mark") == len(places) + 1  # and the legend's
+    marks = [attrs["cx"] for tag, attrs in page.tags if tag == "circle"]
+    assert len(set(marks)) == len({x for x, _ in places}) + 1
     assert page.count("line", "limit") == 2
     assert page.count("polyline") == (len(places) > 1)
     assert "<C>" in page.text
