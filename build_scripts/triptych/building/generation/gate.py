@@ -1,4 +1,7 @@
-"""Accuracy gate of generated text: compare the engine with the original model before the build."""
+"""Accuracy gate of generated text: compare the engine with the original model before the build.
+
+The labeled prompts of ``eval.jsonl`` are part of the gate.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,17 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from triptych.base.cache import PACKAGE, cached_stage, code_hash
 from triptych.base.errors import Progress, UserError
 from triptych.base.files import scratch_folder
-from triptych.building.generation.inputs import GeneratingInputs, Prompt
-from triptych.building.generation.labeled import (
-    LabeledPrompts,
-    judge_labeled,
-    read_labeled,
+from triptych.building.generation.inputs import (
+    GeneratingInputs,
+    Prompt,
+    make_prompt,
+    read_prompt_lines,
 )
 from triptych.building.generation.quantizing import engine_weights
 from triptych.building.generation.reference import (
@@ -41,7 +45,81 @@ from triptych.repository.records import GateResult, Verdict, WorstRow
 from triptych.runtime.generation_messages import ADAPTERS_FOLDER
 from triptych.runtime.text_stream import BROKEN, TextStream
 from triptych.serving.generation_environment import environment_python, read_versions
-from triptych.spec.tasks.labeled import LabeledResult, describe_labeled
+from triptych.spec.tasks.eval_file import EVAL_FILE
+from triptych.spec.tasks.labeled import LabeledResult, LabeledRow, compare_labeled, describe_labeled
+from triptych.spec.tasks.metrics_generated import GENERATED, OUTPUT, TEXTS
+
+MAX_ROWS = 200
+"""Maximum number of labeled rows that are answered."""
+
+
+class LabeledPrompts(NamedTuple):
+    """Rows of ``eval.jsonl`` and the prompt of each."""
+
+    rows: tuple[LabeledRow, ...] = ()
+    prompts: tuple[Prompt, ...] = ()
+
+
+def read_labeled(inputs: GeneratingInputs) -> LabeledPrompts:
+    """Read the first rows of the file; without a file, return none.
+
+    Raises:
+        UserError: A line is not a prompt with correct answers, or is too long for an answer.
+    """
+    path = inputs.spec.folder / EVAL_FILE
+    if not path.is_file():
+        return LabeledPrompts()
+    rows, prompts = read_rows(path)[:MAX_ROWS], []
+    for row in rows:
+        place = f"{path}:{row.line}"
+        prompt = make_prompt(inputs, row.requests[0], place)
+        if answer_tokens(inputs, prompt) < 1:
+            raise UserError(
+                place,
+                f"must have fewer than {inputs.max_length - 1} tokens",
+                given=len(prompt.ids),
+                remedy="Shorten the prompt, or raise core.max_model_len",
+            )
+        prompts.append(prompt)
+    return LabeledPrompts(tuple(rows), tuple(prompts))
+
+
+def read_rows(path: Path) -> list[LabeledRow]:
+    """Read every row of ``eval.jsonl``.
+
+    Raises:
+        UserError: A line is not a prompt with correct answers, or the file is empty.
+    """
+    rows = []
+    for number, sent, line in read_prompt_lines(path):
+        try:
+            truth = TEXTS.read(line.get(TEXTS.key), "")
+        except ValueError as error:
+            raise UserError(
+                f"{path}:{number}",
+                f"must have {TEXTS.rule} as `{TEXTS.key}`",
+                given=repr(line.get(TEXTS.key))[:80],
+                remedy=f'Write for example {{"text_input": "…", "{TEXTS.key}": {TEXTS.example}}}',
+            ) from error
+        rows.append(LabeledRow(number, (dict(sent),), {}, truth))
+    return rows
+
+
+def judge_labeled(
+    inputs: GeneratingInputs, labeled: LabeledPrompts, got: Sequence[str], reference: Sequence[str]
+) -> LabeledResult | None:
+    """Compare texts with the reference's on labeled rows; return None without rows."""
+    if not labeled.rows:
+        return None
+    accuracy = inputs.spec.accuracy
+    return compare_labeled(
+        GENERATED[accuracy.metric],
+        labeled.rows,
+        [{OUTPUT: np.array([text])} for text in got],
+        [{OUTPUT: np.array([text])} for text in reference],
+        max_drop=accuracy.max_drop,
+    )
+
 
 _MAX_SHOWN = 80
 

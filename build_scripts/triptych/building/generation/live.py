@@ -16,9 +16,15 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from triptych.base.errors import Progress, UserError
-from triptych.building.generation.gate import PROMPTS, Answered, common_length, judge
+from triptych.building.generation.gate import (
+    PROMPTS,
+    Answered,
+    common_length,
+    judge,
+    judge_labeled,
+    read_labeled,
+)
 from triptych.building.generation.inputs import GeneratingInputs, Prompt
-from triptych.building.generation.labeled import judge_labeled, read_labeled
 from triptych.building.generation.reference import (
     TOKENS,
     Reference,

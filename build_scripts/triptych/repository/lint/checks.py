@@ -11,7 +11,7 @@ from pathlib import Path
 from triptych.base import releases
 from triptych.base.errors import Finding
 from triptych.base.files import scratch_folder
-from triptych.repository.lint import config, core, ensemble, files, profiles, python_steps
+from triptych.repository.lint import config, core, ensemble, files, profiles
 from triptych.repository.lint.engine import (
     engine_built,
     engine_cores,
@@ -72,9 +72,9 @@ CHECKS = (
     LintCheck("warmup", Repository.executed, config.warmup),
     LintCheck("graph-spec", Repository.executed, config.graph_spec),
     LintCheck("cuda-graphs", Repository.executed, profiles.cuda_graphs),
-    LintCheck("python-model", Repository.executed, python_steps.python_model),
-    LintCheck("python-import", Repository.executed, python_steps.python_import),
-    LintCheck("python-kind", Repository.executed, python_steps.python_kind),
+    LintCheck("python-model", Repository.executed, files.python_model),
+    LintCheck("python-import", Repository.executed, files.python_import),
+    LintCheck("python-kind", Repository.executed, files.python_kind),
 )
 
 OLDEST = str(releases.OLDEST)
