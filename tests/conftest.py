@@ -56,7 +56,7 @@ PURE = (
     "gate_result", "generation_engines", "generation_gate", "generation_load",
     "generation_requests", "generation_spec", "generation_stream", "golden_deploy", "gpu_benchmark",
     "gpu_plan",
-    "history", "hook_checks", "labeled", "lint", "lint_pains", "live_verdict", "load_report",
+    "history", "hook_checks", "labeled", "lint", "live_verdict", "load_report",
     "load_report_terminal", "load_values", "make_engine", "metrics", "mirror", "new_traffic",
     "onnxruntime_pieces", "pages", "plan", "planted_faults", "probe", "quantization", "releases",
     "report", "rounding", "sample_pieces", "samples_file", "scaffold", "scaling", "scratch",

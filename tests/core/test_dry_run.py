@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 from conftest import quiet
-from engine_options import OPTIONS
+from engine_networks import OPTIONS
 from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
 from triptych.core.engine import api, dry_run
@@ -96,7 +96,7 @@ def test_a_graph_is_parsed_and_built_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert "exit code 1" in refused(path, gpu="12.0").given
 
 
-def test_a_product_in_fp32_that_nobody_meant_fails(tmp_path: Path) -> None:
+def test_an_unintended_product_in_fp32_fails(tmp_path: Path) -> None:
     path = graph(tmp_path, MIXED)
     error = refused(path)
     assert (error.field, error.given) == ("core.precision", "scores (fp32 instead of fp16)")
@@ -105,7 +105,9 @@ def test_a_product_in_fp32_that_nobody_meant_fails(tmp_path: Path) -> None:
     assert found.products == {"fp16": 1, "fp32": 1}
 
 
-def test_what_the_parser_refuses_is_told_with_its_place_and_a_remedy(tmp_path: Path) -> None:
+def test_a_node_that_the_parser_rejects_is_named_with_its_place_and_a_remedy(
+    tmp_path: Path,
+) -> None:
     error = refused(graph(tmp_path, REFUSED))
     assert error.field == "model.onnx"
     assert "node places (NonZero), after layer.0.dense" in error.given
@@ -113,7 +115,7 @@ def test_what_the_parser_refuses_is_told_with_its_place_and_a_remedy(tmp_path: P
     assert "--no-dry-run" in error.remedy
 
 
-def test_what_the_builder_refuses_is_told_with_a_remedy(tmp_path: Path) -> None:
+def test_a_type_that_the_gpu_lacks_is_reported_with_a_remedy(tmp_path: Path) -> None:
     text = HALF.replace("float16[", "bfloat16[").replace("int = 10", "int = 16")
     error = refused(graph(tmp_path, text), precision="bf16", gpu="7.0")
     assert (error.field, error.rule) == (
@@ -131,7 +133,7 @@ ENDINGS = {
 }
 
 
-def test_a_crash_or_a_standstill_of_the_builder_is_an_error_in_words() -> None:
+def test_a_crash_or_a_timeout_of_the_builder_is_an_error_in_words() -> None:
     for body, said in ENDINGS.items():
         with pytest.raises(UserError) as raised:
             call_worker((sys.executable, "-c", body), {}, limit_s=0.5 if "sleep" in body else 60)
@@ -139,7 +141,7 @@ def test_a_crash_or_a_standstill_of_the_builder_is_an_error_in_words() -> None:
         assert "--no-dry-run" in raised.value.remedy
 
 
-def test_a_machine_without_it_is_told_how_to_get_it(
+def test_without_tensorrt_for_rtx_the_dry_run_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []

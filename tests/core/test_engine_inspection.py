@@ -74,10 +74,7 @@ KERNELS = {
         layer(["Float"], ["Float"], tactic="sm80_xmma_gemm_f32f32_f32f32_f32_nn_n"),
         "fp32",
     ),
-    "int8 tactic": (
-        layer(["Int8"], ["Half"], tactic="sm80_xmma_gemm_i8i8_i8i32_f32_tn_n"),
-        "int8",
-    ),
+    "int8 tactic": (layer(["Int8"], ["Half"], tactic="sm80_xmma_gemm_i8i8_i8i32_f32_tn_n"), "int8"),
     "fp8 tactic": (layer(["FP8"], ["Half"], tactic="sm89_xmma_gemm_e4m3e4m3_e4m3f32_f32"), "fp8"),
     "vectorized": (
         layer(
@@ -106,11 +103,10 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("case", KERNELS)
-def test_the_type_of_a_kernel_is_read(case: str) -> None:
-    described, precision = KERNELS[case]
-    (found,) = read(described)
-    assert found.precision == precision
+def test_the_type_of_a_kernel_is_read() -> None:
+    for case, (described, precision) in KERNELS.items():
+        (found,) = read(described)
+        assert found.precision == precision, case
 
 
 def test_fp32_around_a_cast_proves_nothing() -> None:
@@ -131,28 +127,19 @@ def test_names_alone_are_refused() -> None:
         read("a + b", "c")
 
 
-@pytest.mark.parametrize(
-    ("metadata", "nodes"),
-    [
-        ("[ONNX Layer: /a/MatMul][ONNX Layer: /a/Add]", ["/a/MatMul", "/a/Add"]),
-        ("[ONNX Layer: /a/MatMul]\x1e[ONNX Layer: /a[0]/Add]", ["/a/MatMul", "/a[0]/Add"]),
-        ("", []),
-    ],
-)
-def test_metadata_names_the_nodes(metadata: str, nodes: list[str]) -> None:
-    assert onnx_nodes(metadata) == nodes
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("a + b + PWN(c)", ["a", "b", "PWN(c)"]),
-        ("/k/MatMul+/q/MatMul_myl0_16", ["/k/MatMul", "/q/MatMul"]),
-        ("node_MatMul_114", ["node_MatMul_114"]),
-    ],
-)
-def test_names_of_fused_layers_come_apart(name: str, parts: list[str]) -> None:
-    assert fused_layers(name) == parts
+def test_the_metadata_and_name_of_a_layer_give_its_nodes() -> None:
+    for metadata, nodes in {
+        "[ONNX Layer: /a/MatMul][ONNX Layer: /a/Add]": ["/a/MatMul", "/a/Add"],
+        "[ONNX Layer: /a/MatMul]\x1e[ONNX Layer: /a[0]/Add]": ["/a/MatMul", "/a[0]/Add"],
+        "": [],
+    }.items():
+        assert onnx_nodes(metadata) == nodes
+    for name, parts in {
+        "a + b + PWN(c)": ["a", "b", "PWN(c)"],
+        "/k/MatMul+/q/MatMul_myl0_16": ["/k/MatMul", "/q/MatMul"],
+        "node_MatMul_114": ["node_MatMul_114"],
+    }.items():
+        assert fused_layers(name) == parts
 
 
 def seen(name: str, reads: str, **more: Any) -> dict[str, Any]:
@@ -166,27 +153,25 @@ def test_products_are_counted_by_the_type_they_are_seen_in() -> None:
     assert (matmuls, witness) == ({"fp16": 2, "fp32": 1, "unseen": 1}, "layers")
 
 
-@pytest.mark.parametrize(
-    ("wanted", "reads"),
-    [
-        ("fp16", "Float"),
-        ("bf16", "Half"),
-        ("int8", "Half"),
-        ("int8", "Float"),
-        ("fp8", "Half"),
-        ("fp32", "Half"),
-    ],
-)
-def test_a_product_in_another_type_is_named(wanted: str, reads: str) -> None:
-    layers = read(seen("good", {"fp32": "Float"}.get(wanted, "Half")), seen("bad", reads))
-    good = "fp32" if wanted == "fp32" else "fp16"
-    with pytest.raises(UserError) as raised:
-        judge_products(layers, request({"good": good, "bad": wanted}), 1000)
-    assert raised.value.given.startswith("bad (")
-    assert f"instead of {wanted}" in raised.value.given
+WRONG_TYPES = {
+    "fp16": ["Float"],
+    "bf16": ["Half"],
+    "int8": ["Half", "Float"],
+    "fp8": ["Half"],
+    "fp32": ["Half"],
+}
+"""Types that a kernel may read in place of the type that its product requires."""
 
 
-def test_many_wrong_layers_are_named_in_part() -> None:
+def test_a_product_in_another_type_is_named() -> None:
+    for wanted, kinds in WRONG_TYPES.items():
+        good, reads = ("fp32", "Float") if wanted == "fp32" else ("fp16", "Half")
+        for kind in kinds:
+            layers = read(seen("good", reads), seen("bad", kind))
+            with pytest.raises(UserError) as raised:
+                judge_products(layers, request({"good": good, "bad": wanted}), 1000)
+            assert raised.value.given.startswith("bad (")
+            assert f"instead of {wanted}" in raised.value.given
     names = [f"n{number}" for number in range(8)]
     layers = read(*(seen(name, "Float") for name in names))
     with pytest.raises(UserError) as raised:
@@ -194,36 +179,29 @@ def test_many_wrong_layers_are_named_in_part() -> None:
     assert raised.value.given.endswith("n4 (fp32 instead of fp16) and 3 more")
 
 
-@pytest.mark.parametrize("allowed", [True, False])
-def test_tf32_kernels_need_the_option(allowed: bool) -> None:
-    tactic = "sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n"
-    layers = read(seen("a", "Float", tactic=tactic))
-    asked = request({"a": "fp32"}, precision="fp32", tf32=allowed)
-    if allowed:
-        assert judge_products(layers, asked, 1000) == ({"fp32": 1, "unseen": 0}, "graph")
-        return
+def test_tf32_kernels_need_the_option() -> None:
+    layers = read(seen("a", "Float", tactic="sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n"))
+    asked = request({"a": "fp32"}, precision="fp32", tf32=True)
+    assert judge_products(layers, asked, 1000) == ({"fp32": 1, "unseen": 0}, "graph")
     with pytest.raises(UserError, match="a \\(tf32 instead of fp32\\)"):
-        judge_products(layers, asked, 1000)
+        judge_products(layers, request({"a": "fp32"}, precision="fp32"), 1000)
 
 
-def test_what_only_carries_the_name_of_a_product_counts_for_less() -> None:
+def test_a_layer_that_only_has_the_name_of_a_product_counts_for_less() -> None:
     product = seen("a", "Half")
     carrier = layer(["Float"], ["Float"], name="add", kind="kgen", metadata="[ONNX Layer: a]")
     matmuls, _ = judge_products(read(product, carrier), request({"a": "fp16"}), 1000)
     assert matmuls["fp16"] == 1
 
 
-@pytest.mark.parametrize(
-    ("plan_bytes", "proven"), [(100, True), (149, True), (150, False), (201, False)]
-)
-def test_where_all_is_fused_the_size_of_the_plan_decides(plan_bytes: int, proven: bool) -> None:
-    region = layer(["Int32"], ["Float"], kind="Myelin", metadata="[ONNX Layer: a]")
+def test_where_all_is_fused_the_size_of_the_plan_decides() -> None:
+    region = read(layer(["Int32"], ["Float"], kind="Myelin", metadata="[ONNX Layer: a]"))
     asked = request({"a": "fp16"}, wide_bytes=100)
-    if proven:
-        assert judge_products(read(region), asked, plan_bytes)[1] == "size"
-        return
-    with pytest.raises(UserError, match="none of 1 matrix products"):
-        judge_products(read(region), asked, plan_bytes)
+    for plan_bytes in (100, 149):
+        assert judge_products(region, asked, plan_bytes)[1] == "size"
+    for plan_bytes in (150, 201):
+        with pytest.raises(UserError, match="none of 1 matrix products"):
+            judge_products(region, asked, plan_bytes)
 
 
 def test_an_engine_without_layers_proves_nothing_but_fp32() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import onnx
 import pytest
 
-from engine_networks import FINE, LOWER, PRODUCT, QUANTIZED, SAME, write
-from engine_options import OPTIONS
+from engine_networks import FINE, LOWER, OPTIONS, PRODUCT, QUANTIZED, SAME, write
 from triptych.base.errors import UserError
 from triptych.core.engine.api import RtxApi, remove_unsupported
 from triptych.core.engine.inspection import check_products
@@ -47,9 +46,15 @@ def make(path: Path, precision: str = "fp32", *, options: Any = OPTIONS, **more:
     return api
 
 
-def test_settings_reach_the_builder(tmp_path: Path) -> None:
+def test_settings_reach_the_builder_and_a_build_reports_its_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.core.engine.make.TELL_EVERY_S", 0.0)
     path = write(tmp_path, PRODUCT)
-    api = make(path)
+    lines: list[str] = []
+    api = make(path, lines=lines)
+    assert lines[0].startswith("TensorRT for RTX 1.")
+    assert any(line.startswith("Building engine: ") for line in lines)
     flags = api.trt.BuilderFlag
     off = ("TF32", "REFIT", "WEIGHT_STREAMING", "VERSION_COMPATIBLE")
     assert not any(api.config.get_flag(getattr(flags, name)) for name in off)
@@ -57,47 +62,40 @@ def test_settings_reach_the_builder(tmp_path: Path) -> None:
     assert api.config.profiling_verbosity == api.trt.ProfilingVerbosity.DETAILED
     api = make(path, options=SETTINGS)
     on = [name for name in off if api.config.get_flag(getattr(flags, name))]
-    assert on == [
-        "TF32",
-        "WEIGHT_STREAMING",
-    ]  # the others are none of its own: `remove_unsupported`
+    assert on == ["TF32", "WEIGHT_STREAMING"]  # it lacks the others: `remove_unsupported`
     assert api.config.builder_optimization_level == 1
     assert api.config.get_memory_pool_limit(api.trt.MemoryPoolType.WORKSPACE) == 64 << 20
     assert api.config.num_optimization_profiles == 1
     assert api.config.get_compute_capability(0) == api.trt.ComputeCapability.SM89
 
 
+class ParsedError(Exception):
+    """Ends a build after its graph is parsed."""
+
+
+def count_products(path: Path, precision: str) -> dict[str, int]:
+    """Return the counts of `check_products` on a parsed graph."""
+    api = RtxApi("8.9")
+    request = make_request(path, EnginePlan(precision, (FINE,), (), OPTIONS), api)
+    counts: list[dict[str, int]] = []
+
+    def look(network: Any) -> None:
+        counts.append(check_products(network, request, ()))
+        raise ParsedError
+
+    with pytest.raises(ParsedError):
+        make_engine(api, request, timing_file=None, tell=lambda _: None, look=look)
+    return counts[0]
+
+
 def test_products_are_read_in_the_types_that_the_graph_gives_them(tmp_path: Path) -> None:
     for precision, nodes in {"fp32": PRODUCT, "fp16": LOWER, "int8": QUANTIZED}.items():
-        path = write(tmp_path, nodes)
-        api = RtxApi("8.9")
-        request = make_request(path, EnginePlan(precision, (FINE,), (), OPTIONS), api)
-        counts: list[dict[str, int]] = []
-
-        def look(network: Any, request: Any = request, counts: Any = counts) -> None:
-            counts.append(check_products(network, request, ()))
-
-        make(path, precision, look=look)
-        assert counts == [{precision: 1}]
-
-
-def test_a_plan_of_int8_without_one_such_product_fails(tmp_path: Path) -> None:
-    api = RtxApi("8.9")
-    path = write(tmp_path, LOWER)
-    request = make_request(path, EnginePlan("int8", (FINE,), (), OPTIONS), api)
+        assert count_products(write(tmp_path, nodes), precision) == {precision: 1}
     with pytest.raises(UserError, match="none of 1 products is in int8"):
-        make(path, look=lambda network: check_products(network, request, ()))
+        count_products(write(tmp_path, LOWER), "int8")
 
 
-def test_a_build_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triptych.core.engine.make.TELL_EVERY_S", 0.0)
-    lines: list[str] = []
-    make(write(tmp_path, PRODUCT), lines=lines)
-    assert lines[0].startswith("TensorRT for RTX 1.")
-    assert any(line.startswith("Building engine: ") for line in lines)
-
-
-def test_what_is_no_graph_or_fits_no_profile_is_told_in_words(tmp_path: Path) -> None:
+def test_a_graph_that_cannot_be_read_or_built_is_an_error_in_words(tmp_path: Path) -> None:
     nodes = [onnx.helper.make_node("Reshape", ["x", "shape"], ["y"], name="fold")]
     path = write(tmp_path, nodes)
     model = onnx.load(path)

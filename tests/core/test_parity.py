@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from conftest import lock_data, quiet, traffic_texts
-from engine_cases import copied, machine
+from conftest import build_into, lock_data, quiet, traffic_texts, write_pipeline
+from engine_cases import machine
 from task_conversions import traffic_of
 from task_models import MODELS
-from triptych.building.build import build
 from triptych.core.engine.stage import EngineFailure, build_engine
-from triptych.core.inputs import read_inputs
 from triptych.repository.records import plain_record
-from triptych.spec.spec import load_spec
 
 CASES = (
     ("topics", "bucketed", "fp16"),
@@ -50,52 +46,27 @@ def wild_class(outputs: Outputs) -> Outputs:
     }
 
 
-@pytest.fixture(scope="module")
-def repositories(
-    tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path
-) -> Callable[[str, str, str], Path]:
-    """Builds a case's repository, once."""
-    base = tmp_path_factory.mktemp("parity")
-    built: dict[str, Path] = {}
-
-    def make(name: str, layout: str, precision: str) -> Path:
-        if name not in built:
-            task, model = MODELS[name]
-            folder = base / name
-            folder.mkdir()
-            core = {"backend": "tensorrt", "layout": layout, "precision": precision}
-            if task == "image-classification":
-                del core["layout"]
-            spec: Mapping[str, Any] = {
-                "task": task,
-                "model": {
-                    "source": str(
-                        model(base / f"{name}_model", minilm_folder, traffic_texts()[:40])
-                    )
-                },
-                "core": {**core, "max_batch_size": 4},
-            }
-            (folder / "pipeline.yaml").write_text(json.dumps(spec))
-            rows = traffic_of(task, folder)
-            (folder / "traffic.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-            build(read_inputs(load_spec(folder), quiet), base / "repository", quiet)
-            built[name] = base / "repository"
-        return built[name]
-
-    return make
+def build_case(name: str, layout: str, precision: str, folder: Path, minilm: Path) -> Path:
+    """Return the repository of a case's pipeline, without an engine."""
+    task, make_model = MODELS[name]
+    core = {"backend": "tensorrt", "precision": precision, "max_batch_size": 4}
+    if task != "image-classification":
+        core["layout"] = layout
+    model = make_model(folder / "model", minilm, traffic_texts())
+    pipeline = write_pipeline(folder / name, task=task, model={"source": str(model)}, core=core)
+    rows = traffic_of(task, pipeline)
+    (pipeline / "traffic.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    build_into(pipeline, folder / "repository")
+    return folder / "repository"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
 def test_the_right_engine_of_every_task_passes_and_wrong_ones_fail(
-    repositories: Callable[[str, str, str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    case: tuple[str, str, str],
+    case: tuple[str, str, str], minilm_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     name = case[0]
-    source = repositories(*case)
+    repository = build_case(*case, tmp_path, minilm_folder)
     trt = machine(monkeypatch, tmp_path, "10")
-    repository = copied(source, tmp_path / "repository", name)
     for fault in (wrong_class, wrong_score, wild_class):
         trt._play.miscompute = fault
         with pytest.raises(EngineFailure):
@@ -104,5 +75,4 @@ def test_the_right_engine_of_every_task_passes_and_wrong_ones_fail(
     trt._play.miscompute = None
     record = build_engine(repository, name, quiet).record
     assert all(verdict.passed for verdict in record.check.verdicts)
-    lock = lock_data(repository, name)
-    assert lock["engine"] == plain_record(record)
+    assert lock_data(repository, name)["engine"] == plain_record(record)

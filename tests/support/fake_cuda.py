@@ -70,13 +70,12 @@ class FakeCuda:
     """One fake GPU.
 
     Attributes:
-        total: bytes of its memory.
-        failing: functions that fail from now on, and how.
-        device: allocations by address.
-        host: page-locked allocations by address.
-        streams: by handle.
-        graphs: captured and instantiated graphs by handle.
-        events: what happened, in order: a name and its numbers.
+        total: Size of its memory in bytes.
+        failing: Functions that fail from now on, with their error.
+        device: Allocations by address.
+        host: Page-locked allocations by address.
+        graphs: Captured and instantiated graphs by handle.
+        events: Events in order, each a name and its numbers.
     """
 
     def __init__(self, *, total: int = 1 << 30, devices: int = 1) -> None:
@@ -93,14 +92,14 @@ class FakeCuda:
     # What the fake TensorRT uses.
 
     def memory(self, address: int, size: int) -> np.ndarray[Any, Any]:
-        """`size` bytes of device memory."""
+        """Return `size` bytes of device memory."""
         for start, block in self.device.items():
             if start <= address and address + size <= start + block.size:
                 return block[address - start : address - start + size]
         raise LookupError(f"{size} bytes at {address:#x} are no device memory")
 
     def is_capturing(self, handle: int) -> bool:
-        """Whether what is put on a stream goes into a graph."""
+        """Return whether a stream captures a graph."""
         return self.streams[handle].captured is not None
 
     def put(self, handle: int, work: Work, *, event: tuple[str, Any]) -> bool:
@@ -130,12 +129,12 @@ class FakeCuda:
                 log.write(json.dumps([name, numbers]) + "\n")
 
     def counted(self, name: str) -> int:
-        """How often an event happened."""
+        """Return how often an event happened."""
         return sum(event == name for event, _ in self.events)
 
     @property
     def leaks(self) -> list[str]:
-        """Whatever has not been given back."""
+        """Return the kinds of what has not been given back."""
         held = {"device memory": self.device, "host memory": self.host}
         held |= {"stream": self.streams, "graph": self.graphs}  # type: ignore[dict-item]
         return [kind for kind, things in held.items() for _ in things]
@@ -258,7 +257,7 @@ class FakeCuda:
 
 
 def make_module(cuda: FakeCuda) -> ModuleType:
-    """The module ``cuda.bindings.runtime`` of a fake GPU; ``_fake`` is the GPU."""
+    """Return the module ``cuda.bindings.runtime`` of a fake GPU, which is its ``_fake``."""
     module = ModuleType("cuda.bindings.runtime")
     contents: dict[str, Any] = {
         name: _function(cuda, name) for name in dir(FakeCuda) if name.startswith("cuda")

@@ -1,7 +1,7 @@
-"""Commits of small models by processes that are killed; what each left, by `main` as JSON.
+"""Commits of small models by processes that are killed; `main` prints the results as JSON.
 
-Usage: ``python killed_commits.py FOLDER TIMED exchange|renames``: a kill before each operation on
-files, then so many at random times. A process of its own, since it forks.
+Usage: ``python killed_commits.py FOLDER TIMED exchange|renames``. It kills a commit before each
+operation on files, then TIMED commits at random times. It runs in its own process because it forks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def model(files: Files, name: str) -> Files:
 
 
 def commit(repository: Path, kill_before: int | None = None) -> int:
-    """The id of a process that writes `NEW`, killed before its so-and-so-manieth operation."""
+    """The id of a process that writes `NEW`, killed before its operation number `kill_before`."""
     if pid := os.fork():
         return pid
     seen = 0

@@ -18,17 +18,7 @@ from lint_cases import (
     warm,
     warning,
 )
-from lint_repositories import (
-    LOCK,
-    MODEL_PY,
-    PLAIN_PY,
-    append,
-    put,
-    relock,
-    remove,
-    replace,
-    solo,
-)
+from lint_repositories import LOCK, MODEL_PY, PLAIN_PY, append, put, relock, remove, replace, solo
 
 CAPABILITIES = 'cc_model_filenames { key: "9.0" value: "h.plan" }'
 UNKNOWN = 'input { key: "ids" value { dim: [1] } }'

@@ -46,10 +46,7 @@ ENSEMBLES = (
         replace(ENS, "model_version: -1", "model_version: 7"),
     ),
     error(
-        "ensemble-steps",
-        ENS,
-        "uses version 0, served are 1",
-        replace(ENS, "model_version: -1", ""),
+        "ensemble-steps", ENS, "uses version 0, served are 1", replace(ENS, "model_version: -1", "")
     ),
     error("ensemble-steps", "loop", "needs loop", ensemble("loop", "a", "b", "loop a=a > b=b")),
     error("ensemble-steps", "idle", "no step", ensemble("idle", "", "")),
@@ -255,11 +252,7 @@ CORES = (
         replace(CORE, 'target_name: "row_stride"', 'target_name: ["row_stride", "extra"]'),
     ),
     error(
-        "batch-input",
-        CORE,
-        "none",
-        replace(CORE, 'target_name: "row_stride"', ""),
-        layout="plan",
+        "batch-input", CORE, "none", replace(CORE, 'target_name: "row_stride"', ""), layout="plan"
     ),
     error(
         "batch-input",
@@ -271,13 +264,7 @@ CORES = (
             'target_name: "rows" source_input: "input_ids" }',
         ),
     ),
-    warning(
-        "batch-input",
-        CORE,
-        "input_ids",
-        replace(CORE, ROW_STRIDE, ""),
-        layout="plan",
-    ),
+    warning("batch-input", CORE, "input_ids", replace(CORE, ROW_STRIDE, ""), layout="plan"),
 )
 
 BATCHES = (
@@ -299,11 +286,7 @@ BATCHES = (
         "priority-levels",
         CORE,
         "3",
-        replace(
-            CORE,
-            DELAY,
-            PRIORITIES + " priority_queue_policy { key: 3 value { } }",
-        ),
+        replace(CORE, DELAY, PRIORITIES + " priority_queue_policy { key: 3 value { } }"),
     ),
     warning(
         "priority-levels",

@@ -164,11 +164,7 @@ FINE = (
     fine("preferred sizes within the limit", replace(CORE, DELAY, "preferred_batch_size: [1, 32]")),
     fine(
         "two priorities",
-        replace(
-            CORE,
-            DELAY,
-            PRIORITIES + " priority_queue_policy { key: 2 value { } }",
-        ),
+        replace(CORE, DELAY, PRIORITIES + " priority_queue_policy { key: 2 value { } }"),
     ),
     fine("order kept before 25.09", solo(ORDERED), triton="25.08"),
     fine("order kept from 26.08", solo(ORDERED), triton="26.08"),

@@ -140,7 +140,7 @@ _GPU = "instance_group [{ count: 2 kind: KIND_GPU gpus: [0] profile: [%s] }]"
 
 
 def graph_spec(edge: int, rows: int, fewest: int) -> str:
-    """A CUDA graph for `fewest` to `rows` rows of `edge` tokens."""
+    """Return a CUDA graph for `fewest` to `rows` rows of `edge` tokens."""
     inputs = (
         f'input {{ key: "input_ids" value {{ dim: [{edge}] }} }} '
         'input { key: "row_length" value { dim: [1] } }'
@@ -202,7 +202,7 @@ def graph(
 
 
 def good_files(layout: str) -> Files:
-    """A repository of ours without a fault, in one of `LAYOUTS`."""
+    """Return the files of a repository without a fault, in one of `LAYOUTS`."""
     backend, ragged, extra = _CORES[layout]
     core = {"minilm_core/1/model.plan": b"a TensorRT plan"}
     if backend == "onnxruntime":
@@ -244,12 +244,12 @@ BUCKETED = [profile((1, 32), edge=(edge,)) for edge in EDGES]
 
 
 def engine_plan(profiles: list[dict[str, Any]]) -> dict[str, Any]:
-    """`EnginePlan` as the lock holds it."""
+    """Return an `EnginePlan` as it is in the lock."""
     return {"precision": "fp16", "profiles": profiles, "graph_specs": [], "options": {}}
 
 
 def make_manifest(files: Files, **traffic: Any) -> bytes:
-    """The lock of `files`."""
+    """Return the lock of `files`."""
     core = files.get("minilm_core/config.pbtxt", b"")
     hashed = {n: c for n, c in files.items() if n != LOCK and not n.endswith("/")}
     lock = {

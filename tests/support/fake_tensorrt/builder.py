@@ -1,14 +1,20 @@
-"""The building half of the fake TensorRT: configs, profiles, timing caches, and plans."""
+"""The building half of the fake TensorRT: networks, the parser, configs, timing caches, plans."""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
+
+import onnx
 
 from fake_tensorrt.records import typed
 from fake_tensorrt.runtime import pack_plan
+from triptych.base.onnx_graph import value_types
 
 TIMES = b"FAKE-TIMES\n"
+TYPES = {1: "FLOAT", 2: "UINT8", 3: "INT8", 6: "INT32", 7: "INT64", 9: "BOOL", 10: "HALF"}
+TYPES |= {16: "BF16", 17: "FP8"}
 Dims = tuple[int, ...]
 
 
@@ -17,10 +23,6 @@ class IHostMemory:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-
-    @property
-    def nbytes(self) -> int:
-        return len(self._data)
 
     def __bytes__(self) -> bytes:
         return self._data
@@ -107,6 +109,100 @@ class IProgressMonitor:
     _trt: Any
 
 
+class INetworkDefinition:
+    """A parsed graph: its inputs and outputs (name -> type and dims) and its matrix products."""
+
+    _trt: Any
+
+    def __init__(self, flags: int) -> None:
+        self._flags = flags
+        self._inputs: dict[str, Any] = {}
+        self._outputs: dict[str, Any] = {}
+        self._onnx = b""
+        self._products: list[dict[str, Any]] = []
+
+    def _names_of_flags(self) -> list[str]:
+        every = self._trt.NetworkDefinitionCreationFlag
+        return sorted(flag.name for flag in every if self._flags & 1 << int(flag))
+
+    @property
+    def _typed(self) -> bool:
+        is_11 = self._trt.__version__.startswith("11.")
+        return is_11 or "STRONGLY_TYPED" in self._names_of_flags()
+
+
+class ParserError:
+    _trt: Any
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    def code(self) -> Any:
+        return getattr(self._trt.ErrorCode, self._fields["code"])
+
+    def desc(self) -> str:
+        return str(self._fields["desc"])
+
+    def node(self) -> int:
+        return int(self._fields["node"])
+
+    def node_name(self) -> str:
+        return str(self._fields["node_name"])
+
+    def node_operator(self) -> str:
+        return str(self._fields["node_operator"])
+
+
+class OnnxParser:
+    _trt: Any
+
+    def __init__(self, network: Any, logger: Any) -> None:
+        self._network = network
+        self._logger = logger
+        self._errors: list[Any] = []
+
+    @property
+    def num_errors(self) -> int:
+        return len(self._errors)
+
+    def get_error(self, index: int) -> Any:
+        return self._errors[index]
+
+    def parse_from_file(self, model: str) -> bool:
+        if not isinstance(model, str):
+            raise TypeError("incompatible function arguments: a path is no str")
+        self._errors = [
+            self._trt.ParserError(dict(fields)) for fields in self._trt._play.parser_errors
+        ]
+        if self._errors:
+            return False
+        self._fill(model)
+        return True
+
+    def _fill(self, path: str) -> None:
+        loaded = onnx.load(path)
+        types = value_types(loaded)
+        graph, network = loaded.graph, self._network
+        network._onnx = loaded.SerializeToString()
+        for values, found in ((graph.input, network._inputs), (graph.output, network._outputs)):
+            for value in values:
+                dims = [dim.dim_value or -1 for dim in value.type.tensor_type.shape.dim]
+                found[value.name] = [TYPES[types[value.name]], dims]
+        makers = {name: node for node in graph.node for name in node.output}
+        sizes = {weight.name: math.prod(weight.dims) for weight in graph.initializer}
+        for node in graph.node:
+            if node.op_type in ("MatMul", "Gemm", "Conv"):
+                quantized = [_stored(value, types, makers) for value in node.input[:2]]
+                network._products.append(
+                    {
+                        "name": node.name or node.output[0],
+                        "dtype": TYPES.get(types[node.input[0]], ""),
+                        "quantized": quantized[0] if quantized[0] == quantized[1] else "",
+                        "elements": sizes.get(node.input[1], 0),
+                    }
+                )
+
+
 class Builder:
     _trt: Any
 
@@ -148,10 +244,9 @@ class Builder:
 
 
 def _fault(network: Any, config: Any) -> str:
-    names = {tensor.name for tensor in network._inputs}
     if not config._profiles:
         return "Network has dynamic or shape inputs, but no optimization profile has been defined."
-    if any(set(profile._shapes) != names for profile in config._profiles):
+    if any(set(profile._shapes) != set(network._inputs) for profile in config._profiles):
         return "Specified optimization profiles must satisfy MIN<=OPT<=MAX."
     if network._typed and any(config._has(name) for name in ("FP16", "INT8", "BF16", "FP8")):
         return "builder flags of precisions cannot be set on a strongly typed network"
@@ -161,16 +256,11 @@ def _fault(network: Any, config: Any) -> str:
 def _asked(network: Any, config: Any) -> dict[str, Any]:
     """What a build was asked for, in plain words."""
     return {
-        "network": sorted(
-            flag.name
-            for flag in network._trt.NetworkDefinitionCreationFlag
-            if network._flags & 1 << int(flag)
-        ),
+        "network": network._names_of_flags(),
         "flags": sorted(flag.name for flag in config._flags),
         "limits": dict(config._limits),
         "level": config.builder_optimization_level,
         "hardware": config.hardware_compatibility_level.name,
-        "profiles": len(config._profiles),
         "times": len(config._cache._times),
     }
 
@@ -187,8 +277,8 @@ def _header(trt: Any, network: Any, config: Any) -> dict[str, Any]:
         "tensorrt": trt.__version__,
         "version_compatible": config._has("VERSION_COMPATIBLE"),
         "profiles": profiles[:-1] if trt._play.lost_profile else profiles,
-        "inputs": {t.name: [t.dtype.name, list(t.shape)] for t in network._inputs},
-        "outputs": {t.name: [t.dtype.name, list(t.shape)] for t in network._outputs},
+        "inputs": network._inputs,
+        "outputs": network._outputs,
         "detailed": config.profiling_verbosity.name == "DETAILED",
         "fused": trt._play.fused,
         "room": "." * wide,  # that fp32 weights take more than those of the graph
@@ -207,11 +297,24 @@ def _kernel_type(trt: Any, product: dict[str, Any]) -> str:
     )
 
 
-CLASSES: dict[str, type] = {
-    "IHostMemory": IHostMemory,
-    "ITimingCache": ITimingCache,
-    "IOptimizationProfile": IOptimizationProfile,
-    "IBuilderConfig": IBuilderConfig,
-    "IProgressMonitor": IProgressMonitor,
-    "Builder": Builder,
-}
+def _stored(value: str, types: dict[str, int], makers: dict[str, Any]) -> str:
+    """The type a value was quantized to; empty where it was not."""
+    maker = makers.get(value)
+    while maker is not None and maker.op_type in ("Transpose", "Reshape"):
+        maker = makers.get(maker.input[0])
+    if maker is None or maker.op_type != "DequantizeLinear":
+        return ""
+    return TYPES[types[maker.input[0]]]
+
+
+CLASSES: tuple[type, ...] = (
+    IHostMemory,
+    ITimingCache,
+    IOptimizationProfile,
+    IBuilderConfig,
+    IProgressMonitor,
+    INetworkDefinition,
+    ParserError,
+    OnnxParser,
+    Builder,
+)
