@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Self
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -53,6 +53,9 @@ Time = Annotated[str, AfterValidator(_is_time)]
 """Time with its unit, stored as written."""
 
 
+_SloT = TypeVar("_SloT", bound="SloBase")
+
+
 class SloBase(BaseModel):
     """Base of SLOs; empty if nothing is limited.
 
@@ -65,7 +68,7 @@ class SloBase(BaseModel):
     throughput: Annotated[float, Field(gt=0)] | None = None
 
     @property
-    def without_throughput(self) -> Self:
+    def without_throughput(self: _SloT) -> _SloT:
         """SLO with the same latency limits and no minimum throughput."""
         return self.model_copy(update={"throughput": None})
 
