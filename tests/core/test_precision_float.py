@@ -68,9 +68,11 @@ def test_exported_cores_stay_right(
 
 
 @pytest.mark.parametrize("precision", HALVES)
-def test_places_and_results_stay_fp32(exported: cases.Exported, precision: Precision) -> None:
+def test_places_and_results_stay_fp32(
+    exported: cases.Exported, precision: Precision, tmp_path: Path
+) -> None:
     """Angles of rotary positions, buckets of relative ones, pooling, the last probabilities."""
-    done = convert(exported.path, exported.path.parent / "x", Recipe(precision), ())
+    done = convert(exported.path, tmp_path, Recipe(precision), ())
     graph = onnx.load(exported.path).graph
     of_places = {"Cos", "Sin", "Log", "Ceil"}
     for one in graph.node:
