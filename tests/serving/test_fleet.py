@@ -287,7 +287,9 @@ def test_streams_deadlines_and_limits_are_as_of_one_server(watched: Watched) -> 
             "is not found": partial(client.infer, "nothing", texts(b"where is it")),
             "larger than 7 MiB": partial(client.infer, "tickets", texts(b"x" * (7 << 20))),
             "at most 131072 bytes": partial(client.infer, "tickets", texts(b"x" * (6 << 20))),
-            "ask one of them": partial(client.get_inference_statistics, "tickets"),
+            "send it to the address of one server": partial(
+                client.get_inference_statistics, "tickets"
+            ),
         }
         for said, ask in refused.items():
             with pytest.raises(InferenceServerException, match=said):
