@@ -13,8 +13,9 @@ import pytest
 
 from conftest import TRAFFIC_ROWS, build_into, write_pipeline
 from triptych.base.errors import UserError
+from triptych.interface.cli.measure import PriceOptions
 from triptych.serving.bench.bench import parse_loads, sustained_rate
-from triptych.serving.bench.comparison import Price, make_price
+from triptych.serving.bench.comparison import Price
 from triptych.serving.bench.results import (
     BenchResult,
     LoadPoint,
@@ -171,4 +172,8 @@ def test_loads_and_prices_are_checked() -> None:
     with pytest.raises(UserError, match="--burst"):
         parse_loads([], [5.0], "burst", 0)
     with pytest.raises(UserError):
-        make_price(-1.0, currency="EUR", daily_requests=None, peak_per_s=None, headroom=0.3)
+        PriceOptions(price_per_hour=-1.0).price()
+    with pytest.raises(UserError, match="--price-per-hour"):
+        PriceOptions(daily_requests=1e6).price()
+    assert PriceOptions().price() is None
+    assert PriceOptions(price_per_hour=3.6).price() == Price(3.6)

@@ -21,7 +21,7 @@ SERVERS = "triton"
 _FILE = "compose.yaml"
 
 
-def compose_manifests(c: DeploymentContext) -> Manifests:
+def make_files(c: DeploymentContext) -> Manifests:
     """Return the files of the target."""
     replicas = _count_replicas(c)
     servers: dict[str, list[str]] = {SERVERS: []}

@@ -7,7 +7,7 @@ from triptych.deploy.context import DeploymentContext, Manifests
 from triptych.deploy.kubernetes import APPLY, TEMPLATES, template_values
 
 
-def kserve_manifests(c: DeploymentContext) -> Manifests:
+def make_files(c: DeploymentContext) -> Manifests:
     """Return the files of the target."""
     values = template_values(c)
     files = render_files(TEMPLATES / "kserve.yaml.j2", **values)

@@ -68,7 +68,7 @@ _STEP_PERCENT = 5
 _IN_FLIGHT = "^http[.](grpc|http)[.]downstream_rq_active"
 
 
-def kubernetes_manifests(c: DeploymentContext) -> Manifests:
+def make_files(c: DeploymentContext) -> Manifests:
     """Return the files of the target."""
     options = c.options
     overlay = f"overlays/{c.placement.overlay}"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from triptych.spec.any_spec import AnySpec
 
 TARGETS = ("kubernetes", "kserve", "compose")
+"""Names of the targets. The module of this name in `deploy` has a function `make_files`."""
 ROLLOUTS = ("argo",)
 ENVOY_IMAGE = "envoyproxy/envoy:v1.40.0"
 WATCH_EVERY = "1h"

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from triptych.deploy.checks.pods import Known, known_encoder, known_generating
-from triptych.deploy.compose import compose_manifests
 from triptych.deploy.context import DeploymentContext, Manifests, read_context
 from triptych.deploy.generation import read_generation_context
-from triptych.deploy.kserve import kserve_manifests
-from triptych.deploy.kubernetes import kubernetes_manifests
 from triptych.deploy.options import DeployOptions
 from triptych.repository.manifest import kind_of_build
 from triptych.spec.kind import Kind
-
-WRITERS: Mapping[str, Callable[[DeploymentContext], Manifests]] = {
-    "kubernetes": kubernetes_manifests,
-    "kserve": kserve_manifests,
-    "compose": compose_manifests,
-}
 
 
 @dataclass(frozen=True)
@@ -60,7 +52,10 @@ def make_manifests(
         UserError: The pipeline cannot be deployed with these options.
     """
     kind = KINDS[kind_of_build(repository, pipeline)]
-    return WRITERS[options.target](kind.context(repository, pipeline, options, reports))
+    context = kind.context(repository, pipeline, options, reports)
+    target = import_module(f"triptych.deploy.{options.target}")
+    manifests: Manifests = target.make_files(context)
+    return manifests
 
 
 def known_of(repository: Path, pipeline: str, reports: Path) -> Known:

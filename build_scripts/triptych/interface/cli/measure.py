@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -29,9 +29,7 @@ from triptych.interface.cli.options import (
     write_report,
 )
 from triptych.interface.cli.tables import exit_with_verdict
-
-if TYPE_CHECKING:
-    from triptych.serving.bench.comparison import Price
+from triptych.serving.bench.comparison import Price
 
 TimeBudget = Annotated[
     str,
@@ -76,7 +74,7 @@ class PriceOptions:
             help="Price of one device per hour. Default: the report has no cost.",
         ),
     ] = None
-    currency: Annotated[str, typer.Option(help="Currency of the price.")] = "USD"
+    currency: Annotated[str, typer.Option(help="Currency of the price.")] = Price.currency
     daily_requests: Annotated[
         float | None,
         typer.Option(
@@ -97,7 +95,7 @@ class PriceOptions:
         typer.Option(
             min=0, max=0.99, help="Share (0 to 0.99) of a machine's maximum rate that stays unused."
         ),
-    ] = 0.3
+    ] = Price.headroom
 
     def price(self) -> Price | None:
         """Return the price, or None if none is given.
@@ -105,15 +103,19 @@ class PriceOptions:
         Raises:
             UserError: An option is out of range.
         """
-        from triptych.serving.bench.comparison import make_price
-
-        return make_price(
-            self.price_per_hour,
-            currency=self.currency,
-            daily_requests=self.daily_requests,
-            peak_per_s=self.peak_rps,
-            headroom=self.headroom,
+        if self.price_per_hour is None:
+            if self.daily_requests is not None or self.peak_rps is not None:
+                raise UserError(
+                    "--price-per-hour",
+                    "is required for the cost of a volume or a peak",
+                    remedy="Give the price of one device",
+                )
+            return None
+        price = Price(
+            self.price_per_hour, self.currency, self.daily_requests, self.peak_rps, self.headroom
         )
+        price.cost(1.0)  # checks the numbers before minutes of measuring
+        return price
 
 
 @dataclass(frozen=True, kw_only=True)

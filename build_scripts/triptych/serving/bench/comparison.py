@@ -308,32 +308,6 @@ class Price:
         )
 
 
-def make_price(
-    per_hour: float | None,
-    *,
-    currency: str,
-    daily_requests: float | None,
-    peak_per_s: float | None,
-    headroom: float,
-) -> Price | None:
-    """Return the price from command-line options; None without one.
-
-    Raises:
-        UserError: A number is out of range, or a volume has no price.
-    """
-    if per_hour is None:
-        if daily_requests is not None or peak_per_s is not None:
-            raise UserError(
-                "--price-per-hour",
-                "is required for the cost of a volume or a peak",
-                remedy="Give the price of one device",
-            )
-        return None
-    price = Price(per_hour, currency, daily_requests, peak_per_s, headroom)
-    price.cost(1.0)  # checks the numbers before minutes of measuring
-    return price
-
-
 def core_ms_per_request(one: Measurement) -> float | None:
     """Return the server's processor time per request, in core milliseconds; None if unknown."""
     used = one.resources
