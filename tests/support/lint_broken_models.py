@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lint_cases import (
     BATCHING,
+    CACHED,
     CORE,
     ENS,
     IDS_FROM_FILE,
@@ -18,9 +19,24 @@ from lint_cases import (
     warm,
     warning,
 )
-from lint_repositories import LOCK, MODEL_PY, PLAIN_PY, append, put, relock, remove, replace, solo
+from lint_repositories import (
+    LOCK,
+    MODEL_PY,
+    PLAIN_PY,
+    append,
+    ensemble,
+    put,
+    relock,
+    remove,
+    replace,
+    solo,
+)
 
 CAPABILITIES = 'cc_model_filenames { key: "9.0" value: "h.plan" }'
+OPTIONS = """parameters {
+  key: "request_parameters"
+  value { string_value: '{"dimensions": {"type": "int"}, "encoding": {"type": "str"}}' }
+}"""
 UNKNOWN = 'input { key: "ids" value { dim: [1] } }'
 
 FILES = (
@@ -245,15 +261,36 @@ CONFIGS = (
         "response-cache",
         "solo",
         "decoupled",
-        solo("response_cache { enable: true } model_transaction_policy { decoupled: true }"),
+        solo(f"{CACHED} model_transaction_policy {{ decoupled: true }}"),
     ),
     error(
         "response-cache",
         "solo",
         "sequence_batching",
-        solo("response_cache { enable: true } sequence_batching { }"),
+        solo(f"{CACHED} sequence_batching {{ }}"),
     ),
-    warning("response-cache", ENS, POST, append(ENS, "response_cache { enable: true }")),
+    error(
+        "response-cache",
+        ENS,
+        "minilm_postprocess reads dimensions, encoding",
+        append(ENS, CACHED),
+        append(POST, OPTIONS),
+    ),
+    error("response-cache", PRE, "minilm_preprocess", append(PRE, CACHED)),
+    error(
+        "response-cache",
+        "outer",
+        "decoupled solo",
+        solo("model_transaction_policy { decoupled: true }"),
+        ensemble("outer", "x", "y", "solo a=x > c=y"),
+        append("outer", CACHED),
+    ),
+    warning(
+        "response-cache",
+        "solo",
+        "solo/1/model.py calls request.parameters()",
+        solo(CACHED, PLAIN_PY + b"    def ask(self, request):\n        request.parameters()\n"),
+    ),
     error("warmup", CORE, "64 rows", replace(CORE, "batch_size: 2", "batch_size: 64")),
     error("warmup", CORE, "no data for input_ids", replace(CORE, f"inputs {{ {INPUT_IDS} }}", "")),
     warning(

@@ -12,6 +12,7 @@ PLAN_FILE = "minilm_core/1/model.plan"
 ONNX_FILE = "minilm_core/1/model.onnx"
 LIMIT = "max_queue_size: 1024"
 DELAY = "max_queue_delay_microseconds: 500"
+CACHED = "response_cache { enable: true }"
 BATCHING = "dynamic_batching { }"
 PRIORITIES = "priority_levels: 2 default_priority_level: 1"
 INPUT_IDS = 'key: "input_ids" value { data_type: TYPE_INT32 dims: [16] zero_data: true }'

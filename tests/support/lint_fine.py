@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from lint_cases import (
+    CACHED,
     CORE,
     DELAY,
     ENS,
@@ -40,7 +41,6 @@ from lint_repositories import (
     solo,
 )
 
-CACHED = "response_cache { enable: true }"
 ORDERED = batching("preserve_ordering: true")
 MORE = 'name: "more" data_type: TYPE_FP32 dims: [-1, 9] allow_ragged_batch: true optional: true'
 GUARDED = b"""
@@ -154,13 +154,7 @@ FINE = (
         put("solo/config.pbtxt", 'backend: "python" instance_group { count: 1 kind: KIND_CPU }'),
         ensemble("auto", "x", "y", "solo a=x > c=y"),
     ),
-    fine(
-        "a cache on all steps",
-        append(ENS, CACHED),
-        append(PRE, CACHED),
-        append(CORE, CACHED),
-        append(POST, CACHED),
-    ),
+    fine("a cached ensemble without request parameters", append(ENS, CACHED)),
     fine("preferred sizes within the limit", replace(CORE, DELAY, "preferred_batch_size: [1, 32]")),
     fine(
         "two priorities",

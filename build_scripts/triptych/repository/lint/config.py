@@ -24,6 +24,7 @@ from triptych.repository.lint.snapshot import (
     ENSEMBLE,
     Flaw,
     Model,
+    calls,
     dims_text,
     enum_name,
     error,
@@ -31,6 +32,7 @@ from triptych.repository.lint.snapshot import (
     info,
     is_file,
     names,
+    request_parameters,
     warning,
 )
 
@@ -416,26 +418,55 @@ def _profile_flaws(model: Model, profiles: Sequence[str], label: str) -> Iterato
 
 
 def response_cache(model: Model) -> Iterator[Flaw]:
-    """Check that responses are only cached if the server supports it."""
-    config = model.config
+    """Check that a cached response depends only on what the key of the cache contains.
+
+    The key is a hash of model, version and input tensors (TritonCache::Hash in src/cache_manager.cc
+    of Triton's core). Request parameters are not part of it.
+    """
+    config, models = model.config, model.repository.models
     if not config.response_cache.enable:
         return
+    named = [models.get(step.model_name) for step in config.ensemble_scheduling.step]
+    steps = [step for step in named if step is not None and step.config is not None]
     obstacle = "sequence_batching" if config.HasField("sequence_batching") else ""
-    obstacle = "decoupled" if config.model_transaction_policy.decoupled else obstacle
+    decoupled = [m for m in (model, *steps) if m.config.model_transaction_policy.decoupled]
+    obstacle = f"decoupled {names(m.name for m in decoupled)}" if decoupled else obstacle
     if obstacle:
         yield error(
             "must not cache responses of a decoupled or sequence model",
             f"response_cache with {obstacle}",
-            f"Remove response_cache, or {obstacle}",
+            "Remove response_cache",
         )
-    steps = {step.model_name for step in config.ensemble_scheduling.step}
-    models = model.repository.configured()
-    uncached = steps - {each.name for each in models if each.config.response_cache.enable}
-    if uncached:
+    if model.is_ours and not model.is_ensemble:
+        yield error(
+            "must not cache the responses of a single step of a pipeline: they are of one request",
+            f"response_cache of {model.name}",
+            "Remove response_cache here, and set serving.response_cache in the pipeline, which "
+            "enables it on the ensemble",
+        )
+        return
+    for each in steps or [model]:
+        yield from _hidden_parameters(model, each)
+
+
+def _hidden_parameters(model: Model, step: Model) -> Iterator[Flaw]:
+    """Yield a flaw if `step` of the cached `model` reads request parameters."""
+    options = [name for name in request_parameters(step.config) if name not in model.inputs]
+    if options:
+        yield error(
+            "must not cache responses that depend on request parameters: they are not part of the "
+            "cache's key, so a request gets the response of another one with other parameters",
+            f"{step.name} reads {names(options)}",
+            f"Remove response_cache, or build the pipeline again: {names(options)} become optional "
+            "inputs",
+        )
+    readers = [source.file for source in step.sources if calls(source.tree, "parameters")]
+    if readers and not step.is_ours:
         yield warning(
-            "should enable the response cache on an ensemble only with that of all its steps",
-            f"without response_cache: {names(uncached)}",
-            "Add response_cache { enable: true } to the steps, or remove it here",
+            "should not cache responses that depend on request parameters: they are not part of "
+            "the cache's key",
+            f"{names(readers)} calls request.parameters()",
+            "Remove response_cache, or read options from input tensors",
         )
 
 

@@ -262,6 +262,18 @@ def defines(tree: ast.Module, name: str) -> bool:
     return any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(tree))
 
 
+@_remembered
+def calls(tree: ast.Module, method: str) -> bool:
+    """Return whether a source calls a method of this name without arguments."""
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == method
+        and not node.args
+        for node in ast.walk(tree)
+    )
+
+
 def defined_names(tree: ast.Module) -> dict[str, ast.stmt]:
     """Return the top-level names that a module defines, imports or assigns; ``*`` for a star."""
     found: dict[str, ast.stmt] = {}
@@ -427,6 +439,15 @@ def read_repository(root: Path, triton: Release, *, with_engines: bool) -> Repos
     # Hidden folders are included, because the server treats every folder as a model.
     repository.models.update((f.name, Model(repository, f)) for f in _folders(root))
     return repository
+
+
+def request_parameters(config: Any) -> list[str]:
+    """Return the names of the request parameters that a step of Triptych reads."""
+    try:
+        rules = json.loads(config.parameters["request_parameters"].string_value)
+    except ValueError:  # another model, or a setting that was edited
+        return []
+    return sorted(rules) if isinstance(rules, dict) else []
 
 
 def entries(folder: Path) -> list[Path]:
