@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,12 @@ from client_toy import (
     Toy,
     expected,
     expected_all,
+    opened,
     texts_of_many_lengths,
     wait_until,
 )
 from triptych.base.errors import UserError
 from triptych.client import (
-    AsyncClient,
     Client,
     InvalidRequestError,
     KeepAlive,
@@ -95,26 +93,12 @@ def test_infer_sends_any_inputs_and_parameters_and_returns_every_output(call: Ca
     assert {name: arrived[name] for name in parameters} == parameters
 
 
-def test_threads_share_one_client(toy: Toy) -> None:
-    with Client("toy", toy.url) as client, ThreadPoolExecutor(8) as pool:
-
-        def embed(number: int) -> bool:
-            texts = [f"thread {number} {index}" for index in range(1 + number % 30)]
-            return bool(np.array_equal(client.embed(texts), expected_all(texts)))
-
-        assert all(pool.map(embed, range(200)))
-
-
-def test_tasks_share_one_client(toy: Toy) -> None:
-    async def embed(client: AsyncClient, number: int) -> bool:
-        texts = [f"task {number} {index}" for index in range(1 + number % 30)]
-        return bool(np.array_equal(await client.embed(texts), expected_all(texts)))
-
-    async def embed_all() -> list[bool]:
-        async with AsyncClient("toy", toy.url) as client:
-            return await asyncio.gather(*(embed(client, number) for number in range(100)))
-
-    assert all(asyncio.run(embed_all()))
+@pytest.mark.parametrize("style", ["sync", "async"])
+def test_many_calls_share_one_client(toy: Toy, style: str) -> None:
+    calls = [[f"{style} {call} {row}" for row in range(1 + call % 30)] for call in range(100)]
+    with opened(style, "toy", toy.url, timeout_s=300) as start:
+        for texts, future in [(texts, start("embed", texts)) for texts in calls]:
+            np.testing.assert_array_equal(future.result(), expected_all(texts))
 
 
 def test_rows_of_like_length_share_a_request_within_the_batch_limit(call: Call, toy: Toy) -> None:
@@ -245,7 +229,7 @@ def test_step_statistics_count_what_happened_between(call: Call) -> None:
         return during
 
     # Triton's Python backend answers first, and counts then.
-    wait_until(lambda: counted().rows >= 101, "the count of the last request", within_s=10)
+    wait_until(lambda: counted().rows >= 101, "the count of the last request")
     during = counted()
     assert during.model == "toy_step"
     assert during.rows == 101

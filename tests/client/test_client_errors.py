@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
 import signal
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tritonclient.grpc
-from numpy.typing import NDArray
 
 from client_toy import (
     DIM,
@@ -25,10 +24,11 @@ from client_toy import (
     Toy,
     expected,
     expected_all,
+    opened,
+    wait_until,
     write_model,
 )
 from triptych.client import (
-    AsyncClient,
     CanceledError,
     Client,
     DeadlineExceededError,
@@ -46,23 +46,21 @@ from triptych.serving.server import Server
 pytestmark = pytest.mark.server
 
 
-def embed_soon(client: Client, text: str) -> NDArray[np.float32]:
-    """Embed as soon as the client has connected again; its pauses are at most 2 s."""
-    for _ in range(30):
-        try:
-            return client.embed([text])
-        except ServerUnreachableError:
-            time.sleep(0.1)
-    raise AssertionError("the client did not connect again within 3 s")
+ENDLESS = "sleep:600"
+"""A text that is answered when its request is cancelled."""
+
+
+@pytest.fixture(params=["sync", "async"])
+def style(request: pytest.FixtureRequest) -> str:
+    """Which client a test opens by itself."""
+    return str(request.param)
 
 
 def test_a_deadline_covers_the_whole_call(call: Call) -> None:
-    start = time.monotonic()
     with pytest.raises(
         DeadlineExceededError, match=r"deadline of 0\.5 s passed\. \d+ of 150 rows were"
     ):
         call("single_step", "embed", ["sleep:0.2"] * 150, timeout_s=0.5)
-    assert 0.5 <= time.monotonic() - start < 10
     with pytest.raises(DeadlineExceededError):
         call("toy", "embed", ["late"], options={"timeout_s": 0.0})
     with pytest.raises(DeadlineExceededError):
@@ -77,131 +75,108 @@ def test_infinity_is_no_deadline(call: Call, toy: Toy) -> None:
 
 
 def test_work_past_its_deadline_is_dropped_by_the_servers_queue(call: Call, toy: Toy) -> None:
-    mark, long = f"dropped {time.monotonic()}", f"sleep:2 before {time.monotonic()}"
+    name = f"drop-{time.monotonic()}"
     with Client("narrow", toy.url) as other, ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(other.embed, [long])
-        toy.wait_begun(long, "narrow_step")
+        busy = pool.submit(other.embed, [f"hold:{name}"])
+        toy.wait_begun(f"hold:{name}", "narrow_step")
         with pytest.raises(DeadlineExceededError):
-            call("narrow", "embed", [mark], timeout_s=0.2)
+            call("narrow", "embed", [f"{name} late"], timeout_s=0.2)
+        time.sleep(1)  # the queue drops a request some time after its deadline
+        toy.release(name, "narrow_step")
         busy.result()
-        other.embed([after := f"after {mark}"])
-    assert [request.texts for request in toy.seen(mark, "narrow_step")] == [[after]]
+        other.embed([f"{name} after"])
+    seen = [request.texts for request in toy.seen(name, "narrow_step")]
+    assert seen == [[f"hold:{name}"], [f"{name} after"]]
 
 
 def test_a_deadline_cancels_what_runs(call: Call, toy: Toy) -> None:
-    for timeout_s in (0.3, 2, 6):  # until it runs by then
-        start = time.monotonic()
-        text = f"sleep:15 deadline {start}"
+    for timeout_s in (0.3, 2, 6, 60):  # until it runs by then
+        text = f"{ENDLESS} deadline {time.monotonic()}"
         with pytest.raises(DeadlineExceededError):
             call("toy_step", "embed", [text], timeout_s=timeout_s)
         if toy.has_begun(text):
             break
     assert toy.wait_seen(text)[-1].cancelled
-    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("rows", [1, 40])
 def test_an_interrupt_leaves_no_request_behind(toy: Toy, rows: int) -> None:
-    texts = [f"sleep:15 interrupted of {rows} {index}" for index in range(rows)]
+    texts = [f"{ENDLESS} interrupted of {rows} {index}" for index in range(rows)]
 
     def interrupt() -> None:
         toy.wait_begun(f"interrupted of {rows} ")
-        time.sleep(0.2)  # so that more than the first of many are under way
         os.kill(os.getpid(), signal.SIGINT)
 
-    with Client("toy_step", toy.url, rows_per_request=1) as client:
+    with Client("toy_step", toy.url, rows_per_request=1, timeout_s=300) as client:
         interrupter = threading.Thread(target=interrupt)
         interrupter.start()
-        start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             client.embed(texts)
         interrupter.join()
         # The client is still open, so nothing but the interrupt can have cancelled them.
         client.embed(["after the interrupt"])
-    assert time.monotonic() - start < 10
     requests = toy.wait_seen(f"interrupted of {rows} ")
     assert 1 <= len(requests) <= 8
     assert all(request.cancelled for request in requests)
 
 
 def test_cancelling_a_task_cancels_its_requests(toy: Toy) -> None:
-    async def cancel() -> None:
-        async with AsyncClient("toy_step", toy.url, rows_per_request=1) as client:
-            texts = [f"sleep:15 cancelled {index}" for index in range(30)]
-            task = asyncio.create_task(client.embed(texts))
-            await asyncio.to_thread(toy.wait_begun, "cancelled ")
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await client.embed(["after the cancellation"])
-
-    start = time.monotonic()
-    asyncio.run(cancel())
-    assert time.monotonic() - start < 10
-    requests = toy.wait_seen("cancelled ")
-    assert all(request.cancelled for request in requests)
+    with opened("async", "toy_step", toy.url, rows_per_request=1, timeout_s=300) as start:
+        running = start("embed", [f"{ENDLESS} cancelled {index}" for index in range(30)])
+        toy.wait_begun("cancelled ")
+        running.cancel()
+        with pytest.raises(CancelledError):
+            running.result()
+        start("embed", ["after the cancellation"]).result()
+    assert all(request.cancelled for request in toy.wait_seen("cancelled "))
 
 
 def test_a_refused_row_cancels_the_others(call: Call, toy: Toy) -> None:
-    start = time.monotonic()
-    mark = f"beside {start}"
+    mark = f"beside {time.monotonic()}"
     # Each in a request of its own, and an instance of `single_step` for each.
     with pytest.raises(InvalidRequestError) as caught:
-        call("single_step", "embed", [f"sleep:15 {mark}", f"refuse after {mark}"])
+        call("single_step", "embed", [f"{ENDLESS} {mark}", f"refuse after {mark}"], timeout_s=300)
     assert caught.value.row == 1
-    (other,) = toy.wait_seen(f"sleep:15 {mark}", "single_step")
+    (other,) = toy.wait_seen(f"{ENDLESS} {mark}", "single_step")
     assert other.cancelled
-    assert time.monotonic() - start < 10
 
 
-def test_closing_the_client_ends_its_calls_in_other_threads(toy: Toy) -> None:
-    client = Client("toy_step", toy.url)
-    with ThreadPoolExecutor(2) as pool:
-        one = pool.submit(client.embed, ["sleep:8"])
-        many = pool.submit(client.embed, ["sleep:8"] * 20)
-        time.sleep(0.3)
-        client.close()
-        for future in (one, many):
+def test_closing_the_client_ends_its_calls(toy: Toy, style: str) -> None:
+    mark = f"closed {style}"
+    with opened(style, "single_step", toy.url, timeout_s=300) as start:
+        calls = []
+        for rows in (1, 20):
+            calls.append(start("embed", [f"{ENDLESS} {mark} {rows}."] * rows))
+            toy.wait_begun(f"{mark} {rows}.", "single_step")
+        start("close").result()
+        calls += [start("embed", ["late"]), start("embed", ["late"] * 20)]
+        for call in calls:
             with pytest.raises(CanceledError):
-                future.result()
-    for texts in (["late"], ["late"] * 20):
+                call.result()
         with pytest.raises(CanceledError, match="is closed"):
-            client.embed(texts)
-    with pytest.raises(CanceledError, match="is closed"):
-        client.step_statistics()
-
-
-def test_closing_the_client_ends_its_calls_in_other_tasks(toy: Toy) -> None:
-    async def close() -> None:
-        client = AsyncClient("toy_step", toy.url)
-        tasks = [asyncio.create_task(client.embed(["sleep:8"] * rows)) for rows in (1, 20)]
-        await asyncio.sleep(0.3)
-        await client.close()
-        for task in tasks:
-            with pytest.raises(CanceledError):
-                await task
-        with pytest.raises(CanceledError, match="is closed"):
-            await client.embed(["late"])
-
-    asyncio.run(close())
+            start("step_statistics").result()
 
 
 def test_a_full_queue_is_overload_and_not_unreachable(call: Call) -> None:
     with pytest.raises(OverloadedError, match="Exceeds maximum queue size") as caught:
-        call("narrow", "embed", ["sleep:0.1"] * 20, options={"max_in_flight": 10})
+        call("narrow", "embed", ["sleep:0.2"] * 20, options={"max_in_flight": 10})
     assert caught.value.row is None
     assert not isinstance(caught.value, ServerUnreachableError)
 
 
-def test_waiting_too_long_in_the_queue_is_overload(call: Call, toy: Toy) -> None:
-    long = f"sleep:2 before {time.monotonic()}"
-    with Client("narrow", toy.url) as other, ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(other.embed, [long])
-        toy.wait_begun(long, "narrow_step")
-        late = {"timeout": 100_000}
-        with pytest.raises(OverloadedError, match="timeout expired"):
-            call("narrow", "infer", {"text": ["late"]}, parameters=late, options={"retry": None})
+def test_waiting_too_long_in_the_queue_is_overload(toy: Toy, style: str) -> None:
+    """Of three requests the queue takes two: when the third is refused, they wait in it."""
+    name = f"wait-{style}"
+    with opened(style, "narrow", toy.url, retry=None, timeout_s=300) as start:
+        busy = start("embed", [f"hold:{name}"])
+        toy.wait_begun(f"hold:{name}", "narrow_step")
+        calls = [start("infer", {"text": ["late"]}, parameters={"timeout": 1}) for _ in range(3)]
+        wait_until(lambda: any(call.done() for call in calls), "the end of one call")
+        toy.release(name, "narrow_step")
+        errors = [call.exception() for call in calls]
         busy.result()
+    assert {type(error) for error in errors} == {OverloadedError}
+    assert sum("timeout expired" in str(error) for error in errors) >= 2
 
 
 def test_retry_rides_out_a_full_queue(call: Call) -> None:
@@ -221,10 +196,8 @@ def test_retry_gives_up_after_its_attempts_or_before_the_deadline(call: Call) ->
     with pytest.raises(OverloadedError):
         call("narrow", "embed", texts, options=few)
     long = {"max_in_flight": 8, "retry": Retry(first_pause_s=1e6, longest_pause_s=1e6)}
-    start = time.monotonic()
-    with pytest.raises(OverloadedError):
+    with pytest.raises(OverloadedError, match="leaves no time for another"):
         call("narrow", "embed", texts, options=long, timeout_s=20)
-    assert time.monotonic() - start < 10
 
 
 def test_a_broken_step_is_the_pipelines_failure(call: Call) -> None:
@@ -291,22 +264,31 @@ def test_errors_survive_a_trip_between_processes() -> None:
 
 
 def test_a_cut_line_is_told_and_a_new_server_found(tmp_path: Path) -> None:
-    repository = tmp_path / "repository"
-    write_model(
-        repository / "toy",
-        STEP.format(max_batch_size=4, instances=1, dim=DIM, queue_policy=""),
-        EMBED,
-    )
-    with Server(repository) as server, Client("toy", server.grpc_url) as client:
+    settings = STEP.format(max_batch_size=4, instances=1, dim=DIM, queue_policy="")
+    write_model(tmp_path / "toy", settings, EMBED)
+    with Server(tmp_path) as server, Client("toy", server.grpc_url) as client:
         port = int(server.grpc_url.rpartition(":")[2])
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(client.embed, ["sleep:9"] * 9)
-            time.sleep(0.3)
+            running = pool.submit(client.embed, [ENDLESS] * 9)
+            Toy(server.grpc_url, tmp_path).wait_begun(ENDLESS, "toy")
             os.kill(server.pid, signal.SIGKILL)
             with pytest.raises(ServerUnreachableError):
                 running.result()
         with pytest.raises(ServerUnreachableError):
             client.embed(["nobody there"])
         server.stop()
-        with Server(repository, grpc_port=port):
-            np.testing.assert_array_equal(embed_soon(client, "back"), [expected("back")])
+        with Server(tmp_path, grpc_port=port):
+            wait_until(answers(client, "back"), "a connection to the new server")
+
+
+def answers(client: Client, text: str) -> Callable[[], bool]:
+    """A condition: the client reaches its server, whose answer must be right."""
+
+    def reached() -> bool:
+        try:
+            np.testing.assert_array_equal(client.embed([text]), [expected(text)])
+        except ServerUnreachableError:
+            return False
+        return True
+
+    return reached

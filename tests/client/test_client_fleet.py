@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from client_fleet import HOSTS, FakeNameServer, Load, Replica, serve_fleet
-from client_toy import caller, expected, expected_all, wait_until
+from client_toy import caller, expected, expected_all, opened, wait_until
 from triptych.base.errors import UserError
 from triptych.client import (
-    AsyncClient,
     Client,
     DeadlineExceededError,
     InferenceError,
@@ -54,41 +49,29 @@ def closed_port() -> Iterator[int]:
 def test_servers_get_even_turns(fleet: list[Replica], style: str) -> None:
     texts = [f"{style} turn {number}" for number in range(120)]
     cold = [replica.executed() for replica in fleet]
-    with one_client(style, [replica.url for replica in fleet]) as embed:
+    urls = [replica.url for replica in fleet]
+    with opened(style, "toy", urls, rows_per_request=1, timeout_s=300) as start:
 
         def all_had_turns() -> bool:
-            embed(["warm"])
+            start("embed", ["warm"]).result()
             return all(one.executed() > old for one, old in zip(fleet, cold, strict=True))
 
         wait_until(all_had_turns, "connections to all servers")
         before = [replica.executed() for replica in fleet]
-        np.testing.assert_array_equal(embed(texts), expected_all(texts))
+        np.testing.assert_array_equal(start("embed", texts).result(), expected_all(texts))
     shares = [replica.executed() - old for replica, old in zip(fleet, before, strict=True)]
     assert sum(shares) == 120
     assert max(shares) <= 1.15 * 40, shares
 
 
-@contextmanager
-def one_client(style: str, urls: list[str]) -> Iterator[Callable[[list[str]], Any]]:
-    """`embed` of one client of either kind, a row a request."""
-    if style == "sync":
-        with Client("toy", urls, rows_per_request=1) as client:
-            yield client.embed
-        return
-    with asyncio.Runner() as runner:
-        waiting = AsyncClient("toy", urls, rows_per_request=1)
-        yield lambda texts: runner.run(waiting.embed(texts))
-        runner.run(waiting.close())
-
-
 def test_a_server_that_joins_gets_traffic(fleet: list[Replica]) -> None:
     port = fleet[0].url.rpartition(":")[2]
-    with FakeNameServer() as names, ExitStack() as opened:
+    with FakeNameServer() as names, ExitStack() as stack:
         url = f"dns://127.0.0.1:{names.port}/toy.test:{port}"
         names.addresses = HOSTS[:2]
         newest = fleet[2].executed()
         renewed, first = (
-            opened.enter_context(Client("toy", url, dns_refresh_s=dns_refresh_s))
+            stack.enter_context(Client("toy", url, dns_refresh_s=dns_refresh_s))
             for dns_refresh_s in (0.3, None)
         )
         for number in range(10):
@@ -116,12 +99,12 @@ def test_servers_leave_and_no_request_fails(fleet: list[Replica]) -> None:
         urls = f"{left.url},{stopped.url}" + (f",{killed.url}" if leaving is killed else "")
         with Client("toy", urls) as client, Client("toy", urls, retry=None) as without:
             with Load(client, 40, f"retried {how.name}") as load:
-                with Load(without, 3, f"plain {how.name}") as plain, busy(leaving) as request:
-                    wait_until(lambda: load.answers > 50, "load")
-                    os.kill(leaving.pid, how)
-                    if how is signal.SIGTERM:  # one that is killed may have had none of them
-                        wait_until(lambda: plain.errors, "a request that failed")
-                    request.join()
+                with Load(without, 3, f"plain {how.name}") as plain:
+                    with busy(leaving):
+                        wait_until(lambda: load.answers > 50, "load")
+                        os.kill(leaving.pid, how)
+                        if how is signal.SIGTERM:  # one that is killed may have had none of them
+                            wait_until(lambda: plain.errors, "a request that failed")
                     leaving.server.stop()
                 after = load.answers
                 wait_until(lambda: load.answers > after + 50, "answers of the others")  # noqa: B023
@@ -130,19 +113,14 @@ def test_servers_leave_and_no_request_fails(fleet: list[Replica]) -> None:
 
 
 @contextmanager
-def busy(replica: Replica) -> Iterator[threading.Thread]:
-    """With a request under way for 3 s: so long a server that stops refuses others."""
-
-    def ask() -> None:
-        with Client("toy", replica.url, retry=None) as client, suppress(InferenceError):
-            client.embed(["sleep:3"])
-
-    request = threading.Thread(target=ask)
-    request.start()
-    try:
-        yield request
-    finally:
-        request.join()
+def busy(replica: Replica) -> Iterator[None]:
+    """With a request under way: so long a server that stops refuses others."""
+    with opened("sync", "toy", replica.url, retry=None, timeout_s=None) as start:
+        request = start("embed", ["sleep:600"])
+        wait_until(lambda: replica.has_begun("sleep:600"), "the request that keeps it busy")
+        yield
+        start("close").result()
+        assert isinstance(request.exception(), InferenceError)
 
 
 @pytest.mark.parametrize("style", ["sync", "async"])
@@ -162,12 +140,10 @@ def test_tries_end_with_their_number_the_budget_or_the_deadline(
         ):
             call("toy", method, *texts, options=poor)
         endless = {"retry": replace(quick, attempts=10_000, budget=10_000)}
-        start = time.monotonic()
         with pytest.raises(
             (ServerUnreachableError, DeadlineExceededError), match=r"deadline of 0\.2 s"
         ):
             call("toy", method, *texts, options=endless, timeout_s=0.2)
-        assert time.monotonic() - start < 5
 
 
 def test_a_fleet_that_stays_unready_is_asked_so_often_and_no_more() -> None:

@@ -174,22 +174,35 @@ def test_what_has_said_its_last_is_not_cancelled(toy: ToyChat) -> None:
     assert not streams._ENDING
 
 
-def test_who_leaves_does_not_wait_for_a_server_that_does_not_hear(ask: Ask, toy: ToyChat) -> None:
+def test_who_leaves_does_not_wait_for_a_server_that_does_not_hear(
+    ask: Ask, toy: ToyChat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mark = f"deaf-{time.monotonic()}"
-    with Client("chat", toy.url) as client:
-        for _ in range(3):  # on a busy machine it may take longer
-            left = client.generate(f"{mark} deaf {SLOW * 2}")
-            next(left)
-            began = time.monotonic()
-            left.close()
-            with pytest.raises(DeadlineExceededError):
-                ask("generate", f"late-{mark} deaf {SLOW}", timeout_s=0.2)
-            took = time.monotonic() - began
-            if took < streams.GIVE_UP_S:
-                break
-        assert took < streams.GIVE_UP_S
-        assert toy.wait_seen(f'"{mark}')["cut"]
-    assert streams.GIVE_UP_S <= time.monotonic() - began < 10  # uncut it takes 16
+    monkeypatch.setattr(streams, "GIVE_UP_S", 600.0)
+    client = Client("chat", toy.url, timeout_s=None)
+    left = client.generate(f"{mark} deaf {SLOW * 20}")
+    next(left)
+    call = left._call
+    left.close()
+    assert not toy.seen(mark)  # it goes on at the server
+    call.cancel()  # or closing the client would wait for it
+    client.close()
+    assert toy.wait_seen(mark)["cut"]
+    with pytest.raises(DeadlineExceededError):
+        ask("generate", f"late-{mark} deaf {SLOW * 20}", timeout_s=0.2)
+    assert toy.wait_seen(f"late-{mark}")["cut"]
+
+
+def test_a_generation_that_does_not_hear_is_cut_in_the_end(
+    toy: ToyChat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "GIVE_UP_S", 0.2)
+    mark = f"cut-{time.monotonic()}"
+    with Client("chat", toy.url, timeout_s=None) as client:
+        left = client.generate(f"{mark} deaf {SLOW * 20}")
+        next(left)
+        left.close()
+    assert toy.wait_seen(mark)["cut"]
 
 
 @pytest.mark.usefixtures("patient")
@@ -251,7 +264,7 @@ generation = client.generate({f"{mark} {SLOW}"!r})
 print(next(generation).text)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stderr) == (0, "")
     seen = toy.wait_seen(mark)

@@ -1,4 +1,4 @@
-"""The typed call of every task, by both clients, against a real server that plays the tasks."""
+"""The typed call of every task, against a real server that plays the tasks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from client_play import PLAYED
-from client_toy import Call, Toy, serve_toy
+from client_toy import Call, Toy, caller, serve_toy
 from triptych.client import (
     Answer,
     AsyncClient,
@@ -35,6 +35,12 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
     """A server with the pipelines of every task."""
     with serve_toy(tmp_path_factory.mktemp("played"), ("toy", *PLAYED)) as served:
         yield served
+
+
+@pytest.fixture
+def call(toy: Toy) -> Call:
+    """The blocking client alone: what a task adds is one code for both."""
+    return caller("sync", toy.url)
 
 
 def word(row: bytes) -> str:

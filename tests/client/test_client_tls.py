@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 
 from client_toy import (
     Call,
     Toy,
+    caller,
     expected,
     expected_all,
     texts_of_many_lengths,
@@ -86,6 +89,11 @@ def guarded(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
         yield Toy(server.grpc_url, repository)
 
 
+@pytest.fixture(params=["sync", "async"])
+def call(request: pytest.FixtureRequest, guarded: Toy) -> Call:
+    return caller(request.param, guarded.url)
+
+
 INFER_HEADER = {"Triton-Grpc-Protocol-Infer-Key": "secret"}
 BOTH_HEADERS = {**INFER_HEADER, "triton-grpc-protocol-config-key": "other"}
 
@@ -100,7 +108,7 @@ def tls(certificates: Certificates) -> Tls:
 
 
 def test_mutual_tls_and_headers_open_a_guarded_server(call: Call, guarded: Toy, tls: Tls) -> None:
-    options = {"url": guarded.url, "tls": tls, "headers": BOTH_HEADERS}
+    options = {"tls": tls, "headers": BOTH_HEADERS}
     texts = texts_of_many_lengths(50, "guarded")
     np.testing.assert_array_equal(call("toy", "embed", texts, options=options), expected_all(texts))
 
@@ -126,7 +134,7 @@ def test_the_name_in_the_certificate_may_differ_from_the_host(
 
 def test_a_missing_or_wrong_header_is_denied(call: Call, guarded: Toy, tls: Tls) -> None:
     for headers in ({}, {"triton-grpc-protocol-infer-key": "wrong"}):
-        options = {"url": guarded.url, "tls": tls, "headers": headers}
+        options = {"tls": tls, "headers": headers}
         with pytest.raises(
             AccessDeniedError, match="expecting header 'triton-grpc-protocol-infer-key'"
         ):
@@ -134,7 +142,7 @@ def test_a_missing_or_wrong_header_is_denied(call: Call, guarded: Toy, tls: Tls)
 
 
 def test_one_row_needs_no_access_to_the_config(call: Call, guarded: Toy, tls: Tls) -> None:
-    options = {"url": guarded.url, "tls": tls, "headers": INFER_HEADER}
+    options = {"tls": tls, "headers": INFER_HEADER}
     np.testing.assert_array_equal(
         call("toy", "embed", ["single"], options=options), [expected("single")]
     )
@@ -143,16 +151,20 @@ def test_one_row_needs_no_access_to_the_config(call: Call, guarded: Toy, tls: Tl
 
 
 def test_strangers_do_not_get_through_tls(
-    call: Call, guarded: Toy, toy: Toy, certificates: Certificates, tls: Tls
+    call: Call, guarded: Toy, certificates: Certificates, tls: Tls
 ) -> None:
     stranger = Tls(certificates.path("stranger.pem"), tls.certificate, tls.key)
     nameless = Tls(tls.root_certificates)
+    clear = grpc.server(ThreadPoolExecutor(1))
+    clear_url = f"127.0.0.1:{clear.add_insecure_port('127.0.0.1:0')}"
+    clear.start()
     for url, wrong in (
         (guarded.url, stranger),  # the server's certificate is not of an authority we trust
         (guarded.url, nameless),  # the server wants a certificate of the client
         (guarded.url, None),
-        (toy.url, tls),  # the server talks in the clear
+        (clear_url, tls),  # the server talks in the clear
     ):
         options = {"url": url, "tls": wrong, "headers": BOTH_HEADERS}
         with pytest.raises(ServerUnreachableError, match="Check the address and `tls`"):
             call("toy", "embed", ["a"], options=options)
+    clear.stop(None)

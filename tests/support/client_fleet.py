@@ -42,6 +42,10 @@ class Replica:
         file = self.repository / "toy" / "seen.jsonl"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
+    def has_begun(self, text: str) -> bool:
+        file = self.repository / "toy" / "begun.txt"
+        return file.exists() and text in file.read_text()
+
 
 @contextmanager
 def serve_fleet(folder: Path) -> Iterator[list[Replica]]:

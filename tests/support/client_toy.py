@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from client_play import PLAY, PLAY_CONFIG, PLAYED, play_config
-from triptych.client import (
-    AsyncClient,
-    Client,
-)
+from triptych.client import AsyncClient, Client
 from triptych.serving.server import Server
 
 DIM = 8
@@ -79,6 +77,9 @@ class TritonPythonModel:
         if decoded.startswith("sleep:"):
             end = time.monotonic() + float(decoded[6:].split()[0])
             while time.monotonic() < end and not request.is_cancelled():
+                time.sleep(0.01)
+        if decoded.startswith("hold:"):
+            while not (self.begun.with_name(decoded[5:]).exists() or request.is_cancelled()):
                 time.sleep(0.01)
         vector = np.frombuffer(hashlib.sha256(decoded.encode()).digest()[:self.dim], np.uint8) + 1.0
         vector = vector[:parameters.get("dimensions")]
@@ -241,7 +242,7 @@ class Toy:
 
     def wait_seen(self, containing: str, step: str = "toy_step") -> list[Seen]:
         """The same, once there is some."""
-        wait_until(lambda: self.seen(containing, step), f"{step} executed {containing!r}", 10)
+        wait_until(lambda: self.seen(containing, step), f"{step} executed {containing!r}")
         return self.seen(containing, step)
 
     def has_begun(self, containing: str, step: str = "toy_step") -> bool:
@@ -250,7 +251,11 @@ class Toy:
         return file.exists() and containing.encode() in file.read_bytes()
 
     def wait_begun(self, containing: str, step: str = "toy_step") -> None:
-        wait_until(lambda: self.has_begun(containing, step), f"{step} has begun {containing!r}", 10)
+        wait_until(lambda: self.has_begun(containing, step), f"{step} has begun {containing!r}")
+
+    def release(self, name: str, step: str = "toy_step") -> None:
+        """Let the texts ``hold:NAME`` of `step` be answered."""
+        (self.repository / step / name).touch()
 
 
 def wait_until(fulfilled: Callable[[], Any], what: str, within_s: float = 60.0) -> None:
@@ -303,6 +308,37 @@ def caller(style: str, url: str | Sequence[str]) -> Call:
             return getattr(client, method)(*args, **kwargs)
 
     return call
+
+
+Start = Callable[..., "Future[Any]"]
+
+
+@contextmanager
+def opened(style: str, pipeline: str, url: str | Sequence[str], **options: Any) -> Iterator[Start]:
+    """Open one client of either kind; yields a function that starts a call of it.
+
+    Its arguments are the method and what the method takes; ``close`` is a method, too.
+    """
+    if style == "sync":
+        with ThreadPoolExecutor(16) as pool, Client(pipeline, url, **options) as blocking:
+            yield lambda method, *args, **kwargs: pool.submit(
+                getattr(blocking, method), *args, **kwargs
+            )
+        return
+    loop, client = asyncio.new_event_loop(), AsyncClient(pipeline, url, **options)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def start(method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(getattr(client, method)(*args, **kwargs), loop)
+
+    try:
+        yield start
+    finally:
+        start("close").result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 def texts_of_many_lengths(count: int, mark: str) -> list[str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from client_toy import write_model
+from client_toy import wait_until, write_model
 from triptych.serving.server import Server
 
 CHAT = """
@@ -139,17 +138,19 @@ class ToyChat:
     url: str
     repository: Path
 
-    def wait_seen(self, containing: str, within_s: float = 30.0) -> dict[str, Any]:
-        """What the toy wrote down of the request with this string, once it has ended."""
+    def seen(self, containing: str) -> dict[str, Any] | None:
+        """What the toy wrote down of the request with this string; None until it has ended."""
         file = self.repository / "chat" / "seen.jsonl"
-        deadline = time.monotonic() + within_s
-        while time.monotonic() < deadline:
-            for line in file.read_text().splitlines() if file.exists() else ():
-                if containing in line and line.endswith("}"):
-                    seen: dict[str, Any] = json.loads(line)
-                    return seen
-            time.sleep(0.02)
-        raise AssertionError(f"{containing!r} had not ended within {within_s:g} s")
+        for line in file.read_text().splitlines() if file.exists() else ():
+            if containing in line and line.endswith("}"):
+                seen: dict[str, Any] = json.loads(line)
+                return seen
+        return None
+
+    def wait_seen(self, containing: str) -> dict[str, Any]:
+        """The same, once it has ended."""
+        wait_until(lambda: self.seen(containing), f"the end of {containing!r}")
+        return self.seen(containing) or {}
 
 
 @contextmanager
