@@ -10,7 +10,6 @@ import pytest
 
 from conftest import write_pipeline
 from plan_cases import facts
-from triptych.base.errors import UserError
 from triptych.spec.engine_plan import EnginePlan
 from triptych.spec.model_info import ImageInfo
 from triptych.spec.plan import Plan, batch_mib, make_plan
@@ -138,21 +137,3 @@ def test_other_backends_have_no_engine(tmp_path: Path) -> None:
 def test_tensorrt_means_a_gpu(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "a")
     assert load_spec(folder, ["core.backend=tensorrt"]).core.device == "gpu"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["core.backend=tensorrt", "core.device=cpu"], "core.device must be gpu"),
-        (["core.engine.refit=true"], "core.engine is only supported for the tensorrt"),
-        (["core.accelerator=tensorrt"], "onnxruntime backend on a gpu"),
-        (["core.backend=tensorrt", "core.accelerator=tensorrt"], "onnxruntime backend on a gpu"),
-        (["core.device=gpu", "core.threads=2"], "only supported for device cpu"),
-        (["core.backend=tensorrt", "core.engine.optimization_level=6"], "optimization_level"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(
-    tmp_path: Path, overrides: list[str], said: str
-) -> None:
-    with pytest.raises(UserError, match=said):
-        load_spec(write_pipeline(tmp_path / "a"), overrides)

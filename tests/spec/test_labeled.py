@@ -22,7 +22,7 @@ from decoded_cases import (
     tokens,
     vector,
 )
-from triptych.base.errors import UserError
+from mistakes import check_refused, refusal
 from triptych.spec.fields import Custom
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.compare import rank_correlation
@@ -70,114 +70,83 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
-def fields_of(task: str) -> tuple[str, ...]:
-    return FIELDS.get(task, ("text",))
-
-
 def read(path: Path, task: str) -> list[LabeledRow]:
     return read_labels(path, CUSTOM if task == "custom" else TASKS[task])
 
 
-@pytest.mark.parametrize("task", LINES)
-def test_rows_are_read_with_their_truth(task: str, tmp_path: Path) -> None:
-    line, truth = LINES[task]
-    other = {**line, **OTHERS.get(task, {}), "parameters": {"top_k": 2}}
-    path = write(tmp_path / "eval.jsonl", line, other)
-    first, second = read(path, task)
-    assert (first.line, first.truth, first.parameters) == (1, truth, {})
-    assert (second.line, second.parameters) == (2, {"top_k": 2})
-    inputs = {name: line[name] for name in fields_of(task)}
-    assert first.requests[0] == inputs
-    pair = ({"text": "b"},) if task == "text-embedding" else ()
-    assert first.requests[1:] == pair
-
-
-def test_blank_lines_count_but_hold_nothing(tmp_path: Path) -> None:
+def test_rows_are_read_with_their_truth(tmp_path: Path) -> None:
     path = tmp_path / "eval.jsonl"
+    for task, (line, truth) in LINES.items():
+        other = {**line, **OTHERS.get(task, {}), "parameters": {"top_k": 2}}
+        first, second = read(write(path, line, other), task)
+        assert (first.line, first.truth, first.parameters) == (1, truth, {}), task
+        assert (second.line, second.parameters) == (2, {"top_k": 2}), task
+        pair = ({"text": "b"},) if task == "text-embedding" else ()
+        inputs = {name: line[name] for name in FIELDS.get(task, ("text",))}
+        assert first.requests == (inputs, *pair), task
+    # Blank lines count, a question may have no answer.
     path.write_text('\n{"text": "a\u2028b", "label": "x"}\n\n', encoding="utf-8")
     (row,) = read(path, "text-classification")
     assert (row.line, row.requests[0]["text"]) == (2, "a\u2028b")
-
-
-def test_a_question_may_have_no_answer(tmp_path: Path) -> None:
     line = {**LINES["question-answering"][0], "answers": []}
-    (row,) = read(write(tmp_path / "eval.jsonl", line), "question-answering")
+    (row,) = read(write(path, line), "question-answering")
     assert row.truth == ("",)
 
 
-@pytest.mark.parametrize(
-    ("task", "change", "words"),
-    [
-        ("text-classification", {"label": 3}, "must have a label as `label`"),
-        ("text-classification", {"label": " "}, "must have a label as `label`"),
-        ("text-classification", {"text": None}, "must have a string as `text`"),
-        ("text-classification", {"text": "\ud800"}, "must be a JSON object"),
-        ("text-classification", {"parameters": []}, "must have an object as `parameters`"),
-        ("fill-mask", {"token": None}, "must have a token as `token`"),
-        ("token-classification", {"entities": {}}, "must have a list of entities"),
-        ("token-classification", {"entities": [3]}, "must have a list of entities"),
-        ("token-classification", {"entities": [{"entity": "A", "start": 0}]}, "must have a list"),
-        (
-            "token-classification",
-            {"entities": [{"entity": "A", "start": 0, "end": 8}]},
-            "must have positions within the text's 7 characters",
-        ),
-        (
-            "token-classification",
-            {"entities": [{"entity": "A", "start": 4, "end": 4}]},
-            "must have positions within the text's 7 characters",
-        ),
-        ("question-answering", {"answers": "Rome"}, "must have a list of right answers"),
-        ("question-answering", {"text_pair": 3}, "must have a string as `text_pair`"),
-        ("reranking", {"relevant": 2}, "must have 1 or 0 as `relevant`"),
-        ("reranking", {"relevant": "yes"}, "must have 1 or 0 as `relevant`"),
-        ("text-embedding", {"text_pair": None}, "must have a string as `text_pair`"),
-        ("text-embedding", {"score": True}, "must have a number"),
-        ("text-embedding", {"score": float("nan")}, "must have a number"),
-        ("text-embedding", {"score": 10**400}, "must have a number"),
-    ],
-)
-def test_a_line_at_fault_is_named(
-    task: str, change: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    line, _ = LINES[task]
-    path = write(tmp_path / "eval.jsonl", line, {**line, **change})
-    with pytest.raises(UserError) as caught:
-        read(path, task)
-    assert caught.value.field == f"{path}:2"
-    assert caught.value.rule.startswith(words)
-    assert caught.value.remedy.startswith("Write {")
+FAULTS: list[tuple[str, dict[str, Any], str]] = [
+    ("text-classification", {"label": 3}, "must have a label as `label`"),
+    ("text-classification", {"label": " "}, "must have a label as `label`"),
+    ("text-classification", {"text": None}, "must have a string as `text`"),
+    ("text-classification", {"text": "\ud800"}, "must be a JSON object"),
+    ("text-classification", {"parameters": []}, "must have an object as `parameters`"),
+    ("fill-mask", {"token": None}, "must have a token as `token`"),
+    ("token-classification", {"entities": {}}, "must have a list of entities"),
+    ("token-classification", {"entities": [3]}, "must have a list of entities"),
+    ("token-classification", {"entities": [{"entity": "A", "start": 0}]}, "must have a list"),
+    (
+        "token-classification",
+        {"entities": [{"entity": "A", "start": 0, "end": 8}]},
+        "must have positions within the text's 7 characters",
+    ),
+    (
+        "token-classification",
+        {"entities": [{"entity": "A", "start": 4, "end": 4}]},
+        "must have positions within the text's 7 characters",
+    ),
+    ("question-answering", {"answers": "Rome"}, "must have a list of right answers"),
+    ("question-answering", {"text_pair": 3}, "must have a string as `text_pair`"),
+    ("reranking", {"relevant": 2}, "must have 1 or 0 as `relevant`"),
+    ("reranking", {"relevant": "yes"}, "must have 1 or 0 as `relevant`"),
+    ("text-embedding", {"text_pair": None}, "must have a string as `text_pair`"),
+    ("text-embedding", {"score": True}, "must have a number"),
+    ("text-embedding", {"score": float("nan")}, "must have a number"),
+    ("text-embedding", {"score": 10**400}, "must have a number"),
+]
+"""Task, change of its line of `LINES`, and the beginning of the rule that the line breaks."""
+USELESS: list[tuple[str, list[object], str]] = [
+    ("text-classification", [], "has no rows"),
+    ("reranking", [LINES["reranking"][0]] * 2, "must have a query"),
+    ("text-embedding", [LINES["text-embedding"][0]] * 2, "pairs with different scores"),
+    ("token-classification", [{"text": "a", "entities": []}], "a row with an entity"),
+    ("custom", [{"text": "a"}], "is not supported for task custom"),
+]
+"""Task and rows that cannot judge it, and words of the error."""
 
 
-@pytest.mark.parametrize("line", ["[1]", "{", "é", '"text"', "[" * 100_000])
-def test_what_is_no_object_is_named(line: str, tmp_path: Path) -> None:
+def test_each_fault_of_a_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "eval.jsonl"
-    path.write_bytes(line.encode("latin-1"))
-    with pytest.raises(UserError, match="must be a JSON object"):
-        read(path, "text-classification")
-
-
-@pytest.mark.parametrize(
-    ("task", "rows", "words"),
-    [
-        ("text-classification", [], "has no rows"),
-        ("reranking", [LINES["reranking"][0]] * 2, "must have a query"),
-        ("text-embedding", [LINES["text-embedding"][0]] * 2, "pairs with different scores"),
-        ("token-classification", [{"text": "a", "entities": []}], "a row with an entity"),
-        ("custom", [{"text": "a"}], "is not supported for task custom"),
-    ],
-)
-def test_rows_that_cannot_judge_are_refused(
-    task: str, rows: list[object], words: str, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "eval.jsonl", *rows)
-    with pytest.raises(UserError, match=words):
-        read(path, task)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.jsonl` does not exist"):
-        read(tmp_path / "nowhere.jsonl", "reranking")
+    check_refused("eval.jsonl` does not exist", read, path, "reranking")
+    for task, change, words in FAULTS:
+        line, _ = LINES[task]
+        error = refusal(read, write(path, line, {**line, **change}), task)
+        assert error.field == f"{path}:2"
+        assert error.rule.startswith(words), (task, change)
+        assert error.remedy.startswith("Write {")
+    for text in ("[1]", "{", "é", '"text"', "[" * 100_000):
+        path.write_bytes(text.encode("latin-1"))
+        check_refused("must be a JSON object", read, path, "text-classification")
+    for task, rows, words in USELESS:
+        check_refused(words, read, write(path, *rows), task)
 
 
 def rows_of(*truths: Any, texts: Sequence[str] = ()) -> list[LabeledRow]:

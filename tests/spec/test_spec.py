@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conftest import write_pipeline
-from triptych.base.errors import RenamedWarning, UserError
+from mistakes import check_refused
+from triptych.base.errors import RenamedWarning
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.triton_io import check_parameters
 from triptych.spec.spec import PipelineSpec, load_spec
@@ -57,8 +57,7 @@ def test_former_names_are_read_with_a_warning(tmp_path: Path) -> None:
 
     former["serving"]["queue"]["max_in_flight"] = 8
     folder = write_pipeline(tmp_path / "b", **former)
-    with pytest.raises(UserError, match="is the former name of"):
-        load_spec(folder)
+    check_refused("is the former name of", load_spec, folder)
 
 
 def test_former_names_of_request_parameters_are_accepted() -> None:
@@ -69,117 +68,86 @@ def test_former_names_of_request_parameters_are_accepted() -> None:
         check_parameters('{"labels": "a"}', {}, {})
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("core.layoot=packed", ["`--set core.layoot`", "not a field", "mean `layout`?"]),
-        ("layout=packed", ["`--set layout`", "Did you mean `core.layout`?", "task, model"]),
-        ("core.max_delay_us=3", ["Did you mean `serving.queue.max_delay_us`?"]),
-        ("servng.gpus=[0]", ["Did you mean `serving`?"]),
-        ("nonsense=1", ["Given: nonsense. Fields here"]),
-        ("core.layout=ragged", ["core.layout", "'packed', 'bucketed' or 'auto'", "ragged"]),
-        ("core.precision=int9", ["--set core.precision", "or 'auto'. Given: int9", "mean `int8`?"]),
-        ("parameters={top_k: {a: 1}}", ["parameters.top_k` must be a valid boolean or"]),
-        ("core.max_batch_size=0", ["core.max_batch_size", "greater than or equal to 1", "0"]),
-        ("core.max_batch_size=yes", ["core.max_batch_size", "integer", "True"]),
-        ("core=5", ["core", "5"]),
-        ("core.layout.x=5", ["--set core.layout.x"]),
-        ("tokenizer.truncation=cut", ["truncation", "truncate", "cut"]),
-        ("serving.triton=24.13", ["serving.triton", "24.13", "in quotes", "as a number"]),
-        ("serving.triton='24.09'", ["serving", "must be 24.10 or later"]),
-        ("serving.gpus=[]", ["serving.gpus"]),
-        ("model.source=5", ["model.source", "string", "5"]),
-        ("name=x", ["name", "folder"]),
-        ("core.layout", ["--set", "KEY=VALUE", "core.layout"]),
-        ("=5", ["--set", "KEY=VALUE"]),
-        ("core.layout=[", ["--set core.layout", "YAML"]),
-    ],
-)
-def test_a_bad_field_is_named(tmp_path: Path, override: str, words: list[str]) -> None:
-    folder = write_pipeline(tmp_path / "a")
-    with pytest.raises(UserError) as caught:
-        load_spec(
-            folder, [override] if override != "core.layout.x=5" else ["core.layout=a", override]
-        )
-    for word in words:
-        assert word in caught.value.message
+MISTAKES: list[tuple[str, list[str]]] = [
+    ("core.layoot=packed", ["`--set core.layoot`", "not a field", "mean `layout`?"]),
+    ("layout=packed", ["`--set layout`", "Did you mean `core.layout`?", "task, model"]),
+    ("core.max_delay_us=3", ["Did you mean `serving.queue.max_delay_us`?"]),
+    ("servng.gpus=[0]", ["Did you mean `serving`?"]),
+    ("nonsense=1", ["Given: nonsense. Fields here"]),
+    ("core.layout=ragged", ["core.layout", "'packed', 'bucketed' or 'auto'", "ragged"]),
+    ("core.precision=int9", ["--set core.precision", "or 'auto'. Given: int9", "mean `int8`?"]),
+    ("parameters={top_k: {a: 1}}", ["parameters.top_k` must be a valid boolean or"]),
+    ("core.max_batch_size=0", ["core.max_batch_size", "greater than or equal to 1", "0"]),
+    ("core.max_batch_size=yes", ["core.max_batch_size", "integer", "True"]),
+    ("core=5", ["core", "5"]),
+    ("core.layout=a & core.layout.x=5", ["--set core.layout.x"]),
+    ("tokenizer.truncation=cut", ["truncation", "truncate", "cut"]),
+    ("serving.triton=24.13", ["serving.triton", "24.13", "in quotes", "as a number"]),
+    ("serving.triton='24.09'", ["serving", "must be 24.10 or later"]),
+    ("serving.gpus=[]", ["serving.gpus"]),
+    ("model.source=5", ["model.source", "string", "5"]),
+    ("name=x", ["name", "folder"]),
+    ("core.layout", ["--set", "KEY=VALUE", "core.layout"]),
+    ("=5", ["--set", "KEY=VALUE"]),
+    ("core.layout=[", ["--set core.layout", "YAML"]),
+    ("core.backend=tensorrt & core.device=cpu", ["core.device must be gpu"]),
+    ("core.engine.refit=true", ["core.engine is only supported for the tensorrt"]),
+    ("core.accelerator=tensorrt", ["onnxruntime backend on a gpu"]),
+    ("core.backend=tensorrt & core.accelerator=tensorrt", ["onnxruntime backend on a gpu"]),
+    ("core.device=gpu & core.threads=2", ["only supported for device cpu"]),
+    ("core.backend=tensorrt & core.engine.optimization_level=6", ["optimization_level"]),
+    ("tuned={core.threads: 2}", ["it is taken from the folder"]),
+]
+"""Overrides of the spec, separated by ``&``, and words of the error."""
+FILES: list[tuple[str, list[str]]] = [
+    ("task: text-embedding", ["model", "required"]),
+    ("- a\n- b", ["mapping", "list"]),
+    ("task: [", ["YAML", "(line 1, column "]),
+    ("", ["mapping", "an empty file"]),
+    (
+        "task: text-embedding\nmodel: {sauce: a}\ncore: {threads: x}",
+        [
+            "model.sauce",
+            "Did you mean `source`?",
+            "Other problems of this file: `core.threads` must be a valid integer",
+            "`model.source` is required",
+        ],
+    ),
+    ("task: text-embedding\ntask: x", ["'task' is given twice", "line 2"]),
+    ("task: text-embedding\nmodel: {source: a, sauce: b}", ["model.sauce", "source, revision"]),
+]
+TRAFFIC: list[tuple[bytes, list[str]]] = [
+    (b"", ["has no rows"]),
+    (b"\n\n", ["has no rows"]),
+    (b'{"text": "a"}\nnope\n', [":2", "JSON object"]),
+    (b'{"text": 5}', [":1", "string"]),
+    (b'{"txt": "a"}', [":1", '"text"']),
+    (b'["a"]', [":1"]),
+    (b'{"text": "\xff"}', [":1"]),
+    (b'{"text": "\\ud800"}', [":1"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("task: text-embedding", ["model", "required"]),
-        ("- a\n- b", ["mapping", "list"]),
-        ("task: [", ["YAML", "(line 1, column "]),
-        ("", ["mapping", "an empty file"]),
-        (
-            "task: text-embedding\nmodel: {sauce: a}\ncore: {threads: x}",
-            [
-                "model.sauce",
-                "Did you mean `source`?",
-                "Other problems of this file: `core.threads` must be a valid integer",
-                "`model.source` is required",
-            ],
-        ),
-        ("task: text-embedding\ntask: x", ["'task' is given twice", "line 2"]),
-        ("task: text-embedding\nmodel: {source: a, sauce: b}", ["model.sauce", "source, revision"]),
-    ],
-)
-def test_a_bad_file_is_explained(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_each_mistake_is_named(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "a")
-    (folder / "pipeline.yaml").write_text(text, encoding="utf-8")
-    with pytest.raises(UserError) as caught:
-        load_spec(folder)
-    for word in words:
-        assert word in caught.value.message
+    for overrides, words in MISTAKES:
+        check_refused(words, load_spec, folder, overrides.split(" & "))
+    for text, words in FILES:
+        (folder / "pipeline.yaml").write_text(text, encoding="utf-8")
+        check_refused(words, load_spec, folder)
+    check_refused('{"text": "…"}', read_traffic, tmp_path, ["text"])
+    for content, words in TRAFFIC:
+        (tmp_path / "traffic.jsonl").write_bytes(content)
+        check_refused(words, read_traffic, tmp_path, ["text"])
+    check_refused("Pipelines here: a", load_spec, tmp_path / "nope")
+    for name in ("Upper", "1st", "with space", "ä", "a" * 65):
+        check_refused("lower-case", load_spec, write_pipeline(tmp_path / name))
+    check_refused("Choose one of: text-embedding", find_task, "text-embeding")
 
 
 def test_numbers_in_e_notation_are_numbers(tmp_path: Path) -> None:
     spec = load_spec(write_pipeline(tmp_path / "a"), ["accuracy.max_difference=1e-5"])
     assert spec.accuracy.max_difference == 1e-5
-
-
-def test_a_missing_pipeline_lists_those_there(tmp_path: Path) -> None:
-    write_pipeline(tmp_path / "there")
-    with pytest.raises(UserError, match="Pipelines here: there"):
-        load_spec(tmp_path / "nope")
-
-
-@pytest.mark.parametrize("name", ["Upper", "1st", "with space", "ä", "a" * 65])
-def test_a_name_triton_cannot_use_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match="lower-case"):
-        load_spec(write_pipeline(tmp_path / name))
-
-
-def test_an_unknown_task_lists_those_known() -> None:
-    with pytest.raises(UserError, match="Choose one of: text-embedding"):
-        find_task("text-embeding")
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", ["has no rows"]),
-        (b"\n\n", ["has no rows"]),
-        (b'{"text": "a"}\nnope\n', [":2", "JSON object"]),
-        (b'{"text": 5}', [":1", "string"]),
-        (b'{"txt": "a"}', [":1", '"text"']),
-        (b'["a"]', [":1"]),
-        (b'{"text": "\xff"}', [":1"]),
-        (b'{"text": "\\ud800"}', [":1"]),
-    ],
-)
-def test_bad_traffic_is_named_by_line(tmp_path: Path, content: bytes, words: list[str]) -> None:
-    (tmp_path / "traffic.jsonl").write_bytes(content)
-    with pytest.raises(UserError) as caught:
-        read_traffic(tmp_path, ["text"])
-    for word in words:
-        assert word in caught.value.message
-
-
-def test_missing_traffic_says_what_to_write(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=re.escape('{"text": "…"}')):
-        read_traffic(tmp_path, ["text"])
 
 
 def test_traffic_may_hold_other_line_separators(tmp_path: Path) -> None:

@@ -148,9 +148,9 @@ def refuse_own_code(folder: Path) -> None:
 def _own_code(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield files and the entries in them that name code."""
     for path in sorted(folder.glob("*config.json")):
-        for entry in _entries(read_json(path)):
+        for entry in _entries(read_json(path, kind=object)):
             yield path, entry
-    for module in read_json(folder / "modules.json", default=[]):
+    for module in read_json(folder / "modules.json", [], list):
         if not module["type"].startswith(_LIBRARY):
             yield folder / "modules.json", module["type"]
 

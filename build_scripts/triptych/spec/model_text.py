@@ -151,7 +151,7 @@ def read_modules(
     Raises:
         UserError: A module, or a setting of one, affects results and is not supported.
     """
-    modules: list[_Module] = read_json(folder / "modules.json", default=[])
+    modules: list[_Module] = read_json(folder / "modules.json", [], list)
     if is_cross_encoder(sentence):
         _check_cross_encoder(folder, modules, sentence)
         modules = []
@@ -180,20 +180,27 @@ def read_modules(
     return pooling, tuple(head)
 
 
-def read_json(path: Path, default: Any = None) -> Any:
+def read_json(path: Path, default: Any = None, kind: type = dict) -> Any:
     """Return the content of a JSON file; `default`, unless it is None, if there is no file.
 
+    Args:
+        kind: Type of the content, `object` for any.
+
     Raises:
-        UserError: The file is not JSON.
+        UserError: The file is not JSON, or its content has another type.
     """
     if default is not None and not path.is_file():
         return default
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(
             str(path), "is not valid JSON", given=str(error), remedy="Download the model again"
         ) from error
+    if not isinstance(content, kind):
+        rule = f"must be a JSON {'list' if kind is list else 'object'}"
+        raise UserError(str(path), rule, remedy="Download the model again")
+    return content
 
 
 def _check_cross_encoder(
