@@ -23,7 +23,6 @@ from triptych.base.releases import (
     parameters_newer_than,
     parse_release,
     releases_with,
-    risk_of,
     tensorrt_major,
     without_newer_fields,
 )
@@ -149,12 +148,6 @@ def test_flags_come_with_the_release_whose_branch_has_them() -> None:
     ):
         assert flags_newer_than([flag], before), flag
         assert not flags_newer_than([flag], first), flag
-
-
-def test_a_release_says_what_may_end_it() -> None:
-    assert "SIGSEGV" in str(risk_of(OLDEST))
-    assert "before 25.04" in str(risk_of(Release(25, 3)))
-    assert risk_of(Release(25, 4)) is None
 
 
 def test_flags_are_in_order_of_release() -> None:

@@ -20,8 +20,16 @@ from triptych.serving.server import Server
 BROKEN = BROKEN_MODELS + BROKEN_WIRES + BROKEN_ENGINES
 
 
+OF_RELEASES = {"known-defect", "changed-behavior"}
+"""Checks whose findings are about a release of Triton: test_lint_releases.py has their cases."""
+
+
+def about_repository(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.id not in OF_RELEASES]
+
+
 def serious(findings: list[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.severity != "info"]
+    return [finding for finding in about_repository(findings) if finding.severity != "info"]
 
 
 def test_a_good_repository_has_no_error_and_no_warning(tmp_path: Path) -> None:
@@ -41,7 +49,7 @@ def test_a_fault_is_found_by_its_own_check_alone(tmp_path: Path) -> None:
         root = tmp_path / str(number)
         root.mkdir()  # a case may leave no file
         write_repository(root, case.layout, *case.edits)
-        findings = run_checks(root, triton=case.triton)
+        findings = about_repository(run_checks(root, triton=case.triton))
         findings = findings if case.severity == "info" else serious(findings)
         assert {finding.id for finding in findings} == {case.check}, (case, findings)
         found = [f for f in findings if f.severity == case.severity and case.given in f.given]
@@ -51,7 +59,7 @@ def test_a_fault_is_found_by_its_own_check_alone(tmp_path: Path) -> None:
 
 
 def test_every_check_has_a_broken_case() -> None:
-    assert {case.check for case in BROKEN} == {name for name, *_ in CHECKS}
+    assert {case.check for case in BROKEN} | OF_RELEASES == {name for name, *_ in CHECKS}
 
 
 def test_every_check_has_a_unique_name_and_a_docstring() -> None:

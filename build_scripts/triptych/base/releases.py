@@ -1,4 +1,4 @@
-"""Triton releases: versions, TensorRT, config fields, flags and known faults."""
+"""Triton releases: versions, TensorRT, config fields and flags."""
 
 from __future__ import annotations
 
@@ -38,14 +38,10 @@ class Since:
 OLDEST = Release(24, 10)
 """Oldest supported release, that of the embedded server."""
 
-CANCELS_SAFELY = Release(25, 4)
-"""First release whose server survives gRPC clients that cancel often. 24.12 fixes the common case
-(server issue 7368, pull 7840), this release a rarer race (issue 8034, pull 8078).
-"""
-
 # The numbers below are pull requests; a release has one when its branch rYY.MM has the commit.
 
-# Release -> Triton version: `TRITON_VERSION` of the server's branches, for 26.09 that of its main.
+# Release -> Triton version: `TRITON_VERSION` of the server's branches, for 26.09 that of
+# its main, for later ones the release notes.
 TRITON_VERSIONS: dict[Release, str] = {
     Release(24, 10): "2.51.0",
     Release(24, 11): "2.52.0",
@@ -71,6 +67,8 @@ TRITON_VERSIONS: dict[Release, str] = {
     Release(26, 7): "2.71.0",
     Release(26, 8): "2.72.0",
     Release(26, 9): "2.73.0",
+    Release(26, 10): "2.74.0",
+    Release(26, 11): "2.75.0",
 }
 
 # TensorRT of the -py3 image, where it is known to the last digit: its release notes, and images of
@@ -141,16 +139,6 @@ def parse_release(text: str) -> Release:
         "must be a Triton release as in its image tag, YY.MM",
         given=text,
         remedy="Example: 24.10, or 26.08 for the image tritonserver:26.08-py3",
-    )
-
-
-def risk_of(release: Release) -> str | None:
-    """Return a sentence on a known crash of a release that no pipeline causes, or None."""
-    if release >= CANCELS_SAFELY:
-        return None
-    return (
-        f"Triton before {CANCELS_SAFELY}, such as {release}, may crash (SIGSEGV, SIGABRT) when "
-        "many gRPC clients cancel within milliseconds"
     )
 
 

@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from triptych.base.errors import UserError, escape_for_terminal
-from triptych.base.releases import Release, parse_release, risk_of
+from triptych.base.release_changes import defects_of
+from triptych.base.releases import Release, parse_release
 from triptych.container.flags import ServerFlags, production_flags, uses_rate_limiter
 from triptych.container.health import find_server_fault
 from triptych.container.lock_check import (
@@ -135,9 +136,10 @@ def command(settings: Settings, machine: Machine, release: Release) -> list[str]
 
 
 def warn_of(release: Release) -> None:
-    """Print the known risk of this release, if there is one."""
-    if risk := risk_of(release):
-        print(f"warning: {risk} (docker/README.md)", file=sys.stderr, flush=True)
+    """Print the defects of this release that every server has."""
+    for defect in defects_of(release, {"any server"}):
+        line = f"warning: in Triton {release}, {defect.effect} ({defect.source})"
+        print(line, file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:

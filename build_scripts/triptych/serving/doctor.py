@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from triptych.base.errors import Finding, Severity
-from triptych.base.releases import risk_of
+from triptych.base.release_changes import defects_of
 from triptych.container.machine import find_driver, find_tensorrt
 from triptych.serving.embedded import (
     EMBEDDED_RELEASE,
@@ -245,8 +245,8 @@ def _installation(machine: MachineInfo) -> Iterable[Finding]:
         "Create the virtual environment again: `python3.11 -m venv .venv`",
     )
     rule = "a tritonserver on PATH is used, otherwise the embedded one"
-    risk = risk_of(EMBEDDED_RELEASE)
-    embedded = f"embedded {EMBEDDED_RELEASE}: for development" + (f". {risk}" if risk else "")
+    defects = "; ".join(one.effect for one in defects_of(EMBEDDED_RELEASE, {"any server"}))
+    embedded = f"embedded {EMBEDDED_RELEASE}: for development. Its known defects: {defects}"
     given = machine.tritonserver or embedded
     yield _finding("tritonserver", True, rule, given, "info", "")
 

@@ -65,6 +65,8 @@ def deploy(
         return
     for file in manifests.files:
         progress("write", str(folder / file))
+    for finding in manifests.known_defects:
+        print_finding(errors, finding)
     output.print(manifests.command(folder), markup=False)
 
 

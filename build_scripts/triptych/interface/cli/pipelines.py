@@ -296,7 +296,15 @@ def lint(
             "--triton",
             metavar="YY.MM",
             help="Triton release that must load the repository and its engines. "
-            "Default: the oldest supported release, and engines are not checked.",
+            "Default: the oldest supported release; engines and known defects are not checked.",
+        ),
+    ] = None,
+    upgrade_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="YY.MM",
+            help="Release that serves the repository now: lists what changes with the release of "
+            "--triton. Default: nothing is compared.",
         ),
     ] = None,
     repository: Repository = REPOSITORY,
@@ -308,7 +316,7 @@ def lint(
     Manifests are checked if FOLDER holds them and no model; they can be those of another project.
     """
     from triptych.repository.config import CONFIG_FILE
-    from triptych.repository.lint import OLDEST, run_checks
+    from triptych.repository.lint import run_checks
 
     if not folder.is_dir():
         raise UserError(
@@ -324,8 +332,14 @@ def lint(
         )
     if name is not None or (not holds_models and any(folder.rglob("*.y*ml"))):
         exit_with_findings(_lint_manifests(folder, name, triton, repository, reports), as_json)
-    found = run_checks(folder, triton=triton or OLDEST, with_engines=triton is not None)
-    exit_with_findings(found, as_json)
+    if upgrade_from is not None and triton is None:
+        raise UserError(
+            "--upgrade-from",
+            "is only supported with --triton",
+            given=upgrade_from,
+            remedy="Name the next release with --triton",
+        )
+    exit_with_findings(run_checks(folder, triton=triton, upgrade_from=upgrade_from), as_json)
 
 
 def _lint_manifests(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from triptych.base import releases
-from triptych.base.errors import Finding
+from triptych.base.errors import Finding, UserError
 from triptych.base.files import scratch_folder
 from triptych.repository.lint import config, core, ensemble, files, profiles
 from triptych.repository.lint.engine import (
@@ -19,6 +19,7 @@ from triptych.repository.lint.engine import (
     engine_version,
 )
 from triptych.repository.lint.ensemble import wirings
+from triptych.repository.lint.releases import changed_behavior, known_defects
 from triptych.repository.lint.snapshot import LintCheck, Repository, find_flaws, read_repository
 from triptych.repository.render import Content
 
@@ -75,14 +76,17 @@ CHECKS = (
     LintCheck("python-model", Repository.executed, files.python_model),
     LintCheck("python-import", Repository.executed, files.python_import),
     LintCheck("python-kind", Repository.executed, files.python_kind),
+    LintCheck("known-defect", Repository.itself, known_defects),
+    LintCheck("changed-behavior", Repository.itself, changed_behavior),
 )
-
-OLDEST = str(releases.OLDEST)
-"""The release that a repository has to suit unless another one is named."""
 
 
 def run_checks(
-    repository: Path, *, triton: str = OLDEST, with_engines: bool = True
+    repository: Path,
+    *,
+    triton: str | None = None,
+    is_exact: bool = True,
+    upgrade_from: str | None = None,
 ) -> list[Finding]:
     """Return every finding on the model repository at `repository`, errors first.
 
@@ -90,17 +94,26 @@ def run_checks(
 
     Args:
         repository: Folder with one folder per model, built by Triptych or by hand.
-        triton: Release that will serve it (``24.10``, or an image tag ``26.08-py3``).
-        with_engines: Whether the release must also load the engines. Set it to false if `triton` is
-            only the oldest supported release: an engine belongs to one release, whose image checks
-            it.
+        triton: Release that will serve it (``24.10``, or an image tag ``26.08-py3``). None takes
+            the oldest supported one, which is not exact.
+        is_exact: Whether `triton` is the release that serves, and not only the oldest that may.
+            Engines and known defects are only checked for an exact release.
+        upgrade_from: Release that serves it now: what changes is listed with severity ``info``.
 
     Raises:
-        UserError: `triton` is not a release.
+        UserError: `triton` or `upgrade_from` is not a release, or the latter is not older.
     """
-    snapshot = read_repository(
-        repository, releases.parse_release(triton), with_engines=with_engines
-    )
+    release = releases.OLDEST if triton is None else releases.parse_release(triton)
+    is_exact = is_exact and triton is not None
+    before = None if upgrade_from is None else releases.parse_release(upgrade_from)
+    if before is not None and before >= release:
+        raise UserError(
+            "--upgrade-from",
+            f"must be older than the release of --triton ({release})",
+            given=upgrade_from,
+            remedy="Name the release that serves now, and with --triton the next one",
+        )
+    snapshot = read_repository(repository, release, is_exact=is_exact, upgraded_from=before)
     return find_flaws(CHECKS, snapshot)
 
 
@@ -135,7 +148,7 @@ def lint_rendered(
                 target.write_bytes(content)
         for model in beside:
             (scratch / model.name).symlink_to(model.absolute())
-        findings = run_checks(scratch, triton=triton, with_engines=False)
+        findings = run_checks(scratch, triton=triton, is_exact=False)
     # The engine is built later, from the files that are written now.
     findings = [finding for finding in findings if finding.id != "engine-built"]
     errors = [finding for finding in findings if finding.severity == "error"]

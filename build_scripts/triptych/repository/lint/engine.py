@@ -388,7 +388,7 @@ def engine_version(core: EngineCore) -> Iterator[Flaw]:
         return
     compatible = record.get("version_compatible") is True
     obstacle = _obstacle(built, repository.triton, compatible=compatible)
-    if repository.with_engines and obstacle:
+    if repository.is_exact and obstacle:
         fitting = releases_with(built)
         also = f", or target Triton {names(fitting)}" if fitting else ""
         yield error(

@@ -224,10 +224,10 @@ def imports_of(tree: ast.Module, level: int) -> frozenset[str]:
 
 def _needed_children(node: ast.AST) -> Iterable[ast.AST]:
     if isinstance(node, ast.Try) and any(
-        handler.type is None or _mentions(handler.type, _IMPORT_ERRORS) for handler in node.handlers
+        handler.type is None or mentions(handler.type, _IMPORT_ERRORS) for handler in node.handlers
     ):
         return [*node.orelse, *node.finalbody]
-    if isinstance(node, ast.If) and _mentions(node.test, {"TYPE_CHECKING"}):
+    if isinstance(node, ast.If) and mentions(node.test, {"TYPE_CHECKING"}):
         return node.orelse
     return ast.iter_child_nodes(node)
 
@@ -244,12 +244,13 @@ def files_beside(tree: ast.Module) -> frozenset[str]:
             case ast.Call(
                 ast.Attribute(place, "with_name"), [ast.Constant(str(name)), *_]
             ) | ast.BinOp(ast.Attribute(place, "parent"), ast.Div(), ast.Constant(str(name))):
-                if _mentions(place, {"__file__"}):
+                if mentions(place, {"__file__"}):
                     found.add(name)
     return frozenset(found)
 
 
-def _mentions(node: ast.AST, names: set[str]) -> bool:
+def mentions(node: ast.AST, names: set[str]) -> bool:
+    """Return whether a source uses one of the names, alone or as an attribute."""
     return any(
         getattr(child, "id", None) in names or getattr(child, "attr", None) in names
         for child in ast.walk(node)
@@ -402,15 +403,18 @@ class Repository:
     """A model repository and the release it is meant for.
 
     Attributes:
-        with_engines: Whether the release must load the engines, too.
+        triton: Release that serves it, or the oldest that may.
+        is_exact: Whether `triton` is the release that serves it.
         reads_graphs: Whether onnx is installed; without it no model has `graphs`.
+        upgraded_from: Release that serves it now, if it is to be replaced by `triton`.
         models: Models by folder name, sorted.
     """
 
     root: Path
     triton: Release
-    with_engines: bool
+    is_exact: bool
     reads_graphs: bool
+    upgraded_from: Release | None = None
     models: dict[str, Model] = field(default_factory=dict)
     where = ""
 
@@ -433,9 +437,11 @@ class Repository:
         return (model for model in self.configured() if not model.is_ensemble)
 
 
-def read_repository(root: Path, triton: Release, *, with_engines: bool) -> Repository:
+def read_repository(
+    root: Path, triton: Release, *, is_exact: bool, upgraded_from: Release | None = None
+) -> Repository:
     """Read every model folder below `root`; unreadable files become a model's problem."""
-    repository = Repository(root, triton, with_engines, onnx_installed())
+    repository = Repository(root, triton, is_exact, onnx_installed(), upgraded_from)
     # Hidden folders are included, because the server treats every folder as a model.
     repository.models.update((f.name, Model(repository, f)) for f in _folders(root))
     return repository
