@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from triptych.base.errors import UserError
+from triptych.base.errors import Finding, UserError
 from triptych.base.explained import ExplainedValue, reasons_of
 from triptych.container.manifests import find_pipelines
 from triptych.deploy.metrics import Metrics
@@ -97,12 +97,14 @@ class Manifests:
         version: Version of the context.
         start: Path of the folder or file that the tool takes.
         tool: Command with ``{}`` in place of the path of `start`.
+        known_defects: Known defects of the image's Triton that the pipeline meets.
     """
 
     files: Mapping[str, Any]
     version: str
     start: str
     tool: str
+    known_defects: Sequence[Finding] = ()
 
     def command(self, folder: Path) -> str:
         """Return the command that applies the manifests written to `folder`."""
@@ -119,6 +121,7 @@ class Manifests:
                 for file, document in self.files.items()
                 for field, value, reason in reasons_of(document)
             ],
+            "known_defects": [finding.as_dict() for finding in self.known_defects],
         }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from triptych.deploy.checks.pods import Known, known_encoder, known_generating
 from triptych.deploy.context import DeploymentContext, Manifests, read_context
 from triptych.deploy.generation import read_generation_context
 from triptych.deploy.options import DeployOptions
+from triptych.repository.lint.checks import KNOWN_DEFECT, run_checks
 from triptych.repository.manifest import kind_of_build
 from triptych.spec.kind import Kind
 
@@ -55,7 +56,9 @@ def make_manifests(
     context = kind.context(repository, pipeline, options, reports)
     target = import_module(f"triptych.deploy.{options.target}")
     manifests: Manifests = target.make_files(context)
-    return manifests
+    found = run_checks(repository, triton=context.options.triton)
+    defects = [finding for finding in found if finding.id == KNOWN_DEFECT]
+    return replace(manifests, known_defects=defects)
 
 
 def known_of(repository: Path, pipeline: str, reports: Path) -> Known:

@@ -47,6 +47,7 @@ def deploy(
     """
     from triptych.deploy.folder import write_manifests
     from triptych.deploy.targets import make_manifests
+    from triptych.interface.cli.tables import print_finding
 
     settings = read_settings(folders.pipelines / pipeline / SETTINGS_FILE, context)
     options = replace(
@@ -66,7 +67,7 @@ def deploy(
     for file in manifests.files:
         progress("write", str(folder / file))
     for finding in manifests.known_defects:
-        print_finding(errors, finding)
+        print_finding(output, finding.as_dict())
     output.print(manifests.command(folder), markup=False)
 
 

@@ -23,6 +23,9 @@ from triptych.repository.lint.releases import changed_behavior, known_defects
 from triptych.repository.lint.snapshot import LintCheck, Repository, find_flaws, read_repository
 from triptych.repository.render import Content
 
+KNOWN_DEFECT = "known-defect"
+"""Id of the findings on defects of the release itself."""
+
 # A new check is a generator of flaws and a line here. Frequent causes of other findings come first.
 CHECKS = (
     LintCheck("repository-readable", Repository.itself, files.repository_readable),
@@ -76,7 +79,7 @@ CHECKS = (
     LintCheck("python-model", Repository.executed, files.python_model),
     LintCheck("python-import", Repository.executed, files.python_import),
     LintCheck("python-kind", Repository.executed, files.python_kind),
-    LintCheck("known-defect", Repository.itself, known_defects),
+    LintCheck(KNOWN_DEFECT, Repository.itself, known_defects),
     LintCheck("changed-behavior", Repository.itself, changed_behavior),
 )
 
