@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,7 +29,9 @@ from triptych.interface.cli.options import (
     write_report,
 )
 from triptych.interface.cli.tables import exit_with_verdict
-from triptych.serving.bench.comparison import Price
+
+if TYPE_CHECKING:
+    from triptych.serving.bench.comparison import Price
 
 TimeBudget = Annotated[
     str,
@@ -65,7 +67,11 @@ class SloOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PriceOptions:
-    """Price of the machine and the load that it is for."""
+    """Price of the machine and the load that it is for.
+
+    The defaults are those of `Price`, which is not imported here: its package is not in the image
+    that builds engines. A test compares them.
+    """
 
     price_per_hour: Annotated[
         float | None,
@@ -74,7 +80,7 @@ class PriceOptions:
             help="Price of one device per hour. Default: the report has no cost.",
         ),
     ] = None
-    currency: Annotated[str, typer.Option(help="Currency of the price.")] = Price.currency
+    currency: Annotated[str, typer.Option(help="Currency of the price.")] = "USD"
     daily_requests: Annotated[
         float | None,
         typer.Option(
@@ -95,7 +101,7 @@ class PriceOptions:
         typer.Option(
             min=0, max=0.99, help="Share (0 to 0.99) of a machine's maximum rate that stays unused."
         ),
-    ] = Price.headroom
+    ] = 0.3
 
     def price(self) -> Price | None:
         """Return the price, or None if none is given.
@@ -111,6 +117,8 @@ class PriceOptions:
                     remedy="Give the price of one device",
                 )
             return None
+        from triptych.serving.bench.comparison import Price
+
         price = Price(
             self.price_per_hour, self.currency, self.daily_requests, self.peak_rps, self.headroom
         )
