@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,57 +23,247 @@ from gate_cases import (
     answer,
     make,
     requests_of,
+    task_of,
 )
+from triptych.base.tensors import TokenRow
+from triptych.core.gate.cached import GateFailure
 from triptych.core.gate.check import check
-from triptych.core.gate.runs import RowOutputs
+from triptych.core.gate.differences import core_error
+from triptych.core.gate.runs import BATCH_TOKENS, RowOutputs
 from triptych.core.requests import Expected, Sample
-from triptych.repository.records import GateResult
+from triptych.repository.records import GateResult, Verdict
+from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks import TASKS
-from triptych.spec.tasks.accuracy import CORE_METRICS, metrics_of
+from triptych.spec.tasks.accuracy import CORE_METRICS, metrics_of, thresholds
 from triptych.spec.tasks.task import Returns
 
 LIMITS = {"max_difference": 1e-5, "batch_sensitivity": 1e-5}
+EXACT: Any = {"metrics": CORE_METRICS, "precision": "fp32", "batch_size": 3}
+PER_TOKEN: tuple[Returns, ...] = ("token_choices", "token_scores", "spans")
 
 
-@pytest.fixture(params=EVERY)
-def case(request: pytest.FixtureRequest) -> Case:
-    return make(request.param)
+def test_a_right_artifact_passes() -> None:
+    for returns in EVERY:
+        case = make(returns)
+        result = case.check(case.right)
+        assert result.passed, result.failures
+        assert (result.rows, result.edge_case_rows, result.finite) == (10, 0, True)
+        assert result.value("max_difference") == result.value("batch_sensitivity") == 0.0
+        assert (result.value("min_cosine") is not None) == (returns == "vector")
+        has_labels = returns in (*CHOOSING, "token_scores", "logits")
+        assert result.value("label_agreement") == (1.0 if has_labels else None)
+        assert json.loads(json.dumps(result.as_dict()))["failures"] == []
 
 
-@pytest.fixture(params=FLOATS)
-def floats(request: pytest.FixtureRequest) -> Case:
-    return make(request.param)
+@dataclass(frozen=True)
+class Fault:
+    """What damages the outputs of one row, and the words of the first failure that follows.
+
+    In `words` ``{first}`` and ``{last}`` are the names of the outputs.
+    """
+
+    damage: Callable[[Case, RowOutputs], object]
+    words: str
+    kinds: Sequence[Returns] = tuple(EVERY)
 
 
-@pytest.fixture(params=CHOOSING)
-def choosing(request: pytest.FixtureRequest) -> Case:
-    return make(request.param)
+def add(amount: float) -> Callable[[Case, RowOutputs], None]:
+    def damage(case: Case, outputs: RowOutputs) -> None:
+        outputs[case.names[-1]].ravel()[0] += amount
+
+    return damage
 
 
-def test_a_right_artifact_passes(case: Case) -> None:
-    result = case.check(case.right)
+def put_id(value: int | None) -> Callable[[Case, RowOutputs], None]:
+    """A class in second place; None for that of the first place once more."""
+
+    def damage(case: Case, outputs: RowOutputs) -> None:
+        ids = outputs[case.names[0]]
+        ids[1] = ids[0] if value is None else value
+
+    return damage
+
+
+def put_unused(case: Case, outputs: RowOutputs) -> None:
+    """Another class under the right score."""
+    ids = outputs[case.names[0]]
+    ids[0] = (set(range(CLASSES)) - set(ids.tolist())).pop()
+
+
+def put_worst(case: Case, outputs: RowOutputs) -> None:
+    """A class that is not among the best, under the score that the reference gives it."""
+    every = case.expected[4][0].reshape(-1, CLASSES)[-1]
+    worst = int(every.argmin())
+    outputs[case.names[0]][-1], outputs[case.names[1]][-1] = worst, every[worst]
+
+
+def each(change: Callable[[Any], Any]) -> Callable[[Case, RowOutputs], None]:
+    return lambda case, outputs: outputs.update({n: change(outputs[n]) for n in case.names})
+
+
+def exchange(case: Case, outputs: RowOutputs) -> None:
+    first, last = case.names
+    outputs.update({first: outputs[last], last: outputs[first]})
+
+
+FAULTS: dict[str, Fault] = {
+    "a difference above the threshold": Fault(add(1e-3), "1e-05"),
+    "NaN": Fault(add(np.nan), "results are not all finite"),
+    "infinity": Fault(add(np.inf), "results are not all finite"),
+    "minus infinity": Fault(add(-np.inf), "results are not all finite"),
+    "an output is missing": Fault(lambda c, out: out.pop(c.names[-1]), "{last} is missing"),
+    "another class, right score": Fault(put_unused, "of each {first}", CHOOSING),
+    "another class, its own score": Fault(put_worst, "best first", CHOOSING),
+    "out of order": Fault(each(lambda values: values[::-1].copy()), "best first", ("choices",)),
+    "a class too high": Fault(put_id(CLASSES), "there are 7 classes", ("choices",)),
+    "a class below 0": Fault(put_id(-1), "from -1", ("choices",)),
+    "a class twice": Fault(put_id(None), "twice", ("choices",)),
+    "classes in floats": Fault(
+        lambda c, out: out.update({c.names[0]: out[c.names[0]] * 1.0}),
+        "not a number of a class",
+        CHOOSING,
+    ),
+    "tokens out of place": Fault(each(lambda values: np.roll(values, 1, axis=0)), "", PER_TOKEN),
+    "a token too few": Fault(
+        lambda c, out: out.update({c.names[-1]: out[c.names[-1]][:-1]}),
+        "{last} has the shape",
+        PER_TOKEN,
+    ),
+    "start and end exchanged": Fault(exchange, "start_logit ", ("spans",)),
+}
+
+
+def test_a_damaged_row_fails_in_words() -> None:
+    for what, fault in FAULTS.items():
+        for returns in fault.kinds:
+            case = make(returns)
+            result = case.broken(partial(fault.damage, case))
+            words = fault.words.format(first=case.names[0], last=case.names[-1])
+            assert not result.passed, (what, returns)
+            assert any(words in failure for failure in result.failures), (what, returns)
+            if "finite" in words:  # the difference itself fails, too
+                assert not result.finite, (what, returns)
+                assert len(result.failures) >= 2, (what, returns)
+            if "class" in what and fault.kinds == ("choices",):
+                assert "row 4" in result.failures[0], what
+            if "missing" in what:
+                assert not any(verdict.passed for verdict in result.verdicts), returns
+                assert json.loads(json.dumps(result.as_dict()))["verdicts"][0]["value"] is None
+
+
+def test_a_difference_is_measured_and_not_blamed_on_neighbors() -> None:
+    for returns in EVERY:
+        case = make(returns)
+        result = case.broken(partial(add(1e-3), case))
+        assert result.failures[0].startswith(case.names[-1])
+        assert result.value("max_difference") == pytest.approx(1e-3, rel=0.9)
+        assert next(v.metric for v in result.verdicts if not v.passed) == "max_difference"
+        assert result.value("batch_sensitivity") == 0.0
+
+
+def neighbors_change_scores(case: Case, when: str, batch: Sequence[Sample]) -> list[RowOutputs]:
+    rows = case.right(batch)
+    first, last = SAMPLES.index(batch[0]), SAMPLES.index(batch[-1])
+    changed = {
+        "alone": len(batch) == 1,
+        "together": len(batch) > 1,
+        "reversed": first > last and first - last == len(batch) - 1,
+        "longest first": len({len(sample[0]) for sample in batch}) == 1 and len(batch) > 1,
+    }[when]
+    if changed:
+        rows[0][case.names[0]] = rows[0][case.names[0]] + np.float32(1e-3)
+    return rows
+
+
+def test_a_row_that_its_neighbors_change_fails() -> None:
+    for when in ("alone", "together", "reversed", "longest first"):
+        for returns in FLOATS:
+            case = make(returns)
+            result = case.check(partial(neighbors_change_scores, case, when))
+            assert any("neighbors" in failure for failure in result.failures), (when, returns)
+            assert (result.value("batch_sensitivity") or 0) > 1e-5, (when, returns)
+
+
+def second_best(case: Case, batch: Sequence[Sample], row: RowOutputs) -> None:
+    """The second-best class under its own score: only the run alone shows it."""
+    ids, scores = case.names
+    every = case.expected[SAMPLES.index(batch[0])][0]
+    order = np.argsort(-every, axis=-1)
+    second = order[1 : 1 + KEPT] if case.core.returns == "choices" else order[:, 1]
+    axis = second if every.ndim == 1 else second[:, None]
+    row[ids] = second.astype(np.int32)
+    row[scores] = np.take_along_axis(every, axis, -1).reshape(second.shape)
+
+
+def test_choices_that_neighbors_change_fail() -> None:
+    for returns in CHOOSING:
+        for change in (second_best, lambda case, _, row: put_unused(case, row)):
+            case = make(returns)
+
+            def run(
+                batch: Sequence[Sample], case: Case = case, change: Any = change
+            ) -> list[RowOutputs]:
+                rows = case.right(batch)
+                if len(batch) == 1:
+                    change(case, batch, rows[0])
+                return rows
+
+            result = case.check(run)
+            assert any("neighbors" in failure for failure in result.failures), returns
+            assert result.value("max_difference") == 0.0
+            if change is second_best:
+                assert result.value("label_agreement") == 1.0
+                assert all("neighbors" in failure for failure in result.failures)
+
+
+def test_ties_that_neighbors_decide_are_no_failure() -> None:
+    """All classes score the same, and which are chosen depends on the batch."""
+    for returns in CHOOSING:
+        case = make(returns)
+        case.expected[:] = [(np.full_like(every, 1 / CLASSES),) for (every,) in case.expected]
+
+        def run(batch: Sequence[Sample], case: Case = case) -> list[RowOutputs]:
+            rows = case.right(batch)
+            for outputs in rows:
+                outputs[case.names[0]] = (outputs[case.names[0]] + len(batch)) % CLASSES
+            return rows
+
+        result = case.check(run)
+        assert result.passed, result.failures
+        assert result.value("label_agreement") == 1.0
+
+
+def test_neighbors_are_not_blamed_for_the_error_of_a_class_only_one_batch_chooses() -> None:
+    """Two classes that the artifact scores the same, of which the reference prefers one."""
+    case = make("choices")
+    ids, scores = case.names
+    every = np.array([0.5, 0.2, 0.15, 0.1, 0.03, 0.01, 0.01], dtype=np.float32)
+    case.expected[:] = [(every,)] * len(SAMPLES)
+
+    def run(batch: Sequence[Sample]) -> list[RowOutputs]:
+        last = 2 if len(batch) == 1 else 3
+        row = {ids: np.array([0, 1, last], np.int32), scores: np.array([0.5, 0.2, 0.12], "f4")}
+        return [{name: values.copy() for name, values in row.items()} for _ in batch]
+
+    result = case.check(run, {"batch_sensitivity": 2e-3})
     assert result.passed, result.failures
-    assert (result.rows, result.edge_case_rows, result.finite) == (10, 0, True)
-    assert (result.value("max_difference"), result.value("batch_sensitivity")) == (0.0, 0.0)
-    assert (result.value("min_cosine") is not None) == (case.core.returns == "vector")
-    has_labels = case.core.returns in (*CHOOSING, "token_scores", "logits")
-    assert result.value("label_agreement") == (1.0 if has_labels else None)
-    assert json.loads(json.dumps(result.as_dict()))["failures"] == []
+    assert result.value("batch_sensitivity") == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_difference_above_the_threshold_fails(case: Case) -> None:
-    name = case.names[-1]
+def test_labels_swapped_at_close_scores_fail_only_above_the_threshold() -> None:
+    case = make("choices")
+    ids, _ = case.names
 
-    def damage(outputs: RowOutputs) -> None:
-        outputs[name].ravel()[0] += 1e-3
+    def swap(outputs: RowOutputs) -> None:
+        outputs[ids][:2] = outputs[ids][1::-1].copy()
 
-    result = case.broken(damage)
-    assert not result.passed
-    assert f"{name}" in result.failures[0]
-    assert "1e-05" in result.failures[0]
-    assert result.value("max_difference") == pytest.approx(1e-3, rel=0.9)
-    assert next(v.metric for v in result.verdicts if not v.passed) == "max_difference"
-    assert result.value("batch_sensitivity") == 0.0
+    for gap, passed in ((0.0, True), (5e-6, True), (1e-3, False)):
+        every = np.full(CLASSES, 0.1, dtype=np.float32)
+        every[2], every[5] = 0.3, 0.3 - gap
+        case.expected[4] = (every,)
+        result = case.broken(swap)
+        assert result.passed == passed, (gap, result.failures)
+        assert result.value("label_agreement") == (1.0 if passed else 0.9)
 
 
 def test_the_threshold_is_relative_to_large_elements() -> None:
@@ -83,255 +276,57 @@ def test_the_threshold_is_relative_to_large_elements() -> None:
     assert not case.check(small.right).passed
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_fails(case: Case, value: float) -> None:
-    result = case.broken(lambda outputs: outputs[case.names[-1]].put(0, value))
-    assert not result.finite
-    assert "results are not all finite" in result.failures
-    assert len(result.failures) >= 2  # the difference itself fails, too
-
-
-def test_a_reference_that_is_not_finite_fails(case: Case) -> None:
-    case.expected[2][0].ravel()[0] = np.nan
-    assert not case.check(case.right).passed
-
-
-@pytest.mark.parametrize("when", ["alone", "together", "reversed", "longest first"])
-def test_a_row_that_its_neighbors_change_fails(floats: Case, when: str) -> None:
-    def run(batch: Sequence[Sample]) -> list[RowOutputs]:
-        rows = floats.right(batch)
-        first, last = SAMPLES.index(batch[0]), SAMPLES.index(batch[-1])
-        lengths = [len(sample[0]) for sample in batch]
-        changed = {
-            "alone": len(batch) == 1,
-            "together": len(batch) > 1,
-            "reversed": first > last and first - last == len(batch) - 1,
-            "longest first": len(set(lengths)) == 1 and len(batch) > 1,
-        }[when]
-        if changed:
-            rows[0][floats.names[0]] = rows[0][floats.names[0]] + np.float32(1e-3)
-        return rows
-
-    result = floats.check(run)
-    assert any("neighbors" in failure for failure in result.failures)
-    effect = result.value("batch_sensitivity")
-    assert effect is not None
-    assert effect > 1e-5
-
-
-def test_choices_that_neighbors_change_fail(choosing: Case) -> None:
-    """Alone, a row gives its second-best class under its own score: only this run shows it."""
-    ids, scores = choosing.names
-
-    def run(batch: Sequence[Sample]) -> list[RowOutputs]:
-        rows = choosing.right(batch)
-        if len(batch) == 1:
-            every = choosing.expected[SAMPLES.index(batch[0])][0]
-            order = np.argsort(-every, axis=-1)
-            second = order[1 : 1 + KEPT] if choosing.core.returns == "choices" else order[:, 1]
-            axis = second if every.ndim == 1 else second[:, None]
-            rows[0][ids] = second.astype(np.int32)
-            rows[0][scores] = np.take_along_axis(every, axis, -1).reshape(second.shape)
-        return rows
-
-    result = choosing.check(run)
-    assert result.value("max_difference") == 0.0
-    assert result.value("label_agreement") == 1.0
-    assert all("neighbors" in failure for failure in result.failures)
-    assert result.failures
-
-
-def test_a_class_changed_by_neighbors_under_the_right_score_fails(choosing: Case) -> None:
-    ids, _ = choosing.names
-
-    def run(batch: Sequence[Sample]) -> list[RowOutputs]:
-        rows = choosing.right(batch)
-        if len(batch) == 1:
-            unused = set(range(CLASSES)) - set(rows[0][ids].tolist())
-            rows[0][ids][0] = unused.pop()
-        return rows
-
-    result = choosing.check(run)
-    assert any("neighbors" in failure for failure in result.failures)
-    assert result.value("max_difference") == 0.0
-
-
-def test_a_wrong_class_under_the_right_score_fails(choosing: Case) -> None:
-    ids, _ = choosing.names
-
-    def damage(outputs: RowOutputs) -> None:
-        outputs[ids][0] = (set(range(CLASSES)) - set(outputs[ids].tolist())).pop()
-
-    result = choosing.broken(damage)
-    assert f"of each {ids}" in result.failures[0]
-    agreement = result.value("label_agreement")
-    assert agreement is not None
-    assert agreement < 1
-
-
-def test_a_wrong_class_under_its_own_score_fails(choosing: Case) -> None:
-    """The class is not among the best, but its score is what the reference gives it."""
-    ids, scores = choosing.names
-
-    def damage(outputs: RowOutputs) -> None:
-        every = choosing.expected[4][0].reshape(-1, CLASSES)[-1]
-        worst = int(every.argmin())
-        outputs[ids][-1], outputs[scores][-1] = worst, every[worst]
-
-    result = choosing.broken(damage)
-    assert "best first" in result.failures[0]
-
-
-def test_choices_out_of_order_fail() -> None:
-    case = make("choices")
-
-    def damage(outputs: RowOutputs) -> None:
-        for name in case.names:
-            outputs[name][:] = outputs[name][::-1].copy()
-
-    result = case.broken(damage)
-    assert "best first" in result.failures[0]
-    assert result.value("label_agreement") == 0.9
-
-
-def test_labels_swapped_at_close_scores_fail_only_above_the_threshold() -> None:
-    case = make("choices")
-    ids, _ = case.names
-
-    def swap(outputs: RowOutputs) -> None:
-        outputs[ids][:2] = outputs[ids][1::-1].copy()
-
-    def with_gap(gap: float) -> GateResult:
-        every = np.full(CLASSES, 0.1, dtype=np.float32)
-        every[2], every[5] = 0.3, 0.3 - gap
-        case.expected[4] = (every,)
-        return case.broken(swap)
-
-    tied = with_gap(0.0)
-    assert tied.passed, tied.failures
-    assert tied.value("label_agreement") == 1.0
-    assert with_gap(5e-6).passed
-    apart = with_gap(1e-3)
-    assert not apart.passed
-    assert apart.value("label_agreement") == 0.9
-
-
-def test_ties_that_neighbors_decide_are_no_failure(choosing: Case) -> None:
-    """All classes score the same, and which are chosen depends on the batch."""
-    choosing.expected[:] = [(np.full_like(every, 1 / CLASSES),) for (every,) in choosing.expected]
-    ids, _ = choosing.names
-
-    def run(batch: Sequence[Sample]) -> list[RowOutputs]:
-        rows = choosing.right(batch)
-        for outputs in rows:
-            outputs[ids] = (outputs[ids] + len(batch)) % CLASSES
-        return rows
-
-    result = choosing.check(run)
-    assert result.passed, result.failures
-    assert result.value("label_agreement") == 1.0
-
-
-@pytest.mark.parametrize(
-    ("value", "words"), [(CLASSES, "there are 7 classes"), (-1, "from -1"), (None, "twice")]
-)
-def test_ids_that_cannot_be_fail(value: int | None, words: str) -> None:
-    case = make("choices")
-
-    def damage(outputs: RowOutputs) -> None:
-        outputs["class_id"][1] = outputs["class_id"][0] if value is None else value
-
-    result = case.broken(damage)
-    assert words in result.failures[0]
-    assert "row 4" in result.failures[0]
-
-
-def test_ids_of_floats_fail(choosing: Case) -> None:
-    name = choosing.names[0]
-    result = choosing.broken(lambda outputs: outputs.update({name: outputs[name] * 1.0}))
-    assert "not a number of a class" in result.failures[0]
-
-
-@pytest.mark.parametrize("returns", ["token_choices", "token_scores", "spans"])
-def test_tokens_out_of_place_fail(returns: Returns) -> None:
-    case = make(returns)
-
-    def damage(outputs: RowOutputs) -> None:
-        for name in case.names:
-            outputs[name] = np.roll(outputs[name], 1, axis=0)
-
-    assert not case.broken(damage).passed
-
-
-@pytest.mark.parametrize("returns", ["token_choices", "token_scores", "spans"])
-def test_a_token_too_few_fails(returns: Returns) -> None:
-    case = make(returns)
-    name = case.names[-1]
-    result = case.broken(lambda outputs: outputs.update({name: outputs[name][:-1]}))
-    assert f"{name} has the shape" in result.failures[0]
-
-
-def test_start_and_end_exchanged_fail() -> None:
-    case = make("spans")
-
-    def damage(outputs: RowOutputs) -> None:
-        start, end = outputs["start_logit"], outputs["end_logit"]
-        outputs.update(start_logit=end, end_logit=start)
-
-    failures = case.broken(damage).failures
-    assert [failure.split()[0] for failure in failures] == ["start_logit", "end_logit"]
-
-
-def test_a_missing_output_fails(case: Case) -> None:
-    name = case.names[-1]
-
-    def damage(outputs: RowOutputs) -> None:
-        del outputs[name]
-
-    result = case.broken(damage)
-    assert f"{name} is missing" in result.failures[0]
-    assert not any(verdict.passed for verdict in result.verdicts)
-    assert json.loads(json.dumps(result.as_dict()))["verdicts"][0]["value"] is None
-
-
-def test_missing_and_surplus_rows_fail(case: Case) -> None:
-    assert (
-        "gives 3 rows" in case.check(lambda batch: case.right(batch)[: len(batch) - 1]).failures[0]
-    )
-    doubled = case.check(lambda batch: case.right(batch) * 2)
-    assert "gives 8 rows" in doubled.failures[0]
-
-
-def test_an_artifact_that_does_not_run_fails(case: Case) -> None:
-    def run(batch: Sequence[Sample]) -> list[RowOutputs]:
-        if len(batch) == 1:
-            raise RuntimeError("no kernel for one row")
-        return case.right(batch)
-
-    assert "a batch of 1 does not run" in case.check(run).failures[0]
-
-
-def test_a_reference_of_another_shape_fails() -> None:
+def test_a_reference_that_is_not_finite_or_of_another_shape_fails() -> None:
+    for returns in EVERY:
+        case = make(returns)
+        case.expected[2][0].ravel()[0] = np.nan
+        assert not case.check(case.right).passed
     case = make("logits")
     other = Case(case.core, [(logits[:1],) for (logits,) in case.expected])
     assert "another shape" in other.check(case.right).failures[0]
 
 
-def test_no_rows_fail(case: Case) -> None:
-    settings: Any = {"metrics": CORE_METRICS, "precision": "fp32", "batch_size": 3}
-    result = check(case.right, [], [], case.core, LIMITS, **settings)
-    assert result.failures == ("there are no rows to compare",)
-    with pytest.raises(ValueError, match="10 core rows"):
-        check(case.right, requests_of(SAMPLES), [], case.core, LIMITS, **settings)
+def lose_a_row(case: Case, batch: Sequence[Sample]) -> list[RowOutputs]:
+    return case.right(batch)[: len(batch) - 1]
+
+
+def double(case: Case, batch: Sequence[Sample]) -> list[RowOutputs]:
+    return case.right(batch) * 2
+
+
+def refuse_one(case: Case, batch: Sequence[Sample]) -> list[RowOutputs]:
+    if len(batch) == 1:
+        raise RuntimeError("no kernel for one row")
+    return case.right(batch)
+
+
+def test_an_artifact_that_gives_other_rows_or_does_not_run_fails() -> None:
+    for returns in EVERY:
+        case = make(returns)
+        for run, words in (
+            (lose_a_row, "gives 3 rows"),
+            (double, "gives 8 rows"),
+            (refuse_one, "a batch of 1 does not run"),
+        ):
+            assert words in case.check(partial(run, case)).failures[0]
+
+
+def test_no_rows_fail() -> None:
+    for returns in EVERY:
+        case = make(returns)
+        result = check(case.right, [], [], case.core, LIMITS, **EXACT)
+        assert result.failures == ("there are no rows to compare",)
+        with pytest.raises(ValueError, match="10 core rows"):
+            check(case.right, requests_of(SAMPLES), [], case.core, LIMITS, **EXACT)
 
 
 def test_a_low_cosine_fails() -> None:
     case = make("vector")
     turned = Case(case.core, [(np.roll(vector, 1),) for (vector,) in case.expected])
     result = case.check(turned.right, {"min_cosine": 0.99})
-    assert len(result.failures) == 1
-    assert result.failures[0].startswith("min_cosine is ")
-    assert result.failures[0].endswith(", below 0.99")
+    (failure,) = result.failures
+    assert failure.startswith("min_cosine is ")
+    assert failure.endswith(", below 0.99")
     assert case.check(turned.right, {}).passed
     lowest, mean = result.value("min_cosine"), result.value("mean_cosine")
     assert lowest is not None
@@ -342,8 +337,7 @@ def test_a_low_cosine_fails() -> None:
 def test_images_are_samples_too() -> None:
     pixels: list[Sample] = [np.full((2, 2, 3), i, dtype=np.uint8) for i in range(5)]
     case = make("choices")
-    metrics = metrics_of(TASKS["image-classification"])
-    settings: Any = {"metrics": metrics, "precision": "fp32", "batch_size": 2}
+    settings = {**EXACT, "metrics": metrics_of(TASKS["image-classification"]), "batch_size": 2}
 
     def run(batch: Sequence[Sample]) -> list[RowOutputs]:
         return [answer(case.core, case.expected[int(np.asarray(s)[0, 0, 0])]) for s in batch]
@@ -353,3 +347,117 @@ def test_images_are_samples_too() -> None:
     assert result.passed, result.failures
     wrong = check(run, requests, case.expected[1:6], case.core, LIMITS, **settings)
     assert not wrong.passed
+
+
+def judged(case: Case, wrong: Case, limits: Any, precision: str, *, edges: int = 1) -> GateResult:
+    """The verdict on `wrong`, whose first rows are made up."""
+    settings: Any = {"metrics": metrics_of(task_of(case.core.returns)), "batch_size": 4}
+    settings["precision"] = precision
+    requests = requests_of(SAMPLES, edges=edges)
+    return check(wrong.right, requests, case.expected, case.core, limits, **settings)
+
+
+def test_made_up_rows_count_for_the_core_but_not_for_shares_and_means() -> None:
+    kinds: tuple[tuple[Returns, str], ...] = (
+        ("vector", "min_cosine"),
+        ("token_choices", "label_agreement"),
+    )
+    for returns, metric in kinds:
+        case = make(returns)
+        wrong = Case(case.core, [tuple(-part for part in case.expected[0]), *case.expected[1:]])
+        result = judged(case, wrong, {metric: 0.99}, "int8")
+        assert (result.rows, result.edge_case_rows) == (9, 1)
+        assert result.passed, result.failures
+        assert (result.value("max_difference") or 0) > 0.1
+        assert not judged(case, wrong, {metric: 0.99}, "int8", edges=0).passed
+
+
+def test_a_made_up_row_like_no_other_fails_in_every_precision() -> None:
+    for returns in EVERY:
+        case = make(returns)
+        if returns in CHOOSING:
+            edge = tuple(np.full_like(part, 0.01) for part in case.expected[0])
+            edge[0][..., 0] = 0.94
+            flipped = tuple(part[..., ::-1] for part in edge)
+        else:
+            edge = tuple(np.full_like(part, 2) for part in case.expected[0])
+            flipped = tuple(-part for part in edge)
+        case.expected[0] = edge
+        wrong = Case(case.core, [flipped, *case.expected[1:]])
+        for precision in ("fp32", "fp16", "int8"):
+            limits = thresholds(task_of(returns), precision, {})
+            result = judged(case, wrong, limits, precision)
+            assert any("edge_error" in failure for failure in result.failures), result
+            assert judged(case, case, limits, precision).value("edge_error") == 0
+
+
+def test_few_rows_are_said_and_the_worst_come_first() -> None:
+    result = make("logits").broken(
+        lambda outputs: outputs.update(logits=outputs["logits"] + 1), row=6
+    )
+    assert "only 10 rows of traffic" in result.notes[0]
+    assert len(result.worst) == 10
+    assert result.worst[0].preview == "row 6"
+    assert result.worst[0].expected != result.worst[0].actual
+    assert result.row_differences[6] == max(result.row_differences)
+
+
+def test_a_long_row_bounds_its_batch_and_still_has_a_neighbor() -> None:
+    case = make("logits")
+    long = TokenRow(tuple(range(BATCH_TOKENS)), 3)
+    rows = [long, *SAMPLES[:5], TokenRow(tuple(range(BATCH_TOKENS - 2)), 3)]
+    batches: list[int] = []
+
+    def run(batch: Sequence[Sample]) -> list[RowOutputs]:
+        batches.append(sum(len(row[0]) for row in batch))
+        return [answer(case.core, case.expected[0]) for _ in batch]
+
+    expected = [case.expected[0]] * len(rows)
+    settings = {**EXACT, "batch_size": 32}
+    assert check(run, requests_of(rows), expected, case.core, {}, **settings).passed
+    assert BATCH_TOKENS < max(batches) < 2 * BATCH_TOKENS
+
+
+def test_the_error_of_a_core_grows_with_what_is_wrong() -> None:
+    def error_of(case: Case, amount: float) -> float:
+        name = case.names[-1]
+
+        def run(batch: Sequence[Sample]) -> list[RowOutputs]:
+            return [{**row, name: row[name] + np.float32(amount)} for row in case.right(batch)]
+
+        return core_error(run, SAMPLES, case.expected, case.core)
+
+    def crash(batch: Sequence[Sample]) -> list[RowOutputs]:
+        raise RuntimeError
+
+    for returns in EVERY:
+        case = make(returns)
+        assert error_of(case, 0) == 0
+        assert 0 < error_of(case, 0.01) < error_of(case, 0.1)
+        assert error_of(case, np.nan) == np.inf
+        assert core_error(crash, SAMPLES, case.expected, case.core) == np.inf
+
+
+def said(precision: Any, **fields: Any) -> str:
+    given = {"name": "p", "task": "text-embedding", "model": {"source": "m"}, **fields}
+    plan: Any = SimpleNamespace(spec=PipelineSpec.model_validate(given))
+    verdicts = (Verdict("min_cosine", 0.5, 0.9, passed=False), Verdict("mean_cosine", 1, 0, True))
+    gate = GateResult(precision, 1, 0, True, verdicts, ("bad",), ())
+    return str(GateFailure(plan.spec.name, gate, plan))
+
+
+def test_the_remedy_fits_what_was_asked_for() -> None:
+    for precision, fields, words, other in (
+        ("fp32", {}, "remove rows from traffic.jsonl", "core."),
+        ("fp32", {"core": {"layout": "bucketed"}}, "--accept-failed-gate REASON", "layout"),
+        ("fp32", {"core": {"precision": "auto"}}, "worst rows", "auto"),
+        ("int8", {"core": {"precision": "int8"}}, "to fp16, which loses less, or fp32", "int8"),
+        ("fp16", {"core": {"precision": "fp16"}}, "core.precision to fp32", "fp16"),
+        ("int8", {"core": {"shared_from": "q"}}, "Remove core.shared_from", "fp16"),
+        ("fp32", {"accuracy": {"min_cosine": 1}}, "Loosen accuracy.min_cosine", "traffic"),
+        ("fp32", {"accuracy": {"mean_cosine": 1}}, "remove rows from traffic.jsonl", "Loosen"),
+    ):
+        message = said(precision, **fields)
+        assert message.startswith("p failed the accuracy gate: bad. ")
+        assert words in message, (precision, fields)
+        assert other not in message, (precision, fields)

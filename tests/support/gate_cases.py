@@ -124,7 +124,7 @@ class Case:
             batch_size=4,
         )
 
-    def broken(self, damage: Callable[[RowOutputs], None], row: int = 4) -> GateResult:
+    def broken(self, damage: Callable[[RowOutputs], object], row: int = 4) -> GateResult:
         """The verdict on an artifact that damages one row, whatever its batch."""
 
         def run(batch: Sequence[Sample]) -> list[RowOutputs]:
