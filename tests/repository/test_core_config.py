@@ -54,8 +54,12 @@ def plan_of(folder: Path, overrides: list[str], **fields: Any) -> Plan:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_config_is_as_it_was_read_and_found_right(tmp_path: Path, case: str) -> None:
+def test_the_config_is_as_it_was_read_and_found_right(
+    tmp_path: Path, case: str, rewrite: bool
+) -> None:
     text = print_config(core_config(plan_of(tmp_path, CASES[case])))
+    if rewrite:
+        (CONFIGS / f"{case}.pbtxt").write_text(text, encoding="utf-8")
     assert text == (CONFIGS / f"{case}.pbtxt").read_text(encoding="utf-8")
     assert print_config(parse_config(text)) == text
 

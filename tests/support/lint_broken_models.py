@@ -37,6 +37,9 @@ OPTIONS = """parameters {
   key: "request_parameters"
   value { string_value: '{"dimensions": {"type": "int"}, "encoding": {"type": "str"}}' }
 }"""
+BF16 = """optimization { execution_accelerators { gpu_execution_accelerator {
+  name: "tensorrt" parameters { key: "precision_mode" value: "BF16" }
+} } }"""
 UNKNOWN = 'input { key: "ids" value { dim: [1] } }'
 
 FILES = (
@@ -190,6 +193,7 @@ CONFIGS = (
         triton="25.10",
     ),
     error("triton-version", POST, "model_metrics", append(POST, "model_metrics { }")),
+    error("triton-version", CORE, "precision_mode BF16, new in 26.02", append(CORE, BF16)),
     error("backend-known", POST, "pythn", replace(POST, '"python"', '"pythn"')),
     warning("backend-known", POST, "rust", replace(POST, '"python"', '"rust"')),
     error("backend-known", CORE, "tensorrt_plan", append(CORE, 'platform: "tensorrt_plan"')),

@@ -80,6 +80,10 @@ TENSORRT_VERSIONS: dict[Release, str] = {
     Release(26, 8): "11.2.1.2",
 }
 
+ACCELERATOR_BF16 = Release(26, 2)
+"""First release whose ONNX Runtime backend accepts ``precision_mode: BF16`` of its TensorRT
+accelerator (branch r26.02 of onnxruntime_backend); earlier ones refuse to load the model."""
+
 _TENSORRT_11 = Release(26, 6)
 """First image with TensorRT 11; earlier ones have TensorRT 10."""
 

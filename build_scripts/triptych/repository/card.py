@@ -9,8 +9,8 @@ from triptych.spec.plan import Plan
 
 CARD_FILE = "README.md"
 _SPEED = (
-    f"[{FIGURES_FILE}]({FIGURES_FILE}) has the figures, once `triptych bench` has measured this "
-    "build; the next build removes them."
+    f"`triptych bench` measures this build and writes the figures to {FIGURES_FILE}; the next "
+    "build removes them."
 )
 
 

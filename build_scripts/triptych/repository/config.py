@@ -150,16 +150,21 @@ def _optimize(plan: Plan, optimization: Any) -> None:
             cuda.graph_spec.add(batch_size=spec.batch_size, input=shapes, graph_lower_bound=bound)
     if core.accelerator == "tensorrt" and engine is not None:
         optimization.execution_accelerators.gpu_execution_accelerator.add(
-            name="tensorrt", parameters=_accelerator(engine)
+            name="tensorrt", parameters=_accelerator(engine, core.accelerator_cache)
         )
 
 
-def _accelerator(engine: EnginePlan) -> dict[str, str]:
+def _accelerator(engine: EnginePlan, cache: str) -> dict[str, str]:
     """Return the parameters of ONNX Runtime's TensorRT accelerator (see its src/onnxruntime.cc).
 
-    Without shapes it builds an engine for every new shape of a batch, while requests wait.
+    Without shapes it builds an engine for every new shape of a batch, while requests wait. Without
+    a cache each start of the server builds every engine again.
     """
     return {
+        "trt_engine_cache_enable": "true",
+        "trt_engine_cache_path": cache,
+        "trt_timing_cache_enable": "true",
+        "trt_timing_cache_path": cache,
         "precision_mode": ACCELERATOR_PRECISION.get(engine.precision, "FP32"),
         **{
             f"trt_profile_{short}_shapes": ",".join(

@@ -105,7 +105,7 @@ class BuildManifest:
         )
         plain = {name: plain[name] for name in plain if plain[name] or name not in self.OPTIONAL}
         plain["spec"] = self.spec.model_dump(mode="json", exclude={"folder"})
-        plain["gate"] = self.gate.as_dict()
+        plain["gate"] = self.gate.without_texts().as_dict()
         plain["files"] = dict(sorted(self.files.items()))
         return (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
 

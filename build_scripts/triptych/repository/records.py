@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, SkipValidation, TypeAdapter
@@ -255,6 +255,10 @@ class GateResult:
     def value(self, metric: str) -> float | None:
         """Return the measured value; None if the metric does not apply."""
         return next((v.value for v in self.verdicts if v.metric == metric), None)
+
+    def without_texts(self) -> GateResult:
+        """Return the result without the users' texts, which must not get into an image."""
+        return replace(self, worst=())
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for the manifest, the report and ``--json``.

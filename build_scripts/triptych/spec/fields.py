@@ -157,6 +157,9 @@ class CoreSettings(Frozen):
             (``intra_op_thread_count`` of the backend). None: one per physical core.
         accelerator: Kernels of ONNX Runtime on a GPU: its own CUDA kernels, or TensorRT for the
             operators that TensorRT supports, built when the model loads.
+        accelerator_cache: Absolute path of the server's folder in which the TensorRT accelerator
+            keeps the engines and timings that it has built. Without a volume there, each new
+            container builds them again.
         engine: Options of the TensorRT engine.
     """
 
@@ -170,6 +173,7 @@ class CoreSettings(Frozen):
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     shared_from: str | None = None
     accelerator: Literal["cuda", "tensorrt"] = "cuda"
+    accelerator_cache: Annotated[str, Field(pattern=r"^/[^\x00]*$")] = "/tmp/triptych-engines"
     engine: EngineSettings = EngineSettings()
 
     @model_validator(mode="before")

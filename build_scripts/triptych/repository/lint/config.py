@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from triptych.base.releases import (
+    ACCELERATOR_BF16,
     PRESERVE_ORDERING_BROKEN,
     STEP_QUEUE_LIMIT_SAFE,
     fields_newer_than,
@@ -271,6 +272,15 @@ def triton_version(model: Model) -> Iterator[Flaw]:
             f"should hold only parameters that Triton {triton} knows: it ignores others",
             f"parameter {parameter.name}, new in {parameter.release}",
             f"Remove it, or target Triton {parameter.release} or later",
+        )
+    accelerators = model.config.optimization.execution_accelerators.gpu_execution_accelerator
+    modes = {each.parameters.get("precision_mode") for each in accelerators}
+    if "BF16" in modes and triton < ACCELERATOR_BF16:
+        yield error(
+            f"must have a precision_mode that ONNX Runtime's backend of Triton {triton} knows",
+            f"precision_mode BF16, new in {ACCELERATOR_BF16}",
+            f"Use core.precision fp16 or fp32, or target Triton {ACCELERATOR_BF16} or later "
+            "(serving.triton)",
         )
 
 

@@ -308,7 +308,9 @@ def shared_core(model: Model) -> Iterator[Flaw]:
 
 
 _CLASS = "TritonPythonModel"
-_IN_CONTAINER = {"numpy", "tokenizers", "triton_python_backend_utils", "c_python_backend_utils"}
+_IN_CONTAINER = {"PIL", "numpy", "tokenizers"}
+"""Packages of the serving image (docker/requirements-serve.txt)."""
+_OF_BACKEND = {"triton_python_backend_utils", "c_python_backend_utils"}
 _GENERATION_MARK = "generation_messages.py"
 # Steps with the file above need NVIDIA's image with the engine, or CTranslate2.
 _FOR_GENERATION = {"jinja2", "vllm", "tensorrt_llm", "ctranslate2"}
@@ -365,7 +367,8 @@ def python_import(model: Model) -> Iterator[Flaw]:
     # The stub puts the version folder and the model's folder on the module search path.
     places = [model.folder, *model.served_folders]
     for source in model.sources if "EXECUTION_ENV_PATH" not in model.config.parameters else ():
-        imported = imports_of(source.tree, 0) - _IN_CONTAINER - sys.stdlib_module_names
+        imported = imports_of(source.tree, 0) - _IN_CONTAINER - _OF_BACKEND
+        imported -= sys.stdlib_module_names
         if exists(source.path.with_name(_GENERATION_MARK)):
             imported -= _FOR_GENERATION
         foreign = [n for n in imported if not any(_is_module(place / n) for place in places)]
