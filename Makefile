@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SHELL := bash
 
-# Images: Triton and TensorRT as docker/versions.env has them; where the image comes from is yours.
+# Images: Triton as docker/versions.env has it; where the image comes from is yours.
 COMPOSE = TRIPTYCH_USER="$$(id -u):$$(id -g)" docker compose --env-file docker/versions.env \
   --file docker/compose.yaml
 export TRITON_IMAGE

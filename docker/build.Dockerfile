@@ -5,7 +5,6 @@ ARG TRITON_IMAGE
 FROM ${TRITON_IMAGE}
 
 ARG TRITON_TAG
-ARG TENSORRT_VERSION
 ENV TRIPTYCH_TRITON=${TRITON_TAG} \
     PYTHONPATH=/opt/triptych/packages:/opt/triptych \
     PYTHONSAFEPATH=1 \
@@ -13,15 +12,20 @@ ENV TRIPTYCH_TRITON=${TRITON_TAG} \
 
 USER 0
 COPY docker/requirements-build.txt /opt/triptych/requirements.txt
-# In a folder of their own: what the image's Python holds stays as it is.
-RUN python3 -m pip install --no-cache-dir --no-compile --no-deps --only-binary=:all: \
-    --target /opt/triptych/packages --requirement /opt/triptych/requirements.txt
-COPY docker/tensorrt.py /opt/triptych/packages/tensorrt.py
 COPY build_scripts/triptych /opt/triptych/triptych
-# The bindings, the library and docker/versions.env must mean the same TensorRT.
+# The bindings are of the TensorRT and the CUDA in the image, whose version its name for CUDA gives.
+# In a folder of their own: what the image's Python holds stays as it is.
+RUN tensorrt="$(python3 -c 'import os; from triptych.container.machine import find_tensorrt; \
+print(find_tensorrt(os.environ))')" \
+ && cuda="${CUDA_VERSION%%.*}" \
+ && python3 -m pip install --no-cache-dir --no-compile --no-deps --only-binary=:all: \
+    --target /opt/triptych/packages --requirement /opt/triptych/requirements.txt \
+    "tensorrt-cu${cuda}-bindings==${tensorrt}.*" "cuda-bindings==${cuda}.*"
+COPY docker/tensorrt.py /opt/triptych/packages/tensorrt.py
+# The bindings and the library must mean the same TensorRT.
 RUN python3 -c "import os, sys, tensorrt; from triptych.container.machine import find_tensorrt; \
-found = (tensorrt.__version__, find_tensorrt(os.environ)); print('TensorRT', *found); \
-sys.exit(any(not (v or '').startswith('${TENSORRT_VERSION}') for v in found))"
+library = find_tensorrt(os.environ); print('TensorRT', library, tensorrt.__version__); \
+sys.exit(not tensorrt.__version__.startswith(library))"
 
 # NVIDIA's images call this user triton-server. compose.yaml runs it as whoever owns the repository.
 USER 1000

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
 from triptych.base.errors import UserError
 from triptych.base.releases import (
     BACKEND_PARAMETERS,
@@ -193,12 +192,3 @@ def test_what_is_inside_an_image_never_gets_older() -> None:
     assert numbers == sorted(numbers)
     for release, version in TENSORRT_VERSIONS.items():
         assert tensorrt_major(release) == int(version.partition(".")[0])
-
-
-def test_the_image_that_is_built_is_in_the_table() -> None:
-    lines = (ROOT / "docker/versions.env").read_text(encoding="utf-8").splitlines()
-    pairs = (line.partition("=") for line in lines if line and not line.startswith("#"))
-    names = {name: value for name, _, value in pairs}
-    release = parse_release(names["TRITON_TAG"])
-    assert TRITON_VERSIONS[release] == names["TRITON_VERSION"]
-    assert TENSORRT_VERSIONS[release].startswith(names["TENSORRT_VERSION"] + ".")

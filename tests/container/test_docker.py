@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from conftest import ROOT
-from triptych.base.releases import TENSORRT_VERSIONS, TRITON_VERSIONS, parse_release
+from triptych.base.release_changes import defects_of
+from triptych.base.releases import TRITON_VERSIONS, parse_release
 
 DOCKER = ROOT / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
@@ -102,7 +103,7 @@ def test_pip_installs_the_pinned_wheels_and_nothing_that_they_ask_for(path: Path
 @pytest.mark.parametrize("path", REQUIREMENTS, ids=name_of)
 def test_the_images_hold_the_versions_that_were_tested_here(path: Path) -> None:
     tested = pins_of(CONSTRAINTS)
-    in_images_only = {"tensorrt-cu13-bindings", "cuda-bindings", "cuda-pathfinder"}
+    in_images_only = {"cuda-pathfinder"}
     pins = pins_of(path)
     assert {name: tested.get(name) for name in pins if name not in in_images_only} == {
         name: version for name, version in pins.items() if name not in in_images_only
@@ -116,16 +117,25 @@ def test_the_serving_image_gets_three_packages_with_hashes() -> None:
     assert all(re.search(r" --hash=sha256:[0-9a-f]{64}$", line) for line in lines)
 
 
-def test_the_bindings_are_of_the_tensorrt_that_serves() -> None:
-    versions, pins = read_versions(), pins_of(DOCKER / "requirements-build.txt")
-    assert pins["tensorrt-cu13-bindings"].startswith(versions["TENSORRT_VERSION"] + ".")
+def test_the_bindings_are_of_the_tensorrt_in_the_image(tmp_path: Path) -> None:
+    """The image's Python finds the library before any package is installed."""
+    (tmp_path / "libnvinfer.so.11.3.0").touch()
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "build_scripts")!r})
+from triptych.container.machine import find_tensorrt
+print(find_tensorrt({{"LD_LIBRARY_PATH": {str(tmp_path)!r}}}))
+"""
+    command = [sys.executable, "-I", "-S", "-c", code]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"11.3.0\n"
+    assert not any("bindings" in name for name in pins_of(DOCKER / "requirements-build.txt"))
 
 
 def test_versions_env_agrees_with_the_table_of_releases() -> None:
     versions = read_versions()
     release = parse_release(versions["TRITON_TAG"])
     assert versions["TRITON_VERSION"] == TRITON_VERSIONS[release]
-    assert TENSORRT_VERSIONS[release].startswith(versions["TENSORRT_VERSION"] + ".")
+    assert not defects_of(release, {"any server", "python step", "dynamic batching"})
 
 
 def test_the_health_check_and_entry_point_are_modules_that_exist() -> None:

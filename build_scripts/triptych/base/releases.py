@@ -142,7 +142,7 @@ def parse_release(text: str) -> Release:
         "triton",
         "must be a Triton release as in its image tag, YY.MM",
         given=text,
-        remedy="Example: 24.10, or 26.08 for the image tritonserver:26.08-py3",
+        remedy="Example: 24.10, or 26.11 for the image tritonserver:26.11-py3",
     )
 
 

@@ -82,7 +82,7 @@ def find_release(variables: Mapping[str, str], version_file: Path = _VERSION_FIL
         raise UserError(
             "TRIPTYCH_TRITON",
             "must name the server's release where the image does not",
-            remedy="Set it to the image's tag, such as 26.08",
+            remedy="Set it to the image's tag, such as 26.11",
         )
     return parse_release(named)
 

@@ -83,7 +83,7 @@ def image_tag(server: ServerPods) -> Iterator[Flaw]:
         yield error(
             "The image must have a tag that does not move: all replicas must have one release",
             image,
-            "Name the release (26.08-py3) or a digest",
+            "Name the release (26.11-py3) or a digest",
         )
 
 
