@@ -32,53 +32,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 TRAFFIC_ROWS = 150
 """Of MiniLM's traffic, for the pipelines of tests: a gate takes as long as it has rows."""
 
-# fmt: off
-BIGGEST = (
-    "docs", "tasks", "container_start", "served_architectures", "engine_graphs", "examples", "cli",
-    "precision_tasks", "ensemble", "container_stop", "engine", "gpu_benchmark_run", "verify",
-    "choose",
-    "gate_broken", "tune", "generation_vllm", "fleet", "engine_path", "architectures", "baselines",
-    "build", "bench", "precise", "hostile", "export", "hooks", "client_errors", "golden",
-)
-# fmt: on
-"""Files that take longest: they come first, so that no worker is left alone with one at the end.
-
-What exports many models comes after those that export the same."""
-# fmt: off
-PURE = (
-    "accuracy_thresholds", "admission", "alerts", "benchmarks", "bulk_failures", "bulk_formats",
-    "capacity",
-    "card", "command_line", "comparison", "container", "container_locks", "core_config", "cost",
-    "dashboard", "decoders_spans", "deploy", "deploy_check", "deploy_generation", "deploy_targets",
-    "deploy_watch", "docker", "doctor", "drift", "dry_run", "engine_inspection", "engine_request",
-    "engine_runner", "expected_cost", "explained", "fake_tensorrt", "fleet_envoy",
-    "gate", "generation_engines", "generation_gate", "generation_load",
-    "generation_requests", "generation_spec", "generation_stream", "golden_deploy", "gpu_benchmark",
-    "gpu_plan",
-    "history", "hook_checks", "labeled", "lint", "live_verdict", "load_report",
-    "load_report_terminal", "load_values", "make_engine", "metrics", "mirror", "new_traffic",
-    "onnxruntime_pieces", "pages", "plan", "planted_faults", "probe", "quantization", "releases",
-    "report", "rounding", "sample_pieces", "samples_file", "scaffold", "scaling", "scratch",
-    "server_mistakes", "shown", "spec", "store", "structure", "tensorrt_llm", "tensorrt_settings",
-    "terminal", "tune_fields", "tune_generation", "tune_report", "tune_scores", "tune_search",
-    "tuned", "watch", "widths",
-)
-# fmt: on
-"""Files whose tests need neither a server nor a model, nor torch: `make check` runs these."""
-BUILT = {"minilm_repository", "minilm_server", "reference", "tiny_model"}
-"""Fixtures that need torch: a test that asks for one is not pure, whatever its file."""
+BUILT = {"minilm_repository", "minilm_server", "reference", "tiny_model", "model", "toy"}
+"""Fixtures that need torch or a server: a test that uses one is not pure."""
+NOT_PURE = ("server", "build", "long")
+"""Marks of tests that are not pure."""
+FILE_IS_NOT_PURE = re.compile(rf"(?m)^pytestmark = \[?\s*pytest\.mark\.({'|'.join(NOT_PURE)})\b")
 
 
 class NoTorch:
-    """An import hook: torch takes seconds to import and is not there for pure tests."""
+    """An import hook that makes torch absent for pure tests, because its import takes seconds."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.partition(".")[0] == "torch":
-            raise ImportError("torch is not there for pure tests (PURE in tests/conftest.py)")
+            raise ImportError("a pure test cannot import torch: mark the test or its file `build`")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--pure", action="store_true", help="files without a server, build or torch")
+    parser.addoption("--pure", action="store_true", help="tests without a server, build or torch")
     parser.addoption("--rewrite", action="store_true", help="write the files on record again")
     parser.addoption("--long", default="1", help="K/N: long tests of part K of N; 1: all of them")
 
@@ -89,13 +59,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    named = collection_path.stem.removeprefix("test_") not in PURE
-    return True if named and collection_path.is_file() and config.getoption("--pure") else None
+    """Leave out files without pure tests before they are imported."""
+    if not config.getoption("--pure") or not collection_path.is_file():
+        return None
+    return True if FILE_IS_NOT_PURE.search(collection_path.read_text(encoding="utf-8")) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    order = {f"test_{name}": place for place, name in enumerate(BIGGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    # The longest tests come first, so that no worker is left alone with one at the end.
+    items.sort(key=lambda item: (is_pure(item), item.get_closest_marker("server") is None))
     if config.getoption("--pure"):
         items[:] = [item for item in items if is_pure(item)]
     part, _, parts = config.getoption("--long").partition("/")
@@ -108,7 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_pure(item: pytest.Item) -> bool:
-    marked = any(item.get_closest_marker(name) for name in ("server", "long"))
+    """Whether a test needs no server, build or torch, by its marks and fixtures."""
+    marked = any(item.get_closest_marker(name) for name in NOT_PURE)
     return not marked and BUILT.isdisjoint(getattr(item, "fixturenames", ()))
 
 

@@ -40,6 +40,7 @@ CONTRACTS = ("test_kinds", "test_golden", "test_golden_deploy", "test_step_error
 BATCH = 40
 """Number of faults after which the tests that failed run without a fault."""
 TIME_RAN_OUT = "time ran out"
+FILE_IS_NOT_PURE = re.compile(r"(?m)^pytestmark = \[?\s*pytest\.mark\.(server|build|long)\b")
 COMMAND = re.compile(r'with_name\("triptych"\)|triptych\.interface\.cli')
 """The text of a test that starts the command in a process of its own."""
 STAGES: dict[str, list[str]] = {"pure": ["--pure"], "others": ["-m", "not long"]}
@@ -51,8 +52,16 @@ class Tests:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.files = {path.stem: path for path in sorted((root / "tests").rglob("*.py"))}
-        text = self.files["conftest"].read_text(encoding="utf-8")
-        self.pure = ast.literal_eval(re.findall(r"(?ms)^PURE = (\(.*?^\))", text)[0])
+        listed = re.search(r"(?ms)^PURE = (\(.*?^\))", self.text("conftest"))  # in older tests
+        names = ast.literal_eval(listed[1]) if listed else ()
+        self.pure = {
+            stem
+            for stem in self.files
+            if (stem[5:] in names if listed else not FILE_IS_NOT_PURE.search(self.text(stem)))
+        }
+
+    def text(self, stem: str) -> str:
+        return self.files[stem].read_text(encoding="utf-8")
 
     @functools.cache  # noqa: B019
     def imports_of(self, path: Path) -> set[Path]:
@@ -90,10 +99,10 @@ class Tests:
         near, all_files = [], []
         name = fault.where.split(".")[-1].strip("_")
         for stem, path in self.files.items():
-            is_pure = stem.removeprefix("test_") in self.pure
+            is_pure = stem in self.pure
             if not stem.startswith("test_") or (stage == "pure" and not is_pure):
                 continue
-            text = path.read_text(encoding="utf-8")
+            text = self.text(stem)
             far = self.distances(path).get(self.root / SOURCES / fault.path, 99)
             if fault.package == "runtime" and stage == "others" and "server" in text:
                 far = min(far, 9)  # a server imports the copy that lies in the repository
@@ -180,7 +189,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     run = json.loads(os.environ["PLANTED_FAULTS"])
     conftest = sys.modules["conftest"]
     if "not long" in run["words"]:
-        seen = {i for i in items if i.path.stem[5:] in conftest.PURE and conftest.is_pure(i)}
+        names = getattr(conftest, "PURE", None)  # in older tests
+        seen = {i for i in items if conftest.is_pure(i) and (not names or i.path.stem[5:] in names)}
         items[:] = [item for item in items if item not in seen]
     if "only" in run:
         items[:] = [item for item in items if item.nodeid in run["only"]]

@@ -16,6 +16,8 @@ from triptych.repository.lint import run_checks
 from triptych.runtime.hooking import load_hooks
 from triptych.spec.spec import load_spec
 
+pytestmark = pytest.mark.build
+
 DATACLASS = """
 from __future__ import annotations
 

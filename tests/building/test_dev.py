@@ -22,6 +22,8 @@ from triptych.repository.history import rollback
 from triptych.serving.hot_reload import HotReload
 from triptych.serving.server import Server
 
+pytestmark = pytest.mark.build
+
 STOPPED_ON_A_SERVER = (
     STOP_ONCE
     + """

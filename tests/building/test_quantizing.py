@@ -15,6 +15,8 @@ from triptych.base.errors import UserError
 from triptych.building.generation.quantizing import quantize
 from triptych.building.generation.weights import UnknownLayoutError, dequantize, load_model
 
+pytestmark = pytest.mark.build
+
 INPUTS, OUTPUTS, GROUP = 32, 16, 8
 
 

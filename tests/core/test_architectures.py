@@ -19,6 +19,8 @@ from triptych.core.export.packing import CannotPack
 from triptych.core.export.to_onnx import export_onnx, load_model
 from triptych.spec.model_source import read_facts
 
+pytestmark = pytest.mark.build
+
 TOLERANCE = 2e-6
 CASES = [*SHARED, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS)]
 

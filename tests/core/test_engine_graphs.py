@@ -36,6 +36,8 @@ from triptych.spec.engine_plan import EnginePlan, ShapeRange
 from triptych.spec.fields import Precision
 from triptych.spec.spec import load_spec
 
+pytestmark = pytest.mark.build
+
 BUILT: Sequence[tuple[str, str, Precision]] = (
     ("tags", "packed", "int8"),
     ("masks", "packed", "fp8"),

@@ -31,6 +31,8 @@ from triptych.spec.tasks.accuracy import METRICS, metrics_of, thresholds
 from triptych.spec.tasks.compare import read_entities
 from triptych.spec.tasks.labeled import LabeledRow
 
+pytestmark = pytest.mark.build
+
 GRAVE = "caught at the limits of int8, too"
 KINDS = (
     "text-embedding",

@@ -24,6 +24,8 @@ from triptych.core.requests import GateRequest, hash_requests, rows_of
 from triptych.runtime.row_types import unpack_metadata
 from triptych.spec.spec import load_spec
 
+pytestmark = pytest.mark.build
+
 TEXT_TASKS = [name for name in MODELS if name not in ("images", "flags")]
 
 

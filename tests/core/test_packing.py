@@ -26,6 +26,8 @@ from triptych.core.export.to_onnx import (
 from triptych.core.requests import core_feed, row_starts
 from triptych.runtime.row_types import MULTIPLE, make_row_span, pack_rows, unpack_rows
 
+pytestmark = pytest.mark.build
+
 PACKED = (INPUT_IDS, ROW_LENGTH, ROW_OFFSET)
 LENGTHS = ([1], [16], [17, 1, 40], [256, *[16] * 31], [256] * 4, [5, 64, 3, 3, 120, 7])
 

@@ -16,6 +16,8 @@ from task_models import MODELS
 from triptych.core.engine.stage import EngineFailure, build_engine
 from triptych.repository.records import plain_record
 
+pytestmark = pytest.mark.build
+
 CASES = (
     ("topics", "bucketed", "fp16"),
     ("tags", "packed", "fp16"),

@@ -20,6 +20,8 @@ from triptych.core.precision.linear import Recipe
 from triptych.repository.records import Conversion, plain_record, read_record
 from triptych.spec.fields import Precision
 
+pytestmark = pytest.mark.build
+
 FP16, BF16 = onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
 KIND = {"fp16": FP16, "bf16": BF16}
 HALVES: tuple[Precision, ...] = ("fp16", "bf16")

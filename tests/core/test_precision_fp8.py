@@ -17,6 +17,8 @@ from triptych.base.onnx_graph import OPSET
 from triptych.core.precision.linear import Recipe
 from triptych.core.precision.quantize import MAX_FP8, convert_fp8
 
+pytestmark = pytest.mark.build
+
 FP8 = onnx.TensorProto.FLOAT8E4M3FN
 RECIPE = Recipe("fp8")
 

@@ -19,6 +19,8 @@ from triptych.core.precision.linear import Recipe, find_groups
 from triptych.core.precision.quantize import Quantizer, convert_int8
 from triptych.spec.fields import Precision
 
+pytestmark = pytest.mark.build
+
 BOTH: tuple[Precision, ...] = ("int8", "int8_dynamic")
 HEAD = "embedding"
 

@@ -26,6 +26,8 @@ from triptych.core.precision.linear import Recipe, find_groups
 from triptych.spec.fields import Precision
 from triptych.spec.spec import load_spec
 
+pytestmark = pytest.mark.build
+
 QUANTIZED: tuple[Precision, ...] = ("int8", "int8_dynamic", "fp8")
 BUILDS = (
     ("topics", "packed", "int8"),

@@ -18,6 +18,8 @@ from triptych.spec.model_source import read_facts
 from triptych.spec.tasks import find_task
 from triptych.spec.tasks.task import Core
 
+pytestmark = pytest.mark.build
+
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXTS = ["hello", "a much longer text than that, with a few commas, too", "so?", "red and green"]
 

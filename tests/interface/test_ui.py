@@ -26,6 +26,8 @@ from triptych.interface.page.form import SECOND, Form, ScoreBar, TextPiece, mark
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks import TASKS
 
+pytestmark = pytest.mark.build
+
 TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 HOSTILE = "</textarea><script>window.ran = 1</script><img src=x onerror='window.ran = 1'>\u202e"
 TEXT = f"Ada Lovelace of London wrote to Charles Babbage in Turin about {HOSTILE} parcels"

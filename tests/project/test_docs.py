@@ -18,6 +18,8 @@ import pytest
 
 from conftest import ROOT
 
+pytestmark = pytest.mark.build
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "pipelines/README.md").read_text(encoding="utf-8")
 PIPELINES = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")

@@ -172,6 +172,7 @@ def test_pii_values_are_not_shared(one: str, other: str) -> None:
     assert not shapes[0] & shapes[1]
 
 
+@pytest.mark.build
 def test_pii_tags_mark_first_and_other_tokens() -> None:
     from transformers import AutoTokenizer
 

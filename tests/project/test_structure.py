@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import BIGGEST, PURE, ROOT
+from conftest import ROOT
 
 PACKAGE = ROOT / "build_scripts/triptych"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -138,12 +138,6 @@ def test_a_module_says_what_it_owns_and_stays_small() -> None:
             text = (ROOT / name).read_text(encoding="utf-8", errors="replace")
             for word in ("/" + "root/", "/" + "work/", "/" + "home/"):
                 assert word not in text, f"{name} names {word}"
-
-
-def test_lists_of_test_files_name_files() -> None:
-    names = {path.stem.removeprefix("test_") for path in TESTS}
-    assert {*PURE, *BIGGEST} <= names
-    assert list(PURE) == sorted(set(PURE))
 
 
 def test_the_architecture_lists_the_packages_in_their_order() -> None:

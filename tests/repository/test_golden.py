@@ -11,8 +11,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import task_models
 from conftest import ROOT, build_into, traffic_texts, write_pipeline
+
+pytestmark = pytest.mark.build
 
 GOLDEN = ROOT / "tests/data/golden.json"
 CORES: dict[str, dict[str, Any]] = {

@@ -19,6 +19,8 @@ from triptych.repository.lint.engine import support_of, unsupported
 from triptych.repository.records import Conversion
 from triptych.spec.fields import Precision
 
+pytestmark = pytest.mark.build
+
 MAJORS = (8, 10, 11)
 CONVERT: dict[Precision, Callable[..., Conversion]] = {
     "fp16": float16.convert,

@@ -22,6 +22,8 @@ from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.requests import rows_of
 from triptych.spec.spec import load_spec
 
+pytestmark = pytest.mark.build
+
 NAMES = [name for name in MODELS if name != "images"]
 
 

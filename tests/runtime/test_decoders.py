@@ -17,6 +17,8 @@ from conftest import ROOT
 from triptych.runtime import decode_rows
 from triptych.spec.tasks import TASKS
 
+pytestmark = pytest.mark.build
+
 RUNTIME = ROOT / "build_scripts/triptych/runtime"
 TEXTS = ("The tram to Zürich is late.", "Refund me!", "Ada wrote the first program.")
 

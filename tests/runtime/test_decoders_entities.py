@@ -27,6 +27,8 @@ from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import OUTSIDE, WORD_INSIDE, WORD_START, RowMetadata
 from triptych.runtime.rows_spans import make_kinds
 
+pytestmark = pytest.mark.build
+
 LABELS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC", "B-PER-SUB", "ORG-SUB"]
 STRATEGIES = ("none", "simple", "first", "max", "average")
 WHOLE = {"is_split_into_words": False}

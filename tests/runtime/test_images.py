@@ -28,6 +28,8 @@ from triptych.spec.image_core import ImageCore
 from triptych.spec.image_source import read_image_facts
 from triptych.spec.model_info import ImageInfo
 
+pytestmark = pytest.mark.build
+
 CLASSES = 7
 MAX_BYTES, MAX_PIXELS = 200_000, 1_000_000
 FACTS = ImageInfo("shorter", (36,), "bicubic", (32, 32), False, 1 / 255, None, None, 32, 32)

@@ -47,6 +47,8 @@ from triptych.runtime.sampling import FOLDER_VARIABLE, PARTIAL, list_files
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
 
+pytestmark = pytest.mark.build
+
 TEXTS = traffic_texts()[:30]
 PLANTED = "planted by nobody else 2718281828"  # which `redact` leaves as it is
 SAID: list[str] = []

@@ -43,6 +43,8 @@ from triptych.serving.bench.baselines import ALL, Baselines, WorkerFailed, Worke
 from triptych.serving.bench.results import OfferedLoad
 from triptych.spec.spec import load_spec
 
+pytestmark = pytest.mark.build
+
 SECONDS = 0.2
 
 

@@ -20,6 +20,8 @@ from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import RowInputs
 from triptych.serving.orphan_cleanup import SHM
 
+pytestmark = pytest.mark.build
+
 PROMPT_S = 1.0
 """Longest that a request of a few kilobytes may keep preprocess from the others."""
 

@@ -15,6 +15,8 @@ from mistakes import check_refused
 from triptych.spec.model_info import Dense, Normalize
 from triptych.spec.model_source import read_facts, read_tokenizer
 
+pytestmark = pytest.mark.build
+
 CLASSIFIER = "BertForSequenceClassification"
 IDENTITY, SIGMOID, TANH = (
     f"torch.nn.modules.{name}"
