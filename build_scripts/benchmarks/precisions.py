@@ -67,7 +67,7 @@ def main() -> int:
 
     def make_feeds(size: int) -> list[Feed]:
         chunks = (samples[start : start + size] for start in range(0, len(samples), size))
-        pad = plan.facts.pad_token_id
+        pad = plan.info.pad_token_id
         return [core_feed(chunk, plan.core_inputs, pad_token_id=pad) for chunk in chunks]
 
     feeds = make_feeds(BATCHES[-1])
@@ -133,8 +133,8 @@ def _parse() -> argparse.Namespace:
 def _find_source(inputs: PipelineInputs) -> tuple[Path, str]:
     """Build the pipeline; return the fp32 core and its key."""
     repository = build(CACHE / "precisions")
-    lock = read_manifest(repository, PIPELINE.name, EncoderManifest)
-    return repository / inputs.plan.step("core") / "1" / MODEL_FILE, lock.source_key
+    manifest = read_manifest(repository, PIPELINE.name, EncoderManifest)
+    return repository / inputs.plan.step("core") / "1" / MODEL_FILE, manifest.source_key
 
 
 def _convert(inputs: PipelineInputs, precision: Precision) -> ConvertedCore:

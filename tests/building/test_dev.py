@@ -123,7 +123,10 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
         build_into(folder, repository)
         damaged.write_text(hooks("FIFTH"))
         exchange.poll()
-        assert "tickets_postprocess/1/hooks.py is not the file that the lock" in problems.pop()
+        assert (
+            "tickets_postprocess/1/hooks.py is not the file that the build manifest"
+            in problems.pop()
+        )
         assert asker.failures == []
         assert set(asker.labels) == {"FIRST", "SECOND"}
     assert problems == []

@@ -288,7 +288,7 @@ def test_a_model_is_read_as_others_read_it(tmp_path: Path) -> None:
         for path, text, more in zip(changed, plain, (config, tokenizer), strict=True):
             path.write_text(json.dumps({**json.loads(text), **more}))
         (folder / "generation_config.json").write_text(generation)
-        return read_generation_model(folder, quiet).facts
+        return read_generation_model(folder, quiet).info
 
     facts = read({}, {"eos_token": "<s>"}, '{"eos_token_id": [1], "top_k": 20, "top_p": 1.0}')
     assert (facts.stop_token_ids, facts.suggested) == ((1, 0), {"top_k": 20})

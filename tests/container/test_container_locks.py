@@ -85,7 +85,7 @@ def test_a_plan_runs_on_other_gpus_only_where_it_was_built_to(
         ({"built": False}, machine(H200), "has not been built: build it with `triptych engine"),
         ({"plan": None}, machine(H200), "minilm_core/1/model.plan is missing"),
         ({"plan": b""}, machine(H200), "minilm_core/1/model.plan is empty"),
-        ({"plan": b"another"}, machine(H200), "is not the file that the lock describes"),
+        ({"plan": b"another"}, machine(H200), "is not the file that the build manifest describes"),
         ({"onnx_sha256": "old"}, machine(H200), "built from another graph"),
         ({}, machine(), "needs a GPU, here is none: start the container with `--gpus all`"),
         ({"gpus": (0, 1)}, machine(H200), "runs on GPU 1, here are 1"),
@@ -133,10 +133,13 @@ def put_a_folder(repository: Path) -> None:
 
 ONNX: dict[str, Any] = {"backend": "onnxruntime", "built": False, "plan": None}
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "other weights": (damage, "minilm_core/1/model.onnx is not the file that the lock describes"),
+    "other weights": (
+        damage,
+        "minilm_core/1/model.onnx is not the file that the build manifest describes",
+    ),
     "another config": (
         lambda r: (r / "minilm/config.pbtxt").write_text('platform: "ensemble"'),
-        "minilm/config.pbtxt is not the file that the lock describes",
+        "minilm/config.pbtxt is not the file that the build manifest describes",
     ),
     "no config, no ensemble": (
         lambda r: (r / "minilm/config.pbtxt").unlink(),
@@ -156,15 +159,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a file too many": (
         lambda r: (r / "minilm_core/1/hooks.py").touch(),
-        "minilm_core/1/hooks.py is not in the lock",
+        "minilm_core/1/hooks.py is not in the build manifest",
     ),
     "a newer version": (
         lambda r: shutil.copytree(r / "minilm_core/1", r / "minilm_core/2"),
-        "minilm_core/2/model.onnx is not in the lock",
+        "minilm_core/2/model.onnx is not in the build manifest",
     ),
     "two faults": (
         lambda r: (damage(r), (r / "minilm_core/1/hooks.py").write_text("")),
-        "minilm_core/1/model.onnx is not the file that the lock describes (and 1 more)",
+        "minilm_core/1/model.onnx is not the file that the build manifest describes (and 1 more)",
     ),
 }
 
@@ -213,7 +216,7 @@ def test_a_shared_core_is_checked_with_its_owner_only(tmp_path: Path) -> None:
 def test_a_pipeline_without_a_lock_is_a_warning(tmp_path: Path) -> None:
     write_pipeline(tmp_path)
     (tmp_path / "minilm/triptych.lock.json").unlink()
-    assert check(tmp_path) == "warning: minilm: has no lock: nothing could be checked"
+    assert check(tmp_path) == "warning: minilm: has no build manifest: nothing could be checked"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +235,7 @@ def test_a_lock_that_cannot_be_read_is_refused(content: str, tmp_path: Path) -> 
     write_pipeline(tmp_path)
     (tmp_path / "minilm/triptych.lock.json").write_bytes(content.encode("latin-1"))
     said = check(tmp_path)
-    assert said.startswith("error: minilm: its lock cannot be used (")
+    assert said.startswith("error: minilm: its build manifest cannot be used (")
     assert "\n" not in said
 
 

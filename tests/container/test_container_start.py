@@ -256,7 +256,7 @@ def test_a_repository_that_cannot_be_served_is_refused_before_the_server(
     assert of_files.startswith(
         "error: minilm_bucketed: minilm_bucketed_preprocess/1/tokenizer.json"
     )
-    assert of_lock.startswith("error: minilm_packed: its lock cannot be used")
+    assert of_lock.startswith("error: minilm_packed: its build manifest cannot be used")
 
 
 def swap_two_words(tokenizer: Path) -> None:
@@ -356,10 +356,10 @@ def test_serve_refuses_what_is_not_as_it_was_built(
     with serve(broken, profile) as process:
         errors = process.communicate(timeout=60)[1]
     assert process.returncode == 2
-    assert "error: minilm_bucketed: its lock cannot be used" in errors
+    assert "error: minilm_bucketed: its build manifest cannot be used" in errors
     assert (
-        "error: minilm_packed: minilm_packed_core/1/model.onnx is not the file that the lock "
-        "describes: build it again with `triptych build minilm_packed`, or copy it again"
+        "error: minilm_packed: minilm_packed_core/1/model.onnx is not the file that the build "
+        "manifest describes: build it again with `triptych build minilm_packed`, or copy it again"
     ) in errors
     assert "Traceback" not in errors
 

@@ -17,7 +17,7 @@ from architectures import OTHERS, SHARED
 from triptych.base.errors import UserError
 from triptych.core.export.packing import CannotPack
 from triptych.core.export.to_onnx import export_onnx, load_model
-from triptych.spec.model_source import read_facts
+from triptych.spec.model_source import read_model_info
 
 pytestmark = pytest.mark.build
 
@@ -187,4 +187,4 @@ def test_a_model_of_sound_is_refused_in_words(tmp_path: Path) -> None:
         load_model(tmp_path, "AutoModel")
     transformers.WhisperFeatureExtractor(feature_size=16).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"text or image model.*audio model"):
-        read_facts(tmp_path)
+        read_model_info(tmp_path)

@@ -18,7 +18,7 @@ from triptych.core.gate.check import check
 from triptych.core.gate.reference import reference_outputs
 from triptych.core.gate.runs import RunBatch, open_onnx
 from triptych.core.requests import Sample
-from triptych.spec.model_source import read_facts
+from triptych.spec.model_source import read_model_info
 from triptych.spec.tasks.accuracy import CORE_METRICS, default_limits
 from triptych.spec.tasks.catalog import TEXT_EMBEDDING
 from triptych.spec.tasks.metrics_vectors import COSINES
@@ -79,7 +79,7 @@ def test_every_pooling_equals_sentence_transformers(
     reference = modules_for(tiny_model, pooling, dense=dense)
     reference.save(str(tmp_path / "model"))
     folder = tmp_path / "model"
-    facts = read_facts(folder)
+    facts = read_model_info(folder)
     core = TEXT_EMBEDDING.core(facts, {})
     packed, inputs = layout == "packed", INPUTS[layout]
     export_onnx(folder, facts, core, inputs, packed=packed, target=tmp_path / "onnx")
@@ -108,14 +108,14 @@ def artifact(
 ) -> Artifact:
     packed = request.param == "packed"
     target = tmp_path_factory.mktemp("onnx")
-    facts = read_facts(tiny_model)
+    facts = read_model_info(tiny_model)
     core = TEXT_EMBEDDING.core(facts, {})
     export_onnx(tiny_model, facts, core, INPUTS[request.param], packed=packed, target=target)
     return Artifact(target / "model.onnx", core, packed)
 
 
 def test_the_gate_passes_a_right_artifact(artifact: Artifact, tiny_model: Path) -> None:
-    expected = reference_outputs(tiny_model, read_facts(tiny_model), artifact.core, ROWS)
+    expected = reference_outputs(tiny_model, read_model_info(tiny_model), artifact.core, ROWS)
     result = check(artifact.open(), REQUESTS, expected, artifact.core, TIGHT, **EXACT)
     assert result.passed
     assert result.as_dict()["verdicts"][1]["metric"] == "batch_sensitivity"
@@ -124,7 +124,7 @@ def test_the_gate_passes_a_right_artifact(artifact: Artifact, tiny_model: Path) 
 
 @pytest.mark.parametrize("fault", ["scaled weights", "NaN", "neighbors leak", "other pooling"])
 def test_the_gate_stops_a_wrong_artifact(artifact: Artifact, tiny_model: Path, fault: str) -> None:
-    facts = read_facts(tiny_model)
+    facts = read_model_info(tiny_model)
     right = artifact.open()
 
     def wrong(rows: Sequence[Sample]) -> Any:
@@ -147,7 +147,7 @@ def test_the_gate_stops_a_wrong_artifact(artifact: Artifact, tiny_model: Path, f
 def test_an_export_again_is_the_same_to_the_byte(
     artifact: Artifact, tiny_model: Path, tmp_path: Path
 ) -> None:
-    facts = read_facts(tiny_model)
+    facts = read_model_info(tiny_model)
     core, packed = artifact.core, artifact.packed
     inputs = INPUTS["packed" if packed else "bucketed"]
     export_onnx(tiny_model, facts, core, inputs, packed=packed, target=tmp_path)

@@ -110,7 +110,7 @@ def test_the_right_graph_passes(minilm: Bench, benches: dict[str, Bench]) -> Non
 
 def test_wrong_pooling_is_caught(minilm: Bench, fallen: list[str]) -> None:
     plan = minilm.inputs.plan
-    facts = replace(plan.facts, pooling=("cls",))
+    facts = replace(plan.info, pooling=("cls",))
     rows = rows_of(minilm.inputs.requests)
     wrong = reference_outputs(minilm.inputs.model_folder, facts, plan.core, rows)
     result = minilm.check(minilm.recall(wrong))

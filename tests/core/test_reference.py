@@ -14,7 +14,7 @@ from triptych.core.gate.reference import pixel_values, reference_outputs
 from triptych.core.gate.runs import open_onnx
 from triptych.core.requests import Sample
 from triptych.spec.model_info import ModelInfo
-from triptych.spec.model_source import read_facts
+from triptych.spec.model_source import read_model_info
 from triptych.spec.tasks import find_task
 from triptych.spec.tasks.task import Core
 
@@ -62,7 +62,7 @@ def rows_of(folder: Path, texts: list[Any]) -> list[Sample]:
 
 
 def read(folder: Path, task: str, **parameters: Any) -> tuple[ModelInfo, Core]:
-    facts = read_facts(folder)
+    facts = read_model_info(folder)
     return facts, find_task(task).core(facts, parameters)
 
 
@@ -238,7 +238,7 @@ def test_scores_of_images_are_those_of_the_pipeline(vision_model: Path) -> None:
 
 
 def test_pixel_values_without_rescaling_or_normalizing(vision_model: Path) -> None:
-    facts = read_facts(vision_model)
+    facts = read_model_info(vision_model)
     assert facts.image is not None
     pixels = np.array([[[0, 128, 255]]], dtype=np.uint8)
     plain = replace(facts, image=replace(facts.image, rescale_factor=None, mean=None, std=None))

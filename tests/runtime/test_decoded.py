@@ -15,7 +15,7 @@ from gate_benches import write_task
 from gate_cases import make
 from task_models import MODELS
 from triptych.core.gate.cached import decoding_of
-from triptych.core.gate.check import describe_answer
+from triptych.core.gate.check import describe_outputs
 from triptych.core.gate.reference import reference_of
 from triptych.core.gate.runs import Decoded, decode, reference_row_outputs
 from triptych.core.inputs import PipelineInputs, read_inputs
@@ -57,7 +57,7 @@ def test_each_request_has_the_outputs_of_the_ensemble(
     for outputs in found:
         assert set(outputs) == {tensor.name for tensor in made.plan.task.outputs}
         assert all(len(array) == 1 for array in outputs.values())
-        assert describe_answer(outputs)
+        assert describe_outputs(outputs)
 
 
 def test_labels_are_those_of_transformers(inputs: dict[str, PipelineInputs]) -> None:
@@ -137,13 +137,13 @@ def test_of_equal_classes_the_reference_takes_the_artifacts(
 
 def test_an_answer_in_a_line() -> None:
     def describe(**outputs: Any) -> str:
-        return describe_answer({k: np.array([v], dtype=object) for k, v in outputs.items()})
+        return describe_outputs({k: np.array([v], dtype=object) for k, v in outputs.items()})
 
     scores = np.array([[0.75, 0.25]], dtype=np.float32)
     labels = np.array([[b"late", b"lost\x1b"]], dtype=object)
-    assert describe_answer({"label": labels, "score": scores}) == "late 0.7500, lost\\x1b 0.2500"
+    assert describe_outputs({"label": labels, "score": scores}) == "late 0.7500, lost\\x1b 0.2500"
     assert describe(entities=[b"[]"]) == "(nothing)"
     entity = {"entity": "PER", "text": "Ada", "start": 0, "end": 3, "score": 1.0}
     assert describe(entities=[json.dumps([entity]).encode()]) == "PER 'Ada' 0-3"
     vector = np.arange(9, dtype=np.float32)[None]
-    assert describe_answer({"embedding": vector}) == "0 1 2 3 … (9 numbers)"
+    assert describe_outputs({"embedding": vector}) == "0 1 2 3 … (9 numbers)"

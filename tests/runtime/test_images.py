@@ -25,7 +25,7 @@ from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import CoreRows, RowInputs
 from triptych.runtime.rows_image import ImageRowMaker
 from triptych.spec.image_core import ImageCore
-from triptych.spec.image_source import read_image_facts
+from triptych.spec.image_source import read_image_info
 from triptych.spec.model_info import ImageInfo
 
 pytestmark = pytest.mark.build
@@ -94,7 +94,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(name)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    return Made(model, folder, read_image_facts(folder))
+    return Made(model, folder, read_image_info(folder))
 
 
 def picture(height: int, width: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
@@ -242,7 +242,7 @@ def test_reads_what_processors_mean(tmp_path: Path) -> None:
     facts = {}
     for name, processor in processors.items():
         processor.save_pretrained(tmp_path / name)
-        facts[name] = read_image_facts(tmp_path / name)
+        facts[name] = read_image_info(tmp_path / name)
     assert (facts["enlarged"].edges, facts["enlarged"].crop) == ((54,), (48, 48))
     assert (facts["crop_pct"].edges, facts["crop_pct"].crop) == ((55,), (40, 40))
     assert (facts["cut to size"].edges, facts["cut to size"].crop) == ((62,), (50, 50))
@@ -266,9 +266,9 @@ def test_a_processor_that_does_more_is_refused(tmp_path: Path) -> None:
     for part, processor in processors.items():
         processor.save_pretrained(tmp_path / part)
         with pytest.raises(UserError, match=part):
-            read_image_facts(tmp_path / part)
+            read_image_info(tmp_path / part)
     with pytest.raises(UserError, match=r"preprocessor_config\.json"):
-        read_image_facts(tmp_path)
+        read_image_info(tmp_path)
 
 
 def test_a_bad_image_fails_its_own_request_alone() -> None:

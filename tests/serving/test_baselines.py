@@ -52,7 +52,7 @@ def export(inputs: PipelineInputs, target: Path) -> Path:
     plan = inputs.plan
     export_onnx(
         inputs.model_folder,
-        plan.facts,
+        plan.info,
         plan.core,
         plan.core_inputs,
         packed=plan.packed,
@@ -291,12 +291,12 @@ def result_of(work: BaselineWork, outputs: Any, index: int, sample: Any) -> list
     core = work.core
     rows = [output[index] for output in outputs]
     if core.reads == "mask":
-        rows = [row[sample.ids.index(work.facts.mask_token_id)] for row in rows]
+        rows = [row[sample.ids.index(work.info.mask_token_id)] for row in rows]
     elif core.per_token:
         rows = [row[: len(sample.ids)] for row in rows]
     if core.returns in ("vector", "logits", "spans"):
         return rows
-    several = core.reads in ("row", "image") and work.facts.activation == "sigmoid"
+    several = core.reads in ("row", "image") and work.info.activation == "sigmoid"
     return [row.sigmoid() if several else row.softmax(-1) for row in rows]
 
 
@@ -307,7 +307,7 @@ def test_the_model_in_padded_batches_gives_what_the_reference_gives(
     work = tasks(name)
     samples = open_rows(work)(work.requests[:5])
     outputs: Any = open_model("torch batched", work)(samples)
-    expected = reference_outputs(work.model_folder, work.facts, work.core, samples)
+    expected = reference_outputs(work.model_folder, work.info, work.core, samples)
     for index, (sample, wanted) in enumerate(zip(samples, expected, strict=True)):
         found = result_of(work, outputs, index, sample)
         assert len(found) == len(wanted)
@@ -323,7 +323,7 @@ def test_vectors_in_padded_batches_are_those_of_the_reference(
     assert len({len(sample.ids) for sample in samples}) > 1  # type: ignore[union-attr]
     torch_vectors: Any = open_model("torch batched", work)(samples)
     core_vectors: Any = open_model("onnxruntime", work)(samples)
-    expected = np.array(reference_outputs(work.model_folder, work.facts, work.core, samples))[:, 0]
+    expected = np.array(reference_outputs(work.model_folder, work.info, work.core, samples))[:, 0]
     np.testing.assert_allclose(torch_vectors[0].numpy(), expected, atol=1e-5)
     (output,) = work.core.outputs
     np.testing.assert_allclose([row[output.name] for row in core_vectors], expected, atol=1e-5)

@@ -82,10 +82,10 @@ def test_a_batch_has_as_many_rows_as_its_memory_allows(
     plan = plan_of(tmp_path, *wanted, f"core.layout={layout}", max_length=max_length)
     rows, element = plan.max_batch_size, 4 if precision == "fp32" else 2
     shapes: dict[str, Any] = {"tokens": max_length, "precision": precision, "on_gpu": True}
-    each = batch_mib(plan.facts, rows=1, packed=False, **shapes)
+    each = batch_mib(plan.info, rows=1, packed=False, **shapes)
     # Four tensors of scores of 12 heads, or what the feed-forward part holds, are alive at once.
     assert each * 2**20 > element * max_length * max(48 * max_length, 3 * 1536)
-    own = batch_mib(plan.facts, rows=rows, packed=layout == "packed", **shapes)
+    own = batch_mib(plan.info, rows=rows, packed=layout == "packed", **shapes)
     assert plan.batch_mib == pytest.approx(own)
     assert own <= rows * each
     assert rows == 1024 or each > 500 or rows * each <= 500 < (rows + 1) * each

@@ -9,7 +9,7 @@ import pytest
 
 from mistakes import check_refused
 from triptych.spec.fields import ModelSource
-from triptych.spec.model_source import locate, read_facts
+from triptych.spec.model_source import locate, read_model_info
 
 
 def test_a_package_source_is_found(minilm_folder: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_cached_hub_model_works_offline(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     for revision in (None, "main", commit):
         found = locate(ModelSource(source="owner/name", revision=revision), tmp_path)
-        assert read_facts(found).hidden_size == 32
+        assert read_model_info(found).hidden_size == 32
 
 
 def test_a_hub_that_is_not_reached_is_told_in_words(

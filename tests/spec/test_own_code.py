@@ -13,7 +13,7 @@ from checkpoint_files import change, write
 from triptych.base.errors import UserError
 from triptych.core.export.to_onnx import load_model
 from triptych.spec.fields import ModelSource
-from triptych.spec.model_source import locate, read_facts, read_tokenizer
+from triptych.spec.model_source import locate, read_model_info, read_tokenizer
 
 OWN_CODE = """
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_code_of_a_model_is_refused_and_never_runs(
             locate(source, tmp_path)
         assert name in caught.value.given
         # Nor does it run where nobody looked at the folder before.
-        for read in (read_facts, read_tokenizer, partial(load_model, auto_class="AutoModel")):
+        for read in (read_model_info, read_tokenizer, partial(load_model, auto_class="AutoModel")):
             with suppress(UserError):
                 read(model)
         path.unlink() if before is None else path.write_bytes(before)

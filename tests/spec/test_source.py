@@ -13,7 +13,7 @@ import pytest
 from checkpoint_files import change, write
 from mistakes import check_refused
 from triptych.spec.model_info import Dense, Normalize
-from triptych.spec.model_source import read_facts, read_tokenizer
+from triptych.spec.model_source import read_model_info, read_tokenizer
 
 pytestmark = pytest.mark.build
 
@@ -43,21 +43,21 @@ def written(model: Path, files: Mapping[str, object]) -> Path:
 
 
 def test_minilm_is_read_from_its_own_files(minilm_folder: Path) -> None:
-    facts = read_facts(minilm_folder)
+    facts = read_model_info(minilm_folder)
     assert facts.pooling == ("mean",)
     assert facts.head == (Normalize(),)
     assert (facts.embedding_size, facts.max_length, facts.lowercase) == (384, 256, False)
 
 
 def test_the_hash_follows_the_content(model: Path) -> None:
-    before = read_facts(model).sha256
-    assert read_facts(model).sha256 == before
+    before = read_model_info(model).sha256
+    assert read_model_info(model).sha256 == before
     change(model / "config.json", layer_norm_eps=1e-6)
-    assert read_facts(model).sha256 != before
+    assert read_model_info(model).sha256 != before
 
 
 def test_flags_limits_and_prompts_are_honored(model: Path) -> None:
-    facts = read_facts(model)
+    facts = read_model_info(model)
     assert (facts.pooling, facts.head, facts.max_length) == (("mean",), (), 512)
     dense = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
     flags = {"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}
@@ -68,7 +68,7 @@ def test_flags_limits_and_prompts_are_honored(model: Path) -> None:
         "sentence_bert_config.json": {"max_seq_length": 128, "do_lower_case": True},
         SENTENCE: {"prompts": {"query": "query: "}, "default_prompt_name": "query"},
     }
-    facts = read_facts(written(model, files))
+    facts = read_model_info(written(model, files))
     assert facts.pooling == ("cls", "max")
     assert facts.head == (Dense("2_Dense", 64, 16, False, TANH),)
     assert (facts.embedding_size, facts.max_length, facts.lowercase) == (16, 128, True)
@@ -121,7 +121,7 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
 def test_what_cannot_be_read_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     for number, (files, words) in enumerate(MISTAKES):
         folder = Path(shutil.copytree(tiny_model, tmp_path / str(number)))
-        check_refused(words, read_facts, written(folder, files))
+        check_refused(words, read_model_info, written(folder, files))
     tokenizer = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
     folder = written(tmp_path / "0", dict.fromkeys(tokenizer))
     check_refused("tokenizer", read_tokenizer, folder)
@@ -135,7 +135,7 @@ def test_what_cannot_be_read_is_refused(tiny_model: Path, tmp_path: Path) -> Non
 def test_positions_taken_by_padding_are_not_counted(model: Path) -> None:
     change(model / "config.json", max_position_embeddings=514, pad_token_id=1)
     write(model / "tokenizer_config.json", {})
-    assert read_facts(model).max_length == 512
+    assert read_model_info(model).max_length == 512
 
 
 def test_labels_are_those_of_a_classifying_head(model: Path) -> None:
@@ -152,7 +152,7 @@ def test_labels_are_those_of_a_classifying_head(model: Path) -> None:
     ):
         write(model / "config.json", plain)
         change(model / "config.json", **config)
-        assert read_facts(model).labels == labels, config
+        assert read_model_info(model).labels == labels, config
 
 
 def test_labels_are_those_transformers_loads(model: Path) -> None:
@@ -163,7 +163,7 @@ def test_labels_are_those_transformers_loads(model: Path) -> None:
         config.architectures = [CLASSIFIER]
         config.save_pretrained(model)
         known = AutoConfig.from_pretrained(model).id2label
-        assert read_facts(model).labels == tuple(known[index] for index in range(count))
+        assert read_model_info(model).labels == tuple(known[index] for index in range(count))
 
 
 def test_the_activation_of_a_cross_encoder_is_its_own(model: Path) -> None:
@@ -185,11 +185,11 @@ def test_the_activation_of_a_cross_encoder_is_its_own(model: Path) -> None:
     ):
         write(model / "config.json", {**plain, "architectures": [CLASSIFIER], **config})
         write(model / SENTENCE, sentence)
-        assert read_facts(model).activation == activation, (config, sentence)
+        assert read_model_info(model).activation == activation, (config, sentence)
 
 
 def test_the_modules_of_a_cross_encoder_pool_nothing(model: Path) -> None:
-    assert read_facts(written(model, cross_encoder())).head == ()
+    assert read_model_info(written(model, cross_encoder())).head == ()
 
 
 def retype(model: Path, change_types: Callable[[Any], int]) -> None:
@@ -211,23 +211,23 @@ def retype(model: Path, change_types: Callable[[Any], int]) -> None:
 
 
 def test_segments_are_those_of_model_and_tokenizer(model: Path) -> None:
-    assert read_facts(model).segments == 2
+    assert read_model_info(model).segments == 2
     for size, segments in ((1, 1), (0, 1), (None, 2)):  # None: the default of BERT's config
         change(model / "config.json", type_vocab_size=size)
-        assert read_facts(model).segments == segments, size
+        assert read_model_info(model).segments == segments, size
 
 
 def test_a_tokenizer_may_mark_no_segments(model: Path) -> None:
     retype(model, lambda part: int(part["type_id"]))
-    assert read_facts(model).segments == 2
+    assert read_model_info(model).segments == 2
     retype(model, lambda part: 0)
-    assert read_facts(model).segments == 1
+    assert read_model_info(model).segments == 1
 
 
 def test_a_tokenizer_may_keep_token_types_to_itself(model: Path) -> None:
     names = ["input_ids", "attention_mask"]
     change(model / "tokenizer_config.json", model_input_names=names)
-    assert read_facts(model).segments == 1
+    assert read_model_info(model).segments == 1
 
 
 @pytest.mark.parametrize(
@@ -241,16 +241,16 @@ def test_a_tokenizer_may_keep_token_types_to_itself(model: Path) -> None:
 )
 def test_other_token_types_are_refused(model: Path, types: Any) -> None:
     retype(model, types)
-    check_refused("token types", read_facts, model)
+    check_refused("token types", read_model_info, model)
 
 
 def test_special_tokens_come_from_the_tokenizer(model: Path) -> None:
-    facts = read_facts(model)
+    facts = read_model_info(model)
     assert (facts.mask_token, facts.mask_token_id, facts.unk_token_id) == ("[MASK]", 103, 100)
     change(model / "tokenizer_config.json", mask_token=None, unk_token=None)
     change(model / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     (model / "special_tokens_map.json").unlink(missing_ok=True)
-    facts = read_facts(model)
+    facts = read_model_info(model)
     assert (facts.mask_token, facts.mask_token_id, facts.unk_token_id) == (None, None, None)
 
 
@@ -258,7 +258,7 @@ def test_sizes_are_found_under_each_models_own_name(model: Path) -> None:
     from transformers import XLMConfig
 
     XLMConfig(emb_dim=64, n_heads=2, n_layers=1).save_pretrained(model)
-    assert read_facts(model).hidden_size == 64
+    assert read_model_info(model).hidden_size == 64
 
 
 def test_an_image_model_needs_neither_tokenizer_nor_vectors(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_an_image_model_needs_neither_tokenizer_nor_vectors(tmp_path: Path) -> N
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=4)
     ResNetForImageClassification(config).save_pretrained(folder)
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
-    facts = read_facts(folder)
+    facts = read_model_info(folder)
     assert facts.image is not None
     assert (facts.image.height, facts.image.width) == (32, 32)
     assert (len(facts.labels), facts.hidden_size, facts.segments) == (4, 0, 1)

@@ -94,7 +94,7 @@ def build_graph(
     manifest = find_manifest(repository, pipeline.name, EncoderManifest)
     if manifest is None:
         raise LookupError(f"{repository} has no {pipeline.name}")
-    if manifest.model_sha256 != inputs.plan.facts.sha256:
+    if manifest.model_sha256 != inputs.plan.info.sha256:
         raise LookupError(f"{pipeline.name} in {repository} was built of other weights")
     built = BuiltPipeline(
         pipeline, inputs.with_built_layout(repository), repository, manifest.gate.failures

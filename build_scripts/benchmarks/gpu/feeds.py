@@ -71,7 +71,7 @@ def make_feeds(rows: Sequence[TokenRow], plan: Plan) -> list[tuple[list[int], Fe
             feed = core_feed(
                 [rows[index] for index in chunk],
                 plan.core_inputs,
-                pad_token_id=plan.facts.pad_token_id,
+                pad_token_id=plan.info.pad_token_id,
                 width=None if plan.packed else length,
             )
             feeds.append((chunk, feed))

@@ -65,7 +65,7 @@ def open_torch(
     torch: Any = importlib.import_module("torch")
     from triptych.core.export import heads  # imports torch
 
-    facts, folder = inputs.plan.facts, inputs.model_folder
+    facts, folder = inputs.plan.info, inputs.model_folder
     kind = torch.float32 if precision == "fp32" else torch.float16
     encoder = load_model(folder, inputs.plan.core.auto_class).to(device, kind)
     head = heads.SentenceHead(facts, folder).eval().to(device, kind)
@@ -100,7 +100,7 @@ def open_onnxruntime(name: str, graph: Path, plan: Plan, *, provider: str) -> En
     session = open_session(graph, provider)
 
     def prepare(rows: Sequence[TokenRow]) -> Call:
-        feed = core_feed(rows, plan.core_inputs, pad_token_id=plan.facts.pad_token_id)
+        feed = core_feed(rows, plan.core_inputs, pad_token_id=plan.info.pad_token_id)
         return lambda: session.run(None, feed)
 
     return EngineSystem(name, prepare)

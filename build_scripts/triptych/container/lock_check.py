@@ -63,21 +63,21 @@ def check_repository(
             remedy="Mount the model repository there",
         )
     problems: list[ManifestProblem] = []
-    locks: dict[ServedPipeline, StartupManifest] = {}
+    manifests: dict[ServedPipeline, StartupManifest] = {}
     for pipeline in find_pipelines(repository):
         try:
-            lock = pipeline.read_manifest()
+            manifest = pipeline.read_manifest()
         except ManifestError as error:
-            line = f"its lock cannot be used ({error}): {_remedy(pipeline)}"
+            line = f"its build manifest cannot be used ({error}): {_remedy(pipeline)}"
             problems.append(ManifestProblem(pipeline.name, "error", line))
             continue
-        if lock is None:
-            line = "has no lock: nothing could be checked"
+        if manifest is None:
+            line = "has no build manifest: nothing could be checked"
             problems.append(ManifestProblem(pipeline.name, "warning", line))
         else:
-            locks[pipeline] = lock
-    for pipeline, wrong in find_wrong_files(repository, locks, hashes=hashes).items():
-        problems += list(_check(pipeline, locks[pipeline], machine, wrong))[:1]
+            manifests[pipeline] = manifest
+    for pipeline, wrong in find_wrong_files(repository, manifests, hashes=hashes).items():
+        problems += list(_check(pipeline, manifests[pipeline], machine, wrong))[:1]
     return sorted(problems, key=lambda problem: problem.pipeline)
 
 
@@ -85,10 +85,14 @@ def has_version_compatible_plans(repository: Path) -> bool:
     """Whether an engine contains a TensorRT runtime, which Triton loads only with a flag."""
     for pipeline in find_pipelines(repository):
         try:
-            lock = pipeline.read_manifest()
+            manifest = pipeline.read_manifest()
         except ManifestError:
             continue
-        if lock is not None and lock.engine is not None and lock.engine.version_compatible:
+        if (
+            manifest is not None
+            and manifest.engine is not None
+            and manifest.engine.version_compatible
+        ):
             return True
     return False
 
@@ -110,13 +114,13 @@ def enforce(settings: Settings, machine: Machine | None) -> bool:
 
 def _check(
     pipeline: ServedPipeline,
-    lock: StartupManifest,
+    manifest: StartupManifest,
     machine: Machine | None,
     wrong: Mapping[str, str],
 ) -> Iterator[ManifestProblem]:
     """Yield problems, worst first; only the first one is reported."""
-    if machine is not None and lock.needs_engine:
-        for line in _errors(pipeline, lock, machine):
+    if machine is not None and manifest.needs_engine:
+        for line in _errors(pipeline, manifest, machine):
             yield ManifestProblem(pipeline.name, "error", line)
     faults = {path: fault for path, fault in wrong.items() if fault}
     if faults:
@@ -126,8 +130,8 @@ def _check(
         if path == pipeline.plan_file:
             remedy = f"{_rebuild(pipeline)}, or copy it again"
         yield ManifestProblem(pipeline.name, "error", f"{path} {fault}{others}: {remedy}")
-    if machine is not None and lock.needs_engine:
-        for line in _warnings(lock, machine):
+    if machine is not None and manifest.needs_engine:
+        for line in _warnings(manifest, machine):
             yield ManifestProblem(pipeline.name, "warning", line)
 
 
@@ -139,40 +143,43 @@ def _rebuild(pipeline: ServedPipeline) -> str:
     return f"rebuild it with `triptych engine {pipeline.name}` in this image"
 
 
-def _errors(pipeline: ServedPipeline, lock: StartupManifest, machine: Machine) -> Iterator[str]:
+def _errors(pipeline: ServedPipeline, manifest: StartupManifest, machine: Machine) -> Iterator[str]:
     """Yield the reasons why the engine cannot run here."""
     rebuild = _rebuild(pipeline)
-    engine = lock.engine
+    engine = manifest.engine
     if engine is None:
         yield f"the engine has not been built: {rebuild.replace('rebuild', 'build')}"
         return
-    if engine.onnx_sha256 != lock.files.get(pipeline.graph_file):
+    if engine.onnx_sha256 != manifest.files.get(pipeline.graph_file):
         yield f"the engine was built from another graph than the repository holds: {rebuild}"
     if not machine.gpus:
         yield "the engine needs a GPU, here is none: start the container with `--gpus all`"
         return
-    if max(lock.gpus) >= len(machine.gpus):
+    if max(manifest.gpus) >= len(machine.gpus):
         yield (
-            f"its core runs on GPU {max(lock.gpus)}, here are {len(machine.gpus)}: change "
+            f"its core runs on GPU {max(manifest.gpus)}, here are {len(machine.gpus)}: change "
             "`serving.gpus`, or show the container more GPUs"
         )
         return
-    unfit = [gpu for gpu in (machine.gpus[i] for i in lock.gpus) if not _fits_gpu(engine, gpu)]
+    unfit = [gpu for gpu in (machine.gpus[i] for i in manifest.gpus) if not _fits_gpu(engine, gpu)]
     if unfit or not _fits_tensorrt(engine, machine.tensorrt):
-        gpu = unfit[0] if unfit else machine.gpus[lock.gpus[0]]
+        gpu = unfit[0] if unfit else machine.gpus[manifest.gpus[0]]
         built_on = VisibleGpu(engine.gpu, engine.compute_capability)
         yield (
             f"the engine was built for TensorRT {engine.tensorrt} on {built_on}, here are "
             f"TensorRT {machine.tensorrt or '(unknown)'} and {gpu}: {rebuild}"
         )
-    if engine.plan_sha256 != lock.files.get(pipeline.plan_file):
-        yield f"{pipeline.plan_file} is not the engine that the lock describes: {rebuild}"
+    if engine.plan_sha256 != manifest.files.get(pipeline.plan_file):
+        yield f"{pipeline.plan_file} is not the engine that the build manifest describes: {rebuild}"
 
 
-def _warnings(lock: StartupManifest, machine: Machine) -> Iterator[str]:
+def _warnings(manifest: StartupManifest, machine: Machine) -> Iterator[str]:
     if machine.tensorrt is None:
         yield "no TensorRT was found here: its version could not be compared with the engine's"
-    built, here = _major(lock.engine.driver if lock.engine else ""), _major(machine.driver or "")
+    built, here = (
+        _major(manifest.engine.driver if manifest.engine else ""),
+        _major(machine.driver or ""),
+    )
     if built and here and here < built:
         yield (
             f"the engine was built with NVIDIA driver {built}, here is the older {here}: "

@@ -82,7 +82,7 @@ class ServedPipeline(NamedTuple):
         return f"{self.name}_core"
 
     @property
-    def lock_file(self) -> Path:
+    def manifest_file(self) -> Path:
         return self.repository / self.name / MANIFEST_FILE
 
     @property
@@ -101,9 +101,9 @@ class ServedPipeline(NamedTuple):
         Raises:
             ManifestError: It cannot be read, or lacks fields.
         """
-        if not self.lock_file.exists():
+        if not self.manifest_file.exists():
             return None
-        content = read_manifest_file(self.lock_file)
+        content = read_manifest_file(self.manifest_file)
         try:
             return _parse(content, self.name)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -117,7 +117,7 @@ def find_pipelines(repository: Path) -> list[ServedPipeline]:
         OSError: The repository cannot be read.
     """
     steps: dict[str, tuple[str, ...]] = {
-        lock.parent.name: () for lock in repository.glob(f"*/{MANIFEST_FILE}")
+        manifest.parent.name: () for manifest in repository.glob(f"*/{MANIFEST_FILE}")
     }
     for config in repository.glob("*/config.pbtxt"):
         text = config.read_text(encoding="utf-8", errors="replace")
@@ -126,16 +126,16 @@ def find_pipelines(repository: Path) -> list[ServedPipeline]:
     return [ServedPipeline(name, steps[name], repository) for name in sorted(steps)]
 
 
-def _parse(lock: Mapping[str, Any], pipeline: str) -> StartupManifest:
-    core = lock["spec"]["core"]
-    files = {str(path): str(digest) for path, digest in lock["files"].items()}
+def _parse(manifest: Mapping[str, Any], pipeline: str) -> StartupManifest:
+    core = manifest["spec"]["core"]
+    files = {str(path): str(digest) for path, digest in manifest["files"].items()}
     if f"{pipeline}/config.pbtxt" not in files:
         raise ValueError("it does not list the files of this pipeline")
     # A shared core is checked with the pipeline that owns it.
     if core["backend"] != "tensorrt" or core.get("shared_from") or core.get("share"):
         return StartupManifest(files)
     record = None
-    if (engine := lock["engine"]) is not None:
+    if (engine := manifest["engine"]) is not None:
         major, minor = map(int, engine["compute_capability"].split("."))
         record = EngineTarget(
             *(str(engine["tensorrt"]), str(engine["gpu"]), (major, minor), str(engine["driver"])),
@@ -144,7 +144,7 @@ def _parse(lock: Mapping[str, Any], pipeline: str) -> StartupManifest:
             plan_sha256=str(engine["plan_sha256"]),
             onnx_sha256=str(engine["onnx_sha256"]),
         )
-    gpus = tuple(map(int, lock["spec"]["serving"]["gpus"]))
+    gpus = tuple(map(int, manifest["spec"]["serving"]["gpus"]))
     return StartupManifest(files, True, record, gpus)
 
 
@@ -154,22 +154,24 @@ _OF_NOTHING = hashlib.sha256().hexdigest()
 
 
 def find_wrong_files(
-    repository: Path, locks: Mapping[ServedPipeline, StartupManifest], *, hashes: bool
+    repository: Path, manifests: Mapping[ServedPipeline, StartupManifest], *, hashes: bool
 ) -> dict[ServedPipeline, dict[str, str]]:
     """Return the faults of each pipeline's files by path; the text continues the path.
 
     With `hashes`, files are hashed, several at a time; without, they must only exist.
     """
-    listed = {(path, digest) for lock in locks.values() for path, digest in lock.files.items()}
+    listed = {
+        (path, digest) for manifest in manifests.values() for path, digest in manifest.files.items()
+    }
     with ThreadPoolExecutor() as pool:
         verdicts = pool.map(lambda one: _find_fault(repository, *one, hashes=hashes), listed)
         faults = dict(zip(listed, verdicts, strict=True))
     return {
         pipeline: {
-            **{path: faults[path, digest] for path, digest in lock.files.items()},
-            **dict.fromkeys(_extra_files(repository, lock), "is not in the lock"),
+            **{path: faults[path, digest] for path, digest in manifest.files.items()},
+            **dict.fromkeys(_extra_files(repository, manifest), "is not in the build manifest"),
         }
-        for pipeline, lock in locks.items()
+        for pipeline, manifest in manifests.items()
     }
 
 
@@ -182,20 +184,20 @@ def _find_fault(repository: Path, path: str, digest: str, *, hashes: bool) -> st
         if digest != _OF_NOTHING and not file.stat().st_size:
             return "is empty"
         if hashes and _sha256(file) != digest:
-            return "is not the file that the lock describes"
+            return "is not the file that the build manifest describes"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return ""
 
 
-def _extra_files(repository: Path, lock: StartupManifest) -> Iterator[str]:
+def _extra_files(repository: Path, manifest: StartupManifest) -> Iterator[str]:
     """Yield unlisted files in version folders, from which Triton and the steps load files."""
-    for model in sorted({path.partition("/")[0] for path in lock.files}):
+    for model in sorted({path.partition("/")[0] for path in manifest.files}):
         for version in sorted((repository / model).glob("[0-9]*")):
             for file in sorted(version.rglob("*")):
                 path = file.relative_to(repository).as_posix()
                 hidden = file.name.startswith(".") or file.parent.name == _BYTE_CODE
-                if path not in lock.files and not hidden and not file.is_dir():
+                if path not in manifest.files and not hidden and not file.is_dir():
                     yield path
 
 

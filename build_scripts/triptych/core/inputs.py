@@ -87,15 +87,15 @@ class PipelineInputs:
     def replanned(self, layout: Layout) -> PipelineInputs:
         """Return the inputs with a plan for another layout."""
         old = self.plan
-        plan = make_plan(old.spec, old.facts, old.task, old.parameters, old.lengths, layout=layout)
+        plan = make_plan(old.spec, old.info, old.task, old.parameters, old.lengths, layout=layout)
         return replace(self, plan=replace(plan, gives_inputs=old.gives_inputs))
 
     def with_built_layout(self, repository: Path) -> PipelineInputs:
         """Return the inputs in the layout that was built, which may differ from the spec's."""
-        lock = find_manifest(repository, self.plan.spec.name, EncoderManifest)
-        if lock is None or lock.plan.layout == self.plan.layout:
+        manifest = find_manifest(repository, self.plan.spec.name, EncoderManifest)
+        if manifest is None or manifest.plan.layout == self.plan.layout:
             return self
-        return self.replanned(lock.plan.layout)
+        return self.replanned(manifest.plan.layout)
 
 
 def task_of(spec: PipelineSpec) -> Task:
@@ -134,15 +134,15 @@ def read_inputs(
     file = traffic or spec.folder / TRAFFIC_FILE
     lines = read_traffic(file.parent, [tensor.name for tensor in task.inputs], file=file.name)
     folder = locate(spec.model, spec.folder)
-    facts, tokenizer = read_model(folder, progress)
-    progress("source", f"{facts.architecture}, from {spec.model.source}")
-    task.check(facts)
-    _check_max_length(spec, facts)
+    info, tokenizer = read_model(folder, progress)
+    progress("source", f"{info.architecture}, from {spec.model.source}")
+    task.check(info)
+    _check_max_length(spec, info)
     hooks = _load_hooks(spec, task)
-    images = facts.image is not None
+    images = info.image is not None
     before = getattr(hooks, "before", None)
     reader = RequestReader(
-        spec, task, facts, folder if tokenizer is None else tokenizer.parent, before
+        spec, task, info, folder if tokenizer is None else tokenizer.parent, before
     )
     most = GATE_IMAGES + CALIBRATION_ROWS if images else None
     requests = reader.read(TRAFFIC_FILE, lines, with_rows=most)
@@ -155,10 +155,10 @@ def read_inputs(
             f"{lengths.rows} rows, {lengths.mean:.1f} tokens on average, "
             f"{lengths.truncated_share:.1%} over the limit of {reader.max_length}",
         )
-    mask_token = str(task.settings(facts).get("mask_token", ""))
+    mask_token = str(task.settings(info).get("mask_token", ""))
     rows = gate_rows(reader, requests[:most], images=images, mask_token=mask_token)
     progress("traffic", str(rows))
-    plan = make_plan(spec, facts, task, reader.parameters, lengths)
+    plan = make_plan(spec, info, task, reader.parameters, lengths)
     return PipelineInputs(
         plan=replace(plan, gives_inputs=takes_inputs(getattr(hooks, "after", None))),
         model_folder=folder,
@@ -198,12 +198,12 @@ def _read_labeled(
     return LabeledRequests(tuple(rows), tuple(requests), notes)
 
 
-def _check_max_length(spec: PipelineSpec, facts: ModelInfo) -> None:
+def _check_max_length(spec: PipelineSpec, info: ModelInfo) -> None:
     wanted = spec.tokenizer.max_length
-    if wanted is not None and wanted > facts.max_length:
+    if wanted is not None and wanted > info.max_length:
         raise UserError(
             "tokenizer.max_length",
-            f"is greater than the model's limit of {facts.max_length}",
+            f"is greater than the model's limit of {info.max_length}",
             given=wanted,
             remedy="Lower it, or remove it to use the model's limit",
         )

@@ -38,7 +38,7 @@ class RequestReader:
     Args:
         spec: Spec of the pipeline.
         task: Task of the pipeline.
-        facts: Information on the model.
+        info: Information on the model.
         tokenizer_folder: Folder with the ``tokenizer.json``; for images, any folder.
         before: The pipeline's function `hooks.before`, if it has one.
 
@@ -54,7 +54,7 @@ class RequestReader:
         self,
         spec: PipelineSpec,
         task: Task,
-        facts: ModelInfo,
+        info: ModelInfo,
         tokenizer_folder: Path,
         before: Hook | None,
     ) -> None:
@@ -62,7 +62,7 @@ class RequestReader:
         self._names = [tensor.name for tensor in task.inputs]
         self._images = [tensor.name for tensor in task.inputs if tensor.content == "image"]
         self._before = before
-        known = task.parameters(facts)
+        known = task.parameters(info)
         self._rules: Rules = {name: rule.as_dict() for name, rule in known.items()}
         defaults = {
             name: list(rule.default) if isinstance(rule.default, tuple) else rule.default
@@ -70,9 +70,9 @@ class RequestReader:
             if rule.default is not None
         }
         self.parameters = _checked("parameters", spec.parameters, self._rules, defaults)
-        self.max_length = max_length_of(spec, facts, task)
-        most = core_rows_of(spec, facts, task)
-        settings = row_settings(spec, facts, task, max_core_rows=most)
+        self.max_length = max_length_of(spec, info, task)
+        most = core_rows_of(spec, info, task)
+        settings = row_settings(spec, info, task, max_core_rows=most)
         if self._images:
             self._images_maker: RowMaker = find_class(task.rows)(settings, tokenizer_folder)
             return

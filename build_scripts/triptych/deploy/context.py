@@ -14,7 +14,7 @@ from triptych.container.manifests import find_pipelines
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.numbers import MeasuredReplica, Sizes, compute_sizes, read_measurements
 from triptych.deploy.options import DeployOptions, complete_options
-from triptych.deploy.rules import SloObjective, encoder_facts, encoder_objectives
+from triptych.deploy.rules import SloObjective, encoder_objectives, encoder_rule_values
 from triptych.deploy.scaling import Trigger, encoder_triggers
 from triptych.repository.manifest import EncoderManifest, build_id, read_manifest
 from triptych.spec.fields import SamplingSettings
@@ -55,7 +55,8 @@ class DeploymentContext:
 
     Attributes:
         repository: Repository that holds the pipeline alone.
-        version: First digits of the lock's hash; they name the repository's image or volume.
+        version: First digits of the hash of the build manifest, which name the repository's image
+            or volume.
         baseline: First digits of the hash of the active build; None without a comparison.
         slo: Text of the SLO.
         limits_ms: Latency limits that Envoy can measure, which are those of whole answers.
@@ -64,7 +65,7 @@ class DeploymentContext:
         environment: Environment variables of the server besides those that all servers have.
         concurrency: Concurrent requests per replica; None if the request rate scales replicas.
         metrics: Queries of the pipeline's metrics.
-        facts: Further values for the templates of rules and dashboard.
+        rule_values: Further values for the templates of rules and dashboard.
     """
 
     pipeline: str
@@ -76,7 +77,7 @@ class DeploymentContext:
     slo: str
     metrics: Metrics
     objectives: Sequence[SloObjective]
-    facts: Mapping[str, Any]
+    rule_values: Mapping[str, Any]
     triggers: Sequence[Trigger]
     gpus: int
     cores: ExplainedValue
@@ -152,12 +153,12 @@ def read_context(
             given=options.affinity_header,
             remedy="Leave it out",
         )
-    lock = read_manifest(repository, pipeline, EncoderManifest)
-    options = complete_options(options, lock.spec)
+    build = read_manifest(repository, pipeline, EncoderManifest)
+    options = complete_options(options, build.spec)
     check_alone(repository, pipeline)
-    _check_lock(lock, options)
-    measured = read_measurements(lock, options, reports)
-    sizes = compute_sizes(lock, options, measured, repository)
+    _check_build(build, options)
+    measured = read_measurements(build, options, reports)
+    sizes = compute_sizes(build, options, measured, repository)
     version = build_id(repository, pipeline)[:VERSION_DIGITS]
     metrics = Metrics(pipeline, options.namespace, options.workload, options.envoy, time_scale)
     candidate = baseline = None
@@ -175,16 +176,16 @@ def read_context(
         options=options,
         sizes=sizes,
         version=version,
-        placement=_place(lock, options, measured),
-        slo=str(lock.spec.serving.slo),
+        placement=_place(build, options, measured),
+        slo=str(build.spec.serving.slo),
         metrics=metrics,
-        objectives=list(encoder_objectives(lock, options, metrics)),
-        facts=encoder_facts(lock, options, measured, metrics),
-        triggers=encoder_triggers(lock, sizes, metrics),
-        gpus=len(lock.spec.serving.gpus) if lock.spec.core.device == "gpu" else 0,
+        objectives=list(encoder_objectives(build, options, metrics)),
+        rule_values=encoder_rule_values(build, options, measured, metrics),
+        triggers=encoder_triggers(build, sizes, metrics),
+        gpus=len(build.spec.serving.gpus) if build.spec.core.device == "gpu" else 0,
         cores=ExplainedValue(measured.cpu_cores.value, "at capacity"),
-        limits_ms=list(lock.spec.serving.slo.limits_ms.values()),
-        sample=lock.spec.serving.sample,
+        limits_ms=list(build.spec.serving.slo.limits_ms.values()),
+        sample=build.spec.serving.sample,
         candidate=candidate,
         baseline=baseline,
     )
@@ -212,8 +213,8 @@ def check_alone(repository: Path, name: str) -> None:
         )
 
 
-def _place(lock: EncoderManifest, options: DeployOptions, measured: MeasuredReplica) -> Placement:
-    if lock.spec.core.device == "cpu":
+def _place(build: EncoderManifest, options: DeployOptions, measured: MeasuredReplica) -> Placement:
+    if build.spec.core.device == "cpu":
         if options.gpu_product is not None:
             raise UserError(
                 "--gpu-product",
@@ -222,29 +223,29 @@ def _place(lock: EncoderManifest, options: DeployOptions, measured: MeasuredRepl
                 remedy="Set core.device: gpu and build it again",
             )
         return Placement("cpu")
-    product = _find_product(lock, options)
+    product = _find_product(build, options)
     used = measured.gpu_memory_mib
     memory = "not measured" if used is None else f"measured: {used:.0f} MiB of its memory in use"
-    gpus = lock.spec.serving.gpus
+    gpus = build.spec.serving.gpus
     return Placement(
         "mig" if product is not None and _SLICE.fullmatch(product) else "gpu",
         gpu_resource(product),
         ExplainedValue(len(gpus), f"serving.gpus has {gpus}; {memory}"),
-        None if product is None else ExplainedValue(product, _explain_product(lock)),
+        None if product is None else ExplainedValue(product, _explain_product(build)),
     )
 
 
-def _find_product(lock: EncoderManifest, options: DeployOptions) -> str | None:
+def _find_product(build: EncoderManifest, options: DeployOptions) -> str | None:
     """Return the label of the nodes that can run the core; None for any with a GPU."""
-    engine = lock.engine
-    if lock.spec.core.backend != "tensorrt":
+    engine = build.engine
+    if build.spec.core.backend != "tensorrt":
         return options.gpu_product
     if engine is None:
         raise UserError(
-            lock.spec.name,
+            build.spec.name,
             "must have an engine before it is deployed",
             given="none in the repository",
-            remedy=f"Run `triptych engine {lock.spec.name}` on the GPU that will serve",
+            remedy=f"Run `triptych engine {build.spec.name}` on the GPU that will serve",
         )
     own = engine.gpu.replace(" ", "-")
     if options.gpu_product is None:
@@ -254,17 +255,17 @@ def _find_product(lock: EncoderManifest, options: DeployOptions) -> str | None:
             "--gpu-product",
             "must be the GPU that the engine was built for",
             given=f"{options.gpu_product}; the engine is of {own}",
-            remedy=f"Run `triptych engine {lock.spec.name}` there, or set core.engine.hardware",
+            remedy=f"Run `triptych engine {build.spec.name}` there, or set core.engine.hardware",
         )
     return options.gpu_product
 
 
-def _explain_product(lock: EncoderManifest) -> str:
-    if lock.engine is None:
+def _explain_product(build: EncoderManifest) -> str:
+    if build.engine is None:
         return "given by the user (--gpu-product)"
     return (
-        f"the engine was built on {lock.engine.gpu} (compute capability "
-        f"{lock.engine.compute_capability}) with TensorRT {lock.engine.tensorrt}; the start-up "
+        f"the engine was built on {build.engine.gpu} (compute capability "
+        f"{build.engine.compute_capability}) with TensorRT {build.engine.tensorrt}; the start-up "
         "check refuses another"
     )
 
@@ -282,15 +283,15 @@ def _read_version(repository: Path, pipeline: str, version: str, option: str) ->
     return found
 
 
-def _check_lock(lock: EncoderManifest, options: DeployOptions) -> None:
+def _check_build(build: EncoderManifest, options: DeployOptions) -> None:
     """Raise a `UserError` for a build that cannot be deployed with these options."""
-    name, serving = lock.spec.name, lock.spec.serving
-    if lock.spec.core.shared_from is not None:
+    name, serving = build.spec.name, build.spec.serving
+    if build.spec.core.shared_from is not None:
         # The capacity was measured with a core of its own.
         raise UserError(
             "core.shared_from",
             "must not be set for a pipeline that is deployed",
-            given=f"{name} uses the core of {lock.spec.core.shared_from}",
+            given=f"{name} uses the core of {build.spec.core.shared_from}",
             remedy=f"Run `triptych build {name} --set core.shared_from=null --repository FOLDER`",
         )
     if not serving.slo.limits_us:

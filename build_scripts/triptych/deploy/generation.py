@@ -23,7 +23,7 @@ from triptych.deploy.context import (
 from triptych.deploy.metrics import GenerationQueries
 from triptych.deploy.numbers import MIN_REPLICAS, Sizes, delay, pre_stop, stable_s
 from triptych.deploy.options import DeployOptions, complete_options
-from triptych.deploy.rules import TextSpec, generation_facts, generation_objectives
+from triptych.deploy.rules import TextSpec, generation_objectives, generation_rule_values
 from triptych.deploy.scaling import generation_triggers
 from triptych.repository.manifest import TextManifest, build_id, read_manifest
 from triptych.runtime.generation_messages import MODEL_FOLDER
@@ -93,7 +93,7 @@ def read_generation_context(
         slo=str(spec.serving.slo),
         metrics=metrics,
         objectives=list(generation_objectives(spec, options, metrics)),
-        facts=generation_facts(spec, metrics),
+        rule_values=generation_rule_values(spec, metrics),
         triggers=generation_triggers(spec, sizes, metrics),
         gpus=spec.gpus_per_copy,
         cores=ExplainedValue(

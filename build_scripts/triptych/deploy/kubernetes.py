@@ -155,7 +155,7 @@ def _base_values(c: DeploymentContext) -> dict[str, Any]:
         "o": c.options,
         "s": c.sizes,
         "m": c.metrics,
-        "f": c.facts,
+        "f": c.rule_values,
         "parse_quantile": parse_quantile,
         "watch_every": WATCH_EVERY,
         "kv_cache_full_ratio": KV_CACHE_FULL_RATIO,

@@ -43,12 +43,12 @@ class MeasuredReplica:
 
 
 def read_measurements(
-    lock: EncoderManifest, options: DeployOptions, reports: Path
+    build: EncoderManifest, options: DeployOptions, reports: Path
 ) -> MeasuredReplica:
     """Return the measurements of a built pipeline.
 
     Args:
-        lock: Manifest of the build that is deployed.
+        build: Manifest of the build that is deployed.
         options: Options of the user, which override measurements.
         reports: Folder of the pipeline's reports.
 
@@ -56,13 +56,13 @@ def read_measurements(
         UserError: A number is neither measured nor given, comes from another build or SLO, or shows
             that the SLO cannot be met.
     """
-    bench = _read_bench(lock, options, reports / "bench/bench.json")
+    bench = _read_bench(build, options, reports / "bench/bench.json")
     if bench is not None:
         _check_promise(bench, options.rps_per_replica)
-    return _with_use(lock, options, bench, _capacity(lock, options, bench, reports))
+    return _with_use(build, options, bench, _capacity(build, options, bench, reports))
 
 
-def memory_seen_mib(lock: EncoderManifest, reports: Path) -> float | None:
+def memory_seen_mib(build: EncoderManifest, reports: Path) -> float | None:
     """Return the maximum memory that `bench` measured for this build, in MiB; None without one.
 
     Raises:
@@ -70,13 +70,13 @@ def memory_seen_mib(lock: EncoderManifest, reports: Path) -> float | None:
     """
     file = reports / "bench/bench.json"
     bench = read_result(BenchResult, file, "bench") if file.is_file() else None
-    if bench is None or _fault(lock, bench) is not None:
+    if bench is None or _fault(build, bench) is not None:
         return None
     return _most_memory_mib(bench) or None
 
 
 def _capacity(
-    lock: EncoderManifest, options: DeployOptions, bench: BenchResult | None, reports: Path
+    build: EncoderManifest, options: DeployOptions, bench: BenchResult | None, reports: Path
 ) -> ExplainedValue:
     if options.rps_per_replica is not None:
         return ExplainedValue(options.rps_per_replica, "given by the user (--rps-per-replica)")
@@ -87,7 +87,7 @@ def _capacity(
             given="no search for it in the last bench"
             if bench
             else f"no {reports}/bench/bench.json",
-            remedy=f"Run `triptych bench {lock.spec.name} --find-max-rate`, or pass "
+            remedy=f"Run `triptych bench {build.spec.name} --find-max-rate`, or pass "
             "--rps-per-replica",
         )
     rate = bench.rate
@@ -98,7 +98,7 @@ def _capacity(
 
 
 def _with_use(
-    lock: EncoderManifest,
+    build: EncoderManifest,
     options: DeployOptions,
     bench: BenchResult | None,
     capacity: ExplainedValue,
@@ -114,7 +114,7 @@ def _with_use(
             " and ".join(missing),
             "is required where it was not measured",
             given="a bench of a server elsewhere" if bench else "no bench of this build",
-            remedy=f"Run `triptych bench {lock.spec.name} --find-max-rate` without --url",
+            remedy=f"Run `triptych bench {build.spec.name} --find-max-rate` without --url",
         )
     cores = sum(one.cpu_cores for one in used.processes) if used else 0.0
     memory = _most_memory_mib(bench)
@@ -148,14 +148,14 @@ def _with_use(
     )
 
 
-def _read_bench(lock: EncoderManifest, options: DeployOptions, file: Path) -> BenchResult | None:
+def _read_bench(build: EncoderManifest, options: DeployOptions, file: Path) -> BenchResult | None:
     """Return the last bench of this build and SLO; None without a file."""
     by_hand = (options.rps_per_replica, options.cpu_cores, options.memory_mib)
     if not file.is_file():
         return None
     bench = read_result(BenchResult, file, "bench")
-    again = f"Run `triptych bench {lock.spec.name} --find-max-rate` again"
-    given = _fault(lock, bench)
+    again = f"Run `triptych bench {build.spec.name} --find-max-rate` again"
+    given = _fault(build, bench)
     if given is None:
         return bench
     if None not in by_hand:
@@ -163,17 +163,17 @@ def _read_bench(lock: EncoderManifest, options: DeployOptions, file: Path) -> Be
     raise UserError(str(file), "must be of this build and its SLO", given=given, remedy=again)
 
 
-def _fault(lock: EncoderManifest, bench: BenchResult) -> str | None:
+def _fault(build: EncoderManifest, bench: BenchResult) -> str | None:
     """Return the reason why a result is not valid for the build; None if it is valid."""
     subject = bench.subject
-    own = (lock.spec.name, lock.gate.precision, lock.plan.layout)
+    own = (build.spec.name, build.gate.precision, build.plan.layout)
     measured = (subject.pipeline, subject.precision, subject.layout)
     if measured != own:
         return f"a measurement of {', '.join(measured)}; built is {', '.join(own)}"
-    if _time(subject.measured_at) < _time(lock.built_at):
-        return f"measured at {subject.measured_at}, built at {lock.built_at}"
-    if bench.slo.limits_us != lock.spec.serving.slo.limits_us:
-        return f"measured for {bench.slo}; the SLO is {lock.spec.serving.slo}"
+    if _time(subject.measured_at) < _time(build.built_at):
+        return f"measured at {subject.measured_at}, built at {build.built_at}"
+    if bench.slo.limits_us != build.spec.serving.slo.limits_us:
+        return f"measured for {bench.slo}; the SLO is {build.spec.serving.slo}"
     return None
 
 
@@ -282,7 +282,7 @@ class Sizes:
 
 
 def compute_sizes(
-    lock: EncoderManifest, options: DeployOptions, measured: MeasuredReplica, repository: Path
+    build: EncoderManifest, options: DeployOptions, measured: MeasuredReplica, repository: Path
 ) -> Sizes:
     """Return the numbers of a deployment.
 
@@ -293,10 +293,10 @@ def compute_sizes(
     delay_s = delay(ready_s)
     share = headroom(options.max_growth, ready_s)
     threshold = share * measured.capacity_per_s.value
-    fewest = _fewest(lock, threshold)
-    exit_timeout = _exit_timeout(lock)
+    fewest = _fewest(build, threshold)
+    exit_timeout = _exit_timeout(build)
     before_end = pre_stop(options)
-    shm = _shm(lock, repository)
+    shm = _shm(build, repository)
     return Sizes(
         start_s=_start(options, measured),
         pre_stop_s=before_end,
@@ -308,11 +308,11 @@ def compute_sizes(
             f"{delay_s:.0f} s from more load to a ready replica, so that each soon gets its share",
         ),
         shm_mib=shm,
-        memory_mib=_memory(lock, options, measured, shm.value),
+        memory_mib=_memory(build, options, measured, shm.value),
         cpu_milli=ExplainedValue(
             f"{max(100, math.ceil(measured.cpu_cores.value * 10) * 100)}m",
             f"{measured.cpu_cores.reason}. No limit: throttling would cost the slowest requests. "
-            f"{_threads(lock)}",
+            f"{_threads(build)}",
         ),
         threshold_per_s=ExplainedValue(
             f"{threshold:.4g}",
@@ -350,10 +350,10 @@ def stable_s(ready_s: float) -> int:
     return min(_MAX_STABLE_S, max(_MIN_STABLE_S, math.ceil(_STABLE_TIMES * ready_s)))
 
 
-def _threads(lock: EncoderManifest) -> str:
-    if lock.spec.core.device == "gpu":
+def _threads(build: EncoderManifest) -> str:
+    if build.spec.core.device == "gpu":
         return "The core itself is on the GPU"
-    threads = lock.spec.core.threads
+    threads = build.spec.core.threads
     if threads is not None:
         return f"The core has {threads} threads (core.threads)"
     return "core.threads is not set: the core starts a thread for each core that the node has"
@@ -383,10 +383,10 @@ def _start(options: DeployOptions, measured: MeasuredReplica) -> ExplainedValue:
     )
 
 
-def _exit_timeout(lock: EncoderManifest) -> ExplainedValue:
+def _exit_timeout(build: EncoderManifest) -> ExplainedValue:
     """Return the maximum time in flight of a request: its wait plus its latency."""
     slowest_ms = (
-        lock.spec.serving.longest_wait_ms + max(lock.spec.serving.slo.limits_us.values()) / 1e3
+        build.spec.serving.longest_wait_ms + max(build.spec.serving.slo.limits_us.values()) / 1e3
     )
     usual = ServerOptions.exit_timeout_s
     return ExplainedValue(
@@ -432,22 +432,22 @@ def _grace(options: DeployOptions, pre_stop_s: int, exit_timeout: str) -> Explai
     )
 
 
-def shm_mib(lock: EncoderManifest, repository: Path) -> int:
+def shm_mib(build: EncoderManifest, repository: Path) -> int:
     """Return the maximum shared memory of the Python steps in MiB."""
-    processes = _step_processes(lock)
+    processes = _step_processes(build)
     return processes * (STEP_SHM_MIB + largest_request_mib(repository))
 
 
-def _step_processes(lock: EncoderManifest) -> int:
-    instances = lock.spec.serving.instances
+def _step_processes(build: EncoderManifest) -> int:
+    instances = build.spec.serving.instances
     return instances.preprocess + instances.postprocess
 
 
-def _shm(lock: EncoderManifest, repository: Path) -> ExplainedValue:
-    processes = _step_processes(lock)
+def _shm(build: EncoderManifest, repository: Path) -> ExplainedValue:
+    processes = _step_processes(build)
     request_mib = largest_request_mib(repository)
     return ExplainedValue(
-        shm_mib(lock, repository),
+        shm_mib(build, repository),
         f"{processes} Python processes (instances of preprocess and postprocess) x ({STEP_SHM_MIB} "
         f"MiB + {request_mib} MiB, the largest request of the pipeline): tensors pass between "
         "Triton and its steps here, and steps die with the default of 64 MiB",
@@ -455,7 +455,7 @@ def _shm(lock: EncoderManifest, repository: Path) -> ExplainedValue:
 
 
 def _memory(
-    lock: EncoderManifest, options: DeployOptions, measured: MeasuredReplica, shm_mib: int
+    build: EncoderManifest, options: DeployOptions, measured: MeasuredReplica, shm_mib: int
 ) -> ExplainedValue:
     if options.memory_mib is not None:
         if options.memory_mib <= shm_mib:
@@ -468,21 +468,21 @@ def _memory(
         return ExplainedValue(
             f"{options.memory_mib}Mi", "given by the user (--memory); request and limit"
         )
-    instances = lock.spec.serving.instances.core
-    batch_mib = math.ceil((lock.plan.batch_mib or 0) * instances)
+    instances = build.spec.serving.instances.core
+    batch_mib = math.ceil((build.plan.batch_mib or 0) * instances)
     needed = measured.memory_mib.value + batch_mib + shm_mib
     rounded = math.ceil(needed / _MEMORY_STEP_MIB) * _MEMORY_STEP_MIB
     return ExplainedValue(
         f"{rounded}Mi",
-        f"{measured.memory_mib.reason}; {batch_mib} MiB for {lock.plan.max_batch_size} rows of "
-        f"{lock.plan.max_length} tokens in each of {instances} instances of the core, "
+        f"{measured.memory_mib.reason}; {batch_mib} MiB for {build.plan.max_batch_size} rows of "
+        f"{build.plan.max_length} tokens in each of {instances} instances of the core, "
         f"estimated; and {shm_mib} MiB of shared memory, which counts as memory "
         "of the container. Request equals limit, so that a node cannot run out of memory",
     )
 
 
-def _fewest(lock: EncoderManifest, threshold: float) -> ExplainedValue:
-    promised = lock.spec.serving.slo.throughput
+def _fewest(build: EncoderManifest, threshold: float) -> ExplainedValue:
+    promised = build.spec.serving.slo.throughput
     if promised is None or promised <= threshold:
         return ExplainedValue(
             MIN_REPLICAS, "one may end, or be replaced, while the other answers; the SLO's "

@@ -67,7 +67,7 @@ class DeployOptions:
         typer.Option(
             metavar="IMAGE",
             help="Image that contains the model repository, without a tag, which is the hash of "
-            "the lock. Default: a PersistentVolumeClaim.",
+            "the build manifest. Default: a PersistentVolumeClaim.",
         ),
         Formerly("--models"),
     ] = None
@@ -349,7 +349,7 @@ def _rules(o: DeployOptions) -> list[_Rule]:
             or (
                 bool(_REFERENCE.fullmatch(o.repository_image)) and not _has_tag(o.repository_image)
             ),
-            "must be the name of an image without a tag, which is the hash of the lock",
+            "must be the name of an image without a tag, which is the hash of the build manifest",
             o.repository_image,
             "Leave the tag out; docker/README.md shows how the image is made",
         ),

@@ -89,11 +89,11 @@ class SloObjective(NamedTuple):
 
 
 def encoder_objectives(
-    lock: EncoderManifest, options: DeployOptions, metrics: Metrics
+    build: EncoderManifest, options: DeployOptions, metrics: Metrics
 ) -> Iterator[SloObjective]:
     """Yield the countable limits of requests: failures and each latency."""
-    budgets = {name: _budget(name) for name in lock.spec.serving.slo.limits_ms}
-    where = _select(lock.spec.name, options)
+    budgets = {name: _budget(name) for name in build.spec.serving.slo.limits_ms}
+    where = _select(build.spec.name, options)
     yield SloObjective(
         "Failures",
         "failures",
@@ -104,8 +104,8 @@ def encoder_objectives(
         where,
         metrics.count_offered,
     )
-    for name, limit_ms in lock.spec.serving.slo.limits_ms.items():
-        share = _slow_share(lock, limit_ms, options, metrics)
+    for name, limit_ms in build.spec.serving.slo.limits_ms.items():
+        share = _slow_share(build, limit_ms, options, metrics)
         if share is not None:
             yield SloObjective(
                 f"Slow{name.upper()}",
@@ -183,21 +183,21 @@ def _burn_alert(one: SloObjective, burn: Burn, pipeline: str, slo: str) -> Mappi
     }
 
 
-def encoder_facts(
-    lock: EncoderManifest, options: DeployOptions, measured: MeasuredReplica, metrics: Metrics
+def encoder_rule_values(
+    build: EncoderManifest, options: DeployOptions, measured: MeasuredReplica, metrics: Metrics
 ) -> dict[str, Any]:
     """Return the values of rules and dashboard for a pipeline that does not generate text."""
-    tokens = lock.traffic.get("mean_tokens")
+    tokens = build.traffic.get("mean_tokens")
     return {
         "capacity_per_s": measured.capacity_per_s.value,
-        "limits_ms": lock.spec.serving.slo.limits_ms,
+        "limits_ms": build.spec.serving.slo.limits_ms,
         "mean_tokens": None if tokens is None else float(tokens),
-        "missed": list(_percentile_alerts(lock, options, metrics)),
+        "missed": list(_percentile_alerts(build, options, metrics)),
         "drift": _drift(float(tokens), metrics) if tokens else None,
     }
 
 
-def generation_facts(spec: TextSpec, metrics: GenerationQueries) -> dict[str, Any]:
+def generation_rule_values(spec: TextSpec, metrics: GenerationQueries) -> dict[str, Any]:
     """Return the values of rules and dashboard for a pipeline that generates text."""
     limits_ms = spec.serving.slo.limits_ms
     latencies = []
@@ -250,22 +250,22 @@ def _select(pipeline: str, options: DeployOptions) -> str:
 
 
 def _slow_share(
-    lock: EncoderManifest, limit_ms: float, options: DeployOptions, metrics: Metrics
+    build: EncoderManifest, limit_ms: float, options: DeployOptions, metrics: Metrics
 ) -> Callable[[str], str] | None:
     """Return the ratio of slow requests by the histogram of Envoy or Triton; None without one."""
     if metrics.envoy is not None:
         return partial(metrics.envoy_slow_share, limit_ms)
-    if has_bucket_bound(lock.spec, limit_ms, options.release):
+    if has_bucket_bound(build.spec, limit_ms, options.release):
         return partial(metrics.slow_share, limit_ms)
     return None
 
 
 def _percentile_alerts(
-    lock: EncoderManifest, options: DeployOptions, metrics: Metrics
+    build: EncoderManifest, options: DeployOptions, metrics: Metrics
 ) -> Iterator[Mapping[str, Any]]:
     """Yield alerts on Triton's own summaries, for limits that are no bound of a histogram."""
-    for name, limit_ms in lock.spec.serving.slo.limits_ms.items():
-        if _slow_share(lock, limit_ms, options, metrics) is not None:
+    for name, limit_ms in build.spec.serving.slo.limits_ms.items():
+        if _slow_share(build, limit_ms, options, metrics) is not None:
             continue
         shown = name.replace("_", ".")
         yield {
@@ -278,7 +278,7 @@ def _percentile_alerts(
                 "last minute, by the server's clock, and cannot be summed; it shows that the SLO "
                 "is missed now, not the remaining budget",
             ),
-            "summary": f"{lock.spec.name}: {shown} of a replica is over {limit_ms:g} ms",
+            "summary": f"{build.spec.name}: {shown} of a replica is over {limit_ms:g} ms",
         }
 
 

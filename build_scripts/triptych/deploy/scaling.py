@@ -22,10 +22,10 @@ class Trigger(NamedTuple):
     threshold: Any
 
 
-def encoder_triggers(lock: EncoderManifest, sizes: Sizes, metrics: Metrics) -> list[Trigger]:
+def encoder_triggers(build: EncoderManifest, sizes: Sizes, metrics: Metrics) -> list[Trigger]:
     """Return the triggers of a pipeline that does not generate text: its rate, and a guard."""
     window = f"{RATE_WINDOW_S}s"
-    limit_us = WAITING_SHARE * min(lock.spec.serving.slo.limits_us.values())
+    limit_us = WAITING_SHARE * min(build.spec.serving.slo.limits_us.values())
     waits = f"({metrics.waiting_us(window)} > bool {limit_us:.0f})"
     where = (
         "Requests that reach no server are not counted: use the gateway's own rate, if it has one"

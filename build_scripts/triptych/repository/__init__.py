@@ -1,1 +1,1 @@
-"""The files of a model repository: configs, rendering, one writer, locks; it derives no number."""
+"""The files of a model repository: configs, rendering, manifests, one writer, static checks."""

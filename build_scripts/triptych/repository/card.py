@@ -23,7 +23,7 @@ def render_card(plan: Plan, gate: GateResult, *, license: str, unpacked: str) ->
         license: License of the model as its own card names it; empty if it names none.
         unpacked: Reason why the layout is not packed; empty if it is, or was not requested.
     """
-    spec, facts = plan.spec, plan.facts
+    spec, info = plan.spec, plan.info
     about = {
         "task": spec.task,
         "inputs": ", ".join(tensor.name for tensor in plan.task.inputs),
@@ -31,8 +31,8 @@ def render_card(plan: Plan, gate: GateResult, *, license: str, unpacked: str) ->
         "model": spec.model.source,
         "revision": spec.model.revision or "none given",
         "license of the model": license or "its files name none",
-        "architecture": facts.architecture,
-        "SHA-256 of the model's files": facts.sha256,
+        "architecture": info.architecture,
+        "SHA-256 of the model's files": info.sha256,
         "precision": gate.precision,
         "layout": plan.layout + (f" ({unpacked})" if unpacked else ""),
         "oldest Triton": spec.serving.triton,

@@ -200,8 +200,8 @@ def make_manifest(
         }
     manifest = EncoderManifest(
         spec=plan.spec,
-        model_sha256=plan.facts.sha256,
-        architecture=plan.facts.architecture,
+        model_sha256=plan.info.sha256,
+        architecture=plan.info.architecture,
         versions=dict(versions),
         core_key=core_key,
         source_key=source_key,

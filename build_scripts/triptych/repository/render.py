@@ -88,7 +88,7 @@ def render(
         "row_maker": task.rows,
         "row_span": ROW_SPAN in plan.core_inputs,
         "core_rows": plan.rows_at_once,
-        "batch_tokens": batch_tokens(plan.spec.core.device, plan.facts.hidden_size),
+        "batch_tokens": batch_tokens(plan.spec.core.device, plan.info.hidden_size),
         "max_requests": plan.spec.serving.queue.max_in_flight,
         "max_wait_ms": plan.spec.serving.longest_wait_ms,
         **plan.row_settings,
@@ -264,10 +264,10 @@ def _python_step(
     outputs: tuple[Tensor, ...],
     own: Mapping[str, object],
 ) -> Any:
-    rules = plan.task.parameters(plan.facts)
+    rules = plan.task.parameters(plan.info)
     given = {tensor.name: tensor.content for tensor in plan.task.inputs}
     settings = {
-        **plan.task.settings(plan.facts),
+        **plan.task.settings(plan.info),
         **own,
         **({"forwarded_inputs": given} if plan.gives_inputs else {}),
         **_sample_settings(plan, given),

@@ -18,22 +18,22 @@ def owner_of_core(repository: Path, spec: PipelineSpec) -> EncoderManifest:
         UserError: That pipeline is not built, or shares a core itself.
     """
     owner = str(spec.core.shared_from)
-    lock = find_manifest(repository, owner, EncoderManifest) if owner != spec.name else None
-    if lock is None:
+    manifest = find_manifest(repository, owner, EncoderManifest) if owner != spec.name else None
+    if manifest is None:
         raise UserError(
             "core.shared_from",
             "names a pipeline that is not built into the repository",
             given=owner,
             remedy=f"Run `triptych build {owner}` first, or name both in one command",
         )
-    if lock.spec.core.shared_from is not None:
+    if manifest.spec.core.shared_from is not None:
         raise UserError(
             "core.shared_from",
             "names a pipeline without its own core",
-            given=f"{owner}, which shares the core of {lock.spec.core.shared_from}",
-            remedy=f"Set core.shared_from to {lock.spec.core.shared_from}",
+            given=f"{owner}, which shares the core of {manifest.spec.core.shared_from}",
+            remedy=f"Set core.shared_from to {manifest.spec.core.shared_from}",
         )
-    return lock
+    return manifest
 
 
 def check_shareable(spec: PipelineSpec, source_key: str, owner: EncoderManifest) -> Precision:
@@ -86,8 +86,12 @@ def check_sharers(
     """
     for path in sorted(repository.glob(f"*/{MANIFEST_FILE}")):
         other = path.parent.name
-        lock = find_manifest(repository, other, EncoderManifest)
-        if lock is None or lock.spec.core.shared_from != name or lock.core_key == core_key:
+        manifest = find_manifest(repository, other, EncoderManifest)
+        if (
+            manifest is None
+            or manifest.spec.core.shared_from != name
+            or manifest.core_key == core_key
+        ):
             continue
         if core_key is None or other not in together:
             raise UserError(

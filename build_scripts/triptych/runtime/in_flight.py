@@ -179,8 +179,8 @@ class InFlight:
         number = self._requests[slot] + 1
         self._requests[slot] = number
         self._rows[slot] += rows
-        facts = slot << SLOT_BITS | number, self._rows[slot], time.monotonic_ns()
-        return Ticket(*facts, self._make_mac(*facts))
+        fields = slot << SLOT_BITS | number, self._rows[slot], time.monotonic_ns()
+        return Ticket(*fields, self._make_mac(*fields))
 
     def wait(self, slot: int, requests: int, rows: int) -> None:
         """Add to the requests and rows that wait in a slot for a ticket."""

@@ -81,26 +81,26 @@ def open_image(data: bytes, limits: Limits, row: int) -> Image.Image:
     raise RequestError(FIELD, *fault, row)
 
 
-def to_pixels(image: Image.Image, facts: Mapping[str, Any]) -> NDArray[np.uint8]:
+def to_pixels(image: Image.Image, info: Mapping[str, Any]) -> NDArray[np.uint8]:
     """Return the pixels of an RGB image for the core, UINT8 ``[height, width, channels]``.
 
-    `facts` are `ImageInfo` as plain data.
+    `info` are `ImageInfo` as plain data.
     """
-    height, width = resized(facts, image.height, image.width)
-    if facts["resize"] != "none":
-        image = image.resize((width, height), Image.Resampling[facts["resample"].upper()])
+    height, width = resized(info, image.height, image.width)
+    if info["resize"] != "none":
+        image = image.resize((width, height), Image.Resampling[info["resample"].upper()])
     pixels = np.asarray(image)
-    if facts["crop"] is not None:
-        pixels = _crop(pixels, *facts["crop"])
-    return pixels[..., ::-1] if facts["reverse_channels"] else pixels
+    if info["crop"] is not None:
+        pixels = _crop(pixels, *info["crop"])
+    return pixels[..., ::-1] if info["reverse_channels"] else pixels
 
 
-def resized(facts: Mapping[str, Any], height: int, width: int) -> tuple[int, int]:
+def resized(info: Mapping[str, Any], height: int, width: int) -> tuple[int, int]:
     """Return height and width of an image after resizing, before the crop."""
-    if facts["resize"] == "exact":
-        return facts["edges"][0], facts["edges"][1]
-    if facts["resize"] == "shorter":
-        edge: int = facts["edges"][0]
+    if info["resize"] == "exact":
+        return info["edges"][0], info["edges"][1]
+    if info["resize"] == "shorter":
+        edge: int = info["edges"][0]
         longer = int(edge * max(height, width) / min(height, width))
         return (longer, edge) if width <= height else (edge, longer)
     return height, width
@@ -110,9 +110,9 @@ class ImageRowMaker:
     """Row maker with one core row per row: ``pixels`` UINT8 ``[n, height, width, channels]``."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        self._facts: Mapping[str, Any] = settings["image"]
+        self._info: Mapping[str, Any] = settings["image"]
         self._limits = Limits(settings["max_image_bytes"], settings["max_pixels"])
-        self._shape = tuple(self._facts[axis] for axis in ("height", "width", "channels"))
+        self._shape = tuple(self._info[axis] for axis in ("height", "width", "channels"))
         self._threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(self._threads)  # starts a thread when it is first needed
 
@@ -159,13 +159,13 @@ class ImageRowMaker:
     def _fill(self, pixels: NDArray[np.uint8], row: int, data: bytes) -> RequestError | None:
         try:
             image = open_image(data, self._limits, row)
-            height, width = resized(self._facts, image.height, image.width)
+            height, width = resized(self._info, image.height, image.width)
             if height * width > self._limits.pixels:
                 given = f"{image.width} x {image.height}, which becomes {width} x {height}"
                 raise RequestError(
                     FIELD, _ASPECT, given, "Crop the image to the part that matters", row
                 )
-            pixels[row] = to_pixels(image, self._facts)
+            pixels[row] = to_pixels(image, self._info)
         except RequestError as fault:
             return fault
         return None

@@ -178,11 +178,11 @@ class SampleWriter:
 
     def _note_reload(self) -> None:
         """Write the reservoir when the files change: its rows belong to the previous build."""
-        facts, build = _read_build(self._manifest_file, known=(self._manifest_status, self._build))
+        status, build = _read_build(self._manifest_file, known=(self._manifest_status, self._build))
         if build != self._build:
             self._flush()
             self._build, self._settled_at = build, time.monotonic() + SETTLING_S
-        self._manifest_status = facts
+        self._manifest_status = status
 
     def _take_safely(self, payload: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
         """Take a request; an invalid one must not cost the rows of others."""
@@ -303,14 +303,14 @@ def _split_rows(sampled: SampledRows, outputs: Mapping[str, NDArray[Any]]) -> li
     ]
 
 
-def _read_build(lock: Path, known: tuple[Any, str] = (None, "")) -> tuple[Any, str]:
+def _read_build(manifest: Path, known: tuple[Any, str] = (None, "")) -> tuple[Any, str]:
     """Return file status and SHA-256 of the build manifest; `known` if it has not changed."""
     try:
-        found = lock.stat()
-        facts = found.st_mtime_ns, found.st_size, found.st_ino
-        if facts == known[0]:
+        found = manifest.stat()
+        status = found.st_mtime_ns, found.st_size, found.st_ino
+        if status == known[0]:
             return known
-        return facts, hashlib.sha256(lock.read_bytes()).hexdigest()
+        return status, hashlib.sha256(manifest.read_bytes()).hexdigest()
     except OSError:
         return known
 

@@ -1,4 +1,4 @@
-"""Hot reload: find rebuilt pipelines by their locks, and load them into a running server."""
+"""Hot reload: find rebuilt pipelines by their manifests, and load them into a running server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from triptych.serving.readiness import read_load_state
 from triptych.serving.server import Server
 
 Models = Mapping[str, Mapping[str, str]]
-"""Hashes of a pipeline's files by model and path, from the lock."""
+"""Hashes of a pipeline's files by model and path, from the build manifest."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class BuildPoller:
     def poll(self) -> BuildChange | None:
         """Return the changes since the last poll; None without any or while a build is written.
 
-        Files are only read if a lock has changed.
+        Files are only read if a build manifest has changed.
         """
         stamps = self._stamps()
         if stamps == self._seen or is_being_written(self._repository):
@@ -70,11 +70,11 @@ class BuildPoller:
         return [p for p in find_pipelines(self._repository) if self._only in (None, p.name)]
 
     def _stamps(self) -> dict[str, tuple[int, int]]:
-        """Return inode and modification time of each lock, by pipeline."""
+        """Return inode and modification time of each build manifest, by pipeline."""
         found = {}
         for pipeline in self._pipelines():
-            if pipeline.lock_file.is_file():
-                status = pipeline.lock_file.stat()
+            if pipeline.manifest_file.is_file():
+                status = pipeline.manifest_file.stat()
                 found[pipeline.name] = (status.st_ino, status.st_mtime_ns)
         return found
 
@@ -82,11 +82,11 @@ class BuildPoller:
         found: dict[str, Models] = {}
         for pipeline in self._pipelines():
             try:
-                lock = pipeline.read_manifest()
+                manifest = pipeline.read_manifest()
             except ManifestError:
                 continue
             models: dict[str, dict[str, str]] = {}
-            for path, digest in sorted(lock.files.items() if lock is not None else ()):
+            for path, digest in sorted(manifest.files.items() if manifest is not None else ()):
                 model, _, inner = path.partition("/")
                 models.setdefault(model, {})[inner] = digest
             if models:
@@ -194,7 +194,7 @@ class HotReload:
     def poll(self) -> None:
         """Reload pipelines built since the last poll; report those that do not load.
 
-        Call it periodically; files are only read if a lock has changed.
+        Call it periodically; files are only read if a build manifest has changed.
         """
         change = self._builds.poll()
         if change is None:

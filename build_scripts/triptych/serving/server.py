@@ -396,7 +396,7 @@ class Server:
 
     def _holds_pipelines_only(self) -> bool:
         """Whether all models are of pipelines that were built, whose configs are complete."""
-        built = [p for p in find_pipelines(self.repository) if p.lock_file.is_file()]
+        built = [p for p in find_pipelines(self.repository) if p.manifest_file.is_file()]
         return {step for p in built for step in (p.name, *p.steps)}.issuperset(
             list_models(self.repository)
         )

@@ -1,10 +1,9 @@
 """Expected cost of a row in both layouts, and the plan of a TensorRT engine.
 
 The cost is an estimate from arithmetic: products of the encoder's layers, attention between
-tokens, and the start of a run. `bench` and `tune` measure; the estimate serves where nothing can
-be
-measured yet. The plan of an engine is plain data in the lock, so that the engine can be built
-without the model, the traffic and the spec.
+tokens, and the start of a run. `bench` and `tune` measure; the estimate serves where nothing can be
+measured yet. The plan of an engine is plain data in the build manifest, so that the engine can be
+built without the model, the traffic and the spec.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class RowCost:
 
 
 def row_cost(
-    facts: ModelInfo,
+    info: ModelInfo,
     lengths: Lengths,
     edges: Sequence[int],
     *,
@@ -84,7 +83,7 @@ def row_cost(
     """Return the estimate for both layouts.
 
     Args:
-        facts: Information about the model.
+        info: Information about the model.
         lengths: Token lengths of the traffic.
         edges: Padded lengths of the bucketed layout.
         on_gpu: Whether the core runs on a GPU.
@@ -93,28 +92,28 @@ def row_cost(
         graphs: Whether CUDA graphs are captured.
     """
     device = GPU if on_gpu else CPU
-    layers = facts.layers or USUAL_LAYERS
-    packed = _row_us(facts, device, lengths.mean, longest)
+    layers = info.layers or USUAL_LAYERS
+    packed = _row_us(info, device, lengths.mean, longest)
     packed += device.run_us * layers / rows
     shares = [
         (edge, sum(rows for n, rows in lengths.counts.items() if low < n <= edge) / lengths.rows)
         for low, edge in pairwise((0, *edges))
     ]
-    bucketed = sum(share * _row_us(facts, device, edge, edge) for edge, share in shares)
+    bucketed = sum(share * _row_us(info, device, edge, edge) for edge, share in shares)
     # A batch has one run per padded length among its rows.
     runs = sum(1 - (1 - share) ** rows for _, share in shares)
     each = device.graph_us if graphs else device.run_us
     return RowCost(packed, bucketed + each * layers * runs / rows)
 
 
-def _row_us(facts: ModelInfo, device: Device, tokens: float, attended: float) -> float:
+def _row_us(info: ModelInfo, device: Device, tokens: float, attended: float) -> float:
     """Return the time in µs for a row of `tokens`, each of which attends to `attended` tokens."""
-    hidden = facts.hidden_size
-    widened = facts.intermediate_size or USUAL_WIDENING * hidden
+    hidden = info.hidden_size
+    widened = info.intermediate_size or USUAL_WIDENING * hidden
     # Two operations per weight: four square products of attention, two feed-forward products.
     products = 2 * (4 * hidden * hidden + 2 * hidden * widened)
     attention = 4 * hidden * attended * device.pair_weight
-    layers = facts.layers or USUAL_LAYERS
+    layers = info.layers or USUAL_LAYERS
     return tokens * (products + attention) * layers / device.flops * 1e6
 
 
@@ -166,7 +165,7 @@ class EnginePlan:
     options: Mapping[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return data for the lock that `from_dict` reads."""
+        """Return data for the build manifest that `from_dict` reads."""
         from pydantic import TypeAdapter  # imported late: running an engine does not need pydantic
 
         plain: dict[str, Any] = TypeAdapter(EnginePlan).dump_python(self, mode="json")
@@ -174,7 +173,7 @@ class EnginePlan:
 
     @staticmethod
     def from_dict(data: object) -> EnginePlan:
-        """Read the plan in a lock.
+        """Read the plan in a build manifest.
 
         Raises:
             TypeError: A field is missing or has the wrong type.

@@ -162,7 +162,7 @@ class GeneratingSpec(Frozen):
     """Fields that all pipelines for text generation have.
 
     Attributes:
-        folder: Folder of the pipeline; not part of a lock.
+        folder: Folder of the pipeline; not part of a build manifest.
         tuned: Fields whose values come from ``tuned.yaml``.
         parameters: Default sampling parameters of requests.
         max_text_bytes: Maximum size of a prompt in bytes; longer prompts are rejected unread.

@@ -57,7 +57,7 @@ class _Geometry(NamedTuple):
     crop: tuple[int, int] | None
 
 
-def read_image_facts(folder: Path) -> ImageInfo:
+def read_image_info(folder: Path) -> ImageInfo:
     """Read the settings of the image processor in `folder` and verify them.
 
     Processors interpret the same setting differently. Each plausible interpretation is tried until
@@ -71,10 +71,10 @@ def read_image_facts(folder: Path) -> ImageInfo:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         probes = [_probe(processor, *probe) for probe in _PROBES]
-    facts = _facts(processor, *_size(name, probes))
+    info = _info(processor, *_size(name, probes))
     closest: tuple[float, str] | None = None
     for geometry in dict.fromkeys(_geometries(processor)):
-        reading = replace(facts, **geometry._asdict())
+        reading = replace(info, **geometry._asdict())
         furthest = _furthest(reading, probes)
         if furthest[0] <= MAX_DIFFERENCE:
             return reading
@@ -160,7 +160,7 @@ def _setting(processor: Any, name: str) -> Any:
     return getattr(processor, name, None)
 
 
-def _facts(processor: Any, height: int, width: int) -> ImageInfo:
+def _info(processor: Any, height: int, width: int) -> ImageInfo:
     """Return all settings except the geometry."""
     from PIL import Image
 
@@ -212,17 +212,17 @@ def _geometries(processor: Any) -> Iterator[_Geometry]:
             yield _Geometry("shorter", (shorter,), (edge, edge))
 
 
-def _furthest(facts: ImageInfo, probes: Sequence[_Probe]) -> tuple[float, str]:
+def _furthest(info: ImageInfo, probes: Sequence[_Probe]) -> tuple[float, str]:
     """Return the largest difference from the processor's results, and the name of its probe."""
     from triptych.runtime.rows_image import to_pixels
     from triptych.spec.image_core import model_input
 
     largest = (0.0, "")
     for probe in probes:
-        pixels = np.ascontiguousarray(to_pixels(probe.image, asdict(facts)))
-        if pixels.shape != (facts.height, facts.width, facts.channels):
+        pixels = np.ascontiguousarray(to_pixels(probe.image, asdict(info)))
+        if pixels.shape != (info.height, info.width, info.channels):
             return float("inf"), probe.name
-        difference = np.abs(model_input(pixels[None], facts) - probe.expected).max()
+        difference = np.abs(model_input(pixels[None], info) - probe.expected).max()
         scale = max(1.0, float(np.abs(probe.expected).max()))
         largest = max(largest, (float(difference) / scale, probe.name))
     return largest

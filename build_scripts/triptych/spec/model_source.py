@@ -236,7 +236,7 @@ class _TransformerConfig(TypedDict, total=False):
     max_seq_length: int | None
 
 
-def read_facts(folder: Path, sha256: str | None = None) -> ModelInfo:
+def read_model_info(folder: Path, sha256: str | None = None) -> ModelInfo:
     """Read information about the model from the files in `folder`.
 
     Args:
@@ -251,7 +251,7 @@ def read_facts(folder: Path, sha256: str | None = None) -> ModelInfo:
     sentence: SentenceConfig = read_json(folder / "config_sentence_transformers.json", default={})
     pooling, head = read_modules(folder, sentence)
     labels = read_labels(config)
-    image = _image_facts(folder)
+    image = _image_info(folder)
     texts = _TextInfo() if image and not _has_vocabulary(folder) else _read_texts(folder, config)
 
     def size(name: str) -> int | None:
@@ -370,12 +370,12 @@ def _has_vocabulary(folder: Path) -> bool:
     return any(True for pattern in VOCABULARIES for _ in folder.glob(pattern))
 
 
-def _image_facts(folder: Path) -> ImageInfo | None:
+def _image_info(folder: Path) -> ImageInfo | None:
     if not (folder / "preprocessor_config.json").is_file():
         return None
-    from triptych.spec.image_source import read_image_facts
+    from triptych.spec.image_source import read_image_info
 
-    return read_image_facts(folder)
+    return read_image_info(folder)
 
 
 def _hidden_size(folder: Path, config: ModelConfig) -> int:
@@ -451,11 +451,11 @@ def read_model(folder: Path, progress: Progress) -> tuple[ModelInfo, Path | None
     }
 
     def work(target: Path) -> None:
-        facts = read_facts(folder, sha256)
-        (target / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
-        if facts.image is None:
+        info = read_model_info(folder, sha256)
+        (target / "facts.json").write_text(json.dumps(asdict(info)), encoding="utf-8")
+        if info.image is None:
             (target / "tokenizer.json").write_text(read_tokenizer(folder), encoding="utf-8")
 
     stage = cached_stage("model", inputs, work, progress)
-    facts = TypeAdapter(ModelInfo).validate_json((stage.folder / "facts.json").read_bytes())
-    return facts, stage.folder / "tokenizer.json" if facts.image is None else None
+    info = TypeAdapter(ModelInfo).validate_json((stage.folder / "facts.json").read_bytes())
+    return info, stage.folder / "tokenizer.json" if info.image is None else None

@@ -54,7 +54,7 @@ PyTorch's own attention, used by the bucketed layout, needs more for scaling and
 
 
 def batch_mib(
-    facts: ModelInfo, *, rows: int, tokens: int, precision: str, on_gpu: bool, packed: bool
+    info: ModelInfo, *, rows: int, tokens: int, precision: str, on_gpu: bool, packed: bool
 ) -> float:
     """Return the memory in MiB of a batch of rows of equal length, without the weights.
 
@@ -64,23 +64,23 @@ def batch_mib(
     times with DeBERTa's relative positions.
     """
     size = ELEMENT_BYTES.get(precision, 2) if on_gpu else 4
-    slots, hidden = count_slots(tokens), facts.hidden_size
-    heads = facts.heads or max(1, hidden // USUAL_HEAD_SIZE)
-    widened = facts.intermediate_size or USUAL_WIDENING * hidden
+    slots, hidden = count_slots(tokens), info.hidden_size
+    heads = info.heads or max(1, hidden // USUAL_HEAD_SIZE)
+    widened = info.intermediate_size or USUAL_WIDENING * hidden
     attention = rows * slots * (SCORE_TENSORS[packed] * heads * slots + 4 * hidden)
     forward = rows * slots * (3 * widened + 2 * hidden)
     return MEASURED_SHARE * size * max(attention, forward) / 2**20
 
 
 def rows_within(
-    facts: ModelInfo, *, limit_mib: float, tokens: int, precision: str, on_gpu: bool
+    info: ModelInfo, *, limit_mib: float, tokens: int, precision: str, on_gpu: bool
 ) -> int:
     """Return the maximum number of rows of `tokens` tokens in a batch within `limit_mib`.
 
     The result is at least 1. It is the same for both layouts, because the
     layout is chosen later.
     """
-    each = batch_mib(facts, rows=1, tokens=tokens, precision=precision, on_gpu=on_gpu, packed=False)
+    each = batch_mib(info, rows=1, tokens=tokens, precision=precision, on_gpu=on_gpu, packed=False)
     return max(1, int(limit_mib / each))
 
 
@@ -123,7 +123,7 @@ class Plan:
     """
 
     spec: PipelineSpec
-    facts: ModelInfo
+    info: ModelInfo
     task: Task
     parameters: Mapping[str, Any]
     layout: Layout
@@ -180,7 +180,7 @@ class Plan:
 
     @property
     def row_settings(self) -> dict[str, object]:
-        return row_settings(self.spec, self.facts, self.task, max_core_rows=self.max_batch_size)
+        return row_settings(self.spec, self.info, self.task, max_core_rows=self.max_batch_size)
 
     @property
     def batch_mib(self) -> float | None:
@@ -189,7 +189,7 @@ class Plan:
             return None
         core = self.spec.core
         return batch_mib(
-            self.facts,
+            self.info,
             rows=self.max_batch_size,
             tokens=self.max_length,
             precision=core.precision,
@@ -200,7 +200,7 @@ class Plan:
     @property
     def reasons(self) -> dict[str, str]:
         """Reason of each number, for `inspect`."""
-        spec, task, allowed = self.spec, self.task, self.facts.max_length
+        spec, task, allowed = self.spec, self.task, self.info.max_length
         own = spec.tokenizer.max_length
         if own is not None and own < allowed:
             limit = f"tokenizer.max_length in the spec (the model allows {allowed})"
@@ -241,9 +241,9 @@ class Plan:
         return 1.0 - self.lengths.mean * self.lengths.rows / computed
 
 
-def max_length_of(spec: PipelineSpec, facts: ModelInfo, task: Task) -> int:
+def max_length_of(spec: PipelineSpec, info: ModelInfo, task: Task) -> int:
     """Return the maximum number of tokens in a row, by the spec, the task and the model."""
-    return min(spec.tokenizer.max_length or task.max_length or facts.max_length, facts.max_length)
+    return min(spec.tokenizer.max_length or task.max_length or info.max_length, info.max_length)
 
 
 def request_rows_of(max_batch_size: int, task: Task) -> int:
@@ -251,21 +251,21 @@ def request_rows_of(max_batch_size: int, task: Task) -> int:
     return min(max_batch_size, task.request_rows or max_batch_size)
 
 
-def core_rows_of(spec: PipelineSpec, facts: ModelInfo, task: Task) -> int:
+def core_rows_of(spec: PipelineSpec, info: ModelInfo, task: Task) -> int:
     """Return the maximum number of model rows of a request, before the layout is known."""
-    if facts.image is not None:
+    if info.image is not None:
         return spec.core.max_batch_size
-    return max_rows(spec, facts, max_length_of(spec, facts, task))
+    return max_rows(spec, info, max_length_of(spec, info, task))
 
 
-def max_rows(spec: PipelineSpec, facts: ModelInfo, max_length: int) -> int:
+def max_rows(spec: PipelineSpec, info: ModelInfo, max_length: int) -> int:
     """Return the maximum number of rows in a batch within the spec's limits on rows and memory.
 
     Triton's batcher counts rows, not tokens, so every row of a batch may have `max_length` tokens.
     """
     core = spec.core
     within = rows_within(
-        facts,
+        info,
         limit_mib=core.max_batch_mib,
         tokens=max_length,
         precision=core.precision,
@@ -274,18 +274,18 @@ def max_rows(spec: PipelineSpec, facts: ModelInfo, max_length: int) -> int:
     return min(core.max_batch_size, within)
 
 
-def inputs_of(facts: ModelInfo, task: Task) -> tuple[Tensor, ...]:
+def inputs_of(info: ModelInfo, task: Task) -> tuple[Tensor, ...]:
     """Return the core's inputs, without those that the server adds."""
-    if facts.image is not None:
-        image = facts.image
+    if info.image is not None:
+        image = info.image
         return (Tensor("pixels", "UINT8", (image.height, image.width, image.channels)),)
-    if task.pairs and facts.segments > 1:
+    if task.pairs and info.segments > 1:
         return INPUT_IDS, ROW_LENGTH, FIRST_SEGMENT
     return INPUT_IDS, ROW_LENGTH
 
 
 def row_settings(
-    spec: PipelineSpec, facts: ModelInfo, task: Task, *, max_core_rows: int
+    spec: PipelineSpec, info: ModelInfo, task: Task, *, max_core_rows: int
 ) -> dict[str, object]:
     """Return the settings of the task's batch encoder, except the padded lengths.
 
@@ -295,29 +295,29 @@ def row_settings(
         "inputs": [tensor.name for tensor in task.inputs],
         "max_core_rows": max_core_rows,
         "max_text_bytes": spec.tokenizer.max_text_bytes,
-        **task.settings(facts),
+        **task.settings(info),
     }
-    if facts.image is not None:
+    if info.image is not None:
         return settings | {
-            "image": asdict(facts.image),
+            "image": asdict(info.image),
             "max_image_bytes": spec.image.max_bytes,
             "max_pixels": spec.image.max_pixels,
         }
     return settings | {
-        "lowercase": facts.lowercase,
-        "max_length": max_length_of(spec, facts, task),
+        "lowercase": info.lowercase,
+        "max_length": max_length_of(spec, info, task),
         "overflow": spec.tokenizer.truncation,
-        "pad_token_id": facts.pad_token_id,
+        "pad_token_id": info.pad_token_id,
         "pairs": task.pairs,
-        "segments": FIRST_SEGMENT in inputs_of(facts, task),
-        "unk_token_id": facts.unk_token_id,
-        "vocabulary": facts.vocabulary,
+        "segments": FIRST_SEGMENT in inputs_of(info, task),
+        "unk_token_id": info.unk_token_id,
+        "vocabulary": info.vocabulary,
     }
 
 
 def make_plan(
     spec: PipelineSpec,
-    facts: ModelInfo,
+    info: ModelInfo,
     task: Task,
     parameters: Mapping[str, Any],
     lengths: Lengths | None,
@@ -328,7 +328,7 @@ def make_plan(
 
     `layout` overrides the spec's layout, for models that cannot be packed.
     """
-    max_length = max_length_of(spec, facts, task)
+    max_length = max_length_of(spec, info, task)
     core, on_gpu = spec.core, spec.core.device == "gpu"
     chosen: Layout = "fixed"
     edges: tuple[int, ...] = ()
@@ -336,13 +336,13 @@ def make_plan(
     if lengths is not None:
         multiple = TENSOR_CORE_MULTIPLE if on_gpu else 1
         edges = choose_edges(lengths, max_length, count=spec.core.bucket_count, multiple=multiple)
-        cost = expected_cost(spec, facts, lengths, edges, max_length)
+        cost = expected_cost(spec, info, lengths, edges, max_length)
         named = core.layout
         chosen = layout or (cost.cheaper if named == "auto" else named)
         edges = edges if chosen == "bucketed" else ()
     packed = chosen == "packed"
-    most = spec.core.max_batch_size if lengths is None else max_rows(spec, facts, max_length)
-    inputs = inputs_of(facts, task)
+    most = spec.core.max_batch_size if lengths is None else max_rows(spec, info, max_length)
+    inputs = inputs_of(info, task)
     engine = None
     by_tensorrt = "tensorrt" in (spec.core.backend, spec.core.accelerator)
     if packed:
@@ -352,7 +352,7 @@ def make_plan(
         engine = engine_plan(spec, inputs, packed_lengths, edges, max_length, most)
     return Plan(
         spec=spec,
-        facts=facts,
+        info=info,
         task=task,
         parameters=parameters,
         layout=chosen,
@@ -362,7 +362,7 @@ def make_plan(
         request_rows=request_rows_of(most, task),
         bucket_edges=edges,
         core_inputs=inputs,
-        core=task.core(facts, parameters),
+        core=task.core(info, parameters),
         warm_ups=_warm_ups(lengths, edges, most if on_gpu else 1),
         engine=engine,
         cost=cost,
@@ -371,16 +371,16 @@ def make_plan(
 
 def expected_cost(
     spec: PipelineSpec,
-    facts: ModelInfo,
+    info: ModelInfo,
     lengths: Lengths,
     edges: tuple[int, ...],
     max_length: int,
 ) -> RowCost:
     """Return the expected cost of a row of the traffic, packed and padded to `edges`."""
     core, on_gpu = spec.core, spec.core.device == "gpu"
-    rows = max_rows(spec, facts, max_length)
+    rows = max_rows(spec, info, max_length)
     return row_cost(
-        facts,
+        info,
         lengths,
         edges,
         on_gpu=on_gpu,

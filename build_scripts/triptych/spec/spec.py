@@ -48,7 +48,7 @@ class PipelineSpec(BaseModel):
     """Spec of a pipeline whose core is an encoder with a head.
 
     Attributes:
-        folder: Folder of the pipeline; not part of a lock.
+        folder: Folder of the pipeline; not part of a build manifest.
         tuned: Fields whose values come from ``tuned.yaml``.
         parameters: Default request parameters, in place of the task's defaults.
         custom: Declaration of the task if `task` is ``custom``.
@@ -80,7 +80,7 @@ class PipelineSpec(BaseModel):
 
 
 def with_present_names(given: Any) -> Any:
-    """Return a spec's document with the present names of its fields, for specs read from locks."""
+    """Return the document of a spec, as read from a file, with the present names of its fields."""
     if isinstance(given, dict):
         given = copy.deepcopy(given)
         rename_fields(given, str(given.get("task", "")), warn=False)

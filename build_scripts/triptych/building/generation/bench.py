@@ -84,7 +84,7 @@ def subject_of(inputs: GeneratingInputs, *, server: str) -> Subject:
     return Subject(
         pipeline=spec.name,
         task=spec.task,
-        architecture=inputs.model.facts.architecture,
+        architecture=inputs.model.info.architecture,
         precision=core.precision,
         layout=inputs.batching,
         overrides=dict(spec.tuned),

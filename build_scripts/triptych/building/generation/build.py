@@ -95,19 +95,19 @@ def make_text_manifest(
     inputs: GeneratingInputs, gate: GateResult, files: Mapping[str, str]
 ) -> TextManifest:
     """Return the manifest of a build with these hashes of its files."""
-    facts, prompts = inputs.model.facts, inputs.prompts
+    info, prompts = inputs.model.info, inputs.prompts
     mean_tokens = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
     return TextManifest(
         spec=inputs.spec,
-        model_sha256=facts.sha256,
-        architecture=facts.architecture,
+        model_sha256=info.sha256,
+        architecture=info.architecture,
         versions=read_versions(*LIBRARIES),
         traffic={"prompts": len(prompts), "mean_tokens": round(mean_tokens, 2)},
         gate=gate,
         files=files,
         plan=TextPlanRecord(inputs.max_length),
         adapters={adapter.name: adapter.sha256 for adapter in inputs.adapters},
-        quantization=None if facts.quantization is None else asdict(facts.quantization),
+        quantization=None if info.quantization is None else asdict(info.quantization),
     )
 
 

@@ -444,7 +444,7 @@ def measure(
     }
     key = {
         **order,
-        "model": inputs.model.facts.sha256,
+        "model": inputs.model.info.sha256,
         "adapter_files": {one.name: one.sha256 for one in inputs.adapters},
         # The name of a cached folder is the hash of everything that decided its content.
         **({} if weights == inputs.weights else {"made": weights.parent.name}),
@@ -488,7 +488,7 @@ def measure(
 
 
 def _notes(inputs: GeneratingInputs) -> tuple[str, ...]:
-    stored = inputs.model.facts.quantization
+    stored = inputs.model.info.quantization
     if stored is None:
         return ()
     return (

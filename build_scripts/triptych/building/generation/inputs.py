@@ -165,11 +165,11 @@ class GenerationInputs(GeneratingInputs):
     @property
     def kv_token_bytes(self) -> int:
         """Bytes of the KV cache that one token takes on each GPU."""
-        core, facts = self.spec.core, self.model.facts
-        shares = min(core.tensor_parallel_size, facts.kv_heads) * core.pipeline_parallel_size
+        core, info = self.spec.core, self.model.info
+        shares = min(core.tensor_parallel_size, info.kv_heads) * core.pipeline_parallel_size
         computed = 4 if core.precision == "fp32" else 2
         size = 1 if core.kv_cache.dtype == "fp8" else computed
-        return -(-facts.kv_values * size // shares)
+        return -(-info.kv_values * size // shares)
 
     @property
     def judged_as(self) -> str:
@@ -177,7 +177,7 @@ class GenerationInputs(GeneratingInputs):
 
         Models with awq or gptq weights compute products in bf16.
         """
-        core, stored = self.spec.core, self.model.facts.quantization
+        core, stored = self.spec.core, self.model.info.quantization
         own: str = "bf16" if core.precision in ("awq", "gptq") else core.precision
         if stored is not None and stored.name in CONVERTED:
             own = stored.name
@@ -193,11 +193,11 @@ class GenerationInputs(GeneratingInputs):
     @property
     def prompt_settings(self) -> dict[str, Any]:
         return {
-            "special_tokens": dict(self.model.facts.special_tokens),
+            "special_tokens": dict(self.model.info.special_tokens),
             "max_length": self.max_length,
             "max_answer": None,
             "prefix": "",
-            "vocabulary": self.model.facts.vocabulary,
+            "vocabulary": self.model.info.vocabulary,
         }
 
     @property
@@ -218,7 +218,7 @@ class GenerationInputs(GeneratingInputs):
             "tensor_parallel": core.tensor_parallel_size,
             "pipeline_parallel": core.pipeline_parallel_size,
             "gpus": self.spec.serving.gpus,
-            "stop_token_ids": list(self.model.facts.stop_token_ids),
+            "stop_token_ids": list(self.model.info.stop_token_ids),
             "adapters": {adapter.name: adapter.rank for adapter in self.adapters},
         }
 
@@ -238,7 +238,7 @@ class GenerationInputs(GeneratingInputs):
     @property
     def converted_precision(self) -> str | None:
         precision = self.spec.core.precision
-        ordinary = self.model.facts.quantization is None
+        ordinary = self.model.info.quantization is None
         return precision if precision in CONVERTED and ordinary else None
 
     @property
@@ -274,24 +274,24 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
         progress("tuned", describe_tuned(spec.folder, told, spec_file=SPEC_FILE))
     weights = find_weights(spec.model, spec.folder, progress)
     model = read_generation_model(weights, progress)
-    progress("source", f"{model.facts.architecture}, from {spec.model.source}")
-    _tell_of_answers(spec, model.facts, progress)
-    check_precision(spec.core.precision, model.facts.quantization, backend=spec.core.backend)
-    adapters = read_adapters(spec, weights, model.facts.sha256, progress)
-    max_length = max_length_of(spec, model.facts)
+    progress("source", f"{model.info.architecture}, from {spec.model.source}")
+    _tell_of_answers(spec, model.info, progress)
+    check_precision(spec.core.precision, model.info.quantization, backend=spec.core.backend)
+    adapters = read_adapters(spec, weights, model.info.sha256, progress)
+    max_length = max_length_of(spec, model.info)
     inputs = GenerationInputs(spec, model, weights, max_length, (), adapters=adapters)
     _check_kv_cache(inputs)
     return replace(inputs, prompts=make_prompts(inputs, lines, progress))
 
 
-def _tell_of_answers(spec: GenerationSpec, facts: GenerationInfo, progress: Progress) -> None:
+def _tell_of_answers(spec: GenerationSpec, info: GenerationInfo, progress: Progress) -> None:
     """Report the sampling parameters of the model's files, which other servers use by default."""
     suggested = ", ".join(
-        f"{name} {value}" for name, value in facts.suggested.items() if name not in spec.parameters
+        f"{name} {value}" for name, value in info.suggested.items() if name not in spec.parameters
     )
     if suggested:
         progress("sampling", f"the model suggests {suggested}: defaults only if in `parameters`")
-    if not facts.stop_token_ids:
+    if not info.stop_token_ids:
         progress("sampling", "the model names no token that ends an answer: max_tokens does")
 
 
@@ -329,7 +329,7 @@ def make_prompt(inputs: GeneratingInputs, sent: Mapping[str, str], place: str) -
     return _with_adapter(inputs, prompt, place)
 
 
-def max_length_of(spec: GenerationSpec | Text2TextSpec, facts: GenerationInfo) -> int:
+def max_length_of(spec: GenerationSpec | Text2TextSpec, info: GenerationInfo) -> int:
     """Return the maximum number of tokens: the limit of the spec, else of the model.
 
     Raises:
@@ -337,21 +337,21 @@ def max_length_of(spec: GenerationSpec | Text2TextSpec, facts: GenerationInfo) -
     """
     field = f"core.{spec.core.LENGTH_FIELD}"
     wanted = getattr(spec.core, spec.core.LENGTH_FIELD)
-    if wanted is None and facts.max_length == OUT_OF_REACH:
+    if wanted is None and info.max_length == OUT_OF_REACH:
         raise UserError(
             field,
             "is required, because the model's files have no limit",
             given="nothing",
             remedy="Set it to the tokens of the longest prompt with its answer, such as 4096",
         )
-    if wanted is not None and wanted > facts.max_length:
+    if wanted is not None and wanted > info.max_length:
         raise UserError(
             field,
-            f"must be at most the model's own limit of {facts.max_length}",
+            f"must be at most the model's own limit of {info.max_length}",
             given=wanted,
             remedy="Lower it, or leave it out to use the model's limit",
         )
-    return wanted or facts.max_length
+    return wanted or info.max_length
 
 
 def _check_kv_cache(inputs: GenerationInputs) -> None:

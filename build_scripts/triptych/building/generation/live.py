@@ -314,7 +314,7 @@ def _faults(
         yield f"{len(failed)} of {len(every)} requests: {failed[0]}"
     if ENGINES[inputs.spec.core.backend].fake is not None:
         return
-    stops = inputs.model.facts.stop_token_ids
+    stops = inputs.model.info.stop_token_ids
     ends = sum(
         reply.answer.finish_reason != ("stop" if reference.ids[-1] in stops else "length")
         for one in passes

@@ -1,4 +1,4 @@
-"""Read facts about a model that generates text from its files, such as its quantization."""
+"""Read information about a model that generates text from its files, such as its quantization."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def compressed_tensors_config(precision: str) -> dict[str, Any]:
     }
 
 
-FACTS_FILE = "facts.json"
+INFO_FILE = "facts.json"
 GENERATION_FILE = "generation_config.json"
 
 
@@ -163,7 +163,7 @@ class GenerationInfo:
 
 @dataclass(frozen=True)
 class GenerationModel:
-    """A model's facts, and the files that the steps read, in the cache.
+    """Information about a model, and the files that the steps read, in the cache.
 
     Attributes:
         tokenizer: File of the tokenizer that encodes texts.
@@ -173,7 +173,7 @@ class GenerationModel:
             if the tokenizer has the model's ids.
     """
 
-    facts: GenerationInfo
+    info: GenerationInfo
     tokenizer: Path
     chat_template: Path | None
     decoder: Path | None = None
@@ -205,16 +205,16 @@ def read_generation_model(folder: Path, progress: Progress) -> GenerationModel:
     def work(target: Path) -> None:
         # The tokenizer is read first, because its errors are the most specific ones.
         (target / TOKENIZER_FILE).write_text(read_tokenizer(folder), encoding="utf-8")
-        facts, template = _read(folder, sha256)
+        info, template = _read(folder, sha256)
         if template is not None:
             (target / TEMPLATE_FILE).write_text(template, encoding="utf-8")
-        (target / FACTS_FILE).write_text(json.dumps(asdict(facts)), encoding="utf-8")
+        (target / INFO_FILE).write_text(json.dumps(asdict(info)), encoding="utf-8")
 
     stage = cached_stage("generation-model", inputs, work, progress)
-    facts = TypeAdapter(GenerationInfo).validate_json((stage.folder / FACTS_FILE).read_bytes())
+    info = TypeAdapter(GenerationInfo).validate_json((stage.folder / INFO_FILE).read_bytes())
     template = stage.folder / TEMPLATE_FILE
     return GenerationModel(
-        facts, stage.folder / TOKENIZER_FILE, template if template.is_file() else None
+        info, stage.folder / TOKENIZER_FILE, template if template.is_file() else None
     )
 
 
@@ -235,7 +235,7 @@ def _read(folder: Path, sha256: str) -> tuple[GenerationInfo, str | None]:
     generation = read_generation_config(folder, config)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     kv_values, kv_heads = _kv_cache(text_config, architecture)
-    facts = GenerationInfo(
+    info = GenerationInfo(
         sha256=sha256,
         architecture=architecture,
         max_length=_max_length(text_config),
@@ -247,7 +247,7 @@ def _read(folder: Path, sha256: str) -> tuple[GenerationInfo, str | None]:
         quantization=read_quantization(getattr(config, "quantization_config", None)),
         suggested=_suggested(folder / GENERATION_FILE),
     )
-    return facts, _chat_template(tokenizer)
+    return info, _chat_template(tokenizer)
 
 
 def _kv_cache(config: Any, architecture: str) -> tuple[int, int]:

@@ -33,7 +33,7 @@ def engine_weights(inputs: GeneratingInputs, progress: Progress = lambda *_: Non
     if precision is None:
         return inputs.weights
     key = {
-        "model": inputs.model.facts.sha256,
+        "model": inputs.model.info.sha256,
         "precision": precision,
         "versions": versions_of("torch", "safetensors", "transformers"),
         "code": code_hash("building/generation/quantizing.py", "building/generation/model.py"),

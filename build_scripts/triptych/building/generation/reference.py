@@ -108,13 +108,13 @@ def _of_one_model(
     progress: Progress,
     most: int,
 ) -> list[Reference]:
-    stops = list(inputs.model.facts.stop_token_ids)
+    stops = list(inputs.model.info.stop_token_ids)
     asked = [
         {"sent": one.sent, "ids": one.ids, "tokens": answer_tokens(inputs, one, most)}
         for one in prompts
     ]
     key = {
-        "model": inputs.model.facts.sha256,
+        "model": inputs.model.info.sha256,
         "adapter": None if adapter is None else adapter.sha256,
         "stops": stops,
         "asked": asked,
@@ -183,7 +183,7 @@ def _continue_prompts(
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             max_new_tokens=max_tokens,
-            eos_token_id=list(inputs.model.facts.stop_token_ids) or None,
+            eos_token_id=list(inputs.model.info.stop_token_ids) or None,
             output_logits=True,
             return_dict_in_generate=True,
         )

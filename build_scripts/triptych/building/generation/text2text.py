@@ -230,7 +230,7 @@ gives no log-probabilities or changed ones."""
 MAX_BY_DEFAULT = 512
 """Maximum number of tokens in a text if neither the model nor its tokenizer has a limit."""
 
-_MODEL, _FACTS, _DECODER = "model", "facts.json", "decoder"
+_MODEL, _INFO, _DECODER = "model", "facts.json", "decoder"
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class Text2TextInputs(GeneratingInputs):
             "max_length": self.max_length,
             "max_answer": self.spec.core.max_new_tokens,
             "prefix": self.spec.prefix,
-            "vocabulary": self.model.facts.vocabulary,
+            "vocabulary": self.model.info.vocabulary,
         }
 
     @property
@@ -326,13 +326,13 @@ def read_text2text(spec: Text2TextSpec, progress: Progress) -> Text2TextInputs:
     lines = read_prompt_lines(spec.folder / TRAFFIC_FILE)
     original = locate(spec.model, spec.folder)
     model, answers = _read_model(original, progress)
-    progress("source", f"{model.facts.architecture}, from {spec.model.source}")
+    progress("source", f"{model.info.architecture}, from {spec.model.source}")
     named = spec.core.model_dump(include=set(GREEDY), exclude_none=True)
     inputs = Text2TextInputs(
         spec=spec,
         model=model,
-        weights=_convert(original, spec.core.precision, model.facts.sha256, progress),
-        max_length=max_length_of(spec, model.facts),
+        weights=_convert(original, spec.core.precision, model.info.sha256, progress),
+        max_length=max_length_of(spec, model.info),
         prompts=(),
         original=original,
         answers=answers,
@@ -359,22 +359,22 @@ def _read_model(folder: Path, progress: Progress) -> tuple[GenerationModel, Sear
                 write_marian(folder, target, target / _DECODER)
             else:
                 (target / TOKENIZER_FILE).write_text(read_tokenizer(folder), encoding="utf-8")
-            facts, answers = _read_facts(folder, sha256)
-        both = {"facts": asdict(facts), "answers": asdict(answers)}
-        (target / _FACTS).write_text(json.dumps(both), encoding="utf-8")
+            info, answers = _read_info(folder, sha256)
+        both = {"facts": asdict(info), "answers": asdict(answers)}
+        (target / _INFO).write_text(json.dumps(both), encoding="utf-8")
 
     stage = cached_stage("text2text-model", inputs, work, progress)
-    both = json.loads((stage.folder / _FACTS).read_bytes())
-    facts = TypeAdapter(GenerationInfo).validate_python(both["facts"])
+    both = json.loads((stage.folder / _INFO).read_bytes())
+    info = TypeAdapter(GenerationInfo).validate_python(both["facts"])
     answers = TypeAdapter(SearchInfo).validate_python(both["answers"])
-    model = GenerationModel(facts, stage.folder / TOKENIZER_FILE, None)
+    model = GenerationModel(info, stage.folder / TOKENIZER_FILE, None)
     if (stage.folder / PIECES_FILE).is_file():
         decoder = stage.folder / _DECODER / TOKENIZER_FILE
         model = replace(model, decoder=decoder, pieces=stage.folder / PIECES_FILE)
     return model, answers
 
 
-def _read_facts(folder: Path, sha256: str) -> tuple[GenerationInfo, SearchInfo]:
+def _read_info(folder: Path, sha256: str) -> tuple[GenerationInfo, SearchInfo]:
     from transformers import AutoTokenizer
 
     config = read_config(folder)
@@ -396,7 +396,7 @@ def _read_facts(folder: Path, sha256: str) -> tuple[GenerationInfo, SearchInfo]:
     known = [limit for limit in limits if isinstance(limit, int) and limit < 1_000_000]
     _check_search(config, generation)
     ends = generation.eos_token_id
-    facts = GenerationInfo(
+    info = GenerationInfo(
         sha256=sha256,
         architecture=architecture,
         max_length=min(known, default=MAX_BY_DEFAULT),
@@ -416,7 +416,7 @@ def _read_facts(folder: Path, sha256: str) -> tuple[GenerationInfo, SearchInfo]:
     }
     said = {name: value for name, value in own.items() if value is not None}
     begins = () if first is None else (first,)
-    return facts, SearchInfo(begins, facts.stop_token_ids[0], {**GREEDY, **said})
+    return info, SearchInfo(begins, info.stop_token_ids[0], {**GREEDY, **said})
 
 
 def _check_search(config: Any, generation: Any) -> None:

@@ -215,17 +215,17 @@ class _Stage:
     """The engine stage of one core."""
 
     def __init__(self, repository: Path, name: str, progress: Progress) -> None:
-        lock = read_manifest(repository, name, EncoderManifest)
-        owner = lock.spec.core.shared_from or name
+        manifest = read_manifest(repository, name, EncoderManifest)
+        owner = manifest.spec.core.shared_from or name
         if owner != name:
             progress("engine", f"{name} shares the core of {owner}: building its engine")
-            lock = read_manifest(repository, owner, EncoderManifest)
+            manifest = read_manifest(repository, owner, EncoderManifest)
         self._repository = repository
         self._name = name
         self._owner = owner
-        self._lock = lock
+        self._manifest = manifest
         self._progress = progress
-        self._plan, self._core = _planned(owner, lock), lock.plan.core
+        self._plan, self._core = _planned(owner, manifest), manifest.plan.core
         self._model = f"{owner}_core"
         self._onnx = repository / self._model / "1" / MODEL_FILE
         self._samples = repository / owner / SAMPLES_FILE
@@ -235,7 +235,7 @@ class _Stage:
         api, gpu = Api(), read_gpu()
         plan_path = f"{self._model}/1/{PLAN_FILE}"
         key = self._key(files, plan_path, api, gpu)
-        there = self._lock.engine
+        there = self._manifest.engine
         plan_file = self._repository / plan_path
         if there is not None and there.key == key and _is(plan_file, there.plan_sha256):
             self._progress("engine", f"{plan_path}: up to date")
@@ -261,14 +261,14 @@ class _Stage:
             profiles=tuple(inspection.profiles),
             check=check,
         )
-        hashes = dict(sorted({**self._lock.files, plan_path: record.plan_sha256}.items()))
-        lock = replace(self._lock, engine=record, files=hashes)
-        changed = self._write(lock, {plan_path: built})
+        hashes = dict(sorted({**self._manifest.files, plan_path: record.plan_sha256}.items()))
+        manifest = replace(self._manifest, engine=record, files=hashes)
+        changed = self._write(manifest, {plan_path: built})
         return EngineResult(self._name, self._owner, changed, record)
 
     def dry_run(self) -> EngineResult[DryRun]:
         files = self._check_files()
-        there, conversion = self._lock.engine, self._lock.gate.conversion
+        there, conversion = self._manifest.engine, self._manifest.gate.conversion
         folder = f"{self._model}/1/"
         record = run_dry_build(
             self._onnx,
@@ -280,7 +280,7 @@ class _Stage:
         )
         if record is None:
             raise UserError("TensorRT for RTX", "is not installed", remedy=f"Run `{GET_IT}`")
-        changed = self._write(replace(self._lock, dry_run=record), {})
+        changed = self._write(replace(self._manifest, dry_run=record), {})
         return EngineResult(self._name, self._owner, changed, record)
 
     def _check_files(self) -> dict[str, str]:
@@ -289,7 +289,7 @@ class _Stage:
         Raises:
             UserError: A file on disk differs from the build manifest or is missing.
         """
-        hashes = self._lock.files
+        hashes = self._manifest.files
         own = {
             path: digest
             for path, digest in hashes.items()
@@ -391,9 +391,9 @@ class _Stage:
             raise EngineFailure(self._owner, result)
         return EngineCheck(result.precision, result.rows, result.verdicts, result.notes)
 
-    def _write(self, lock: EncoderManifest, made: Mapping[str, Path]) -> tuple[str, ...]:
+    def _write(self, manifest: EncoderManifest, made: Mapping[str, Path]) -> tuple[str, ...]:
         """Write the build manifest and new files, if the repository has not changed meanwhile."""
-        if find_manifest(self._repository, self._owner, EncoderManifest) != self._lock:
+        if find_manifest(self._repository, self._owner, EncoderManifest) != self._manifest:
             raise UserError(
                 f"{self._owner}/{MANIFEST_FILE}",
                 "changed while the engine was built",
@@ -406,26 +406,26 @@ class _Stage:
             for file in sorted((self._repository / model).rglob("*"))
             if file.is_file() and file.parent.name != "__pycache__" and file.name != FIGURES_FILE
         }
-        files |= {**made, f"{self._owner}/{MANIFEST_FILE}": lock.as_bytes()}
+        files |= {**made, f"{self._owner}/{MANIFEST_FILE}": manifest.as_bytes()}
         changed = write_models(self._repository, files)
         self._progress("write", f"{self._repository}: {', '.join(changed) or 'up to date'}")
         return tuple(changed)
 
 
-def _planned(name: str, lock: EncoderManifest) -> EnginePlan:
+def _planned(name: str, manifest: EncoderManifest) -> EnginePlan:
     """Return the plan of the engine.
 
     Raises:
         UserError: The core needs no engine.
     """
-    if lock.plan.engine is None or lock.spec.core.backend != "tensorrt":
+    if manifest.plan.engine is None or manifest.spec.core.backend != "tensorrt":
         raise UserError(
             "core.backend",
             "is not tensorrt, so there is no engine to build",
-            given=f"{lock.spec.core.backend} in {name}",
+            given=f"{manifest.spec.core.backend} in {name}",
             remedy=f"Set it in pipeline.yaml and run `triptych build {name}`",
         )
-    return lock.plan.engine
+    return manifest.plan.engine
 
 
 def _is(file: Path, digest: str) -> bool:

@@ -77,12 +77,12 @@ class SentenceHead(nn.Module):
     It consists of Pooling, Dense and Normalize modules.
     """
 
-    def __init__(self, facts: ModelInfo, folder: Path) -> None:
+    def __init__(self, info: ModelInfo, folder: Path) -> None:
         super().__init__()
-        self.pooling = facts.pooling
+        self.pooling = info.pooling
         self.after = nn.ModuleList(
             _UnitLength() if isinstance(module, Normalize) else load_dense(module, folder)
-            for module in facts.head
+            for module in info.head
         )
 
     def forward(self, hidden: Tensor, rows: RowMembership) -> Tensor:

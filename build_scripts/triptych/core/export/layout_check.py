@@ -89,7 +89,7 @@ class ProbeRow(NamedTuple):
 
 
 def find_text_core(
-    model: Any, facts: ModelInfo, core: Core, folder: Path, *, packed: bool
+    model: Any, info: ModelInfo, core: Core, folder: Path, *, packed: bool
 ) -> nn.Module:
     """Return the model in a layout, in the first known way that gives right results.
 
@@ -100,19 +100,19 @@ def find_text_core(
         UserError: The layout is bucketed, and no way gives right results.
     """
     with contextlib.suppress(CannotPack, UserError):
-        return _find(model, facts, core, folder, packed=packed, special=True)
-    return _find(model, facts, core, folder, packed=packed, special=False)
+        return _find(model, info, core, folder, packed=packed, special=True)
+    return _find(model, info, core, folder, packed=packed, special=False)
 
 
 def _find(
-    model: Any, facts: ModelInfo, core: Core, folder: Path, *, packed: bool, special: bool
+    model: Any, info: ModelInfo, core: Core, folder: Path, *, packed: bool, special: bool
 ) -> nn.Module:
     window = getattr(model.config, "sliding_window", None) or 0
-    samples = _draw(model, facts, core, window, special=special)
+    samples = _draw(model, info, core, window, special=special)
     batch: Sequence[Tensor]
-    batch = _packed_batch(samples) if packed else _padded_batch(samples, facts.pad_token_id)
+    batch = _packed_batch(samples) if packed else _padded_batch(samples, info.pad_token_id)
     smallest = float("inf")
-    for text_core in _ways(model, facts, core, folder, samples):
+    for text_core in _ways(model, info, core, folder, samples):
         for tiled in (True, False) if packed else (False,):
             probed = text_core
             if core.reads == "pooled":  # compare all token vectors: the pooled result shows less
@@ -131,7 +131,7 @@ def _find(
     raise UserError(
         "model.source",
         "is a model whose result for a text depends on the padding of the batch",
-        given=facts.architecture,
+        given=info.architecture,
         remedy="Choose another model",
     )
 
@@ -148,28 +148,26 @@ def _in_layout(text_core: TextCore, per_token: bool, packed: bool, tiled: bool) 
 
 
 def _ways(
-    model: Any, facts: ModelInfo, core: Core, folder: Path, samples: Sequence[ProbeRow]
+    model: Any, info: ModelInfo, core: Core, folder: Path, samples: Sequence[ProbeRow]
 ) -> Iterator[TextCore]:
     """Yield the known ways to run the model and its head on padded rows, the cheapest first."""
-    head = _head(model, facts, core, folder, samples)
+    head = _head(model, info, core, folder, samples)
     ways: list[tuple[Any, Callable[[Any], Tensor], nn.Module, ContextFactory]] = []
     if head is not None:
         ways.append((model.base_model, hidden_of, head, nullcontext))
     if core.reads != "pooled":
-        reader = LogitsReader(READINGS[core.reads][0], facts.mask_token_id)
+        reader = LogitsReader(READINGS[core.reads][0], info.mask_token_id)
         ways += [(model, logits_of, reader, around) for around in (last_picked, nullcontext)]
     for module, read, after, around in ways:
         countings: list[PositionIds | None] = [None]
         if takes(module, "position_ids"):
             countings.insert(0, _counting(model.base_model, samples[0].ids))
         for counting in countings:
-            encoder = PaddedEncoder(module, read, facts.segments, counting=counting, around=around)
+            encoder = PaddedEncoder(module, read, info.segments, counting=counting, around=around)
             yield TextCore(encoder, after)
 
 
-def _draw(
-    model: Any, facts: ModelInfo, core: Core, window: int, *, special: bool
-) -> list[ProbeRow]:
+def _draw(model: Any, info: ModelInfo, core: Core, window: int, *, special: bool) -> list[ProbeRow]:
     """Return random rows of different lengths; one is longer than the window of local attention.
 
     With `special`, rows also contain tokens that end or fill a row, as a text may that contains
@@ -179,10 +177,10 @@ def _draw(
     config = model.config
     names = ("pad", "mask", "bos", "eos", "cls", "sep", "decoder_start")
     aside = {getattr(config, f"{name}_token_id", None) for name in names}
-    aside |= {facts.pad_token_id, facts.mask_token_id}
+    aside |= {info.pad_token_id, info.mask_token_id}
     vocabulary = getattr(config, "vocab_size", None) or UNICODE
     plain = torch.tensor([index for index in range(vocabulary) if index not in aside])
-    limit = min(facts.max_length, LONGEST)
+    limit = min(info.max_length, LONGEST)
     samples = []
     for length in (max(LENGTHS[0], window + 9 if window else 0), *LENGTHS[1:]):
         size = min(length, limit)
@@ -193,8 +191,8 @@ def _draw(
         for place in SPECIAL.get(length, ()) if special and size == length else ():
             ids[place] = _special(config, SPECIAL[length][place], vocabulary, int(ids[place]))
         if core.reads == "mask":
-            ids[size // 2] = torch.tensor(facts.mask_token_id)
-        samples.append(_alone(model, facts, core, ids))
+            ids[size // 2] = torch.tensor(info.mask_token_id)
+        samples.append(_alone(model, info, core, ids))
     logits = [sample.logits for sample in samples if sample.logits is not None]
     scale = max((float(value.abs().max()) for value in logits), default=0.0)
     return [sample._replace(scale=scale) for sample in samples]
@@ -207,12 +205,12 @@ def _special(config: Any, kinds: Sequence[str], vocabulary: int, otherwise: int)
     return next(fitting, otherwise)
 
 
-def _alone(model: Any, facts: ModelInfo, core: Core, ids: Tensor) -> ProbeRow:
-    first_segment = len(ids) // 2 if facts.segments > 1 else len(ids)
+def _alone(model: Any, info: ModelInfo, core: Core, ids: Tensor) -> ProbeRow:
+    first_segment = len(ids) // 2 if info.segments > 1 else len(ids)
     types = (torch.arange(len(ids)) >= first_segment).long()[None]
 
     def inputs(module: Any) -> dict[str, Tensor]:
-        typed = facts.segments > 1 and takes(module, "token_type_ids")
+        typed = info.segments > 1 and takes(module, "token_type_ids")
         return {"input_ids": ids[None]} | ({"token_type_ids": types} if typed else {})
 
     hidden, logits = None, None
@@ -222,12 +220,12 @@ def _alone(model: Any, facts: ModelInfo, core: Core, ids: Tensor) -> ProbeRow:
         else:
             logits = logits_of(model(**inputs(model)))[0]
             if core.reads == "mask":
-                logits = logits[ids == facts.mask_token_id][0]
+                logits = logits[ids == info.mask_token_id][0]
     except Exception as error:
         raise UserError(
             "model.source",
             "is a model that needs more inputs than token ids",
-            given=f"{facts.architecture}: {' '.join(str(error).split())[:300]}",
+            given=f"{info.architecture}: {' '.join(str(error).split())[:300]}",
             remedy="Choose another model",
         ) from error
     base = model.base_model
@@ -239,18 +237,18 @@ def _alone(model: Any, facts: ModelInfo, core: Core, ids: Tensor) -> ProbeRow:
 
 
 def _head(
-    model: Any, facts: ModelInfo, core: Core, folder: Path, samples: Sequence[ProbeRow]
+    model: Any, info: ModelInfo, core: Core, folder: Path, samples: Sequence[ProbeRow]
 ) -> nn.Module | None:
     """Return the head that computes the model's logits from its encoder's vectors.
 
     None if no head does.
     """
     if core.reads == "pooled":
-        return SentenceHead(facts, folder)
+        return SentenceHead(info, folder)
     if model.base_model is model:
         return None
     for reading in READINGS[core.reads]:
-        head = OwnHead(model, reading, facts.mask_token_id)
+        head = OwnHead(model, reading, info.mask_token_id)
         try:
             if all(_head_distance(head, sample) < TOLERANCE for sample in samples):
                 return head

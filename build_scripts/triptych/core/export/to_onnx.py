@@ -205,7 +205,7 @@ def _matter(model: Any, missing: list[str]) -> bool:
 
 def export_onnx(
     folder: Path,
-    facts: ModelInfo,
+    info: ModelInfo,
     core: Core,
     inputs: tuple[Tensor, ...],
     *,
@@ -231,7 +231,7 @@ def export_onnx(
 
     model = load_model(folder, core.auto_class)
     with _quiet(), without_fixed_length(model), torch.no_grad():
-        graph = _graph(model, facts, core, inputs, folder, packed=packed)
+        graph = _graph(model, info, core, inputs, folder, packed=packed)
         traced = (*inputs, *made_by_server(inputs)[:1], *SIZES) if packed else inputs
         examples, shapes = _examples(traced, packed=packed)
         try:
@@ -250,7 +250,7 @@ def export_onnx(
                 raise CannotPack(f"its packed form does not export ({reason})") from error
             raise UserError(
                 "model.source",
-                f"is an architecture that does not export to ONNX ({facts.architecture})",
+                f"is an architecture that does not export to ONNX ({info.architecture})",
                 given=reason,
                 remedy="Choose another model",
             ) from error
@@ -258,7 +258,7 @@ def export_onnx(
     if packed and ROW_SPAN in inputs:
         compute_from_shapes(proto)
     elif packed:
-        compute_from_values(proto, facts.max_length)
+        compute_from_values(proto, info.max_length)
     _declare(proto, (*inputs, *made_by_server(inputs), *core.outputs), packed=packed)
     target.mkdir(parents=True, exist_ok=True)
     save_onnx(proto, target / MODEL_FILE)
@@ -283,7 +283,7 @@ def _gelu(vectors: Any, approximate: str = "none") -> Any:
 
 def _graph(
     model: Any,
-    facts: ModelInfo,
+    info: ModelInfo,
     core: Core,
     inputs: tuple[Tensor, ...],
     folder: Path,
@@ -293,20 +293,20 @@ def _graph(
     """Return the torch module to export, from the graph's inputs to its outputs."""
     from triptych.core.export.heads import CoreGraph, Returned
 
-    activation = "softmax" if core.reads == "mask" else facts.activation
+    activation = "softmax" if core.reads == "mask" else info.activation
     kept = core.outputs[0].dims[0] if core.returns == "choices" else 0
     returned = Returned(core.returns, activation, kept=int(kept), flatten=packed and core.per_token)
     if core.reads == "image":
         from triptych.spec.image_core import ImageCore
 
-        if facts.image is None:
+        if info.image is None:
             raise UserError(
                 "model.source",
                 "has no image processor (preprocessor_config.json)",
-                given=facts.architecture,
+                given=info.architecture,
                 remedy="Save the model's image processor into the folder",
             )
-        return CoreGraph(ImageCore(model, facts.image), returned, (0,))
+        return CoreGraph(ImageCore(model, info.image), returned, (0,))
     from triptych.core.export.layout_check import find_text_core
 
     names = [tensor.name for tensor in inputs]
@@ -316,7 +316,7 @@ def _graph(
         order += [names.index(ROW_OFFSET.name), *range(len(names), len(names) + 4)]
     if "first_segment" in names:
         order.append(names.index("first_segment"))
-    text_core = find_text_core(model, facts, core, folder, packed=packed)
+    text_core = find_text_core(model, info, core, folder, packed=packed)
     return CoreGraph(text_core, returned, tuple(order))
 
 
@@ -424,7 +424,7 @@ def export_model(plan: Plan, model_folder: Path, progress: Progress) -> Exported
         UserError: The model does not run with the task's head.
     """
     inputs: dict[str, object] = {
-        "facts": plan.facts.of_core,
+        "facts": plan.info.of_core,
         "layout": plan.layout,
         "core": asdict(plan.core),
         "inputs": [tensor.name for tensor in plan.core_inputs],
@@ -435,11 +435,11 @@ def export_model(plan: Plan, model_folder: Path, progress: Progress) -> Exported
     def work(target: Path) -> None:
         from triptych.core.export.packing import CannotPack
 
-        progress("export", f"{plan.facts.architecture} to ONNX, {plan.layout} ...")
+        progress("export", f"{plan.info.architecture} to ONNX, {plan.layout} ...")
         try:
             export_onnx(
                 model_folder,
-                plan.facts,
+                plan.info,
                 plan.core,
                 plan.core_inputs,
                 packed=plan.packed,
@@ -452,7 +452,7 @@ def export_model(plan: Plan, model_folder: Path, progress: Progress) -> Exported
             raise UserError(
                 "model.source",
                 f"is a model that does not run with this task's head ({plan.core.auto_class})",
-                given=f"{plan.facts.architecture}: {type(error).__name__}: {reason_text}",
+                given=f"{plan.info.architecture}: {type(error).__name__}: {reason_text}",
                 remedy="Choose a model fine-tuned for this task",
             ) from error
 

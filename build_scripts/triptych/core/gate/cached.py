@@ -82,7 +82,7 @@ class Gate:
         plan, labeled = inputs.plan, inputs.labeled
         key = {
             "precision": precision,
-            "model": plan.facts.sha256,
+            "model": plan.info.sha256,
             "rows": hash_requests(inputs.requests),
             "labeled": hash_requests(labeled.requests),
             "truth": [[row.line, repr(row.truth)] for row in labeled.rows],
@@ -188,7 +188,7 @@ def decoding_of(inputs: PipelineInputs) -> Decoding:
     custom = plan.spec.custom is not None
     return Decoding(
         task=plan.task,
-        settings={**plan.task.settings(plan.facts), "outputs": plan.task.output_settings},
+        settings={**plan.task.settings(plan.info), "outputs": plan.task.output_settings},
         folder=plan.spec.folder if custom else inputs.tokenizer_folder,
     )
 

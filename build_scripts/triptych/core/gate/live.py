@@ -42,8 +42,6 @@ from triptych.spec.tasks.compare import Outputs
 from triptych.spec.tasks.task import Parameters, Task
 
 SCORES = "score"
-_SHOWN_ELEMENTS = 5
-_SHOWN_CHARACTERS = 200
 
 
 def shape_fault(got: Outputs, wanted: Outputs) -> str:
@@ -95,22 +93,6 @@ def same(one: Outputs, other: Outputs) -> bool:
         np.issubdtype(array.dtype, np.floating) or bool(np.array_equal(array, other[name]))
         for name, array in one.items()
     )
-
-
-def show_answer(answer: Outputs) -> str:
-    parts = []
-    for name, array in answer.items():
-        if array.size:
-            first = ", ".join(map(_show, array.flat[:_SHOWN_ELEMENTS]))
-            parts.append(f"{name}: {first}{', …' if array.size > _SHOWN_ELEMENTS else ''}")
-    return "; ".join(parts)
-
-
-def _show(element: Any) -> str:
-    if isinstance(element, bytes):
-        text = element.decode("utf-8", "backslashreplace")
-        return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
-    return f"{element:.5g}"
 
 
 def _largest(values: Iterator[float]) -> float:
@@ -198,7 +180,7 @@ class LiveRequest:
 
 
 @dataclass(frozen=True)
-class LiveReply:
+class LiveResponse:
     """Response to one request: outputs by name, of shape ``[1, …]``, or an error."""
 
     outputs: Outputs | None = None
@@ -215,12 +197,12 @@ class LiveRuns:
     """Responses of all ways of sending, in the order of the requests.
 
     Attributes:
-        replies: Response to each request, by way of sending.
+        responses: Response to each request, by way of sending.
         mean_batch: Mean number of rows in a batch of the core during the last way of sending; None
             if the server does not report it.
     """
 
-    replies: Mapping[str, Sequence[LiveReply]]
+    responses: Mapping[str, Sequence[LiveResponse]]
     mean_batch: float | None
 
 
@@ -303,12 +285,12 @@ def run_live(
     try:
         with Client(name, url, timeout_s=timeout_s, retry=Retry()) as client:
             check_interface(plan, client.interface(), url)
-            replies = {}
+            responses = {}
             for way in ways:
                 progress(f"{len(requests)} requests, {_words(way, clients)} ...")
                 before = _core_statistics(client, plan)
                 order = range(len(requests))[:: -1 if way == REVERSED else 1]
-                replies[way] = _send(client, requests, order, 1 if way == ALONE else clients)
+                responses[way] = _send(client, requests, order, 1 if way == ALONE else clients)
                 after = _core_statistics(client, plan)
     except DeadlineExceededError as error:
         raise UserError(
@@ -325,7 +307,7 @@ def run_live(
             remedy="Name a server that serves it with --url, or leave --url out to start one",
         ) from error
     mean_batch = None if before is None or after is None else (after - before).mean_batch
-    return LiveRuns(replies, mean_batch)
+    return LiveRuns(responses, mean_batch)
 
 
 def check_interface(plan: Plan, config: PipelineConfig, url: str) -> None:
@@ -371,23 +353,23 @@ def _core_statistics(client: Client, plan: Plan) -> StepStatistics | None:
 
 def _send(
     client: Client, requests: Sequence[LiveRequest], order: Sequence[int], clients: int
-) -> list[LiveReply]:
+) -> list[LiveResponse]:
     """Return the response to each of `requests`; the requests are sent in the given `order`."""
     late: list[DeadlineExceededError] = []
 
-    def send(place: int) -> LiveReply:
+    def send(place: int) -> LiveResponse:
         if len(late) >= MAX_LATE:
             raise late[0]
         request = requests[place]
         inputs = {name: [value] for name, value in request.inputs.items()}
         try:
-            return LiveReply(client.infer(inputs, parameters=request.parameters))
+            return LiveResponse(client.infer(inputs, parameters=request.parameters))
         except _NO_SERVER:
             raise
         except InferenceError as error:
             if isinstance(error, DeadlineExceededError):
                 late.append(error)
-            return LiveReply(error=error)
+            return LiveResponse(error=error)
 
     with ThreadPoolExecutor(clients) as pool:
         futures = {place: pool.submit(send, place) for place in order}
@@ -403,7 +385,7 @@ _MAX_SHOWN = 160
 
 
 @dataclass(frozen=True)
-class LiveCase:
+class ExpectedAnswer:
     """One request and its expected result.
 
     Attributes:
@@ -422,7 +404,7 @@ class LiveCase:
 
 
 @dataclass(frozen=True)
-class Rules:
+class AnswerRules:
     """Rules that the answers must meet.
 
     Attributes:
@@ -450,7 +432,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class SortedReplies:
+class SortedResponses:
     """Responses of one way of sending, sorted into answers and faults.
 
     Attributes:
@@ -466,38 +448,40 @@ class SortedReplies:
     finite: bool
 
 
-def sort_replies(
-    cases: Sequence[LiveCase], replies: Sequence[LiveReply], rules: Rules
-) -> SortedReplies:
+def sort_responses(
+    cases: Sequence[ExpectedAnswer], responses: Sequence[LiveResponse], rules: AnswerRules
+) -> SortedResponses:
     """Sort the responses, one for each case, into answers and faults."""
     answers: dict[int, Outputs] = {}
     faults: dict[str, list[tuple[int, str]]] = {}
     counts: Counter[str] = Counter()
     finite = True
-    for place, (case, reply) in enumerate(zip(cases, replies, strict=True)):
-        counts[_fate(reply)] += 1
-        fault = _fault_of(case, reply, rules)
+    for place, (case, response) in enumerate(zip(cases, responses, strict=True)):
+        counts[_fate(response)] += 1
+        fault = _fault_of(case, response, rules)
         if fault is not None:
             kind, words = fault
             faults.setdefault(kind, []).append((place, words))
             finite &= kind != _NOT_FINITE
-        if reply.outputs is not None and not case.refusal:
-            answers[place] = reply.outputs
-    return SortedReplies(answers, faults, counts, finite)
+        if response.outputs is not None and not case.refusal:
+            answers[place] = response.outputs
+    return SortedResponses(answers, faults, counts, finite)
 
 
-def _fate(reply: LiveReply) -> str:
-    if reply.error is None:
+def _fate(response: LiveResponse) -> str:
+    if response.error is None:
         return "answered"
-    return "refused" if reply.refused else type(reply.error).__name__
+    return "refused" if response.refused else type(response.error).__name__
 
 
-def _fault_of(case: LiveCase, reply: LiveReply, rules: Rules) -> tuple[str, str] | None:
+def _fault_of(
+    case: ExpectedAnswer, response: LiveResponse, rules: AnswerRules
+) -> tuple[str, str] | None:
     """Return kind and message of the fault; None if the response is as expected."""
-    if reply.outputs is None:
-        said = "" if reply.error is None else reply.error.message
-        if not reply.refused:
-            return f"not answered ({_fate(reply)})", said
+    if response.outputs is None:
+        said = "" if response.error is None else response.error.message
+        if not response.refused:
+            return f"not answered ({_fate(response)})", said
         if not case.refusal:
             return "refused", said
         if case.refusal not in said:
@@ -505,15 +489,17 @@ def _fault_of(case: LiveCase, reply: LiveReply, rules: Rules) -> tuple[str, str]
         return None
     if case.refusal:
         return "answered, though the spec refuses them", case.refusal
-    if not is_finite(reply.outputs, rules.json_outputs):
+    if not is_finite(response.outputs, rules.json_outputs):
         return _NOT_FINITE, ""
-    shape = shape_fault(reply.outputs, case.wanted)
+    shape = shape_fault(response.outputs, case.wanted)
     if shape and not rules.hooked:  # Hooks may leave out low scores.
         return "answered in another form", shape
     return None
 
 
-def describe_faults(cases: Sequence[LiveCase], view: SortedReplies, way: str) -> Iterator[str]:
+def describe_faults(
+    cases: Sequence[ExpectedAnswer], view: SortedResponses, way: str
+) -> Iterator[str]:
     """Yield a line for each kind of fault among the responses of one `way` of sending."""
     for kind, found in view.faults.items():
         place, words = found[0]

@@ -25,7 +25,7 @@ from triptych.spec.tasks.task import Core
 
 def reference_outputs(
     folder: Path,
-    facts: ModelInfo,
+    info: ModelInfo,
     core: Core,
     samples: Sequence[Sample],
     *,
@@ -46,7 +46,7 @@ def reference_outputs(
     from triptych.core.export.to_onnx import load_model
 
     model = load_model(folder, core.auto_class)
-    dense = _dense_layers(folder, facts) if core.reads == "pooled" else {}
+    dense = _dense_layers(folder, info) if core.reads == "pooled" else {}
     dtype = torch.float64 if double else torch.float32
     for module in (model, *dense.values()) if double else ():
         module.double()
@@ -56,31 +56,31 @@ def reference_outputs(
             if isinstance(sample, TokenRow):
                 output = model(**_token_inputs(sample))
             else:
-                pixels = torch.from_numpy(pixel_values(sample, facts))
+                pixels = torch.from_numpy(pixel_values(sample, info))
                 output = model(pixel_values=pixels[None].to(dtype))
             if core.returns == "spans":
                 results = [output.start_logits[0], output.end_logits[0]]
             elif core.reads == "pooled":
-                results = [_sentence(output.last_hidden_state[0], facts, dense)]
+                results = [_sentence(output.last_hidden_state[0], info, dense)]
             elif isinstance(sample, TokenRow) and core.reads == "mask":
-                results = [output.logits[0, _mask_place(sample, facts)]]
+                results = [output.logits[0, _mask_place(sample, info)]]
             else:
                 results = [output.logits[0]]
-            activation = _activation(facts, core)
+            activation = _activation(info, core)
             expected.append(tuple(_activated(result, activation).numpy() for result in results))
     return expected
 
 
-def pixel_values(pixels: NDArray[np.uint8], facts: ModelInfo) -> NDArray[np.float32]:
+def pixel_values(pixels: NDArray[np.uint8], info: ModelInfo) -> NDArray[np.float32]:
     """Convert an image, UINT8 ``[H, W, C]``, to the model's input, FP32 ``[C, H, W]``."""
-    if facts.image is None:
-        raise ValueError("the model's facts say nothing of images")
+    if info.image is None:
+        raise ValueError("the model has no image processor")
     values = pixels.astype(np.float32)
-    if facts.image.rescale_factor is not None:
-        values = values * np.float32(facts.image.rescale_factor)
-    if facts.image.mean is not None and facts.image.std is not None:
-        mean = np.array(facts.image.mean, dtype=np.float32)
-        values = (values - mean) / np.array(facts.image.std, dtype=np.float32)
+    if info.image.rescale_factor is not None:
+        values = values * np.float32(info.image.rescale_factor)
+    if info.image.mean is not None and info.image.std is not None:
+        mean = np.array(info.image.mean, dtype=np.float32)
+        values = (values - mean) / np.array(info.image.std, dtype=np.float32)
     return np.ascontiguousarray(values.transpose(2, 0, 1))
 
 
@@ -94,18 +94,18 @@ def _token_inputs(row: TokenRow) -> dict[str, Any]:
     return inputs
 
 
-def _mask_place(row: TokenRow, facts: ModelInfo) -> int:
-    places = [place for place, token in enumerate(row.ids) if token == facts.mask_token_id]
+def _mask_place(row: TokenRow, info: ModelInfo) -> int:
+    places = [place for place, token in enumerate(row.ids) if token == info.mask_token_id]
     if len(places) != 1:
         raise ValueError(f"a sample has {len(places)} mask tokens instead of one")
     return places[0]
 
 
-def _activation(facts: ModelInfo, core: Core) -> Activation:
+def _activation(info: ModelInfo, core: Core) -> Activation:
     if core.returns in ("vector", "logits", "spans"):
         return "none"
     # The config can replace softmax only in heads that classify a whole row or image.
-    return facts.activation if core.reads in ("row", "image") else "softmax"
+    return info.activation if core.reads in ("row", "image") else "softmax"
 
 
 def _activated(logits: Any, activation: Activation) -> Any:
@@ -114,22 +114,22 @@ def _activated(logits: Any, activation: Activation) -> Any:
     return logits.sigmoid() if activation == "sigmoid" else logits
 
 
-def _dense_layers(folder: Path, facts: ModelInfo) -> dict[int, Any]:
+def _dense_layers(folder: Path, info: ModelInfo) -> dict[int, Any]:
     from triptych.core.export.heads import load_dense
 
     return {
         index: load_dense(module, folder)
-        for index, module in enumerate(facts.head)
+        for index, module in enumerate(info.head)
         if isinstance(module, Dense)
     }
 
 
-def _sentence(tokens: Any, facts: ModelInfo, dense: dict[int, Any]) -> Any:
+def _sentence(tokens: Any, info: ModelInfo, dense: dict[int, Any]) -> Any:
     """Pool token vectors ``[tokens, hidden]`` to one vector and apply the head."""
     import torch
 
-    vector = torch.cat([_pool(mode, tokens) for mode in facts.pooling])[None]
-    for index, module in enumerate(facts.head):
+    vector = torch.cat([_pool(mode, tokens) for mode in info.pooling])[None]
+    for index, module in enumerate(info.head):
         if isinstance(module, Normalize):
             vector = vector / vector.norm(dim=1, keepdim=True).clamp(min=1e-12)
         else:
@@ -179,12 +179,12 @@ def reference_of(
 
     def run() -> list[Expected]:
 
-        return reference_outputs(inputs.model_folder, plan.facts, plan.core, samples, double=double)
+        return reference_outputs(inputs.model_folder, plan.info, plan.core, samples, double=double)
 
     if not keep:
         return run()
     key: dict[str, object] = {
-        "facts": plan.facts.of_core,
+        "facts": plan.info.of_core,
         "core": asdict(plan.core),
         "rows": hash_rows(samples),
         "double": double,

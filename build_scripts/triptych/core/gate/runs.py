@@ -92,7 +92,7 @@ def by_rows(
 
 def open_core(path: Path, plan: Plan) -> RunBatch:
     """Call `open_onnx` for the core of a plan."""
-    pad = plan.facts.pad_token_id
+    pad = plan.info.pad_token_id
     return open_onnx(path, plan.core, plan.core_inputs, pad_token_id=pad)
 
 
@@ -389,7 +389,7 @@ def write_warm_ups(
                 feed = core_feed(
                     [row] * count,
                     plan.core_inputs,
-                    pad_token_id=plan.facts.pad_token_id,
+                    pad_token_id=plan.info.pad_token_id,
                     width=tokens,
                 )
                 try:
@@ -407,7 +407,7 @@ def write_warm_ups(
         "artifact": files,
         "rows": {str(tokens): hash_rows([row]) for tokens, row in rows.items()},
         "layout": plan.layout,
-        "pad": plan.facts.pad_token_id,
+        "pad": plan.info.pad_token_id,
         "versions": versions_of("onnxruntime"),
         "code": code_hash(*CODE),
     }

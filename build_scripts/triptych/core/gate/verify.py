@@ -19,14 +19,19 @@ import numpy as np
 from triptych.base.errors import Progress, UserError
 from triptych.core.gate.answers import reference_answers
 from triptych.core.gate.cached import limits_of, overrides_of
-from triptych.core.gate.check import WORST_ROWS, failure_messages, judge_metrics
+from triptych.core.gate.check import (
+    WORST_ROWS,
+    describe_outputs,
+    failure_messages,
+    judge_metrics,
+)
 from triptych.core.gate.live import (
     ALONE,
     WAYS,
-    LiveCase,
+    AnswerRules,
+    ExpectedAnswer,
     LiveRuns,
-    Rules,
-    SortedReplies,
+    SortedResponses,
     describe_faults,
     differences,
     live_requests,
@@ -34,8 +39,7 @@ from triptych.core.gate.live import (
     run_live,
     same,
     shape_fault,
-    show_answer,
-    sort_replies,
+    sort_responses,
 )
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import MIN_RECOMMENDED_ROWS
@@ -65,13 +69,13 @@ MIN_BATCH = 1.2
 """Minimum mean batch size of the core for a run to show the effect of batches."""
 
 
-def judge_live(cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules) -> GateResult:
+def judge_live(cases: Sequence[ExpectedAnswer], runs: LiveRuns, rules: AnswerRules) -> GateResult:
     """Compare every response, in the order of the cases, with the spec and the reference.
 
     An answer that cannot be compared is a failure. Each metric has its worst value over all ways of
     sending.
     """
-    ways = {way: sort_replies(cases, runs.replies[way], rules) for way in WAYS}
+    ways = {way: sort_responses(cases, runs.responses[way], rules) for way in WAYS}
     held = _LiveReference(cases, rules)
     read = {way: held.figures(view) for way, view in ways.items()}
     alone = ways[ALONE].answers
@@ -128,7 +132,7 @@ class _LiveReference:
             against itself, hooks removed the values that the metric needs.
     """
 
-    def __init__(self, cases: Sequence[LiveCase], rules: Rules) -> None:
+    def __init__(self, cases: Sequence[ExpectedAnswer], rules: AnswerRules) -> None:
         self.cases = cases
         self._rules = rules
         # Differences are relative to the largest number of the reference, if that is above 1.
@@ -147,7 +151,7 @@ class _LiveReference:
             if name not in rules.limits or METRICS[name].meets(value, rules.limits[name])
         )
 
-    def figures(self, view: SortedReplies, *, edge: bool = False) -> _Figures:
+    def figures(self, view: SortedResponses, *, edge: bool = False) -> _Figures:
         """Return the task's metrics over the rows of the traffic, or over the edge cases."""
         places = [place for place in view.answers if self.cases[place].edge == edge]
         if not places:
@@ -194,7 +198,7 @@ def _worst_values(ways: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _verdicts(
-    values: Mapping[str, float], readable: Sequence[str], rules: Rules
+    values: Mapping[str, float], readable: Sequence[str], rules: AnswerRules
 ) -> tuple[Verdict, ...]:
     judged = [*readable, *(() if rules.hooked else CORE_LEVEL)]
     limits = {name: limit for name, limit in rules.limits.items() if name in judged}
@@ -206,7 +210,7 @@ def _verdicts(
 
 
 def _notes(
-    cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules, readable: Sequence[str]
+    cases: Sequence[ExpectedAnswer], runs: LiveRuns, rules: AnswerRules, readable: Sequence[str]
 ) -> Iterator[str]:
     elsewhere = (*readable, *CORE_LEVEL, *CORE_METRICS)
     skipped = [name for name in rules.limits if name not in elsewhere]
@@ -228,7 +232,7 @@ def _notes(
 
 
 def _worst(
-    ways: Mapping[str, SortedReplies], read: Mapping[str, _Figures], held: _LiveReference
+    ways: Mapping[str, SortedResponses], read: Mapping[str, _Figures], held: _LiveReference
 ) -> list[WorstRow]:
     rows: dict[int, WorstRow] = {}
     for way, figures in read.items():
@@ -238,7 +242,7 @@ def _worst(
                 name: answer[name] for name in case.wanted if name in answer
             }  # Keep the order of `wanted`.
             difference = held.difference(got, case.wanted)
-            shown = show_answer(case.wanted), show_answer(got)
+            shown = describe_outputs(case.wanted), describe_outputs(got)
             row = WorstRow(case.preview, badness, difference, *shown)
             if place not in rows or _rank(rows[place]) < _rank(row):
                 rows[place] = row
@@ -281,15 +285,15 @@ def verify_pipeline(
         UserError: No server answers, or the server does not serve this pipeline.
     """
     plan = inputs.plan
-    lock = find_manifest(repository, plan.spec.name, EncoderManifest)
-    precision = _precision(plan, repository, lock)
-    rules = rules_of(inputs, precision, None if lock is None else lock.gate.rounding)
+    manifest = find_manifest(repository, plan.spec.name, EncoderManifest)
+    precision = _precision(plan, repository, manifest)
+    rules = rules_of(inputs, precision, None if manifest is None else manifest.gate.rounding)
     sent = live_requests(plan, inputs.requests)
     progress("verify", f"{len(inputs.requests)} requests in PyTorch fp32 ...")
     wanted = reference_answers(inputs, progress)
     refused = refusals(plan, inputs.tokenizer_folder, inputs.requests, sent)
     cases = [
-        LiveCase(
+        ExpectedAnswer(
             request.preview, request.query, request.edge, answer.outputs, words or answer.refusal
         )
         for request, answer, words in zip(inputs.requests, wanted, refused, strict=True)
@@ -317,7 +321,7 @@ def verify_pipeline(
         clients=clients,
         mean_batch=runs.mean_batch,
         seconds=seconds,
-        accepted="" if lock is None else lock.gate.accepted,
+        accepted="" if manifest is None else manifest.gate.accepted,
         sent=(
             f"{found.rows} rows of the traffic and {found.edge_case_rows} edge-case rows: "
             f"{outcomes}",
@@ -363,7 +367,7 @@ def verification_data(result: GateResult) -> dict[str, Any]:
     return {**live, **gate, "passed": result.passed, "gate": gate}
 
 
-def rules_of(inputs: PipelineInputs, precision: Precision, rounding: float | None) -> Rules:
+def rules_of(inputs: PipelineInputs, precision: Precision, rounding: float | None) -> AnswerRules:
     """Return the rules that the answers of a build must meet.
 
     Args:
@@ -372,7 +376,7 @@ def rules_of(inputs: PipelineInputs, precision: Precision, rounding: float | Non
         rounding: PyTorch's rounding, see `GateResult`; None if unknown.
     """
     plan = inputs.plan
-    return Rules(
+    return AnswerRules(
         task=plan.task,
         precision=precision,
         limits=above_rounding(limits_of(inputs, precision), rounding, overrides_of(inputs)),
@@ -380,14 +384,14 @@ def rules_of(inputs: PipelineInputs, precision: Precision, rounding: float | Non
     )
 
 
-def _precision(plan: Plan, repository: Path, lock: EncoderManifest | None) -> Precision:
+def _precision(plan: Plan, repository: Path, manifest: EncoderManifest | None) -> Precision:
     """Return the precision of the core that was built; without a build, that of the spec.
 
     Raises:
         UserError: Nothing is built, and the spec leaves the precision to the build.
     """
     spec = plan.spec
-    precision = spec.core.precision if lock is None else lock.gate.precision
+    precision = spec.core.precision if manifest is None else manifest.gate.precision
     if precision == "auto":
         raise UserError(
             "core.precision",

@@ -182,7 +182,7 @@ class CoreConverter:
 
     def _feed(self, rows: Sequence[Sample]) -> Feed:
         plan = self._plan
-        pad = plan.facts.pad_token_id
+        pad = plan.info.pad_token_id
         return core_feed(rows, plan.core_inputs, pad_token_id=pad)
 
 

@@ -327,9 +327,9 @@ class Known:
 
 def known_encoder(repository: Path, pipeline: str, reports: Path) -> Known:
     """Return the facts about an encoder; see `targets.known_of`."""
-    lock = read_manifest(repository, pipeline, EncoderManifest)
-    memory_mib = memory_seen_mib(lock, reports)
-    return Known(pipeline, lock.engine, 0, memory_mib, shm_mib(lock, repository))
+    build = read_manifest(repository, pipeline, EncoderManifest)
+    memory_mib = memory_seen_mib(build, reports)
+    return Known(pipeline, build.engine, 0, memory_mib, shm_mib(build, repository))
 
 
 def known_generating(repository: Path, pipeline: str, _reports: Path) -> Known:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, TypeVar, get_type_hints
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from triptych.base.errors import Formerly, describe_renamed
 
@@ -24,6 +25,10 @@ VERBS = {
     "Operate": ("deploy", "monitor", "traffic", "drift"),
 }
 """Verbs in the order of the help, by their group."""
+MAX_HELP_WIDTH = 120
+"""Maximum width of the help, in columns; a narrower terminal has narrower help."""
+WORDS = {Path: "PATH", str: "TEXT", int: "N", float: "N"}
+"""Words in the help for the values of options, by type."""
 POSITIONAL = ""
 """New name of an option whose value is an argument now."""
 
@@ -114,6 +119,12 @@ class _Verb(TyperCommand):
 
     former: dict[str, str]
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for parameter in self.params:
+            if isinstance(parameter, TyperArgument):  # Typer would add a type such as <list[Path]>.
+                parameter.display_type_rich = lambda ctx: ""  # type: ignore[method-assign]
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, self._replace_former(args))
 
@@ -147,7 +158,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_HELP_WIDTH},
 )
 
 
@@ -204,9 +215,26 @@ def _expand(function: Callable[..., None]) -> Callable[..., None]:
 
     command.__name__ = function.__name__
     command.__doc__ = function.__doc__
+    for parameter in parameters:
+        _set_metavar(parameter)
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     return command
+
+
+def _set_metavar(parameter: inspect.Parameter) -> None:
+    """Let the help show a word for the value of an option."""
+    word = next((WORDS[each] for each in _parts(parameter.annotation) if each in WORDS), None)
+    for info in getattr(parameter.annotation, "__metadata__", ()):
+        if isinstance(info, typer.models.OptionInfo):
+            info.metavar = info.metavar or word
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """Yield a type hint and its arguments, such as the type of the elements of a list."""
+    yield hint
+    for each in get_args(hint):
+        yield from _parts(each)
 
 
 def _parameters_of(cls: Any) -> list[inspect.Parameter]:

@@ -268,7 +268,7 @@ def _report(plan: Plan | None, gate: GateResult, folder: Path) -> dict[str, str]
     about = GateHeader(
         pipeline=plan.spec.name,
         task=plan.task.name,
-        architecture=plan.facts.architecture,
+        architecture=plan.info.architecture,
         layout=plan.layout,
         versions=versions_of(*LIBRARIES, "onnxruntime"),
     )

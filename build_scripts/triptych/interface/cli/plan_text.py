@@ -78,15 +78,15 @@ def describe_gpu(plan: Plan) -> Described:
     return described
 
 
-def describe_dry_run(plan: Plan, lock: EncoderManifest | None) -> str:
-    """Return the result of the dry-run build of this plan, as the active lock has it."""
+def describe_dry_run(plan: Plan, manifest: EncoderManifest | None) -> str:
+    """Return the result of the dry-run build of this plan, as the active build manifest has it."""
     from triptych.core.engine.dry_run import describe
 
-    built = None if lock is None else lock.plan.engine
-    if lock is None or lock.dry_run is None or built is None or plan.engine is None:
+    built = None if manifest is None else manifest.plan.engine
+    if manifest is None or manifest.dry_run is None or built is None or plan.engine is None:
         return "none yet: `triptych build`, or `triptych engine --dry-run`"
     same = replace(plan.engine, precision=built.precision) == built
-    return ("" if same else "of another plan: ") + describe(lock.dry_run)
+    return ("" if same else "of another plan: ") + describe(manifest.dry_run)
 
 
 def _describe_engine(plan: Plan, engine: EnginePlan) -> Described:
@@ -189,7 +189,7 @@ def describe_plan(plan: Plan) -> Described:
         "core": (plan.core_inputs + made, plan.core.outputs, core.backend),
         "postprocess": ((*plan.core.outputs, *plan.past_core), task.outputs, "python"),
     }
-    rules = task.parameters(plan.facts)
+    rules = task.parameters(plan.info)
     return {
         "pipeline": plan.spec.name,
         "task": task.name,
@@ -235,18 +235,18 @@ def describe_plan(plan: Plan) -> Described:
 
 
 def _describe_model(plan: Plan) -> Described:
-    facts = plan.facts
+    info = plan.info
     described: Described = {
         "source": plan.spec.model.source,
-        "architecture": facts.architecture,
+        "architecture": info.architecture,
     }
     if plan.core.reads == "pooled":
-        described |= {"pooling": "+".join(facts.pooling), "vector": facts.embedding_size}
-    if facts.labels:
-        some = ", ".join(facts.labels[:8]) + (", …" if len(facts.labels) > 8 else "")
-        described |= {"labels": f"{len(facts.labels)}: {some}", "activation": facts.activation}
-    if facts.image is not None:
-        image = facts.image
+        described |= {"pooling": "+".join(info.pooling), "vector": info.embedding_size}
+    if info.labels:
+        some = ", ".join(info.labels[:8]) + (", …" if len(info.labels) > 8 else "")
+        described |= {"labels": f"{len(info.labels)}: {some}", "activation": info.activation}
+    if info.image is not None:
+        image = info.image
         described["pixels"] = f"{image.height} x {image.width} x {image.channels}"
     else:
         described["max_length"] = f"{plan.max_length} tokens: {plan.reasons['max_length']}"
@@ -331,7 +331,7 @@ def describe_text2text(inputs: Text2TextInputs, _repository: Path) -> Described:
 def _describe_generating(
     inputs: GeneratingInputs, limits: Described, adapters: Described
 ) -> Described:
-    spec, facts = inputs.spec, inputs.model.facts
+    spec, info = inputs.spec, inputs.model.info
     core, step = spec.core, f"{spec.name}_{{}}".format
     lengths = [len(prompt.ids) for prompt in inputs.prompts]
     p99 = int(np.quantile(lengths, 0.99, method="higher"))
@@ -341,12 +341,10 @@ def _describe_generating(
         **({"tuned": dict(spec.tuned)} if spec.tuned else {}),
         "model": {
             "source": spec.model.source,
-            "architecture": facts.architecture,
-            "own_limit": "none"
-            if facts.max_length == OUT_OF_REACH
-            else f"{facts.max_length} tokens",
-            **({"suggests": dict(facts.suggested)} if facts.suggested else {}),
-            **({"weights": facts.quantization.words} if facts.quantization else {}),
+            "architecture": info.architecture,
+            "own_limit": "none" if info.max_length == OUT_OF_REACH else f"{info.max_length} tokens",
+            **({"suggests": dict(info.suggested)} if info.suggested else {}),
+            **({"weights": info.quantization.words} if info.quantization else {}),
             "chat_template": "of the model" if inputs.model.chat_template else "none: no messages",
             **({"adapters": adapters} if adapters else {}),
         },

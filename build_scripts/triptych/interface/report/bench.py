@@ -89,7 +89,7 @@ def figures(result: BenchResult) -> str:
         f"Measured by `triptych bench` at {subject.measured_at} with the pipeline's own traffic "
         f"({subject.requests} different requests) on: {machine}. {subject.precision}, "
         f"{subject.layout}. Server: {subject.server}. Build {subject.build[:12]} (SHA-256 of its "
-        "lock).",
+        "manifest).",
     ]
     return "\n".join(lines) + "\n"
 

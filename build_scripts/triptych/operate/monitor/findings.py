@@ -186,7 +186,7 @@ def hooks_differ(inputs: PipelineInputs, manifest: EncoderManifest) -> bool:
 
 def list_edits(inputs: PipelineInputs, manifest: EncoderManifest) -> Iterator[str]:
     """Yield text about each part of the pipeline, except traffic, edited after the build."""
-    if manifest.model_sha256 != inputs.plan.facts.sha256:
+    if manifest.model_sha256 != inputs.plan.info.sha256:
         yield "the model's files changed"
     if hooks_differ(inputs, manifest):
         yield f"{HOOKS_FILE} changed"

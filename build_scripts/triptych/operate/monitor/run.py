@@ -13,7 +13,7 @@ import numpy as np
 
 from triptych.base.errors import Progress
 from triptych.core.gate.answers import reference_answers
-from triptych.core.gate.live import show_answer
+from triptych.core.gate.check import describe_outputs
 from triptych.core.gate.verify import rules_of
 from triptych.core.inputs import PipelineInputs
 from triptych.core.reader import RequestReader
@@ -237,8 +237,8 @@ def _find_worst(
     for row, score in pairs[:MAX_WORST_ROWS]:
         worst = LargeErrorRow(row.row.location, row.tokens, score.row_error, score.difference)
         if show_texts:
-            preview, expected = preview_text(row.row.inputs), show_answer(row.expected)
-            actual = show_answer(row.row.answer)
+            preview, expected = preview_text(row.row.inputs), describe_outputs(row.expected)
+            actual = describe_outputs(row.row.answer)
             worst = replace(worst, preview=preview, expected=expected, actual=actual)
         yield worst
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.core.gate.live import Rules, differences, is_finite, same, shape_fault
+from triptych.core.gate.live import AnswerRules, differences, is_finite, same, shape_fault
 from triptych.core.gate.verify import ANSWER_AGREEMENT, MIN_ANSWER_AGREEMENT
 from triptych.repository.records import GateResult
 from triptych.spec.tasks.accuracy import METRICS
@@ -104,7 +104,7 @@ class MetricValue:
     built: float | None
 
 
-def choose_tests(rules: Rules, expected: Sequence[Outputs], gate: GateResult) -> LossTests:
+def choose_tests(rules: AnswerRules, expected: Sequence[Outputs], gate: GateResult) -> LossTests:
     """Choose the tests of a pipeline from the reference's answers and the gate's result."""
     unseen = min(MAX_UNSEEN_ROWS / max(gate.rows, 1), MAX_ALLOWED)
     values = rules.task.compare(expected, expected, [""] * len(expected)).values
@@ -127,7 +127,7 @@ def choose_tests(rules: Rules, expected: Sequence[Outputs], gate: GateResult) ->
 
 
 def score_rows(
-    rules: Rules, tests: LossTests, actual: Sequence[Outputs], expected: Sequence[Outputs]
+    rules: AnswerRules, tests: LossTests, actual: Sequence[Outputs], expected: Sequence[Outputs]
 ) -> list[RowScore]:
     """Return the score of each row; a row without the expected outputs has full loss."""
     scale = _compute_scales(expected)
@@ -143,7 +143,11 @@ def full_loss(tests: LossTests) -> RowScore:
 
 
 def _score(
-    rules: Rules, tests: LossTests, actual: Outputs, expected: Outputs, scale: Mapping[str, float]
+    rules: AnswerRules,
+    tests: LossTests,
+    actual: Outputs,
+    expected: Outputs,
+    scale: Mapping[str, float],
 ) -> RowScore:
     if (not rules.hooked and shape_fault(actual, expected)) or not is_finite(
         actual, rules.json_outputs
@@ -177,7 +181,7 @@ def _compute_scales(expected: Sequence[Outputs]) -> dict[str, float]:
 
 
 def compute_metrics(
-    rules: Rules,
+    rules: AnswerRules,
     gate: GateResult,
     scores: Sequence[RowScore],
     actual: Sequence[Outputs],

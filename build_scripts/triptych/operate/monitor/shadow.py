@@ -9,7 +9,7 @@ from pathlib import Path
 
 from triptych.base.errors import Progress, UserError
 from triptych.base.tensors import Tensor
-from triptych.core.gate.live import TOGETHER, LiveReply, live_requests, run_live
+from triptych.core.gate.live import TOGETHER, LiveResponse, live_requests, run_live
 from triptych.core.gate.verify import rules_of
 from triptych.core.inputs import PipelineInputs, task_of
 from triptych.core.requests import GateRequest
@@ -89,7 +89,7 @@ def compare_candidate(
     name = inputs.plan.spec.name
     manifests = _read_manifests(name, repository, candidate)
     requests, refused = _choose_requests(inputs, sample, options.max_rows)
-    is_known = {manifest.model_sha256 for manifest in manifests} == {inputs.plan.facts.sha256}
+    is_known = {manifest.model_sha256 for manifest in manifests} == {inputs.plan.info.sha256}
     expected: list[Outputs | None] | None = None
     if is_known:
         progress("shadow", f"{len(requests)} requests in PyTorch fp32 ...")
@@ -100,7 +100,7 @@ def compare_candidate(
             stack.enter_context(open_endpoint(folder, name, None, progress))
             for folder in (repository, candidate)
         ]
-        replies = [
+        responses = [
             _send_all(inputs, endpoint, requests, options, progress) for endpoint in endpoints
         ]
         rounds = _load(name, endpoints, [request.sent for request in requests], options, progress)
@@ -108,7 +108,7 @@ def compare_candidate(
     compared = compare_answers(
         rules_of(inputs, new.precision, new.rounding),
         new,
-        (replies[0], replies[1]),
+        (responses[0], responses[1]),
         expected,
         [request.query for request in requests],
     )
@@ -196,7 +196,7 @@ def _send_all(
     requests: Sequence[GateRequest],
     options: ReplayOptions,
     progress: Progress,
-) -> Sequence[LiveReply]:
+) -> Sequence[LiveResponse]:
     sent = live_requests(inputs.plan, requests)
     runs = run_live(
         inputs.plan,
@@ -207,7 +207,7 @@ def _send_all(
         progress=lambda line: progress("shadow", line),
         ways=(TOGETHER,),
     )
-    return runs.replies[TOGETHER]
+    return runs.responses[TOGETHER]
 
 
 def _load(
@@ -237,7 +237,7 @@ def _make_notes(
     inputs: PipelineInputs, manifests: tuple[EncoderManifest, EncoderManifest]
 ) -> Iterator[str]:
     for side, manifest in zip(SIDES, manifests, strict=True):
-        if manifest.model_sha256 != inputs.plan.facts.sha256:
+        if manifest.model_sha256 != inputs.plan.info.sha256:
             yield f"{side}: built from another model than the pipeline has now"
         if hooks_differ(inputs, manifest):
             yield f"{side}: built with another {HOOKS_FILE} than the pipeline has now"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from triptych.base.formatting import percent, rounded, signed_percent
-from triptych.core.gate.live import LiveReply, Rules
+from triptych.core.gate.live import AnswerRules, LiveResponse
 from triptych.core.requests import MIN_RECOMMENDED_ROWS
 from triptych.operate.monitor.scores import (
     LossTests,
@@ -108,23 +108,23 @@ class Answers:
 
 
 def compare_answers(
-    rules: Rules,
+    rules: AnswerRules,
     gate: GateResult,
-    replies: tuple[Sequence[LiveReply], Sequence[LiveReply]],
+    responses: tuple[Sequence[LiveResponse], Sequence[LiveResponse]],
     expected: Sequence[Outputs | None] | None,
     queries: Sequence[str],
 ) -> Answers:
     """Compare both builds with the expected answers, by the candidate's limits.
 
     Args:
-        rules: Rules of the candidate.
+        rules: AnswerRules of the candidate.
         gate: Gate result of the candidate.
-        replies: Replies of the active build and of the candidate, one per request.
+        responses: Responses of the active build and of the candidate, one per request.
         expected: Answers of the original model, None for requests that it refuses. None as a whole
             if a build is of another model.
         queries: Input `text` of each request.
     """
-    old, new = ([reply.outputs or {} for reply in each] for each in replies)
+    old, new = ([response.outputs or {} for response in each] for each in responses)
     wanted: Sequence[Outputs | None] = old if expected is None else expected
     kept = [index for index, outputs in enumerate(wanted) if outputs]
     right = [wanted[index] or {} for index in kept]
@@ -142,7 +142,7 @@ def compare_answers(
 
 
 def _compute_metrics(
-    rules: Rules,
+    rules: AnswerRules,
     old: Sequence[Outputs],
     new: Sequence[Outputs],
     expected: Sequence[Outputs] | None,
@@ -170,7 +170,7 @@ def _compute_metrics(
 
 
 def _test_losses(
-    rules: Rules,
+    rules: AnswerRules,
     gate: GateResult,
     old: Sequence[Outputs],
     new: Sequence[Outputs],
@@ -192,7 +192,7 @@ def _test_losses(
 
 
 def _score(
-    rules: Rules, tests: LossTests, answers: Sequence[Outputs], expected: Sequence[Outputs]
+    rules: AnswerRules, tests: LossTests, answers: Sequence[Outputs], expected: Sequence[Outputs]
 ) -> list[RowScore]:
     """Return the score of each row; a row without an answer has full loss."""
     given = [answer or right for answer, right in zip(answers, expected, strict=True)]

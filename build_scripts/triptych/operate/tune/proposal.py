@@ -249,7 +249,7 @@ def propose_settings(
 
 def _cost(plan: Plan, lengths: Lengths, edges: tuple[int, ...]) -> float:
     """Return the device time per row of `lengths` in the plan's layout, in microseconds."""
-    cost = expected_cost(plan.spec, plan.facts, lengths, edges, plan.max_length)
+    cost = expected_cost(plan.spec, plan.info, lengths, edges, plan.max_length)
     return cost.packed if plan.packed else cost.bucketed
 
 
@@ -259,7 +259,7 @@ def _replan(plan: Plan, change: Mapping[str, JsonValue], lengths: Lengths) -> Pl
     core = plan.spec.core.model_copy(update=fields)
     spec: PipelineSpec = plan.spec.model_copy(update={"core": core})
     chosen: Any = fields.get("layout", plan.layout)
-    return make_plan(spec, plan.facts, plan.task, plan.parameters, lengths, layout=chosen)
+    return make_plan(spec, plan.info, plan.task, plan.parameters, lengths, layout=chosen)
 
 
 def diff_tuned(proposal: TunedProposal) -> tuple[str, ...]:

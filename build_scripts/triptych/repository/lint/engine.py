@@ -244,7 +244,7 @@ class EngineCore:
 
     Attributes:
         pipeline: Pipeline that built it; empty if no build manifest names it.
-        lock_file: Build manifest of that pipeline, relative to the repository.
+        manifest_file: Build manifest of that pipeline, relative to the repository.
         profiles: Profiles of its engine; none if unknown.
         record: Record of the finished engine; empty if no build manifest has it.
         rows: Rows that the steps before it send.
@@ -254,11 +254,11 @@ class EngineCore:
         every = wirings(model.repository)
         users = [w for w in every if any(step.model is model for step in w.steps)]
         self.model, self.config, self.where = model, model.config, model.where
-        plans = ((user.ensemble, _plan_of(user.ensemble.lock)) for user in users)
+        plans = ((user.ensemble, _plan_of(user.ensemble.manifest)) for user in users)
         owner, plan = next(((owner, plan) for owner, plan in plans if plan), (None, None))
-        record = owner.lock.get("engine") if owner is not None else None
+        record = owner.manifest.get("engine") if owner is not None else None
         self.pipeline = owner.name if owner is not None else ""
-        self.lock_file = owner.lock_file if owner is not None else ""
+        self.manifest_file = owner.manifest_file if owner is not None else ""
         self.profiles: tuple[Mapping[str, ShapeRange], ...] = plan.profiles if plan else ()
         self.record: Mapping[str, object] = record if isinstance(record, dict) else {}
         self.rows = tuple(rows for user in users for rows in _rows_sent(user, model))
@@ -317,8 +317,8 @@ def between(low: Dims, dims: Dims, high: Dims) -> bool:
     return len(low) == len(dims) == len(high) and all(a <= b <= c for a, b, c in trios)
 
 
-def _plan_of(lock: Any) -> EnginePlan | None:
-    plan = lock.get("plan") if isinstance(lock, dict) else None
+def _plan_of(manifest: Any) -> EnginePlan | None:
+    plan = manifest.get("plan") if isinstance(manifest, dict) else None
     try:
         return EnginePlan.from_dict(plan["engine"]) if isinstance(plan, dict) else None
     except (KeyError, TypeError, ValueError):
@@ -380,7 +380,7 @@ def engine_version(core: EngineCore) -> Iterator[Flaw]:
         if isinstance(wanted, str) and sha256_of(repository.root / graph.file) != wanted:
             yield error(
                 "must be the graph that the engine was built from",
-                f"another graph than {core.lock_file} records",
+                f"another graph than {core.manifest_file} records",
                 f"triptych engine {core.pipeline}",
                 graph.file,
             )
@@ -395,7 +395,7 @@ def engine_version(core: EngineCore) -> Iterator[Flaw]:
             f"must have an engine that the TensorRT of Triton {repository.triton} loads",
             f"an engine of TensorRT {built}; {obstacle}",
             f"triptych engine {core.pipeline} in the image of that release{also}",
-            core.lock_file,
+            core.manifest_file,
         )
 
 

@@ -194,45 +194,45 @@ def _references(model: Model) -> Iterator[tuple[Callable[..., Flaw], str, str]]:
             yield (error if model.is_ours else warning), f"parameter {key}", name
 
 
-def lock_readable(model: Model) -> Iterator[Flaw]:
+def manifest_readable(model: Model) -> Iterator[Flaw]:
     """Check that a build manifest is a JSON object whose `files` maps paths to hashes."""
-    problem = model.lock_problem or _malformed(model.lock)
+    problem = model.manifest_problem or _malformed(model.manifest)
     if problem:
         yield error(
             "must be a build manifest: a JSON object whose `files` maps paths to sha256",
             problem,
             "Build the pipeline again",
-            model.lock_file,
+            model.manifest_file,
         )
 
 
-def _malformed(lock: Any) -> str:
-    if lock is None:
+def _malformed(manifest: Any) -> str:
+    if manifest is None:
         return ""
-    if not isinstance(lock, dict):
-        return f"a {type(lock).__name__}"
-    files = lock.get("files", {})
+    if not isinstance(manifest, dict):
+        return f"a {type(manifest).__name__}"
+    files = manifest.get("files", {})
     if not isinstance(files, dict) or not all(isinstance(v, str) for v in files.values()):
         return "`files` is something else"
-    return "" if isinstance(lock.get("traffic", {}), dict) else "`traffic` is no object"
+    return "" if isinstance(manifest.get("traffic", {}), dict) else "`traffic` is no object"
 
 
-def _in_lock(model: Model, *keys: str) -> Any:
+def _in_manifest(model: Model, *keys: str) -> Any:
     """Return the value in the build manifest at a path of keys; None if there is none."""
-    held = None if _malformed(model.lock) else model.lock
+    held = None if _malformed(model.manifest) else model.manifest
     for key in keys:
         held = held.get(key) if isinstance(held, dict) else None
     return held
 
 
-def lock_files(model: Model) -> Iterator[Flaw]:
+def manifest_files(model: Model) -> Iterator[Flaw]:
     """Check that every file in the build manifest is unchanged since the build."""
-    for name, digest in sorted((_in_lock(model, "files") or {}).items()):
+    for name, digest in sorted((_in_manifest(model, "files") or {}).items()):
         path = model.repository.root / name
         there = is_file(path)
         if not there or sha256_of(path) != digest.lower().removeprefix("sha256:"):
             yield error(
-                f"must be as it was built and verified, see {model.lock_file}",
+                f"must be as it was built and verified, see {model.manifest_file}",
                 "the content has changed" if there else "the file is missing",
                 f"Build {model.name} again: change the pipeline, not its built files",
                 name,
@@ -241,28 +241,28 @@ def lock_files(model: Model) -> Iterator[Flaw]:
 
 def traffic(model: Model) -> Iterator[Flaw]:
     """Check that the traffic is large and varied enough and fits the maximum length."""
-    rows, truncated = (_in_lock(model, "traffic", key) for key in ("rows", "truncated_share"))
+    rows, truncated = (_in_manifest(model, "traffic", key) for key in ("rows", "truncated_share"))
     if _is_number(rows) and rows < _MIN_ROWS:
         yield warning(
             f"should be built from at least {_MIN_ROWS} rows of traffic",
             f"{rows} rows",
             "Add real requests to traffic.jsonl: padded lengths, calibration and the gate depend "
             "on them",
-            model.lock_file,
+            model.manifest_file,
         )
     if _is_number(truncated) and truncated > _MAX_TRUNCATED_SHARE:
         yield warning(
             f"should truncate at most {_MAX_TRUNCATED_SHARE:.0%} of the traffic",
             f"{truncated:.1%} of the rows are longer than tokenizer.max_length",
             "Raise tokenizer.max_length, split long texts, or set overflow: reject",
-            model.lock_file,
+            model.manifest_file,
         )
     yield from _narrow_traffic(model)
 
 
 def _narrow_traffic(model: Model) -> Iterator[Flaw]:
     keys = ("words", "vocabulary_share", "near_duplicates")
-    words, share, near = (_in_lock(model, "traffic", key) for key in keys)
+    words, share, near = (_in_manifest(model, "traffic", key) for key in keys)
     if not (_is_number(words) and _is_number(share) and _is_number(near)):
         return
     if share < _MIN_VOCABULARY_SHARE or near > _MAX_NEAR_DUPLICATES:
@@ -273,7 +273,7 @@ def _narrow_traffic(model: Model) -> Iterator[Flaw]:
             "duplicates of others",
             "Add real requests with other words to traffic.jsonl: the gate and int8 only use these "
             "rows",
-            model.lock_file,
+            model.manifest_file,
         )
 
 
@@ -283,27 +283,27 @@ def _is_number(value: object) -> bool:
 
 def gate_accepted(model: Model) -> Iterator[Flaw]:
     """Check that the build did not fail the accuracy gate."""
-    reason = _in_lock(model, "gate", "accepted")
+    reason = _in_manifest(model, "gate", "accepted")
     if reason:
         yield warning(
             "should be a build that passed the accuracy gate",
             f"accepted although it failed: {reason!s:.200}",
             "See the report of the build; fix the failure and build again",
-            model.lock_file,
+            model.manifest_file,
         )
 
 
 def shared_core(model: Model) -> Iterator[Flaw]:
     """Check that a pipeline was built with the current core of the pipeline it shares with."""
-    name = _in_lock(model, "spec", "core", "shared_from")
+    name = _in_manifest(model, "spec", "core", "shared_from")
     owner = model.repository.models.get(name) if isinstance(name, str) else None
-    readable = owner is not None and owner.lock is not None and not _malformed(owner.lock)
-    if owner and readable and _in_lock(owner, "core_key") != _in_lock(model, "core_key"):
+    readable = owner is not None and owner.manifest is not None and not _malformed(owner.manifest)
+    if owner and readable and _in_manifest(owner, "core_key") != _in_manifest(model, "core_key"):
         yield error(
             "must be built against the core that it shares",
             f"the core of {name} was rebuilt since",
             f"Build {model.name} again",
-            model.lock_file,
+            model.manifest_file,
         )
 
 

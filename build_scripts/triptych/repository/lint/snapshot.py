@@ -331,7 +331,7 @@ class Model:
     Attributes:
         config: A ModelConfig; None if missing or unreadable.
         config_problem: Reason why `config` is None, with line:column if known; empty if missing.
-        lock: Parsed `triptych.lock.json`; None if missing or unreadable, see `lock_problem`.
+        manifest: Parsed `triptych.lock.json`; None if missing or unreadable.
         inputs: Inputs of the config, by name.
         ragged: Inputs whose rows are joined end to end.
         varying: Inputs whose rows may have different shapes.
@@ -351,9 +351,9 @@ class Model:
     def __init__(self, repository: Repository, folder: Path) -> None:
         self.repository, self.folder, self.name = repository, folder, folder.name
         self.where = f"{folder.name}/{CONFIG_FILE}"
-        self.lock_file = f"{folder.name}/{MANIFEST_FILE}"
+        self.manifest_file = f"{folder.name}/{MANIFEST_FILE}"
         self.config, self.config_problem = _read(folder / CONFIG_FILE, read_config)
-        self.lock, self.lock_problem = _read(
+        self.manifest, self.manifest_problem = _read(
             folder / MANIFEST_FILE, lambda path: json.loads(path.read_bytes())
         )
         config = new_config() if self.config is None else self.config

@@ -42,7 +42,7 @@ Call = Callable[[Sequence[Request]], object]
 class BaselineWork:
     model_folder: Path  # the model as `save_pretrained` wrote it
     tokenizer_folder: Path
-    facts: ModelInfo
+    info: ModelInfo
     core: Core
     core_file: Path  # the core's model.onnx, in fp32 and in the plan's layout
     core_inputs: tuple[Tensor, ...]
@@ -69,7 +69,7 @@ def work_of(inputs: PipelineInputs, core_file: Path) -> BaselineWork:
     return BaselineWork(
         model_folder=inputs.model_folder.resolve(),
         tokenizer_folder=inputs.tokenizer_folder.resolve(),
-        facts=plan.facts,
+        info=plan.info,
         core=plan.core,
         core_file=core_file.resolve(),
         core_inputs=plan.core_inputs,
@@ -131,7 +131,7 @@ def open_rows(work: BaselineWork) -> Callable[[Sequence[Request]], list[Sample]]
             RowInputs({name: [value] for name, value in request.items()}, work.parameters)
             for request in requests
         ]
-        is_image = work.facts.image is not None
+        is_image = work.info.image is not None
         results = maker.make(inputs) if is_image else maker.token_rows(inputs)
         for result in results:
             if isinstance(result, Exception):
@@ -152,8 +152,8 @@ def open_model(name: str, work: BaselineWork) -> Callable[[Sequence[Sample]], ob
     if name == "onnxruntime":
         from triptych.core.gate.runs import open_onnx
 
-        pad = work.facts.pad_token_id
+        pad = work.info.pad_token_id
         return open_onnx(work.core_file, work.core, work.core_inputs, pad_token_id=pad)
     from triptych.serving.bench.torch_model import TorchModel
 
-    return TorchModel(work.model_folder, work.facts, work.core, compiled=name == "torch.compile")
+    return TorchModel(work.model_folder, work.info, work.core, compiled=name == "torch.compile")

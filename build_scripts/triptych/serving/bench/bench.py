@@ -78,7 +78,7 @@ def bench_pipeline(
 
     Args:
         inputs: Inputs of the pipeline.
-        repository: Folder of the models, with the lock of the build.
+        repository: Folder of the models, with the build manifest of the build.
         bench: Options.
         progress: Called at each measurement.
         url: gRPC address of a server; None starts one on `repository`.
@@ -266,19 +266,19 @@ def describe_target(
 
     Args:
         inputs: Inputs of the pipeline.
-        repository: Folder of the models, with the lock of the build.
+        repository: Folder of the models, with the build manifest of the build.
         server: Name of the server.
         overrides: Overrides of the spec; None takes those of ``tuned.yaml``.
     """
     plan = inputs.plan
-    lock = find_manifest(repository, plan.spec.name, EncoderManifest)
+    manifest = find_manifest(repository, plan.spec.name, EncoderManifest)
     lengths = plan.lengths.counts if plan.lengths is not None else {}
     return Subject(
         pipeline=plan.spec.name,
         task=plan.task.name,
-        architecture=plan.facts.architecture,
-        precision=plan.spec.core.precision if lock is None else lock.gate.precision,
-        layout=plan.layout if lock is None else lock.plan.layout,
+        architecture=plan.info.architecture,
+        precision=plan.spec.core.precision if manifest is None else manifest.gate.precision,
+        layout=plan.layout if manifest is None else manifest.plan.layout,
         overrides=dict(plan.spec.tuned if overrides is None else overrides),
         server=server,
         machine=describe_machine(),

@@ -207,7 +207,7 @@ def _totals(before: BenchResult, after: BenchResult) -> tuple[MetricChange, ...]
     return tuple(found)
 
 
-def _facts(result: BenchResult) -> dict[str, str]:
+def _conditions(result: BenchResult) -> dict[str, str]:
     subject = result.subject
     found = {name: str(getattr(subject, name)) for name in _SUBJECT}
     found |= {name: str(value) for name, value in subject.overrides.items()}
@@ -217,7 +217,7 @@ def _facts(result: BenchResult) -> dict[str, str]:
 
 
 def _differences(before: BenchResult, after: BenchResult) -> dict[str, tuple[str, str]]:
-    ours, theirs = _facts(before), _facts(after)
+    ours, theirs = _conditions(before), _conditions(after)
     names = dict.fromkeys([*ours, *theirs])
     pairs = {name: (ours.get(name, "not set"), theirs.get(name, "not set")) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -25,7 +25,7 @@ class TorchModel:
 
     Args:
         folder: Folder that `save_pretrained` wrote.
-        facts: Facts about the model.
+        info: Information about the model.
         core: Definition of the pipeline's core.
         compiled: Whether `torch.compile` compiles the model, with dynamic shapes.
 
@@ -33,11 +33,11 @@ class TorchModel:
         UserError: Transformers cannot load the model.
     """
 
-    def __init__(self, folder: Path, facts: ModelInfo, core: Core, *, compiled: bool) -> None:
-        self._facts = facts
+    def __init__(self, folder: Path, info: ModelInfo, core: Core, *, compiled: bool) -> None:
+        self._info = info
         self._core = core
         self._model: Any = load_model(folder, core.auto_class)
-        self._head = SentenceHead(facts, folder).eval() if core.reads == "pooled" else None
+        self._head = SentenceHead(info, folder).eval() if core.reads == "pooled" else None
         if compiled:
             self._model = torch.compile(self._model, dynamic=True)
 
@@ -50,7 +50,7 @@ class TorchModel:
         with torch.inference_mode():
             rows = [sample for sample in samples if isinstance(sample, TokenRow)]
             if not rows:
-                values = np.stack([pixel_values(np.asarray(one), self._facts) for one in samples])
+                values = np.stack([pixel_values(np.asarray(one), self._info) for one in samples])
                 return (self._model(pixel_values=torch.from_numpy(values)).logits,)
             inputs = self._padded(rows)
             output = self._model(**inputs)
@@ -62,7 +62,7 @@ class TorchModel:
 
     def _padded(self, rows: Sequence[TokenRow]) -> dict[str, torch.Tensor]:
         shape = (len(rows), max(1, *(len(row.ids) for row in rows)))
-        ids = np.full(shape, self._facts.pad_token_id, dtype=np.int64)
+        ids = np.full(shape, self._info.pad_token_id, dtype=np.int64)
         mask, types = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         for number, row in enumerate(rows):
             ids[number, : len(row.ids)] = row.ids

@@ -28,7 +28,7 @@ class Metric:
     """A figure that compares a candidate with the reference.
 
     Attributes:
-        name: Name in pipeline.yaml, the lock and the report.
+        name: Name in pipeline.yaml, the build manifest and the report.
         better: Direction of better values.
         says: Short description.
     """

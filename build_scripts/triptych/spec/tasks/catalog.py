@@ -43,20 +43,20 @@ from triptych.spec.tasks.task import (
 )
 
 
-def _text_embedding_core(facts: ModelInfo, parameters: Parameters) -> Core:
+def _text_embedding_core(info: ModelInfo, parameters: Parameters) -> Core:
     # Not called `embedding`: the exporter uses that name for a value inside the graph.
-    vector = Tensor("sentence_embedding", "FP32", (facts.embedding_size,))
+    vector = Tensor("sentence_embedding", "FP32", (info.embedding_size,))
     return Core(auto_class="AutoModel", reads="pooled", returns="vector", outputs=(vector,))
 
 
-def _text_embedding_parameters(facts: ModelInfo) -> Mapping[str, Rule]:
+def _text_embedding_parameters(info: ModelInfo) -> Mapping[str, Rule]:
     rules = {
-        "dimensions": Rule("int", min=1, max=facts.embedding_size),
+        "dimensions": Rule("int", min=1, max=info.embedding_size),
         "encoding": Rule("str", default="float", choices=("float", "int8", "binary")),
     }
-    if facts.prompts:
-        names = tuple(sorted(facts.prompts))
-        rules["prompt_name"] = Rule("str", default=facts.default_prompt, choices=names)
+    if info.prompts:
+        names = tuple(sorted(info.prompts))
+        rules["prompt_name"] = Rule("str", default=info.default_prompt, choices=names)
     return rules
 
 
@@ -76,7 +76,7 @@ TEXT_EMBEDDING = Task(
     labeled=SIMILARITY_CORRELATION,
     parameters=_text_embedding_parameters,
     view=View("vectors"),
-    settings=lambda facts: {"prompts": dict(facts.prompts)},
+    settings=lambda info: {"prompts": dict(info.prompts)},
 )
 
 
@@ -86,11 +86,11 @@ TEXT_CLASSIFICATION = Task(
     outputs=CHOICES,
     rows="rows_text.PlainTextRowMaker",
     decode="decode_rows.ClassDecoder",
-    core=lambda facts, _: choosing_core(SEQUENCE_CLASSIFIER, "row", len(facts.labels)),
+    core=lambda info, _: choosing_core(SEQUENCE_CLASSIFIER, "row", len(info.labels)),
     metrics=LABEL_METRICS,
     compare_outputs=compare_labels,
     labeled=LABEL_ACCURACY,
-    parameters=lambda facts: top_k(len(facts.labels), default=1),
+    parameters=lambda info: top_k(len(info.labels), default=1),
     settings=labels,
     view=BEST_CHOICES,
     check=has_labels,
@@ -101,10 +101,10 @@ _ENTITY_EXAMPLE = {"entity": "PER", "score": 0.9, "text": "Ada", "start": 0, "en
 AGGREGATIONS = ("none", "simple", "first", "max", "average")
 
 
-def _token_classification_core(facts: ModelInfo, parameters: Parameters) -> Core:
+def _token_classification_core(info: ModelInfo, parameters: Parameters) -> Core:
     auto_class = "AutoModelForTokenClassification"
     if parameters["aggregation_strategy"] == "average":  # needs the scores of every class
-        scores = Tensor("token_scores", "FP32", ("tokens", len(facts.labels)))
+        scores = Tensor("token_scores", "FP32", ("tokens", len(info.labels)))
         return Core(auto_class, reads="tokens", returns="token_scores", outputs=(scores,))
     best = Tensor("token_class", "INT32", ("tokens",)), Tensor("token_score", "FP32", ("tokens",))
     return Core(auto_class, reads="tokens", returns="token_choices", outputs=best)
@@ -120,7 +120,7 @@ TOKEN_CLASSIFICATION = Task(
     metrics=("entity_f1", "label_agreement"),
     compare_outputs=compare_entities,
     labeled=ENTITY_F1,
-    parameters=lambda facts: {
+    parameters=lambda info: {
         "aggregation_strategy": Rule("str", default="simple", choices=AGGREGATIONS)
     },
     settings=labels,
@@ -150,11 +150,11 @@ QUESTION_ANSWERING = Task(
     rows="rows_spans.WindowRowMaker",
     decode="decode_answers.AnswerDecoder",
     pairs=True,
-    core=lambda facts, _: _QUESTION_ANSWERING_CORE,
+    core=lambda info, _: _QUESTION_ANSWERING_CORE,
     metrics=("exact_match", "answer_f1"),
     compare_outputs=compare_answers,
     labeled=ANSWER_F1,
-    parameters=lambda facts: {
+    parameters=lambda info: {
         "max_answer_len": Rule("int", default=15, min=1, max=512),
         "handle_impossible_answer": Rule("bool", default=False),
     },
@@ -167,12 +167,12 @@ QUESTION_ANSWERING = Task(
 _RELEVANCE = Tensor("relevance", "FP32", (1,))
 
 
-def _check_reranking(facts: ModelInfo) -> None:
-    if len(facts.labels) != 1:
+def _check_reranking(info: ModelInfo) -> None:
+    if len(info.labels) != 1:
         raise UserError(
             "model.source",
             "must be a cross-encoder with a single output (num_labels 1)",
-            given=f"{len(facts.labels)} outputs",
+            given=f"{len(info.labels)} outputs",
             remedy="Choose a reranking model, or task text-classification",
         )
 
@@ -184,7 +184,7 @@ RERANKING = Task(
     rows="rows_text.PlainTextRowMaker",
     decode="decode_rows.ScoreDecoder",
     pairs=True,
-    core=lambda facts, _: Core(SEQUENCE_CLASSIFIER, "row", "scores", (_RELEVANCE,)),
+    core=lambda info, _: Core(SEQUENCE_CLASSIFIER, "row", "scores", (_RELEVANCE,)),
     metrics=("rank_correlation", "top1_agreement"),
     compare_outputs=compare_scores,
     labeled=RECIPROCAL_RANK,
@@ -192,12 +192,12 @@ RERANKING = Task(
 )
 
 
-def _check_fill_mask(facts: ModelInfo) -> None:
-    if facts.mask_token_id is None:
+def _check_fill_mask(info: ModelInfo) -> None:
+    if info.mask_token_id is None:
         raise UserError(
             "model.source",
             "must have a mask token",
-            given=f"{facts.architecture} with a tokenizer without one",
+            given=f"{info.architecture} with a tokenizer without one",
             remedy="Choose a masked language model",
         )
 
@@ -208,43 +208,43 @@ FILL_MASK = Task(
     outputs=(Tensor("token", "BYTES", ("choices",)), Tensor("score", "FP32", ("choices",))),
     rows="rows_text.MaskRowMaker",
     decode="decode_rows.MaskDecoder",
-    core=lambda facts, _: choosing_core("AutoModelForMaskedLM", "mask", MAX_TOP_K),
+    core=lambda info, _: choosing_core("AutoModelForMaskedLM", "mask", MAX_TOP_K),
     metrics=("top_k_overlap", "label_agreement"),
     compare_outputs=compare_tokens,
     labeled=TOKEN_ACCURACY,
-    parameters=lambda facts: top_k(MAX_TOP_K, default=5),
-    settings=lambda facts: {"mask_token": facts.mask_token, "mask_token_id": facts.mask_token_id},
+    parameters=lambda info: top_k(MAX_TOP_K, default=5),
+    settings=lambda info: {"mask_token": info.mask_token, "mask_token_id": info.mask_token_id},
     decodes_tokens=True,
     view=BEST_CHOICES,
     check=_check_fill_mask,
 )
 
 
-def _zero_shot_classification_core(facts: ModelInfo, parameters: Parameters) -> Core:
-    logits = Tensor("inference_logits", "FP32", (len(facts.labels),))
+def _zero_shot_classification_core(info: ModelInfo, parameters: Parameters) -> Core:
+    logits = Tensor("inference_logits", "FP32", (len(info.labels),))
     return Core(SEQUENCE_CLASSIFIER, reads="row", returns="logits", outputs=(logits,))
 
 
-def _entailment(facts: ModelInfo) -> int | None:
-    named = (i for i, label in enumerate(facts.labels) if label.lower().startswith("entail"))
+def _entailment(info: ModelInfo) -> int | None:
+    named = (i for i, label in enumerate(info.labels) if label.lower().startswith("entail"))
     return next(named, None)
 
 
-def _zero_shot_classification_settings(facts: ModelInfo) -> Mapping[str, object]:
-    entailment = _entailment(facts)
+def _zero_shot_classification_settings(info: ModelInfo) -> Mapping[str, object]:
+    entailment = _entailment(info)
     # As transformers takes it: the far end of the labels stands for contradiction.
     return {
         "entailment": entailment,
-        "contradiction": len(facts.labels) - 1 if entailment == 0 else 0,
+        "contradiction": len(info.labels) - 1 if entailment == 0 else 0,
     }
 
 
-def _check_zero_shot_classification(facts: ModelInfo) -> None:
-    if _entailment(facts) is None or len(facts.labels) < 2:
+def _check_zero_shot_classification(info: ModelInfo) -> None:
+    if _entailment(info) is None or len(info.labels) < 2:
         raise UserError(
             "model.source",
             "must be a model of natural language inference (a label `entailment` in id2label)",
-            given=", ".join(facts.labels) or "no labels",
+            given=", ".join(info.labels) or "no labels",
             remedy="Choose a model fine-tuned on NLI data",
         )
 
@@ -260,7 +260,7 @@ ZERO_SHOT_CLASSIFICATION = Task(
     metrics=LABEL_METRICS,
     compare_outputs=compare_labels,
     labeled=LABEL_ACCURACY,
-    parameters=lambda facts: {
+    parameters=lambda info: {
         "candidate_labels": Rule("list"),
         "multi_label": Rule("bool", default=False),
         "hypothesis_template": Rule("str", default="This example is {}."),
@@ -271,17 +271,17 @@ ZERO_SHOT_CLASSIFICATION = Task(
 )
 
 
-def _image_classification_core(facts: ModelInfo, parameters: Parameters) -> Core:
-    return choosing_core("AutoModelForImageClassification", "image", len(facts.labels))
+def _image_classification_core(info: ModelInfo, parameters: Parameters) -> Core:
+    return choosing_core("AutoModelForImageClassification", "image", len(info.labels))
 
 
-def _check_image_classification(facts: ModelInfo) -> None:
-    has_labels(facts)
-    if facts.image is None:
+def _check_image_classification(info: ModelInfo) -> None:
+    has_labels(info)
+    if info.image is None:
         raise UserError(
             "model.source",
             "must hold an image processor (preprocessor_config.json)",
-            given=f"{facts.architecture} without one",
+            given=f"{info.architecture} without one",
             remedy="Save the model's image processor into the folder",
         )
 
@@ -296,7 +296,7 @@ IMAGE_CLASSIFICATION = Task(
     metrics=LABEL_METRICS,
     compare_outputs=compare_labels,
     labeled=LABEL_ACCURACY,
-    parameters=lambda facts: top_k(len(facts.labels), default=5),
+    parameters=lambda info: top_k(len(info.labels), default=5),
     settings=labels,
     view=BEST_CHOICES,
     request_rows=8,  # decoding takes long: a request with many images would hold up the others

@@ -68,19 +68,19 @@ def custom_task(custom: Custom) -> Task:
                 remedy="Rename it, or return nested data as a JSON text",
             )
 
-    def core(facts: ModelInfo, parameters: Parameters) -> Core:
-        size = facts.embedding_size if custom.head_input == "pooled" else len(facts.labels)
+    def core(info: ModelInfo, parameters: Parameters) -> Core:
+        size = info.embedding_size if custom.head_input == "pooled" else len(info.labels)
         dims = ("tokens", size) if custom.head_input == "tokens" else (size,)
         # The exporter uses names such as `logits` for values inside the graph.
         output = Tensor(f"core_{custom.core_output}", "FP32", dims)
         return Core(custom.auto_class, custom.head_input, custom.core_output, (output,))
 
-    def check(facts: ModelInfo) -> None:
-        if custom.head_input != "pooled" and not facts.labels:
+    def check(info: ModelInfo) -> None:
+        if custom.head_input != "pooled" and not info.labels:
             raise UserError(
                 "model.source",
                 "must be a model with a classifying head (id2label in config.json)",
-                given=facts.architecture,
+                given=info.architecture,
                 remedy="Choose one, or set custom.head_input: pooled",
             )
 

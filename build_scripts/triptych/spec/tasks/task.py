@@ -139,9 +139,9 @@ class Task:
     compare_outputs: Compare
     labeled: LabeledMetric | None
     decodes_answers: bool = True
-    parameters: Callable[[ModelInfo], Mapping[str, Rule]] = lambda facts: {}
-    settings: Callable[[ModelInfo], Mapping[str, object]] = lambda facts: {}
-    check: Callable[[ModelInfo], None] = lambda facts: None
+    parameters: Callable[[ModelInfo], Mapping[str, Rule]] = lambda info: {}
+    settings: Callable[[ModelInfo], Mapping[str, object]] = lambda info: {}
+    check: Callable[[ModelInfo], None] = lambda info: None
     pairs: bool = False
     has_row_metadata: bool = False
     decodes_tokens: bool = False
@@ -197,15 +197,15 @@ def top_k(classes: int, *, default: int) -> Mapping[str, Rule]:
     return {"top_k": Rule("int", default=min(default, kept), min=1, max=kept)}
 
 
-def labels(facts: ModelInfo) -> Mapping[str, object]:
-    return {"labels": list(facts.labels)}
+def labels(info: ModelInfo) -> Mapping[str, object]:
+    return {"labels": list(info.labels)}
 
 
-def has_labels(facts: ModelInfo) -> None:
-    if not facts.labels:
+def has_labels(info: ModelInfo) -> None:
+    if not info.labels:
         raise UserError(
             "model.source",
             "must name its classes (id2label in config.json)",
-            given=f"{facts.architecture} without any",
+            given=f"{info.architecture} without any",
             remedy="Choose a model fine-tuned for this task",
         )
