@@ -65,10 +65,10 @@ def open_torch(
     torch: Any = importlib.import_module("torch")
     from triptych.core.export import heads  # imports torch
 
-    facts, folder = inputs.plan.info, inputs.model_folder
+    info, folder = inputs.plan.info, inputs.model_folder
     kind = torch.float32 if precision == "fp32" else torch.float16
     encoder = load_model(folder, inputs.plan.core.auto_class).to(device, kind)
-    head = heads.SentenceHead(facts, folder).eval().to(device, kind)
+    head = heads.SentenceHead(info, folder).eval().to(device, kind)
 
     def forward(ids: Any, mask: Any) -> Any:
         hidden = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -79,7 +79,7 @@ def open_torch(
     run = torch.compile(forward, dynamic=True) if compiled else forward
 
     def prepare(rows: Sequence[TokenRow]) -> Call:
-        arrays = pad(rows, facts.pad_token_id)
+        arrays = pad(rows, info.pad_token_id)
 
         def call() -> object:
             with torch.inference_mode():

@@ -53,7 +53,6 @@ class DeployOptions:
     image: Annotated[
         str,
         typer.Option(
-            "--image",
             metavar="IMAGE",
             help="Serving image, with a tag or a digest. Default: triptych-serve:RELEASE, "
             "as built by `make image`.",
@@ -74,9 +73,7 @@ class DeployOptions:
     name: Annotated[
         str,
         typer.Option(
-            "--name",
-            metavar="NAME",
-            help="Name of the Kubernetes objects. Default: the pipeline's name.",
+            metavar="NAME", help="Name of the Kubernetes objects. Default: the pipeline's name."
         ),
         Formerly("--as"),
     ] = ""
@@ -127,8 +124,7 @@ class DeployOptions:
     peak_rps: Annotated[
         float | None,
         typer.Option(
-            "--peak-rps",
-            help="Maximum load in requests/s. Default: the load of 4 times the minimum replicas.",
+            help="Maximum load in requests/s. Default: the load of 4 times the minimum replicas."
         ),
         Formerly("--peak-rate"),
     ] = None
@@ -149,10 +145,9 @@ class DeployOptions:
         ),
         Formerly("--gpu"),
     ] = None
-    envoy_image: Annotated[
-        str,
-        typer.Option("--envoy-image", metavar="IMAGE", help="Image of the Envoy proxy."),
-    ] = ENVOY_IMAGE
+    envoy_image: Annotated[str, typer.Option(metavar="IMAGE", help="Image of the Envoy proxy.")] = (
+        ENVOY_IMAGE
+    )
     gateway: Annotated[
         str | None,
         typer.Option(
@@ -193,7 +188,6 @@ class DeployOptions:
     monitor_image: Annotated[
         str | None,
         typer.Option(
-            "--monitor-image",
             metavar="IMAGE",
             help="Image that runs `triptych monitor` on sampled rows. Default: no monitoring.",
         ),

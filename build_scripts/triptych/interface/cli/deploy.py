@@ -33,9 +33,7 @@ def deploy(
     pipeline: Annotated[str, typer.Argument(metavar="name", help="Name of the pipeline's folder.")],
     options: DeployOptions,
     folders: Folders,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder to write. Default: deploy/NAME.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: deploy/NAME.")] = None,
     reports: Reports = REPORTS,
     as_json: Json = False,
 ) -> None:

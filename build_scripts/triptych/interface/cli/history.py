@@ -30,7 +30,6 @@ def history(
     keep: Annotated[
         int | None,
         typer.Option(
-            "--keep",
             min=0,
             help="Number of replaced builds to keep; older ones are removed. Default: remove none.",
         ),

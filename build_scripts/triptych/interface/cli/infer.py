@@ -40,13 +40,12 @@ def infer(
     text_pair: Annotated[
         list[str] | None,
         typer.Option(
-            "--text-pair",
-            help="Second text of a pair, such as a context; may be repeated. Default: none.",
+            help="Second text of a pair, such as a context; may be repeated. Default: none."
         ),
     ] = None,
     image: Annotated[
         list[Path] | None,
-        typer.Option("--image", help="Image file to send; may be repeated. Default: no image."),
+        typer.Option(help="Image file to send; may be repeated. Default: no image."),
     ] = None,
     file: Annotated[
         Path | None,
@@ -66,33 +65,22 @@ def infer(
         ),
     ] = None,
     text_column: Annotated[
-        str | None,
-        typer.Option("--text-column", help="Column of the texts in --file. Default: text."),
+        str | None, typer.Option(help="Column of the texts in --file. Default: text.")
     ] = None,
     text_pair_column: Annotated[
-        str | None,
-        typer.Option(
-            "--text-pair-column", help="Column of the second texts in --file. Default: text_pair."
-        ),
+        str | None, typer.Option(help="Column of the second texts in --file. Default: text_pair.")
     ] = None,
     image_column: Annotated[
         str | None,
-        typer.Option(
-            "--image-column",
-            help="Column of images in --file, as paths or bytes. Default: image.",
-        ),
+        typer.Option(help="Column of images in --file, as paths or bytes. Default: image."),
     ] = None,
     chat: Annotated[
         str | None,
-        typer.Option(
-            "--chat", help="Message of a user; the answer is streamed. Default: no message."
-        ),
+        typer.Option(help="Message of a user; the answer is streamed. Default: no message."),
     ] = None,
     prompt: Annotated[
         str | None,
-        typer.Option(
-            "--prompt", help="Prompt to continue; the answer is streamed. Default: no prompt."
-        ),
+        typer.Option(help="Prompt to continue; the answer is streamed. Default: no prompt."),
     ] = None,
     url: Annotated[
         str,

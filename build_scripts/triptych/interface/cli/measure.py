@@ -49,7 +49,6 @@ class SloOptions:
     slo: Annotated[
         list[str] | None,
         typer.Option(
-            "--slo",
             metavar="METRIC=TIME",
             help="Latency limit such as p99=50ms, or ttft_p99=500ms for text generation; may be "
             "repeated. Default: serving.slo of the pipeline.",
@@ -58,9 +57,7 @@ class SloOptions:
     min_throughput: Annotated[
         float | None,
         typer.Option(
-            "--min-throughput",
-            metavar="N",
-            help="Minimum throughput in requests/s. Default: serving.slo of the pipeline.",
+            help="Minimum throughput in requests/s. Default: serving.slo of the pipeline."
         ),
     ] = None
 
@@ -75,24 +72,17 @@ class PriceOptions:
 
     price_per_hour: Annotated[
         float | None,
-        typer.Option(
-            "--price-per-hour",
-            help="Price of one device per hour. Default: the report has no cost.",
-        ),
+        typer.Option(help="Price of one device per hour. Default: the report has no cost."),
     ] = None
     currency: Annotated[str, typer.Option(help="Currency of the price.")] = "USD"
     daily_requests: Annotated[
         float | None,
-        typer.Option(
-            "--daily-requests",
-            help="Number of requests per day. Default: the report has no monthly cost.",
-        ),
+        typer.Option(help="Number of requests per day. Default: the report has no monthly cost."),
     ] = None
     peak_rps: Annotated[
         float | None,
         typer.Option(
-            "--peak-rps",
-            help="Peak load in requests/s. Default: the report has no number of machines.",
+            help="Peak load in requests/s. Default: the report has no number of machines."
         ),
         Formerly("--peak-rate"),
     ] = None
@@ -143,15 +133,13 @@ class LoadOptions:
     rate: Annotated[
         list[float] | None,
         typer.Option(
-            "--rate",
             min=0.01,
             help="Requests/s sent without waiting for responses (open loop); may be repeated. "
             "Default: no open loop.",
         ),
     ] = None
     arrivals: Annotated[
-        str,
-        typer.Option(help="Distribution of open-loop requests: poisson, constant or burst."),
+        str, typer.Option(help="Distribution of open-loop requests: poisson, constant or burst.")
     ] = "poisson"
     burst: Annotated[
         int, typer.Option(help="Number of requests sent together with --arrivals burst.")
@@ -164,7 +152,7 @@ class LoadOptions:
     ] = 3
     window_seconds: Annotated[
         float,
-        typer.Option("--window-seconds", min=0.3, help="Duration of each measurement, in seconds."),
+        typer.Option(min=0.3, help="Duration of each measurement, in seconds."),
         Formerly("--seconds"),
     ] = 3.0
     time_budget: TimeBudget = "10m"
@@ -267,8 +255,7 @@ def tune(
     overrides: Overrides = None,
     time_budget: TimeBudget = "15m",
     clients: Annotated[
-        int,
-        typer.Option(min=1, max=128, help="Number of requests in flight at the highest load."),
+        int, typer.Option(min=1, max=128, help="Number of requests in flight at the highest load.")
     ] = 32,
     reports: Reports = REPORTS,
     as_json: Json = False,
@@ -323,8 +310,7 @@ def drift(
     ],
     folders: Folders,
     rate: Annotated[
-        float | None,
-        typer.Option("--rate", help="Current load in requests/s. Default: unknown."),
+        float | None, typer.Option(help="Current load in requests/s. Default: unknown.")
     ] = None,
     reports: Reports = REPORTS,
     as_json: Json = False,

@@ -51,14 +51,13 @@ class MonitorOptions:
     samples: Samples = SAMPLES
     max_rows: Annotated[
         int,
-        typer.Option("--max-rows", min=1, help="Maximum number of rows compared in one run."),
+        typer.Option(min=1, help="Maximum number of rows compared in one run."),
         Formerly("--rows"),
     ] = 2000
     reports: Reports = REPORTS
     server_count: Annotated[
         int | None,
         typer.Option(
-            "--server-count",
             min=1,
             help="Number of servers that wrote the samples, for the requests/s of each. "
             "Default: unknown.",
@@ -139,17 +138,13 @@ def monitor(
     interval: Annotated[
         str | None,
         typer.Option(
-            "--interval",
-            metavar="TIME",
-            help="Time between two runs, such as 15m or 1h. Default: a single run.",
+            metavar="TIME", help="Time between two runs, such as 15m or 1h. Default: a single run."
         ),
         Formerly("--every"),
     ] = None,
     textfile: Annotated[
         Path | None,
-        typer.Option(
-            "--textfile", help="File *.prom for gauges in Prometheus format. Default: none."
-        ),
+        typer.Option(help="File *.prom for gauges in Prometheus format. Default: none."),
     ] = None,
     port: Annotated[
         int | None,
@@ -300,22 +295,18 @@ def shadow(
     folders: Folders,
     samples: Samples = SAMPLES,
     from_traffic: Annotated[
-        bool,
-        typer.Option("--traffic", help="Replay traffic.jsonl instead of the sampled rows."),
+        bool, typer.Option("--traffic", help="Replay traffic.jsonl instead of the sampled rows.")
     ] = False,
     max_rows: Annotated[
         int,
-        typer.Option("--max-rows", min=1, help="Maximum number of rows that are replayed."),
+        typer.Option(min=1, help="Maximum number of rows that are replayed."),
         Formerly("--rows"),
     ] = 2000,
-    clients: Annotated[
-        int, typer.Option("--clients", min=1, max=128, help="Number of requests in flight.")
-    ] = 8,
+    clients: Annotated[int, typer.Option(min=1, max=128, help="Number of requests in flight.")] = 8,
     rate: Annotated[
         float | None,
         typer.Option(
-            "--rate",
-            help="Requests/s sent without waiting for responses. Default: the load of --clients.",
+            help="Requests/s sent without waiting for responses. Default: the load of --clients."
         ),
     ] = None,
     rounds: Annotated[
@@ -328,7 +319,7 @@ def shadow(
     ] = 5,
     window_seconds: Annotated[
         float,
-        typer.Option("--window-seconds", min=0.3, help="Duration of each measurement, in seconds."),
+        typer.Option(min=0.3, help="Duration of each measurement, in seconds."),
         Formerly("--seconds"),
     ] = 3.0,
     reports: Reports = REPORTS,
@@ -397,9 +388,7 @@ def traffic(
         bool, typer.Option("--replace", help="Remove the present rows of traffic.jsonl.")
     ] = False,
     max_rows: Annotated[
-        int,
-        typer.Option("--max-rows", min=1, help="Maximum number of rows that are added."),
-        Formerly("--rows"),
+        int, typer.Option(min=1, help="Maximum number of rows that are added."), Formerly("--rows")
     ] = 2000,
     samples: Samples = SAMPLES,
     as_json: Json = False,

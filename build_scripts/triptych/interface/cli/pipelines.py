@@ -50,8 +50,7 @@ def engine(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run",
-            help="Build with TensorRT for RTX, without a GPU, and discard the result.",
+            "--dry-run", help="Build with TensorRT for RTX, without a GPU, and discard the result."
         ),
         Formerly("--rehearse"),
     ] = False,
@@ -107,13 +106,11 @@ def new(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model",
-            help="Model: a Hub id, package:NAME or a folder. Default: an example for the task.",
+            help="Model: a Hub id, package:NAME or a folder. Default: an example for the task."
         ),
     ] = None,
     hooks: Annotated[
-        bool,
-        typer.Option("--hooks", help="Add hooks.py for your own functions, with its tests."),
+        bool, typer.Option("--hooks", help="Add hooks.py for your own functions, with its tests.")
     ] = False,
     pipelines: Pipelines = PIPELINES,
     as_json: Json = False,
@@ -293,7 +290,6 @@ def lint(
     triton: Annotated[
         str | None,
         typer.Option(
-            "--triton",
             metavar="YY.MM",
             help="Triton release that must load the repository and its engines. "
             "Default: the oldest supported release; engines and known defects are not checked.",

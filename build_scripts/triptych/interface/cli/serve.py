@@ -172,8 +172,7 @@ class ServeOptions:
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
     timeout_s: LoadTimeout = 120.0
     log_file: Annotated[
-        Path | None,
-        typer.Option(help="File for the server's log. Default: a temporary file."),
+        Path | None, typer.Option(help="File for the server's log. Default: a temporary file.")
     ] = None
     profile: Annotated[
         Literal["development", "production"],
