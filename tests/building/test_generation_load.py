@@ -204,7 +204,8 @@ def test_a_promise_that_breaks_costs_goodput() -> None:
 def test_tokens_have_a_price() -> None:
     tokens = mean_answer_tokens(result().points)
     assert tokens == 10
-    cost = Price(3.6).cost(8.0, tokens)
+    price = Price(3.6, currency="USD", headroom=0.3)
+    cost = price.cost(8.0, tokens)
     assert cost is not None
     assert cost.per_million_tokens == pytest.approx(12.5)  # 3.6 / 3600 s / 80 tokens/s * 1e6
-    assert Price(3.6).cost(8.0).per_million_tokens is None  # type: ignore[union-attr]
+    assert price.cost(8.0).per_million_tokens is None  # type: ignore[union-attr]

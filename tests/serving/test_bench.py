@@ -163,7 +163,7 @@ def test_what_is_sustained_is_the_fastest_load_within_the_latencies() -> None:
     assert sustained_rate(points, Slo(p99_ms=50.0, throughput=1e9), None) == 200
     assert sustained_rate(points, Slo(), None) == 300
     assert sustained_rate(points, Slo(p99_ms=1.0), None) == 0
-    assert Price(2.0).cost(0.0) is None
+    assert Price(2.0, currency="USD", headroom=0).cost(0.0) is None
 
 
 def test_loads_and_prices_are_checked() -> None:
@@ -176,4 +176,5 @@ def test_loads_and_prices_are_checked() -> None:
     with pytest.raises(UserError, match="--price-per-hour"):
         PriceOptions(daily_requests=1e6).price()
     assert PriceOptions().price() is None
-    assert PriceOptions(price_per_hour=3.6).price() == Price(3.6)
+    made = PriceOptions(price_per_hour=3.6, headroom=0.2).price()
+    assert made == Price(3.6, currency="USD", headroom=0.2)

@@ -13,7 +13,7 @@ from triptych.serving.bench.results import Cost
 
 
 def cost(rate_per_s: float = 100, **price: Any) -> Cost:
-    found = Price(**price).cost(rate_per_s)
+    found = Price(**{"currency": "USD", "headroom": 0.3, **price}).cost(rate_per_s)
     assert found is not None
     return found
 

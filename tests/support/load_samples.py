@@ -188,7 +188,7 @@ def bench(*, drift: float = 1.0, **changes: Any) -> BenchResult:
         ),
         "slo": PROMISE,
         "rate": rate_search(),
-        "cost": Price(0.34, daily_requests=5e6, peak_per_s=900).cost(150),
+        "cost": Price(0.34, 5e6, 900, currency="USD", headroom=0.3).cost(150),
     }
     return BenchResult(**{**values, **changes})
 
@@ -241,7 +241,7 @@ def hostile(word: str) -> BenchResult:
         rate=RateSearch(
             PROMISE, 1.0, None, (LoadPoint(word, OfferedLoad("poisson", 1), (one,), held),)
         ),
-        cost=Price(1, currency=word).cost(1),
+        cost=Price(1, currency=word, headroom=0.3).cost(1),
     )
 
 
@@ -334,7 +334,7 @@ def outcome(drift: float, **changes: Any) -> Outcome:
         "points": tuple(point(c, drift=drift) for c in (1, 2, 4, 8, 16, 32)),
         "bottleneck": FULL,
         "rate": replace(rate_search(), highest_per_s=150 * drift, lowest_broken_per_s=165 * drift),
-        "cost": Price(0.34, daily_requests=5e6).cost(150 * drift),
+        "cost": Price(0.34, 5e6, currency="USD", headroom=0.3).cost(150 * drift),
     }
     return Outcome(**{**values, **changes})
 

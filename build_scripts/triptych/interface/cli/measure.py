@@ -64,11 +64,7 @@ class SloOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PriceOptions:
-    """Price of the machine and the load that it is for.
-
-    The defaults are those of `Price`, which is not imported here: its package is not in the image
-    that builds engines. A test compares them.
-    """
+    """Price of the machine and the load that it is for."""
 
     price_per_hour: Annotated[
         float | None,
@@ -110,7 +106,11 @@ class PriceOptions:
         from triptych.serving.bench.comparison import Price
 
         price = Price(
-            self.price_per_hour, self.currency, self.daily_requests, self.peak_rps, self.headroom
+            self.price_per_hour,
+            self.daily_requests,
+            self.peak_rps,
+            currency=self.currency,
+            headroom=self.headroom,
         )
         price.cost(1.0)  # checks the numbers before minutes of measuring
         return price

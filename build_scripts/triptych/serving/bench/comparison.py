@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from math import ceil, isfinite
 from pathlib import Path
 from statistics import median
@@ -245,10 +245,11 @@ class Price:
     """Price of one device and the expected volume."""
 
     price_per_hour: float
-    currency: str = "USD"
     daily_requests: float | None = None  # requests per day; None omits the monthly cost
     peak_per_s: float | None = None  # peak requests per second; None omits the number of machines
-    headroom: float = 0.3  # unused share of each machine's rate, at least 0 and below 1
+    _: KW_ONLY
+    currency: str
+    headroom: float  # unused share of each machine's rate, at least 0 and below 1
 
     def cost(self, rate_per_s: float, tokens: float | None = None) -> Cost | None:
         """Return the cost per million requests and per month; None if the rate is 0.
