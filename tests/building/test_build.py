@@ -314,7 +314,7 @@ def test_a_killed_build_leaves_the_repository_as_it_was(tmp_path: Path) -> None:
     os.mkfifo(pipe)  # the writer blocks on it in the middle of staging
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(repository), str(pipe)])
     staged = tmp_path / ".repository.staging/new/a/config.pbtxt"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not (staged.exists() and staged.read_bytes()) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert staged.exists()

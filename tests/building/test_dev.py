@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,8 +114,7 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
         assert len(told) == 1
         assert "KeyError: 'not on a server'" in problems[0]
         assert "The previous build keeps serving" in problems.pop()
-        time.sleep(0.3)
-        assert asker.labels[-1] == "SECOND"
+        asker.wait_for("SECOND", more=3)
 
         damaged = repository / "tickets_postprocess/1/hooks.py"
         (folder / "hooks.py").write_text(hooks("FOURTH"))
@@ -190,13 +188,11 @@ def test_dev_serves_each_change_and_keeps_what_worked(
     ready = told(dev)
     with Asker(ready["grpc"]) as asker:
         asker.wait_for("FIRST")
-        started = time.monotonic()
         file.write_text(hooks("SECOND"))
         change = told(dev)
         assert (change["changed"], change["error"]) == (["hooks.py"], "")
         assert change["models"] == ["tickets", "tickets_postprocess", "tickets_preprocess"]
         asker.wait_for("SECOND")
-        assert time.monotonic() - started < 30  # 3.5 s were measured on a busy machine
 
         file.write_text("def after(rows): return rows[0]['label']")
         assert "hooks.after must return 150 rows" in told(dev)["error"]

@@ -15,12 +15,14 @@ from conftest import build_into, lock_data, traffic_texts, write_pipeline
 from container_cases import H200, L4
 from container_cases import machine as facts_of
 from engine_cases import contents, machine
+from triptych.base.cache import cache_root
 from triptych.client import Client
 from triptych.container.lock_check import check_repository
 from triptych.repository.lint import run_checks
 from triptych.serving.server import Server
 
 ENGINE = "core.backend=tensorrt"
+SHARED_STAGES = ("convert", "dry-run", "export", "gate", "kept", "model", "reference", "warm_ups")
 
 
 def write_tiny(folder: Path, model: Path) -> Path:
@@ -33,22 +35,19 @@ def pipeline(tiny_model: Path, tmp_path: Path) -> Path:
     return write_tiny(tmp_path, tiny_model)
 
 
-@pytest.fixture(scope="module")
-def exported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds all of the packed pipeline but its engine."""
-    base = tmp_path_factory.mktemp("exported")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRIPTYCH_CACHE", str(base / "cache"))
-        build_into(write_tiny(base, tiny_model), base / "repository", ENGINE)
-    return base / "cache"
-
-
 @pytest.fixture
-def on_gpu(exported: Path, tmp_path: Path) -> Callable[[pytest.MonkeyPatch], Any]:
-    """Makes this a machine with TensorRT 10.16 and one H200, as far as a fake can be one."""
+def on_gpu(pipeline: Path, tmp_path: Path) -> Callable[[pytest.MonkeyPatch], Any]:
+    """Makes this a machine with TensorRT 10.16 and one H200, as far as a fake can be one.
+
+    Its cache has everything that the packed pipeline needs except engines.
+    """
+    build_into(pipeline, tmp_path / "exported", ENGINE)
 
     def begin(patch: pytest.MonkeyPatch) -> Any:
-        shutil.copytree(exported, tmp_path / "cache")
+        shared, own = cache_root(), tmp_path / "cache"
+        own.mkdir()
+        for stage in SHARED_STAGES:
+            (own / stage).symlink_to(shared / stage)
         return machine(patch, tmp_path, "10")
 
     return begin

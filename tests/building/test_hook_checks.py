@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scaffolding import triptych, write
+from scaffolding import run, triptych, write
 from triptych.base.errors import UserError
 from triptych.building.pipeline_checks import Check, check_pipeline
 from triptych.runtime.hooking import RowForm
@@ -189,14 +189,12 @@ def test_the_pipelines_own_tests_fail_with_a_broken_hook(folder: Path) -> None:
     (folder / "hooks.py").write_text(
         (folder / "hooks.py").read_text(encoding="utf-8").replace("3)", "1)"), encoding="utf-8"
     )
-    done = triptych("test", "mine", "--json", "--pipelines", folder.parent, cwd=folder)
-    assert done.returncode == 1, done.stderr
+    done = run("test", "mine", "--json", "--pipelines", folder.parent)
+    assert done.exit_code == 1, done.output
     checks = {check["name"]: check for check in json.loads(done.stdout)}
     assert [name for name, check in checks.items() if not check["ok"]] == ["tests"]
     assert "test_scores_are_rounded" in checks["tests"]["problem"]
-    plain = triptych("test", "mine", "--pipelines", folder.parent, cwd=folder)
-    assert plain.returncode == 1
-    assert "1 failed, 1 passed" in plain.stdout
+    assert "1 failed, 1 passed" in run("test", "mine", "--pipelines", folder.parent).stdout
 
 
 def test_settings_of_other_tests_further_up_do_not_count(folder: Path) -> None:
@@ -211,7 +209,7 @@ def test_missing_and_empty_tests_are_told(folder: Path) -> None:
     assert "has no tests" in check_pipeline(folder)[-1].note
     (folder / "test_hooks.py").unlink()
     assert check_pipeline(folder)[-1].severity == "warning"
-    assert triptych("test", "mine", "--pipelines", folder.parent, cwd=folder).returncode == 0
+    assert run("test", "mine", "--pipelines", folder.parent).exit_code == 0
 
 
 def test_what_hooks_print_stays_out_of_the_result(folder: Path) -> None:

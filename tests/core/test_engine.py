@@ -25,17 +25,14 @@ from triptych.spec.engine_plan import EnginePlan
 
 NAMES = ("packed_fp16", "packed_int8", "bucketed_fp16")
 Lines = list[tuple[str, str]]
-PRODUCTS = {
-    "packed_fp16": {"fp16": 16, "fp32": 1},
-    "packed_int8": {"fp16": 4, "fp32": 1, "int8": 12},
-}
-"""Matrix products by type: the pooling stays in fp32; two layers have six linear layers each."""
+DRY_RUN = "packed_int8"
+"""A dry run takes seconds: only this pipeline has one."""
 
 
 @pytest.fixture(scope="module")
 def built(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("engines")
-    return build_repository(tiny_model, base, *NAMES, engine_dry_runs=tuple(PRODUCTS))
+    return build_repository(tiny_model, base, *NAMES, engine_dry_runs=(DRY_RUN,))
 
 
 @pytest.fixture
@@ -87,13 +84,13 @@ def test_an_engine_is_built_into_the_repository_and_recorded(
     assert record["check"]["rows"] > 50
 
 
-def test_a_build_without_a_gpu_makes_a_dry_run_of_each_engine(built: Path) -> None:
-    for name, products in PRODUCTS.items():
-        record = lock_data(built, name)["dry_run"]
-        assert record["tensorrt_rtx"] == installed_rtx_version(), name
-        assert record["products"] == products, name
-        assert record["layers"] > 400, name
-        assert record["size_bytes"] > 1_000_000, name
+def test_a_build_without_a_gpu_makes_a_dry_run(built: Path) -> None:
+    """The pooling stays in fp32; each of the two layers has six linear layers."""
+    record = lock_data(built, DRY_RUN)["dry_run"]
+    assert record["tensorrt_rtx"] == installed_rtx_version()
+    assert record["products"] == {"fp16": 4, "fp32": 1, "int8": 12}
+    assert record["layers"] > 400
+    assert record["size_bytes"] > 1_000_000
 
 
 def test_a_dry_run_can_be_left_out_and_made_later(built: Path, tmp_path: Path) -> None:
@@ -102,7 +99,7 @@ def test_a_dry_run_can_be_left_out_and_made_later(built: Path, tmp_path: Path) -
         assert done.exit_code == 0, done.output
         return done
 
-    name = "packed_fp16"
+    name = DRY_RUN
     repository = copied(built, tmp_path / "repository", name)
     dry_run = lock_data(repository, name)["dry_run"]
     pipelines = ["--pipelines", str(built.parent / "pipelines")]
@@ -119,7 +116,7 @@ def test_a_dry_run_can_be_left_out_and_made_later(built: Path, tmp_path: Path) -
     assert not (repository / f"{name}_core/1/model.plan").exists()
     (again,) = json.loads(triptych("engine", name, "--dry-run", "--json").stdout)
     assert (again["changed"], again["record"]) == ([], dry_run)
-    assert "16 fp16, 1 fp32" in triptych("inspect", name, *pipelines).stdout
+    assert "12 int8" in triptych("inspect", name, *pipelines).stdout
 
 
 def test_each_option_reaches_the_builder(

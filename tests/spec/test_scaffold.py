@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from conftest import ROOT
-from scaffolding import triptych, write
+from mistakes import check_refused
+from scaffolding import run, write
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.building.pipeline_checks import check_pipeline
@@ -147,12 +148,10 @@ def test_the_samples_are_images_that_a_server_takes() -> None:
 def test_what_exists_is_never_overwritten(tmp_path: Path) -> None:
     folder = write(tmp_path, "reranking")
     before = contents(tmp_path)
-    with pytest.raises(UserError, match="are never overwritten"):
-        write(tmp_path, "fill-mask", with_hooks=True)
+    check_refused("are never overwritten", write, tmp_path, "fill-mask")
     assert contents(tmp_path) == before
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="are never overwritten"):
-        write(tmp_path, "fill-mask", "link")
+    check_refused("are never overwritten", write, tmp_path, "fill-mask", "link")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", folder.name]
 
 
@@ -182,18 +181,18 @@ def test_killed_half_way_it_leaves_no_pipeline(tmp_path: Path) -> None:
     assert sorted(contents(pipelines / "other")) == ["pipeline.yaml", "traffic.jsonl"]
 
 
-def test_a_folder_of_a_model_is_found_from_wherever_the_command_ran(tmp_path: Path) -> None:
+def test_a_folder_of_a_model_is_found_from_wherever_the_command_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "models/small one").mkdir(parents=True)
     (tmp_path / "real").mkdir()
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/linked").symlink_to(tmp_path / "real")
     for pipelines in ("pipelines", "deep/linked"):
-        done = triptych(
-            *("new", "mine", "reranking", "--pipelines", pipelines),
-            *("--model", "models/small one"),
-            cwd=tmp_path,
-        )
-        assert done.returncode == 0, done.stderr
+        words = ("new", "mine", "reranking", "--pipelines", pipelines)
+        done = run(*words, "--model", "models/small one")
+        assert done.exit_code == 0, done.output
         folder = tmp_path / pipelines / "mine"
         source = load_spec(folder).model.source
         assert not Path(source).is_absolute()
@@ -202,47 +201,51 @@ def test_a_folder_of_a_model_is_found_from_wherever_the_command_ran(tmp_path: Pa
     assert load_spec(absolute).model.source == str(tmp_path / "models/small one")
 
 
-@pytest.mark.parametrize("model", ["owner/name", "package:some_module/model", "123", "a: b # c"])
-def test_any_other_source_is_written_as_given(tmp_path: Path, model: str) -> None:
-    assert load_spec(write(tmp_path, "custom", model=model)).model.source == model
+def test_any_other_source_is_written_as_given(tmp_path: Path) -> None:
+    for number, model in enumerate(("owner/name", "package:module/model", "123", "a: b # c")):
+        folder = write(tmp_path, "custom", f"mine{number}", model=model)
+        assert load_spec(folder).model.source == model
 
 
-@pytest.mark.parametrize("token", ["[MASK]", {"content": "[MASK]", "lstrip": True}])
-def test_traffic_gets_the_mask_token_of_a_local_model(tmp_path: Path, token: object) -> None:
+def test_traffic_gets_the_mask_token_of_a_local_model(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps({"mask_token": token}))
-    folder = write(tmp_path, "fill-mask", model=str(tmp_path / "model"))
-    texts = [row.inputs["text"] for row in read_traffic(folder, ["text"])]
-    assert all(text.count("[MASK]") == 1 for text in texts)
+    for name, token in (("text", "[MASK]"), ("object", {"content": "[MASK]", "lstrip": True})):
+        (tmp_path / "model/tokenizer_config.json").write_text(json.dumps({"mask_token": token}))
+        folder = write(tmp_path, "fill-mask", name, model=str(tmp_path / "model"))
+        texts = [row.inputs["text"] for row in read_traffic(folder, ["text"])]
+        assert all(text.count("[MASK]") == 1 for text in texts), token
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["new", "Mine", "reranking"], "lower-case letters"),
-        (["new", "../mine", "reranking"], "--pipelines"),
-        (["new", "..", "reranking"], "lower-case letters"),
-        (["new", "", "reranking"], "name without a path"),
-        (["new", "mine", "translation"], "reranking, text-classification"),
-        (["new", "mine", ".."], "Choose one of: custom, fill-mask"),
-        (["new", "mine", "reranking", "--model", "./gone"], "no such folder"),
-        (["new", "mine", "reranking", "--pipelines", "file"], "writable folder"),
-        (["test", "mine"], "Pipelines here: none"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_mistake_writes_nothing(tmp_path: Path, words: list[str], expected: str) -> None:
+MISTAKES: list[tuple[list[str], str]] = [
+    (["new", "Mine", "reranking"], "lower-case letters"),
+    (["new", "../mine", "reranking"], "--pipelines"),
+    (["new", "..", "reranking"], "lower-case letters"),
+    (["new", "", "reranking"], "name without a path"),
+    (["new", "mine", "translation"], "reranking, text-classification"),
+    (["new", "mine", ".."], "Choose one of: custom, fill-mask"),
+    (["new", "mine", "reranking", "--model", "./gone"], "no such folder"),
+    (["new", "mine", "reranking", "--pipelines", "file"], "writable folder"),
+    (["test", "mine"], "Pipelines here: none"),
+]
+
+
+def test_a_mistake_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    done = triptych(*words, "--json", cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert expected in " ".join(json.loads(done.stdout)["error"].values())
-    assert "Traceback" not in done.stderr
-    assert not list(tmp_path.rglob("mine"))
+    for words, expected in MISTAKES:
+        error = run(*words).exception
+        assert isinstance(error, UserError), words
+        assert expected in error.message, words
+        assert not list(tmp_path.rglob("mine")), words
 
 
-def test_the_commands_it_prints_are_the_next_ones(tmp_path: Path) -> None:
-    words = ("new", "mine", "image-classification", "--pipelines", "my own")
-    made = json.loads(triptych(*words, "--json", cwd=tmp_path).stdout)
+def test_the_commands_it_prints_are_the_next_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = json.loads(
+        run("new", "mine", "image-classification", "--pipelines", "my own", "--json").stdout
+    )
     assert set(made) == {field.name for field in fields(Scaffold)}
     assert made["files"] == sorted(contents(tmp_path / "my own/mine"))
     test, build, serve, infer = (shlex.split(command) for command in made["commands"])
@@ -251,7 +254,7 @@ def test_the_commands_it_prints_are_the_next_ones(tmp_path: Path) -> None:
     assert serve == ["triptych", "serve"]
     assert infer[:4] == ["triptych", "infer", "mine", "--image"]
     assert (tmp_path / infer[4]).is_file()
-    assert triptych(*test[1:], cwd=tmp_path).returncode == 0
+    assert run(*test[1:]).exit_code == 0
 
 
 @pytest.mark.parametrize("task", ENCODERS)

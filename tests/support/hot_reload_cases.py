@@ -58,9 +58,10 @@ class Asker:
         for thread in self._threads:
             thread.join(30)
 
-    def wait_for(self, label: str, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not self.labels or self.labels[-1] != label:
+    def wait_for(self, label: str, *, more: int = 0) -> None:
+        """Wait until the last answer has a label, after at least so many more answers."""
+        count, deadline = len(self.labels) + more, time.monotonic() + 120
+        while len(self.labels) < max(count, 1) or self.labels[-1] != label:
             assert time.monotonic() < deadline, (label, self.labels[-3:], self.failures[-3:])
             time.sleep(0.05)
 

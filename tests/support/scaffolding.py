@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner, Result
+
 from triptych.spec.scaffold import scaffold
 
 TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
@@ -16,6 +18,13 @@ def write(pipelines: Path, task: str, name: str = "mine", **options: Any) -> Pat
     wanted = {"model": None, "with_hooks": False, **options}
     scaffold(name, task=task, pipelines=pipelines, **wanted)
     return pipelines / name
+
+
+def run(*words: str | Path) -> Result:
+    """Run the command in this process; a mistake is the `exception` of the result."""
+    from triptych.interface.cli import app
+
+    return CliRunner().invoke(app, [*map(str, words)])
 
 
 def triptych(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
