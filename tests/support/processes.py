@@ -21,7 +21,7 @@ def regions(mark: str) -> list[str]:
     return [path.name for path in SHM.glob(f"{mark}*")]
 
 
-def eventually(holds: Callable[[], bool], within_s: float = 10.0) -> bool:
+def eventually(holds: Callable[[], bool], within_s: float = 60.0) -> bool:
     deadline = time.monotonic() + within_s
     while not holds():
         if time.monotonic() > deadline:

@@ -1,0 +1,358 @@
+"""Small models and their configs, for the contract tests of the two emulated backends.
+
+A model of `SHARED` is written for both backends; its name then ends in the name of the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import onnx.parser
+
+from served_engines import write_model as write_engine
+from tensorrt_cases import Ranges
+
+BACKENDS = ("onnxruntime", "tensorrt")
+MAX_TOKENS = 60
+"""Of all rows of a batch, in the profiles of packed engines."""
+
+WAITS = "max_queue_delay_microseconds: 60000000"
+"""A batch waits until it has the preferred number of rows."""
+ON_CPU = "instance_group { kind: KIND_CPU count: 1 }\n"
+ANY_DEVICE = "instance_group { kind: KIND_MODEL }\n"
+BATCHES_OF_4 = f"dynamic_batching {{ preferred_batch_size: [4] {WAITS} }}\n"
+TOKENS = 'input { name: "tokens" data_type: TYPE_INT32 dims: [-1] allow_ragged_batch: true }\n'
+LENGTH = 'input { name: "length" data_type: TYPE_INT32 dims: [1] }\n'
+STRIDE = """
+batch_input { kind: BATCH_ITEM_SHAPE_FLATTEN target_name: "stride" data_type: TYPE_INT32
+  source_input: "tokens" }
+"""
+
+# One output for each kind of batch_input, broadcast over the batch dimension of `tag`.
+DESCRIBED = """
+described (int32[T] tokens, float[B,1] tag, int32[R] counts, float[R] sums, int32[Q] bounds,
+           int32[M] longest, int32[B,K] shapes, int32[S] strides)
+=> (int32[B,T] seen, int32[B,R] counts_out, float[B,R] sums_out, int32[B,Q] bounds_out,
+    int32[B,1] longest_out, int32[B,K] shapes_out, int32[B,S] strides_out)
+<int64[1] front = {0}> {
+  spread_f = Sub(tag, tag)
+  spread = Cast<to: int = 6>(spread_f)
+  tokens_row = Unsqueeze(tokens, front)
+  seen = Add(spread, tokens_row)
+  counts_row = Unsqueeze(counts, front)
+  counts_out = Add(spread, counts_row)
+  sums_row = Unsqueeze(sums, front)
+  sums_out = Add(spread_f, sums_row)
+  bounds_row = Unsqueeze(bounds, front)
+  bounds_out = Add(spread, bounds_row)
+  longest_shape = Shape(longest)
+  longest_size = Cast<to: int = 6>(longest_shape)
+  longest_out = Add(spread, longest_size)
+  shapes_out = Identity(shapes)
+  strides_row = Unsqueeze(strides, front)
+  strides_out = Add(spread, strides_row)
+}
+"""
+DESCRIBED_CONFIG = f"""
+max_batch_size: 4
+{TOKENS}
+input {{ name: "tag" data_type: TYPE_FP32 dims: [1] }}
+batch_input {{ kind: BATCH_ELEMENT_COUNT target_name: "counts" data_type: TYPE_INT32
+  source_input: "tokens" }}
+batch_input {{ kind: BATCH_ACCUMULATED_ELEMENT_COUNT target_name: "sums" data_type: TYPE_FP32
+  source_input: "tokens" }}
+batch_input {{ kind: BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO target_name: "bounds"
+  data_type: TYPE_INT32 source_input: "tokens" }}
+batch_input {{ kind: BATCH_MAX_ELEMENT_COUNT_AS_SHAPE target_name: "longest" data_type: TYPE_INT32
+  source_input: "tokens" }}
+batch_input {{ kind: BATCH_ITEM_SHAPE target_name: "shapes" data_type: TYPE_INT32
+  source_input: "tokens" }}
+batch_input {{ kind: BATCH_ITEM_SHAPE_FLATTEN target_name: "strides" data_type: TYPE_INT32
+  source_input: "tokens" }}
+output {{ name: "seen" data_type: TYPE_INT32 dims: [-1] }}
+output {{ name: "counts_out" data_type: TYPE_INT32 dims: [-1] }}
+output {{ name: "sums_out" data_type: TYPE_FP32 dims: [-1] }}
+output {{ name: "bounds_out" data_type: TYPE_INT32 dims: [-1] }}
+output {{ name: "longest_out" data_type: TYPE_INT32 dims: [1] }}
+output {{ name: "shapes_out" data_type: TYPE_INT32 dims: [-1] }}
+output {{ name: "strides_out" data_type: TYPE_INT32 dims: [-1] }}
+{BATCHES_OF_4}
+model_warmup {{ name: "zeros" batch_size: 3
+  inputs {{ key: "tokens" value {{ data_type: TYPE_INT32 dims: [5] zero_data: true }} }}
+  inputs {{ key: "tag" value {{ data_type: TYPE_FP32 dims: [1] zero_data: true }} }} }}
+"""
+DESCRIBED_RANGES: Ranges = {
+    "tokens": [[0], [8], [MAX_TOKENS]],
+    "tag": [[1, 1], [4, 1], [4, 1]],
+    "counts": [[1], [3], [4]],
+    "sums": [[1], [3], [4]],
+    "bounds": [[2], [4], [5]],
+    "longest": [[0], [5], [MAX_TOKENS]],
+    "shapes": [[1, 1], [4, 1], [4, 1]],
+    "strides": [[1], [4], [4]],
+}
+
+# A small packed core: the mean of a table's vectors over the first `length` tokens of each row.
+# No token may be 10 or more.
+PACKED = """
+packed (int32[T] tokens, int32[B,1] length, int32[B] stride)
+=> (float[B,4] mean, float[T,4] each, float[T,4] negative)
+<float[10,4] table = {0.9,0.1,0.2,0.3, 1.4,1.1,1.2,1.3, 2.4,2.1,2.2,2.3, 3.4,3.1,3.2,3.3,
+  4.4,4.1,4.2,4.3, 5.4,5.1,5.2,5.3, 6.4,6.1,6.2,6.3, 7.4,7.1,7.2,7.3, 8.4,8.1,8.2,8.3,
+  9.4,9.1,9.2,9.3}, int64 zero = {0}, int64 one = {1}, int64[1] last = {1},
+  int64[1] front = {0}> {
+  vectors = Gather(table, tokens)
+  stride64 = Cast<to: int = 7>(stride)
+  length64 = Cast<to: int = 7>(length)
+  ends = CumSum(stride64, zero)
+  starts = Sub(ends, stride64)
+  starts_column = Unsqueeze(starts, last)
+  stops_column = Add(starts_column, length64)
+  shape = Shape(tokens)
+  count = Squeeze(shape)
+  places = Range(zero, count, one)
+  places_row = Unsqueeze(places, front)
+  after = GreaterOrEqual(places_row, starts_column)
+  before = Less(places_row, stops_column)
+  inside = And(after, before)
+  weights = Cast<to: int = 1>(inside)
+  sums = MatMul(weights, vectors)
+  lengths = Cast<to: int = 1>(length)
+  mean = Div(sums, lengths)
+  each = Sin(vectors)
+  negative = Neg(each)
+}
+"""
+PACKED_CONFIG = f"""
+max_batch_size: 4
+{TOKENS}{LENGTH}{STRIDE}
+output {{ name: "mean" data_type: TYPE_FP32 dims: [4] }}
+output {{ name: "each" data_type: TYPE_FP32 dims: [-1, 4] }}
+output {{ name: "negative" data_type: TYPE_FP32 dims: [-1, 4] }}
+batch_output {{ kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: ["each", "negative"]
+  source_input: "tokens" }}
+{BATCHES_OF_4}
+"""
+PACKED_RANGES: Ranges = {
+    "tokens": [[0], [8], [MAX_TOKENS]],
+    "length": [[1, 1], [4, 1], [4, 1]],
+    "stride": [[1], [4], [4]],
+}
+
+# No batch dimension.
+UNBATCHED = "unbatched (float[N] x) => (float[N] y) { y = Add(x, x) }"
+UNBATCHED_CONFIG = """
+input { name: "x" data_type: TYPE_FP32 dims: [-1] }
+output { name: "y" data_type: TYPE_FP32 dims: [-1] }
+"""
+UNBATCHED_RANGES: Ranges = {"x": [[1], [4], [8]]}
+
+ONNX_TYPES = {
+    "BOOL": "bool",
+    "UINT8": "uint8",
+    "UINT16": "uint16",
+    "UINT32": "uint32",
+    "UINT64": "uint64",
+    "INT8": "int8",
+    "INT16": "int16",
+    "INT32": "int32",
+    "INT64": "int64",
+    "FP16": "float16",
+    "FP32": "float",
+    "FP64": "double",
+    "STRING": "string",
+}
+TYPES = {
+    "onnxruntime": tuple(ONNX_TYPES),
+    "tensorrt": ("BOOL", "UINT8", "INT8", "INT32", "INT64", "FP16", "FP32"),
+}
+"""Triton's types of tensors that a backend takes."""
+
+
+class Model(NamedTuple):
+    """A config and a graph in ONNX's text form; `ranges` is the profile of its engine."""
+
+    config: str
+    graph: str
+    ranges: Ranges
+
+
+def typed(types: Sequence[str]) -> Model:
+    """A model that returns a tensor of each type as it is."""
+    inputs, outputs = (
+        ", ".join(f"{ONNX_TYPES[name]}[B,2] {name}_{role}" for name in types)
+        for role in ("in", "out")
+    )
+    copies = " ".join(f"{name}_out = Identity({name}_in)" for name in types)
+    tensors = "".join(
+        f'{role}put {{ name: "{name}_{role}" data_type: TYPE_{name} dims: [2] }}\n'
+        for role in ("in", "out")
+        for name in types
+    )
+    return Model(
+        f"max_batch_size: 4\n{tensors}",
+        f"typed ({inputs}) => ({outputs}) {{ {copies} }}",
+        {f"{name}_in": [[1, 2], [4, 2], [4, 2]] for name in types},
+    )
+
+
+SHARED: Mapping[str, Model] = {
+    "described": Model(DESCRIBED_CONFIG, DESCRIBED, DESCRIBED_RANGES),
+    "packed": Model(PACKED_CONFIG, PACKED, PACKED_RANGES),
+    "unbatched": Model(UNBATCHED_CONFIG, UNBATCHED, UNBATCHED_RANGES),
+}
+
+# Rows padded to one length: no ragged input, but a variable dimension.
+PADDED = """
+padded (int32[B,L] tokens, float[B,1] scale) => (float[B,L] scaled, float[B,1] total)
+<int64[1] last = {1}> {
+  values = Cast<to: int = 1>(tokens)
+  scaled = Mul(values, scale)
+  total = ReduceSum(scaled, last)
+}
+"""
+PADDED_CONFIG = """
+max_batch_size: 8
+input { name: "tokens" data_type: TYPE_INT32 dims: [-1] }
+input { name: "scale" data_type: TYPE_FP32 dims: [1] }
+output { name: "scaled" data_type: TYPE_FP32 dims: [-1] }
+output { name: "total" data_type: TYPE_FP32 dims: [1] }
+dynamic_batching { max_queue_delay_microseconds: 20000 }
+instance_group { kind: KIND_CPU count: 2 }
+parameters { key: "intra_op_thread_count" value { string_value: "1" } }
+parameters { key: "execution_mode" value { string_value: "1" } }
+parameters { key: "inter_op_thread_count" value { string_value: "1" } }
+parameters { key: "enable_mem_pattern" value { string_value: "off" } }
+parameters { key: "memory.enable_memory_arena_shrinkage" value { string_value: "cpu:0" } }
+optimization { graph { level: 1 } }
+"""
+
+# No batch dimension; a scalar input, a scalar output, and an input with a default value.
+SCALARS = """
+scalars (float[N] x, float[] factor, float[1] bias = {0.5}) => (float[N] y, float[] top) {
+  scaled = Mul(x, factor)
+  y = Add(scaled, bias)
+  top = ReduceMax<keepdims: int = 0>(y)
+}
+"""
+SCALARS_CONFIG = """
+max_batch_size: 0
+input { name: "x" data_type: TYPE_FP32 dims: [-1] }
+input { name: "factor" data_type: TYPE_FP32 dims: [1] }
+input { name: "bias" data_type: TYPE_FP32 dims: [1] optional: true }
+output { name: "y" data_type: TYPE_FP32 dims: [-1] }
+output { name: "top" data_type: TYPE_FP32 dims: [1] }
+"""
+
+# One number per row, without a dimension of its own: needs `reshape`.
+PLAIN = "plain (float[B] x, float[B,3] v) => (float[B] y, float[B,3] w) {{ {} }}"
+DOUBLE = PLAIN.format("y = Add(x, x) w = Identity(v)")
+SQUARE = PLAIN.format("y = Mul(x, x) w = Identity(v)")
+RESHAPED_CONFIG = """
+max_batch_size: 4
+input { name: "x" data_type: TYPE_FP32 dims: [1] reshape { shape: [] } }
+input { name: "v" data_type: TYPE_FP32 dims: [3, 1] reshape { shape: [3] } }
+output { name: "y" data_type: TYPE_FP32 dims: [1] reshape { shape: [] } }
+output { name: "w" data_type: TYPE_FP32 dims: [1, 3] reshape { shape: [3] } }
+version_policy { all {} }
+default_model_filename: "other.onnx"
+"""
+
+# An output that has a row for each row whose length is not 0.
+FAULTY = """
+faulty (int32[T] tokens, int32[B,1] length) => (int32[K,1] kept) <int64 zero = {0}> {
+  places = NonZero(length)
+  rows = Gather(places, zero)
+  kept = Gather(length, rows)
+}
+"""
+FAULTY_CONFIG = f"""
+max_batch_size: 4
+{TOKENS}{LENGTH}
+output {{ name: "kept" data_type: TYPE_INT32 dims: [1] }}
+{BATCHES_OF_4}{ON_CPU}
+"""
+TEXTS = "texts (string[B,1] x) => (string[B,1] y) { y = Identity(x) }"
+TEXTS_CONFIG = f"""
+max_batch_size: 2
+input {{ name: "x" data_type: TYPE_STRING dims: [1] }}
+output {{ name: "y" data_type: TYPE_STRING dims: [1] }}
+{BATCHES_OF_4.replace("4", "2")}{ON_CPU}
+"""
+ONNX_MODELS: Mapping[str, tuple[str, dict[str, str]]] = {
+    "padded": (PADDED_CONFIG, {"1/model.onnx": PADDED}),
+    "scalars": (SCALARS_CONFIG + ON_CPU, {"1/model.onnx": SCALARS}),
+    # The native backend accepts a folder in place of the file, too.
+    "reshaped": (
+        RESHAPED_CONFIG + ON_CPU,
+        {"1/other.onnx": DOUBLE, "2/other.onnx/model.onnx": SQUARE},
+    ),
+    "completed": ("", {"1/model.onnx": DOUBLE}),
+    "faulty": (FAULTY_CONFIG, {"1/model.onnx": FAULTY}),
+    "texts": (TEXTS_CONFIG, {"1/model.onnx": TEXTS}),
+}
+"""Config and graphs by path of the models for ONNX Runtime alone."""
+
+REFUSED_GRAPHS: Mapping[str, tuple[str, dict[str, str], str]] = {
+    "no_file": (PADDED_CONFIG, {"1/elsewhere.onnx": PADDED}, "unable to find"),
+    "not_ragged": (
+        PACKED_CONFIG.replace("allow_ragged_batch: true", ""),
+        {"1/model.onnx": PACKED},
+        "'tokens' is TYPE_INT32 [-1,-1] in the config and TYPE_INT32 [-1] in the model",
+    ),
+    "no_batching": (
+        "max_batch_size: 2",
+        {"1/model.onnx": SCALARS},
+        "model does not support batching while non-zero max_batch_size is specified",
+    ),
+}
+"""Config and graphs of models that must not load, with part of the error text."""
+
+REFUSED_ENGINES: Mapping[str, tuple[Model, str]] = {
+    "rows": (
+        Model(
+            PACKED_CONFIG.replace("max_batch_size: 4", "max_batch_size: 5") + ANY_DEVICE,
+            PACKED,
+            PACKED_RANGES,
+        ),
+        "configuration specified max-batch 5 but TensorRT engine only supports max-batch 4",
+    ),
+    "dims": (
+        Model(
+            UNBATCHED_CONFIG.replace("[-1]", "[-1, 2]") + ANY_DEVICE, UNBATCHED, UNBATCHED_RANGES
+        ),
+        "'x' is TYPE_FP32 [-1,2] in the config and TYPE_FP32 [-1] in the model",
+    ),
+}
+"""Models with plans that must not load, with part of the error text."""
+
+
+def write_models(repository: Path) -> list[str]:
+    """Write all models; returns the names of those that load."""
+    for backend in BACKENDS:
+        for name, model in (*SHARED.items(), ("typed", typed(TYPES[backend]))):
+            folder = repository / f"{name}_{backend}"
+            if backend == "onnxruntime":
+                write_graphs(folder, model.config + ON_CPU, {"1/model.onnx": model.graph})
+            else:
+                write_engine(folder, model.config + ANY_DEVICE, model.graph, [model.ranges])
+    loading = [folder.name for folder in repository.iterdir()]
+    for name, (config, graphs) in ONNX_MODELS.items():
+        write_graphs(repository / name, config, graphs)
+    for name, (config, graphs, _) in REFUSED_GRAPHS.items():
+        write_graphs(repository / name, config, graphs)
+    for name, (model, _) in REFUSED_ENGINES.items():
+        write_engine(repository / name, model.config, model.graph, [model.ranges])
+    return [*loading, *ONNX_MODELS]
+
+
+def write_graphs(folder: Path, config: str, graphs: Mapping[str, str]) -> None:
+    """Write a model for ONNX Runtime; `graphs` maps a path (``1/model.onnx``) to a graph's text."""
+    folder.mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(f'backend: "onnxruntime"\n{config}', encoding="utf-8")
+    for path, text in graphs.items():
+        model: Any = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 17]>{text}')
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(model.SerializeToString())
