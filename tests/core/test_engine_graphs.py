@@ -230,7 +230,9 @@ def test_a_core_of_every_kind_is_built(make: Make, tmp_path: Path) -> None:
     assert len(built) == len(BUILT)
     parsed: list[Graph] = []
     for case in architectures.SHARED:
-        parsed += of_architecture(case, ("fp32", "fp16"), tmp_path)
+        # The pipelines have BERT, and test_engine its vectors; Qwen3 takes long to export.
+        if case[0] not in ("bert", "qwen3"):
+            parsed += of_architecture(case, ("fp32", "fp16"), tmp_path)
     check(built, parsed)
 
 

@@ -53,7 +53,7 @@ def fallen() -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def minilm(minilm_repository: Path) -> Bench:
     file = minilm_repository / "minilm_packed_core/1/model.onnx"
-    return Bench.of(ROOT / "pipelines/minilm", file, step=5)
+    return Bench.of(ROOT / "pipelines/minilm", file, step=8)
 
 
 @pytest.fixture(scope="module")

@@ -122,6 +122,7 @@ def test_what_cannot_be_quantized_says_what_to_do(precision: Precision, tmp_path
     path = cases.write_graph(tmp_path / "none", [cases.node("Relu", "x", "y")], {})
     with pytest.raises(UserError, match=rf"is not supported for this model. Given: {precision}"):
         convert(path, out, recipe, [{"x": cases.vectors(8)}])
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("precision", CONVERT)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import broken_repositories as broken
 from conftest import ROOT, build_into, quiet, traffic_texts, write_pipeline
@@ -20,6 +21,7 @@ from triptych.base.errors import UserError
 from triptych.core.gate.verify import describe_verification, verification_data, verify_pipeline
 from triptych.core.gate_rows import EDGE_TEXTS
 from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.interface.cli import app
 from triptych.repository.records import GateResult
 from triptych.serving import endpoint
 from triptych.serving.readiness import ServerError
@@ -59,13 +61,14 @@ def base(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
     tags = str(tagger(base / "m/tags", minilm_folder, []))
     classify = {"task": "text-classification", "model": {"source": topics}}
     specs: dict[str, dict[str, Any]] = {
-        "topics": classify,
+        **dict.fromkeys(("topics", "swapped", "mixed", "lost"), classify),
         "short": {**classify, "tokenizer": SHORT},
         "hooked": classify,
         "tags": {"task": "token-classification", "model": {"source": tags}},
         "own": {
             "task": "custom",
             "model": {"source": topics},
+            "core": {"layout": "bucketed"},
             "custom": {
                 "auto_class": "AutoModelForSequenceClassification",
                 "outputs": [
@@ -113,14 +116,11 @@ def failed(result: GateResult) -> set[str]:
     return {verdict.metric for verdict in result.verdicts if not verdict.passed}
 
 
-def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [TRIPTYCH, "verify", *map(str, words)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+@pytest.fixture(scope="module")
+def passing(base: Path, url: str) -> dict[str, GateResult]:
+    """Every kind of pipeline, verified as it is."""
+    kinds = ("topics", "tags", "short", "hooked", "own")
+    return {name: verify(base / "p" / name, base / "r", url=url) for name in kinds}
 
 
 @pytest.fixture
@@ -130,8 +130,9 @@ def minilm(minilm_repository: Path) -> Path:
 
 
 def test_minilm_passes_at_the_command_line(minilm: Path, minilm_server: Any) -> None:
-    done = run("minilm_packed", "--pipelines", minilm, "--url", minilm_server.grpc_url, "--json")
-    assert done.returncode == 0, done.stderr
+    words = ["minilm_packed", "--pipelines", str(minilm), "--url", minilm_server.grpc_url]
+    done = CliRunner().invoke(app, ["verify", *words, "--json"])
+    assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert result["passed"]
     assert result["failures"] == []
@@ -149,7 +150,8 @@ def test_a_scaled_layer_fails_at_the_command_line_on_a_server_of_its_own(
 ) -> None:
     repository = broken.copy_of(minilm_repository, "minilm_bucketed", tmp_path / "r")
     broken.scale_a_layer(repository, "minilm_bucketed")
-    done = run("minilm_bucketed", "--pipelines", minilm, "-r", repository)
+    words = ("verify", "minilm_bucketed", "--pipelines", minilm, "-r", repository)
+    done = subprocess.run([TRIPTYCH, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert "failed: min_cosine is 0." in done.stdout
     assert "failed: mean_cosine is 0." in done.stdout
@@ -157,57 +159,55 @@ def test_a_scaled_layer_fails_at_the_command_line_on_a_server_of_its_own(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["topics", "tags", "short", "hooked", "own"])
-def test_every_kind_of_pipeline_passes(base: Path, url: str, name: str) -> None:
-    result = verify(base / "p" / name, base / "r", url=url)
-    assert result.failures == ()
-    assert counts(result)["answered"] >= 90
-    assert result.rows >= 50
-    assert list(describe_verification(result))[-1] == ("passed", "green")
+def test_every_kind_of_pipeline_passes(passing: dict[str, GateResult]) -> None:
+    for name, result in passing.items():
+        assert result.failures == (), name
+        assert counts(result)["answered"] >= 90, name
+        assert result.rows >= 50, name
+        assert list(describe_verification(result))[-1] == ("passed", "green"), name
 
 
-def test_what_the_spec_refuses_is_refused(base: Path, url: str) -> None:
-    short = verify(base / "p/short", base / "r", url=url)
-    assert counts(short)["refused"] >= 3 * 3
+def test_what_the_spec_refuses_is_refused(
+    passing: dict[str, GateResult], base: Path, url: str
+) -> None:
+    assert counts(passing["short"])["refused"] >= 3 * 3
     other = verify(base / "p/topics", base / "r", "tokenizer.truncation=reject", url=url)
     assert any("answered, though the spec refuses them" in f for f in other.failures)
 
 
-def test_hooks_are_applied_once_and_what_they_hide_is_said(base: Path, url: str) -> None:
-    result = verify(base / "p/hooked", base / "r", url=url)
+def test_hooks_are_applied_once_and_what_they_hide_is_said(passing: dict[str, GateResult]) -> None:
+    result = passing["hooked"]
     # With those about the limit, and [PAD], [UNK], [CLS], [SEP] and [MASK].
     assert result.edge_case_rows == len(EDGE_TEXTS) + 3 + 5
     shown = {row.actual for row in result.worst}
     assert all(got.startswith("label: ") and got[7:9].isupper() for got in shown), shown
-    own = verify(base / "p/own", base / "r", url=url)
+    own = passing["own"]
     (alike, *_) = own.verdicts
     assert (alike.metric, alike.value) == ("answers_alike", 1.0)
     assert any("label_agreement" in note and "not measured" in note for note in own.notes)
 
 
-BROKEN: dict[str, tuple[str, Callable[[Path, str], None], str, str]] = {
-    "scaled layer": ("topics", broken.scale_a_layer, "max_probability_difference", ""),
-    "swapped labels": ("topics", broken.swap_labels, "label_agreement", ""),
-    "shifted offsets": ("tags", broken.shift_offsets, "entity_f1", ""),
-    "answers mixed up": ("topics", broken.mix_answers_up, "batch_sensitivity", ""),
-    "not a number": ("topics", broken.lose_a_number, "label_agreement", "NaN or infinity"),
-    "scaled layer of a custom task": ("own", broken.scale_a_layer, "answers_alike", ""),
+BROKEN: dict[str, tuple[Callable[[Path, str], None], str, str]] = {
+    "topics": (broken.scale_a_layer, "max_probability_difference", ""),
+    "swapped": (broken.swap_labels, "label_agreement", ""),
+    "tags": (broken.shift_offsets, "entity_f1", ""),
+    "mixed": (broken.mix_answers_up, "batch_sensitivity", ""),
+    "lost": (broken.lose_a_number, "label_agreement", "NaN or infinity"),
+    "own": (broken.scale_a_layer, "answers_alike", ""),
 }
+"""Pipeline to what is wrong with it, the metric that fails and the words of a failure."""
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_repository_fails_by_the_metrics_name(
-    base: Path, tmp_path: Path, fault: str
-) -> None:
-    name, break_it, metric, words = BROKEN[fault]
-    repository = broken.copy_of(base / "r", name, tmp_path / "r")
-    break_it(repository, name)
-    result = verify(base / "p" / name, repository)
-    assert not result.passed
-    assert metric in failed(result)
-    assert any(metric in failure or words in failure for failure in result.failures)
-    assert result.finite == (fault != "not a number")
-    json.dumps(verification_data(result), allow_nan=False)
+def test_a_broken_repository_fails_by_the_metrics_name(base: Path, tmp_path: Path) -> None:
+    for name, (break_it, _, _) in BROKEN.items():
+        break_it(broken.copy_of(base / "r", name, tmp_path), name)
+    with Server(tmp_path) as server:
+        for name, (_, metric, words) in BROKEN.items():
+            result = verify(base / "p" / name, tmp_path, url=server.grpc_url)
+            assert metric in failed(result), name
+            assert any(metric in f or words in f for f in result.failures), name
+            assert result.finite == (name != "lost"), name
+            json.dumps(verification_data(result), allow_nan=False)
 
 
 def test_another_model_under_the_name_fails_in_figures(
@@ -219,11 +219,11 @@ def test_another_model_under_the_name_fails_in_figures(
     assert any("embedding has the shape [1, 384], not [1, 32]" in f for f in result.failures)
 
 
-def test_mistakes_exit_with_2(base: Path, url: str, tmp_path: Path) -> None:
-    done = run("topics", "--pipelines", base / "p", "-r", base / "r", "--url", "127.0.0.1:9")
-    assert done.returncode == 2
-    assert "no Triton server answered at 127.0.0.1:9" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_mistakes_are_said(base: Path, url: str, tmp_path: Path) -> None:
+    words = ["topics", "--pipelines", str(base / "p"), "-r", str(base / "r")]
+    done = CliRunner().invoke(app, ["verify", *words, "--url", "127.0.0.1:9"])
+    assert isinstance(done.exception, UserError)
+    assert "no Triton server answered at 127.0.0.1:9" in str(done.exception)
     with pytest.raises(UserError, match="does not contain the pipeline"):
         verify(base / "p/topics", tmp_path)
     write_pipeline(tmp_path / "nobody", model={"source": str(base / "m/topics")})

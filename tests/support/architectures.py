@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,7 +66,6 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "modernbert": (
         "modernbert",
         {
-            "num_hidden_layers": 4,
             "global_attn_every_n_layers": 2,
             "local_attention": 16,
             "pad_token_id": 3,
@@ -77,7 +77,13 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "roformer": ("roformer", {"embedding_size": 32}),
     "qwen3": (
         "qwen3",
-        {"num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 5, "eos_token_id": 3},
+        {
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "pad_token_id": 5,
+            "eos_token_id": 3,
+        },
     ),
 }
 """Name in the tests to transformers' name of the model type and settings beside `SIZES`."""
@@ -287,13 +293,18 @@ def packed_feed(
     return feed | {"row_offset": columns[0], "row_stride": columns[1]}, starts
 
 
+@functools.lru_cache(maxsize=1)
+def _session(path: Path) -> Any:
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
 def run_graph(
     path: Path, facts: ModelInfo, core: Core, rows: Sequence[Sequence[int]], *, packed: bool
 ) -> list[list[NDArray[Any]]]:
     """The outputs of ``model.onnx`` for each row, all of them in one batch."""
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = _session(path)
     lengths = np.array([[len(row)] for row in rows], dtype=np.int32)
     feed = {"row_length": lengths, "first_segment": first_segments(rows)}
     if packed:
