@@ -11,6 +11,7 @@ from triptych.base.errors import Progress, UserError
 from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, gate_rows
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, Sample
+from triptych.repository.config_text import check_config_texts
 from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.runtime.hooking import HOOKS_FILE, REDACT, load_hooks, takes_inputs
 from triptych.spec.model_info import ModelInfo
@@ -130,6 +131,7 @@ def read_inputs(
         UserError: The spec, the model, the hooks or the traffic has a mistake.
     """
     task = task_of(spec)
+    check_config_texts(spec.serving.config, shares_core=spec.core.shared_from is not None)
     _report_tuned(spec, progress)
     file = traffic or spec.folder / TRAFFIC_FILE
     lines = read_traffic(file.parent, [tensor.name for tensor in task.inputs], file=file.name)

@@ -20,6 +20,7 @@ from triptych.repository.config import (
     print_config,
     warm_up_file,
 )
+from triptych.repository.config_text import merge_config_text
 from triptych.repository.manifest import SAMPLES_FILE
 from triptych.spec.plan import Plan
 
@@ -104,15 +105,13 @@ def render(
     to_core = (*plan.core_inputs, *plan.past_core)
     from_core = (*plan.core.outputs, *plan.past_core)
     configs = {
-        name: _ensemble(plan),
-        plan.step("preprocess"): _python_step(plan, "preprocess", task.inputs, to_core, rows),
-        plan.step("postprocess"): _python_step(
-            plan, "postprocess", from_core, task.outputs, answers
-        ),
+        "ensemble": _ensemble(plan),
+        "preprocess": _python_step(plan, "preprocess", task.inputs, to_core, rows),
+        "postprocess": _python_step(plan, "postprocess", from_core, task.outputs, answers),
     }
     files: dict[str, Content] = {}
-    for model, config in configs.items():
-        files |= _config_files(plan, model, config)
+    for step, config in configs.items():
+        files |= _config_files(plan, step, config)
     # Triton needs a version folder for an ensemble, too; git and archives drop empty folders.
     files[f"{name}/1/.keep"] = b""
     files[f"{name}/{QUESTION_FILE}"] = _request(question)
@@ -141,7 +140,7 @@ def render(
 
 def _core_files(plan: Plan, core_file: Path, warm_ups: Path) -> dict[str, Content]:
     name = plan.step("core")
-    files = _config_files(plan, name, core_config(plan))
+    files = _config_files(plan, "core", core_config(plan))
     for part in sorted(core_file.parent.glob(f"{core_file.name}*")):
         files[f"{name}/1/{part.name}"] = part
     for warm_up in plan.warm_ups:
@@ -151,12 +150,14 @@ def _core_files(plan: Plan, core_file: Path, warm_ups: Path) -> dict[str, Conten
     return files
 
 
-def _config_files(plan: Plan, model: str, config: Any) -> dict[str, Content]:
-    """Return the model's config, and a second one if the embedded server lacks one of its fields.
+def _config_files(plan: Plan, step: str, config: Any) -> dict[str, Content]:
+    """Return the step's config, and a second one if the embedded server lacks one of its fields.
 
     A server started with ``--model-config-name=24.10`` uses ``configs/24.10.pbtxt`` of the models
     that have it, and ``config.pbtxt`` of the others.
     """
+    model = str(config.name)
+    config = merge_config_text(config, plan.spec.serving.config, step)
     wanted = without_newer_fields(config, parse_release(plan.spec.serving.triton))
     files: dict[str, Content] = {f"{model}/{CONFIG_FILE}": print_config(wanted).encode()}
     if fields_newer_than(wanted, OLDEST):

@@ -299,6 +299,10 @@ class SamplingSettings(Frozen):
     redact: Literal["hooks.redact"] | None = None
 
 
+ConfigTexts = dict[Annotated[str, Field(pattern="^(ensemble|preprocess|core|postprocess)$")], str]
+"""Text in the format of ``config.pbtxt`` by step, merged into the generated config."""
+
+
 class Serving(Frozen):
     """Options of the steps on the server.
 
@@ -311,6 +315,7 @@ class Serving(Frozen):
             no limit. Needs a server of 25.11 or later.
         slo: SLO that `bench` and `tune` use unless their options give one.
         sample: Rows that are sampled for monitoring; None for none.
+        config: Further settings of Triton by step, see `ConfigTexts`.
     """
 
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
@@ -322,6 +327,7 @@ class Serving(Frozen):
     max_inflight_requests: Positive | None = None
     slo: Slo = Slo()
     sample: SamplingSettings | None = None
+    config: ConfigTexts = Field(default_factory=dict)
 
     @property
     def longest_wait_ms(self) -> float:

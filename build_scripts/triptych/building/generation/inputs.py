@@ -20,6 +20,7 @@ from triptych.building.generation.model import (
     read_generation_model,
 )
 from triptych.building.generation.weights import find_weights
+from triptych.repository.config_text import check_config_texts
 from triptych.runtime.generation_messages import CONTEXT_TOKENS
 from triptych.runtime.prompts import Message, Prompts, read_messages
 from triptych.runtime.request_errors import RequestError
@@ -268,6 +269,7 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     Raises:
         UserError: The spec, the model or the traffic is wrong.
     """
+    check_config_texts(spec.serving.config)
     lines = read_prompt_lines(spec.folder / TRAFFIC_FILE)
     if spec.tuned and (found := read_tuned(spec.folder, TUNABLE_GENERATION)):
         told = Tuned(spec.tuned, found.provenance)

@@ -12,6 +12,7 @@ from triptych.base.tensors import Tensor
 from triptych.building.generation.inputs import GeneratingInputs
 from triptych.building.generation.quantizing import engine_weights
 from triptych.repository.config import CONFIG_FILE, declare, new_config, print_config
+from triptych.repository.config_text import merge_config_text
 from triptych.repository.render import RUNTIME, Content, with_imports
 from triptych.runtime.generation_messages import ADAPTERS_FOLDER, MODEL_FOLDER, TOKENIZER_FILE
 from triptych.runtime.generation_metrics import make_time_bounds
@@ -134,9 +135,11 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
             model_transaction_policy=_DECOUPLED,
         ),
     }
-    files: dict[str, Content] = {
-        f"{model}/{CONFIG_FILE}": print_config(config).encode() for model, config in configs.items()
-    }
+    files: dict[str, Content] = {}
+    for folder, config in configs.items():
+        which = "ensemble" if folder == name else folder.removeprefix(f"{name}_")
+        merged = merge_config_text(config, spec.serving.config, which)
+        files[f"{folder}/{CONFIG_FILE}"] = print_config(merged).encode()
     # Triton requires a version folder for an ensemble, and git and archives drop empty folders.
     files[f"{name}/1/.keep"] = b""
     engine_module = ENGINES[spec.core.backend]

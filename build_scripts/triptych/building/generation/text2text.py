@@ -35,6 +35,7 @@ from triptych.building.generation.model import (
     read_config,
     read_generation_config,
 )
+from triptych.repository.config_text import check_config_texts
 from triptych.runtime.engine_ctranslate2 import COMPUTE_TYPES, VOCABULARY_FILE
 from triptych.runtime.generation_messages import TOKENIZER_FILE
 from triptych.runtime.prompts import PIECES_FILE, SPACE
@@ -323,6 +324,7 @@ def read_text2text(spec: Text2TextSpec, progress: Progress) -> Text2TextInputs:
     Raises:
         UserError: The spec, the model or the traffic is wrong.
     """
+    check_config_texts(spec.serving.config)
     lines = read_prompt_lines(spec.folder / TRAFFIC_FILE)
     original = locate(spec.model, spec.folder)
     model, answers = _read_model(original, progress)
