@@ -30,6 +30,10 @@ class TrafficRow(NamedTuple):
     parameters: dict[str, Any]
 
 
+JsonLine = tuple[int, str, dict[str, Any] | None]
+"""Line number from 1, text, and JSON object of a line; None if it is no JSON object."""
+
+
 @dataclass(frozen=True)
 class Lengths:
     """Token lengths of the traffic's model rows.
@@ -79,15 +83,8 @@ def read_traffic(
     """
     path = folder / file
     form = "{" + ", ".join(f'"{name}": "…"' for name in fields) + "}"
-    if not path.is_file():
-        raise UserError(
-            str(path),
-            "does not exist",
-            given="no such file",
-            remedy=f"Create it with real requests, a line each: {form}",
-        )
     rows = []
-    for number, line, row in read_lines(path):
+    for number, line, row in require_lines(path, form):
         if row is None:
             raise UserError(
                 f"{path}:{number}",
@@ -106,14 +103,31 @@ def read_traffic(
                 remedy=f"{closest(field, row) if wrong and field not in row else ''}Write {form}",
             )
         rows.append(TrafficRow(number, {name: row[name] for name in fields}, parameters))
-    if not rows:
-        raise UserError(
-            str(path), "has no rows", given="an empty file", remedy=f"Add real requests: {form}"
-        )
     return rows
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
+def require_lines(path: Path, form: str, rows: str = "real requests") -> list[JsonLine]:
+    """Return the lines of `read_lines`, at least one.
+
+    Args:
+        path: File to read.
+        form: Example of a line, for errors.
+        rows: Description of the rows, for errors.
+
+    Raises:
+        UserError: The file does not exist or has no rows.
+    """
+    if not path.is_file():
+        remedy = f"Create it with {rows}, a line each: {form}"
+        raise UserError(str(path), "does not exist", given="no such file", remedy=remedy)
+    lines = list(read_lines(path))
+    if not lines:
+        remedy = f"Add {rows}: {form}"
+        raise UserError(str(path), "has no rows", given="an empty file", remedy=remedy)
+    return lines
+
+
+def read_lines(path: Path) -> Iterator[JsonLine]:
     """Yield line number (from 1), text and JSON object of each line that is not blank.
 
     The object is None if the line is not a JSON object, or contains invalid Unicode.

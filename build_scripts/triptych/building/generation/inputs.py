@@ -28,7 +28,7 @@ from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS, FIELD, check
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 from triptych.spec.model_source import OUT_OF_REACH, WEIGHTS
 from triptych.spec.spec import SPEC_FILE
-from triptych.spec.traffic import TRAFFIC_FILE, read_lines
+from triptych.spec.traffic import TRAFFIC_FILE, require_lines
 from triptych.spec.tuned import TUNABLE_GENERATION, Tuned, describe_tuned, read_tuned
 
 FP8_CACHE = "+fp8kv"
@@ -376,15 +376,8 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
         UserError: The file is missing or empty, or a line is not a request.
     """
     form = '{"messages": [{"role": "user", "content": "…"}]} or {"text_input": "…"}'
-    if not path.is_file():
-        raise UserError(
-            str(path),
-            "does not exist",
-            given="no such file",
-            remedy=f"Create it with real requests: {form}",
-        )
     lines: list[PromptLine] = []
-    for number, line, row in read_lines(path):
+    for number, line, row in require_lines(path, form):
         row = row or {}
         text, messages = row.get("text_input"), row.get("messages")
         if isinstance(text, str) and messages is None:
@@ -401,8 +394,6 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
             )
         if FIELD in row:
             lines[-1][1][FIELD] = json.dumps(row[FIELD])
-    if not lines:
-        raise UserError(str(path), "has no rows", given="none", remedy=f"Add real requests: {form}")
     return lines
 
 

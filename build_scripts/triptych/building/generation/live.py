@@ -34,16 +34,9 @@ from triptych.building.generation.reference import (
     weigh,
 )
 from triptych.building.generation.render import ENGINES
-from triptych.client import (
-    AccessDeniedError,
-    Client,
-    Completion,
-    InferenceError,
-    PipelineNotFoundError,
-    PipelineNotReadyError,
-    ServerUnreachableError,
-)
+from triptych.client import Client, Completion, InferenceError
 from triptych.client.connection import read_target
+from triptych.core.gate.live import NO_SERVER
 from triptych.core.gate.verify import ReadyServer, with_live_run
 from triptych.repository.manifest import BuildManifest, find_manifest
 from triptych.repository.records import GateResult, LiveRun
@@ -59,13 +52,6 @@ GREEDY = {
     "logprobs": 0,
 }
 """Sampling parameters of every request. All are given, so that defaults have no effect."""
-
-_NO_SERVER = (
-    ServerUnreachableError,
-    AccessDeniedError,
-    PipelineNotFoundError,
-    PipelineNotReadyError,
-)
 
 
 @dataclass(frozen=True)
@@ -141,7 +127,7 @@ def ask_live(
                 ),
                 labeled=list(pool.map(_PromptSession.whole, rows)),
             )
-        except _NO_SERVER as error:
+        except NO_SERVER as error:
             raise UserError(
                 f"{spec.name} at {url}",
                 "must be served at this address",
@@ -174,7 +160,7 @@ class _PromptSession:
     def _reply(self, ask: Callable[[], Completion]) -> PromptReply:
         try:
             return PromptReply(ask())
-        except _NO_SERVER:
+        except NO_SERVER:
             raise
         except InferenceError as error:
             return PromptReply(Completion("", (), "", None), error)

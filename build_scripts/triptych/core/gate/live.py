@@ -163,12 +163,13 @@ WAYS = (ALONE, TOGETHER, REVERSED)
 MAX_LATE = 3
 """Number of requests past their deadline that ends the run."""
 
-_NO_SERVER = (
+NO_SERVER = (
     ServerUnreachableError,
     AccessDeniedError,
     PipelineNotFoundError,
     PipelineNotReadyError,
 )
+"""Errors that end a run, because no request can be answered."""
 
 
 @dataclass(frozen=True)
@@ -364,7 +365,7 @@ def _send(
         inputs = {name: [value] for name, value in request.inputs.items()}
         try:
             return LiveResponse(client.infer(inputs, parameters=request.parameters))
-        except _NO_SERVER:
+        except NO_SERVER:
             raise
         except InferenceError as error:
             if isinstance(error, DeadlineExceededError):

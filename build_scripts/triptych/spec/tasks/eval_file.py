@@ -10,7 +10,7 @@ from triptych.base.errors import UserError
 from triptych.spec.tasks.compare import group
 from triptych.spec.tasks.labeled import LabeledRow, Truth
 from triptych.spec.tasks.task import Task
-from triptych.spec.traffic import PARAMETERS, read_lines
+from triptych.spec.traffic import PARAMETERS, require_lines
 
 EVAL_FILE = "eval.jsonl"
 
@@ -30,15 +30,8 @@ def read_labels(path: Path, task: Task) -> list[LabeledRow]:
         )
     truth, fields = task.labeled.truth, [tensor.name for tensor in task.inputs]
     form = _form(truth, fields)
-    if not path.is_file():
-        raise UserError(
-            str(path),
-            "does not exist",
-            given="no such file",
-            remedy=f"Create it with labeled rows, a line each: {form}",
-        )
     rows = []
-    for number, line, row in read_lines(path):
+    for number, line, row in require_lines(path, form, "labeled rows"):
         if row is None:
             raise UserError(
                 f"{path}:{number}",
@@ -47,8 +40,6 @@ def read_labels(path: Path, task: Task) -> list[LabeledRow]:
                 remedy=f"Write {form}",
             )
         rows.append(_read_row(f"{path}:{number}", number, row, truth, fields))
-    if not rows:
-        raise UserError(str(path), "has no rows", given="an empty file", remedy=f"Add rows: {form}")
     fault = truth.fault(rows)
     if fault:
         raise UserError(str(path), fault, remedy="Add such rows")
