@@ -44,39 +44,43 @@ def entity(kind: str, start: int, score: float | None) -> Mapping[str, Any]:
     return {"entity": kind, "text": "x", "start": start, "end": start + 1, "score": score}
 
 
-def rules(
-    task: str = "text-classification", precision: Precision = "fp32", *, hooked: bool = False
-) -> AnswerRules:
-    limits = thresholds(TASKS[task], precision, {})
-    return AnswerRules(TASKS[task], precision, limits, hooked)
-
-
 RIGHT = [labels(a=0.6 + i / 100, b=0.3 - i / 100, c=0.1) for i in range(20)]
 
 
-def cases(
-    wanted: Sequence[Answer], *, edges: int = 0, refusals: Mapping[int, str] | None = None
-) -> list[ExpectedAnswer]:
-    refused = refusals or {}
-    return [
-        ExpectedAnswer(f"text {i}", f"text {i}", i < edges, answer, refused.get(i, ""))
+def judge(
+    given: Sequence[Answer | LiveResponse],
+    wanted: Sequence[Answer] = RIGHT,
+    task: str = "text-classification",
+    *,
+    precision: Precision = "fp32",
+    hooked: bool = False,
+    edges: int = 0,
+    refusal: str = "",
+    mean_batch: float = 8.0,
+    backwards: Sequence[Answer] = (),
+) -> tuple[GateResult, LiveRun]:
+    """The verdict on what a pipeline responds, `backwards` in reversed order.
+
+    The first `edges` rows are made up; `refusal` is the message that the first row must meet.
+    """
+    expected = [
+        ExpectedAnswer(f"text {i}", f"text {i}", i < edges, answer, "" if i else refusal)
         for i, answer in enumerate(wanted)
     ]
-
-
-def runs(
-    responses: Sequence[LiveResponse], mean_batch: float | None = 8.0, **other: Any
-) -> LiveRuns:
-    return LiveRuns({way: other.get(way, responses) for way in WAYS}, mean_batch)
-
-
-def answered(answers: Sequence[Answer]) -> list[LiveResponse]:
-    return [LiveResponse(answer) for answer in answers]
-
-
-def live(found: GateResult) -> LiveRun:
+    every = dict.fromkeys(WAYS, given) | ({"reversed": backwards} if backwards else {})
+    responses = {
+        way: [one if isinstance(one, LiveResponse) else LiveResponse(one) for one in some]
+        for way, some in every.items()
+    }
+    limits = thresholds(TASKS[task], precision, {})
+    rules = AnswerRules(TASKS[task], precision, limits, hooked)
+    found = judge_live(expected, LiveRuns(responses, mean_batch), rules)
     assert found.live is not None
-    return found.live
+    return found, found.live
+
+
+def error(kind: type[Exception], words: str) -> LiveResponse:
+    return LiveResponse(error=kind(words))  # type: ignore[arg-type]
 
 
 def value(found: GateResult, metric: str) -> float:
@@ -88,17 +92,16 @@ def failed(found: GateResult) -> set[str]:
 
 
 def test_equal_answers_pass() -> None:
-    found = judge_live(cases(RIGHT), runs(answered(RIGHT)), rules())
+    found, live = judge(RIGHT)
     assert found.failures == ()
     assert value(found, "label_agreement") == 1.0
     assert value(found, "max_difference") == value(found, "batch_sensitivity") == 0.0
-    assert live(found).counts == {"answered": 60}
+    assert live.counts == {"answered": 60}
     assert found.notes == ("only 20 rows of traffic decide: 200 or more are better",)
 
 
 def test_a_wrong_label_fails_by_name_and_shows_its_row() -> None:
-    wrong = [*RIGHT[:7], labels(b=0.67, a=0.23, c=0.1), *RIGHT[8:]]
-    found = judge_live(cases(RIGHT), runs(answered(wrong)), rules())
+    found, _ = judge([*RIGHT[:7], labels(b=0.67, a=0.23, c=0.1), *RIGHT[8:]])
     assert {"label_agreement", "max_difference"} <= failed(found)
     assert any("label_agreement is 0.95, below 1" in failure for failure in found.failures)
     assert found.worst[0].preview == "text 7"
@@ -107,83 +110,61 @@ def test_a_wrong_label_fails_by_name_and_shows_its_row() -> None:
 
 
 def test_the_worst_way_of_sending_counts() -> None:
-    mixed = [*RIGHT[1:], RIGHT[0]]
-    found = judge_live(cases(RIGHT), runs(answered(RIGHT), reversed=answered(mixed)), rules())
+    found, live = judge(RIGHT, backwards=[*RIGHT[1:], RIGHT[0]])
     assert "batch_sensitivity" in failed(found)
     assert value(found, "batch_sensitivity") == pytest.approx(0.19, abs=1e-6)
-    assert live(found).by_way["alone"]["max_probability_difference"] == 0.0
-    assert live(found).by_way["reversed"]["max_probability_difference"] > 0.1
+    assert live.by_way["alone"]["max_probability_difference"] == 0.0
+    assert live.by_way["reversed"]["max_probability_difference"] > 0.1
 
 
 def test_two_labels_of_equal_score_may_stand_in_either_order() -> None:
     wanted = [labels(a=0.4, b=0.4, c=0.2)] * 3
-    got = [labels(b=0.4000001, a=0.4, c=0.2)] * 3
-    assert judge_live(cases(wanted), runs(answered(got)), rules()).failures == ()
+    assert judge([labels(b=0.4000001, a=0.4, c=0.2)] * 3, wanted)[0].failures == ()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_fails(bad: float) -> None:
-    wrong = [*RIGHT[:-1], labels(a=bad, b=0.2, c=0.1)]
-    found = judge_live(cases(RIGHT), runs(answered(wrong)), rules(precision="int8"))
-    assert not found.finite
-    assert any("NaN or infinity; the first: 'text 19'" in failure for failure in found.failures)
-
-
-def test_a_null_score_in_json_is_not_finite() -> None:
+def test_what_is_not_finite_fails() -> None:
+    for bad in (math.nan, math.inf):
+        found, _ = judge([*RIGHT[:-1], labels(a=bad, b=0.2, c=0.1)], precision="int8")
+        assert not found.finite
+        assert any("NaN or infinity; the first: 'text 19'" in f for f in found.failures), bad
     wanted = [entities(entity("PER", 0, 0.9))] * 3
-    got = [*wanted[:2], entities(entity("PER", 0, None))]
-    found = judge_live(cases(wanted), runs(answered(got)), rules("token-classification"))
+    null = entities(entity("PER", 0, None))
+    found, _ = judge([*wanted[:2], null], wanted, "token-classification")
     assert not found.finite
     assert "entity_f1" in failed(found)
 
 
 def test_edge_rows_count_for_differences_but_not_for_the_task() -> None:
     wrong = [labels(b=0.6, a=0.3, c=0.1), *RIGHT[1:]]
-    found = judge_live(cases(RIGHT, edges=1), runs(answered(wrong)), rules())
+    found, live = judge(wrong, edges=1)
     assert failed(found) == {"max_difference"}
-    assert live(found).edge_values["label_agreement"] == 0.0
-    loose = judge_live(cases(RIGHT, edges=1), runs(answered(wrong)), rules(precision="int8"))
-    assert loose.failures == ()
+    assert live.edge_values["label_agreement"] == 0.0
+    assert judge(wrong, edges=1, precision="int8")[0].failures == ()
 
 
-def error(kind: type[Exception], words: str) -> LiveResponse:
-    return LiveResponse(error=kind(words))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("response", "words"),
-    [
+def test_what_the_spec_refuses_must_be_refused_in_its_words() -> None:
+    for response, words in (
         (LiveResponse(RIGHT[0]), "answered, though the spec refuses them"),
         (error(InvalidRequestError, "`text` must have at most 9 tokens"), "in other words than"),
         (error(DeadlineExceededError, "too late"), "not answered (DeadlineExceededError)"),
         (error(InvalidRequestError, "`text` must have at most 5 tokens. Given: 6."), ""),
-    ],
-)
-def test_what_the_spec_refuses_must_be_refused_in_its_words(
-    response: LiveResponse, words: str
-) -> None:
-    refusals = {0: "`text` must have at most 5 tokens"}
-    responses = [response, *answered(RIGHT[1:])]
-    found = judge_live(cases(RIGHT, edges=1, refusals=refusals), runs(responses), rules())
-    assert bool(found.failures) == bool(words)
-    assert all(words in failure for failure in found.failures)
+    ):
+        refusal = "`text` must have at most 5 tokens"
+        found, _ = judge([response, *RIGHT[1:]], edges=1, refusal=refusal)
+        assert bool(found.failures) == bool(words), response
+        assert all(words in failure for failure in found.failures), response
 
 
-@pytest.mark.parametrize(
-    ("response", "kind", "words"),
-    [
-        (error(InvalidRequestError, "`text` must be shorter"), "refused", "`text` must be shorter"),
-        (error(PipelineFailedError, "a step broke"), "PipelineFailedError", "a step broke"),
-    ],
-)
-def test_a_row_without_an_answer_fails(response: LiveResponse, kind: str, words: str) -> None:
-    found = judge_live(cases(RIGHT), runs([response, *answered(RIGHT[1:])]), rules())
-    assert live(found).counts[kind] == 3
-    assert [words in failure for failure in found.failures] == [True] * 3
-
-
-def test_no_answer_at_all_fails_without_a_crash() -> None:
-    found = judge_live(cases(RIGHT), runs([error(PipelineFailedError, "broken")] * 20), rules())
+def test_a_row_without_an_answer_fails() -> None:
+    for response, kind in (
+        (error(InvalidRequestError, "`text` must be shorter"), "refused"),
+        (error(PipelineFailedError, "a step broke"), "PipelineFailedError"),
+    ):
+        found, live = judge([response, *RIGHT[1:]])
+        assert live.counts[kind] == 3
+        words = "`text` must be shorter" if kind == "refused" else "a step broke"
+        assert [words in failure for failure in found.failures] == [True] * 3
+    found, _ = judge([error(PipelineFailedError, "broken")] * 20)
     assert {"label_agreement", "max_difference", "batch_sensitivity"} <= failed(found)
     assert math.isnan(value(found, "label_agreement"))
 
@@ -191,36 +172,36 @@ def test_no_answer_at_all_fails_without_a_crash() -> None:
 def test_a_vector_of_another_size_fails_in_figures() -> None:
     rng = np.random.default_rng(0)
     wanted = [{"embedding": rng.random((1, 8), dtype=np.float32)} for _ in range(5)]
-    got = [{"embedding": row["embedding"][:, :4]} for row in wanted]
-    found = judge_live(cases(wanted), runs(answered(got)), rules("text-embedding"))
+    given = [{"embedding": row["embedding"][:, :4]} for row in wanted]
+    found, _ = judge(given, wanted, "text-embedding")
     assert value(found, "min_cosine") == -1.0
     assert any("embedding has the shape [1, 4], not [1, 8]" in f for f in found.failures)
 
 
 def test_metrics_that_hooks_take_away_are_named_and_the_answers_still_compared() -> None:
-    wanted = [entities({"kind": "PER", "at": i}) for i in range(20)]
-    hooked = rules("token-classification", hooked=True)
-    found = judge_live(cases(wanted), runs(answered(wanted)), hooked)
+    wanted, wrong = (
+        [entities({"kind": kind, "at": i}) for i in range(20)] for kind in ("PER", "LOC")
+    )
+    found, _ = judge(wanted, wanted, "token-classification", hooked=True)
     assert found.failures == ()
     assert value(found, ANSWER_AGREEMENT) == 1.0
     assert any("entity_f1" in note and "not measured" in note for note in found.notes)
-    wrong = [entities({"kind": "LOC", "at": i}) for i in range(20)]
-    found = judge_live(cases(wanted), runs(answered(wrong)), hooked)
+    found, _ = judge(wrong, wanted, "token-classification", hooked=True)
     assert failed(found) == {ANSWER_AGREEMENT}
     assert "only 0.0% of the answers are like the reference's" in found.failures
 
 
 def test_numbers_of_hooked_answers_have_no_limit_of_their_own() -> None:
     wanted = [labels(a=round(0.6 + i / 100, 2), b=0.1) for i in range(20)]
-    got = [labels(a=0.61, b=0.1), *wanted[1:]]
-    found = judge_live(cases(wanted), runs(answered(got)), rules(precision="int8", hooked=True))
+    given = [labels(a=0.61, b=0.1), *wanted[1:]]
+    found, _ = judge(given, wanted, precision="int8", hooked=True)
     assert found.failures == ()
     assert value(found, "max_difference") == pytest.approx(0.01, abs=1e-6)
     assert any("no limit on" in note for note in found.notes)
 
 
 def test_batches_of_one_are_said() -> None:
-    found = judge_live(cases(RIGHT), runs(answered(RIGHT), mean_batch=1.0), rules())
+    found, _ = judge(RIGHT, mean_batch=1.0)
     assert any("1.0 rows at a time" in note for note in found.notes)
 
 
