@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -359,11 +360,17 @@ def test_processes_share_one_count_and_leave_their_slots(in_flight: InFlight) ->
     assert in_flight.path.stat().st_mode & 0o777 == 0o600
 
 
-def test_the_counts_of_a_dead_server_are_removed() -> None:
-    left = module.SHARED_MEMORY / f"triptych_in_flight.4194304-12345.{PIPELINE}"
-    left.write_bytes(bytes(8))
+def test_only_counts_of_dead_servers_in_the_same_pid_namespace_are_removed() -> None:
+    own = Path("/proc/self/ns/pid").stat().st_ino
+    left, old, foreign = (
+        module.SHARED_MEMORY / f"triptych_in_flight.{version}.{namespace}-4194304-12345.{PIPELINE}"
+        for version, namespace in ((module.FORMAT, own), (1, own), (module.FORMAT, own + 1))
+    )
+    for path in (left, old, foreign):
+        path.write_bytes(bytes(8))
     InFlight(PIPELINE).path.unlink()
-    assert not left.exists()
+    assert [path.exists() for path in (left, old, foreign)] == [False, False, True]
+    foreign.unlink()
 
 
 def test_a_server_may_choose_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,9 @@ A ticket goes with every request from preprocess past the core to postprocess. T
 first in, first out. When a ticket arrives in postprocess, all earlier requests have been answered,
 or were lost to an error or to a client that left. Lost requests are not counted for long.
 
+The name of the file has the version of its layout and the server, which is a process in a PID
+namespace. A server removes only files of dead servers in its own namespace.
+
 The file also holds the rate at which rows are answered, and whether the server is stopping. The
 process that stops the server calls `stop_admitting` and waits until no request is in flight.
 """
@@ -27,6 +30,10 @@ SLOTS = 64
 
 PREFIX_VARIABLE = "TRIPTYCH_SERVER_MARK"
 """Variable with a prefix for the files in shared memory, so that they can be removed later."""
+
+FORMAT = 2
+"""Version of the layout of the file, which is in its name. Steps of different versions that run
+while a pipeline is replaced use different files."""
 
 SLOT_BITS = 48
 RATE_WINDOW_S = 0.1
@@ -120,11 +127,11 @@ class InFlight:
 
     def __init__(self, pipeline: str) -> None:
         server = _identify(os.getppid())
-        for other in SHARED_MEMORY.glob(f"triptych_*in_flight.*.{pipeline}"):
-            owner = other.name.split(".")[1]
-            if _identify(int(owner.partition("-")[0])) != owner:  # its server is dead
+        for other in SHARED_MEMORY.glob(f"triptych_*in_flight.*.{_namespace()}-*.{pipeline}"):
+            owner = other.name.split(".")[2]
+            if _identify(int(owner.split("-")[1])) != owner:  # its server is dead
                 other.unlink(missing_ok=True)
-        self._open(SHARED_MEMORY / f"{_prefix()}in_flight.{server}.{pipeline}")
+        self._open(SHARED_MEMORY / f"{_prefix()}in_flight.{FORMAT}.{server}.{pipeline}")
         with self.path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if not any(self._words[_KEY]):
@@ -139,7 +146,7 @@ class InFlight:
         """
         found = []
         for path in sorted(
-            SHARED_MEMORY.glob(f"{prefix or _prefix()}in_flight.{_identify(pid)}.*")
+            SHARED_MEMORY.glob(f"{prefix or _prefix()}in_flight.{FORMAT}.{_identify(pid)}.*")
         ):
             counts = cls.__new__(cls)
             counts._open(path)
@@ -302,10 +309,15 @@ def _prefix() -> str:
     return os.environ.get(PREFIX_VARIABLE, "triptych_")
 
 
+def _namespace() -> int:
+    """Return the number of the PID namespace: containers may share /dev/shm but not process ids."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
 def _identify(pid: int) -> str:
-    """Return a process id with its start time, because ids are reused."""
+    """Return the namespace of a process id, the id and its start time, because ids are reused."""
     try:
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         started = "dead"
-    return f"{pid}-{started}"
+    return f"{_namespace()}-{pid}-{started}"
