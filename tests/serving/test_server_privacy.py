@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from echo_server import ask, write_model
 from processes import mark_of, regions
 from triptych.base.errors import UserError
 from triptych.client import Client
+from triptych.serving.bench.perf_analyzer import find_perf_analyzer
 from triptych.serving.orphan_cleanup import SHM, tagged_processes
 from triptych.serving.server import Server
 
@@ -93,6 +95,27 @@ def test_clients_cannot_read_a_steps_memory_nor_write_files(
         client.register_system_shared_memory("r", f"/{region}", 8, headers=headers)
         client.unregister_system_shared_memory("r", headers=headers)
     assert region not in minilm_server._log_text()
+
+
+def test_clients_may_pass_tensors_in_shared_memory_where_that_was_asked_for(tmp_path: Path) -> None:
+    repository = write_model(tmp_path / "repository", "echo")
+    analyzer = find_perf_analyzer()
+    words = [
+        *(str(analyzer.binary), "-m", "echo", "-i", "grpc", "--shared-memory=system"),
+        *("--output-shared-memory-size=4096", "--string-length=8", "--concurrency-range=1"),
+        *("--request-count=10",),
+    ]
+    with Server(repository, client_shm=True) as server:
+        found = subprocess.run(
+            [*words, "-u", server.grpc_url],
+            env=analyzer.environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert found.returncode == 0, found.stdout + found.stderr
+        status, said = post(server.http_url, "/v2/logging", {"log_file": str(tmp_path / "log")})
+        assert (status, "restricted" in said) == (403, True)
 
 
 def test_the_key_is_neither_in_the_process_list_nor_with_the_steps(minilm_server: Server) -> None:

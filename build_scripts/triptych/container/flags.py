@@ -13,8 +13,9 @@ from triptych.base.releases import Release, flags_newer_than
 RESTRICTED_HEADER = "triptych-key"
 # Health, metadata, inference and model-config stay open: probes need the first, clients the others
 # (a client reads the largest batch from the config). These are for operators.
+SHARED_MEMORY = "shared-memory"
 RESTRICTED = (
-    "shared-memory",
+    SHARED_MEMORY,
     "model-repository",
     "statistics",
     "trace",
@@ -23,6 +24,7 @@ RESTRICTED = (
 # Shut in the development profile, too: with them a client reads and writes the steps' own memory,
 # has the requests of others logged, or loads code. Statistics are for `bench`.
 CLOSED = tuple(service for service in RESTRICTED if service != "statistics")
+ALLOW_CLIENT_SHM = "--allow-client-shm=true"
 FREE_REQUESTS = "--grpc-infer-allocation-pool-size=0"
 """Flag of every server; without it the memory of the eight largest gRPC requests is never freed."""
 _MIB = 2**20
@@ -98,7 +100,7 @@ def _flags(options: ServerFlags) -> Iterator[str]:
         yield f"--http-max-input-size={options.max_request_mib * _MIB}"
     yield FREE_REQUESTS
     if options.client_shm:
-        yield "--allow-client-shm=true"
+        yield ALLOW_CLIENT_SHM
     # Notice clients that vanished, and keep idle connections open through NAT and balancers.
     yield "--grpc-keepalive-time=60000"
     yield "--grpc-keepalive-timeout=20000"

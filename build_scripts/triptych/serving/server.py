@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from triptych.base.errors import UserError
+from triptych.base.releases import flags_newer_than
 from triptych.container.entrypoint import (
     PLAIN,
     check_model_names,
@@ -23,7 +24,14 @@ from triptych.container.entrypoint import (
     server_variables,
     warn_of,
 )
-from triptych.container.flags import CLOSED, FREE_REQUESTS, RESTRICTED_HEADER, restricted_flags
+from triptych.container.flags import (
+    ALLOW_CLIENT_SHM,
+    CLOSED,
+    FREE_REQUESTS,
+    RESTRICTED_HEADER,
+    SHARED_MEMORY,
+    restricted_flags,
+)
 from triptych.container.lock_check import enforce
 from triptych.container.machine import read_machine
 from triptych.container.manifests import find_pipelines
@@ -163,6 +171,8 @@ class Server:
             production profile.
         production_flags: Flags of the production profile. Without them, the services of `CLOSED`
             require `operator_headers`.
+        client_shm: Whether clients may register shared memory, with which they can also read that
+            of the steps; not in the production profile.
         extra_args: Further flags of tritonserver, last on the command line.
         environment: Variables that override those of this process.
         log_file: File of the server's log. None creates a temporary file, which `stop` removes
@@ -182,6 +192,7 @@ class Server:
         models: Sequence[str] = (),
         exchanges: bool = False,
         production_flags: Sequence[str] = (),
+        client_shm: bool = False,
         extra_args: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         log_file: Path | None = None,
@@ -198,10 +209,12 @@ class Server:
         self._models = tuple(models)
         self._exchanges = exchanges
         self._key = secrets.token_urlsafe(32)
+        closed = [service for service in CLOSED if not client_shm or service != SHARED_MEMORY]
         self._profile_flags = tuple(production_flags) or (
             FREE_REQUESTS,
-            *restricted_flags(CLOSED, self._key),
+            *restricted_flags(closed, self._key),
         )
+        self._client_shm = client_shm
         self._extra_args = tuple(extra_args)
         self.environment = dict(environment or {})
         self._own_backends = backend_directory
@@ -443,6 +456,10 @@ class Server:
         if self._models or self._exchanges:
             command.append("--model-control-mode=explicit")
             command += [f"--load-model={name}" for name in self._wanted_models()]
+        embedded = installation.backend_directory is not None
+        release = EMBEDDED_RELEASE if embedded else find_release()
+        if self._client_shm and not flags_newer_than([ALLOW_CLIENT_SHM], release):
+            command.append(ALLOW_CLIENT_SHM)
         return [*command, *self._profile_flags, *self._extra_args]
 
     def _started(self) -> ServerProcess:

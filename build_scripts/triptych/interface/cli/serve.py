@@ -181,6 +181,15 @@ class ServeOptions:
             "variables of the serving image."
         ),
     ] = "development"
+    client_shm: Annotated[
+        bool,
+        typer.Option(
+            "--client-shm",
+            help="Let clients on this machine pass tensors in shared memory, as perf_analyzer "
+            "--shared-memory=system does. They can then read the memory of the steps. Only for the "
+            "development profile and one server.",
+        ),
+    ] = False
     samples: Samples = SAMPLES
     as_json: Json = False
 
@@ -247,6 +256,13 @@ def serve(
         recover(mirrored.repository)
     if named:
         check_gpus(named, len(find_gpus()))
+    if options.client_shm and (options.production or count > 1 or not is_loopback(options.host)):
+        raise UserError(
+            "--client-shm",
+            "is only supported for one server of the development profile on a loopback address",
+            given=f"profile {options.profile}, {count} servers, {options.host}",
+            remedy="In production set TRIPTYCH_CLIENT_SHM (docker/README.md)",
+        )
     if not is_loopback(options.host):
         warn(
             f"{options.host} can be reached from other machines, and Triton does not authenticate "
@@ -277,7 +293,7 @@ def _serve_one(
     from triptych.serving.server import Server
 
     environment = {FOLDER_VARIABLE: str(options.samples.absolute()), **gpu_variables(gpus, 0)}
-    server = Server(repository, environment=environment, **same)
+    server = Server(repository, environment=environment, client_shm=options.client_shm, **same)
     exchange = HotReload(
         server, on_reload=_print_change, on_problem=warn, production=options.production
     )
