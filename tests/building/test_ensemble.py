@@ -212,7 +212,7 @@ def test_encodings_are_smaller_and_point_the_same_way(
     assert bits.shape == (40, 32)
     signs = np.unpackbits((bits.astype(np.int16) + 128).astype(np.uint8), axis=1)
     assert (signs == (wanted[:, :256] > 0)).mean() > 0.999
-    assert client.infer({"text": texts[:2]})["embedding_int8"].shape == (2, 0)
+    assert client.infer({"text": texts[:2]}).keys() == {"embedding"}
 
 
 def request(shape: list[int], dtype: str, data: Any, name: str = "text") -> triton.InferInput:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc as triton
 
 from conftest import LAYOUTS, build_into, traffic_texts
 from task_models import MODELS
@@ -289,6 +290,55 @@ def test_a_result_does_not_depend_on_its_neighbors(server: Any, pipeline: str) -
         for place, index in enumerate(order):
             same(values[index], shuffled[name][place])
             same(values[index], beside[index][name][0])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "topics_packed": {"top_k": 2},
+    "tags_bucketed": {"aggregation_strategy": "first"},
+    "answers_bucketed": {"max_answer_len": 3, "handle_impossible_answer": True},
+    "masks_packed": {"top_k": 3},
+    "hypotheses_packed": {
+        "candidate_labels": ["food", "a trip"],
+        "multi_label": True,
+        "hypothesis_template": "It is about {}.",
+    },
+    "images": {"top_k": 2},
+}
+
+
+def test_options_are_input_tensors_as_well(server: Any) -> None:
+    with triton.InferenceServerClient(server.grpc_url) as raw:
+        for pipeline, options in OPTIONS.items():
+            rows = {name: values[:3] for name, values in rows_of(pipeline).items()}
+            if pipeline == "hypotheses_packed":  # windows and labels make rows of the core
+                rows = {"text": ["a short text", "another"]}
+            with Client(pipeline, server.grpc_url) as client:
+                sent = {k: json.dumps(v) if isinstance(v, list) else v for k, v in options.items()}
+                expected, plain = client.infer(rows, parameters=sent), client.infer(rows)
+            count = len(next(iter(rows.values())))
+            columns = {name: [[value] for value in values] for name, values in rows.items()}
+            for name, value in options.items():
+                columns[name] = [value if isinstance(value, list) else [value]] * count
+            inputs = [input_tensor(name, values) for name, values in columns.items()]
+            answer = raw.infer(pipeline, inputs, client_timeout=60)
+            for name, values in expected.items():
+                assert answer.as_numpy(name).shape == values.shape, (pipeline, name)
+                same(answer.as_numpy(name), values)
+            if pipeline != "tags_bucketed":  # random weights: the words may be the same
+                assert any(
+                    values.shape != plain[name].shape or (values != plain[name]).any()
+                    for name, values in expected.items()
+                ), pipeline
+
+
+def input_tensor(name: str, rows: list[list[Any]]) -> Any:
+    """An input of Triton's own client, [rows, …]."""
+    kinds = {bool: ("BOOL", np.bool_), int: ("INT32", np.int32)}
+    datatype, dtype = kinds.get(type(rows[0][0]), ("BYTES", np.object_))
+    data = np.array([[v.encode() if isinstance(v, str) else v for v in row] for row in rows], dtype)
+    tensor = triton.InferInput(name, list(data.shape), datatype)
+    tensor.set_data_from_numpy(data)
+    return tensor
 
 
 def same(a: Any, b: Any) -> None:

@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,11 @@ def test_the_repository_switches_on_what_it_asks_for(tmp_path: Path) -> None:
     config = tmp_path / "portable_core/config.pbtxt"
     config.write_text("instance_group { rate_limiter { priority: 1 } }")
     assert names(flags_for(tmp_path, options, HERE, NEW)) >= {"--rate-limit", "--backend-config"}
+    assert "--cache-config" not in names(flags_for(tmp_path, options, HERE, NEW))
+    config.write_text("response_cache { enable: true }")
+    assert "--cache-config=local,size=268435456" in flags_for(tmp_path, options, HERE, NEW)
+    smaller = replace(options, cache_mib=1)
+    assert "--cache-config=local,size=1048576" in flags_for(tmp_path, smaller, HERE, NEW)
 
 
 CONFIG = """

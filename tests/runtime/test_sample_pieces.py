@@ -20,14 +20,13 @@ import pytest
 
 from triptych.repository.render import with_imports
 from triptych.runtime.hooking import RowForm
+from triptych.runtime.row_types import add_payload, read_payload
 from triptych.runtime.sampling import (
     FOLDER_VARIABLE,
     MAX_SAMPLE_BYTES,
     PARTIAL,
     RowSampler,
-    add_payload,
     list_files,
-    read_payload,
     remove_old,
     unpack_sample,
     write_file,
@@ -55,14 +54,15 @@ def test_rows_are_drawn_alike_whatever_request_they_are_in() -> None:
     assert (large.rows, large.columns) == ([0], {})
 
 
-def test_a_passenger_travels_behind_the_numbers_of_the_ticket() -> None:
+def test_options_and_sample_travel_behind_the_numbers_of_the_ticket() -> None:
     ticket = np.arange(4, dtype=np.int64)[None].repeat(3, 0)
-    passenger = RowSampler(1.0).draw({"text": ["ä" * 100, "b", "c"]}, "{}")
-    together = add_payload(ticket, passenger)
-    assert together.dtype == ticket.dtype
-    assert together[:, :4].tolist() == ticket.tolist()
-    assert unpack_sample(read_payload(together)) == unpack_sample(passenger)
-    assert read_payload(ticket) == b""
+    sample = RowSampler(1.0).draw({"text": ["ä" * 100, "b", "c"]}, "{}") + b"\0\0"
+    for given in (("", sample), ('{"top_k": 3}', b""), ('{"labels": "ä"}', sample)):
+        together = add_payload(ticket, *given)
+        assert together.dtype == ticket.dtype
+        assert together[:, :4].tolist() == ticket.tolist()
+        assert read_payload(together) == given
+    assert read_payload(ticket) == ("", b"")
 
 
 def test_a_folder_keeps_to_its_limits_and_ages(tmp_path: Path) -> None:
@@ -102,6 +102,7 @@ def test_steps_that_do_not_sample_have_nothing_of_it() -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from triptych.runtime.row_types import add_payload, read_payload
 from triptych.runtime.sampling import write_file
 
 Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -172,27 +173,27 @@ def test_what_a_hanging_redact_costs_is_told_at_once(
     step.mkdir(parents=True)
     (step / "hooks.py").write_text(HANGS.replace("GO", str(tmp_path / "go")))
     limits = {"max_rows": 10**6, "max_bytes": 10**9, "retention_hours": 1, "window_s": 0.01}
-    sample = {**limits, "redact": "hooks.redact"}
-    settings = {"pipeline": "p", "sample": sample, "sample_inputs": {"text": "text"}}
+    own = {**limits, "redact": "hooks.redact"}
+    settings = {"pipeline": "p", "sample": own, "sample_inputs": {"text": "text"}}
     form = RowForm([{"name": "label", "dtype": "BYTES", "dims": [1], "json": False}])
     writer = writing.SampleWriter(settings, step, form)
-    none, numbers = Counter[str](), np.zeros((1, 4), np.int64)
-    ticket = add_payload(numbers, RowSampler(1.0).draw({"text": ["a"]}, "{}"))
+    none = Counter[str]()
+    sample = RowSampler(1.0).draw({"text": ["a"]}, "{}")
 
-    def put(ticket: Any, label: bytes) -> None:
-        writer.put(ticket, {"label": np.array([[label]], dtype=object)})
+    def put(sample: bytes, label: bytes) -> None:
+        writer.put(sample, {"label": np.array([[label]], dtype=object)})
 
-    put(ticket, b"x")
+    put(sample, b"x")
     wait_for(lambda: not writer._waiting)  # the writer has it, and hangs
     began = time.monotonic()
     for _ in range(writing.MAX_WAITING + 5):
-        put(ticket, b"x")
+        put(sample, b"x")
     assert FakeMetricFamily.counts - none == {"waiting": 5}
     assert time.monotonic() - began < 5
     (tmp_path / "go").touch()
     wait_for(lambda: FakeMetricFamily.counts[writing.WRITTEN] > writing.MAX_WAITING)
-    put(ticket, b"x")
-    put(add_payload(numbers, b"\xff" * 16), b"x")  # what makes no sense costs no other row
+    put(sample, b"x")
+    put(b"\xff" * 16, b"x")  # what makes no sense costs no other row
     writer.close()
     kept = writing.MAX_WAITING + 2
     found = {

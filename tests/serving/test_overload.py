@@ -152,7 +152,7 @@ def goodput(url: str, clients: int, give_up_s: float, seconds: float) -> tuple[f
 
     async def ask(stub: Any, end: float) -> None:
         request = infer_request(
-            "minilm_packed", {"text": [TEXT.encode()]}, [0], {"timeout": int(give_up_s * 1e6)}
+            "minilm_packed", {"text": [TEXT.encode()]}, [0], {"timeout": int(give_up_s * 1e6)}, {}
         )
         while time.monotonic() < end:
             try:
@@ -179,7 +179,7 @@ def goodput(url: str, clients: int, give_up_s: float, seconds: float) -> tuple[f
 def flood(url: str, model: str, requests: int) -> tuple[list[Any], Counter[str]]:
     """Calls under way that carry no deadline, and how those that are over ended."""
     stub = service_pb2_grpc.GRPCInferenceServiceStub(grpc.insecure_channel(url))
-    request = infer_request(model, {"text": [TEXT.encode()]}, [0], {})
+    request = infer_request(model, {"text": [TEXT.encode()]}, [0], {}, {})
     ended: Counter[str] = Counter()
     calls = [stub.ModelInfer.future(request) for _ in range(requests)]
     for call in calls:

@@ -33,6 +33,10 @@ from lint_repositories import (
 )
 
 CAPABILITIES = 'cc_model_filenames { key: "9.0" value: "h.plan" }'
+REFUSES_NO_PARAMETERS = """
+parameters { key: "request_parameters" value { string_value: '{"text": {}}' } }
+parameters { key: "refuses_parameters" value { string_value: "false" } }
+"""
 OPTIONS = """parameters {
   key: "request_parameters"
   value { string_value: '{"dimensions": {"type": "int"}, "encoding": {"type": "str"}}' }
@@ -279,6 +283,13 @@ CONFIGS = (
         "minilm_postprocess reads dimensions, encoding",
         append(ENS, CACHED),
         append(POST, OPTIONS),
+    ),
+    error(
+        "response-cache",
+        ENS,
+        "minilm_preprocess accepts them",
+        append(ENS, CACHED),
+        append(PRE, REFUSES_NO_PARAMETERS),
     ),
     error("response-cache", PRE, "minilm_preprocess", append(PRE, CACHED)),
     error(

@@ -54,6 +54,12 @@ ENSEMBLES = (
     error(
         "ensemble-wiring",
         ENS,
+        "step 0 (minilm_preprocess) requires text",
+        replace(ENS, "TYPE_STRING dims: [1]", "TYPE_STRING dims: [1] optional: true"),
+    ),
+    error(
+        "ensemble-wiring",
+        ENS,
         "no output embeding; it has: embedding",
         replace(ENS, 'key: "embedding"', 'key: "embeding"'),
     ),

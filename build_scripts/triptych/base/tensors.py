@@ -18,12 +18,14 @@ class Tensor:
         dtype: Triton data type of the elements.
         dims: Size of each axis; a string names an axis of variable size.
         content: Content of the elements of a BYTES tensor.
+        optional: Whether a request may leave out the input, or a response the output.
     """
 
     name: str
     dtype: DType
     dims: tuple[int | str, ...]
     content: Literal["text", "json", "image"] = "text"
+    optional: bool = False
 
     @property
     def config_type(self) -> str:
@@ -48,11 +50,9 @@ FIRST_SEGMENT = Tensor("first_segment", "INT32", (1,))
 ROW_METADATA = Tensor("row_metadata", "BYTES", (1,))
 """Goes past the core from preprocess to postprocess, a row each: see `runtime.row_types`."""
 
-REQUEST_TICKET = Tensor("request_ticket", "INT64", (4,))
-"""Goes past the core from preprocess to postprocess: see `runtime.in_flight`."""
-
-SAMPLED_REQUEST_TICKET = Tensor("request_ticket", "INT64", ("numbers",))
-"""Request ticket of pipelines that sample rows; see `runtime.sampling`."""
+REQUEST_TICKET = Tensor("request_ticket", "INT64", ("numbers",))
+"""Goes past the core from preprocess to postprocess: see `runtime.in_flight`, and
+`runtime.row_types.add_payload` for what follows its first four numbers."""
 
 ROW_OFFSET = Tensor("row_offset", "INT32", (1,))
 """Packed only: distance of a row's first token from where it would be if each row of its request

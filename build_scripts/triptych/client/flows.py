@@ -209,11 +209,11 @@ class PipelineClient:
         deadline: Deadline,
         *,
         keep_going: bool,
-        only: Sequence[str] = (),
     ) -> Flow[Work]:
         # One row cannot exceed the batch limit, so it needs no second round trip. Without rows only
-        # `infer`, which does not keep going, returns something: the outputs' shapes.
-        if encoded.count != 1 and (encoded.count or not keep_going):
+        # `infer`, which does not keep going, returns something: the outputs' shapes. Parameters
+        # need one, because a pipeline with a response cache takes them as inputs.
+        if parameters or (encoded.count != 1 and (encoded.count or not keep_going)):
             try:
                 config = yield from self._known_config(deadline)
             except DeadlineExceededError:
@@ -228,7 +228,6 @@ class PipelineClient:
             deadline=deadline,
             retries=self._retries,
             keep_going=keep_going,
-            only=only,
         )
         yield work
         return work
@@ -237,9 +236,7 @@ class PipelineClient:
         encoded, deadline = encode_rows(call.inputs), self._deadline(call.timeout_s)
         try:
             return (
-                yield from self._perform(
-                    encoded, call.parameters, deadline, keep_going=keep_going, only=call.only
-                )
+                yield from self._perform(encoded, call.parameters, deadline, keep_going=keep_going)
             )
         except InvalidRequestError as error:
             mismatch = None

@@ -246,6 +246,7 @@ def plain_outputs(
     return {
         name: _plain(outputs[name], single=dims == (1,), as_json=name in in_json)
         for name, (_, dims) in config.outputs.items()
+        if name in outputs
     }
 
 

@@ -85,7 +85,7 @@ class TaskCall(Generic[Whole, Row]):
         read: Returns the result of the call from all outputs, [rows, …] each.
         read_row: Returns the result of one row from its index and outputs.
         is_placeholder: Whether the only row of `inputs` is a placeholder for no rows.
-        only: Outputs to request, since each costs time; empty for all.
+        has_one_output: Whether a response has only one of the outputs.
     """
 
     inputs: Rows
@@ -95,7 +95,7 @@ class TaskCall(Generic[Whole, Row]):
     read_row: Callable[[int, RowOutputs], Row]
     timeout_s: float | None
     is_placeholder: bool = False
-    only: tuple[str, ...] = ()
+    has_one_output: bool = False
 
     def whole(self, outputs: Outputs) -> Whole:
         """Return the result of the call.
@@ -134,12 +134,12 @@ class TaskCall(Generic[Whole, Row]):
         )
 
     def _raise_if_lacking(self, outputs: Mapping[str, object]) -> None:
-        for name in self.outputs:
-            if name not in outputs:
-                raise InvalidRequestError(
-                    f"The pipeline must have the output `{name}` for this call. "
-                    f"Given: {', '.join(sorted(outputs))}. Make the call that fits its task."
-                )
+        lacking = [name for name in self.outputs if name not in outputs]
+        if len(lacking) >= (len(self.outputs) if self.has_one_output else 1):
+            raise InvalidRequestError(
+                f"The pipeline must have the output `{lacking[0]}` for this call. "
+                f"Given: {', '.join(sorted(outputs))}. Make the call that fits its task."
+            )
 
 
 def embed(
@@ -153,8 +153,8 @@ def embed(
     """Return an embedding of each text.
 
     `dimensions` keeps that many leading numbers of a vector and normalizes it again; `encoding` is
-    float, int8 or binary (one bit per number, eight per byte), and setting it saves the server the
-    empty output of the other kind; `prompt_name` is the model's prompt put before each text.
+    float, int8 or binary (one bit per number, eight per byte); `prompt_name` is the model's prompt
+    put before each text.
 
     Returns:
         float32 [texts, dimensions] in the order of `texts`, with the right width for no texts; int8
@@ -162,13 +162,15 @@ def embed(
     """
     # The width of a vector varies with the request's parameters, so only a response has it.
     none = not isinstance(texts, str | bytes) and not len(texts)
-    outputs = ("embedding",) if encoding in (None, "float") else ("embedding_int8",)
+    outputs: tuple[str, ...] = ("embedding", "embedding_int8")
+    if encoding is not None:  # else the pipeline's own parameters decide
+        outputs = outputs[:1] if encoding == "float" else outputs[1:]
 
     def read(found: Outputs) -> Vectors:
-        vectors = found[outputs[0]]
-        if encoding is None and not vectors.shape[-1]:
-            # The pipeline's own parameters say another encoding.
-            vectors = found.get("embedding_int8", vectors)
+        # A pipeline of a former version has both outputs, one of them empty.
+        vectors = max(
+            (found[name] for name in outputs if name in found), key=lambda each: each.shape[-1]
+        )
         return vectors[:0] if none else vectors
 
     def read_row(_: int, found: RowOutputs) -> Vectors:
@@ -182,7 +184,7 @@ def embed(
         read_row,
         timeout_s,
         is_placeholder=none,
-        only=() if encoding is None else outputs,
+        has_one_output=encoding is None,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,9 @@ class PipelineConfig:
 
     Attributes:
         max_batch_size: Maximum number of rows in a request.
-        inputs: Names of the inputs.
+        inputs: Names of the inputs that a request must have; all inputs if it generates text.
+        options: Datatype of each optional input by name.
+        caches: Whether the server answers repeated requests from its response cache.
         outputs: dtype and shape of one row by output name; 0 for a variable size.
         steps: Models of the ensemble in order; the model itself if it is not an ensemble.
     """
@@ -57,6 +59,8 @@ class PipelineConfig:
     inputs: tuple[str, ...]
     outputs: dict[str, tuple[type[np.generic], tuple[int, ...]]]
     steps: tuple[str, ...]
+    options: Mapping[str, str] = field(default_factory=dict)
+    caches: bool = False
 
     @property
     def generates(self) -> bool:
@@ -126,15 +130,16 @@ def infer_request(
     columns: Mapping[str, Sequence[bytes]],
     rows: Sequence[int],
     parameters: Mapping[str, Parameter],
-    only: Sequence[str] = (),
+    options: Mapping[str, str],
 ) -> Any:
     """Return the ``ModelInferRequest`` with these rows of `columns`, each input of shape [rows, 1].
 
-    It requests the outputs in `only`, or all.
+    Those `parameters` that are `options` (name to datatype) are sent as inputs, too.
     """
     request = service_pb2.ModelInferRequest(model_name=pipeline)
     for name, value in parameters.items():
-        _set_parameter(request.parameters[name], name, value)
+        if name not in options:
+            _set_parameter(request.parameters[name], name, value)
     for name, column in columns.items():
         tensor = request.inputs.add(name=name, datatype="BYTES")
         tensor.shape.extend((len(rows), 1))
@@ -143,9 +148,41 @@ def infer_request(
             element = column[row]
             parts += (_LENGTH.pack(len(element)), element)
         request.raw_input_contents.append(b"".join(parts))
-    for name in only:
-        request.outputs.add(name=name)
+    for name in parameters.keys() & options.keys():
+        request.inputs.add(name=name, datatype=options[name], shape=(len(rows), 1))
+        data = _option_bytes(name, options[name], parameters[name])
+        request.raw_input_contents.append(data * len(rows))
     return request
+
+
+_OPTION_FORMATS: dict[str, tuple[str, type]] = {
+    "BOOL": ("<?", bool),
+    "INT32": ("<i", int),
+    "FP32": ("<f", float),
+}
+
+
+def _option_bytes(name: str, datatype: str, value: object) -> bytes:
+    """Return one element of an option's tensor."""
+    value = value.item() if isinstance(value, np.generic) else value
+    try:
+        if datatype == "BYTES" and isinstance(value, str):
+            text = value.encode()
+            return _LENGTH.pack(len(text)) + text
+        layout, kind = _OPTION_FORMATS[datatype]
+        if type(value) is kind or (kind is float and type(value) is int):
+            return struct.pack(layout, value)
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(_encoding_error(f"parameter {name}", error)) from None
+    except (KeyError, struct.error):
+        pass
+    raise InvalidRequestError(
+        f"The parameter `{name}` must be {_OPTION_WORDS.get(datatype, datatype)}. "
+        f"Given: {value!r:.80}. Convert it."
+    )
+
+
+_OPTION_WORDS = {"BOOL": "a bool", "INT32": "a 32-bit int", "FP32": "a float", "BYTES": "a str"}
 
 
 def generation_request(
@@ -168,8 +205,8 @@ def cancelling_request(pipeline: str, name: str) -> Any:
 
 def _texts_request(pipeline: str, texts: Mapping[str, bytes], name: str) -> Any:
     request = service_pb2.ModelInferRequest(model_name=pipeline, id=name)
-    for field, text in texts.items():
-        request.inputs.add(name=field, datatype="BYTES", shape=(1,))
+    for field_name, text in texts.items():
+        request.inputs.add(name=field_name, datatype="BYTES", shape=(1,))
         request.raw_input_contents.append(_LENGTH.pack(len(text)) + text)
     return request
 
@@ -237,6 +274,10 @@ def read_config(response: Any) -> PipelineConfig:
     """
     config = response.config
     inputs = tuple(tensor.name for tensor in config.input)
+    options: dict[str, str] = {}
+    if _PROMPT not in inputs:
+        inputs = tuple(tensor.name for tensor in config.input if not tensor.optional)
+        options = {t.name: _datatype(t) for t in config.input if t.optional}
     if config.max_batch_size < 1 and _PROMPT not in inputs:
         raise InvalidRequestError(
             f"`{config.name}` must have a max_batch_size of 1 or more. "
@@ -244,8 +285,19 @@ def read_config(response: Any) -> PipelineConfig:
         )
     outputs = {}
     for output in config.output:
-        datatype = model_config_pb2.DataType.Name(output.data_type).removeprefix("TYPE_")
-        dtype = _DTYPES.get("BYTES" if datatype == "STRING" else datatype, np.object_)
+        dtype = _DTYPES.get(_datatype(output), np.object_)
         outputs[output.name] = (dtype, tuple(max(size, 0) for size in output.dims))
     steps = tuple(step.model_name for step in config.ensemble_scheduling.step)
-    return PipelineConfig(config.max_batch_size, inputs, outputs, steps or (config.name,))
+    return PipelineConfig(
+        config.max_batch_size,
+        inputs,
+        outputs,
+        steps or (config.name,),
+        options,
+        config.response_cache.enable,
+    )
+
+
+def _datatype(tensor: Any) -> str:
+    name: str = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
+    return "BYTES" if name == "STRING" else name

@@ -99,11 +99,8 @@ class Work:
         deadline: Deadline,
         retries: Retries,
         keep_going: bool,
-        only: Sequence[str] = (),
     ) -> None:
         """Split the rows into requests; with `keep_going` a rejected row does not end the call.
-
-        `only` has the outputs to request; empty for all.
 
         Raises:
             InvalidRequestError: A row cannot be sent, unless `keep_going`.
@@ -117,7 +114,8 @@ class Work:
         self._deadline = deadline
         self._retries = retries
         self._keep_going = keep_going
-        self._only = only
+        # The key of the response cache has tensors, but not parameters.
+        self._options = config.options if config and config.caches else {}
         self._outputs = config.no_rows() if config and not encoded.count else {}
         self._rows_answered = 0
         self._overload: OverloadedError | None = None
@@ -165,7 +163,7 @@ class Work:
             # deadline, so that the caller's own deadline ends the call.
             parameters.setdefault("timeout", int((remaining_s + _QUEUE_GRACE_S) * 1e6))
         columns = self._encoded.columns
-        request = infer_request(self._pipeline, columns, portion.rows, parameters, self._only)
+        request = infer_request(self._pipeline, columns, portion.rows, parameters, self._options)
         return request, remaining_s
 
     def answered(self, portion: Portion, response: Any) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from triptych.base.errors import UserError, escape_for_terminal
 from triptych.base.release_changes import defects_of
 from triptych.base.releases import Release, parse_release
-from triptych.container.flags import ServerFlags, production_flags, uses_rate_limiter
+from triptych.container.flags import ServerFlags, cache_flags, production_flags, uses_rate_limiter
 from triptych.container.health import find_server_fault
 from triptych.container.lock_check import (
     EXIT_MISTAKE,
@@ -98,7 +98,7 @@ def flags_for(
         version_compatible=has_version_compatible_plans(repository),
         max_request_mib=options.max_request_mib or largest_request_mib(repository),
     )
-    return production_flags(release, complete)
+    return [*production_flags(release, complete), *cache_flags(repository, options.cache_mib)]
 
 
 def command(settings: Settings, machine: Machine, release: Release) -> list[str]:

@@ -27,6 +27,8 @@ CLOSED = tuple(service for service in RESTRICTED if service != "statistics")
 ALLOW_CLIENT_SHM = "--allow-client-shm=true"
 FREE_REQUESTS = "--grpc-infer-allocation-pool-size=0"
 """Flag of every server; without it the memory of the eight largest gRPC requests is never freed."""
+CACHE_MIB = 256
+"""Default size of the response cache, for all pipelines of a server that have one."""
 _MIB = 2**20
 
 
@@ -54,6 +56,7 @@ class ServerFlags:
     connection_age_s: int = 1800
     exit_timeout_s: int = 30
     client_shm: bool = False
+    cache_mib: int | None = None
     rate_limit: bool = False
     version_compatible: bool = False
     trace: Trace | None = None
@@ -73,10 +76,28 @@ def restricted_flags(services: Sequence[str], key: str) -> Iterator[str]:
 
 def uses_rate_limiter(repository: Path) -> bool:
     """Whether a model's config asks for the rate limiter, which Triton ignores by default."""
-    return any(
-        "rate_limiter" in config.read_text(encoding="utf-8", errors="replace")
-        for config in repository.glob("*/config.pbtxt")
-    )
+    return any(mentions(model, "rate_limiter") for model in repository.glob("*"))
+
+
+def cache_flags(repository: Path, size_mib: int | None = None) -> list[str]:
+    """Return the flag of the response cache, without which Triton ignores `response_cache`.
+
+    Only for servers that never reload: the key of a cached response has the version of a model, but
+    not its build.
+    """
+    if not any(mentions(model, RESPONSE_CACHE) for model in repository.glob("*")):
+        return []
+    return [f"--cache-config=local,size={(size_mib or CACHE_MIB) * _MIB}"]
+
+
+RESPONSE_CACHE = "response_cache"
+"""Field of a config that enables the cache."""
+
+
+def mentions(model: Path, field: str) -> bool:
+    """Return whether the config in the folder of a model has a field of this name."""
+    config = model / "config.pbtxt"
+    return config.is_file() and field in config.read_text(encoding="utf-8", errors="replace")
 
 
 def _flags(options: ServerFlags) -> Iterator[str]:

@@ -76,6 +76,7 @@ def _read_options(given: Mapping[str, str]) -> ServerFlags:
         max_request_mib=_optional(given, "TRIPTYCH_MAX_REQUEST_MIB", 2047),
         connection_age_s=_number(given, "TRIPTYCH_CONNECTION_AGE_S", default.connection_age_s),
         exit_timeout_s=_number(given, "TRIPTYCH_EXIT_TIMEOUT_S", default.exit_timeout_s),
+        cache_mib=_optional(given, "TRIPTYCH_RESPONSE_CACHE_MIB"),
         client_shm=_YES_NO[_choice(given, "TRIPTYCH_CLIENT_SHM", "false", _YES_NO)],
         trace=_read_trace(given),
     )

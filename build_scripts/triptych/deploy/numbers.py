@@ -12,6 +12,7 @@ from pathlib import Path
 
 from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue
+from triptych.container.flags import CACHE_MIB
 from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.container.manifests import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
@@ -470,13 +471,15 @@ def _memory(
         )
     instances = build.spec.serving.instances.core
     batch_mib = math.ceil((build.plan.batch_mib or 0) * instances)
-    needed = measured.memory_mib.value + batch_mib + shm_mib
+    cache_mib = CACHE_MIB if build.spec.serving.response_cache else 0
+    needed = measured.memory_mib.value + batch_mib + cache_mib + shm_mib
     rounded = math.ceil(needed / _MEMORY_STEP_MIB) * _MEMORY_STEP_MIB
     return ExplainedValue(
         f"{rounded}Mi",
         f"{measured.memory_mib.reason}; {batch_mib} MiB for {build.plan.max_batch_size} rows of "
         f"{build.plan.max_length} tokens in each of {instances} instances of the core, "
-        f"estimated; and {shm_mib} MiB of shared memory, which counts as memory "
+        f"estimated; {f'{cache_mib} MiB of response cache; ' if cache_mib else ''}"
+        f"and {shm_mib} MiB of shared memory, which counts as memory "
         "of the container. Request equals limit, so that a node cannot run out of memory",
     )
 

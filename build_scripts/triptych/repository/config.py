@@ -231,8 +231,13 @@ def warm_up_file(tensor: Tensor, tokens: int) -> str:
 
 
 def declare(tensor: Tensor) -> dict[str, Any]:
-    """Return a tensor as an input or output of a config."""
+    """Return a tensor as an output of a config, or as a required input."""
     return {"name": tensor.name, "data_type": tensor.config_type, "dims": tensor.config_dims}
+
+
+def declare_input(tensor: Tensor) -> dict[str, Any]:
+    """Return a tensor as an input of a config, which requests may leave out if it is optional."""
+    return {**declare(tensor), "optional": tensor.optional}
 
 
 HISTOGRAM = "nv_inference_first_response_histogram_ms"

@@ -15,6 +15,7 @@ from triptych.repository.config import (
     CONFIG_FILE,
     core_config,
     declare,
+    declare_input,
     latency_buckets,
     new_config,
     print_config,
@@ -89,6 +90,7 @@ def render(
         "row_maker": task.rows,
         "row_span": ROW_SPAN in plan.core_inputs,
         "core_rows": plan.rows_at_once,
+        "refuses_parameters": plan.spec.serving.response_cache,
         "batch_tokens": batch_tokens(plan.spec.core.device, plan.info.hidden_size),
         "max_requests": plan.spec.serving.queue.max_in_flight,
         "max_wait_ms": plan.spec.serving.longest_wait_ms,
@@ -106,7 +108,7 @@ def render(
     from_core = (*plan.core.outputs, *plan.past_core)
     configs = {
         "ensemble": _ensemble(plan),
-        "preprocess": _python_step(plan, "preprocess", task.inputs, to_core, rows),
+        "preprocess": _python_step(plan, "preprocess", plan.request_inputs, to_core, rows),
         "postprocess": _python_step(plan, "postprocess", from_core, task.outputs, answers),
     }
     files: dict[str, Content] = {}
@@ -225,7 +227,7 @@ def _ensemble(plan: Plan) -> Any:
 
     outputs, slo = plan.core.outputs, plan.spec.serving.slo
     steps = [
-        ("preprocess", plan.task.inputs, (*plan.core_inputs, *plan.past_core)),
+        ("preprocess", plan.request_inputs, (*plan.core_inputs, *plan.past_core)),
         ("core", plan.core_inputs, outputs),
         ("postprocess", (*outputs, *plan.past_core), plan.task.outputs),
     ]
@@ -233,8 +235,9 @@ def _ensemble(plan: Plan) -> Any:
         name=plan.spec.name,
         platform="ensemble",
         max_batch_size=plan.request_rows,
-        input=[declare(tensor) for tensor in plan.task.inputs],
+        input=[declare_input(tensor) for tensor in plan.request_inputs],
         output=[declare(tensor) for tensor in plan.task.outputs],
+        response_cache={"enable": True} if plan.spec.serving.response_cache else None,
         model_metrics={"metric_control": [latency_buckets(slo)]} if slo.limits_ms else None,
         ensemble_scheduling={
             "max_inflight_requests": plan.spec.serving.max_inflight_requests or 0,
@@ -287,7 +290,8 @@ def _python_step(
         max_batch_size=plan.max_batch_size,
         # A step handles each request separately, so requests of unequal shapes may share a batch.
         input=[
-            {**declare(tensor), "allow_ragged_batch": -1 in tensor.config_dims} for tensor in inputs
+            {**declare_input(tensor), "allow_ragged_batch": -1 in tensor.config_dims}
+            for tensor in inputs
         ],
         output=[declare(tensor) for tensor in outputs],
         # KIND_AUTO, the default, would put a Python step on the GPU in a GPU build.

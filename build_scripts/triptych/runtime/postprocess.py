@@ -13,7 +13,14 @@ import triton_python_backend_utils as pb_utils
 from .hooking import Row, RowForm, call_hook, find_hook
 from .in_flight import InFlight, Ticket
 from .request_errors import RequestError
-from .row_types import FORWARDED_PREFIX, find_class, read_forwarded, unpack_metadata, unpack_rows
+from .row_types import (
+    FORWARDED_PREFIX,
+    find_class,
+    read_forwarded,
+    read_payload,
+    unpack_metadata,
+    unpack_rows,
+)
 from .triton_io import (
     Inputs,
     check_parameters,
@@ -40,6 +47,7 @@ class TritonPythonModel:
         self._after = find_hook(folder, "after")
         self._forwarded = settings.get("forwarded_inputs")
         self._form = RowForm(settings["outputs"])
+        self._optional = {each["name"] for each in settings["outputs"] if each["optional"]}
         self._in_flight = InFlight(settings["pipeline"])
         make_private()
         self._samples: Any = None
@@ -68,7 +76,10 @@ class TritonPythonModel:
                     list(ticket),
                     "Send the request to the ensemble, not to its steps",
                 )
-            parameters = check_parameters(request.parameters(), self._rules, self._defaults)
+            options, sample = read_payload(sent)
+            parameters = check_parameters(
+                options or request.parameters(), self._rules, self._defaults
+            )
             outputs = {name: inputs[name].as_numpy() for name in self._core_outputs}
             packed = read_bytes(inputs, "row_metadata") if self._has_row_metadata else []
             metadata = [unpack_metadata(data) for data in packed]
@@ -81,10 +92,14 @@ class TritonPythonModel:
                 given = self._read_given(inputs, len(rows))
                 rows = call_hook("after", self._after, rows, self._form.names, given)
                 result = self._form.tensors(rows)
-            if self._samples is not None and sent.shape[1] > len(Ticket._fields):
-                self._samples.put(sent, result)
+            if self._samples is not None and sample:
+                self._samples.put(sample, result)
             return pb_utils.InferenceResponse(
-                [pb_utils.Tensor(name, result[name]) for name in self._form.names]
+                [
+                    pb_utils.Tensor(name, result[name])
+                    for name in self._form.names
+                    if result[name].size or name not in self._optional
+                ]
             )
         except Exception as error:
             return error_response(error)

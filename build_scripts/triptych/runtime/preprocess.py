@@ -20,12 +20,14 @@ from .row_types import (
     CoreRows,
     RowInputs,
     RowMaker,
+    add_payload,
     choose_padded_lengths,
     find_class,
     make_forwarded,
     widen_rows,
 )
 from .triton_io import (
+    add_options,
     check_parameters,
     error_response,
     make_private,
@@ -33,6 +35,7 @@ from .triton_io import (
     read_inputs,
     read_settings,
     read_texts,
+    refuse_options,
     send,
 )
 
@@ -40,7 +43,8 @@ from .triton_io import (
 class TritonPythonModel:
     """Step that converts the ensemble's inputs, each BYTES ``[n, 1]``, with the task's row maker.
 
-    ``request_ticket`` INT64 ``[core rows, 4]`` goes directly to postprocess. So does
+    Options may come as request parameters or as optional inputs; see `triton_io.add_options`.
+    ``request_ticket`` INT64 ``[core rows, 4 or more]`` goes directly to postprocess. So does
     ``row_metadata`` BYTES ``[core rows, 1]`` if the task has one. Inputs are forwarded too if
     `hooks.after` takes them.
     """
@@ -53,6 +57,7 @@ class TritonPythonModel:
         self._max_text_bytes = settings["max_text_bytes"]
         self._rules = settings["request_parameters"]
         self._defaults = settings["parameters"]
+        self._refuses_parameters = settings["refuses_parameters"]
         self._by_width = settings["layout"] == "bucketed"
         self._batch_tokens: int = settings["batch_tokens"]
         self._pad_token_id: int = settings.get("pad_token_id", 0)
@@ -73,21 +78,20 @@ class TritonPythonModel:
         if "sample" in settings:  # without samples, the module is not installed
             sampling = import_module(".sampling", __package__)
             self._sampler = sampling.RowSampler(settings["sample"]["rate"])
-            self._add_payload = sampling.add_payload
         self._row_tokens = RowTokens(settings)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Return a response to every request; an invalid request gets its own error."""
         responses: list[Any] = [None] * len(requests)
         row_inputs: dict[int, RowInputs] = {}
-        samples: dict[int, bytes] = {}
+        payloads: dict[int, tuple[str, bytes]] = {}
         # Triton's timeout of a request is in microseconds, and 0 without one.
         left_s = [request.timeout() / 1e6 or None for request in requests]
         self._admission.begin()
         for index, request in enumerate(requests):
             try:
                 self._admission.check(left_s[index])
-                row_inputs[index], samples[index] = self._read(request)
+                row_inputs[index], payloads[index] = self._read(request)
             except Exception as error:
                 responses[index] = error_response(error)
         made = self._maker.make(list(row_inputs.values())) if row_inputs else []
@@ -103,7 +107,7 @@ class TritonPythonModel:
                 requests[i],
                 answered[i].row_count,
                 left_s[i],
-                partial(self._respond, answered[i], row_inputs[i], samples[i]),
+                partial(self._respond, answered[i], row_inputs[i], *payloads[i]),
             )
             for i in order
         ]
@@ -141,10 +145,17 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._row_tokens.flush()
 
-    def _read(self, request: Any) -> tuple[RowInputs, bytes]:
-        """Return the request for the row maker, and its sample payload, which may be empty."""
-        parameters = check_parameters(request.parameters(), self._rules, self._defaults)
-        inputs = read_inputs(request)
+    def _read(self, request: Any) -> tuple[RowInputs, tuple[str, bytes]]:
+        """Return the request for the row maker, and the payload of its ticket.
+
+        The payload is the parameters, if some came as tensors, and the sample payload.
+        """
+        inputs, given, options = read_inputs(request), request.parameters(), ""
+        if self._refuses_parameters:
+            refuse_options(given, self._rules)
+        if len(inputs) > len(self._fields):
+            given = options = add_options(given, inputs, self._rules)
+        parameters = check_parameters(given, self._rules, self._defaults)
         columns: dict[str, list[Any]] = {
             field: read_bytes(inputs, field)
             if field in self._encoded
@@ -153,7 +164,7 @@ class TritonPythonModel:
         }
         sample = b""
         if self._sampler is not None:
-            sample = self._sampler.draw(columns, request.parameters())
+            sample = self._sampler.draw(columns, given)
         if self._before is not None:
             rows = [
                 dict(zip(columns, values, strict=True))
@@ -161,9 +172,9 @@ class TritonPythonModel:
             ]
             rows = call_before(self._before, rows, self._fields, encoded=self._encoded)
             columns = {field: [row[field] for row in rows] for field in self._fields}
-        return RowInputs(columns, parameters), sample
+        return RowInputs(columns, parameters), (options, sample)
 
-    def _respond(self, core_rows: CoreRows, inputs: RowInputs, sample: bytes) -> Any:
+    def _respond(self, core_rows: CoreRows, inputs: RowInputs, options: str, sample: bytes) -> Any:
         count = core_rows.row_count
         tensors = [pb_utils.Tensor(name, value) for name, value in core_rows.tensors.items()]
         if self._has_row_metadata:
@@ -174,7 +185,7 @@ class TritonPythonModel:
             tensors += [pb_utils.Tensor(name, value) for name, value in forwarded.items()]
         ticket = np.empty((count, len(Ticket._fields)), np.int64)
         ticket[:] = self._admission.admit(count)
-        if sample:
-            ticket = self._add_payload(ticket, sample)
+        if options or sample:
+            ticket = add_payload(ticket, options, sample)
         tensors.append(pb_utils.Tensor("request_ticket", ticket))
         return pb_utils.InferenceResponse(tensors)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .in_flight import Ticket
+
 Metadata = Sequence["RowMetadata"]
 
 
@@ -167,6 +169,41 @@ def read_forwarded(
         }
         for row in range(count)
     ]
+
+
+_NUMBERS = len(Ticket._fields)
+_SIZES = struct.Struct("<2i")
+_WORD = 8
+
+
+def add_payload(
+    ticket: NDArray[np.int64], options: str = "", sample: bytes = b""
+) -> NDArray[np.int64]:
+    """Return ``[model rows, 4 + k]``: a ticket with a payload behind its numbers.
+
+    The words of the payload are spread over the rows. A request without a payload costs
+    postprocess one comparison.
+
+    Args:
+        ticket: The ticket in each row, ``[model rows, 4]``.
+        options: Parameters of the request as JSON, if it sent some as tensors.
+        sample: Sample payload; see `runtime.sampling`.
+    """
+    text = options.encode()
+    data = _SIZES.pack(len(text), len(sample)) + text + sample
+    words = -(-len(data) // (_WORD * len(ticket))) * len(ticket)
+    payload = np.frombuffer(data.ljust(_WORD * words, b"\0"), dtype="<i8")
+    return np.concatenate([ticket, payload.reshape(len(ticket), -1)], axis=1)
+
+
+def read_payload(ticket: NDArray[np.int64]) -> tuple[str, bytes]:
+    """Return the options and the sample payload behind the numbers of a ticket."""
+    if ticket.shape[1] == _NUMBERS:
+        return "", b""
+    data = ticket[:, _NUMBERS:].astype("<i8").tobytes()
+    options, sample = _SIZES.unpack_from(data)
+    start = _SIZES.size + options
+    return data[_SIZES.size : start].decode(), data[start : start + sample]
 
 
 def choose_padded_lengths(requests: Sequence[CoreRows], *, batch_tokens: int) -> list[int]:

@@ -28,7 +28,6 @@ from .hooking import REDACT, RowForm, load_hooks
 from .sampling import (
     FOLDER_VARIABLE,
     SampledRows,
-    read_payload,
     remove_old,
     unpack_sample,
     write_file,
@@ -130,11 +129,10 @@ class SampleWriter:
         self._thread = threading.Thread(target=self._run, name="sample-writer", daemon=True)
         self._thread.start()
 
-    def put(self, ticket: NDArray[np.int64], outputs: Mapping[str, NDArray[Any]]) -> None:
-        """Queue the answer of a sampled request, or drop it."""
+    def put(self, payload: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
+        """Queue the answer of a request with a sample payload, or drop it."""
         if self._folder is None:
             return
-        payload = read_payload(ticket)
         with self._condition:
             fits = self._waiting_bytes + len(payload) <= MAX_WAITING_BYTES
             fits = fits and len(self._waiting) < MAX_WAITING

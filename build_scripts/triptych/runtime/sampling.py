@@ -1,8 +1,8 @@
 """Sampled rows: their choice, their way to postprocess in the request ticket, and their files.
 
-The ticket of a sampled request is longer: after the numbers of `in_flight` each row has words of
-the sample payload, the inputs as the client sent them. Answer and inputs therefore meet in
-postprocess, lost requests leave nothing behind, and an unsampled request costs one comparison.
+The ticket of a sampled request is longer: `row_types.add_payload` adds the sample payload, the
+inputs as the client sent them. Answer and inputs therefore meet in postprocess, lost requests leave
+nothing behind, and an unsampled request costs one comparison.
 
 Several servers may write into one folder. Each applies the limits before it adds a file, so the
 folder may exceed them by one file per server for a moment.
@@ -21,16 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from .in_flight import Ticket
-
 MAX_SAMPLE_BYTES = 1 << 20
 """Maximum bytes of the sampled rows of one request; larger ones are counted and not forwarded."""
 
 _WORD = 8
-_NUMBERS = len(Ticket._fields)
 
 
 class SampledRows(NamedTuple):
@@ -96,19 +90,6 @@ def _pack_sample(
     }
     text = json.dumps(head).encode()
     return len(text).to_bytes(_WORD, "little") + text + b"".join(data)
-
-
-def add_payload(ticket: NDArray[np.int64], payload: bytes) -> NDArray[np.int64]:
-    """Return ``[model rows, 4]`` with the payload behind the numbers, spread over the rows."""
-    count = len(ticket)
-    padded = payload.ljust(-(-len(payload) // (_WORD * count)) * _WORD * count, b"\0")
-    words = np.frombuffer(padded, dtype="<i8").reshape(count, -1)
-    return np.concatenate([ticket, words], axis=1)
-
-
-def read_payload(ticket: NDArray[np.int64]) -> bytes:
-    """Return the payload behind the numbers of a ticket; empty if there is none."""
-    return ticket[:, _NUMBERS:].astype("<i8").tobytes()
 
 
 def unpack_sample(payload: bytes) -> SampledRows:

@@ -145,8 +145,73 @@ def check_parameters(
             raise RequestError(
                 f"parameter {name}", "is not known", name, f"Known parameters: {known}"
             )
-        parameters[name] = _checked(name, value, rule)
+        parameters[name] = _checked(f"parameter {name}", value, rule)
     return parameters
+
+
+def add_options(text: str, inputs: Inputs, rules: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the parameters of a request (JSON text) with those that it sends as input tensors.
+
+    The tensor of a parameter is ``[n, 1]``, that of a list ``[n, k]``, with equal rows. A list of
+    one element is read as the parameter is.
+
+    Raises:
+        RequestError: The rows differ, a value breaks its rule, or the request has a parameter of
+            the same name and another value.
+    """
+    parameters = json.loads(text)
+    named = {FORMER_NAMES.get(name, name): value for name, value in parameters.items()}
+    for name, rule in rules.items():
+        if name not in inputs:
+            continue
+        field = f"input {name}"
+        value = _read_option(field, inputs[name].as_numpy().tolist())
+        checked = _checked(field, value, rule)
+        if name in named and _checked(f"parameter {name}", named[name], rule) != checked:
+            raise RequestError(
+                field,
+                "must have the value of the request parameter of the same name",
+                f"{value!r:.80}, and {named[name]!r:.80} as parameter",
+                "Send one of the two",
+            )
+        parameters[name] = value
+    return json.dumps(parameters)
+
+
+def refuse_options(text: str, rules: Container[str]) -> None:
+    """Raise a `RequestError` if a request (JSON text) has one of the parameters in `rules`.
+
+    A response cache ignores parameters, so that later requests would get this request's response.
+    """
+    for name, value in own_parameters(text, rules).items() if len(text) > 2 else ():
+        known = FORMER_NAMES.get(name, name)
+        if known in rules:
+            raise RequestError(
+                f"parameter {name}",
+                "is not accepted by a pipeline with a response cache, which ignores parameters",
+                f"{value!r:.80}",
+                f"Send it as the input tensor {known}",
+            )
+
+
+def _read_option(field: str, rows: list[list[Any]]) -> Any:
+    """Return the value in every row of an option; several elements as a JSON list."""
+    for row, values in enumerate(rows):
+        if values != rows[0]:
+            raise RequestError(
+                field,
+                "must have the same value in all rows of a request",
+                f"{values!r:.80}, and {rows[0]!r:.80} in row 0",
+                "Send rows with different options in different requests",
+                row,
+            )
+    try:
+        values = [v.decode() if isinstance(v, bytes) else v for v in rows[0]]
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            field, "must be valid UTF-8", f"{error.object!r:.80}", "Encode the text as UTF-8"
+        ) from error
+    return values[0] if len(values) == 1 else json.dumps(values)
 
 
 def own_parameters(text: str, known: Container[str] = ()) -> dict[str, Any]:
@@ -162,7 +227,7 @@ def own_parameters(text: str, known: Container[str] = ()) -> dict[str, Any]:
     }
 
 
-def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
+def _checked(field: str, value: Any, rule: Mapping[str, Any]) -> Any:
     kind, choices = rule["type"], rule.get("choices")
     fits = isinstance(value, TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
     low, high = rule.get("min"), rule.get("max")
@@ -175,15 +240,12 @@ def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
         else:
             words = WORDS[kind]
         raise RequestError(
-            f"parameter {name}",
-            f"must be {words}",
-            repr(value)[:80],
-            "Correct or leave out the parameter",
+            field, f"must be {words}", repr(value)[:80], f"Correct or leave out the {field}"
         )
-    return _names(name, value) if kind == "list" else value
+    return _names(field, value) if kind == "list" else value
 
 
-def _names(name: str, text: str) -> list[str]:
+def _names(field: str, text: str) -> list[str]:
     """Return the list in `text`: JSON if it begins with ``[``, otherwise split at commas."""
     if not text.lstrip().startswith("["):
         names = [part.strip() for part in text.split(",") if part.strip()]
@@ -192,16 +254,14 @@ def _names(name: str, text: str) -> list[str]:
             names = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise RequestError(
-                f"parameter {name}", f"must be {WORDS['list']}", str(error), "Correct the JSON"
+                field, f"must be {WORDS['list']}", str(error), "Correct the JSON"
             ) from error
         if not all(isinstance(part, str) and part.strip() for part in names):
             raise RequestError(
-                f"parameter {name}", f"must be {WORDS['list']}", repr(text)[:80], "Correct the list"
+                field, f"must be {WORDS['list']}", repr(text)[:80], "Correct the list"
             )
     if not names:
-        raise RequestError(
-            f"parameter {name}", "must not be empty", "an empty list", "Name at least one item"
-        )
+        raise RequestError(field, "must not be empty", "an empty list", "Name at least one item")
     return names
 
 

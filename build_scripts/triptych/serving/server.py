@@ -448,6 +448,7 @@ class Server:
         ]
         if installation.backend_directory is not None:
             command.append(f"--backend-directory={installation.backend_directory}")
+            command.append(f"--cache-directory={installation.executable.parents[1] / 'caches'}")
             # Configs with fields that it lacks have one for it beside them.
             command.append(f"--model-config-name={EMBEDDED_RELEASE}")
         if self._holds_pipelines_only():

@@ -316,6 +316,8 @@ class Serving(Frozen):
         slo: SLO that `bench` and `tune` use unless their options give one.
         sample: Rows that are sampled for monitoring; None for none.
         config: Further settings of Triton by step, see `ConfigTexts`.
+        response_cache: Whether the server answers a request with the same inputs as an earlier one
+            from its cache, without the steps. Options must then be sent as inputs.
     """
 
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
@@ -328,6 +330,7 @@ class Serving(Frozen):
     slo: Slo = Slo()
     sample: SamplingSettings | None = None
     config: ConfigTexts = Field(default_factory=dict)
+    response_cache: bool = False
 
     @property
     def longest_wait_ms(self) -> float:

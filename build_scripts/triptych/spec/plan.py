@@ -21,7 +21,6 @@ from triptych.base.tensors import (
     ROW_METADATA,
     ROW_OFFSET,
     ROW_SPAN,
-    SAMPLED_REQUEST_TICKET,
     Tensor,
 )
 from triptych.runtime.row_types import FORWARDED_PREFIX, count_slots
@@ -144,13 +143,18 @@ class Plan:
         return self.layout == "packed"
 
     @property
+    def request_inputs(self) -> tuple[Tensor, ...]:
+        """Inputs of the ensemble: those of the task, and an optional one for each parameter."""
+        rules = self.task.parameters(self.info)
+        return (*self.task.inputs, *(rule.tensor(name) for name, rule in rules.items()))
+
+    @property
     def past_core(self) -> tuple[Tensor, ...]:
         """Tensors that preprocess sends to postprocess without passing through the core."""
         row_metadata = (ROW_METADATA,) if self.task.has_row_metadata else ()
         inputs = self.task.inputs if self.gives_inputs else ()
-        ticket = REQUEST_TICKET if self.spec.serving.sample is None else SAMPLED_REQUEST_TICKET
         return (
-            ticket,
+            REQUEST_TICKET,
             *row_metadata,
             *(replace(t, name=FORWARDED_PREFIX + t.name) for t in inputs),
         )

@@ -34,6 +34,7 @@ from triptych.repository.lint.snapshot import (
     is_file,
     names,
     request_parameters,
+    setting,
     warning,
 )
 
@@ -469,6 +470,13 @@ def _hidden_parameters(model: Model, step: Model) -> Iterator[Flaw]:
             f"{step.name} reads {names(options)}",
             f"Remove response_cache, or build the pipeline again: {names(options)} become optional "
             "inputs",
+        )
+    elif request_parameters(step.config) and not setting(step.config, "refuses_parameters", True):
+        yield error(
+            "must have steps that refuse options as request parameters, which are not part of the "
+            "cache's key",
+            f"{step.name} accepts them",
+            "Set serving.response_cache in the pipeline and build it again",
         )
     readers = [source.file for source in step.sources if calls(source.tree, "parameters")]
     if readers and not step.is_ours:

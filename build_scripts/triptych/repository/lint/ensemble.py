@@ -179,6 +179,19 @@ def _check_maps(wiring: Wiring, step: Step) -> Iterator[Flaw]:
                 f"{step.label} has no {kind} {names(unknown)}; it has: {names(existing)}",
                 f"Correct the key, or {step.model.where}",
             )
+        optional = {t.name for t in wiring.ensemble.config.input if t.optional}
+        needed = [
+            t.name
+            for t in declared
+            if kind == "input" and not t.optional and mapped.get(t.name) in optional
+        ]
+        if needed:
+            yield error(
+                "must declare an optional input of the ensemble as optional in the step, too: "
+                "requests without it fail there",
+                f"{step.label} requires {names(needed)}",
+                f"Add optional: true in {step.model.where}, or remove it from the ensemble",
+            )
         unmapped = {t.name for t in declared if kind == "input" and not t.optional} - set(mapped)
         if unmapped and mapped:
             yield error(

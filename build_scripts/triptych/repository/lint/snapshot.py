@@ -449,11 +449,18 @@ def read_repository(
 
 def request_parameters(config: Any) -> list[str]:
     """Return the names of the request parameters that a step of Triptych reads."""
-    try:
-        rules = json.loads(config.parameters["request_parameters"].string_value)
-    except ValueError:  # another model, or a setting that was edited
-        return []
+    rules = setting(config, "request_parameters", {})
     return sorted(rules) if isinstance(rules, dict) else []
+
+
+def setting(config: Any, name: str, default: object) -> Any:
+    """Return a setting of a step of Triptych, or a default if there is none that can be read."""
+    if name not in config.parameters:  # reading it would add it
+        return default
+    try:
+        return json.loads(config.parameters[name].string_value)
+    except ValueError:
+        return default
 
 
 def entries(folder: Path) -> list[Path]:

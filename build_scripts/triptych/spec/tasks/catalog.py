@@ -63,10 +63,10 @@ def _text_embedding_parameters(info: ModelInfo) -> Mapping[str, Rule]:
 TEXT_EMBEDDING = Task(
     name="text-embedding",
     inputs=(TEXT,),
-    # Variable axes: the request parameters `dimensions` and `encoding` decide.
+    # Variable axes and one of the two outputs: the options `dimensions` and `encoding` decide.
     outputs=(
-        Tensor("embedding", "FP32", ("dimensions",)),
-        Tensor("embedding_int8", "INT8", ("bytes",)),
+        Tensor("embedding", "FP32", ("dimensions",), optional=True),
+        Tensor("embedding_int8", "INT8", ("bytes",), optional=True),
     ),
     rows="rows_text.PlainTextRowMaker",
     decode="decode_rows.EmbeddingDecoder",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from triptych.base.errors import UserError
-from triptych.base.tensors import Tensor
+from triptych.base.tensors import DType, Tensor
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.tasks.compare import Compare, Comparison, Outputs
 from triptych.spec.tasks.labeled import LabeledMetric
@@ -80,6 +80,12 @@ class Rule:
     min: float | None = None
     max: float | None = None
     choices: tuple[str, ...] = ()
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the optional input of the ensemble for the parameter `name`."""
+        dtypes: dict[str, DType] = {"bool": "BOOL", "int": "INT32", "float": "FP32"}
+        dims: tuple[int | str, ...] = ("items",) if self.type == "list" else (1,)
+        return Tensor(name, dtypes.get(self.type, "BYTES"), dims, optional=True)
 
     def as_dict(self) -> dict[str, object]:
         """Return data for a step's parameters, without fields that do not apply."""
@@ -154,7 +160,13 @@ class Task:
     def output_settings(self) -> list[dict[str, Any]]:
         """Outputs as postprocess, decoders and `runtime.hooking.RowForm` read them."""
         return [
-            {"name": t.name, "dtype": t.dtype, "dims": t.config_dims, "json": t.content == "json"}
+            {
+                "name": t.name,
+                "dtype": t.dtype,
+                "dims": t.config_dims,
+                "json": t.content == "json",
+                "optional": t.optional,
+            }
             for t in self.outputs
         ]
 

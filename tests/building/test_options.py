@@ -1,0 +1,299 @@
+"""Options as input tensors on a real server with a response cache, from each documented client."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.http as triton_http
+from numpy.typing import NDArray
+from pytriton.client import ModelClient
+from tritonclient.utils import InferenceServerException, serialize_byte_tensor, shared_memory
+
+import task_models
+from conftest import ROOT, build_into, traffic_texts, write_pipeline
+from triptych.client import Client
+from triptych.container.flags import cache_flags
+from triptych.container.health import find_fault
+from triptych.container.manifests import find_pipelines
+from triptych.serving.bench.perf_analyzer import find_perf_analyzer
+from triptych.serving.server import Server
+
+pytestmark = pytest.mark.server
+DTYPES = {"BYTES": np.object_, "INT32": np.int32, "INT64": np.int64}
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path, tiny_model: Path
+) -> Iterator[Server]:
+    """A server with two pipelines that have a response cache."""
+    base = tmp_path_factory.mktemp("cached")
+    topics = task_models.text_classifier(base / "model", minilm_folder, traffic_texts())
+    for name, task, model in (
+        ("topics", "text-classification", topics),
+        ("vectors", "text-embedding", tiny_model),
+    ):
+        serving = {"response_cache": True}
+        spec = {"task": task, "model": {"source": str(model)}, "serving": serving}
+        build_into(write_pipeline(base / "pipelines" / name, **spec), base / "repository")
+    repository = base / "repository"
+    with Server(repository, extra_args=cache_flags(repository)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def raw(server: Server) -> Iterator[Any]:
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        yield client
+
+
+@pytest.fixture
+def lookups(raw: Any) -> Callable[[str], tuple[int, int]]:
+    """Returns the hits and misses of a pipeline's cache since the last call."""
+    before: dict[str, tuple[int, int]] = {}
+
+    def count(pipeline: str) -> tuple[int, int]:
+        found = raw.get_inference_statistics(pipeline).model_stats[0].inference_stats
+        now = found.cache_hit.count, found.cache_miss.count
+        hits, misses = before.get(pipeline, now)
+        before[pipeline] = now
+        return now[0] - hits, now[1] - misses
+
+    for pipeline in ("topics", "vectors"):
+        count(pipeline)
+    return count
+
+
+def tensor(name: str, dtype: str, values: Any, module: Any = triton) -> Any:
+    data = np.array(values, DTYPES[dtype])
+    made = module.InferInput(name, list(data.shape), dtype)
+    made.set_data_from_numpy(data)
+    return made
+
+
+def text(*rows: str, module: Any = triton) -> Any:
+    return tensor("text", "BYTES", [[row.encode()] for row in rows], module)
+
+
+def top_k(*rows: int, module: Any = triton) -> Any:
+    return tensor("top_k", "INT32", [[row] for row in rows], module)
+
+
+def labels(answer: Any) -> NDArray[Any]:
+    found: NDArray[Any] = answer.as_numpy("label")
+    return found
+
+
+def test_options_are_optional_inputs_in_the_metadata(raw: Any) -> None:
+    found = {each.name: each for each in raw.get_model_metadata("vectors").inputs}
+    assert {name: (each.datatype, list(each.shape)) for name, each in found.items()} == {
+        "text": ("BYTES", [-1, 1]),
+        "dimensions": ("INT32", [-1, 1]),
+        "encoding": ("BYTES", [-1, 1]),
+    }
+    config = raw.get_model_config("vectors").config
+    assert {each.name for each in config.input if each.optional} == {"dimensions", "encoding"}
+    assert config.response_cache.enable
+
+
+def test_a_cached_answer_is_that_of_the_same_options(
+    server: Server, lookups: Callable[[str], tuple[int, int]]
+) -> None:
+    with Client("topics", server.grpc_url) as client:
+        one = client.classify(["my parcel is late"], top_k=1)
+        three = client.classify(["my parcel is late"], top_k=3)
+        assert [len(one[0]), len(three[0])] == [1, 3]
+        assert lookups("topics") == (0, 2)
+        assert client.classify(["my parcel is late"], top_k=3) == three
+        assert client.classify(["my parcel is late"], top_k=1) == one
+        assert lookups("topics") == (2, 0)
+        assert len(client.classify(["my parcel is late"])[0]) == 1
+        assert lookups("topics") == (0, 1)  # the default has a key of its own
+    with Client("vectors", server.grpc_url) as client:
+        whole = client.embed(["my parcel is late"])
+        bits = client.embed(["my parcel is late"], encoding="binary", dimensions=16)
+        assert lookups("vectors") == (0, 2)
+        assert np.array_equal(client.embed(["my parcel is late"]), whole)
+        again = client.embed(["my parcel is late"], encoding="binary", dimensions=16)
+        assert np.array_equal(again, bits)
+        assert bits.shape == (1, 2)
+        assert bits.dtype == np.int8
+        assert lookups("vectors") == (2, 0)
+
+
+def test_an_option_as_parameter_is_refused(raw: Any) -> None:
+    with pytest.raises(InferenceServerException, match="Send it as the input tensor top_k"):
+        raw.infer("topics", [text("never asked before")], parameters={"top_k": 3})
+
+
+def test_the_health_check_is_not_answered_from_the_cache(
+    server: Server, lookups: Callable[[str], tuple[int, int]]
+) -> None:
+    pipelines = find_pipelines(server.repository)
+    for _ in range(2):
+        assert find_fault(f"http://{server.http_url}", pipelines) is None
+        assert lookups("topics") == (0, 1)
+        assert lookups("vectors") == (0, 1)
+
+
+BAD: dict[str, tuple[list[Any], str]] = {
+    "rows differ": (
+        [text("a", "b"), top_k(2, 3)],
+        r"row=1\] `input top_k` must have the same value",
+    ),
+    "a row is missing": ([text("a", "b"), top_k(2)], "batch size"),
+    "no batch": ([text("a", "b"), tensor("top_k", "INT32", [2, 2])], "shape"),
+    "two columns": ([text("a"), tensor("top_k", "INT32", [[2, 2]])], "shape"),
+    "INT64": ([text("a"), tensor("top_k", "INT64", [[2]])], "data-type"),
+    "too large": ([text("a"), top_k(999)], r"`input top_k` must be an integer from 1 to"),
+}
+
+
+def test_a_bad_option_fails_its_own_request_alone(raw: Any) -> None:
+    for name, (inputs, message) in BAD.items():
+        with ThreadPoolExecutor(4) as pool:  # together, so that they meet in a batch
+            others = [
+                pool.submit(raw.infer, "topics", [text(f"{name} {number}"), top_k(2)])
+                for number in range(3)
+            ]
+            bad = pool.submit(raw.infer, "topics", inputs)
+            with pytest.raises(InferenceServerException, match=message) as caught:
+                bad.result()
+        assert caught.value.status() == "StatusCode.INVALID_ARGUMENT", name
+        assert [labels(other.result()).shape for other in others] == [(1, 2)] * 3, name
+
+
+def test_requests_with_and_without_options_share_the_server(raw: Any) -> None:
+    def ask(number: int) -> tuple[int, ...]:
+        inputs = [text(f"mixed {number}"), *([top_k(3)] if number % 2 else [])]
+        return tuple(labels(raw.infer("topics", inputs, client_timeout=60)).shape)
+
+    with ThreadPoolExecutor(16) as pool:
+        shapes = list(pool.map(ask, range(64)))
+    assert shapes == [(1, 1), (1, 3)] * 32
+
+
+def over_grpc(server: Server) -> NDArray[Any]:
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        return labels(client.infer("topics", [text("client"), top_k(2)]))
+
+
+def over_http(server: Server) -> NDArray[Any]:
+    with triton_http.InferenceServerClient(server.http_url) as client:
+        inputs = [text("client", module=triton_http), top_k(2, module=triton_http)]
+        return labels(client.infer("topics", inputs))
+
+
+def over_json(server: Server) -> NDArray[Any]:
+    body = {
+        "inputs": [
+            {"name": "text", "datatype": "BYTES", "shape": [1, 1], "data": ["client"]},
+            {"name": "top_k", "datatype": "INT32", "shape": [1, 1], "data": [2]},
+        ]
+    }
+    url = f"http://{server.http_url}/v2/models/topics/infer"
+    with urllib.request.urlopen(url, json.dumps(body).encode()) as response:
+        (found,) = [o for o in json.load(response)["outputs"] if o["name"] == "label"]
+    return np.array([[label.encode() for label in found["data"]]], object)
+
+
+def over_shared_memory(server: Server) -> NDArray[Any]:
+    """Both inputs in one region of system shared memory."""
+    values = [
+        serialize_byte_tensor(np.array([[b"client"]], np.object_)),
+        np.array([[2]], np.int32),
+    ]
+    text_bytes = 4 + len(b"client")
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        headers = server.operator_headers
+        region = shared_memory.create_shared_memory_region("options", "/options", text_bytes + 4)
+        try:
+            shared_memory.set_shared_memory_region(region, values[:1])
+            shared_memory.set_shared_memory_region(region, values[1:], offset=text_bytes)
+            client.register_system_shared_memory(
+                "options", "/options", text_bytes + 4, headers=headers
+            )
+            inputs = [
+                triton.InferInput("text", [1, 1], "BYTES"),
+                triton.InferInput("top_k", [1, 1], "INT32"),
+            ]
+            inputs[0].set_shared_memory("options", text_bytes)
+            inputs[1].set_shared_memory("options", 4, text_bytes)
+            answer = labels(client.infer("topics", inputs))
+            client.unregister_system_shared_memory("options", headers=headers)
+        finally:
+            shared_memory.destroy_shared_memory_region(region)
+    return answer
+
+
+def over_pytriton(server: Server) -> NDArray[Any]:
+    with ModelClient(f"grpc://{server.grpc_url}", "topics") as client:
+        answer = client.infer_batch(text=np.array([[b"client"]]), top_k=np.array([[2]], np.int32))
+    found: NDArray[Any] = answer["label"]
+    return found
+
+
+def over_triptych(server: Server) -> NDArray[Any]:
+    with Client("topics", server.grpc_url) as client:
+        found: NDArray[Any] = client.infer({"text": ["client"]}, parameters={"top_k": 2})["label"]
+    return found
+
+
+CLIENTS: dict[str, Callable[[Server], NDArray[Any]]] = {
+    "`triptych.client`, `triptych infer`": over_triptych,
+    "`tritonclient.grpc`": over_grpc,
+    "`tritonclient.http`": over_http,
+    "JSON over HTTP (`curl`)": over_json,
+    "`tritonclient` with shared memory": over_shared_memory,
+    "`pytriton.client`": over_pytriton,
+}
+
+
+def test_every_documented_client_sends_options(
+    server: Server, raw: Any, lookups: Callable[[str], tuple[int, int]]
+) -> None:
+    expected = labels(raw.infer("topics", [text("client"), top_k(2)]))
+    assert expected.shape == (1, 2)
+    assert lookups("topics") == (0, 1)
+    for name, ask in CLIENTS.items():
+        assert np.array_equal(ask(server), expected), name
+        assert lookups("topics") == (1, 0), name  # the bytes of the tensors are equal, too
+    documented = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
+    section = documented.partition("### Options as inputs")[2].partition("###")[0]
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines()]
+    assert [row for row in rows if row in {*CLIENTS, ANALYZER}] == [*CLIENTS, ANALYZER]
+
+
+ANALYZER = "`perf_analyzer`"
+
+
+def test_perf_analyzer_sends_options(
+    server: Server, tmp_path: Path, lookups: Callable[[str], tuple[int, int]]
+) -> None:
+    data = tmp_path / "data.json"
+    rows = [{"text": ["analyzed"], "top_k": [3]}, {"text": ["analyzed"], "top_k": [2]}]
+    data.write_text(json.dumps({"data": rows}))
+    analyzer = find_perf_analyzer()
+    command = [str(analyzer.binary.resolve()), "-m", "topics", "-u", server.grpc_url, "-i", "grpc"]
+    command += [f"--input-data={data}", "--request-count=40", "--concurrency-range=1"]
+    done = subprocess.run(
+        command,
+        env={**analyzer.environment(), "no_grpc_proxy": "127.0.0.1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    hits, misses = lookups("topics")
+    assert misses == 2
+    assert hits >= 38
