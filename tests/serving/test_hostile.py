@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,16 +13,15 @@ import pytest
 
 from conftest import build_into, traffic_texts, write_pipeline
 from processes import mark_of, regions
-from task_models import cross_encoder, inference_model, reader, text_classifier
+from task_models import inference_model, reader, text_classifier
 from triptych.client import Client, InvalidRequestError
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import RowInputs
+from triptych.runtime.rows_spans import WindowRowMaker
+from triptych.runtime.rows_text import PlainTextRowMaker, TokenRowMaker
 from triptych.serving.orphan_cleanup import SHM
 
 pytestmark = pytest.mark.build
-
-PROMPT_S = 1.0
-"""Longest that a request of a few kilobytes may keep preprocess from the others."""
 
 STRIDE, MAX_QUESTION = 128, 252
 """Of 384 tokens a row: three are special, 128 overlap, and a window has to move on by one."""
@@ -45,7 +43,6 @@ def before(rows):
 MAKERS = {
     "answers": ("question-answering", reader),
     "hypotheses": ("zero-shot-classification", inference_model),
-    "ranks": ("reranking", cross_encoder),
     "topics": ("text-classification", text_classifier),
 }
 
@@ -86,95 +83,98 @@ def server(repository: Path) -> Iterator[Any]:
         yield server
 
 
-def maker(repository: Path, pipeline: str, kind: type[Any]) -> Any:
-    """The row maker of a pipeline, on the tokenizer that is served."""
-    file = next((repository / f"{pipeline}_preprocess").glob("*/tokenizer.json"))
-    settings = {
-        "inputs": ["text", "text_pair"],
-        "max_core_rows": 32,
-        "lowercase": False,
-        "max_length": 384,
-        "overflow": "truncate",
-        "pad_token_id": 0,
-        "segments": True,
-        "pairs": True,
-        "vocabulary": None,
-        "bucket_edges": [],
-    }
-    return kind(settings, file.parent)
+def write_tokenizer(minilm_folder: Path, folder: Path, **truncation: Any) -> Path:
+    """Write MiniLM's tokenizer as a build does: without padding, and cut as `truncation` says."""
+    tokenizer = json.loads((minilm_folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer |= {"padding": None, "truncation": truncation or None}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    return folder
 
 
-def rows_made(made: Any) -> int:
-    """Core rows of one request."""
+@pytest.fixture
+def windows(minilm_folder: Path, tmp_path: Path) -> WindowRowMaker:
+    """The row maker of questions and contexts."""
+    return WindowRowMaker(SETTINGS, write_tokenizer(minilm_folder, tmp_path))
+
+
+SETTINGS: Mapping[str, Any] = {
+    "inputs": ["text", "text_pair"],
+    "max_core_rows": 32,
+    "lowercase": False,
+    "max_length": 384,
+    "overflow": "truncate",
+    "pad_token_id": 0,
+    "segments": True,
+    "pairs": True,
+    "vocabulary": None,
+    "bucket_edges": [],
+}
+
+
+def rows_of(maker: TokenRowMaker, text: str, pair: str) -> Mapping[str, Any]:
+    """The tensors of a request of one pair; raises its error."""
+    (made,) = maker.make([RowInputs({"text": [text], "text_pair": [pair]}, {})])
     if isinstance(made, Exception):
         raise made
-    return len(made.tensors["input_ids"])
+    return made.tensors
 
 
 @pytest.mark.parametrize("question", [0, 1, MAX_QUESTION - 1, MAX_QUESTION])
-def test_windows_at_every_edge(repository: Path, question: int) -> None:
-    from triptych.runtime.rows_spans import WindowRowMaker
-
-    windows = maker(repository, "answers", WindowRowMaker)
+def test_windows_at_every_edge(windows: WindowRowMaker, question: int) -> None:
     room = 384 - 3 - question
     for context in (1, STRIDE, room - 1, room, room + 1, 2 * room - STRIDE, 2 * room - STRIDE + 1):
         text = "q " * question or "\x00"  # not blank, and yet no token
-        made = windows.make([RowInputs({"text": [text], "text_pair": ["a " * context]}, {})])[0]
         beyond = max(0, context - room)
-        assert rows_made(made) == 1 + -(-beyond // (room - STRIDE))
+        rows = len(rows_of(windows, text, "a " * context)["input_ids"])
+        assert rows == 1 + -(-beyond // (room - STRIDE))
 
 
 @pytest.mark.parametrize("context", [1, 200, 900])
-def test_windows_are_those_that_the_tokenizer_makes(repository: Path, context: int) -> None:
+def test_windows_are_those_that_the_tokenizer_makes(windows: WindowRowMaker, context: int) -> None:
     """Question and context are tokenized once each, by themselves."""
-    from triptych.runtime.rows_spans import WindowRowMaker
-
-    windows = maker(repository, "answers", WindowRowMaker)
     question, text = "Größe, or not?", "naïve words, and ﷺ " * context
-    made = windows.make([RowInputs({"text": [question], "text_pair": [text]}, {})])[0]
+    tensors = rows_of(windows, question, text)
     whole = windows.tokenizer.encode(question, text)
-    assert rows_made(made) == 1 + len(whole.overflowing)
+    assert len(tensors["input_ids"]) == 1 + len(whole.overflowing)
     for number, encoding in enumerate([whole, *whole.overflowing]):
-        length = made.tensors["row_length"][number, 0]
-        assert made.tensors["input_ids"][number, :length].tolist() == encoding.ids
-        assert made.tensors["first_segment"][number, 0] == length - sum(encoding.type_ids)
+        length = tensors["row_length"][number, 0]
+        assert tensors["input_ids"][number, :length].tolist() == encoding.ids
+        assert tensors["first_segment"][number, 0] == length - sum(encoding.type_ids)
 
 
-def test_a_question_that_leaves_no_room_is_refused_before_it_is_cut(repository: Path) -> None:
-    from triptych.runtime.rows_spans import WindowRowMaker
-
-    windows = maker(repository, "answers", WindowRowMaker)
+def test_a_question_that_leaves_no_room_is_refused_before_it_is_cut(
+    windows: WindowRowMaker,
+) -> None:
     for question in (MAX_QUESTION + 1, 255, 380, 381, 382, 5000):
-        ask = RowInputs({"text": ["q " * question], "text_pair": ["a " * 3000]}, {})
         with pytest.raises(RequestError, match="at most 252 tokens"):
-            rows_made(windows.make([ask])[0])
+            rows_of(windows, "q " * question, "a " * 3000)
 
 
-def test_many_windows_are_refused_before_they_are_made(repository: Path) -> None:
-    from triptych.runtime.rows_spans import WindowRowMaker
-
-    windows = maker(repository, "answers", WindowRowMaker)
-    ask = RowInputs({"text": ["q " * MAX_QUESTION], "text_pair": ["!" * 6000]}, {})
-    began = time.thread_time()
+def test_many_windows_are_refused_before_they_are_made(
+    windows: WindowRowMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "tokenizer", None)  # it makes the windows
     with pytest.raises(RequestError, match="32 rows"):
-        rows_made(windows.make([ask])[0])
-    assert time.thread_time() - began < PROMPT_S
+        rows_of(windows, "q " * MAX_QUESTION, "!" * 6000)
 
 
-def test_two_long_halves_cost_no_more_than_their_lengths(repository: Path) -> None:
-    from triptych.runtime.rows_text import PlainTextRowMaker
+def test_long_halves_are_not_cut_by_the_tokenizer(
+    minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would make each combination of what it cuts off: quadratic in time and memory."""
+    pairs = PlainTextRowMaker(SETTINGS, write_tokenizer(minilm_folder, tmp_path))
+    monkeypatch.setattr(pairs, "tokenizer", None)  # the one that truncates
+    assert rows_of(pairs, "!" * 24000, "!" * 24000)["row_length"].tolist() == [[384]]
 
-    pairs = maker(repository, "ranks", PlainTextRowMaker)
 
-    def seconds(tokens: int) -> float:
-        began = time.monotonic()
-        text = ["!" * tokens]
-        assert rows_made(pairs.make([RowInputs({"text": text, "text_pair": text}, {})])[0]) == 1
-        return time.monotonic() - began
-
-    seconds(1000)
-    # 8 times the length: 64 times the seconds if it were each place by each.
-    assert min(seconds(24000) for _ in range(3)) < 32 * min(seconds(3000) for _ in range(5))
+def test_a_text_is_cut_on_the_side_that_its_tokenizer_names(
+    minilm_folder: Path, tmp_path: Path
+) -> None:
+    cut = {"direction": "Left", "max_length": 384, "strategy": "LongestFirst", "stride": 0}
+    pairs = PlainTextRowMaker(SETTINGS, write_tokenizer(minilm_folder, tmp_path, **cut))
+    ids = rows_of(pairs, "end", "a " * 400 + "end")["input_ids"][0].tolist()
+    assert ids[1] == ids[-2]
+    assert len(ids) == 384
 
 
 @pytest.mark.server
@@ -247,15 +247,7 @@ def test_labels_that_will_not_do(server: Any, parameters: dict[str, Any]) -> Non
 
 
 @pytest.mark.server
-@pytest.mark.parametrize(
-    "bad",
-    [
-        "nul",
-        "mumble",
-        "leave",
-    ],
-)
-def test_a_hook_that_gives_up_fails_one_request(server: Any, bad: str) -> None:
+def test_a_hook_that_gives_up_fails_one_request(server: Any) -> None:
     with Client("topics", server.grpc_url) as client, ThreadPoolExecutor(48) as pool:
 
         def send(text: str) -> Any:
@@ -264,10 +256,11 @@ def test_a_hook_that_gives_up_fails_one_request(server: Any, bad: str) -> None:
             except Exception as error:
                 return error
 
-        texts = [bad if i % 8 == 3 else f"parcel {i % 5} is late" for i in range(800)]
+        bad = ("nul", "mumble", "leave")
+        texts = [bad[i % 3] if i % 8 == 3 else f"parcel {i % 5} is late" for i in range(480)]
         answers = list(pool.map(send, texts))
     for text, answer in zip(texts, answers, strict=True):
-        assert isinstance(answer, Exception) == (text == bad)
+        assert isinstance(answer, Exception) == (text in bad)
 
 
 @pytest.mark.server
@@ -277,25 +270,22 @@ def test_under_load_with_bad_requests(server: Any) -> None:
     for i, text in enumerate(traffic_texts()[:24]):
         good += [
             ("topics", {"text": [text, text[:9]]}, {"top_k": 5}),
-            ("ranks", {"text": [text[:30]], "text_pair": [text]}, {}),
             ("answers", {"text": ["who is it"], "text_pair": [text * (1 + i)]}, {}),
             ("hypotheses", {"text": [text]}, labels),
         ]
     bad: list[tuple[str, dict[str, list[Any]], dict[str, Any]]] = [
         ("topics", {"text": [b"\xff"]}, {}),
-        ("ranks", {"text": ["a"], "text_pair": [" "]}, {}),
+        ("answers", {"text": ["a"], "text_pair": [" "]}, {}),
         ("answers", {"text": ["q " * 300], "text_pair": ["c"]}, {}),
         ("hypotheses", {"text": ["a"]}, {"candidate_labels": "[bad"}),
     ]
     clients = {name: Client(name, server.grpc_url) for name in MAKERS}
     memory = shared_memory(server)
     expected = [clients[n].infer(rows, parameters=p) for n, rows, p in good]
-    end = time.monotonic() + 5
 
-    def attack(seed: int) -> int:
+    def attack(seed: int) -> None:
         random = np.random.default_rng(seed)
-        right = 0
-        while time.monotonic() < end:
+        for _ in range(12):
             if random.random() < 0.2:
                 name, rows, parameters = bad[random.integers(len(bad))]
                 with pytest.raises(InvalidRequestError):
@@ -309,11 +299,9 @@ def test_under_load_with_bad_requests(server: Any) -> None:
                     assert values.tolist() == wanted.tolist()
                 else:
                     assert np.allclose(values, wanted, atol=1e-4)
-            right += 1
-        return right
 
     with ThreadPoolExecutor(32) as pool:
-        assert min(pool.map(attack, range(32))) > 0
+        list(pool.map(attack, range(32)))
     for client in clients.values():
         client.close()
     assert shared_memory(server) - memory < 64 << 20
