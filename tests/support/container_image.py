@@ -45,7 +45,7 @@ class Image(NamedTuple):
 
     def health(self) -> tuple[int, str]:
         with self.run("health") as process:
-            said = process.communicate(timeout=30)[0]
+            said = process.communicate(timeout=60)[0]
         return process.returncode, said.strip()
 
     def url(self, service: str) -> str:
@@ -60,13 +60,13 @@ class Image(NamedTuple):
         for _ in range(3):
             with self.run("entrypoint", *arguments) as process:
                 try:
-                    told = eventually(lambda: process.poll() is not None or is_up(), 120)
+                    told = eventually(lambda: process.poll() is not None or is_up(), 240)
                     ended = process.poll() is not None
                     if told and not ended:
                         yield process
                         return
                     remove_orphans(self.variables[PROCESS_TAG_VARIABLE])  # they hold its pipe
-                    said = process.communicate(timeout=30)[0]
+                    said = process.communicate(timeout=60)[0]
                 finally:
                     process.kill()
             if not (ended and (is_cpu_starved(said) or STARVED in said)):
