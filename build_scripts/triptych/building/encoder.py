@@ -29,6 +29,7 @@ from triptych.repository.manifest import (
     make_manifest,
     planned_engine,
 )
+from triptych.repository.python_env import make_python_env
 from triptych.repository.records import DryRun
 from triptych.repository.render import Rendered, render
 from triptych.repository.sharing import check_sharers, owner_of_core
@@ -106,6 +107,7 @@ def render_encoder(
         question=core.inputs.shortest_row,
         warm_ups=None if shared else write_warm_ups(core.inputs, core.file, core.files, progress),
         samples=write_engine_samples(core.inputs, progress),
+        python_env=make_python_env(plan, progress) if plan.spec.serving.python_env else None,
     )
     license = read_license(core.inputs.model_folder)
     files[f"{name}/{CARD_FILE}"] = render_card(

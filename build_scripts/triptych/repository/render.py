@@ -23,6 +23,7 @@ from triptych.repository.config import (
 )
 from triptych.repository.config_text import merge_config_text
 from triptych.repository.manifest import SAMPLES_FILE
+from triptych.repository.python_env import ENV_FILE, ENV_PARAMETER, ENV_PATH
 from triptych.spec.plan import Plan
 
 RUNTIME = Path(__file__).parents[1] / "runtime"
@@ -68,6 +69,7 @@ def render(
     question: Mapping[str, str | bytes],
     warm_ups: Path | None,
     samples: Path | None = None,
+    python_env: Path | None = None,
 ) -> dict[str, Content]:
     """Return every file of the pipeline except its manifest, by path relative to the repository.
 
@@ -81,6 +83,7 @@ def render(
         warm_ups: Folder with the data of the core's warm-ups; None if another pipeline owns the
             core.
         samples: Rows to check an engine with, if an engine will be built.
+        python_env: Archive of the steps' packages, if the spec has `serving.python_env`.
         plan: Plan of the pipeline.
     """
     name, task = plan.spec.name, plan.task
@@ -112,6 +115,10 @@ def render(
         "postprocess": _python_step(plan, "postprocess", from_core, task.outputs, answers),
     }
     files: dict[str, Content] = {}
+    if python_env is not None:
+        for step in ("preprocess", "postprocess"):
+            configs[step].parameters[ENV_PARAMETER].string_value = ENV_PATH
+            files[f"{plan.step(step)}/{ENV_FILE}"] = python_env
     for step, config in configs.items():
         files |= _config_files(plan, step, config)
     # Triton needs a version folder for an ensemble, too; git and archives drop empty folders.
@@ -126,18 +133,27 @@ def render(
     if plan.spec.serving.sample is not None:
         for step, source in SAMPLING.items():
             pieces[step][source] = source
-    with_tokenizer = {"preprocess": tokenizer_file is not None, "postprocess": task.decodes_tokens}
+    tokenizers = {
+        "preprocess": tokenizer_file,
+        "postprocess": tokenizer_file if task.decodes_tokens else None,
+    }
     for step, modules in pieces.items():
-        folder = f"{plan.step(step)}/1"
-        for target, source in with_imports(modules).items():
-            files[f"{folder}/{target}"] = (RUNTIME / source).read_bytes()
-        if hooks is not None:
-            files[f"{folder}/hooks.py"] = hooks
-        if with_tokenizer[step] and tokenizer_file is not None:
-            files[f"{folder}/tokenizer.json"] = tokenizer_file
+        files |= dict(_step_files(f"{plan.step(step)}/1", modules, hooks, tokenizers[step]))
     if warm_ups is not None:
         files |= _core_files(plan, core_file, warm_ups)
     return files
+
+
+def _step_files(
+    folder: str, modules: Mapping[str, str], hooks: bytes | None, tokenizer: Path | None
+) -> Iterator[tuple[str, Content]]:
+    """Yield the path and content of the files in a step's version folder."""
+    for target, source in with_imports(modules).items():
+        yield f"{folder}/{target}", (RUNTIME / source).read_bytes()
+    if hooks is not None:
+        yield f"{folder}/hooks.py", hooks
+    if tokenizer is not None:
+        yield f"{folder}/tokenizer.json", tokenizer
 
 
 def _core_files(plan: Plan, core_file: Path, warm_ups: Path) -> dict[str, Content]:
@@ -162,8 +178,10 @@ def _config_files(plan: Plan, step: str, config: Any) -> dict[str, Content]:
     config = merge_config_text(config, plan.spec.serving.config, step)
     wanted = without_newer_fields(config, parse_release(plan.spec.serving.triton))
     files: dict[str, Content] = {f"{model}/{CONFIG_FILE}": print_config(wanted).encode()}
-    if fields_newer_than(wanted, OLDEST):
+    if fields_newer_than(wanted, OLDEST) or ENV_PARAMETER in wanted.parameters:
         oldest = without_newer_fields(wanted, OLDEST)
+        # The embedded server runs on this machine's Python, which has the packages.
+        oldest.parameters.pop(ENV_PARAMETER, None)
         files[f"{model}/configs/{OLDEST}.pbtxt"] = print_config(oldest).encode()
     return files
 

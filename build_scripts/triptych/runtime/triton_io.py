@@ -24,9 +24,16 @@ TEXTS_A_REQUEST = 8
 
 
 def read_settings(args: Mapping[str, str]) -> dict[str, Any]:
-    """Return the parameters of the step's ``config.pbtxt``, parsed from JSON."""
+    """Return the parameters of the step's ``config.pbtxt``, parsed from JSON.
+
+    Names in capitals are those of the Python backend, such as EXECUTION_ENV_PATH.
+    """
     parameters = json.loads(args["model_config"])["parameters"]
-    return {name: json.loads(value["string_value"]) for name, value in parameters.items()}
+    return {
+        name: json.loads(value["string_value"])
+        for name, value in parameters.items()
+        if not name.isupper()
+    }
 
 
 def error_response(error: Exception) -> Any:

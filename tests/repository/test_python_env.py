@@ -1,0 +1,107 @@
+"""The archive of packages with which images without them run the steps."""
+
+from __future__ import annotations
+
+import io
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import build_into, lock_data, write_pipeline
+from echo_server import ask, write_model
+from triptych.client import Client
+from triptych.repository.config import parse_config
+from triptych.repository.python_env import (
+    ENV_FILE,
+    ENV_PARAMETER,
+    ENV_PATH,
+    PYTHON_VERSIONS,
+    pack_env,
+)
+from triptych.serving.server import Server
+
+
+def wheel(folder: Path, files: dict[str, str]) -> Path:
+    path = folder / "only_here-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def names_in(content: bytes) -> set[str]:
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        return set(archive.getnames())
+
+
+def test_equal_wheels_give_equal_archives_without_tests_and_headers(tmp_path: Path) -> None:
+    made = wheel(
+        tmp_path, {"only_here/__init__.py": "", "only_here/tests/a.py": "", "x/include/a.h": ""}
+    )
+    content = pack_env({"3.12": [made]})
+    assert content == pack_env({"3.12": [made]})
+    assert names_in(content) == {
+        *("bin/activate", "bin/python3", "pyvenv.cfg"),
+        "lib/python3.12/site-packages/only_here/__init__.py",
+    }
+
+
+CODE = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+import only_here
+
+class TritonPythonModel:
+    def execute(self, requests):
+        said = np.array([[only_here.WORD.encode()]], dtype=np.object_)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("echo", said)]) for _ in requests]
+"""
+
+
+@pytest.mark.server
+def test_a_step_finds_a_package_that_only_the_archive_has(tmp_path: Path) -> None:
+    """With this machine's Python in place of the image's, on the real Python backend."""
+    packages = Path(np.__file__).parents[1]  # of the tests: the real archive has numpy of its own
+    made = wheel(
+        tmp_path,
+        {"only_here/__init__.py": "WORD = 'from the archive'", "packages.pth": f"{packages}\n"},
+    )
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    home = str(Path(getattr(sys, "_base_executable", sys.executable)).resolve().parent)
+    repository = write_model(tmp_path / "repository", "echo", CODE)
+    (repository / "echo" / ENV_FILE).write_bytes(pack_env({version: [made]}, home=home))
+    with (repository / "echo/config.pbtxt").open("a") as config:
+        config.write(
+            f'parameters {{ key: "{ENV_PARAMETER}" value {{ string_value: "{ENV_PATH}" }} }}'
+        )
+    with Server(repository) as server:
+        assert ask(server, "anything") == "from the archive"
+
+
+@pytest.mark.server
+def test_a_built_pipeline_has_the_archive_in_both_steps_and_serves(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    folder = write_pipeline(
+        tmp_path / "mine", model={"source": str(tiny_model)}, serving={"python_env": True}
+    )
+    repository = tmp_path / "repository"
+    build_into(folder, repository)
+    for step in ("preprocess", "postprocess"):
+        place = repository / f"mine_{step}"
+        names = names_in((place / ENV_FILE).read_bytes())
+        for python in PYTHON_VERSIONS:
+            for module in ("numpy", "tokenizers"):
+                assert f"lib/python{python}/site-packages/{module}/__init__.py" in names
+            compiled = f"cpython-{python.replace('.', '')}-x86_64-linux-gnu.so"
+            assert any(compiled in name for name in names)
+        texts = [place / "config.pbtxt", place / "configs/24.10.pbtxt"]
+        configs = [parse_config(text.read_text(encoding="utf-8")) for text in texts]
+        assert [ENV_PARAMETER in config.parameters for config in configs] == [True, False]
+        assert f"mine_{step}/{ENV_FILE}" in lock_data(repository, "mine")["files"]
+    with Server(repository) as server, Client("mine", server.grpc_url) as client:
+        assert client.embed(["a text"]).shape == (1, 32)
