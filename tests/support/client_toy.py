@@ -86,7 +86,7 @@ class TritonPythonModel:
         return vector / np.linalg.norm(vector)
 
     def wait_for_another(self, mark):
-        end = time.monotonic() + 30
+        end = time.monotonic() + 300
         while mark and self.begun.read_bytes().count(mark) < 2 and time.monotonic() < end:
             time.sleep(0.01)
 """
@@ -352,6 +352,6 @@ def infer(toy: Toy, *words: str | Path) -> subprocess.CompletedProcess[str]:
         [Path(sys.executable).with_name("triptych"), "infer", *map(str, words), "--url", toy.url],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
