@@ -140,7 +140,7 @@ def read_inputs(
     progress("source", f"{info.architecture}, from {spec.model.source}")
     task.check(info)
     _check_max_length(spec, info)
-    hooks = _load_hooks(spec, task)
+    hooks = _load_hooks(spec)
     images = info.image is not None
     before = getattr(hooks, "before", None)
     reader = RequestReader(
@@ -211,7 +211,7 @@ def _check_max_length(spec: PipelineSpec, info: ModelInfo) -> None:
         )
 
 
-def _load_hooks(spec: PipelineSpec, task: Task) -> ModuleType | None:
+def _load_hooks(spec: PipelineSpec) -> ModuleType | None:
     path = spec.folder / HOOKS_FILE
     try:
         hooks = load_hooks(spec.folder)

@@ -299,7 +299,7 @@ def compute_sizes(
     before_end = pre_stop(options)
     shm = _shm(build, repository)
     return Sizes(
-        start_s=_start(options, measured),
+        start_s=_start(measured),
         pre_stop_s=before_end,
         exit_timeout_s=exit_timeout,
         grace_s=_grace(options, before_end.value, exit_timeout.value),
@@ -371,7 +371,7 @@ def _ready(options: DeployOptions, measured: MeasuredReplica) -> tuple[float, st
     return START_S, "not measured: the image's own start period; give --startup-seconds"
 
 
-def _start(options: DeployOptions, measured: MeasuredReplica) -> ExplainedValue:
+def _start(measured: MeasuredReplica) -> ExplainedValue:
     if measured.load_s is None:
         return ExplainedValue(
             START_S, "the load is not measured: the start period of the image itself"

@@ -342,7 +342,7 @@ def _read(where: str, text: str, folder: Folder) -> None:
 def _servers(one: ManifestObject) -> Iterator[ServerPods]:
     for pod, labels in _pods(one):
         for container in sequence(pod.get("containers")):
-            if isinstance(container, dict) and _runs_triton(container, one):
+            if isinstance(container, dict) and _runs_triton(container):
                 yield ServerPods(one, pod, container, labels)
 
 
@@ -388,7 +388,7 @@ def _is_used(runtime: ManifestObject) -> bool:
     return any(model.get("runtime") == runtime.name for model in models)
 
 
-def _runs_triton(container: dict[str, Any], one: ManifestObject) -> bool:
+def _runs_triton(container: dict[str, Any]) -> bool:
     said = [str(container.get("image", "")).rpartition("/")[2], *words_of(container)]
     if any("triton" in word for word in said):
         return True
