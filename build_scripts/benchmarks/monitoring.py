@@ -65,11 +65,13 @@ def main() -> int:
     parser.add_argument("--looks", type=int, default=200, help="runs on a correct build")
     parser.add_argument("--drift", action="store_true", help="send other traffic, follow advice")
     parser.add_argument("--fp32", action="store_true", help="leave out int8, which takes longest")
+    if parser.parse_known_args()[0].drift:
+        title = "Drift and its advice"
+        parser.set_defaults(output=CACHE / "drift.json", name="drift", title=title)
     options = parser.parse_args()
     shutil.rmtree(_FOLDER, ignore_errors=True)
     _write_model(_FOLDER / "model")
     if options.drift:
-        options.name, options.title = "drift", "Drift and its advice"
         tables, notes = _measure_drift(options)
     else:
         precisions = ("fp32",) if options.fp32 else ("fp32", "int8")
@@ -221,7 +223,7 @@ def _measure_drift(options: argparse.Namespace) -> tuple[list[Table], list[str]]
     notes = []
     if change.drift is not None:
         advice = " ".join(line.strip() for line, _ in format_drift(change.drift))
-        notes.append(f"advice: {advice}")
+        notes.append(f"advice: {advice}".replace(f"{_FOLDER}/", ""))
     again = _FOLDER / "again"
     build(read_inputs(load_spec(_FOLDER / _DRIFTING), quiet), again, quiet, engine_dry_run=False)
     with Server(_REPOSITORY) as old, Server(again) as new:

@@ -173,8 +173,15 @@ def write_pipeline(
             (folder / f"{number}.jpg").write_bytes(row["image"])
             row["image"] = f"{number}.jpg"
         rows.append(json.dumps(row))
-    spec = {"task": model.task, "model": {"source": str(source)}}
-    return write_spec(folder, {**spec, "core": core, "parameters": model.parameters}, rows)
+    spec = {
+        "task": model.task,
+        "model": {"source": str(source)},
+        "core": core,
+        "parameters": model.parameters,
+        # A closed loop bounds the backlog; a slow machine may need long for what is in flight.
+        "serving": {"queue": {"max_backlog_ms": 600_000}},
+    }
+    return write_spec(folder, spec, rows)
 
 
 def make_requests(

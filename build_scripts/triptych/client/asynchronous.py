@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc  # type: ignore[import-untyped]
@@ -125,12 +124,7 @@ class AsyncClient(PipelineClient):
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _run(self, flow: Flow[Result]) -> Result:

@@ -17,7 +17,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, TypeVar
 
 import grpc  # type: ignore[import-untyped]
@@ -225,12 +224,7 @@ class Generation(_Stream, Iterator[Chunk]):
     def __enter__(self) -> Generation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def _receive(self, call: Any) -> Any:
@@ -306,12 +300,7 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
     async def __aenter__(self) -> AsyncGeneration:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _receive(self, call: Any) -> Any:
