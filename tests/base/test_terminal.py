@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from rich.text import Text
+from typer.testing import CliRunner
 
-from triptych.base.errors import escape_for_terminal
+from triptych.base.errors import UserError, escape_for_terminal
+from triptych.interface.cli import app, main
 from triptych.interface.cli.options import Terminal, print_table, say
 from triptych.interface.cli.tables import print_failed_gate
 from triptych.repository.records import GateResult, Verdict, WorstRow
@@ -61,26 +61,34 @@ def test_what_can_be_seen_stays_as_it_is() -> None:
     assert escape_for_terminal("\x1b[31m") == "[U+001B][31m"
 
 
-def run(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [Path(sys.executable).with_name("triptych"), *map(str, words)],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def run_main(encoding: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """Run the command, which ends with 2, and return its output and its errors."""
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2)]
+    monkeypatch.setattr(sys, "argv", ["triptych", *words])
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = []
+    for stream in streams:
+        stream.flush()
+        said.append(stream.detach().getvalue().decode(encoding))
+    return said[0], said[1]
 
 
-def test_an_error_is_one_sentence_in_any_encoding(tmp_path: Path) -> None:
+def test_an_error_is_one_sentence_in_any_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "\u00fc\x1b]0;owned\x07"
-    for variables in ({}, {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C"}):
-        done = run("serve", tmp_path / name, **variables)
-        assert done.returncode == 2, variables
-        assert done.stderr.startswith("error: `REPOSITORY` must be a folder"), variables
-        assert "[U+001B]]0;owned" in done.stderr, variables
-        assert commands_in(done.stderr) == [], variables
-        plain = run("serve", tmp_path / name, "--json", **variables)
-        assert json.loads(plain.stdout)["error"]["given"].endswith(name), variables
+    for encoding in ("utf-8", "ascii", "latin-1"):
+        with monkeypatch.context() as patch:
+            _, errors = run_main(encoding, ["serve", str(tmp_path / name)], patch)
+            assert errors.startswith("error: `REPOSITORY` must be a folder"), encoding
+            assert "[U+001B]]0;owned" in errors, encoding
+            assert commands_in(errors) == [], encoding
+            output, _ = run_main(encoding, ["serve", str(tmp_path / name), "--json"], patch)
+            assert json.loads(output)["error"]["given"].endswith(name), encoding
 
 
 def test_serving_beyond_this_machine_is_warned_of(tmp_path: Path) -> None:
@@ -90,10 +98,10 @@ def test_serving_beyond_this_machine_is_warned_of(tmp_path: Path) -> None:
     with socket.socket() as busy:
         busy.bind(("", 0))
         busy.listen()
-        port = busy.getsockname()[1]
+        port = str(busy.getsockname()[1])
         for host, warns in (("0.0.0.0", True), ("127.0.0.1", False), ("localhost", False)):
-            done = run("serve", tmp_path, "--host", host, "--grpc-port", port)
-            assert done.returncode == 2
-            warned, *others = done.stderr.splitlines()
-            assert (f"warning: {host} can be reached from other machines" in warned) == warns, host
-            assert len(others) == warns
+            words = ["serve", str(tmp_path), "--host", host, "--grpc-port", port]
+            done = CliRunner().invoke(app, words)
+            assert isinstance(done.exception, UserError), done.output
+            assert (f"warning: {host} can be reached from other machines" in done.stderr) == warns
+            assert len(done.stderr.splitlines()) == warns

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import typer.main
+from typer.testing import CliRunner, Result
 
-from conftest import ROOT
+from conftest import ROOT, write_pipeline
+from served_command import TRIPTYCH
+from triptych.interface.cli import app
+from triptych.interface.cli.command import VERBS
+from triptych.spec.tasks import TASKS
+from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, probe_limits, thresholds
+from triptych.spec.tasks.eval_file import EVAL_FILE, read_labels
 
 pytestmark = pytest.mark.build
 
@@ -29,34 +35,49 @@ COMMANDS = [
     for line in block.splitlines()
 ]
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+GRPC, HTTP = "127.0.0.1:8001", "127.0.0.1:8000"
+"""Addresses in the documents, which are the defaults of the commands."""
 
 
-def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def triptych(*words: str) -> Result:
+    """Run the command in this process, which has imported torch already."""
+    return CliRunner().invoke(app, words)
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[None]:
-    """`triptych serve` as the README starts it, after the build the README asks for."""
-    assert run(["triptych", "build", "minilm"]).returncode == 0
-    server = subprocess.Popen(
-        ["triptych", "serve"], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
-    )
-    assert server.stdout is not None
-    assert server.stdout.readline().startswith("ready")
-    yield
-    server.send_signal(signal.SIGINT)
-    server.communicate(timeout=60)
-    assert server.returncode == 0
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A user's folder with the pipeline of the README, as the current folder."""
+    folder = tmp_path_factory.mktemp("project")
+    write_pipeline(folder / "pipelines/minilm")
+    with contextlib.chdir(folder):
+        done = triptych("build", "minilm")
+        assert done.exit_code == 0, done.output
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def served(project: Path) -> Iterator[dict[str, str]]:
+    """Each address in the documents with that of `triptych serve`, which has free ports."""
+    command = [TRIPTYCH, "serve", "--grpc-port=0", "--http-port=0", "--metrics-port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline().startswith("ready")
+            listed = (server.stdout.readline().split() for _ in range(3))
+            grpc, http, _ = (endpoint.removeprefix("http://") for _, endpoint in listed)
+            yield {GRPC: grpc, HTTP: http}
+            server.send_signal(signal.SIGINT)
+            server.wait(timeout=60)
+            assert server.returncode == 0
+        finally:
+            server.kill()
+
+
+def with_addresses(text: str, served: dict[str, str]) -> str:
+    """Return a text of the documents for the server that runs."""
+    for stated, address in served.items():
+        text = text.replace(stated, address)
+    return text
 
 
 def test_the_two_commands_come_first() -> None:
@@ -67,7 +88,7 @@ def test_the_two_commands_come_first() -> None:
 
 @pytest.mark.long
 def test_make_demo_prints_a_readable_result() -> None:
-    done = run(["make", "demo"])
+    done = subprocess.run(["make", "demo"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert re.search(r"refund please +I want my money back\. +0\.\d+", done.stdout)
     for step in ("minilm_preprocess", "minilm_core", "minilm_postprocess", "server stopped"):
@@ -79,64 +100,72 @@ def test_make_demo_prints_a_readable_result() -> None:
     [
         command
         for command in dict.fromkeys(COMMANDS[2:])
-        # `make demo-chat` takes minutes: test_generation_vllm.py runs it.
-        if command not in ("triptych serve", "make demo-chat")
+        # The fixtures build and serve; test_generation_vllm.py runs `make demo-chat`.
+        if command not in ("triptych build minilm", "triptych serve", "make demo-chat")
         and not command.startswith(("source", "triptych tune"))
     ],
 )
-def test_each_command_of_the_readme_runs(command: str, served: None, tmp_path: Path) -> None:
-    words = shlex.split(command.replace("--out ", f"--out {tmp_path}/"))
-    if words[1] == "bench":  # in a tenth of the time
-        words += ["--rounds", "1", "--window-seconds", "0.6"]
-    done = run(words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout or words[1] == "build"
+def test_each_command_of_the_readme_runs(command: str, served: dict[str, str]) -> None:
+    _, *words = shlex.split(with_addresses(command, served))
+    if words[0] == "infer":
+        words += ["--url", served[GRPC]]
+    if words[0] == "bench":  # in a fraction of the time
+        words += ["-c", "2", "--rounds", "1", "--window-seconds", "0.6"]
+    done = triptych(*words)
+    assert done.exit_code == 0, done.output
+    assert done.stdout
+
+
+def test_default_addresses_are_those_of_the_documents() -> None:
+    options = {
+        (verb, option.name): option.default
+        for verb, command in typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
+        for option in command.params
+    }
+    assert options["infer", "url"] == GRPC
+    for name, address in (("grpc_port", GRPC), ("http_port", HTTP)):
+        assert f"{options['serve', 'host']}:{options['serve', name]}" == address
 
 
 @pytest.mark.long
-def test_the_tune_command_of_the_readme_runs(tmp_path: Path) -> None:
-    """On a copy, since it writes beside the spec, and in a fraction of the time."""
+def test_the_tune_command_of_the_readme_runs(project: Path) -> None:
+    """In a fraction of the time."""
     (command,) = [command for command in COMMANDS if command.startswith("triptych tune")]
-    shutil.copytree(ROOT / "pipelines/minilm", tmp_path / "minilm")
-    folders = ["--pipelines", str(tmp_path), "--repository", str(tmp_path / "repository")]
-    folders += ["--reports", str(tmp_path / "reports")]
-    done = run([*shlex.split(command), "--time-budget", "10s", "--clients", "8", *folders])
-    assert done.returncode in (0, 1), done.stderr  # whether a busy machine keeps the promise or not
+    done = triptych(*shlex.split(command)[1:], "--time-budget", "10s", "--clients", "8")
+    assert done.exit_code in (0, 1), done.output  # a busy machine may miss the SLO
     assert "requests per second at which p99 <= 100 ms is just met" in done.stdout
-    assert (tmp_path / "reports/minilm/tune/report.html").is_file()
-    assert not list(tmp_path.glob(".tune-*"))
+    assert (project / "reports/minilm/tune/report.html").is_file()
+    assert not list(project.glob(".tune-*"))
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS)
-def test_each_snippet_of_the_readme_runs(snippet: str, served: None) -> None:
+def test_each_snippet_of_the_readme_runs(served: dict[str, str]) -> None:
     assert SNIPPETS
-    done = run([sys.executable, "-c", snippet + "\nprint(vectors.shape)"])
-    assert done.stdout.strip() == "(2, 384)", done.stderr
+    for snippet in SNIPPETS:
+        space: dict[str, Any] = {}
+        exec(with_addresses(snippet, served), space)
+        assert space["vectors"].shape == (2, 384)
 
 
-def test_a_request_without_the_client_is_as_shown(served: None) -> None:
+def test_a_request_without_the_client_is_as_shown(
+    served: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     section = PIPELINES.split("## Without the client\n")[1].split("\n## ")[0]
     blocks = re.findall(r"```(sh|python)\n(.*?)```", section, re.DOTALL)
-    commands = {"sh": ["bash", "-c"], "python": [sys.executable, "-c"]}
-    by_http, by_grpc = (run([*commands[kind], text]) for kind, text in blocks)
-    assert by_http.returncode == 0, by_http.stderr
-    (output,) = json.loads(by_http.stdout)["outputs"]
+    (by_http, by_grpc) = (with_addresses(text, served) for _, text in blocks)
+    done = subprocess.run(["bash", "-c", by_http], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (output,) = json.loads(done.stdout)["outputs"]
     assert (output["name"], output["shape"]) == ("embedding", [1, 128])
-    assert by_grpc.stdout.strip() == "(2, 128)", by_grpc.stderr
+    exec(by_grpc, {})
+    assert capsys.readouterr().out.strip() == "(2, 128)"
 
 
-def verbs() -> list[str]:
-    from triptych.interface.cli.command import VERBS
-
-    return [name for names in VERBS.values() for name in names]
-
-
-@pytest.mark.parametrize("verb", verbs())
-def test_every_verb_has_help_and_is_in_the_readme(verb: str) -> None:
-    done = run(["triptych", verb, "--help"])
-    assert done.returncode == 0
-    assert "--json" in done.stdout
-    assert f"triptych {verb}" in README
+def test_every_verb_has_help_and_is_in_the_readme() -> None:
+    for verb in (name for names in VERBS.values() for name in names):
+        done = triptych(verb, "--help")
+        assert done.exit_code == 0, verb
+        assert "--json" in done.stdout, verb
+        assert f"triptych {verb}" in README, verb
 
 
 def test_links_lead_somewhere() -> None:
@@ -159,17 +188,17 @@ def test_the_guide_stays_short() -> None:
     assert len(GUIDE.splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
-def test_files_that_are_named_exist(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    for name in re.findall(r"`([\w./]+\.(?:py|md|yaml))`", text):
-        if "NAME" not in name:
-            places = [ROOT / name, ROOT / "build_scripts/triptych" / name]
-            assert any(place.exists() for place in places), name
+def test_files_that_are_named_exist() -> None:
+    for page in ("ARCHITECTURE.md", "CONTRIBUTING.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for name in re.findall(r"`([\w./]+\.(?:py|md|yaml))`", text):
+            if "NAME" not in name:
+                places = [ROOT / name, ROOT / "build_scripts/triptych" / name]
+                assert any(place.exists() for place in places), name
 
 
 def test_make_targets_of_the_readme_exist() -> None:
-    listed = run(["make", "help"]).stdout
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True).stdout
     pages = README + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for target in set(re.findall(r"(?m)(?:`|^)make ([a-z-]+)", pages)):
         assert re.search(rf"^{target}\b", listed, re.MULTILINE), target
@@ -224,36 +253,35 @@ def test_numbers_of_rows_are_those_of_the_gate() -> None:
         assert words in text, words
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "int8", "int8_dynamic", "fp8"])
-def test_limits_are_those_of_the_gate(precision: str) -> None:
-    from triptych.spec.tasks import TASKS
-    from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, thresholds
+def column_of(rows: list[dict[str, str]], precision: str) -> str:
+    """Return the heading of the column with the limits of a precision."""
+    (column,) = [name for name in rows[0] if precision in name.split(", ")]
+    return column
 
+
+def test_limits_are_those_of_the_gate() -> None:
     rows = table("Metrics and limits")
     assert [row["metric"] for row in rows] == list(METRICS)
-    (column,) = [name for name in rows[0] if precision in name.split(", ")]
-    stated: dict[str, dict[str, float]] = {task: {} for task in TASKS}
-    for row in rows:
-        tasks = row["task"].replace("labels", ", ".join(LABELS)).split(", ")
-        for task in TASKS if tasks == ["every"] else tasks:
-            if row[column]:
-                stated[task][row["metric"]] = float(row[column])
-    assert precision in TOLERANCES
-    for task, limits in stated.items():
-        assert limits == thresholds(TASKS[task], precision, {}), task
+    for precision in TOLERANCES:
+        column = column_of(rows, precision)
+        stated: dict[str, dict[str, float]] = {task: {} for task in TASKS}
+        for row in rows:
+            tasks = row["task"].replace("labels", ", ".join(LABELS)).split(", ")
+            for task in TASKS if tasks == ["every"] else tasks:
+                if row[column]:
+                    stated[task][row["metric"]] = float(row[column])
+        for task, limits in stated.items():
+            assert limits == thresholds(TASKS[task], precision, {}), (task, precision)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int8_dynamic", "fp8"])
-def test_limits_are_those_of_the_probe(precision: str) -> None:
-    from triptych.spec.tasks import TASKS
-    from triptych.spec.tasks.accuracy import probe_limits
-
+def test_limits_are_those_of_the_probe() -> None:
     rows = table("Outside your traffic")
-    (column,) = [name for name in rows[0] if precision in name.split(", ")]
-    wanted: dict[str, float] = {}
-    for task in TASKS.values():
-        wanted |= probe_limits(task, precision, {})
-    assert {row["metric"]: float(row[column]) for row in rows} == wanted
+    for precision in set(TOLERANCES) - {"fp32"}:
+        wanted: dict[str, float] = {}
+        for task in TASKS.values():
+            wanted |= probe_limits(task, precision, {})
+        column = column_of(rows, precision)
+        assert {row["metric"]: float(row[column]) for row in rows} == wanted, precision
 
 
 def choices(annotation: Any) -> set[Any]:
@@ -290,22 +318,15 @@ def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
             assert stated == runs(precision, *place), (precision, column)
 
 
-@pytest.mark.parametrize("row", table("Labeled rows: eval.jsonl"), ids=lambda row: row["task"])
-def test_labeled_rows_are_as_shown(row: dict[str, str], tmp_path: Path) -> None:
-    from triptych.spec.tasks import TASKS
-    from triptych.spec.tasks.eval_file import EVAL_FILE, read_labels
-
-    shown = json.loads(row["a line"])
-    other = {**shown, **{key: 0 for key in ("relevant", "score") if key in shown}}
-    path = tmp_path / EVAL_FILE
-    path.write_text(f"{json.dumps(shown)}\n{json.dumps(other)}\n", encoding="utf-8")
-    task = TASKS[row["task"]]
-    assert len(read_labels(path, task)) == 2
-    assert task.labeled is not None
-    assert task.labeled.name == row["measure"]
-
-
-def test_every_task_has_its_labeled_row() -> None:
-    from triptych.spec.tasks import TASKS
-
-    assert {row["task"] for row in table("Labeled rows: eval.jsonl")} == set(TASKS)
+def test_labeled_rows_are_as_shown(tmp_path: Path) -> None:
+    rows = table("Labeled rows: eval.jsonl")
+    assert {row["task"] for row in rows} == set(TASKS)
+    for row in rows:
+        shown = json.loads(row["a line"])
+        other = {**shown, **{key: 0 for key in ("relevant", "score") if key in shown}}
+        path = tmp_path / EVAL_FILE
+        path.write_text(f"{json.dumps(shown)}\n{json.dumps(other)}\n", encoding="utf-8")
+        task = TASKS[row["task"]]
+        assert len(read_labels(path, task)) == 2, row
+        assert task.labeled is not None
+        assert task.labeled.name == row["measure"]

@@ -5,6 +5,9 @@ After a change, ``pytest tests/project/test_notebooks.py --rewrite`` stores thei
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -17,44 +20,34 @@ from conftest import ROOT
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
-RUN = """
-import ast, contextlib, io, json, sys
-cells, space, outputs = json.load(sys.stdin), {"__name__": "__main__"}, []
-for cell in cells:
-    said, shown = io.StringIO(), None
-    body = ast.parse(cell).body
-    last = body.pop() if isinstance(body[-1], ast.Expr) else None
+
+def run_cell(source: str, space: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run a cell as Jupyter does and return its outputs."""
+    body = ast.parse(source).body
+    last = body[-1]
+    said, shown, outputs = io.StringIO(), None, list[dict[str, Any]]()
     with contextlib.redirect_stdout(said):
-        exec(compile(ast.Module(body, []), "<cell>", "exec"), space)
-        if last is not None:
+        if not isinstance(last, ast.Expr):
+            exec(compile(ast.Module(body, []), "<cell>", "exec"), space)
+        else:
+            exec(compile(ast.Module(body[:-1], []), "<cell>", "exec"), space)
             shown = eval(compile(ast.Expression(last.value), "<cell>", "eval"), space)
-    found = []
     if said.getvalue():
-        found.append({"name": "stdout", "output_type": "stream", "text": said.getvalue()})
+        outputs.append({"name": "stdout", "output_type": "stream", "text": said.getvalue()})
     if shown is not None:
         data = {"image/svg+xml": shown._repr_svg_(), "text/plain": type(shown).__name__}
-        found.append({"data": data, "metadata": {}, "output_type": "display_data"})
-    outputs.append(found)
-print(json.dumps(outputs))
-"""
+        outputs.append({"data": data, "metadata": {}, "output_type": "display_data"})
+    return outputs
 
 
 def run_notebook(path: Path, folder: Path) -> dict[str, Any]:
     """The notebook with the outputs of a run in `folder`."""
     notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    sources = json.dumps(["".join(cell["source"]) for cell in cells])
-    done = subprocess.run(
-        [sys.executable, "-c", RUN],
-        input=sources,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    for cell, outputs in zip(cells, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        cell["outputs"] = outputs
+    space: dict[str, Any] = {"__name__": "__main__"}
+    with contextlib.chdir(folder):
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                cell["outputs"] = run_cell("".join(cell["source"]), space)
     return notebook
 
 
@@ -89,11 +82,16 @@ def test_a_notebook_runs_and_has_its_outputs_in_place(
     assert all(plot.count('class="bar"') >= 1 for plot in plots)
 
 
+ALONE = """
+import sys, triptych
+assert not [name for name in sys.modules if name.startswith("triptych.")]
+for name in triptych.__all__:
+    getattr(triptych, name)
+triptych.tune
+"""
+
+
 def test_the_package_alone_imports_nothing_else() -> None:
-    code = "import triptych, sys; print([m for m in sys.modules if m.startswith('triptych.')])"
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
-    code = "import triptych\nfor name in triptych.__all__: getattr(triptych, name)\ntriptych.tune"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    words = [sys.executable, "-c", ALONE]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert "has no attribute 'tune'" in done.stderr

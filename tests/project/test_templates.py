@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from conftest import build_into, traffic_texts
 from task_models import MODELS
+from triptych.interface.cli import app
 from triptych.serving.server import Server
 from triptych.spec.scaffold import scaffold
 from triptych.spec.tasks import TASKS
@@ -48,17 +48,11 @@ def server(base: Path) -> Iterator[Any]:
 @pytest.mark.parametrize("task", [*TASKS, "custom"])
 def test_a_template_answers(base: Path, server: Any, task: str) -> None:
     text = (base / "pipelines" / task / "pipeline.yaml").read_text()
-    (command,) = re.findall(r"# Try it: (triptych infer .*)", text)
-    done = subprocess.run(
-        [*shlex.split(command.replace("<mask>", "[MASK]")), "--url", server.grpc_url, "--json"],
-        cwd=base,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    (command,) = re.findall(r"# Try it: triptych (infer .*)", text)
+    words = shlex.split(command.replace("<mask>", "[MASK]"))
+    with contextlib.chdir(base):
+        done = CliRunner().invoke(app, [*words, "--url", server.grpc_url, "--json"])
+    assert done.exit_code == 0, done.output
     (row,) = json.loads(done.stdout)
     if task in TASKS:
         assert set(row) == {tensor.name for tensor in TASKS[task].outputs}

@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator
 from importlib import import_module
@@ -266,13 +265,15 @@ def test_a_core_that_says_nothing_is_given_little_more_at_first(
     """It may have lost what it had, or have no CPU: then all that it is given comes too late."""
     slot, sender, tickets = in_flight.take_slot(), Sender(), []
     backlog = backlog_module.Backlog(in_flight, slot, batch_rows=32, max_wait_s=60.0)
+    backlog._release = looks = MagicMock(wraps=backlog._release)
 
     def respond() -> None:
         tickets.append(in_flight.admit(slot, 1))
 
     def is_given(rows: int) -> bool:
-        wait_until(lambda: in_flight.rows_in_core() == rows, f"{rows} rows in the core", 10)
-        time.sleep(0.05)  # and no more
+        wait_until(lambda: in_flight.rows_in_core() == rows, f"{rows} rows in the core")
+        seen = looks.call_count
+        wait_until(lambda: looks.call_count > seen + 2, "the backlog looks again")
         return in_flight.rows_in_core() == rows
 
     backlog.take([backlog_module.Ready(sender, 1, None, respond) for _ in range(2000)])
@@ -289,7 +290,6 @@ def test_a_core_that_says_nothing_is_given_little_more_at_first(
     wait_until(
         lambda: in_flight.requests_in_flight() == in_flight.rows_in_core(),
         "those who left wait no more",
-        10,
     )
 
 

@@ -12,16 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tokenizers import (
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import Tokenizer, processors
 
+from small_tokenizers import byte_level, unigram
 from triptych.runtime.decode_entities import EntityDecoder
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import OUTSIDE, WORD_INSIDE, WORD_START, RowMetadata
@@ -32,6 +25,7 @@ pytestmark = pytest.mark.build
 LABELS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC", "B-PER-SUB", "ORG-SUB"]
 STRATEGIES = ("none", "simple", "first", "max", "average")
 WHOLE = {"is_split_into_words": False}
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 SAMPLES = [
     "Ada Lovelace met Charles Babbage in London.",
     "In 1843 Zürich's trams cost 49.95€; internationalization of pseudo-anonymous cafés!",
@@ -65,33 +59,13 @@ def wordpiece(minilm: Path) -> Any:
     return AutoTokenizer.from_pretrained(minilm)
 
 
-def byte_level(_minilm: Path) -> Any:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=["<s>", "<pad>", "</s>", "<unk>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(SAMPLES, trainer)
-    return _wrapped(tokenizer)
+def byte_pairs(_minilm: Path) -> Any:
+    return _wrapped(byte_level(SAMPLES, SPECIAL, vocabulary=420))
 
 
-def unigram(_minilm: Path) -> Any:
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizers.NFKC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=150,
-        special_tokens=["<s>", "<pad>", "</s>", "<unk>"],
-        unk_token="<unk>",
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(SAMPLES[:3], trainer)  # so that other scripts are unknown
-    return _wrapped(tokenizer)
+def sentencepiece(_minilm: Path) -> Any:
+    """Other scripts are unknown to it."""
+    return _wrapped(unigram(SAMPLES[:3], SPECIAL, vocabulary=150, normalizes=True))
 
 
 def _wrapped(tokenizer: Tokenizer) -> Any:
@@ -215,8 +189,8 @@ def decode(
 
 KINDS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "wordpiece": ("Bert", wordpiece),
-    "byte-level": ("Roberta", byte_level),
-    "unigram": ("XLMRoberta", unigram),
+    "byte-level": ("Roberta", byte_pairs),
+    "unigram": ("XLMRoberta", sentencepiece),
 }
 
 

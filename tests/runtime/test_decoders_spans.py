@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from conftest import ROOT
+from small_tokenizers import byte_level, unigram
 from triptych.runtime.decode_answers import CANDIDATES, AnswerDecoder, _best_spans
 from triptych.runtime.row_types import OUTSIDE, WORD_START, Arrays, RowMetadata
 from triptych.runtime.rows_spans import word_offsets
@@ -121,29 +122,14 @@ def test_best_spans_are_the_best_of_all(longest: int) -> None:
         assert [score for _, _, score in spans] == every[best].tolist()
 
 
-def byte_level(texts: list[str]) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def unigram(texts: list[str]) -> Tokenizer:
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizers.NFKC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=100, unk_token="<unk>", show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-@pytest.mark.parametrize("make", [byte_level, unigram])
-def test_word_offsets_are_those_of_the_tokenizer(make: Any) -> None:
+@pytest.mark.parametrize("kind", ["byte-level", "unigram"])
+def test_word_offsets_are_those_of_the_tokenizer(kind: str) -> None:
     texts = [case["context"] for case in CASES]
-    tokenizer = make(texts)
+    tokenizer: Any = (
+        byte_level(texts, prefix_space=True)
+        if kind == "byte-level"
+        else unigram(texts, normalizes=True)
+    )
     tokenizer.enable_truncation(13, stride=3)
     split = 0
     for text in texts:

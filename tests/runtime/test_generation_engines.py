@@ -1,47 +1,9 @@
-"""Engines that generate text, without a model: batches, what is given up, room for adapters."""
+"""Engines that generate text, without a model: batches, and room for adapters."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
-from pathlib import Path
-
-from generation_cases import fake_engine
 from triptych.runtime import engine_vllm
 from triptych.runtime.engine_ctranslate2 import next_batch
-from triptych.runtime.generation_messages import Delta, EngineLoad
-from triptych.runtime.sampling_parameters import DEFAULTS
-
-
-def test_the_fake_engine_batches_reports_and_gives_up() -> None:
-    loads: list[EngineLoad] = []
-    settings = {"token_delay_ms": 1.0, "max_sequences": 1, "max_length": 10}
-    sampling = {**DEFAULTS, "max_tokens": 3, "logprobs": 1}
-
-    async def whole(answer: AsyncGenerator[Delta, None]) -> list[Delta]:
-        return [delta async for delta in answer]
-
-    async def run() -> list[Delta]:
-        engine = fake_engine()(settings, Path(), loads.append)
-        await engine.start()
-        first = engine.generate("a", [7, 8, 9, 10], sampling)
-        begun = [await anext(first)]
-        second = asyncio.ensure_future(whole(engine.generate("b", [5], sampling)))
-        while not loads[-1].waiting:
-            await asyncio.sleep(0)
-        assert loads[-1].running == 1
-        begun += await whole(first)
-        assert (await second)[-1].finish == "stop"
-        third = engine.generate("c", [1, 2, 3], sampling)
-        await anext(third)
-        await third.aclose()
-        return begun
-
-    deltas = asyncio.run(run())
-    assert [delta.token_ids for delta in deltas] == [[7], [8], [9]]
-    assert deltas[-1].finish == "length"
-    assert deltas[1].logprobs == [[8, -1.0, [[8, -1.0]]]]
-    assert loads[-1] == EngineLoad()
 
 
 def test_texts_of_like_length_share_a_batch_and_none_waits_for_ever() -> None:

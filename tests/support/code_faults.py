@@ -7,6 +7,7 @@ should see are left out: texts, logs, waiting times, sizes of pages, conditions 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import re
 from collections import Counter
@@ -104,7 +105,8 @@ class Finder(ast.NodeVisitor):
         self.names.pop()
 
     def visit_FunctionDef(self, node: Any) -> None:
-        if node.name in ("__str__", "__repr__") or "overload" in ast.dump(node):
+        is_overload = any("overload" in self.text(each) for each in (*node.decorator_list, node))
+        if node.name in ("__str__", "__repr__") or is_overload:
             return
         outer, self.returns = self.returns, self.text(node.returns) if node.returns else ""
         self.names.append(node.name)
@@ -257,6 +259,7 @@ def chosen_in(package: str, paths: list[Path], wanted: int) -> list[Fault]:
     return taken[:wanted]
 
 
+@functools.cache
 def chosen_faults() -> list[Fault]:
     """Return the faults, the packages in turn; each package has its share by lines."""
     modules: dict[str, list[Path]] = {}

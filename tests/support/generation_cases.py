@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from tritonclient.grpc import InferInput, service_pb2_grpc
 from tritonclient.grpc._utils import _get_inference_request
 
+from small_tokenizers import byte_level
 from triptych.building.generation.adapters import CONFIG, WEIGHTS
 from triptych.building.generation.inputs import GeneratingInputs, Prompt
 from triptych.building.generation.reference import Reference
@@ -40,16 +41,7 @@ TEMPLATE = (
 
 def byte_pairs() -> Tokenizer:
     """A byte-level BPE that adds a token at the beginning: few merges, so characters are split."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXTS[:2], trainer)
+    tokenizer = byte_level(TEXTS[:2], ["<s>", "</s>"], vocabulary=300)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
