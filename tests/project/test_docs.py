@@ -149,7 +149,7 @@ def test_each_snippet_of_the_readme_runs(served: dict[str, str]) -> None:
 def test_a_request_without_the_client_is_as_shown(
     served: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    section = PIPELINES.split("## Without the client\n")[1].split("\n## ")[0]
+    section = PIPELINES.split("## Without the client\n")[1].split("\n#")[0]
     blocks = re.findall(r"```(sh|python)\n(.*?)```", section, re.DOTALL)
     (by_http, by_grpc) = (with_addresses(text, served) for _, text in blocks)
     done = subprocess.run(["bash", "-c", by_http], capture_output=True, text=True, timeout=60)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,8 +28,10 @@ from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
 
 HOOKS = """
+import os
 import re
 import time
+from pathlib import Path
 
 SEEN = re.compile(r"<[^>]+>")
 
@@ -55,7 +56,10 @@ def after(rows, inputs):
         if given["text"] == "forget":
             return None
         if given["text"] == "be slow":
-            time.sleep(1.5)
+            folder = Path(os.environ["HOOK_FOLDER"])
+            (folder / "begun").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.01)
         if given["text"] == "spell":
             row["label"] = "OTHER"
             return rows
@@ -235,15 +239,21 @@ def test_a_build_runs_after_and_decode_on_what_the_model_answers(
     assert not (tmp_path / "repository").exists()
 
 
-def test_a_server_that_stops_waits_for_a_slow_hook(base: Path) -> None:
-    with Server(base / "repository", models=["cleaned"]) as server, ThreadPoolExecutor(1) as pool:
+def test_a_server_that_stops_waits_for_a_slow_hook(base: Path, tmp_path: Path) -> None:
+    environment = {"HOOK_FOLDER": str(tmp_path)}
+    with (
+        Server(base / "repository", models=["cleaned"], environment=environment) as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
         (counts,) = InFlight.of_server(server.pid, mark_of(server.pid))
         with Client("cleaned", server.grpc_url, retry=None) as client:
             answer = pool.submit(client.classify, ["be slow"])
-            assert eventually(lambda: counts.requests_in_flight() > 0, 30)
-            time.sleep(0.5)  # it is in the hook, most likely
-            server.stop()
-            (labels,) = answer.result(timeout=5)
+            assert eventually((tmp_path / "begun").exists)
+            stopped = pool.submit(server.stop)
+            assert eventually(lambda: counts.closed_at > 0)
+            (tmp_path / "go").touch()
+            (labels,) = answer.result(timeout=60)
+            stopped.result(timeout=60)
     assert all(label.label.isupper() for label in labels)
 
 

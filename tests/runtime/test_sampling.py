@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from client_toy import wait_until
 from conftest import build_into, lock_data, traffic_texts, write_lock
 from sampling_cases import (
     AFTER,
@@ -31,7 +32,6 @@ from sampling_cases import (
     files_with,
     records,
     rows_in,
-    wait_for,
     wait_for_texts,
     write_sampling,
 )
@@ -81,7 +81,7 @@ def test_rows_and_answers_are_kept_and_nothing_of_them_elsewhere(
         asked = [f"hello {SECRET}", "drop me", "break", "plain"]
         answers = client.classify(asked, top_k=2)
     for count in ("kept", "redact"):
-        wait_for(lambda: counts(server)[count] - before[count] == 2, count)  # noqa: B023
+        wait_until(lambda: counts(server)[count] - before[count] == 2, count)  # noqa: B023
     found = {row["inputs"]["text"]: row for row in records(folder)}
     assert found.keys() == {"hello #", "plain"}
     assert (found["hello #"]["redacted"], found["plain"]["redacted"]) == (True, False)
@@ -109,7 +109,7 @@ def test_a_folder_that_is_gone_costs_samples_and_no_answers(server: Server, buil
     try:
         with Client("sampled", server.grpc_url) as client:
             assert len(client.classify(["one", "two"])) == 2
-        wait_for(lambda: counts(server)["disk"] - before["disk"] == 2, "two rows lost")
+        wait_until(lambda: counts(server)["disk"] - before["disk"] == 2, "two rows lost")
     finally:
         folder.unlink()
         (built / "away").rename(folder)
@@ -128,7 +128,9 @@ def test_what_goes_wrong_costs_samples_and_no_answers(server: Server, built: Pat
         before = counts(asked)
         with Client("sampled", asked.grpc_url) as client:
             assert len(client.classify(texts)) == len(texts)
-        wait_for(lambda: (counts(asked) - before)[dropped or "kept"] == len(texts), str(texts[:3]))
+        wait_until(
+            lambda: (counts(asked) - before)[dropped or "kept"] == len(texts), str(texts[:3])
+        )
         assert (counts(asked) - before).keys() <= {dropped} if dropped else {"kept", "bytes"}
         return len(records(folder))
 
@@ -194,7 +196,7 @@ def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built:
         wanted = rows_in(folder) + len(asked)
         with Client(name, server.grpc_url) as client:
             client.classify(asked)
-        wait_for(lambda: rows_in(folder) >= wanted, "files")  # noqa: B023
+        wait_until(lambda: rows_in(folder) >= wanted, "files")  # noqa: B023
     gauges = built / "gauges.prom"
     reports = ("--reports", built / "reports")
     done = triptych(built, "monitor", "sampled", "--json", "--textfile", gauges, *reports)
@@ -241,7 +243,7 @@ def test_a_candidate_is_taken_where_it_answers_as_well(
     before = len(records(folder)) + 250
     with Client("sampled", server.grpc_url) as client:
         client.classify(traffic_texts()[:250])
-    wait_for(lambda: len(records(folder)) == before, "all rows")
+    wait_until(lambda: len(records(folder)) == before, "all rows")
 
     def shadow(candidate: Path, *words: str) -> dict[str, Any]:
         done = triptych(built, "shadow", "sampled", candidate, "--json", *words)

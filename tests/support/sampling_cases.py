@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from client_toy import wait_until
 from conftest import build_into, write_pipeline
 from task_models import TOPICS
 from triptych.runtime.sampling import list_files
@@ -87,16 +86,9 @@ def counts(server: Server) -> Counter[str]:
     )
 
 
-def wait_for(done: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
 def wait_for_texts(folder: Path, texts: list[str]) -> None:
     """Until every text is in the folder: a request's parts are answered in any order."""
-    wait_for(lambda: {row["inputs"]["text"] for row in records(folder)} >= set(texts), "the rows")
+    wait_until(lambda: {row["inputs"]["text"] for row in records(folder)} >= set(texts), "the rows")
 
 
 def rows_in(folder: Path) -> int:
