@@ -21,6 +21,7 @@ from conftest import ROOT
 from deploy_cases import (
     ENGINE,
     KUBERNETES,
+    PROMISE,
     document,
     held_by_schema,
     kustomized,
@@ -241,6 +242,21 @@ def test_every_number_says_why(tmp_path: Path) -> None:
         for _, _, reason in reasons_of(node):
             assert " ".join(reason.split()) in comments, (file, reason)
     assert CliRunner().invoke(app, [*words, "--target", "nomad"]).exception is not None
+
+
+def test_a_response_cache_is_part_of_the_memory(tmp_path: Path) -> None:
+    found = []
+    for cached in (False, True):
+        folder = tmp_path / str(cached)
+        repository = write_built(folder, serving={"slo": PROMISE, "response_cache": cached})
+        made = make_manifests(repository, "minilm", options(), write_bench(folder / "reports"))
+        numbers = made.as_dict()["numbers"]
+        number = next(n for n in numbers if "instances of the core, estimated" in n["reason"])
+        found.append(number)
+    plain_memory, more = found
+    assert int(more["value"][:-2]) == int(plain_memory["value"][:-2]) + 256
+    assert "256 MiB of response cache" in more["reason"]
+    assert "response cache" not in plain_memory["reason"]
 
 
 def test_the_guide_has_every_option_with_its_help() -> None:
