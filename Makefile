@@ -15,7 +15,7 @@ export TRITON_IMAGE
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
 
-.PHONY: help setup setup-generation demo demo-chat test test-long check serve image engine-in-container examples compare compare-path compare-tasks compare-generation grid scaling precisions gpu-test soak fuzz results clean
+.PHONY: help setup setup-generation demo demo-chat test test-in-container test-long check coverage serve image engine-in-container examples compare compare-path compare-tasks compare-generation grid scaling precisions gpu-test soak fuzz results clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 21
 
@@ -49,7 +49,8 @@ demo-chat: setup setup-generation  ## Build SmolLM2 on vLLM, serve it, stream an
 	$(BIN)/python -m triptych.interface.cli.demo_chat $(CHAT_REPOSITORY) chat
 
 # `make test` runs all tests but the long ones. LONG=1 adds the long ones, LONG=2/3 the second of
-# three parts of them: .ci/run takes the parts in turn, one a commit.
+# three parts of them: .ci/run takes the parts in turn, one a commit. COVERAGE=1 prints which lines of
+# the package the processes of pytest executed.
 PYTEST := $(BIN)/python -m pytest
 # A file's tests stay on one worker, since they share its server; the biggest files come first.
 # Three workers for two cores: many tests wait, for a server to start or for a deadline.
@@ -62,9 +63,32 @@ test: lint types unit  ## Lint, types and the tests, against a real server (LONG
 test-long: setup setup-generation  ## What takes minutes each: trainings, compilers, races, whole runs
 	$(PYTEST) $(PARALLEL) -m long
 
+# TRITON_RELEASE=26.06 says of which release the tritonserver on PATH is; without one on PATH, tests use
+# the embedded server.
+ifdef TRITON_RELEASE
+export TRIPTYCH_TRITON := $(TRITON_RELEASE)
+unit: server-on-path
+endif
+.PHONY: server-on-path
+server-on-path:
+	@command -v tritonserver >/dev/null || { echo "error: TRITON_RELEASE is the release of a" \
+	  "tritonserver on PATH, and PATH has none" >&2; exit 2; }
+
+test-in-container: docker-ready  ## Run the tests in the tritonserver image with its own server (ARGS="-k hostile")
+	docker run --rm --init --shm-size 2g --user "$$(id -u):$$(id -g)" --env HOME=/tmp \
+	  --env PIP_INDEX_URL --env PIP_EXTRA_INDEX_URL --volume "$(CURDIR):/triptych" --workdir /triptych \
+	  "$(TRITON_IMAGE)" bash tests/in_container.sh $(ARGS)
+
 .PHONY: unit pure lint types format
 unit: setup $(if $(LONG),setup-generation)
-	$(PYTEST) $(PARALLEL) $(if $(LONG),--long $(LONG),-m "not long")
+	$(if $(COVERAGE),$(WITH_COVERAGE)) $(PYTEST) $(PARALLEL) $(if $(COVERAGE),-p line_coverage) \
+	  $(if $(LONG),--long $(LONG),-m "not long")
+
+# Without the processes that the tests start. `coverage` records those as well: some tests of what a
+# process imports fail in it.
+WITH_COVERAGE := PYTHONPATH=$(CURDIR)/tests/support
+coverage: setup  ## Print which lines of the package the tests execute, by package
+	-$(WITH_COVERAGE):$(CURDIR)/tests/support/child_coverage $(PYTEST) $(PARALLEL) -p line_coverage -m "not long"
 
 pure: setup
 	$(PYTEST) --pure --numprocesses 2

@@ -70,10 +70,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (is_pure(item), item.get_closest_marker("server") is None))
     if config.getoption("--pure"):
         items[:] = [item for item in items if is_pure(item)]
+    if shutil.which("tritonserver"):
+        deselect(config, items, [i for i in items if i.get_closest_marker("replacement")])
     part, _, parts = config.getoption("--long").partition("/")
     long_files = sorted({item.path for item in items if item.get_closest_marker("long")})
     chosen = set(long_files[int(part) - 1 :: int(parts or 1)])
     others = [item for item in items if item.get_closest_marker("long") and item.path not in chosen]
+    deselect(config, items, others)
+
+
+def deselect(config: pytest.Config, items: list[pytest.Item], others: list[pytest.Item]) -> None:
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]

@@ -295,3 +295,24 @@ def test_make_engine_asks_for_the_pipeline(fake_docker: Path) -> None:
     exit_code, said = make("engine-in-container", programs=fake_docker, image="somewhere/image")
     assert exit_code == 2
     assert "NAME=minilm" in said
+
+
+def test_make_runs_the_tests_in_the_image(fake_docker: Path) -> None:
+    image = "somewhere/tritonserver:tag"
+    words = ("test-in-container", "ARGS=-k hostile")
+    exit_code, said = make(*words, programs=fake_docker, image=image)
+    assert exit_code == 0, said
+    assert f"--volume {ROOT}:/triptych" in said
+    assert f"--user {os.getuid()}:{os.getgid()}" in said
+    script = f"{image} bash tests/in_container.sh -k hostile"
+    assert script in said
+    assert (ROOT / "tests/in_container.sh").is_file()
+
+
+def test_a_release_is_that_of_a_server_on_path(tmp_path: Path) -> None:
+    exit_code, said = make("server-on-path", "TRITON_RELEASE=26.06", programs=tmp_path)
+    assert exit_code == 2
+    assert "PATH has none" in said
+    (tmp_path / "tritonserver").write_text("#!/bin/sh\n")
+    (tmp_path / "tritonserver").chmod(0o755)
+    assert make("server-on-path", "TRITON_RELEASE=26.06", programs=tmp_path) == (0, "")

@@ -1,8 +1,9 @@
-"""What stands for the serving image: its files and environment around the embedded server."""
+"""What stands for the serving image: its files and environment around the server of the tests."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,15 +16,15 @@ import psutil
 from container_cases import copy_of_the_images_files
 from processes import eventually
 from triptych.container.supervisor import STARVED
-from triptych.serving.embedded import find_installation
+from triptych.serving.embedded import find_installation, find_release
 from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, new_process_tag, remove_orphans
 from triptych.serving.ports import reserve_ports
 from triptych.serving.readiness import is_cpu_starved
 
 KEY = "a-key-of-the-operators"
 WRAPPER = """#!/bin/sh
-export LD_LIBRARY_PATH='{libraries}' PATH='{path}'
-exec '{program}' "$@" --backend-directory='{backends}' {prefixes}
+export {variables}
+exec {program} "$@" {flags}
 """
 
 
@@ -76,32 +77,33 @@ class Image(NamedTuple):
 
 @contextmanager
 def image_of(folder: Path, repository: Path) -> Iterator[Image]:
-    """An image around the embedded server; nothing of its server is left behind."""
+    """An image around the server of the tests; nothing of its server is left behind."""
     folder.mkdir(parents=True)
     mark = new_process_tag()
     server = find_installation(folder / "server")
-    prefixes = [
+    flags = [
         f"--backend-config={backend},shm-region-prefix-name={mark}"
         for backend in server.python_backends
     ]
+    if server.backend_directory:
+        flags.append(f"--backend-directory={server.backend_directory}")
+    variables = [f"{name}={value}" for name, value in server.environment.items()]
     wrapper = folder / "tritonserver"
     wrapper.write_text(
         WRAPPER.format(
-            libraries=server.environment["LD_LIBRARY_PATH"],
-            path=server.environment["PATH"],
-            program=server.executable,
-            backends=server.backend_directory,
-            prefixes=" ".join(prefixes),
+            variables=shlex.join(variables),
+            program=shlex.quote(str(server.executable)),
+            flags=shlex.join(flags),
         )
     )
     wrapper.chmod(0o755)
     (folder / "key").write_text(KEY)
     services = {f"TRIPTYCH_{name}_PORT": 0 for name in ("HTTP", "GRPC", "METRICS")}
     ports = {name: str(port) for name, port in reserve_ports("127.0.0.1", services).items()}
-    variables = {
+    environment = {
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(copy_of_the_images_files(folder / "opt")),
-        "TRIPTYCH_TRITON": "24.10",
+        "TRIPTYCH_TRITON": str(find_release()),
         "TRIPTYCH_HOST": "127.0.0.1",
         "TRIPTYCH_REPOSITORY": str(repository),
         "TRIPTYCH_RESTRICTED_KEY_FILE": str(folder / "key"),
@@ -110,7 +112,7 @@ def image_of(folder: Path, repository: Path) -> Iterator[Image]:
         **ports,
     }
     try:
-        yield Image(folder / "opt", variables)
+        yield Image(folder / "opt", environment)
     finally:
         remove_orphans(mark)
 

@@ -1,0 +1,53 @@
+"""The report of the package's coverage: what a process executed, and what no process did."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import ROOT
+from line_coverage import PACKAGE, executed_lines, find_module, functions_of, report
+
+SCRIPT = """
+import pathlib, sys
+import line_coverage
+line_coverage.FOLDER = pathlib.Path(sys.argv[1])
+from triptych.base.formatting import {called}
+{called}(0.5)
+"""
+
+
+def run_with_coverage(folder: Path, called: str) -> None:
+    support = ROOT / "tests/support"
+    path = os.pathsep.join(map(str, (support / "child_coverage", support, PACKAGE.parent)))
+    words = [sys.executable, "-c", SCRIPT.format(called=called), str(folder)]
+    subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, check=True)
+
+
+def test_the_lines_of_all_processes_count(tmp_path: Path) -> None:
+    source = (PACKAGE / "base/formatting.py").read_text(encoding="utf-8")
+    bodies = dict(functions_of(source))
+    run_with_coverage(tmp_path, "percent")
+    first = executed_lines(tmp_path)["base/formatting.py"]
+    assert bodies["percent"] & first
+    assert not bodies["milliseconds"] & first
+    run_with_coverage(tmp_path, "milliseconds")
+    both = executed_lines(tmp_path)["base/formatting.py"]
+    assert both > first
+    assert bodies["milliseconds"] & both
+    lines = list(report(executed_lines(tmp_path)))
+    never = next(line for line in lines if line.startswith("base/formatting.py: "))
+    assert " power," in never
+    assert not any(f" {name}," in never for name in ("percent", "milliseconds"))
+    packages = {line.split()[0]: line.split() for line in lines[1 : lines.index("")]}
+    assert packages["all"][2] != packages["client"][2] == "0.0%"
+
+
+def test_a_step_of_a_repository_is_a_file_of_the_runtime(tmp_path: Path) -> None:
+    assert find_module(PACKAGE / "spec/plan.py") == "spec/plan.py"
+    assert find_module(tmp_path / "minilm_preprocess/1/preprocess.py") == "runtime/preprocess.py"
+    assert find_module(tmp_path / "minilm_preprocess/1/hooks.py") is None
+    assert find_module(tmp_path / "preprocess.py") is None
+    assert find_module("built-in") is None
