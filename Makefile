@@ -56,7 +56,8 @@ PYTEST := $(BIN)/python -m pytest
 # Three workers for two cores: many tests wait, for a server to start or for a deadline.
 PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-check: lint types pure  ## Lint, types and the pure tests: no server, no build, no torch
+check: setup  ## Lint, types and the pure tests: no server, no build, no torch
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint types pure
 
 test: lint types unit  ## Lint, types and the tests, against a real server (LONG=1: with the long tests)
 
