@@ -14,6 +14,7 @@ import argparse
 import ast
 import functools
 import json
+import multiprocessing
 import os
 import queue
 import re
@@ -43,6 +44,21 @@ TIME_RAN_OUT = "time ran out"
 FILE_IS_NOT_PURE = re.compile(r"(?m)^pytestmark = \[?\s*pytest\.mark\.(server|build|long)\b")
 COMMAND = re.compile(r'with_name\("triptych"\)|triptych\.interface\.cli')
 """The text of a test that starts the command in a process of its own."""
+SERVER = multiprocessing.get_context("forkserver")
+LIBRARIES = """
+numpy onnx onnxruntime onnxscript pydantic pytest tokenizers torch transformers typer
+tritonclient.grpc
+"""
+"""Imported once, by the process that forks the processes of pytest."""
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPYCACHEPREFIX": str(ROOT / ".cache/bytecode"),
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Read by the libraries and by Python when they start."""
+MAX_FILES = 8
+"""Number of test files that are not pure and meet a fault: the closest ones."""
 STAGES: dict[str, list[str]] = {"pure": ["--pure"], "others": ["-m", "not long"]}
 
 
@@ -113,7 +129,8 @@ class Tests:
                 all_files.append((place, file))
                 if own or far == 1 or stem in CONTRACTS:
                     near.append((place, file))
-        return [file for _, file in sorted(near or all_files)]
+        files = [file for _, file in sorted(near or all_files)]
+        return files if stage == "pure" else files[:MAX_FILES]
 
 
 class Copy:
@@ -146,27 +163,39 @@ class Copy:
             shutil.copytree(ROOT / ".cache/triptych", cache, copy_function=os.link, ignore=skip)
         (self.root / "failed").unlink(missing_ok=True)
         variables = {
-            "PYTHONPYCACHEPREFIX": str(ROOT / ".cache/bytecode"),
-            **os.environ,
             "PYTHONPATH": f"{self.root / 'build_scripts'}{os.pathsep}{self.root / 'plugin'}",
             "TRIPTYCH_CACHE": str(cache),
             "PLANTED_FAULTS": json.dumps({"files": files, "words": words, **chosen}),
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "planted_faults"]
-        command += ["-p", "no:cacheprovider", *words, *files]
-        with (self.root / "log").open("w") as log:
-            own: dict[str, Any] = {"cwd": self.root, "env": variables, "start_new_session": True}
-            process = psutil.Popen(command, stdout=log, stderr=log, **own)
-            try:
-                code = process.wait(seconds)
-            except psutil.TimeoutExpired:
-                end(process)
-                return [TIME_RAN_OUT]
+        words = ["-q", "-p", "planted_faults", "-p", "no:cacheprovider", *words, *files]
+        process = SERVER.Process(target=run_pytest, args=(str(self.root), variables, words))
+        process.start()
+        process.join(seconds)
+        if process.exitcode is None:
+            end(psutil.Process(process.pid))
+            process.join()
+            return [TIME_RAN_OUT]
+        code = process.exitcode
         failed = self.root / "failed"
         names = failed.read_text(encoding="utf-8").splitlines() if failed.exists() else []
         if code == 2 and not names:
             raise InterruptedError("pytest was interrupted")
         return names or ([] if code in (0, 5) else [f"pytest ended with {code}"])
+
+
+def run_pytest(folder: str, variables: dict[str, str], words: list[str]) -> None:
+    """Run pytest in a copy: the target of a process that a server with the libraries forks."""
+    os.setsid()
+    os.chdir(folder)
+    with Path("log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ.update(variables)
+    sys.pycache_prefix = ENVIRONMENT["PYTHONPYCACHEPREFIX"]
+    sys.path[:0] = variables["PYTHONPATH"].split(os.pathsep)
+    for name in ("planted_faults", "code_faults"):  # those of the copy
+        sys.modules.pop(name, None)
+    sys.exit(int(pytest.main(words)))
 
 
 def end(process: Any) -> None:
@@ -225,7 +254,8 @@ class Run:
         self.results: dict[str, dict[str, str]] = known.get("results", {})
         self.sound: list[str] = known.get("sound", [])
         self.late: dict[str, float] = known.get("late", {})
-        self.faults = [fault for fault in chosen_faults() if options.only in ("", fault.package)]
+        faults = [fault for fault in chosen_faults() if options.only in ("", fault.package)]
+        self.faults = faults[: options.faults or None]
         self.lock = threading.Lock()
         self.copies: queue.Queue[Copy] = queue.Queue()
         for number in range(options.workers):
@@ -320,15 +350,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
     add("--only", default="", metavar="PACKAGE", help="faults of this package only")
+    add("--faults", type=int, default=0, metavar="N", help="the first N faults: packages in turn")
     add("--tests", default="", metavar="REVISION", help="use tests/ of this git revision")
     add("--workers", type=int, default=2, help="number of copies that run at a time (2)")
-    add("--seconds", type=float, default=120, help="limit of a fault's pure and other tests (120)")
+    add("--seconds", type=float, default=600, help="limit of a fault's pure and other tests (600)")
     add("--list", action="store_true", help="only print the faults")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     if options.list:
         print(*chosen_faults(), sep="\n")
         return
+    os.environ |= ENVIRONMENT
+    SERVER.set_forkserver_preload(LIBRARIES.split())
     run = Run(options)
     try:
         run.work()

@@ -74,6 +74,7 @@ def built_elsewhere(
 
 
 @pytest.mark.server
+@pytest.mark.replacement
 @pytest.mark.parametrize("layout", ["packed", pytest.param("bucketed", marks=pytest.mark.long)])
 def test_build_engine_check_and_serve(
     pipeline: Path, gpu: Any, tmp_path: Path, layout: str

@@ -25,7 +25,7 @@ from raw_requests import Arrays, ask, ask_together
 from triptych.client import Client
 from triptych.serving.server import Server
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.replacement]
 both = pytest.mark.parametrize("backend", backend_models.BACKENDS)
 
 

@@ -123,6 +123,7 @@ def test_a_second_server_runs_beside_the_first(
     assert "Waiting for in-flight requests" in (tmp_path / "second.log").read_text()
 
 
+@pytest.mark.replacement
 def test_own_backends_are_laid_over_the_assembled_ones(tmp_path: Path) -> None:
     backends = tmp_path / "backends"
     (backends / "shouting").mkdir(parents=True)
