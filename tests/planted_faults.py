@@ -168,6 +168,7 @@ class Copy:
             "PLANTED_FAULTS": json.dumps({"files": files, "words": words, **chosen}),
         }
         words = ["-q", "-p", "planted_faults", "-p", "no:cacheprovider", *words, *files]
+        words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of the libraries
         process = SERVER.Process(target=run_pytest, args=(str(self.root), variables, words))
         process.start()
         process.join(seconds)
@@ -271,6 +272,7 @@ class Run:
 
     def work(self) -> None:
         """Run what has no result, until no test that fails without a fault has counted."""
+        self.check_copy()
         for stage in STAGES:
             while rest := [f for f in self.faults if self.is_open(f, stage)]:
                 with ThreadPoolExecutor(self.options.workers) as pool:
@@ -280,6 +282,14 @@ class Run:
                         pool.shutdown(cancel_futures=True)
                         raise
                 self.confirm(stage)
+
+    def check_copy(self) -> None:
+        """Check that pytest works in a copy: it would end without a failed test in any fault."""
+        copy = self.copies.get()
+        file = copy.tests.files["test_explained"].relative_to(copy.root).as_posix()
+        if failed := copy.run([file], STAGES["pure"], self.options.seconds):
+            raise RuntimeError(f"{failed} without a fault; see {copy.root / 'log'}")
+        self.copies.put(copy)
 
     def is_open(self, fault: Fault, stage: str) -> bool:
         late = self.late.get(f"{fault.key} {stage}", self.options.seconds) < self.options.seconds
