@@ -82,22 +82,53 @@ def masked() -> list[str]:
     return [f"{text[:30]}{' ' * (i % 2)}[MASK] {text[30:]}" for i, text in enumerate(TEXTS)]
 
 
+EVERYDAY = (
+    "albert_tags",
+    "bart_labels",
+    "deberta_ranks",
+    "modern_masks",
+    "qwen_topics",
+    "t5_vectors",
+)
+"""Each task but question answering once; `test_architectures` exports models as the others are."""
+
+
+def pipelines_of(*tasks: str) -> list[Any]:
+    return [
+        pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.long)
+        for name, served in SERVED.items()
+        if served.task in tasks
+    ]
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def names(request: pytest.FixtureRequest) -> list[str]:
+    """The pipelines of the tests that run."""
+    parameters = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function)
+        if hasattr(item, "callspec")
+    ]
+    return sorted({str(one["name"]) for one in parameters if "name" in one})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> dict[str, Path]:
     """Folder of each pipeline's model."""
     base = tmp_path_factory.mktemp("models")
-    return {name: save(served, base / name) for name, served in SERVED.items()}
+    return {name: save(SERVED[name], base / name) for name in names}
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
     """All of them in one repository."""
     base = tmp_path_factory.mktemp("served")
-    for name, served in SERVED.items():
-        folder = write_pipeline(name, served, models[name], base)
+    for name, model in models.items():
+        folder = write_pipeline(name, SERVED[name], model, base)
         built = build_into(folder, base / "repository")
         assert built.not_packed_reason == ""
-        assert built.plan.layout == served.layout
+        assert built.plan.layout == SERVED[name].layout
     return base / "repository"
 
 
@@ -126,10 +157,6 @@ def reference(models: dict[str, Path]) -> Callable[[str], Any]:
         return transformers.pipeline(task, str(models[name]), device="cpu")
 
     return get
-
-
-def pipelines_of(*tasks: str) -> list[str]:
-    return [name for name, served in SERVED.items() if served.task in tasks]
 
 
 def same_choices(got: Any, want: list[dict[str, Any]], key: str = "label") -> None:
@@ -220,31 +247,34 @@ def test_text_embedding(ask: Any, models: dict[str, Path], name: str) -> None:
 
 
 @pytest.mark.parametrize("multi_label", [False, True])
-def test_zero_shot_classification(ask: Any, reference: Any, multi_label: bool) -> None:
+@pytest.mark.parametrize("name", pipelines_of("zero-shot-classification"))
+def test_zero_shot_classification(ask: Any, reference: Any, name: str, multi_label: bool) -> None:
     # Texts times labels are more than a batch holds: the client sends fewer at a time.
     labels = [*LABELS, "a return", "an invoice", "a complaint"]
     options: dict[str, Any] = {
         "multi_label": multi_label,
         "hypothesis_template": "This is about {}.",
     }
-    with ask("bart_labels") as client:
+    with ask(name) as client:
         got = client.classify_zero_shot(TEXTS, labels, **options)
-    want = reference("bart_labels")(TEXTS, labels, **options)
+    want = reference(name)(TEXTS, labels, **options)
     for mine, theirs in zip(got, want, strict=True):
         pairs = zip(theirs["labels"], theirs["scores"], strict=True)
         same_choices(mine, [{"label": label, "score": score} for label, score in pairs])
     assert len({choices[0].label for choices in got}) > 1
 
 
-def test_a_head_that_reads_a_mark_is_one_that_tensorrt_takes(repository: Path) -> None:
-    assert unsupported(repository / "bart_labels_core/1/model.onnx", 10) == []
+@pytest.mark.parametrize("name", ["bart_labels"])
+def test_a_head_that_reads_a_mark_is_one_that_tensorrt_takes(repository: Path, name: str) -> None:
+    assert unsupported(repository / f"{name}_core/1/model.onnx", 10) == []
 
 
 @pytest.mark.parametrize("impossible", [False, True])
-def test_question_answering(ask: Any, models: Any, impossible: bool) -> None:
-    with ask("roberta_answers") as client:
+@pytest.mark.parametrize("name", pipelines_of("question-answering"))
+def test_question_answering(ask: Any, models: Any, name: str, impossible: bool) -> None:
+    with ask(name) as client:
         got = client.answer(QUESTIONS, CONTEXTS, handle_impossible_answer=impossible)
-    want = answers(models["roberta_answers"], impossible=impossible)
+    want = answers(models[name], impossible=impossible)
     for context, mine, theirs in zip(CONTEXTS, got, want, strict=True):
         assert (mine.start, mine.end) == theirs[:2]
         assert abs(mine.score - theirs[2]) <= 1e-4

@@ -67,20 +67,24 @@ def test_exported_cores_stay_right(
     assert content == (tmp_path / "two/model.onnx").read_bytes()
     assert str(tmp_path).encode() not in content
     assert b".py" not in content
+    check_what_stays(onnx.load(exported.path).graph, done)
+    recipe = Recipe(precision, kept=done.layers[:2])
+    some = convert(exported.path, tmp_path / "kept", recipe, feeds)
+    assert set(some.excluded_layers) == {*done.excluded_layers, *done.layers[:2]}
+    assert some.reasons == done.reasons
+    before, after = cases.stored(path), cases.stored(tmp_path / "kept/model.onnx")
+    changed = [name for name, kind in after.items() if kind == 1 and before.get(name) != 1]
+    assert 2 <= len(changed) <= 10
+    onnx.checker.check_model(tmp_path / "kept/model.onnx", full_check=True)
 
 
-@pytest.mark.parametrize("precision", HALVES)
-def test_places_and_results_stay_fp32(
-    exported: cases.Exported, precision: Precision, tmp_path: Path
-) -> None:
+def check_what_stays(graph: Any, done: Conversion) -> None:
     """Angles of rotary positions, buckets of relative ones, pooling, the last probabilities."""
-    done = convert(exported.path, tmp_path, Recipe(precision), ())
-    graph = onnx.load(exported.path).graph
-    of_places = {"Cos", "Sin", "Log", "Ceil"}
+    results = {output.name for output in graph.output}
     for one in graph.node:
-        if one.op_type in of_places:
+        if one.op_type in {"Cos", "Sin", "Log", "Ceil"}:
             assert done.reasons[one.name] == float16.PLACES
-        if one.output[0] in {output.name for output in graph.output}:
+        if one.output[0] in results:
             last = one.op_type in ("MatMul", "Gemm")
             assert last or done.reasons[one.name] == float16.RESULT
     norms = [one.name for one in graph.node if one.op_type in ("LayerNormalization", "Softmax")]
@@ -211,25 +215,6 @@ def test_what_an_operator_cannot_take_stays_fp32(tmp_path: Path) -> None:
         assert cases.stored(path)["kernel"] == (1 if precision == "bf16" else FP16)
         wanted = cases.run(source, {"x": x})[0]
         assert cases.relative_error(cases.run(path, {"x": x})[0], wanted) < CLOSE[precision]
-
-
-@pytest.mark.parametrize("precision", HALVES)
-def test_layers_asked_for_are_not_converted(
-    exported: cases.Exported, precision: Precision, tmp_path: Path
-) -> None:
-    feeds = exported.feeds()[:2]
-    plain = convert(exported.path, tmp_path / "plain", Recipe(precision), feeds)
-    recipe = Recipe(precision, kept=plain.layers[:2])
-    done = convert(exported.path, tmp_path / "kept", recipe, feeds)
-    assert set(done.excluded_layers) == {*plain.excluded_layers, *plain.layers[:2]}
-    assert done.reasons == plain.reasons
-    before, after = (
-        cases.stored(tmp_path / "plain/model.onnx"),
-        cases.stored(tmp_path / "kept/model.onnx"),
-    )
-    changed = [name for name, kind in after.items() if kind == 1 and before.get(name) != 1]
-    assert 2 <= len(changed) <= 10
-    onnx.checker.check_model(tmp_path / "kept/model.onnx", full_check=True)
 
 
 def test_a_constant_that_both_kinds_read_is_exact_for_fp32(tmp_path: Path) -> None:

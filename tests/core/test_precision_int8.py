@@ -13,7 +13,6 @@ import pytest
 
 import precision_cases as cases
 from conftest import LAYOUTS
-from triptych.base.errors import UserError
 from triptych.base.onnx_graph import read_model, value_types, write_model
 from triptych.core.precision.linear import Recipe, find_groups
 from triptych.core.precision.quantize import Quantizer, convert_int8
@@ -46,27 +45,38 @@ def exported(request: pytest.FixtureRequest) -> Any:
     return cases.export("bert", HEAD, request.param)
 
 
+@pytest.fixture(scope="module")
+def converted(exported: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The graph in each precision: not to be written to."""
+    folder = tmp_path_factory.mktemp("int8")
+    for precision in BOTH:
+        done = convert_int8(exported.path, folder / precision, Recipe(precision), exported.feeds())
+        assert done.excluded_layers == ()
+        assert set(done.ranges) == set(done.layers)
+    return {precision: folder / precision / "model.onnx" for precision in BOTH}
+
+
+@pytest.fixture(scope="module")
+def for_tensorrt(exported: Any) -> Any:
+    recipe = Recipe("int8", backend="tensorrt", device="gpu")
+    return Quantizer(read_model(exported.path), recipe, exported.feeds()).converted(())[0]
+
+
 @pytest.mark.parametrize("precision", BOTH)
-def test_a_whole_model_stays_close(exported: Any, tmp_path: Path, precision: Precision) -> None:
-    feeds = exported.feeds()
-    conversion = convert_int8(exported.path, tmp_path, Recipe(precision), feeds)
-    assert cases.declared(tmp_path / "model.onnx") == cases.declared(exported.path)
-    assert conversion.excluded_layers == ()
-    assert set(conversion.ranges) == set(conversion.layers)
+def test_a_whole_model_stays_close(exported: Any, converted: Any, precision: Precision) -> None:
+    path = converted[precision]
+    assert cases.declared(path) == cases.declared(exported.path)
     for feed in exported.feeds(seed=8):
         wanted = cases.run(exported.path, feed)[0]
-        found = cases.run(tmp_path / "model.onnx", feed)[0]
-        assert 0 < cases.relative_error(found, wanted) < 0.05
+        assert 0 < cases.relative_error(cases.run(path, feed)[0], wanted) < 0.05
 
 
 @pytest.mark.parametrize("precision", BOTH)
-def test_neighbors_change_nothing(exported: Any, tmp_path: Path, precision: Precision) -> None:
-    convert_int8(exported.path, tmp_path, Recipe(precision), exported.feeds())
+def test_neighbors_change_nothing(exported: Any, converted: Any, precision: Precision) -> None:
     rows = [[2, 9, 11, 3], [2, *range(20, 50), 3], [2, 5, 3]]
-    path = tmp_path / "model.onnx"
-    together = cases.run(path, exported.feed(rows))[0]
+    together = cases.run(converted[precision], exported.feed(rows))[0]
     for place, row in enumerate(rows):
-        alone = cases.run(path, exported.feed([row]))[0][0]
+        alone = cases.run(converted[precision], exported.feed([row]))[0][0]
         # A value within rounding of the middle of two steps may fall either way.
         assert np.abs(together[place] - alone).max() < 2e-3
 
@@ -116,15 +126,15 @@ def test_outliers_do_not_cost_the_other_elements(tmp_path: Path, precision: Prec
     assert errors[0] < errors[1] / 2
 
 
-def test_onnx_runtime_makes_integer_kernels_of_it(exported: Any, tmp_path: Path) -> None:
+def test_onnx_runtime_makes_integer_kernels_of_it(
+    exported: Any, converted: Any, tmp_path: Path
+) -> None:
     import onnxruntime
 
-    quantizer = quantize(exported.path, "int8", exported.feeds())
-    path = write_model(quantizer.converted(())[0], tmp_path)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    onnxruntime.InferenceSession(converted["int8"], options, providers=["CPUExecutionProvider"])
     kinds = Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node)
     layers = sum(len(group.layers) for group in find_groups(onnx.load(exported.path).graph))
     integer = sum(count for kind, count in kinds.items() if "Integer" in kind)
@@ -132,11 +142,9 @@ def test_onnx_runtime_makes_integer_kernels_of_it(exported: Any, tmp_path: Path)
     assert not kinds["DequantizeLinear"]
 
 
-def test_tensorrt_gets_what_it_demands(exported: Any) -> None:
+def test_tensorrt_gets_what_it_demands(for_tensorrt: Any) -> None:
     """Signed, around 0, one scale an input and one an output of a weight; pairs before MatMul."""
-    recipe = Recipe("int8", backend="tensorrt", device="gpu")
-    model, _ = Quantizer(read_model(exported.path), recipe, exported.feeds()).converted(())
-    graph = model.graph
+    graph = for_tensorrt.graph
     constants = {t.name: onnx.numpy_helper.to_array(t) for t in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
     quantizers = [node for node in graph.node if node.op_type == "QuantizeLinear"]
@@ -160,23 +168,18 @@ def test_tensorrt_gets_what_it_demands(exported: Any) -> None:
             assert len(set(kinds) & {"DequantizeLinear"}) == 0 or set(kinds) == {"DequantizeLinear"}
 
 
-def test_signed_and_unsigned_give_the_same(exported: Any, tmp_path: Path) -> None:
-    for backend in ("tensorrt", "onnxruntime"):
-        convert_int8(
-            exported.path, tmp_path / backend, Recipe("int8", backend=backend), exported.feeds()
-        )
+def test_signed_and_unsigned_give_the_same(
+    exported: Any, converted: Any, for_tensorrt: Any, tmp_path: Path
+) -> None:
     feed = exported.feeds(seed=8)[1]
-    first, second = (
-        cases.run(tmp_path / backend / "model.onnx", feed)[0]
-        for backend in ("tensorrt", "onnxruntime")
-    )
-    assert cases.relative_error(first, second) < 5e-3  # the one for TensorRT is fp16 elsewhere
+    signed = cases.run(write_model(for_tensorrt, tmp_path), feed)[0]
+    unsigned = cases.run(converted["int8"], feed)[0]
+    assert cases.relative_error(signed, unsigned) < 5e-3  # the one for TensorRT is fp16 elsewhere
 
 
-def test_what_tensorrt_does_not_quantize_is_fp16(exported: Any) -> None:
+def test_what_tensorrt_does_not_quantize_is_fp16(for_tensorrt: Any) -> None:
     """Products of attention, the quantized layers' results, and all that is between them."""
-    recipe = Recipe("int8", backend="tensorrt", device="gpu")
-    model, _ = Quantizer(read_model(exported.path), recipe, exported.feeds()).converted(())
+    model = for_tensorrt
     onnx.checker.check_model(model)
     types = value_types(model)
     makers = {name: node for node in model.graph.node for name in node.output}
@@ -194,12 +197,11 @@ def test_what_tensorrt_does_not_quantize_is_fp16(exported: Any) -> None:
         assert value.type.tensor_type.elem_type != onnx.TensorProto.FLOAT16
 
 
-def test_the_same_rows_give_the_same_file(exported: Any, tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        convert_int8(exported.path, tmp_path / name, Recipe("int8"), exported.feeds())
-    first, second = (tmp_path / name / "model.onnx" for name in ("first", "second"))
-    assert first.read_bytes() == second.read_bytes()
-    assert str(tmp_path).encode() not in first.read_bytes()
+def test_the_same_rows_give_the_same_file(exported: Any, converted: Any, tmp_path: Path) -> None:
+    convert_int8(exported.path, tmp_path, Recipe("int8"), exported.feeds())
+    content = (tmp_path / "model.onnx").read_bytes()
+    assert content == converted["int8"].read_bytes()
+    assert str(tmp_path).encode() not in content
 
 
 @pytest.mark.parametrize("precision", BOTH)
@@ -247,14 +249,3 @@ def test_values_that_never_vary_can_be_quantized(tmp_path: Path) -> None:
     graph, _ = quantize(path, "int8", feeds).converted(())
     write_model(graph, tmp_path / "int8")
     assert np.array_equal(cases.run(tmp_path / "int8/model.onnx", feeds[0])[0], np.zeros((1, 32)))
-
-
-def test_nothing_to_quantize_is_said(tmp_path: Path) -> None:
-    path = cases.write_graph(tmp_path, [cases.node("Relu", "x", "y")], {})
-    with pytest.raises(UserError, match="no linear layer"):
-        quantize(path, "int8", rows_of(cases.vectors(4)))
-
-
-def test_no_rows_to_calibrate_on_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="calibrate"):
-        quantize(cases.two_layers(tmp_path), "int8", [])

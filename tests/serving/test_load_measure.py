@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from conftest import traffic_texts
 from known_speed import write_model
 from triptych.base.errors import UserError
 from triptych.serving.bench import rates
 from triptych.serving.bench.bottleneck import find_bottleneck
-from triptych.serving.bench.measure import NO_ANSWER, BenchTarget, measure
+from triptych.serving.bench.measure import BenchTarget, measure
 from triptych.serving.bench.rates import find_highest_rate
 from triptych.serving.bench.results import Kind, OfferedLoad, from_json, to_json
 from triptych.serving.bench.results import Measurement as Measured
@@ -27,6 +24,7 @@ TEXTS = ["one", "two", "three"]
 SECONDS = 0.9
 STEADY_SECONDS = 3.0  # a busy machine's pause must not change what was busy
 SLEEP_S = 0.02
+HELD_S = 0.2
 
 LINE_STEP = """
   step {{
@@ -62,7 +60,9 @@ def write_line(repository: Path) -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("load") / "repository"
     write_line(repository)
-    write_model(repository, "sleeping", f"time.sleep({SLEEP_S})")
+    delay = f"dynamic_batching {{ max_queue_delay_microseconds: {HELD_S * 1e6:.0f} }}"
+    write_model(repository, "held", max_batch_size=8, batching=delay)
+    write_model(repository, "sleeping", "time.sleep(0.05)")
     write_model(repository, "brief", "time.sleep(0.005)")
     write_model(repository, "failing", "self.calls += 1; 1 / (self.calls % 5)")
     write_model(repository, "stuck", "time.sleep(3)")
@@ -115,52 +115,39 @@ def test_every_kind_of_load_is_measured_in_full(
     if kind == "concurrency":
         assert measured.sent_per_s is None
     else:
-        assert measured.sent_per_s == pytest.approx(value, rel=0.5)
+        assert measured.sent_per_s is not None
+        assert 0 < measured.sent_per_s < 1.5 * value
+    if kind == "burst":  # the requests of a burst wait for one another: 1.5 sleeps on average
+        assert measured.steps[0].queue_us > SLEEP_S * 1e6
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("pipeline", "clients", "kind", "step", "remedy"),
+    [
+        ("line", 6, "instances", "preprocess", "Raise serving.instances.preprocess"),
+        ("sleeping", 3, "instances", "sleeping", "Raise serving.instances.sleeping"),
+        ("held", 1, "queue delay", "held", "Lower serving.queue.max_delay_us of held"),
+    ],
+)
+def test_the_bottleneck_is_named(
+    server: Server, pipeline: str, clients: int, kind: str, step: str, remedy: str
+) -> None:
+    load = OfferedLoad("concurrency", clients)
+    measured = measure(target(server, pipeline), TEXTS, load, seconds=STEADY_SECONDS)
+    check_whole(measured)
+    found = find_bottleneck(measured, load)
+    assert (found.kind, found.step, found.remedy) == (kind, step, remedy), found
 
 
 @pytest.mark.server
 def test_a_server_elsewhere_is_judged_by_its_counts(server: Server) -> None:
     load = OfferedLoad("concurrency", 6)
-    measured = measure(BenchTarget(server.grpc_url, "line"), TEXTS, load, seconds=STEADY_SECONDS)
+    measured = measure(BenchTarget(server.grpc_url, "line"), TEXTS, load, seconds=SECONDS)
     assert measured.resources is not None
     assert (measured.resources.machine_cpu, measured.resources.processes) == (None, ())
     found = find_bottleneck(measured, load)
     assert (found.kind, found.step) == ("instances", "preprocess"), found
-
-
-@pytest.mark.server
-def test_a_burst_arrives_at_once_and_a_constant_rate_does_not(server: Server) -> None:
-    burst, constant = (
-        measure(target(server, "sleeping"), TEXTS, load, seconds=SECONDS)
-        for load in (OfferedLoad("burst", 40, 10), OfferedLoad("constant", 20))
-    )
-    # The requests of a burst wait for one another: 4.5 sleeps on average.
-    assert burst.steps[0].queue_us > 2 * SLEEP_S * 1e6
-    assert burst.p50_us > 2 * constant.p50_us > 0
-
-
-@pytest.mark.server
-def test_a_model_alone_is_its_own_step(server: Server) -> None:
-    load = OfferedLoad("concurrency", 3)
-    measured = measure(target(server, "sleeping"), TEXTS, load, seconds=STEADY_SECONDS)
-    check_whole(measured)
-    (step,) = measured.steps
-    assert (step.step, step.model, step.instances) == ("sleeping", "sleeping", 1)
-    assert step.busy is not None
-    assert step.busy > 0.7
-    found = find_bottleneck(measured, load)
-    assert (found.kind, found.step) == ("instances", "sleeping")
-
-
-@pytest.mark.server
-def test_the_starved_instance_is_named(server: Server) -> None:
-    load = OfferedLoad("concurrency", 6)
-    measured = measure(
-        target(server, "line"), TEXTS, load, seconds=STEADY_SECONDS, warmup_requests=6
-    )
-    found = find_bottleneck(measured, load)
-    assert (found.kind, found.step) == ("instances", "preprocess"), found
-    assert found.remedy == "Raise serving.instances.preprocess"
 
 
 @pytest.mark.server
@@ -223,63 +210,3 @@ def test_the_highest_rate_lies_below_what_one_instance_can_do(
     assert len(first.rounds) == 2, "a rate that breaks is measured again"
     assert first.bottleneck is not None
     assert len(lines) == len(found.points)
-
-
-def copy_pipeline(repository: Path, pipeline: str, name: str) -> None:
-    """The pipeline once more under another name; the big files are shared."""
-    for folder in [pipeline, *(f"{pipeline}_{step}" for step in STEPS)]:
-        source = repository / folder
-        copied = repository / folder.replace(pipeline, name)
-        shutil.copytree(source, copied, copy_function=os.link)
-        config = copied / "config.pbtxt"
-        text = config.read_text().replace(pipeline, name)
-        config.unlink()  # linked: the original must stay
-        config.write_text(text)
-
-
-@pytest.fixture(scope="module")
-def planted(minilm_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """MiniLM as it is built, and twice with a fault: ``held`` and ``drowsy``."""
-    repository = tmp_path_factory.mktemp("planted") / "repository"
-    names = ["minilm_packed", *(f"minilm_packed_{step}" for step in STEPS)]
-    for name in names:
-        shutil.copytree(minilm_repository / name, repository / name)
-    copy_pipeline(repository, "minilm_packed", "held")
-    config = repository / "held_core" / "config.pbtxt"
-    delay = "dynamic_batching {\n  max_queue_delay_microseconds: 50000"
-    config.write_text(config.read_text().replace("dynamic_batching {", delay))
-    copy_pipeline(repository, "minilm_packed", "drowsy")
-    model = repository / "drowsy_postprocess" / "1" / "model.py"
-    text = model.read_text()
-    model.unlink()
-    answer = "return [self._respond(request) for request in requests]"
-    assert answer in text
-    model.write_text(text.replace(answer, f"__import__('time').sleep(0.2); {answer}"))
-    with Server(repository) as running:
-        yield running
-
-
-@pytest.mark.server
-@pytest.mark.parametrize(
-    ("pipeline", "clients", "kinds", "step"),
-    [
-        ("minilm_packed", 32, {"compute"}, "core"),
-        ("minilm_packed", 1, {"compute", "none"}, None),
-        ("held", 1, {"queue delay"}, "core"),
-        ("held", 4, {"queue delay"}, "core"),
-        ("drowsy", 16, {"instances"}, "postprocess"),
-    ],
-)
-def test_the_bottleneck_of_a_real_pipeline(
-    planted: Server, pipeline: str, clients: int, kinds: set[str], step: str | None
-) -> None:
-    load = OfferedLoad("concurrency", clients)
-    measured = measure(
-        target(planted, pipeline), traffic_texts(), load, seconds=2.1, warmup_requests=clients
-    )
-    if set(measured.errors) == {NO_ANSWER}:  # a busy machine stood still for a whole window
-        measured = measure(target(planted, pipeline), traffic_texts(), load, seconds=6.3)
-    check_whole(measured)
-    found = find_bottleneck(measured, load)
-    assert found.kind in kinds, (found, measured.steps, measured.resources)
-    assert step in (None, found.step), found

@@ -8,7 +8,6 @@ import json
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,14 +39,15 @@ INFER = "/v2/models/minilm/infer"
 
 
 class MinimalServer(http.server.ThreadingHTTPServer):
-    """Answers as a server's HTTP port does, after a while; remembers what it was asked."""
+    """Answers as a server's HTTP port does, while it is free; remembers what it was asked."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__((LOOPBACK, 0), _Answer)
         self.asked: list[bytes] = []
-        self.sleeps_s = 0.0
+        self.free = threading.Event()
+        self.free.set()
 
 
 class _Answer(http.server.BaseHTTPRequestHandler):
@@ -59,7 +59,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         if self.path == INFER:
             self.server.asked.append(body)
-            time.sleep(self.server.sleeps_s)
+            self.server.free.wait()
         self.send_response(200)
         self.send_header("content-length", "2")
         self.end_headers()
@@ -115,21 +115,17 @@ def settings() -> ProxySettings:
     return proxy_settings(replicas=1, max_request_mib=1)
 
 
-def ask(port: int, count: int) -> list[float]:
-    """Seconds of each of so many requests, one after the other, none of which may fail."""
-    took = []
-    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=30)
+def ask(port: int, count: int) -> None:
+    """Send so many requests, one after the other, none of which may fail."""
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=60)
     connection.connect()
     connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for number in range(count):
-        start = time.perf_counter()
         connection.request("POST", INFER, json.dumps({"number": number}))
         answer = connection.getresponse()
         answer.read()
-        took.append(time.perf_counter() - start)
         assert answer.status == 200
     connection.close()
-    return sorted(took)
 
 
 def test_a_share_is_mirrored_and_a_slow_or_dead_candidate_costs_nobody_an_answer(
@@ -138,25 +134,22 @@ def test_a_share_is_mirrored_and_a_slow_or_dead_candidate_costs_nobody_an_answer
     with minimal_server() as live, minimal_server() as candidate:
         ports = live.server_port, candidate.server_port
         with envoy(tmp_path, *ports) as listen:
-            usual = ask(listen.http_port, REQUESTS)
+            ask(listen.http_port, REQUESTS)
             assert comes_true(lambda: is_answered(listen.metrics_port))
             # 240 draws at a quarter: five standard deviations.
             assert abs(len(candidate.asked) - SHARE * REQUESTS) < 5 * (REQUESTS * 0.1875) ** 0.5
             assert set(candidate.asked) <= set(live.asked)  # whole, and nothing else
             assert len(live.asked) == REQUESTS
             before = len(candidate.asked)
-            candidate.sleeps_s = 60.0  # as good as never
-            slow = ask(listen.http_port, REQUESTS)
+            candidate.free.clear()  # an answer that waited for it would never come
+            ask(listen.http_port, REQUESTS)
             # What is under way fills up, and no more is mirrored.
             assert len(candidate.asked) - before <= settings().max_mirrored.value
+            candidate.free.set()
             candidate.shutdown()
             candidate.server_close()
-            dead = ask(listen.http_port, REQUESTS)
+            ask(listen.http_port, REQUESTS)
             assert len(live.asked) == 3 * REQUESTS
-    medians = [times[REQUESTS // 2] * 1e3 for times in (usual, slow, dead)]
-    print("median ms: usual, slow candidate, dead one:", [f"{one:.2f}" for one in medians])
-    # A busy machine's noise is far below the 60 s that a request would wait.
-    assert max(times[-1] for times in (slow, dead)) < 10
 
 
 def deployed(folder: Path, **changes: Any) -> Any:

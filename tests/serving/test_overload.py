@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def lie(stub: Any) -> None:
     request.inputs.add(name="text", datatype="BYTES").shape.extend((1, 1))
     request.raw_input_contents.append(struct.pack("<I", 1000) + b"abc")
     with pytest.raises(grpc.RpcError) as refused:
-        stub.ModelInfer(request, timeout=10)
+        stub.ModelInfer(request, timeout=60)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -106,14 +107,11 @@ def test_large_requests_leave_little_behind(minilm_server: Any) -> None:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         refused = [stub.ModelInfer.future(request, timeout=60) for _ in range(8)]
         assert {call.code() for call in refused} == {grpc.StatusCode.INVALID_ARGUMENT}
-    until = time.monotonic() + 5
-    while own_bytes() - before >= 160e6 and time.monotonic() < until:
-        time.sleep(0.1)
-    assert own_bytes() - before < 160e6
+    assert eventually(lambda: own_bytes() - before < 160e6)
 
 
 def test_deep_json_does_not_end_the_server(minilm_server: Any) -> None:
-    connection = http.client.HTTPConnection(minilm_server.http_url, timeout=20)
+    connection = http.client.HTTPConnection(minilm_server.http_url, timeout=60)
     connection.request("POST", "/v2/models/minilm_packed/infer", "[" * 1_000_000)
     assert connection.getresponse().status >= 400
     connection.close()
@@ -131,15 +129,15 @@ def test_serve_starts_anew_what_died(minilm_repository: Path) -> None:
             again = endpoints_of(process)
             assert again["grpc"] == endpoints["grpc"]
             assert again["pid"] != endpoints["pid"]
-            assert eventually(lambda: answers(client), 10)
+            assert eventually(lambda: answers(client))
         process.terminate()
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=60)
     assert f"error: `minilm_packed_core` crashed. Given: its process {dead} has ended" in said
     assert "The server restarts now." in said
     assert process.returncode == 0
 
 
-def answers(client: Client, within_s: float = 2.0) -> bool:
+def answers(client: Client, within_s: float = 60.0) -> bool:
     try:
         return client.embed([TEXT], timeout_s=within_s).shape == (1, 384)
     except InferenceError:
@@ -176,15 +174,51 @@ def goodput(url: str, clients: int, give_up_s: float, seconds: float) -> tuple[f
     return ended["OK"] / seconds, ended
 
 
-def flood(url: str, model: str, requests: int) -> tuple[list[Any], Counter[str]]:
-    """Calls under way that carry no deadline, and how those that are over ended."""
+SLOW = """
+import os
+import sys
+import time
+
+sys.path.insert(0, os.path.dirname(__file__))
+from triptych.serving.backends.onnxruntime.model import TritonPythonModel as Emulated
+
+
+class TritonPythonModel(Emulated):
+    def execute(self, requests):
+        while not os.path.exists(os.environ["GATE"]):
+            time.sleep(0.01)
+        time.sleep(0.5)
+        return super().execute(requests)
+"""
+"""The emulated ONNX Runtime backend: no answer until a file is there, then a slow one."""
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """The file that the cores of `slow` wait for."""
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def slow(minilm_repository: Path, tmp_path: Path, gate: Path) -> Iterator[str]:
+    """The address of pipelines with slow cores; packed requests wait for 200 ms at most."""
+    repository = tmp_path / "repository"
+    shutil.copytree(minilm_repository, repository)
+    set_parameter(repository, "minilm_packed_preprocess", "max_wait_ms", 200)
+    set_parameter(repository, "minilm_bucketed_preprocess", "max_wait_ms", 600_000)
+    (tmp_path / "backends/onnxruntime").mkdir(parents=True)
+    (tmp_path / "backends/onnxruntime/model.py").write_text(SLOW)
+    with Server(
+        repository, backend_directory=tmp_path / "backends", environment={"GATE": str(gate)}
+    ) as server:
+        yield server.grpc_url
+
+
+def flood(url: str, model: str) -> list[Any]:
+    """400 calls under way that carry no deadline."""
     stub = service_pb2_grpc.GRPCInferenceServiceStub(grpc.insecure_channel(url))
     request = infer_request(model, {"text": [TEXT.encode()]}, [0], {}, {})
-    ended: Counter[str] = Counter()
-    calls = [stub.ModelInfer.future(request) for _ in range(requests)]
-    for call in calls:
-        call.add_done_callback(lambda done: ended.update([done.code().name]))
-    return calls, ended
+    return [stub.ModelInfer.future(request) for _ in range(400)]
 
 
 def computed_rows(url: str, model: str) -> int:
@@ -195,38 +229,29 @@ def computed_rows(url: str, model: str) -> int:
 
 def abandon(url: str, model: str) -> tuple[int, int]:
     """Return how many calls were canceled, and the rows computed until the next answer."""
-    calls, ended = flood(url, model, 400)
-    assert eventually(lambda: ended["OK"] > 0, ANSWERS_WITHIN_S)
-    for call in calls:
-        call.cancel()
+    calls = flood(url, model)
+    assert eventually(lambda: any(call.done() for call in calls))
+    canceled = sum(call.cancel() for call in calls)
     before = computed_rows(url, model)
     with Client(model, url) as client:
         assert client.embed([TEXT], timeout_s=ANSWERS_WITHIN_S).shape == (1, 384)
-    return ended["CANCELLED"], computed_rows(url, model) - before
+    return canceled, computed_rows(url, model) - before
 
 
-def refused_by_wait(url: str, model: str) -> bool:
-    """Check the refusals of a flood. Return whether it was answered in part and refused in part."""
-    calls, _ = flood(url, model, 400)
-    errors = [error for call in calls if (error := call.exception(ANSWERS_WITHIN_S)) is not None]
-    assert all(error.code() is grpc.StatusCode.UNAVAILABLE for error in errors)
-    assert all("[overloaded retry_after_ms=" in error.details() for error in errors)
-    limited = any("the limit is 200 ms" in error.details() for error in errors)
-    return limited and len(errors) < len(calls)
-
-
-def test_a_flood_before_the_rate_is_known(minilm_repository: Path, tmp_path: Path) -> None:
-    """One attempt of several has to succeed: a machine that stands still loses an attempt."""
-    repository = tmp_path / "repository"
-    shutil.copytree(minilm_repository, repository)
-    set_parameter(repository, "minilm_packed_preprocess", "max_wait_ms", 200)
-    set_parameter(repository, "minilm_bucketed_preprocess", "max_wait_ms", 60_000)
-    with Server(repository) as server:
-        # A request that waits longer than the limit is refused, although no rate was known.
-        assert any(refused_by_wait(server.grpc_url, "minilm_packed") for _ in range(5))
-        # Canceled rows are not computed, except those that the core already holds.
-        rounds = (abandon(server.grpc_url, "minilm_bucketed") for _ in range(8))
-        assert any(left > 200 and computed < 0.6 * left for left, computed in rounds)
+def test_a_flood_before_the_rate_is_known(slow: str, gate: Path) -> None:
+    calls = flood(slow, "minilm_packed")
+    # A request that waits longer than the limit is refused, although no rate is known.
+    assert eventually(lambda: any(call.done() for call in calls))
+    gate.touch()
+    ended = Counter(call.code().name for call in calls)
+    assert set(ended) == {"OK", "UNAVAILABLE"}
+    said = [call.details() for call in calls if call.code() is grpc.StatusCode.UNAVAILABLE]
+    assert all("[overloaded retry_after_ms=" in details for details in said)
+    assert any("the limit is 200 ms" in details for details in said)
+    # Canceled rows are not computed, except those that the core already holds. Several attempts,
+    # because a machine that stands still may lose one.
+    rounds = (abandon(slow, "minilm_bucketed") for _ in range(5))
+    assert any(left > 200 and computed < 0.6 * left for left, computed in rounds)
 
 
 @pytest.mark.long
@@ -239,14 +264,13 @@ def test_overload_keeps_its_goodput(minilm_repository: Path) -> None:
         ]
         assert server.find_crash(0.0) is None
         with Client("minilm_packed", server.grpc_url) as client:
-            assert any(answers(client, within_s=60.0) for _ in range(5))
+            assert any(answers(client) for _ in range(5))
     for peak, _, loaded, ended in turns:
         print(f"peak {peak:.0f}/s, overloaded {loaded:.0f}/s {dict(ended)}")
     assert any(ended["UNAVAILABLE"] for *_, ended in turns)
-    # 0.73 to 1.0 was seen, as the clients take the same cores. Before there were limits it was a
-    # tenth, and the next peak as low. One turn will do: a busy machine may slow down the others.
-    best = max(peak for peak, *_ in turns)
-    assert any(loaded > max(0.5 * peak, 0.2 * best) for peak, _, loaded, _ in turns), turns
+    # Without limits, requests are answered after their clients have left. One turn will do: a busy
+    # machine may slow down the others.
+    assert any(ended["OK"] > 2 * ended["DEADLINE_EXCEEDED"] for *_, ended in turns), turns
 
 
 @pytest.mark.long

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from client_toy import wait_until
 from failing_models import (
     CONFIG,
     MODEL,
@@ -21,6 +20,7 @@ from failing_models import (
     initializing_with,
     write_model,
 )
+from processes import eventually
 from triptych.base.releases import CONFIG_FIELDS, SERVER_FLAGS
 from triptych.serving.embedded import find_release
 from triptych.serving.readiness import ServerError, find_exit_reason, read_load_state
@@ -39,13 +39,13 @@ ensemble_scheduling { step [{
 
 
 def failure_of(
-    repository: Path, timeout_s: float = 60.0, *, loaded: Collection[str] = ()
+    repository: Path, timeout_s: float = 120.0, *, loaded: Collection[str] = ()
 ) -> ServerError:
     """The error of a server that cannot become ready, `loaded` apart; it leaves nothing."""
     server = Server(repository)
     try:
         server.start()
-        wait_until(lambda: set(loaded) <= set(server._load_state().loaded), f"{loaded} ready")
+        assert eventually(lambda: set(loaded) <= set(server._load_state().loaded))
         with pytest.raises(ServerError) as caught:
             server.wait_ready(timeout_s=timeout_s)
     finally:
@@ -58,23 +58,23 @@ def failure_of(
     return error
 
 
-# name -> (model.py, config.pbtxt, what the reason must match)
+# Name -> model.py, config.pbtxt, what the reason must match; `NAME` in it is the name.
 DEATHS: dict[str, tuple[str | None, str, str]] = {
     "raises": (
         initializing_with('raise ValueError("the scales do not add up")'),
         CONFIG,
-        r"ValueError: the scales do not add up \(dying/1/model\.py:7\)",
+        r"ValueError: the scales do not add up \(NAME/1/model\.py:7\)",
     ),
     "raises-in-a-library": (
         initializing_with('import json; json.loads("{")'),
         CONFIG,
-        r"JSONDecodeError: .* \(/.*/json/decoder\.py:\d+, called from dying/1/model\.py:7\)",
+        r"JSONDecodeError: .* \(/.*/json/decoder\.py:\d+, called from NAME/1/model\.py:7\)",
     ),
     "syntax-error": ("def (:\n", CONFIG, r"SyntaxError: invalid syntax \(model\.py, line 1\)"),
     "missing-module": (
         "import a_module_nobody_has\n" + MODEL,
         CONFIG,
-        r"ModuleNotFoundError: No module named 'a_module_nobody_has' \(dying/1/model\.py:1\)",
+        r"ModuleNotFoundError: No module named 'a_module_nobody_has' \(NAME/1/model\.py:1\)",
     ),
     "exits": (initializing_with("raise SystemExit(3)"), CONFIG, r"SystemExit: 3 .*"),
     "crash-in-native-code": (
@@ -82,12 +82,11 @@ DEATHS: dict[str, tuple[str | None, str, str]] = {
         CONFIG,
         r"Stub process .*: its Python process died without a traceback, .*",
     ),
-    "missing-model-file": (None, CONFIG, r"Python model file not found in '.*/dying/1/model\.py'"),
     "unknown-field": (MODEL, 'backnd: "python"', r'config\.pbtxt 1:7: .* no field named "backnd"'),
     "input-without-dims": (
         MODEL,
         CONFIG.replace("dims: [1]", ""),
-        r"model input 'text' must specify 'dims' for dying",
+        r"model input 'text' must specify 'dims' for NAME",
     ),
     "missing-gpu": (
         MODEL,
@@ -99,18 +98,47 @@ DEATHS: dict[str, tuple[str | None, str, str]] = {
         CONFIG.replace("python", "abacus"),
         r"unable to find backend library for backend 'abacus', .*",
     ),
+    "chain-of-nobody": (
+        None,
+        ENSEMBLE.replace("STEP", "nobody").replace("OUTPUT", "echo"),
+        ".*contains models that are not available or ambiguous: nobody.*",
+    ),
+    "chain-without-output": (
+        None,
+        ENSEMBLE.replace("STEP", "well").replace("OUTPUT", "ecco"),
+        ".*mapped from non-existing output ecco in model well.*",
+    ),
 }
 
 
 @pytest.mark.server
-@pytest.mark.parametrize(("code", "config", "reason"), DEATHS.values(), ids=DEATHS)
-def test_a_dying_model_is_named_with_its_reason(
-    tmp_path: Path, code: str | None, config: str, reason: str
-) -> None:
-    error = failure_of(write_model(tmp_path, "dying", code, config))
-    assert error.step == "dying"
-    assert error.field == "dying"
-    assert re.fullmatch(reason, error.reason), error.reason
+def test_each_model_that_does_not_load_is_named_with_its_reason(tmp_path: Path) -> None:
+    write_model(tmp_path, "well", MODEL)
+    for name, (code, config, _) in DEATHS.items():
+        write_model(tmp_path, name, code, config)
+    server = Server(tmp_path)
+    try:
+        server.start()
+        assert eventually(lambda: len(server._load_state().failures) == len(DEATHS))
+        failures = dict(server._load_state().failures)
+        with pytest.raises(ServerError) as caught:
+            server.wait_ready()
+    finally:
+        server.stop(grace_s=0.0)
+    caught.value.log_file.unlink()
+    for name, (_, _, reason) in DEATHS.items():
+        assert re.fullmatch(reason.replace("NAME", name), failures[name]), failures[name]
+    (first, *others) = failures
+    assert caught.value.step == caught.value.field == first
+    assert caught.value.reason == f"{failures[first]}; also failed: {', '.join(others)}"
+
+
+@pytest.mark.server
+def test_a_model_without_a_file_is_named(tmp_path: Path) -> None:
+    """The server would wait for it for ever, and for all models that come after it."""
+    error = failure_of(write_model(tmp_path, "empty", None))
+    assert error.step == error.field == "empty"
+    assert re.fullmatch(r"Python model file not found in '.*/empty/1/model\.py'", error.reason)
 
 
 @pytest.mark.server
@@ -120,25 +148,6 @@ def test_the_step_that_died_is_named_and_not_its_ensemble(tmp_path: Path) -> Non
     error = failure_of(tmp_path)
     assert error.step == "step"
     assert error.reason.startswith("KeyError: 'vocabulary' (step/1/model.py:7)")
-
-
-@pytest.mark.server
-@pytest.mark.parametrize(
-    ("step", "output", "reason"),
-    [
-        ("nobody", "echo", "contains models that are not available or ambiguous: nobody"),
-        ("step", "ecco", "mapped from non-existing output ecco in model step"),
-    ],
-)
-def test_an_ensemble_that_does_not_close_is_named(
-    tmp_path: Path, step: str, output: str, reason: str
-) -> None:
-    chain = ENSEMBLE.replace("STEP", step).replace("OUTPUT", output)
-    write_model(tmp_path, "chain", None, chain)
-    write_model(tmp_path, "step", MODEL)
-    error = failure_of(tmp_path)
-    assert error.step == "chain"
-    assert reason in error.reason
 
 
 @pytest.mark.server
@@ -191,7 +200,12 @@ STOPPED_AT_IMPORT = f"{STOP_ONCE}\n{STOPPING}\n{MODEL}"
     ("code", "said"),
     [
         pytest.param(STOPPED_AT_IMPORT, "boost::interprocess::lock_exception", id="aborts"),
-        pytest.param(STOPPED_IN_INITIALIZE, "step never finishes loading", id="waits for ever"),
+        pytest.param(
+            STOPPED_IN_INITIALIZE,
+            "step never finishes loading",
+            id="waits for ever",
+            marks=pytest.mark.long,  # test_container_stop has the same state of a container
+        ),
     ],
 )
 def test_a_server_is_started_again_where_a_step_gets_no_cpu(
@@ -204,7 +218,7 @@ def test_a_server_is_started_again_where_a_step_gets_no_cpu(
     server = Server(repository, extra_args=["--disable-auto-complete-config"])
     server.start()
     try:
-        server.wait_ready(timeout_s=60, on_progress=told.append)
+        server.wait_ready(timeout_s=120, on_progress=told.append)
         assert server.living_steps()
     finally:
         server.stop()
