@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from capacity_cases import SEARCH, point
 from load_samples import bench
 from triptych.base.errors import UserError
 from triptych.interface.report.bench import write_bench_report
 from triptych.operate.tune.proposal import MeasuredLoad, estimate_capacity, read_measured_load
 from triptych.spec.slo import Slo
+from tune_cases import SEARCH, point
 
 
 def test_the_core_s_share_is_that_of_the_busy_time() -> None:

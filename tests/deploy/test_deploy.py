@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
 import promql_parser
 import pytest
 import typer
@@ -20,18 +18,17 @@ from typer.testing import CliRunner
 from conftest import ROOT
 from deploy_cases import (
     ENGINE,
-    KUBERNETES,
     PROMISE,
     document,
-    held_by_schema,
-    kustomized,
     options,
     subject,
-    taken,
     write_bench,
     write_built,
+    write_generation,
+    write_talk_manifest,
 )
 from load_samples import point, rate_search
+from mistakes import check_refused
 from triptych.base.errors import UserError
 from triptych.base.explained import plain, reasons_of, yaml_of
 from triptych.container.flags import ServerFlags as ServerOptions
@@ -40,24 +37,18 @@ from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import parse_mebibytes
 from triptych.deploy.targets import make_manifests
 from triptych.interface.cli import app
+from triptych.repository.manifest import TextManifest, read_manifest
+from triptych.spec.generation_fields import Text2TextSpec
 from triptych.spec.slo import Slo
 
-MIG = replace(ENGINE, gpu="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
 TENSORRT: dict[str, Any] = {"core": {"backend": "tensorrt"}}
+SAMPLING: dict[str, Any] = {"serving": {"slo": {"p99_ms": 80.0}, "sample": {"rate": 0.01}}}
 
 
-def manifests(folder: Path, engine: Any = None, **fields: Any) -> Manifests:
+def manifests(folder: Path, **fields: Any) -> Manifests:
     """Of a pipeline of these fields with a usual bench."""
-    repository = write_built(folder, engine=engine, **fields)
+    repository = write_built(folder, **fields)
     return make_manifests(repository, "minilm", options(), write_bench(folder / "reports"))
-
-
-def expressions(made: Manifests) -> list[str]:
-    """Every query of the autoscaler and the rules."""
-    triggers = document(made, "scaled-object.yaml")["spec"]["triggers"]
-    groups = document(made, "prometheus-rule.yaml")["spec"]["groups"]
-    queries = [trigger["metadata"]["query"] for trigger in triggers]
-    return queries + [rule["expr"] for group in groups for rule in group["rules"]]
 
 
 def alerts(made: Manifests) -> dict[str, str]:
@@ -67,58 +58,10 @@ def alerts(made: Manifests) -> dict[str, str]:
     return {rule["alert"]: rule["expr"] for rule in rules if "alert" in rule}
 
 
-def test_kubernetes_takes_what_is_written(tmp_path: Path) -> None:
-    made = {
-        "cpu": manifests(tmp_path / "cpu"),
-        "gpu": manifests(tmp_path / "gpu", ENGINE, **TENSORRT),
-        "mig": manifests(tmp_path / "mig", MIG, **TENSORRT),
-    }
-    for overlay, one in made.items():
-        assert one.start == f"overlays/{overlay}"
-        resources = kustomized(tmp_path / overlay / "out", one)
-        objects = taken(resources, KUBERNETES if overlay == "cpu" else KUBERNETES[:1])
-        assert set(objects) == {
-            *("Deployment minilm", "PodDisruptionBudget minilm", "NetworkPolicy minilm"),
-            *("Service minilm", "Service minilm-replicas", "ConfigMap minilm-envoy"),
-            *("Deployment minilm-envoy", "PodDisruptionBudget minilm-envoy"),
-            *("NetworkPolicy minilm-envoy", "PodMonitor minilm-envoy"),
-            *("ScaledObject minilm", "PodMonitor minilm", "PrometheusRule minilm"),
-            "ConfigMap minilm-dashboard",
-        }
-        pod = objects["Deployment minilm"]["spec"]["template"]["spec"]
-        limits = pod["containers"][0]["resources"]["limits"]
-        if overlay == "cpu":
-            assert set(limits) == {"memory"}
-        else:
-            key = "nvidia.com/gpu" if overlay == "gpu" else "nvidia.com/mig-1g.10gb"
-            assert limits[key] == 1
-            assert set(pod["nodeSelector"].values()) == {
-                "NVIDIA-H200" if overlay == "gpu" else "NVIDIA-H100-80GB-HBM3-MIG-1g.10gb"
-            }
-    for expression in expressions(made["cpu"]):
-        promql_parser.parse(expression)
-    # The checks above find what is wrong.
-    deployment = document(made["cpu"], "deployment.yaml")
-    deployment["spec"]["template"]["spec"]["containers"][0]["readyProbe"] = {}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(deployment, KUBERNETES[0], strict=True)
-    scaled = document(made["cpu"], "scaled-object.yaml")
-    scaled["spec"]["replicas"] = 3
-    with pytest.raises(jsonschema.ValidationError):
-        held_by_schema(scaled)
-
-
-def test_a_replica_gets_what_was_measured_and_few_rights(tmp_path: Path) -> None:
+def test_probes_and_memory_follow_from_the_image_and_the_measurement(tmp_path: Path) -> None:
     made = manifests(tmp_path)
-    deployment = document(made, "deployment.yaml")
-    assert "replicas" not in deployment["spec"]
-    pod = deployment["spec"]["template"]["spec"]
+    pod = document(made, "deployment.yaml")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert pod["automountServiceAccountToken"] is False
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert container["securityContext"]["readOnlyRootFilesystem"] is True
-    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     # The image's own health check, with its own times.
     image = (ROOT / "docker/serve.Dockerfile").read_text()
     (line,) = re.findall(r"HEALTHCHECK (.*) \\\n +CMD (\[.*\])", image)
@@ -281,13 +224,17 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
     old = write_bench(tmp_path / "old", subject=subject(measured_at="2025-01-02T03:04:05Z"))
     bare = write_bench(tmp_path / "bare", rate=None)
     by_hand = {"rps_per_replica": 9.0, "cpu_cores": 1.0, "memory_mib": 2048}
+    argo = {"gateway": "public", "rollout": "argo"}
     built = {
         "unpromised": write_built(tmp_path / "unpromised", serving={}),
         "shared": write_built(tmp_path / "shared", core={"shared_from": "other"}),
         "no engine": write_built(tmp_path / "unbuilt", **TENSORRT),
         "engine": write_built(tmp_path / "engine", engine=ENGINE, **TENSORRT),
         "two": write_built(tmp_path / "two"),
+        "sampling": write_built(tmp_path / "sampling", **SAMPLING),
     }
+    baseline = write_built(tmp_path / "baseline", mean_tokens=10, **SAMPLING)
+    watched = {"monitor_image": "watch:1", "baseline": baseline}
     write_built(tmp_path / "two-more", "other")
     (tmp_path / "two-more/repository/other").rename(built["two"] / "other")
     cases: list[tuple[Path, dict[str, Any], Path, str]] = [
@@ -306,6 +253,8 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
         (built["shared"], {}, reports, "core.shared_from"),
         (built["two"], {}, reports, "minilm and other"),
         (built["no engine"], {}, reports, "triptych engine minilm"),
+        (built["no engine"], {"target": "kserve"}, reports, "triptych engine minilm"),
+        (built["no engine"], {"target": "compose"}, reports, "triptych engine minilm"),
         (built["engine"], {"gpu_product": "NVIDIA-L4"}, reports, "the engine is of NVIDIA-H200"),
         (repository, {"gpu_product": "NVIDIA-L4"}, reports, "built for the CPU"),
         (repository, {}, none, "bench minilm --find-max-rate"),
@@ -319,16 +268,57 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
         (repository, {"memory_mib": 600}, reports, "it used 701 MiB"),
         (repository, {**by_hand, "memory_mib": 256}, none, "256 MiB may be shared"),
         (repository, {"max_grace_seconds": 40}, reports, "15 + 30 + 5 s are 50 s"),
+        # Options that a target does not know.
+        (repository, {"target": "compose", "gateway": "public"}, reports, "--target kubernetes"),
+        (repository, {"target": "kserve", "replicas": 3}, reports, "--target compose"),
+        (repository, {"canary_percent": 5}, reports, "only supported with --target kserve"),
+        (repository, {"target": "kserve", "canary_percent": 101}, reports, "a percentage"),
+        (repository, {"rollout": "argo"}, reports, "needs --gateway"),
+        (repository, {"rollout": "flagger", "gateway": "public"}, reports, "one of argo"),
+        (repository, {"gateway": "a/b/c"}, reports, "NAMESPACE/NAME"),
+        (repository, {"envoy_image": "envoyproxy/envoy"}, reports, "a tag that does not move"),
+        (repository, {"target": "compose", "replicas": 0}, reports, "above 0"),
+        (repository, {"target": "compose", "max_grace_seconds": 30}, reports, "s are 35 s"),
+        # The monitor.
+        (repository, {"monitor_image": "watch:1"}, reports, "a build that samples"),
+        (repository, {"monitor_image": "watch"}, reports, "tag that does not move"),
+        (built["sampling"], {**watched, "gateway": "public"}, reports, "--rollout"),
+        (built["sampling"], {**argo, "baseline": baseline}, reports, "needs --monitor-image"),
+        (baseline, {**watched, **argo}, reports, "another build"),
     ]
     for folder, changes, measured, said in cases:
-        with pytest.raises(UserError) as error:
-            make_manifests(folder, "minilm", options(**changes), measured)
-        assert said in error.value.message, (changes, error.value.message)
-    with pytest.raises(UserError, match="1500Mi or 2Gi"):
-        parse_mebibytes("2 GB")
+        check_refused(said, make_manifests, folder, "minilm", options(**changes), measured)
+    check_refused("1500Mi or 2Gi", parse_mebibytes, "2 GB")
     # A result of another build is no matter where nothing of it is used; enough grace is enough.
     assert make_manifests(repository, "minilm", options(**by_hand), old)
     assert make_manifests(repository, "minilm", options(max_grace_seconds=50), reports)
+
+
+def test_what_cannot_work_for_generated_text_is_refused(tmp_path: Path) -> None:
+    repository = write_generation(tmp_path, "core.tensor_parallel_size=2")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"gpu_product": "NVIDIA-H100-MIG-1g.10gb"}, "must be whole GPUs"),
+        ({"gateway": "infra/web", "affinity_header": "x-user"}, "cannot hash a header"),
+        ({"target": "kserve", "affinity_header": "x-user"}, "cannot hash a header"),
+        ({"monitor_image": "watch:1"}, "its answers are not sampled"),
+        ({"max_grace_seconds": 20}, "the longest answer"),
+        ({"rps_per_replica": 5.0}, "scales by requests in flight"),
+    ]
+    for changes, said in cases:
+        chosen = options(name="talk", **changes)
+        check_refused(said, make_manifests, repository, "talk", chosen, repository)
+    words = ["deploy", "talk", "--image", "triton-vllm:26.08", "--repository", str(repository)]
+    words += ["--out", str(tmp_path / "out"), "--affinity-header", "x-user"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "x-user" in (tmp_path / "out/base/envoy.yaml").read_text()
+    assert "kubectl apply -k" in done.stdout
+    model = read_manifest(repository, "talk", TextManifest).spec.model
+    spec = Text2TextSpec(task="text2text-generation", name="talk", model=model)
+    write_talk_manifest(repository, spec)
+    wrong = options(name="talk", gpu_product="NVIDIA-L4")
+    said = "only supported for an engine on a GPU"
+    check_refused(said, make_manifests, repository, "talk", wrong, repository)
 
 
 def test_files_of_others_and_changed_ones_are_left_alone(tmp_path: Path) -> None:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
 from kubernetes_validate.utils import schema_contents
 from typer.testing import CliRunner
 
-from deploy_cases import ENGINE, KUBERNETES, options, write_bench, write_built
+from deploy_cases import (
+    ENGINE,
+    KUBERNETES,
+    kustomized,
+    options,
+    write_bench,
+    write_built,
+    write_generation,
+)
 from manifest_cases import BROKEN, fine, text_of
 from manifest_charts import CHARTS
 from triptych.base.errors import Finding, UserError
 from triptych.deploy.checks import CHECKS, check_manifests
 from triptych.deploy.checks.pods import FIELDS, Known
-from triptych.deploy.folder import write_manifests
 from triptych.deploy.targets import known_of, make_manifests
 from triptych.interface.cli import app
 
@@ -59,21 +66,22 @@ def test_the_mistakes_of_public_charts_are_found(tmp_path: Path) -> None:
         assert found == expected, (chart, found ^ expected)
 
 
-def test_what_deploy_writes_has_no_finding(tmp_path: Path, known: Known) -> None:
-    repository, reports = write_built(tmp_path), write_bench(tmp_path / "reports")
-    own = known_of(repository, "minilm", reports)
-    cases: dict[str, dict[str, Any]] = {
-        "kubernetes": {},
-        "gateway": {"gateway": "public"},
-        "rollout": {"gateway": "public", "rollout": "argo"},
-        "kserve": {"target": "kserve"},
-        "canary": {"target": "kserve", "canary_percent": 10},
-        "compose": {"target": "compose"},
-    }
-    for name, changes in cases.items():
-        made = make_manifests(repository, "minilm", options(**changes), reports)
-        write_manifests(tmp_path / name, made.files)
-        assert check_manifests(tmp_path / name, known=own) == [], name
+def test_other_gpus_and_names_of_metrics_are_found_in_manifests_of_generation(
+    tmp_path: Path,
+) -> None:
+    repository = write_generation(tmp_path, "core.tensor_parallel_size=2")
+    made = make_manifests(repository, "talk", options(name="talk"), repository)
+    text = yaml.safe_dump_all(kustomized(tmp_path / "out", made))
+    for old, new in (
+        ("nvidia.com/gpu: 2", "nvidia.com/gpu: 1"),
+        ("triptych_generation_waiting", "triptych_generation_wait"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    found = found_in(tmp_path / "spoilt", text, known_of(repository, "talk", tmp_path))
+    assert {one.id for one in found} == {"engine-gpu", "metric-known"}
+    assert any("nvidia.com/gpu: 1; it has 2" in one.given for one in found)
+    assert any("Did you mean `triptych_generation_waiting`?" in one.remedy for one in found)
 
 
 def test_what_cannot_be_read_is_a_finding(tmp_path: Path) -> None:

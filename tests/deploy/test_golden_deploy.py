@@ -1,4 +1,4 @@
-"""The manifests of many option sets do not change by accident: `data/deploy` holds each file.
+"""The manifests of many option sets: clusters take them, and `data/deploy` holds each file.
 
 After an intended change, ``pytest tests/deploy/test_golden_deploy.py --rewrite`` rewrites
 `data/deploy`. The diff shows which manifests changed.
@@ -10,22 +10,39 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import jsonschema
+import kubernetes_validate
+import promql_parser
+import pytest
+import yaml
+from typer.testing import CliRunner
 
 from conftest import ROOT
 from deploy_cases import (
     ENGINE,
+    KUBERNETES,
+    compose_schema,
+    document,
+    held_by_schema,
+    kustomized,
     options,
+    taken,
     write_bench,
     write_built,
     write_generation,
     write_talk_manifest,
 )
 from load_samples import rate_search
-from triptych.base.explained import yaml_of
-from triptych.deploy.targets import make_manifests
+from triptych.base.explained import plain, reasons_of, yaml_of
+from triptych.deploy.checks import check_manifests
+from triptych.deploy.context import Manifests
+from triptych.deploy.folder import write_manifests
+from triptych.deploy.targets import known_of, make_manifests
+from triptych.interface.cli import app
 from triptych.repository.manifest import TextManifest, build_id, read_manifest
 from triptych.serving.fleet.envoy import (
     EndpointFiles,
@@ -36,6 +53,7 @@ from triptych.serving.fleet.envoy import (
     proxy_settings,
 )
 from triptych.serving.fleet.mirror import MirrorOption
+from triptych.serving.fleet.proxy import validate
 from triptych.spec.generation_fields import Text2TextSpec
 from triptych.spec.slo import Slo
 
@@ -45,6 +63,9 @@ ON_GPU: dict[str, Any] = {"core": {"device": "gpu"}}
 TENSORRT: dict[str, Any] = {"core": {"backend": "tensorrt"}, "engine": ENGINE}
 TALK: dict[str, Any] = {"name": "talk"}
 WATCH: dict[str, Any] = {"monitor_image": "watch:1"}
+TWO_GPUS: dict[str, Any] = {
+    "overrides": ["core.tensor_parallel_size=2", "serving.slo.ttft_p99=500ms"]
+}
 BUSY = Slo(p50_ms=20.0, p99_9_ms=150.0, throughput=2000.0)
 # Fields of the pipeline, and options; "mirror" and "baseline" name builds made beside it.
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -64,9 +85,15 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kubernetes_rollout": (
         SAMPLING, {"gateway": "public", "rollout": "argo", "baseline": True, **WATCH}
     ),
+    "kubernetes_rollout_wide": (
+        {"serving": {"slo": {"p90_ms": 100.0}}},
+        {"gateway": "public", "rollout": "argo", "rps_per_replica": 9.0, "cpu_cores": 1.0,
+         "memory_mib": 2048},
+    ),
     "kubernetes_gpu": (TENSORRT, {}),
     "kubernetes_mig": (ON_GPU, {"gpu_product": "NVIDIA-H100-80GB-HBM3-MIG-1g.10gb"}),
     "kserve": (SAMPLING, {**WATCH, "repository_image": "registry.example.com/minilm"}),
+    "kserve_gpu": (TENSORRT, {"repository_image": "registry.example.com/minilm"}),
     "kserve_canary": ({**TENSORRT, **SAMPLING}, {"canary_percent": 10, "baseline": True, **WATCH}),
     "compose": ({}, {"target": "compose"}),
     "compose_one": ({}, {"target": "compose", "replicas": 1}),
@@ -74,6 +101,9 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**TENSORRT, **SAMPLING},
         {"target": "compose", "repository_image": "registry.example.com/minilm", "replicas": 3,
          **WATCH},
+    ),
+    "compose_two_gpus": (
+        {**TENSORRT, "serving": {"slo": {"p99_ms": 80.0}, "gpus": [0, 1]}}, {"target": "compose"},
     ),
     "generation": (
         {"overrides": ["core.tensor_parallel_size=2", "serving.slo.ttft_p95=500ms"]},
@@ -86,10 +116,15 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"overrides": ["serving.slo.e2e_p99=9s", "serving.slo.itl_p50=50ms"]},
         {"target": "kserve"},
     ),
-    "generation_compose": (
-        {"overrides": []}, {"target": "compose", "affinity_header": "x-session"},
+    "generation_parts": (
+        {"overrides": ["core.tensor_parallel_size=2", "core.pipeline_parallel_size=2"]}, {},
     ),
+    "generation_rollout": (TWO_GPUS, {"gateway": "infra/web", "rollout": "argo"}),
+    "generation_kserve_canary": (TWO_GPUS, {"target": "kserve", "canary_percent": 20}),
+    "generation_compose": (TWO_GPUS, {"target": "compose", "affinity_header": "x-session"}),
     "text2text": ({"text2text": True}, {}),
+    "text2text_gateway": ({"text2text": True}, {"gateway": "infra/web"}),
+    "text2text_kserve": ({"text2text": True}, {"target": "kserve"}),
 }  # fmt: skip
 FILES = EndpointFiles(Path("grpc.json"), Path("http.json"))
 NAMES = EndpointNames("triton.default.svc", 8001, 8000)
@@ -114,8 +149,37 @@ def write_text2text(folder: Path) -> Path:
     return repository
 
 
-def manifests(case: str, folder: Path) -> dict[str, str]:
-    """Return the text of each file of an option set by its path."""
+class Made(NamedTuple):
+    """The manifests of an option set.
+
+    Attributes:
+        folder: Folder that holds the repository, the reports and the written manifests.
+        placeholders: Word that stands in the recorded files for a text of this run.
+    """
+
+    folder: Path
+    name: str
+    manifests: Manifests
+    placeholders: Mapping[str, str]
+
+    @property
+    def documents(self) -> dict[str, Any]:
+        return {path: plain(node) for path, node in self.manifests.files.items()}
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The text of each file by its path, with placeholders."""
+        texts = {}
+        for path, node in self.manifests.files.items():
+            texts[path] = yaml_of(node)
+            for found, word in self.placeholders.items():
+                # Quotes are around the version of a build that YAML 1.1 reads as a number.
+                texts[path] = texts[path].replace(f"'{found}'", word).replace(found, word)
+        return texts
+
+
+def make(case: str, folder: Path) -> Made:
+    """Write what a build and a bench leave, and make the manifests of an option set."""
     fields, chosen = CASES[case]
     target = case.partition("_")[0] if case.startswith(("kserve", "compose")) else "kubernetes"
     chosen = {"target": target, **chosen}
@@ -144,15 +208,13 @@ def manifests(case: str, folder: Path) -> dict[str, str]:
     slo = BUSY if case == "kubernetes_busy" else Slo(p99_ms=80.0)
     reports = write_bench(folder / "reports", slo=slo, rate=rate_search(slo))
     words |= {build_id(repository, name)[:12]: "VERSION", str(repository.resolve()): "/REPOSITORY"}
-    texts = {}
-    for path, document in make_manifests(
-        repository, name, options(**chosen), reports
-    ).files.items():
-        text = yaml_of(document)
-        for found, word in words.items():
-            text = text.replace(found, word)
-        texts[path] = text
-    return texts
+    return Made(folder, name, make_manifests(repository, name, options(**chosen), reports), words)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+    base = tmp_path_factory.mktemp("deploy")
+    return {case: make(case, base / case) for case in CASES}
 
 
 def fleets() -> dict[str, str]:
@@ -163,13 +225,6 @@ def fleets() -> dict[str, str]:
         settings = proxy_settings(**{"replicas": 3, "max_request_mib": 5, **fields})
         texts[f"{case}.yaml"] = yaml_of(bootstrap(settings, listen, endpoints, mirror))
     return texts
-
-
-def all_texts(folder: Path) -> dict[str, str]:
-    """Return every file by its path in `data/deploy`."""
-    trees = {case: manifests(case, folder / case) for case in CASES}
-    trees["fleet"] = fleets()
-    return {f"{case}/{path}": text for case, tree in trees.items() for path, text in tree.items()}
 
 
 def read_golden() -> dict[str, str]:
@@ -196,10 +251,95 @@ def write_golden(texts: Mapping[str, str]) -> None:
     (GOLDEN / "same.json").write_text(json.dumps(same, indent=1) + "\n", encoding="utf-8")
 
 
-def test_manifests_are_as_on_record(tmp_path: Path, rewrite: bool) -> None:
-    found = all_texts(tmp_path)
+def test_manifests_are_as_on_record(made: dict[str, Made], rewrite: bool) -> None:
+    trees = {**{case: one.texts for case, one in made.items()}, "fleet": fleets()}
+    found = {f"{case}/{path}": text for case, tree in trees.items() for path, text in tree.items()}
     if rewrite:
         write_golden(found)
     golden = read_golden()
     changed = {path for path in {*golden, *found} if golden.get(path) != found.get(path)}
     assert not changed
+
+
+def values(node: Any, *names: str) -> Iterator[Any]:
+    """Yield the values of these keys at any depth of a document."""
+    if isinstance(node, dict):
+        yield from (value for key, value in node.items() if key in names)
+    for each in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from values(each, *names)
+
+
+def parses(words: list[str]) -> bool:
+    """Whether the command line takes these words; with --help it does nothing else."""
+    return CliRunner().invoke(app, [*words[1:], "--help"]).exit_code == 0
+
+
+def test_clusters_take_what_is_written(made: dict[str, Made]) -> None:
+    """Real kubectl and Envoy, and the schemas of all that reads a file; `lint` has no finding."""
+    for case, one in made.items():
+        out, documents = one.folder / "out", one.documents
+        checked = out
+        if "compose.yaml" in documents:
+            write_manifests(out, one.manifests.files)
+            compose_schema().validate(yaml.safe_load((out / "compose.yaml").read_text()))
+            assert one.manifests.command(Path("x")).startswith("docker compose --file x/"), case
+        else:
+            versions = KUBERNETES if case == "kubernetes" else KUBERNETES[:1]
+            namespace = CASES[case][1].get("namespace", "default")
+            resources = kustomized(out, one.manifests)
+            assert taken(resources, versions, namespace), case
+            if case != "kubernetes":  # `lint` runs kubectl itself, which takes long
+                checked = one.folder / "checked"
+                checked.mkdir()
+                (checked / "all.yaml").write_text(yaml.dump_all(resources, Dumper=yaml.CSafeDumper))
+        for job in out.glob("verdict-job.yaml"):
+            job_document = yaml.safe_load(job.read_text())
+            kubernetes_validate.validate(job_document, KUBERNETES[0], strict=True)
+        for proxy in out.rglob("envoy.yaml"):
+            assert validate(proxy) == "", case
+        own = known_of(one.folder / "repository", one.name, one.folder / "reports")
+        assert check_manifests(checked, known=own) == [], case
+        for query in (*values(documents, "query"), *values(documents, "expr")):
+            promql_parser.parse(query)
+        for words in values(documents, "command", "entrypoint"):
+            assert words[0] != "triptych" or parses(words), (case, words)
+        reasons = [found for node in one.manifests.files.values() for found in reasons_of(node)]
+        assert all(reason for *_, reason in reasons), case
+
+
+def test_those_checks_find_what_is_wrong(made: dict[str, Made]) -> None:
+    deployment = document(made["kubernetes"].manifests, "deployment.yaml")
+    deployment["spec"]["template"]["spec"]["containers"][0]["readyProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, KUBERNETES[0], strict=True)
+    scaled = document(made["kubernetes"].manifests, "scaled-object.yaml")
+    scaled["spec"]["replicas"] = 3
+    with pytest.raises(jsonschema.ValidationError):
+        held_by_schema(scaled)
+    composed = made["compose"].documents["compose.yaml"]
+    composed["services"]["triton"]["healthchek"] = {}
+    assert not compose_schema().is_valid(composed)
+    (watch,) = document(made["kubernetes_watch"].manifests, "watch-deployment.yaml")["spec"][
+        "template"
+    ]["spec"]["containers"]
+    assert parses(watch["command"])
+    assert not parses([*watch["command"], "--portt", "1"])
+
+
+def test_a_rollout_goes_by_the_rules_of_the_alerts(made: dict[str, Made]) -> None:
+    weights = {}
+    for case in ("kubernetes_rollout", "kubernetes_rollout_wide", "generation_rollout"):
+        documents = made[case].documents
+        rules = [*values(documents["base/prometheus-rule.yaml"], "rules")]
+        records = {rule.get("record") for group in rules for rule in group}
+        alerts = " ".join(str(rule["expr"]) for group in rules for rule in group)
+        (canary,) = values(documents["base/rollout.yaml"], "canary")
+        weights[case] = [step["setWeight"] for step in canary["steps"] if "setWeight" in step]
+        for metric in documents["base/analysis-template.yaml"]["spec"]["metrics"]:
+            query = metric["provider"]["prometheus"]["query"]
+            assert query.partition("{")[0] in records, (case, query)
+            threshold = metric["successCondition"].rpartition("<= ")[2]
+            assert f"> {threshold}" in alerts, (case, threshold)
+            assert weights[case][0] > 100 * float(threshold), case
+    assert weights["kubernetes_rollout"] == [10, 50]
+    assert weights["kubernetes_rollout_wide"] == [60]

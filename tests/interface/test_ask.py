@@ -33,7 +33,7 @@ def inputs_of(questions: list[InputRow]) -> list[dict[str, Any]]:
 
 
 def answers(toy: Toy, pipeline: str, questions: list[InputRow], **parameters: Any) -> Any:
-    return send_rows(pipeline, questions, url=toy.url, parameters=parameters, timeout_s=30.0)
+    return send_rows(pipeline, questions, url=toy.url, parameters=parameters, timeout_s=60.0)
 
 
 def test_what_is_given_once_goes_with_every_row(tmp_path: Path) -> None:

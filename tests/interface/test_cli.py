@@ -7,7 +7,10 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +18,7 @@ import pytest
 from conftest import ROOT, write_pipeline
 from processes import eventually
 from served_command import TRIPTYCH, endpoints_of, serving
+from triptych.interface.cli import main
 
 
 def triptych(
@@ -30,154 +34,165 @@ def triptych(
     )
 
 
+class Commands:
+    """The `triptych` command in this process, in a folder."""
+
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.folder = folder
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def run(self, *words: str | Path) -> tuple[int, str, str]:
+        """Run a command; return its exit code, output and error output."""
+        self._monkeypatch.chdir(self.folder)
+        self._monkeypatch.setattr(sys, "argv", ["triptych", *map(str, words)])
+        self._monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        assert isinstance(code, int) or code is None
+        return (code or 0, *self._capsys.readouterr())
+
+    def read_json(self, *words: str | Path) -> Any:
+        """Return what a command prints with ``--json``."""
+        code, output, errors = self.run(*words, "--json")
+        assert code == 0, errors
+        return json.loads(output)
+
+
 @pytest.fixture
-def project(tmp_path: Path, tiny_model: Path) -> Path:
+def commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Commands:
+    return Commands(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture
+def project(commands: Commands, tiny_model: Path) -> Commands:
     """A folder as a user has it, with one pipeline on the tiny model."""
-    write_pipeline(tmp_path / "pipelines/tiny", model={"source": str(tiny_model)})
-    return tmp_path
+    write_pipeline(commands.folder / "pipelines/tiny", model={"source": str(tiny_model)})
+    return commands
 
 
-def test_inspect_prints_the_plan_and_writes_nothing(project: Path) -> None:
-    done = triptych("inspect", "tiny", "--set", "core.layout=bucketed", cwd=project)
-    assert done.returncode == 0, done.stderr
-    assert "fewest padded tokens" in done.stdout
-    assert sorted(path.name for path in project.iterdir()) == ["pipelines"]
-    plan = json.loads(triptych("inspect", "tiny", "--json", cwd=project).stdout)
+def test_inspect_prints_the_plan_and_writes_nothing(project: Commands) -> None:
+    code, output, errors = project.run("inspect", "tiny", "--set", "core.layout=bucketed")
+    assert code == 0, errors
+    assert "fewest padded tokens" in output
+    assert sorted(path.name for path in project.folder.iterdir()) == ["pipelines"]
+    plan = project.read_json("inspect", "tiny")
     assert plan["models"]["tiny_core"]["backend"] == "onnxruntime"
+    shutil.move(project.folder / "pipelines", project.folder / "elsewhere")
+    assert project.read_json("inspect", "tiny", "--pipelines", "elsewhere")
 
 
-def test_build_then_lint_as_json(project: Path) -> None:
-    done = triptych("build", "tiny", "--json", cwd=project)
-    assert done.returncode == 0, done.stderr
-    (result,) = json.loads(done.stdout)
+def test_build_then_lint(project: Commands) -> None:
+    (result,) = project.read_json("build", "tiny")
     assert result["changed"] == ["tiny", "tiny_core", "tiny_postprocess", "tiny_preprocess"]
     assert result["gate"]["failures"] == []
-    assert Path(project, result["report"]).is_file()
-    findings = json.loads(triptych("lint", "--json", cwd=project).stdout)
+    assert (project.folder / result["report"]).is_file()
+    findings = project.read_json("lint")
     assert [f for f in findings if f["severity"] == "error"] == []
-    assert triptych("lint", cwd=project).returncode == 0
+    assert project.run("lint")[0] == 0
+    (project.folder / "model_repository/tiny_core/1/model.onnx").unlink()
+    code, output, _ = project.run("lint")
+    assert code == 1
+    assert "model.onnx" in output
 
 
-def test_a_failed_gate_exits_with_1(project: Path) -> None:
-    done = triptych("build", "tiny", "--set", "accuracy.max_difference=1e-12", cwd=project)
-    assert done.returncode == 1
-    for words in (
-        "accuracy gate",
-        "Failed metrics",
-        "max_difference",
-        "Rows with the largest errors",
+def test_a_failed_gate_exits_with_1_and_is_accepted_with_a_reason(project: Commands) -> None:
+    words = ("build", "tiny", "--set", "accuracy.max_difference=1e-12")
+    code, _, errors = project.run(*words)
+    assert code == 1
+    for said in (
+        *("accuracy gate", "Failed metrics", "max_difference", "Rows with the largest errors"),
     ):
-        assert words in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (project / "model_repository").exists()
-    assert (project / "reports/tiny/report.html").is_file()
-    gate = json.loads((project / "reports/tiny/gate.json").read_text())
+        assert said in errors
+    assert not (project.folder / "model_repository").exists()
+    assert (project.folder / "reports/tiny/report.html").is_file()
+    gate = json.loads((project.folder / "reports/tiny/gate.json").read_text())
     assert gate["failures"]
-
-
-def test_a_failed_gate_is_accepted_with_a_reason(project: Path) -> None:
-    words = ("build", "tiny", "--set", "accuracy.max_difference=1e-12", "--reports", "elsewhere")
-    done = triptych(*words, "--accept-failed-gate", " ", cwd=project)
-    assert done.returncode == 2
-    assert "needs a reason" in done.stderr
-    done = triptych(*words, "--accept-failed-gate", "a [trial]", "--json", cwd=project)
-    assert done.returncode == 0, done.stderr
-    assert "a [trial]" in done.stderr
-    (result,) = json.loads(done.stdout)
+    again = (*words, "--reports", "elsewhere")
+    code, _, errors = project.run(*again, "--accept-failed-gate", " ")
+    assert (code, "needs a reason" in errors) == (2, True)
+    (result,) = project.read_json(*again, "--accept-failed-gate", "a [trial]")
     assert result["gate"]["accepted"] == "a [trial]"
     assert result["gate"]["failures"]
-    assert json.loads((project / "elsewhere/tiny/gate.json").read_text())["accepted"] == "a [trial]"
-    linted = triptych("lint", "--json", cwd=project)
-    assert [f["id"] for f in json.loads(linted.stdout) if f["severity"] == "warning"] == [
-        "gate-accepted"
-    ]
+    gate = json.loads((project.folder / "elsewhere/tiny/gate.json").read_text())
+    assert gate["accepted"] == "a [trial]"
+    linted = project.read_json("lint")
+    assert [f["id"] for f in linted if f["severity"] == "warning"] == ["gate-accepted"]
 
 
-def test_lint_of_a_broken_repository_exits_with_1(project: Path) -> None:
-    assert triptych("build", "tiny", cwd=project).returncode == 0
-    (project / "model_repository/tiny_core/1/model.onnx").unlink()
-    done = triptych("lint", cwd=project)
-    assert done.returncode == 1
-    assert "model.onnx" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["inspect", "nope"], "Pipelines here: tiny"),
-        (["build", "tiny", "nope"], "Pipelines here: tiny"),
-        (["build", "tiny", "--set", "core.layoot=x"], "not a field"),
-        (["build", "tiny", "--set", "model.source=./nowhere"], "./nowhere"),
-        (["build", "tiny", "--set", "task=translation"], "Choose one of"),
-        (["lint", "nowhere"], "must be an existing folder"),
-        (["serve", "nowhere"], "triptych build"),
-        (["infer", "tiny"], "--text"),
-        (["infer", "tiny", "--file", "nowhere.txt"], "nowhere.txt"),
-        (["infer", "tiny", "--text", "a", "--parameter", "x"], "KEY=VALUE"),
-        (["infer", "tiny", "--text", "a", "--url", "127.0.0.1:9"], "127.0.0.1:9"),
-        (["lint", "pipelines", "--triton", "soon"], "soon"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_mistake_exits_with_2_and_no_trace(
-    project: Path, words: list[str], expected: str
-) -> None:
-    done = triptych(*words, cwd=project)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert expected in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (project / "model_repository").exists()
-
-
-def test_a_mistake_as_json_keeps_its_parts(project: Path) -> None:
-    done = triptych("inspect", "nope", "--json", cwd=project)
+def test_a_mistake_exits_with_2_and_no_trace(project: Commands) -> None:
+    for words, expected in (
+        ("inspect nope", "Pipelines here: tiny"),
+        ("build tiny nope", "Pipelines here: tiny"),
+        ("build tiny --set core.layoot=x", "not a field"),
+        ("build tiny --set model.source=./nowhere", "./nowhere"),
+        ("build tiny --set task=translation", "Choose one of"),
+        ("lint nowhere", "must be an existing folder"),
+        ("serve nowhere", "triptych build"),
+        ("infer tiny", "--text"),
+        ("infer tiny --file nowhere.txt", "nowhere.txt"),
+        ("infer tiny --text a --parameter x", "KEY=VALUE"),
+        ("infer tiny --text a --url 127.0.0.1:9", "127.0.0.1:9"),
+        ("lint pipelines --triton soon", "soon"),
+    ):
+        code, output, errors = project.run(*words.split())
+        assert code == 2, (words, output, errors)
+        assert expected in errors, (words, errors)
+        assert "Traceback" not in errors, words
+        assert not (project.folder / "model_repository").exists(), words
+    # The same as a process.
+    done = triptych("inspect", "nope", "--json", cwd=project.folder)
     assert done.returncode == 2
     error = json.loads(done.stdout)["error"]
     assert set(error) == {"field", "rule", "given", "remedy"}
+    assert "Traceback" not in done.stderr
 
 
-def test_doctor_reports_this_machine(project: Path) -> None:
-    done = triptych("doctor", "--json", cwd=project)
-    findings = json.loads(done.stdout)
+def test_doctor_reports_this_machine(project: Commands) -> None:
+    code, output, _ = project.run("doctor", "--json")
+    findings = json.loads(output)
     assert {"id", "severity", "rule", "given", "remedy"} <= set(findings[0])
     errors = [finding for finding in findings if finding["severity"] == "error"]
-    assert done.returncode == (1 if errors else 0)
+    assert code == (1 if errors else 0)
 
 
 def running(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_serve_answers_and_ends_cleanly(
-    minilm_repository: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    listed = tmp_path / "texts.txt"
+def test_serve_answers_and_ends_cleanly(minilm_repository: Path, commands: Commands) -> None:
+    listed = commands.folder / "texts.txt"
     listed.write_text("second\nthird\n")
     with serving(minilm_repository) as server:
         endpoints = endpoints_of(server)
         url = endpoints["grpc"]
         assert url.startswith("127.0.0.1:")
-        done = triptych(
-            *("infer", "minilm_packed", "--text", "first", "--file", listed),
-            *("--url", url, "--parameter", "dimensions=8", "--json"),
-        )
-        assert done.returncode == 0, done.stderr
-        assert [len(row["embedding"]) for row in json.loads(done.stdout)] == [8, 8, 8]
-        shown = triptych("infer", "minilm_packed", "-t", "first", "--url", url)
-        assert "(384 elements)" in shown.stdout
-        refused = triptych("infer", "minilm_packed", "-t", "a", "--url", url, "-p", "dimensions=0")
-        assert refused.returncode == 2
-        assert "integer from 1 to 384" in refused.stderr
-        marks = {path.name for path in Path("/dev/shm").glob("triptych_*")}
-        assert marks
-        server.send_signal(number)
-        _, errors = server.communicate(timeout=60)
-    assert server.returncode == 0, errors
-    assert number.name in errors
+        infer = ("infer", "minilm_packed", "--text", "first", "--url", url)
+        rows = commands.read_json(*infer, "--file", listed, "--parameter", "dimensions=8")
+        assert [len(row["embedding"]) for row in rows] == [8, 8, 8]
+        assert "(384 elements)" in commands.run(*infer)[1]
+        code, _, errors = commands.run(*infer, "-p", "dimensions=0")
+        assert (code, "integer from 1 to 384" in errors) == (2, True)
+        assert list(Path("/dev/shm").glob("triptych_*"))
+        end(server, signal.SIGINT)
     assert not running(endpoints["pid"])
     own = f"triptych_{server.pid}_"
     assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(own)]
+
+
+def end(server: subprocess.Popen[str], number: signal.Signals) -> str:
+    """Signal `triptych serve`, which ends without an error; return what it said."""
+    server.send_signal(number)
+    _, errors = server.communicate(timeout=60)
+    assert server.returncode == 0, errors
+    assert number.name in errors
+    assert "Traceback" not in errors
+    return errors
 
 
 def test_serve_starts_a_killed_server_anew(minilm_repository: Path) -> None:
@@ -187,26 +202,22 @@ def test_serve_starts_a_killed_server_anew(minilm_repository: Path) -> None:
         again = endpoints_of(server)
         assert again.pop("pid") != first.pop("pid")
         assert again == first
-        server.send_signal(signal.SIGTERM)
-        _, errors = server.communicate(timeout=60)
-    assert server.returncode == 0
+        errors = end(server, signal.SIGTERM)
     assert "SIGKILL" in errors
     assert "The server restarts now." in errors
-    assert "Traceback" not in errors
 
 
-def test_serve_names_the_step_that_died(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert triptych("build", "tiny", cwd=project).returncode == 0
-    repository = project / "model_repository"
-    model = repository / "tiny_preprocess/1/model.py"
+def test_serve_names_the_step_that_died(project: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert project.run("build", "tiny")[0] == 0
+    model = project.folder / "model_repository/tiny_preprocess/1/model.py"
     model.write_text(model.read_text() + "\nimport no_such_module\n")
     monkeypatch.setenv("TRIPTYCH_LOCK_CHECK", "warn")
     ports = ("--grpc-port=0", "--http-port=0", "--metrics-port=0")
-    done = triptych("serve", "tiny", *ports, cwd=project)
-    assert done.returncode == 2
-    assert "error: tiny: tiny_preprocess/1/model.py is not the file that" in done.stderr
-    assert "No module named 'no_such_module'" in done.stderr
-    assert len(done.stderr) < 3000
+    code, _, errors = project.run("serve", "tiny", *ports)
+    assert code == 2
+    assert "error: tiny: tiny_preprocess/1/model.py is not the file that" in errors
+    assert "No module named 'no_such_module'" in errors
+    assert len(errors) < 3000
 
 
 def test_a_signal_during_start_up_ends_it(minilm_repository: Path) -> None:
@@ -218,17 +229,11 @@ def test_a_signal_during_start_up_ends_it(minilm_repository: Path) -> None:
     assert "Traceback" not in errors
 
 
-def test_another_folder_of_pipelines(project: Path) -> None:
-    moved = project / "elsewhere"
-    shutil.move(project / "pipelines", moved)
-    assert triptych("inspect", "tiny", "--pipelines", moved, cwd=project).returncode == 0
-
-
 @pytest.mark.long
-def test_no_path_or_encoding_is_in_the_way(project: Path) -> None:
+def test_no_path_or_encoding_is_in_the_way(project: Commands) -> None:
     """Build, a server and perf_analyzer: in folders that a shell would read, an ASCII terminal."""
-    odd = project / "a b \u00fc $(touch PWNED)"
-    shutil.copytree(project / "pipelines", odd / "pipelines")
+    odd = project.folder / "a b \u00fc $(touch PWNED)"
+    shutil.copytree(project.folder / "pipelines", odd / "pipelines")
     temporary = odd / "temporary folder"
     temporary.mkdir()
     variables = {"TMPDIR": str(temporary), "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
@@ -242,5 +247,5 @@ def test_no_path_or_encoding_is_in_the_way(project: Path) -> None:
         assert done.returncode == 0, (words, done.stdout, done.stderr)
     assert (odd / "reports/tiny/report.html").is_file()
     assert (odd / "reports/tiny/bench/report.html").is_file()
-    assert not list(project.rglob("PWNED"))
+    assert not list(project.folder.rglob("PWNED"))
     assert not list(temporary.glob("triptych-*"))

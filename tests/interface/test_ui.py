@@ -166,7 +166,7 @@ def test_the_verb_attaches_to_a_server_and_leaves_it_running(
         assert told["grpc"] == grpc
         assert post(told["page"], {"text": "x"})[0] == 200
         process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=30)[1] == "stopped\n"
+        assert process.communicate(timeout=60)[1] == "stopped\n"
     assert process.returncode == 0
     assert post(page.url, {"text": "x"})[0] == 200
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from capacity_cases import SEARCH
 from drift_cases import MAX_LENGTH, built_for, draw, exact, read_minilm
 from triptych.core.inputs import PipelineInputs
 from triptych.operate.tune.drift import Drift, check_drift, format_drift
@@ -16,6 +15,7 @@ from triptych.operate.tune.proposal import MeasuredLoad, diff_tuned
 from triptych.spec.plan import Layout, choose_edges
 from triptych.spec.slo import Slo
 from triptych.spec.traffic import Lengths
+from tune_cases import SEARCH
 
 
 @pytest.fixture(scope="module")

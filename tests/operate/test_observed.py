@@ -115,7 +115,7 @@ def webhook(told: Told) -> Iterator[str]:
 def get(url: str, data: Any = None) -> Any:
     body = None if data is None else json.dumps(data).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         text = response.read()
     return json.loads(text) if text else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,18 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-import generation_load_cases
 from conftest import ROOT, quiet
 from generation_cases import fake_backend, write_pipeline, write_tiny_model
-from load_samples import outcome, subject, trial, tuned
-from report_pages import Page, assert_finite_drawing, assert_stands_alone
+from generation_load_cases import found
 from triptych.base.errors import UserError
 from triptych.building.generation.inputs import GenerationInputs, Prompt, read_generation
-from triptych.interface.cli.measured_tables import print_tuned
 from triptych.interface.cli.plan_text import describe_text_generation
-from triptych.interface.report.tune import tune_page
 from triptych.operate.tune import fields
 from triptych.operate.tune import tune as tuning
 from triptych.operate.tune.fields import (
@@ -32,11 +26,10 @@ from triptych.operate.tune.fields import (
 )
 from triptych.operate.tune.kinds import GenerationTuning, Setting, advise_generation, judge_goodput
 from triptych.operate.tune.objective import GoodputObjective, LoadFailed
-from triptych.operate.tune.results import TuneResult
 from triptych.operate.tune.search import Search, TrialCache
 from triptych.operate.tune.tune import Tuning, tune_pipeline
 from triptych.repository.lint.checks import LintFailure
-from triptych.serving.bench.results import Measurement, Streamed, Times, from_json, to_json
+from triptych.serving.bench.results import Measurement, Streamed, Times
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import GenerationSpec, load_generation_spec
 from triptych.spec.slo import GenerationSlo
@@ -273,45 +266,8 @@ def test_what_goes_along_is_part_of_the_trial(
     assert search.trials[0].before == {"core.max_num_seqs": 4, "core.kv_cache.memory_mib": 1}
 
 
-def found(*, slow: float, **changes: Any) -> Any:
-    """An outcome with the streamed points of `test_generation_load`."""
-    points = generation_load_cases.result(slow=slow).points
-    best = max(point.median("goodput_per_s") for point in points)
-    return outcome(1, points=points, score=best, rate=None, cost=None, **changes)
-
-
-def result(**changes: Any) -> TuneResult:
-    return tuned(
-        subject=subject(task="text-generation", layout="continuous batching"),
-        slo=GenerationSlo(ttft_p99="200ms", itl_p99="25ms"),
-        objective=GoodputObjective(PROMISE, 8).says,
-        baseline=found(slow=2.0),
-        winner=found(slow=1.0, overrides={"core.max_num_seqs": 8}),
-        trials=(trial(1, "better", points=found(slow=1.0).points, score=8.0, against=2.0),),
-        **changes,
-    )
-
-
-def test_streamed_answers_are_reported_by_what_is_promised_of_them() -> None:
-    for one in (result(), result(unit="tokens/s")):
-        source = tune_page(one)
-        assert_stands_alone(source)
-        page = Page(source)
-        assert_finite_drawing(page)
-        console = Console(file=io.StringIO(), width=110)
-        print_tuned(console, one)
-        assert isinstance(console.file, io.StringIO)
-        for text in (page.text, console.file.getvalue()):
-            for wanted in ("First token p99 there, ms", f"Score, {one.unit}", "+300"):
-                assert wanted in text, wanted
-        for wanted in ("tokens/s", "p99 limit 200 ms", "Goodput/s"):
-            assert wanted in page.text, wanted
-        assert from_json(TuneResult, json.loads(json.dumps(to_json(one)))) == one
-
-
 def test_the_verdict_is_on_the_limits_and_on_the_rate_that_holds_them() -> None:
-    slo = result().slo
-    assert isinstance(slo, GenerationSlo)
+    slo = GenerationSlo(ttft_p99="200ms", itl_p99="25ms")
     met, said = judge_goodput(slo, found(slow=1.0))
     assert met
     assert said.startswith("goodput 8.00/s of 8.00/s with 4 clients; ttft p99 <= 200 ms")
@@ -361,6 +317,7 @@ def test_what_cannot_be_served_is_refused_before_a_server_is_started(
 
 
 @pytest.mark.server
+@pytest.mark.long
 def test_a_search_finds_what_the_engine_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ FLAGS = (
     *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
     "--remote-debugging-port=0",
 )
-ANSWER_S = 30.0
+ANSWER_S = 60.0
 
 
 def find_browser() -> Path:

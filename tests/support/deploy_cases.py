@@ -15,6 +15,7 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import yaml
+from kubernetes_validate import utils
 
 from conftest import ROOT, write_pipeline
 from container_cases import ENSEMBLE
@@ -33,6 +34,8 @@ from triptych.spec.slo import Slo
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.task import Core
 
+# A file of schemas has 2 MB, and is read for each object otherwise.
+utils.schema_contents = functools.cache(utils.schema_contents)
 KUBERNETES = ("1.37", "1.36", "1.35")
 """The newest two, and the oldest that is supported (November 2026)."""
 PROMISE = {"p99_ms": 80.0}
@@ -162,11 +165,13 @@ def held_by_schema(resource: dict[str, Any]) -> None:
 
 
 def taken(
-    resources: list[dict[str, Any]], versions: Sequence[str] = KUBERNETES[:1]
+    resources: list[dict[str, Any]],
+    versions: Sequence[str] = KUBERNETES[:1],
+    namespace: str = "default",
 ) -> dict[str, dict[str, Any]]:
     """Kind and name (without the hash that Kustomize adds) to object; all as their schemas want."""
     for each in resources:
-        assert each["metadata"]["namespace"] == "default"
+        assert each["metadata"]["namespace"] == namespace
         group = each["apiVersion"].partition("/")[0]
         if ("." not in group or group.endswith("k8s.io")) and "gateway" not in group:
             for version in versions:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from load_samples import bench, measurement
+from load_samples import bench, measurement, outcome
+from triptych.operate.tune.results import Outcome
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.perf_output import (
     LoadResult,
@@ -41,3 +43,10 @@ def result(*, slow: float = 1.0) -> BenchResult:
         load = OfferedLoad("concurrency", clients)
         points.append(LoadPoint("minilm", load, (one, one), find_bottleneck(one, load)))
     return bench(points=tuple(points), slo=slo, rate=None, baselines=(), cost=None)
+
+
+def found(*, slow: float, **changes: Any) -> Outcome:
+    """An outcome of `tune` with the loads of `result`."""
+    points = result(slow=slow).points
+    best = max(point.median("goodput_per_s") for point in points)
+    return outcome(1, points=points, score=best, rate=None, cost=None, **changes)

@@ -9,96 +9,65 @@ from typing import Any
 import yaml
 
 Objects = list[dict[str, Any]]
-LABELS = {"app": "triton"}
-PROBE = {"httpGet": {"path": "/v2/health/ready", "port": 8000}, "timeoutSeconds": 5}
-
-FINE: Objects = [
-    {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": "triton"},
-        "spec": {
-            "selector": {"matchLabels": LABELS},
-            "template": {
-                "metadata": {"labels": LABELS},
-                "spec": {
-                    "terminationGracePeriodSeconds": 60,
-                    "containers": [
-                        {
-                            "name": "server",
-                            "image": "tritonserver:26.08-py3",
-                            "args": ["tritonserver", "--model-repository=/models"],
-                            "startupProbe": {**PROBE, "failureThreshold": 30},
-                            "readinessProbe": PROBE,
-                            "livenessProbe": {"httpGet": {"path": "/v2/health/live", "port": 8000}},
-                            "lifecycle": {"preStop": {"exec": {"command": ["sleep", "10"]}}},
-                            "resources": {"limits": {"memory": "4Gi"}},
-                            "securityContext": {
-                                "runAsNonRoot": True,
-                                "allowPrivilegeEscalation": False,
-                                "capabilities": {"drop": ["ALL"]},
-                            },
-                            "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
-                        }
-                    ],
-                    "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H200"},
-                    "volumes": [
-                        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
-                    ],
-                },
-            },
-        },
-    },
-    {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": "triton"},
-        "spec": {
-            "clusterIP": "None",
-            "selector": LABELS,
-            "ports": [{"name": "grpc", "port": 8001}],
-        },
-    },
-    {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": {"name": "triton"},
-        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": LABELS}},
-    },
-    {
-        "apiVersion": "keda.sh/v1alpha1",
-        "kind": "ScaledObject",
-        "metadata": {"name": "triton"},
-        "spec": {
-            "scaleTargetRef": {"name": "triton"},
-            "fallback": {"failureThreshold": 3, "replicas": 2},
-            "triggers": [
-                {
-                    "type": "prometheus",
-                    "metricType": "AverageValue",
-                    "metadata": {
-                        "query": 'sum(rate(nv_inference_request_success{model="m"}[1m]))',
-                        "threshold": "50",
-                        "ignoreNullValues": "false",
-                    },
-                }
-            ],
-        },
-    },
-    {
-        "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "PrometheusRule",
-        "metadata": {"name": "triton"},
-        "spec": {
-            "groups": [
-                {
-                    "name": "triton",
-                    "rules": [{"alert": "Slow", "expr": "nv_inference_request_summary_us > 1"}],
-                }
-            ]
-        },
-    },
-]
+FINE = list(
+    yaml.safe_load_all("""
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: triton}
+spec:
+  selector: {matchLabels: {app: triton}}
+  template:
+    metadata: {labels: {app: triton}}
+    spec:
+      terminationGracePeriodSeconds: 60
+      containers:
+      - name: server
+        image: tritonserver:26.08-py3
+        args: [tritonserver, --model-repository=/models]
+        startupProbe:
+          httpGet: {path: /v2/health/ready, port: 8000}
+          timeoutSeconds: 5
+          failureThreshold: 30
+        readinessProbe: {httpGet: {path: /v2/health/ready, port: 8000}, timeoutSeconds: 5}
+        livenessProbe: {httpGet: {path: /v2/health/live, port: 8000}}
+        lifecycle: {preStop: {exec: {command: [sleep, "10"]}}}
+        resources: {limits: {memory: 4Gi}}
+        securityContext:
+          {runAsNonRoot: true, allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
+        volumeMounts: [{name: shm, mountPath: /dev/shm}]
+      nodeSelector: {nvidia.com/gpu.product: NVIDIA-H200}
+      volumes: [{name: shm, emptyDir: {medium: Memory, sizeLimit: 1Gi}}]
+---
+apiVersion: v1
+kind: Service
+metadata: {name: triton}
+spec: {clusterIP: None, selector: {app: triton}, ports: [{name: grpc, port: 8001}]}
+---
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata: {name: triton}
+spec: {maxUnavailable: 1, selector: {matchLabels: {app: triton}}}
+---
+apiVersion: keda.sh/v1alpha1
+kind: ScaledObject
+metadata: {name: triton}
+spec:
+  scaleTargetRef: {name: triton}
+  fallback: {failureThreshold: 3, replicas: 2}
+  triggers:
+  - type: prometheus
+    metricType: AverageValue
+    metadata:
+      query: sum(rate(nv_inference_request_success{model="m"}[1m]))
+      threshold: "50"
+      ignoreNullValues: "false"
+---
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata: {name: triton}
+spec: {groups: [{name: triton, rules: [{alert: Slow, expr: nv_inference_request_summary_us > 1}]}]}
+""")
+)
 
 
 def pod(objects: Objects) -> dict[str, Any]:

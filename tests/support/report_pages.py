@@ -68,6 +68,20 @@ class Page(HTMLParser):
         )
 
 
+DRAWING = re.compile(r"<(line|rect|circle|polyline|path)\b[^>]*>(</\1>)?")
+
+
+def page_body(source: str, *, drawings: bool) -> str:
+    """Return the page for a file on record, without its style sheet, an element a line.
+
+    Without `drawings`, lines, bars and points of plots are left out; their texts are not.
+    """
+    body = source[source.index("</style>") :]
+    if not drawings:
+        body = DRAWING.sub("", re.sub(r' (x|y)="[-\d.]+"', "", body))
+    return re.sub(r"(?<=>)(?=<(?!/))", "\n", body)
+
+
 def assert_stands_alone(source: str) -> None:
     """Nothing runs, nothing is loaded, nothing links anywhere, and every plot has words."""
     page = Page(source)

@@ -1,4 +1,4 @@
-"""Made-up measurements, and a pipeline's evidence with them."""
+"""Made-up measurements, a pipeline's evidence with them, and a search for the highest rate."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from triptych.operate.tune.fields import Observation
-from triptych.serving.bench.results import Measurement, StepUse
+from triptych.serving.bench.results import LoadPoint, Measurement, OfferedLoad, RateSearch, StepUse
+from triptych.spec.slo import Slo
 from triptych.spec.spec import PipelineSpec
 
 
-def step(name: str, *, busy: float, batch: int = 4) -> StepUse:
+def step(name: str, *, busy: float | None, batch: int = 4) -> StepUse:
     return StepUse(
         name, f"m_{name}", 1, 0, 100, 0, 100 * batch, 100, {batch: 100}, 1, 1, 1, 1, busy
     )
@@ -58,3 +59,24 @@ def evidence(one: Measurement | None = None, cores: int = 2, **fields: Any) -> O
         padding_share=0.1,
     )
     return Observation(plan, one or measurement(100.0), cores, {})
+
+
+def point(rate: float, p99_ms: float) -> LoadPoint:
+    """One round of random arrivals, in which the core has nine tenths of the busy time."""
+    steps = tuple(
+        replace(
+            step(name, busy=None), compute_input_us=0.0, compute_infer_us=us, compute_output_us=0.0
+        )
+        for name, us in (("preprocess", 60.0), ("core", 900.0), ("postprocess", 40.0))
+    )
+    return LoadPoint(
+        "minilm", OfferedLoad("poisson", rate), (measurement(rate, p99_ms * 1e3, steps=steps),)
+    )
+
+
+SEARCH = RateSearch(
+    slo=Slo(p99_ms=50.0),
+    highest_per_s=200.0,
+    lowest_broken_per_s=250.0,
+    points=(point(50, 10), point(100, 20), point(200, 50), point(250, 200)),
+)

@@ -7,15 +7,19 @@ is its reason, too.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import textwrap
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _WIDTH = 100
 _UNBROKEN = 1 << 20
@@ -84,10 +88,16 @@ def render_files(template: Path, **values: Any) -> dict[str, Any]:
 
 
 def _render(template: Path, values: Mapping[str, Any]) -> str:
+    return _environment(template.parent).get_template(template.name).render(values)
+
+
+@functools.cache
+def _environment(folder: Path) -> Environment:
+    """Return the environment of the templates in a folder, which compiles each of them once."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(template.parent),
+        loader=FileSystemLoader(folder),
         undefined=StrictUndefined,
         finalize=_as_yaml,
         trim_blocks=True,
@@ -100,7 +110,7 @@ def _render(template: Path, values: Mapping[str, Any]) -> str:
         "text": map_value(str),
         "unit": lambda explained, unit: map_value(lambda value: f"{value}{unit}")(explained),
     }
-    return environment.get_template(template.name).render(values)
+    return environment
 
 
 def _as_yaml(value: Any) -> str:
@@ -116,7 +126,7 @@ def parse_yaml(text: str) -> Any:
 
     Comments stand above a value (of a list's mapping: above its first value), or behind it.
     """
-    loader = yaml.SafeLoader(text)
+    loader = yaml.CSafeLoader(text)
     try:
         return _Explainer(loader, text.splitlines()).read(loader.get_single_node())
     finally:
@@ -126,7 +136,7 @@ def parse_yaml(text: str) -> Any:
 class _Explainer:
     """Nodes of a document in order; lines before `_line` belong to nodes that were read."""
 
-    def __init__(self, loader: yaml.SafeLoader, lines: list[str]) -> None:
+    def __init__(self, loader: yaml.CSafeLoader, lines: list[str]) -> None:
         self._loader = loader
         self._lines = lines
         self._line = 0
@@ -209,9 +219,17 @@ def _commented(node: Any, indent: int) -> Generator[str, None, Any]:
 
 
 def _scalar(value: Any) -> str:
+    return _written(plain(value)) if isinstance(value, (Mapping, list, tuple)) else _atom(value)
+
+
+@functools.lru_cache(maxsize=10_000, typed=True)
+def _atom(value: Any) -> str:
+    """Return a value that is neither a mapping nor a list, as YAML: most repeat in a document."""
+    return _written(value)
+
+
+def _written(value: Any) -> str:
     # PyYAML writes YAML 1.1; Kubernetes reads a version such as 0479701e6330 as a number.
     style = "'" if isinstance(value, str) and _NUMBER.fullmatch(value) else None
-    text = yaml.safe_dump(
-        plain(value), default_flow_style=True, default_style=style, width=_UNBROKEN
-    )
+    text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=_UNBROKEN)
     return text.removesuffix("...\n").rstrip("\n")
