@@ -83,7 +83,8 @@ def test_build_engine_check_and_serve(
     built = build_into(pipeline, repository, ENGINE, f"core.layout={layout}")
     assert "tiny_core" in built.changed
     assert (repository / "tiny_core/1/model.plan").is_file()
-    assert [f for f in run_checks(repository, triton="26.05") if f.severity != "info"] == []
+    found = {f.id for f in run_checks(repository, triton="26.05") if f.severity != "info"}
+    assert found <= {"known-defect"}  # of that release
     assert check_repository(repository, facts_of(H200)) == []
     (verdict,) = check_repository(repository, facts_of(L4, tensorrt="11.2.1"))
     assert "TensorRT 10.16.1.11 on NVIDIA H200 (9.0), here are TensorRT 11.2.1" in str(verdict)

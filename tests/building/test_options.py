@@ -258,6 +258,7 @@ CLIENTS: dict[str, Callable[[Server], NDArray[Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:tritonclient.grpc doesn't support timeout")
 def test_every_documented_client_sends_options(
     server: Server, raw: Any, lookups: Callable[[str], tuple[int, int]]
 ) -> None:

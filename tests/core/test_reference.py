@@ -243,7 +243,7 @@ def test_pixel_values_without_rescaling_or_normalizing(vision_model: Path) -> No
     pixels = np.array([[[0, 128, 255]]], dtype=np.uint8)
     plain = replace(facts, image=replace(facts.image, rescale_factor=None, mean=None, std=None))
     assert pixel_values(pixels, plain).tolist() == [[[0]], [[128]], [[255]]]
-    with pytest.raises(ValueError, match="images"):
+    with pytest.raises(ValueError, match="no image processor"):
         pixel_values(pixels, replace(facts, image=None))
 
 

@@ -451,10 +451,10 @@ class Server:
         if self._models or self._exchanges:
             command.append("--model-control-mode=explicit")
             command += [f"--load-model={name}" for name in self._wanted_models()]
-        embedded = installation.backend_directory is not None
-        release = EMBEDDED_RELEASE if embedded else find_release()
-        if self._client_shm and not flags_newer_than([ALLOW_CLIENT_SHM], release):
-            command.append(ALLOW_CLIENT_SHM)
+        if self._client_shm:
+            embedded = installation.backend_directory is not None
+            release = EMBEDDED_RELEASE if embedded else find_release()
+            command += [] if flags_newer_than([ALLOW_CLIENT_SHM], release) else [ALLOW_CLIENT_SHM]
         return [*command, *self._profile_flags, *self._extra_args]
 
     def _started(self) -> ServerProcess:
