@@ -148,6 +148,14 @@ def one_at_a_time(name: str) -> Iterator[None]:
         yield
 
 
+def link_cache(own: Path, *without: str) -> None:
+    """Make `own` a cache with the stages of the shared one, except those of these names."""
+    own.mkdir()
+    for stage in Path(os.environ["TRIPTYCH_CACHE"]).iterdir():
+        if stage.is_dir() and stage.name not in without:
+            (own / stage.name).symlink_to(stage)
+
+
 @functools.cache
 def share_export_registry() -> None:
     """Let all exports of this process use one table of torch's operators, a second's work each."""

@@ -11,18 +11,16 @@ import numpy as np
 import pytest
 
 import served_engines
-from conftest import build_into, lock_data, traffic_texts, write_pipeline
+from conftest import build_into, link_cache, lock_data, traffic_texts, write_pipeline
 from container_cases import H200, L4
 from container_cases import machine as facts_of
 from engine_cases import contents, machine
-from triptych.base.cache import cache_root
 from triptych.client import Client
 from triptych.container.lock_check import check_repository
 from triptych.repository.lint import run_checks
 from triptych.serving.server import Server
 
 ENGINE = "core.backend=tensorrt"
-SHARED_STAGES = ("convert", "dry-run", "export", "gate", "kept", "model", "reference", "warm_ups")
 
 
 def write_tiny(folder: Path, model: Path) -> Path:
@@ -44,10 +42,7 @@ def on_gpu(pipeline: Path, tmp_path: Path) -> Callable[[pytest.MonkeyPatch], Any
     build_into(pipeline, tmp_path / "exported", ENGINE)
 
     def begin(patch: pytest.MonkeyPatch) -> Any:
-        shared, own = cache_root(), tmp_path / "cache"
-        own.mkdir()
-        for stage in SHARED_STAGES:
-            (own / stage).symlink_to(shared / stage)
+        link_cache(tmp_path / "cache", "engine", "timing")
         return machine(patch, tmp_path, "10")
 
     return begin

@@ -45,73 +45,74 @@ BEFORE = "def before(rows): return "
 SEEN = "seen = []\ndef before(rows):\n    seen.extend(rows)\n"
 
 
-@pytest.mark.parametrize(
-    ("hooks", "check", "expected"),
-    [
-        (BEFORE + "rows[1:]", "before-rows", "must return 1 rows, returned 0"),
-        (BEFORE + "None", "before-rows", "returned NoneType"),
-        (BEFORE + "[r['text'] for r in rows]", "before-rows", "found str"),
-        (BEFORE + "[{'text': 'x'} for r in rows]", "before-rows", "'text_pair'"),
-        (BEFORE + "[{**r, 'more': 'x'} for r in rows]", "before-rows", "'more'"),
-        (BEFORE + "[{**r, 'text': b'x'} for r in rows]", "before-rows", "str as `text`, not bytes"),
-        (
-            BEFORE + "[r for r in rows if 1 / (len(r['text']) - 20)]",
-            "before-rows",
-            "jsonl:6: .*ZeroDivisionError",
-        ),
-        (
-            "def before(rows):\n    if rows[-1]['text'] == 'wifi keeps dropping': raise "
-            "ValueError('no wifi here')\n    return rows",
-            "before-rows",
-            "jsonl:12: .*no wifi here",
-        ),
-        (
-            SEEN + "    return [{**r, 'text': str(len(seen))} for r in rows]",
-            "before-repeatable",
-            "jsonl:1: `text` is '12', but '24'",
-        ),
-        (
-            SEEN + "    if len(seen) > 12: raise KeyError('again')\n    return rows",
-            "before-repeatable",
-            "not again",
-        ),
-        (
-            BEFORE + "[{**r, 'text': rows[0]['text']} for r in rows]",
-            "before-row-by-row",
-            "jsonl:4: `text` is 'how long is the warranty', but 'height",
-        ),
-        (BEFORE + "rows[::-1]", "before-row-by-row", "jsonl:1: "),
-        ("def before(rows): return rows\nimport yaml", "hooks-imports", "imports yaml"),
-        (
-            "def before(rows):\n    from pydantic.fields import Field\n    return rows",
-            "hooks-imports",
-            "imports pydantic",
-        ),
-        ("import no_such_module_anywhere", "hooks-load", "ModuleNotFoundError"),
-        ("from .other import name", "hooks-load", "ImportError"),
-        ("def before(rows:", "hooks-load", "SyntaxError"),
-        ("raise SystemExit(0)", "hooks-load", "SystemExit"),
-        ("def befor(rows): return rows", "hooks-functions", "`befor` is called by nobody"),
-        ("def decode(rows): return rows", "hooks-functions", "`decode` is called by nobody"),
-        ("def before(): return []", "hooks-functions", "one argument"),
-        ("def after(rows, more): return rows", "hooks-functions", "may take `inputs`"),
-        (
-            "def after(rows): rows[0]['score'] = 1",
-            "after-rows",
-            "must return 12 rows, returned NoneType",
-        ),
-        ("def after(rows): return rows[:1] * 12", "after-rows", "must return 1 rows"),
-        ("def after(rows): return [{**r, 'more': 1} for r in rows]", "after-rows", "'more'"),
-        ("def after(rows): return [{**r, 'score': '1'} for r in rows]", "after-rows", "float32"),
-        ("def after(rows): return [{**r, 'score': [1, 2]} for r in rows]", "after-rows", "shape"),
-        ("def after(rows, inputs): return inputs", "after-rows", "must return rows with"),
-        ("def after(rows): return rows[{}['x']]", "after-rows", "KeyError: 'x' .of a made-up"),
-        ("async def after(rows): return rows", "hooks-functions", "ordinary function"),
-        ("def after(rows): yield rows", "hooks-functions", "ordinary function"),
-        ("after = 3", "hooks-functions", "ordinary function"),
-        ("NAMES = {}", "hooks-functions", "none of the functions before, after"),
-    ],
-)
+BROKEN: list[tuple[str, str, str]] = [
+    (BEFORE + "rows[1:]", "before-rows", "must return 1 rows, returned 0"),
+    (BEFORE + "None", "before-rows", "returned NoneType"),
+    (BEFORE + "[r['text'] for r in rows]", "before-rows", "found str"),
+    (BEFORE + "[{'text': 'x'} for r in rows]", "before-rows", "'text_pair'"),
+    (BEFORE + "[{**r, 'more': 'x'} for r in rows]", "before-rows", "'more'"),
+    (BEFORE + "[{**r, 'text': b'x'} for r in rows]", "before-rows", "str as `text`, not bytes"),
+    (
+        BEFORE + "[r for r in rows if 1 / (len(r['text']) - 20)]",
+        "before-rows",
+        "jsonl:6: .*ZeroDivisionError",
+    ),
+    (
+        "def before(rows):\n    if rows[-1]['text'] == 'wifi keeps dropping': raise "
+        "ValueError('no wifi here')\n    return rows",
+        "before-rows",
+        "jsonl:12: .*no wifi here",
+    ),
+    (
+        SEEN + "    return [{**r, 'text': str(len(seen))} for r in rows]",
+        "before-repeatable",
+        "jsonl:1: `text` is '12', but '24'",
+    ),
+    (
+        SEEN + "    if len(seen) > 12: raise KeyError('again')\n    return rows",
+        "before-repeatable",
+        "not again",
+    ),
+    (
+        BEFORE + "[{**r, 'text': rows[0]['text']} for r in rows]",
+        "before-row-by-row",
+        "jsonl:4: `text` is 'how long is the warranty', but 'height",
+    ),
+    (BEFORE + "rows[::-1]", "before-row-by-row", "jsonl:1: "),
+    ("def before(rows): return rows\nimport yaml", "hooks-imports", "imports yaml"),
+    (
+        "def before(rows):\n    from pydantic.fields import Field\n    return rows",
+        "hooks-imports",
+        "imports pydantic",
+    ),
+    ("import no_such_module_anywhere", "hooks-load", "ModuleNotFoundError"),
+    ("from .other import name", "hooks-load", "ImportError"),
+    ("def before(rows:", "hooks-load", "SyntaxError"),
+    ("raise SystemExit(0)", "hooks-load", "SystemExit"),
+    ("def befor(rows): return rows", "hooks-functions", "`befor` is called by nobody"),
+    ("def decode(rows): return rows", "hooks-functions", "`decode` is called by nobody"),
+    ("def before(): return []", "hooks-functions", "one argument"),
+    ("def after(rows, more): return rows", "hooks-functions", "may take `inputs`"),
+    (
+        "def after(rows): rows[0]['score'] = 1",
+        "after-rows",
+        "must return 12 rows, returned NoneType",
+    ),
+    ("def after(rows): return rows[:1] * 12", "after-rows", "must return 1 rows"),
+    ("def after(rows): return [{**r, 'more': 1} for r in rows]", "after-rows", "'more'"),
+    ("def after(rows): return [{**r, 'score': '1'} for r in rows]", "after-rows", "float32"),
+    ("def after(rows): return [{**r, 'score': [1, 2]} for r in rows]", "after-rows", "shape"),
+    ("def after(rows, inputs): return inputs", "after-rows", "must return rows with"),
+    ("def after(rows): return rows[{}['x']]", "after-rows", "KeyError: 'x' .of a made-up"),
+    ("async def after(rows): return rows", "hooks-functions", "ordinary function"),
+    ("def after(rows): yield rows", "hooks-functions", "ordinary function"),
+    ("after = 3", "hooks-functions", "ordinary function"),
+    ("NAMES = {}", "hooks-functions", "none of the functions before, after"),
+]
+"""Text of ``hooks.py``, the check that finds its fault, and a pattern of the words."""
+
+
+@pytest.mark.parametrize(("hooks", "check", "expected"), BROKEN)
 def test_hooks_that_break_a_rule(folder: Path, hooks: str, check: str, expected: str) -> None:
     found = problem(folder, hooks)
     assert found.name == check

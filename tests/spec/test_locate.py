@@ -43,6 +43,7 @@ def test_a_hub_that_is_not_reached_is_told_in_words(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)  # the client waits between attempts
     commit = "0123456789abcdef0123456789abcdef01234567"
     for offline, words, other in (
         (True, "HF_HUB_OFFLINE forbids requests to the Hub", "; or unset HF_HUB_OFFLINE"),

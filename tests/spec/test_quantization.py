@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from triptych.base.errors import UserError
+from mistakes import check_refused, refusal
 from triptych.building.generation.build import make_text_manifest
 from triptych.building.generation.gate import LIMITS, cause_of, limits_of
 from triptych.building.generation.inputs import GenerationInputs, Prompt
@@ -87,10 +87,9 @@ def test_a_precision_that_does_not_suit_the_weights_is_refused_in_words() -> Non
         ("int8", awq, "already quantized. Given: int8, and awq: 4 bits. Set core.precision: awq"),
         ("fp32", other, "must be one of fp16, bf16"),
     ):
-        with pytest.raises(UserError, match=words):
-            check_precision(precision, stored, backend="vllm")
-    with pytest.raises(UserError, match="must be vllm"):
-        check_precision("bf16", awq, backend="tensorrt_llm")
+        assert words in refusal(check_precision, precision, stored, backend="vllm").message
+    error = refusal(check_precision, "bf16", awq, backend="tensorrt_llm")
+    assert "must be vllm" in error.message
     for core in ({"precision": "int8"}, {"kv_cache": {"dtype": "fp8"}}):
         with pytest.raises(ValueError, match="never tested"):
             GenerationCore.model_validate({"backend": "tensorrt_llm", **core})
@@ -153,19 +152,16 @@ def test_the_manifest_of_generated_text_is_read_back_and_so_is_an_earlier_one(
     previous = read_manifest(tmp_path, "chat", TextManifest)
     assert with_time_of(later, previous) == manifest
     assert with_time_of(replace(later, files={}), previous).built_at == later.built_at
-    with pytest.raises(UserError, match="is not supported by this command"):
-        read_manifest(tmp_path, "chat", EncoderManifest)
+    other = EncoderManifest
+    check_refused("is not supported by this command", read_manifest, tmp_path, "chat", other)
+    spec = {**plain["spec"], "core": {"backend": "x"}}
     for change, words in (
-        ({"schema": 4}, "has another schema than 5. Given: 4. Run `triptych build chat` again"),
-        ({"core_key": ""}, "is not a build manifest .* core_key: Unexpected keyword argument"),
-        (
-            {"spec": {**plain["spec"], "core": {"backend": "x"}}},
-            "spec.text-generation.core.backend",
-        ),
+        ({"schema": 4}, ["has another schema than 5. Given: 4. Run `triptych build chat` again"]),
+        ({"core_key": ""}, ["is not a build manifest", "core_key: Unexpected keyword argument"]),
+        ({"spec": spec}, ["spec.text-generation.core.backend"]),
     ):
         file.write_text(json.dumps({**plain, **change}))
-        with pytest.raises(UserError, match=words):
-            read_manifest(tmp_path, "chat", BuildManifest)
+        check_refused(words, read_manifest, tmp_path, "chat", BuildManifest)
         assert find_manifest(tmp_path, "chat", BuildManifest) is None
 
 
