@@ -140,3 +140,17 @@ def test_the_client_refuses_a_value_of_another_type() -> None:
     ):
         with pytest.raises(InvalidRequestError, match=f"`(parameter )?{name}`"):
             infer_request("p", {"text": [b"x"]}, [0], {name: value}, {name: datatype})
+
+
+def test_parameters_of_the_transport_are_ignored_and_misspelled_options_are_not() -> None:
+    carried = {
+        "content_type": "str",
+        "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+        "x_request_id": "7",
+        "x-forwarded-for": "127.0.0.1",
+        "triton_enable_empty_final_response": True,
+    }
+    assert check_parameters(json.dumps({**carried, "top_k": 2}), RULES, {}) == {"top_k": 2}
+    for name in ("topk", "top-k", "normalize", "content_types"):
+        with pytest.raises(RequestError, match=f"parameter {name}` is not known"):
+            check_parameters(json.dumps({name: 2}), RULES, {})

@@ -116,6 +116,11 @@ FORMER_NAMES = {
     "max_answer_tokens": "max_answer_len",
 }
 """Former name of a parameter, still accepted, to its name in the pipelines of transformers."""
+OF_CARRIERS = frozenset(
+    ("accept", "authorization", "baggage", "content_type", "headers", "traceparent", "tracestate")
+)
+"""Parameters that describe the transport of a request, not its answer. MLServer's clients, gateways
+and tracing libraries add them to every request."""
 WORDS = {
     "bool": "true or false",
     "int": "an integer",
@@ -222,16 +227,20 @@ def _read_option(field: str, rows: list[list[Any]]) -> Any:
 
 
 def own_parameters(text: str, known: Container[str] = ()) -> dict[str, Any]:
-    """Return the parameters of a request without those of Triton and forwarded headers.
+    """Return the parameters of a request without those of Triton and of the transport.
 
-    Names that begin with ``triton_`` are excluded. Names with ``-`` are excluded unless they are
-    `known` when spelled with ``_``.
+    Names that begin with ``triton_`` or ``x_``, those in `OF_CARRIERS`, and names with ``-``, which
+    are forwarded headers, are excluded unless they are `known` when spelled with ``_``.
     """
     return {
         name: value
         for name, value in json.loads(text).items()
-        if not name.startswith("triton_") and ("-" not in name or name.replace("-", "_") in known)
+        if name.replace("-", "_") in known or not _is_of_carrier(name)
     }
+
+
+def _is_of_carrier(name: str) -> bool:
+    return name.startswith(("triton_", "x_")) or "-" in name or name.lower() in OF_CARRIERS
 
 
 def _checked(field: str, value: Any, rule: Mapping[str, Any]) -> Any:
