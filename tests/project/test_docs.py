@@ -83,7 +83,7 @@ def with_addresses(text: str, served: dict[str, str]) -> str:
 def test_the_two_commands_come_first() -> None:
     assert COMMANDS[:2] == ["make demo", "make test"]
     # What runs this very test.
-    assert "make --jobs 2 test LONG=" in (ROOT / ".ci/run").read_text()
+    assert "make --jobs 2 test COVERAGE=1 LONG=" in (ROOT / ".ci/run").read_text()
 
 
 @pytest.mark.long

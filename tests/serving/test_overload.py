@@ -185,22 +185,25 @@ from triptych.serving.backends.onnxruntime.model import TritonPythonModel as Emu
 
 class TritonPythonModel(Emulated):
     def execute(self, requests):
-        while not os.path.exists(os.environ["GATE"]):
+        while os.path.exists(os.environ["CLOSED"]):
             time.sleep(0.01)
-        time.sleep(0.5)
+        if os.path.exists(os.environ["SLOW"]):
+            time.sleep(0.5)
         return super().execute(requests)
 """
-"""The emulated ONNX Runtime backend: no answer until a file is there, then a slow one."""
+"""The emulated ONNX Runtime backend: no answer while one file exists, slow ones while another does.
+
+Neither exists while the server warms up."""
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Path:
-    """The file that the cores of `slow` wait for."""
-    return tmp_path / "gate"
+def closed(tmp_path: Path) -> Path:
+    """The file during whose existence the cores of `slow` give no answer."""
+    return tmp_path / "closed"
 
 
 @pytest.fixture
-def slow(minilm_repository: Path, tmp_path: Path, gate: Path) -> Iterator[str]:
+def slow(minilm_repository: Path, tmp_path: Path, closed: Path) -> Iterator[str]:
     """The address of pipelines with slow cores; packed requests wait for 200 ms at most."""
     repository = tmp_path / "repository"
     shutil.copytree(minilm_repository, repository)
@@ -208,9 +211,10 @@ def slow(minilm_repository: Path, tmp_path: Path, gate: Path) -> Iterator[str]:
     set_parameter(repository, "minilm_bucketed_preprocess", "max_wait_ms", 600_000)
     (tmp_path / "backends/onnxruntime").mkdir(parents=True)
     (tmp_path / "backends/onnxruntime/model.py").write_text(SLOW)
-    with Server(
-        repository, backend_directory=tmp_path / "backends", environment={"GATE": str(gate)}
-    ) as server:
+    files = {"CLOSED": str(closed), "SLOW": str(tmp_path / "slow")}
+    backends = tmp_path / "backends"
+    with Server(repository, backend_directory=backends, environment=files) as server:
+        (tmp_path / "slow").touch()
         yield server.grpc_url
 
 
@@ -238,11 +242,12 @@ def abandon(url: str, model: str) -> tuple[int, int]:
     return canceled, computed_rows(url, model) - before
 
 
-def test_a_flood_before_the_rate_is_known(slow: str, gate: Path) -> None:
+def test_a_flood_before_the_rate_is_known(slow: str, closed: Path) -> None:
+    closed.touch()
     calls = flood(slow, "minilm_packed")
     # A request that waits longer than the limit is refused, although no rate is known.
     assert eventually(lambda: any(call.done() for call in calls))
-    gate.touch()
+    closed.unlink()
     ended = Counter(call.code().name for call in calls)
     assert set(ended) == {"OK", "UNAVAILABLE"}
     said = [call.details() for call in calls if call.code() is grpc.StatusCode.UNAVAILABLE]

@@ -117,6 +117,7 @@ _TEXTS: tuple[tuple[str, str, type[InferenceError]], ...] = (
     ("UNAVAILABLE", "request for unknown model", PipelineNotReadyError),
     ("UNAVAILABLE", "is not ready", PipelineNotReadyError),
     ("UNAVAILABLE", "server exiting", PipelineNotReadyError),
+    ("UNAVAILABLE", "server is stopping", PipelineNotReadyError),
     ("NOT_FOUND", "has no available versions", PipelineNotReadyError),
     ("RESOURCE_EXHAUSTED", "message larger than max", InvalidRequestError),
     ("INVALID_ARGUMENT", "incomplete string data", BatchNeighborError),
