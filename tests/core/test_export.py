@@ -20,6 +20,8 @@ from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import read_model_info
 from triptych.spec.tasks.catalog import TEXT_EMBEDDING
 
+pytestmark = pytest.mark.build
+
 INPUTS = {
     "bucketed": (INPUT_IDS, ROW_LENGTH),
     "packed": (INPUT_IDS, ROW_LENGTH, ROW_OFFSET),

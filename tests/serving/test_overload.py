@@ -273,9 +273,9 @@ def test_overload_keeps_its_goodput(minilm_repository: Path) -> None:
     for peak, _, loaded, ended in turns:
         print(f"peak {peak:.0f}/s, overloaded {loaded:.0f}/s {dict(ended)}")
     assert any(ended["UNAVAILABLE"] for *_, ended in turns)
-    # Without limits, requests are answered after their clients have left. One turn will do: a busy
-    # machine may slow down the others.
-    assert any(ended["OK"] > 2 * ended["DEADLINE_EXCEEDED"] for *_, ended in turns), turns
+    # Without limits, nearly all requests are answered after their clients have left. One turn will
+    # do, and most of its requests: the rate is not known at once, and a busy machine needs longer.
+    assert any(ended["OK"] > ended["DEADLINE_EXCEEDED"] for *_, ended in turns), turns
 
 
 @pytest.mark.long
