@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +19,7 @@ from pathlib import Path
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.releases import Release, parse_release
+from triptych.base.wheels import download_wheels
 from triptych.spec.plan import Plan
 
 ENV_FILE = "python_env.tar.gz"
@@ -83,25 +82,20 @@ def fetch_wheels(versions: Mapping[str, str], python: str, folder: Path) -> list
         UserError: The package index is not reached, or has no such wheel.
     """
     wanted = [f"{name}=={version}" for name, version in versions.items()]
-    command = [
-        *(sys.executable, "-m", "pip", "download", *wanted, "--dest", str(folder), "--quiet"),
-        *("--no-deps", "--only-binary=:all:", f"--python-version={python}"),
-        *(f"--platform=manylinux_2_{glibc}_x86_64" for glibc in (35, 28, 17)),
+    platforms = [f"--platform=manylinux_2_{glibc}_x86_64" for glibc in (35, 28, 17)]
+    complaint = download_wheels(
+        wanted,
+        folder,
+        f"--python-version={python}",
+        *platforms,
         "--platform=manylinux2014_x86_64",
-    ]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_S, check=False
-        )
-        complaint = done.stderr.strip() if done.returncode else ""
-    except subprocess.TimeoutExpired:
-        complaint = f"no answer within {_FETCH_TIMEOUT_S} s"
+        timeout_s=_FETCH_TIMEOUT_S,
+    )
     if complaint:
-        errors = [line for line in complaint.splitlines() if "ERROR" in line] or [complaint]
         raise UserError(
             "serving.python_env",
             f"needs wheels of {', '.join(wanted)} for Python {python} from the package index",
-            given=errors[-1],
+            given=complaint,
             remedy="Check the connection, set serving.triton to a release whose image has a newer "
             "Python, or remove the field and serve with the image of `make image`",
         )

@@ -27,6 +27,7 @@ from typing import Literal
 
 from triptych.base.errors import UserError
 from triptych.base.files import scratch_folder
+from triptych.base.wheels import download_wheels
 from triptych.serving.bench.perf_output import PERCENTILE, LoadResult, read_export
 from triptych.serving.embedded import INSTALL_LOCAL, find_wheel
 
@@ -36,7 +37,6 @@ _WHEEL_SHA256 = "c485bb0123bdf310f90bc8b03d3489b28df2ffed55b30c7eee0b795b48113d5
 _LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
 DEFAULT_CACHE = Path(".cache") / "perf_analyzer"
 _VERSION_TIMEOUT_S = 20.0
-_FETCH_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -151,22 +151,13 @@ def _link_libraries(folder: Path) -> None:
 def _fetch_wheel(folder: Path) -> Path:
     wanted = f"tritonclient=={VERSION}"
     remedy = "Check the connection to the package index, or put perf_analyzer on PATH"
-    command = [sys.executable, "-m", "pip", "download", wanted, "--dest", str(folder), "--no-deps"]
-    command += ["--only-binary=:all:", "--platform=manylinux1_x86_64", "--quiet"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_S, check=False
-        )
-        complaint = done.stderr.strip()
-    except subprocess.TimeoutExpired:
-        complaint = f"no answer within {_FETCH_TIMEOUT_S:g} s"
+    complaint = download_wheels([wanted], folder, "--platform=manylinux1_x86_64")
     wheel = next(folder.glob("*.whl"), None)
     if wheel is None:
-        errors = [line for line in complaint.splitlines() if "ERROR" in line] or [complaint]
         raise UserError(
             "perf_analyzer",
             f"must be on PATH, or `pip download {wanted}` must work",
-            given=errors[-1],
+            given=complaint,
             remedy=remedy,
         )
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
