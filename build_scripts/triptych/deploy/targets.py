@@ -11,7 +11,7 @@ from triptych.deploy.checks.pods import Known, known_encoder, known_generating
 from triptych.deploy.context import DeploymentContext, Manifests, read_context
 from triptych.deploy.generation import read_generation_context
 from triptych.deploy.options import DeployOptions
-from triptych.repository.lint.checks import KNOWN_DEFECT, run_checks
+from triptych.repository.lint.checks import find_known_defects
 from triptych.repository.manifest import kind_of_build
 from triptych.spec.kind import Kind
 
@@ -56,8 +56,7 @@ def make_manifests(
     context = kind.context(repository, pipeline, options, reports)
     target = import_module(f"triptych.deploy.{options.target}")
     manifests: Manifests = target.make_files(context)
-    found = run_checks(repository, triton=context.options.triton)
-    defects = [finding for finding in found if finding.id == KNOWN_DEFECT]
+    defects = find_known_defects(repository, context.options.triton)
     return replace(manifests, known_defects=defects)
 
 

@@ -23,8 +23,7 @@ from triptych.repository.lint.releases import changed_behavior, known_defects
 from triptych.repository.lint.snapshot import LintCheck, Repository, find_flaws, read_repository
 from triptych.repository.render import Content
 
-KNOWN_DEFECT = "known-defect"
-"""Id of the findings on defects of the release itself."""
+_KNOWN_DEFECT = LintCheck("known-defect", Repository.itself, known_defects)
 
 # A new check is a generator of flaws and a line here. Frequent causes of other findings come first.
 CHECKS = (
@@ -79,7 +78,7 @@ CHECKS = (
     LintCheck("python-model", Repository.executed, files.python_model),
     LintCheck("python-import", Repository.executed, files.python_import),
     LintCheck("python-kind", Repository.executed, files.python_kind),
-    LintCheck(KNOWN_DEFECT, Repository.itself, known_defects),
+    _KNOWN_DEFECT,
     LintCheck("changed-behavior", Repository.itself, changed_behavior),
 )
 
@@ -118,6 +117,17 @@ def run_checks(
         )
     snapshot = read_repository(repository, release, is_exact=is_exact, upgraded_from=before)
     return find_flaws(CHECKS, snapshot)
+
+
+def find_known_defects(repository: Path, triton: str) -> list[Finding]:
+    """Return only the findings on known defects of the release that will serve a repository.
+
+    Raises:
+        UserError: `triton` is not a release.
+    """
+    release = releases.parse_release(triton)
+    snapshot = read_repository(repository, release, is_exact=True, with_graphs=False)
+    return find_flaws([_KNOWN_DEFECT], snapshot)
 
 
 class LintFailure(Exception):

@@ -405,7 +405,7 @@ class Repository:
     Attributes:
         triton: Release that serves it, or the oldest that may.
         is_exact: Whether `triton` is the release that serves it.
-        reads_graphs: Whether onnx is installed; without it no model has `graphs`.
+        reads_graphs: Whether the models have `graphs`, for which onnx must be installed.
         upgraded_from: Release that serves it now, if it is to be replaced by `triton`.
         models: Models by folder name, sorted.
     """
@@ -438,10 +438,16 @@ class Repository:
 
 
 def read_repository(
-    root: Path, triton: Release, *, is_exact: bool, upgraded_from: Release | None = None
+    root: Path,
+    triton: Release,
+    *,
+    is_exact: bool,
+    upgraded_from: Release | None = None,
+    with_graphs: bool = True,
 ) -> Repository:
     """Read every model folder below `root`; unreadable files become a model's problem."""
-    repository = Repository(root, triton, is_exact, onnx_installed(), upgraded_from)
+    reads_graphs = with_graphs and onnx_installed()
+    repository = Repository(root, triton, is_exact, reads_graphs, upgraded_from)
     # Hidden folders are included, because the server treats every folder as a model.
     repository.models.update((f.name, Model(repository, f)) for f in _folders(root))
     return repository
