@@ -43,7 +43,7 @@ def check_config_texts(texts: Mapping[str, str], *, shares_core: bool = False) -
             a core that belongs to another pipeline.
     """
     if shares_core and "core" in texts:
-        raise _refusal("core", texts["core"], "write it in the pipeline of core.shared_from")
+        raise _refusal("core", texts["core"], "Write it in the pipeline of core.shared_from")
     for step, text in texts.items():
         _parse(step, text)
 
@@ -68,12 +68,12 @@ def merge_config_text(config: Any, texts: Mapping[str, str], step: str) -> Any:
     own = _parse(step, texts[step])
     for key in own.parameters:
         if key in config.parameters:
-            raise _refusal(step, f"parameters {key}", "remove it: the step reads its own value")
+            raise _refusal(step, f"parameters {key}", "Remove it: the step reads its own value")
     merged = new_config()
     merged.CopyFrom(config)
-    for name in REPLACED:
-        if own.DESCRIPTOR.fields_by_name[name] in [field for field, _ in own.ListFields()]:
-            merged.ClearField(name)
+    for field, _ in own.ListFields():
+        if field.name in REPLACED:
+            merged.ClearField(field.name)
     merged.MergeFrom(own)
     return merged
 
@@ -83,7 +83,7 @@ def _parse(step: str, text: str) -> Any:
     for field, _ in config.ListFields():
         if field.name in GENERATED:
             decided = GENERATED[field.name]
-            raise _refusal(step, field.name, f"remove it: {decided} decides it")
+            raise _refusal(step, field.name, f"Remove it: {decided} decides it")
     return config
 
 
@@ -92,5 +92,5 @@ def _refusal(step: str, given: str, remedy: str) -> UserError:
         f"{FIELD}.{step}",
         "must not set what is decided elsewhere",
         given=given,
-        remedy=remedy[0].upper() + remedy[1:],
+        remedy=remedy,
     )

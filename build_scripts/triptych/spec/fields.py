@@ -319,7 +319,8 @@ class Serving(Frozen):
         response_cache: Whether the server answers a request with the same inputs as an earlier one
             from its cache, without the steps. Options must then be sent as inputs.
         python_env: Whether the repository has the Python packages of its steps, for images of
-            Triton without them. Adds about 50 MB to preprocess and to postprocess.
+            Triton without them. Adds about 20 MB for each Python version to preprocess and to
+            postprocess.
     """
 
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)

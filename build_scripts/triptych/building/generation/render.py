@@ -104,8 +104,8 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
     spec = inputs.spec
     name, step = spec.name, f"{spec.name}_{{}}".format
     configs = {
-        name: _ensemble(name),
-        step("preprocess"): _python_step(
+        "ensemble": _ensemble(name),
+        "preprocess": _python_step(
             step("preprocess"),
             [*INPUTS, *OPENAI_INPUTS],
             TO_CORE,
@@ -119,7 +119,7 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
             optional=True,
             count=spec.serving.preprocess_instances,
         ),
-        step("core"): _python_step(
+        "core": _python_step(
             step("core"),
             TO_CORE,
             FROM_CORE,
@@ -127,7 +127,7 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
             kind=inputs.instance_kind,
             model_transaction_policy=_DECOUPLED,
         ),
-        step("postprocess"): _python_step(
+        "postprocess": _python_step(
             step("postprocess"),
             FROM_CORE,
             OUTPUTS,
@@ -136,10 +136,9 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
         ),
     }
     files: dict[str, Content] = {}
-    for folder, config in configs.items():
-        which = "ensemble" if folder == name else folder.removeprefix(f"{name}_")
+    for which, config in configs.items():
         merged = merge_config_text(config, spec.serving.config, which)
-        files[f"{folder}/{CONFIG_FILE}"] = print_config(merged).encode()
+        files[f"{config.name}/{CONFIG_FILE}"] = print_config(merged).encode()
     # Triton requires a version folder for an ensemble, and git and archives drop empty folders.
     files[f"{name}/1/.keep"] = b""
     engine_module = ENGINES[spec.core.backend]

@@ -26,6 +26,7 @@ from triptych.repository.lint.snapshot import (
     names,
     warning,
 )
+from triptych.repository.python_env import ENV_PARAMETER
 
 # Pointer files of git LFS have about 130 bytes; no model is that small.
 _LFS_START = b"version https://git-lfs"
@@ -366,7 +367,7 @@ def python_import(model: Model) -> Iterator[Flaw]:
     """Check that Python steps import only packages of the container and existing siblings."""
     # The stub puts the version folder and the model's folder on the module search path.
     places = [model.folder, *model.served_folders]
-    for source in model.sources if "EXECUTION_ENV_PATH" not in model.config.parameters else ():
+    for source in model.sources if ENV_PARAMETER not in model.config.parameters else ():
         imported = imports_of(source.tree, 0) - _IN_CONTAINER - _OF_BACKEND
         imported -= sys.stdlib_module_names
         if exists(source.path.with_name(_GENERATION_MARK)):

@@ -14,6 +14,7 @@ from triptych.repository.lint.snapshot import (
     names,
     warning,
 )
+from triptych.repository.python_env import ENV_PARAMETER
 
 
 def known_defects(repository: Repository) -> Iterator[Flaw]:
@@ -72,7 +73,7 @@ def _features_of(model: Model) -> Iterator[Feature]:
         yield "TensorRT engine"
     if model.backend == "python":
         yield "python step"
-        if "EXECUTION_ENV_PATH" in config.parameters:
+        if ENV_PARAMETER in config.parameters:
             yield "environment archive"
         if any(mentions(source.tree, {"MetricFamily"}) for source in model.sources):
             yield "python metrics"
