@@ -53,8 +53,8 @@ def test_a_batch_takes_the_memory_that_was_predicted_and_returns_it(
 ) -> None:
     """Half of the largest batch, for which the prediction is a half, takes less time.
 
-    With a fixed threshold, glibc returns each large block when it is freed. Without it, glibc raises
-    the threshold and sometimes keeps a fifth of a batch, which ONNX Runtime has released.
+    With a fixed threshold, glibc returns each large block when it is freed. Without it, glibc
+    raises the threshold and sometimes keeps a fifth of a batch, which ONNX Runtime has released.
     """
     name = f"minilm_{layout}"
     plan = read_manifest(minilm_repository, name, EncoderManifest).plan
