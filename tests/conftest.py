@@ -125,13 +125,12 @@ def write_lock(repository: Path, name: str, lock: dict[str, Any]) -> None:
     (repository / name / "triptych.lock.json").write_text(text, encoding="utf-8")
 
 
-def set_parameter(repository: Path, model: str, name: str, value: object) -> None:
-    """Put another value for a number among a model's parameters, as another spec would."""
-    config = repository / model / "config.pbtxt"
-    found = rf'(key: "{name}"\s+value {{\s+string_value: )"[\d.]+"'
-    text, changes = re.subn(found, rf'\1"{value}"', config.read_text(encoding="utf-8"))
-    assert changes == 1
-    config.write_text(text, encoding="utf-8")
+def set_setting(repository: Path, model: str, name: str, value: object) -> None:
+    """Put another value for one of a step's settings, as another spec would."""
+    file = repository / model / "1/settings.json"
+    settings = json.loads(file.read_bytes())
+    assert name in settings
+    file.write_text(json.dumps({**settings, name: value}), encoding="utf-8")
 
 
 def quiet(_stage: str, _line: str) -> None:

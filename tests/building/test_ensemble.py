@@ -16,7 +16,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from conftest import LAYOUTS, build_into, set_parameter, traffic_texts, write_pipeline
+from conftest import LAYOUTS, build_into, set_setting, traffic_texts, write_pipeline
 from processes import eventually
 from triptych.client import Client, Retry
 from triptych.serving.server import Server
@@ -239,7 +239,7 @@ def strict_server(
     base = tmp_path_factory.mktemp("strict")
     for part in minilm_repository.glob("minilm_packed*"):
         shutil.copytree(part, base / "repository" / part.name)
-    set_parameter(base / "repository", "minilm_packed_preprocess", "max_requests", 4)
+    set_setting(base / "repository", "minilm_packed_preprocess", "max_requests", 4)
     prompted = Path(shutil.copytree(tiny_model, base / "prompted"))
     prompts = {"prompts": {"query": "query: ", "passage": "passage: "}}
     (prompted / "config_sentence_transformers.json").write_text(json.dumps(prompts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -146,50 +147,28 @@ def test_the_repository_switches_on_what_it_asks_for(tmp_path: Path) -> None:
     assert "--cache-config=local,size=1048576" in flags_for(tmp_path, smaller, HERE, NEW)
 
 
-CONFIG = """
-max_batch_size: 4
-parameters {{
-  key: "encoded_inputs"
-  value {{
-    string_value: "{encoded}"
-  }}
-}}
-parameters {{
-  key: "inputs"
-  value {{
-    string_value: "[\\"text\\", \\"image\\"]"
-  }}
-}}
-parameters {{
-  key: "max_image_bytes"
-  value {{
-    string_value: "3000000"
-  }}
-}}
-parameters {{
-  key: "max_text_bytes"
-  value {{
-    string_value: "{text_bytes}"
-  }}
-}}
-"""
-
-
 def test_requests_over_http_are_as_large_as_the_pipelines_can_use(tmp_path: Path) -> None:
-    def largest(text_bytes: object, encoded: str = "[]") -> int:
-        config.write_text(CONFIG.format(text_bytes=text_bytes, encoded=encoded))
+    def largest(text_bytes: object, *encoded: str) -> int:
+        settings = {
+            "inputs": ["text", "image"],
+            "encoded_inputs": encoded,
+            "max_image_bytes": 3_000_000,
+            "max_text_bytes": text_bytes,
+        }
+        (newest / "settings.json").write_text(json.dumps(settings))
         return largest_request_mib(tmp_path)
 
     write_pipeline(tmp_path)
     assert largest_request_mib(tmp_path) == MAX_MIB  # nothing is known of its first step
     ensemble = tmp_path / "minilm/config.pbtxt"
     ensemble.write_text(f"max_batch_size: 4\n{ensemble.read_text()}")
-    config = tmp_path / "minilm_preprocess/config.pbtxt"
-    config.parent.mkdir()
+    newest = tmp_path / "minilm_preprocess/10"
+    newest.mkdir(parents=True)
+    (newest.parent / "9").mkdir()
     a_byte = 2 * TEXTS_A_REQUEST * 6
     assert largest(2**20 // a_byte) == 1 + 1
     assert largest(2**20 // a_byte + 1) == 2 + 1
-    assert largest(1, '[\\"image\\"]') == 12 + 1
+    assert largest(1, "image") == 12 + 1
     assert largest(2**20) == largest("?") == MAX_MIB
     plain = flags_for(tmp_path, ServerFlags(restricted_key=KEY, max_request_mib=5), HERE, NEW)
     assert f"--http-max-input-size={5 * 2**20}" in plain

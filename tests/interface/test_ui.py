@@ -42,7 +42,8 @@ def test_a_form_has_what_a_task_takes_and_sends_what_is_typed() -> None:
     }
     defaults = {"top_k": 1, "multi_label": False, "candidate_labels": None}
     settings = {"request_parameters": rules, "parameters": defaults}
-    form = Form.of(TASKS["text-classification"], settings)
+    options = {"top_k": "INT32", "candidate_labels": "BYTES", "multi_label": "BOOL"}
+    form = Form.of(TASKS["text-classification"], {**options, "kind": "BYTES"}, settings)
     found = {field.label: (field.kind, field.choices, field.hint) for field in form.fields}
     assert found == {
         "text": ("text", (), ""),
@@ -52,6 +53,9 @@ def test_a_form_has_what_a_task_takes_and_sends_what_is_typed() -> None:
         "kind": ("choice", ("a", "b"), ""),
     }
     assert form.first_values(None) == {"parameter.top_k": "3"}  # as many as the pipeline has
+    elsewhere = Form.of(TASKS["text-classification"], options, {})  # built on another machine
+    assert [field.kind for field in elsewhere.fields] == ["text", "number", "line", "choice"]
+    assert elsewhere.first_values(None) == {}
     asked = form.read(
         {
             "text": "x",
@@ -65,10 +69,10 @@ def test_a_form_has_what_a_task_takes_and_sends_what_is_typed() -> None:
     # A number that is none goes as it is: the pipeline says what is wrong with it.
     assert asked.parameters == {"top_k": "two", "candidate_labels": "a, b", "multi_label": True}
 
-    compares = Form.of(TASKS["text-embedding"], {})
+    compares = Form.of(TASKS["text-embedding"], {}, {})
     assert [row["text"] for row in compares.read({"text": "x", SECOND: "y"}).rows] == ["x", "y"]
     assert [row["text"] for row in compares.read({"text": "x", SECOND: ""}).rows] == ["x"]
-    kinds = {name: [f.kind for f in Form.of(task, {}).fields] for name, task in TASKS.items()}
+    kinds = {name: [f.kind for f in Form.of(task, {}, {}).fields] for name, task in TASKS.items()}
     assert kinds["image-classification"] == ["image"]
     assert kinds["reranking"] == kinds["question-answering"] == ["text", "text"]
 
@@ -114,7 +118,9 @@ def test_times_say_when_they_are_not_of_one_request_alone() -> None:
 def page(minilm_server: Any, minilm_repository: Path) -> Iterator[DemoPage]:
     """The page of MiniLM."""
     folder = minilm_repository.parent / "pipelines/minilm_packed"
-    pipeline = open_pipeline(load_spec(folder), folder, minilm_server.grpc_url, 30.0)
+    pipeline = open_pipeline(
+        load_spec(folder), folder, minilm_repository, minilm_server.grpc_url, 30.0
+    )
     with DemoPage(pipeline, "127.0.0.1", 0) as page:
         yield page
 

@@ -24,7 +24,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from benchmarks.fuzz import fuzz
-from conftest import set_parameter
+from conftest import set_setting
 from processes import eventually
 from served_command import endpoints_of, serving
 from triptych.client import Client, InferenceError
@@ -207,8 +207,8 @@ def slow(minilm_repository: Path, tmp_path: Path, closed: Path) -> Iterator[str]
     """The address of pipelines with slow cores; packed requests wait for 200 ms at most."""
     repository = tmp_path / "repository"
     shutil.copytree(minilm_repository, repository)
-    set_parameter(repository, "minilm_packed_preprocess", "max_wait_ms", 200)
-    set_parameter(repository, "minilm_bucketed_preprocess", "max_wait_ms", 600_000)
+    set_setting(repository, "minilm_packed_preprocess", "max_wait_ms", 200)
+    set_setting(repository, "minilm_bucketed_preprocess", "max_wait_ms", 600_000)
     (tmp_path / "backends/onnxruntime").mkdir(parents=True)
     (tmp_path / "backends/onnxruntime/model.py").write_text(SLOW)
     files = {"CLOSED": str(closed), "SLOW": str(tmp_path / "slow")}

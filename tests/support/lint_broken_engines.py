@@ -11,7 +11,9 @@ from lint_repositories import (
     EDGES,
     GRAPHS,
     LOCK,
+    TRITON_IO,
     Edit,
+    Files,
     append,
     engine,
     graph,
@@ -20,6 +22,7 @@ from lint_repositories import (
     remove,
     replace,
     solo,
+    step_settings,
 )
 
 UNBUILT = (put(ONNX_FILE, graph("plan")), remove(PLAN_FILE))
@@ -166,7 +169,7 @@ PROFILES = (
         CORE,
         f"rows that {PRE} pads to 48: input_ids [1, 48], row_length [1, 1]; profiles: "
         "0: input_ids [1, 16] to [32, 16]",
-        replace(PRE, "[16, 32, 64]", "[16, 32, 48, 64]"),
+        put(f"{PRE}/1/settings.json", step_settings(bucket_edges=[16, 32, 48, 64])),
         replace(CORE, "graphs: true", ""),
         *(replace(CORE, spec, "") for spec in GRAPHS),
         layout="buckets",
@@ -175,14 +178,14 @@ PROFILES = (
         "profile-range",
         CORE,
         f"a row of 128 tokens, the most that {PRE} sends",
-        replace(PRE, 'string_value: "64"', 'string_value: "128"'),
+        put(f"{PRE}/1/settings.json", step_settings(max_length=128)),
         layout="buckets",
     ),
     error(
         "profile-range",
         CORE,
         f"32 rows of 128 tokens, the most that {PRE} sends: input_ids [4096]",
-        replace(PRE, 'string_value: "64"', 'string_value: "128"'),
+        put(f"{PRE}/1/settings.json", step_settings(max_length=128)),
         layout="plan",
     ),
     error(
@@ -274,12 +277,14 @@ TOKENIZER = {
 
 
 def settings(**values: object) -> Edit:
-    """A step with these parameters."""
-    texts = [
-        f'parameters {{ key: "{name}" value {{ string_value: {json.dumps(json.dumps(value))} }} }}'
-        for name, value in values.items()
-    ]
-    return solo(" ".join(texts))
+    """A step of Triptych with these settings."""
+
+    def edit(files: Files) -> None:
+        solo()(files)
+        files["solo/1/triton_io.py"] = TRITON_IO
+        files["solo/1/settings.json"] = json.dumps(values).encode()
+
+    return edit
 
 
 def kv_cache(max_length: int, request_tokens: int) -> Edit:

@@ -30,17 +30,12 @@ from lint_repositories import (
     remove,
     replace,
     solo,
+    step_settings,
 )
 
 CAPABILITIES = 'cc_model_filenames { key: "9.0" value: "h.plan" }'
-REFUSES_NO_PARAMETERS = """
-parameters { key: "request_parameters" value { string_value: '{"text": {}}' } }
-parameters { key: "refuses_parameters" value { string_value: "false" } }
-"""
-OPTIONS = """parameters {
-  key: "request_parameters"
-  value { string_value: '{"dimensions": {"type": "int"}, "encoding": {"type": "str"}}' }
-}"""
+REFUSES_NO_PARAMETERS = step_settings(request_parameters={"text": {}}, refuses_parameters=False)
+OPTIONS = step_settings(request_parameters={"dimensions": {"type": "int"}, "encoding": {}})
 BF16 = """optimization { execution_accelerators { gpu_execution_accelerator {
   name: "tensorrt" parameters { key: "precision_mode" value: "BF16" }
 } } }"""
@@ -88,7 +83,19 @@ FILES = (
         "model.py",
         append(POST, 'default_model_filename: "step.py"'),
     ),
-    error("referenced-file", PRE, "vocab.txt", replace(PRE, '"tokenizer.json"', '"vocab.txt"')),
+    warning("step-settings", f"{PRE}/1/settings.json", "no file", remove(f"{PRE}/1/settings")),
+    error(
+        "step-settings",
+        f"{PRE}/1/settings.json",
+        "not JSON: Expecting value",
+        put(f"{PRE}/1/settings.json", ""),
+    ),
+    error(
+        "step-settings",
+        f"{PRE}/1/settings.json",
+        "no JSON object",
+        put(f"{PRE}/1/settings.json", "[1]"),
+    ),
     error(
         "referenced-file",
         f"{PRE}/1/words.json",
@@ -282,14 +289,14 @@ CONFIGS = (
         ENS,
         "minilm_postprocess reads dimensions, encoding",
         append(ENS, CACHED),
-        append(POST, OPTIONS),
+        put(f"{POST}/1/settings.json", OPTIONS),
     ),
     error(
         "response-cache",
         ENS,
         "minilm_preprocess accepts them",
         append(ENS, CACHED),
-        append(PRE, REFUSES_NO_PARAMETERS),
+        put(f"{PRE}/1/settings.json", REFUSES_NO_PARAMETERS),
     ),
     error("response-cache", PRE, "minilm_preprocess", append(PRE, CACHED)),
     error(

@@ -108,10 +108,13 @@ FINE = (
         replace(CORE, "dims: [384]", 'dims: [384] label_filename: "labels.txt"'),
         put(f"{CORE}/labels.txt", "a"),
     ),
-    fine(
-        "a file of the container", replace(PRE, '"tokenizer.json"', '"/opt/models/tokenizer.json"')
+    *(
+        fine(what, append(PRE, f'parameters {{ key: "a" value {{ string_value: "{text}" }} }}'))
+        for what, text in (
+            ("a file of the container", "/opt/models/tokenizer.json"),
+            ("a parameter that is prose", "as in tokenizer.json"),
+        )
     ),
-    fine("a parameter that is prose", replace(PRE, '"tokenizer.json"', '"as in tokenizer.json"')),
     fine(
         "platform without backend",
         replace(CORE, 'backend: "onnxruntime"', 'platform: "onnxruntime_onnx"'),

@@ -93,9 +93,6 @@ instance_group [{ count: 2 kind: KIND_CPU }]
 dynamic_batching {
   default_queue_policy { default_timeout_microseconds: 5000000 max_queue_size: 1024 }
 }
-parameters { key: "bucket_edges" value { string_value: "[16, 32, 64]" } }
-parameters { key: "max_length" value { string_value: "64" } }
-parameters { key: "tokenizer_file" value { string_value: "tokenizer.json" } }
 """
 POSTPROCESS = """
 name: "minilm_postprocess"
@@ -201,6 +198,11 @@ def graph(
     return content
 
 
+def step_settings(**own: object) -> bytes:
+    """The settings of preprocess."""
+    return json.dumps({"bucket_edges": list(EDGES), "max_length": EDGES[-1], **own}).encode()
+
+
 def good_files(layout: str) -> Files:
     """Return the files of a repository without a fault, in one of `LAYOUTS`."""
     backend, ragged, extra = _CORES[layout]
@@ -213,11 +215,13 @@ def good_files(layout: str) -> Files:
         "minilm_preprocess/config.pbtxt": PREPROCESS.encode(),
         "minilm_preprocess/1/model.py": MODEL_PY,
         "minilm_preprocess/1/triton_io.py": TRITON_IO,
+        "minilm_preprocess/1/settings.json": step_settings(),
         "minilm_preprocess/1/tokenizer.json": b"{}",
         "minilm_core/config.pbtxt": (_CORE % (backend, ragged, extra)).encode(),
         **core,
         "minilm_postprocess/config.pbtxt": POSTPROCESS.encode(),
         "minilm_postprocess/1/model.py": b"from .triton_io import np\n" + PLAIN_PY,
+        "minilm_postprocess/1/settings.json": b"{}",
         "minilm_postprocess/1/triton_io.py": TRITON_IO,
     }
     files[LOCK] = b""

@@ -1,8 +1,7 @@
-"""Statistics of a pipeline's steps, and reloading and settings of models on a running server."""
+"""Statistics of a pipeline's steps, and reloading of pipelines on a running server."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -41,11 +40,11 @@ def reload_pipeline(url: str, pipeline: str, headers: Mapping[str, str]) -> None
             )
 
 
-def read_settings(url: str, model: str) -> dict[str, Any]:
-    """Return the JSON parameters in a model's config as values; other texts are omitted.
+def check_served(url: str, pipeline: str) -> None:
+    """Check that a server at `url` serves the pipeline.
 
     Raises:
-        UserError: There is no response at `url`, or it does not serve the model.
+        UserError: There is no response at `url`, or it does not serve the pipeline.
     """
     from tritonclient.grpc import InferenceServerClient
     from tritonclient.utils import InferenceServerException
@@ -53,31 +52,15 @@ def read_settings(url: str, model: str) -> dict[str, Any]:
     direct = [("grpc.enable_http_proxy", 0)]
     with InferenceServerClient(read_target(url).uri, channel_args=direct) as client:
         try:
-            config = client.get_model_config(model, client_timeout=_CONFIG_TIMEOUT_S).config
+            client.get_model_config(pipeline, client_timeout=_CONFIG_TIMEOUT_S)
         except InferenceServerException as error:
             silent = error.status() == "StatusCode.UNAVAILABLE"
             raise UserError(
-                f"{model} at {url}",
+                f"{pipeline} at {url}",
                 "is not served there",
                 given=f"no Triton server answered at {url}" if silent else error.message(),
                 remedy="Start it with `triptych serve`, or name another server with --url",
             ) from error
-    settings = {}
-    for name, parameter in config.parameters.items():
-        try:
-            settings[name] = json.loads(parameter.string_value)
-        except ValueError:
-            continue
-    return settings
-
-
-def check_served(url: str, pipeline: str) -> None:
-    """Check that a server at `url` serves the pipeline.
-
-    Raises:
-        UserError: There is no response at `url`, or it does not serve the pipeline.
-    """
-    read_settings(url, pipeline)
 
 
 @dataclass(frozen=True)

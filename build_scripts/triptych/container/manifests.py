@@ -220,7 +220,6 @@ _ESCAPE = 6  # a byte as JSON may spell it: \u0041
 _REST_MIB = 1  # names, shapes, parameters
 _MIB = 2**20
 _ROWS = re.compile(r"^max_batch_size:\s*(\d+)", re.MULTILINE)
-_PARAMETER = re.compile(r'key: "(\w+)"\s*value \{\s*string_value: ("(?:[^"\\]|\\.)*")')
 
 
 def largest_request_mib(repository: Path) -> int:
@@ -235,12 +234,8 @@ def largest_request_mib(repository: Path) -> int:
 def _largest_bytes(ensemble: Path, steps: tuple[str, ...]) -> int | None:
     """Return the bytes of the largest request; None if the first step does not limit it."""
     try:
-        rows = int(_ROWS.findall(_config(ensemble))[0])
-        settings = {
-            name: json.loads(json.loads(text))
-            for name, text in _PARAMETER.findall(_config(ensemble.parent / steps[0]))
-            if name in ("inputs", "encoded_inputs", "max_text_bytes", "max_image_bytes")
-        }
+        rows = int(_ROWS.findall((ensemble / "config.pbtxt").read_text(encoding="utf-8"))[0])
+        settings = json.loads(_settings_file(ensemble.parent / steps[0]).read_bytes())
         images = len(settings["encoded_inputs"])
         texts = len(settings["inputs"]) - images
         text_bytes = texts * TEXTS_A_REQUEST * settings["max_text_bytes"] * _ESCAPE
@@ -249,5 +244,7 @@ def _largest_bytes(ensemble: Path, steps: tuple[str, ...]) -> int | None:
         return None
 
 
-def _config(model: Path) -> str:
-    return (model / "config.pbtxt").read_text(encoding="utf-8")
+def _settings_file(step: Path) -> Path:
+    """Return the settings of a step's newest version, the one that Triton serves."""
+    versions = sorted(int(folder.name) for folder in step.iterdir() if folder.name.isdecimal())
+    return step / str(versions[-1]) / "settings.json"

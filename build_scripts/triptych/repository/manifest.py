@@ -17,6 +17,7 @@ from triptych.base.errors import UserError
 from triptych.container.manifests import MANIFEST_FILE as MANIFEST_FILE
 from triptych.container.manifests import ManifestError, read_manifest_file
 from triptych.repository.records import DryRun, EngineRecord, GateResult, plain_data
+from triptych.runtime.triton_io import read_settings
 from triptych.spec.any_spec import AnySpec
 from triptych.spec.engine_plan import EnginePlan
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
@@ -301,6 +302,14 @@ def read_manifest_data(repository: Path, pipeline: str) -> dict[str, Any]:
     try:
         return read_manifest_file(repository / pipeline / MANIFEST_FILE)
     except ManifestError:
+        return {}
+
+
+def find_settings(repository: Path, pipeline: str) -> dict[str, Any]:
+    """Return the settings of the first step of a built pipeline; empty if there are none."""
+    try:
+        return read_settings(repository / f"{pipeline}_preprocess" / "1")
+    except (OSError, ValueError):
         return {}
 
 

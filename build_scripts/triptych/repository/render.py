@@ -24,6 +24,7 @@ from triptych.repository.config import (
 from triptych.repository.config_text import merge_config_text
 from triptych.repository.manifest import SAMPLES_FILE
 from triptych.repository.python_env import ENV_FILE, ENV_PARAMETER, ENV_PATH
+from triptych.runtime.triton_io import SETTINGS_FILE
 from triptych.spec.plan import Plan
 
 RUNTIME = Path(__file__).parents[1] / "runtime"
@@ -111,10 +112,13 @@ def render(
     from_core = (*plan.core.outputs, *plan.past_core)
     configs = {
         "ensemble": _ensemble(plan),
-        "preprocess": _python_step(plan, "preprocess", plan.request_inputs, to_core, rows),
-        "postprocess": _python_step(plan, "postprocess", from_core, task.outputs, answers),
+        "preprocess": _python_step(plan, "preprocess", plan.request_inputs, to_core),
+        "postprocess": _python_step(plan, "postprocess", from_core, task.outputs),
     }
-    files: dict[str, Content] = {}
+    files: dict[str, Content] = {
+        f"{plan.step(step)}/1/{SETTINGS_FILE}": print_settings({**_settings(plan), **own})
+        for step, own in (("preprocess", rows), ("postprocess", answers))
+    }
     if python_env is not None:
         for step in ("preprocess", "postprocess"):
             configs[step].parameters[ENV_PARAMETER].string_value = ENV_PATH
@@ -272,36 +276,36 @@ def _ensemble(plan: Plan) -> Any:
     )
 
 
-def _sample_settings(plan: Plan, contents: Mapping[str, str]) -> dict[str, object]:
-    sample = plan.spec.serving.sample
-    if sample is None:
-        return {}
-    return {"sample": sample.model_dump(mode="json"), "sample_inputs": contents}
+def print_settings(settings: Mapping[str, object]) -> bytes:
+    """Return the content of a step's ``settings.json``, with a line for each setting."""
+    lines = [
+        f"  {json.dumps(name)}: {json.dumps(value, sort_keys=True, ensure_ascii=False)}"
+        for name, value in sorted(settings.items())
+    ]
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
-def _python_step(
-    plan: Plan,
-    step: str,
-    inputs: tuple[Tensor, ...],
-    outputs: tuple[Tensor, ...],
-    own: Mapping[str, object],
-) -> Any:
-    rules = plan.task.parameters(plan.info)
+def _settings(plan: Plan) -> dict[str, object]:
+    """Return the settings that both steps have."""
+    rules, sample = plan.task.parameters(plan.info), plan.spec.serving.sample
     given = {tensor.name: tensor.content for tensor in plan.task.inputs}
-    settings = {
+    settings: dict[str, object] = {
         **plan.task.settings(plan.info),
-        **own,
-        **({"forwarded_inputs": given} if plan.gives_inputs else {}),
-        **_sample_settings(plan, given),
         "has_row_metadata": plan.task.has_row_metadata,
         "parameters": dict(plan.parameters),
         "pipeline": plan.spec.name,
         "request_parameters": {name: rule.as_dict() for name, rule in rules.items()},
     }
-    texts = {
-        key: json.dumps(value, sort_keys=True, ensure_ascii=False)
-        for key, value in settings.items()
-    }
+    if plan.gives_inputs:
+        settings["forwarded_inputs"] = given
+    if sample is not None:
+        settings |= {"sample": sample.model_dump(mode="json"), "sample_inputs": given}
+    return settings
+
+
+def _python_step(
+    plan: Plan, step: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+) -> Any:
     return new_config(
         name=plan.step(step),
         backend="python",
@@ -316,5 +320,4 @@ def _python_step(
         instance_group=[{"kind": "KIND_CPU", "count": getattr(plan.spec.serving.instances, step)}],
         # No queue policy anywhere, nor a delay here: see `runtime.flow_control`.
         dynamic_batching={},
-        parameters={key: {"string_value": value} for key, value in texts.items()},
     )

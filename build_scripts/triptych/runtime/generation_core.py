@@ -104,7 +104,7 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        settings = read_settings(args)
+        settings = read_settings(Path(__file__).parent)
         self._max_requests: int = settings["max_requests"]
         self._context_tokens: int = settings["context_tokens"]
         self._stream_interval: int = settings["stream_interval"]

@@ -127,7 +127,7 @@ class TritonPythonModel:
         self._tokenizer = Tokenizer.from_file(str(Path(__file__).parent / TOKENIZER_FILE))
         self._answers: dict[str, _Answer] = {}
         self._cancels = CancelSender()
-        self._in_flight = InFlight(read_settings(args)["pipeline"])
+        self._in_flight = InFlight(read_settings(Path(__file__).parent)["pipeline"])
         make_private()
 
     def execute(self, requests: Sequence[Any]) -> None:

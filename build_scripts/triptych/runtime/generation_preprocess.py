@@ -27,8 +27,9 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        settings = read_settings(args)
-        self._prompts = Prompts(settings, Path(__file__).parent)
+        folder = Path(__file__).parent
+        settings = read_settings(folder)
+        self._prompts = Prompts(settings, folder)
         self._defaults = {**DEFAULTS, **settings["parameters"]}
         self._max_length: int = settings["max_length"]
         self._max_answer: int | None = settings["max_answer"]

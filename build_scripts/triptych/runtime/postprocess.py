@@ -36,8 +36,8 @@ class TritonPythonModel:
     """Step that decodes the core's outputs ``[core rows, …]`` to the ensemble's ``[n, …]``."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        settings = read_settings(args)
         folder = Path(__file__).parent
+        settings = read_settings(folder)
         self._core_outputs = settings["core_outputs"]
         self._rules = settings["request_parameters"]
         self._defaults = settings["parameters"]

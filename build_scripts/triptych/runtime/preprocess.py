@@ -50,8 +50,8 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        settings = read_settings(args)
         folder = Path(__file__).parent
+        settings = read_settings(folder)
         self._fields = settings["inputs"]
         self._encoded = settings["encoded_inputs"]
         self._max_text_bytes = settings["max_text_bytes"]

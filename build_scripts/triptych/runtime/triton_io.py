@@ -23,17 +23,13 @@ TEXTS_A_REQUEST = 8
 """Maximum total size of a request's texts, as a multiple of the limit of one text."""
 
 
-def read_settings(args: Mapping[str, str]) -> dict[str, Any]:
-    """Return the parameters of the step's ``config.pbtxt``, parsed from JSON.
+SETTINGS_FILE = "settings.json"
 
-    Names in capitals are those of the Python backend, such as EXECUTION_ENV_PATH.
-    """
-    parameters = json.loads(args["model_config"])["parameters"]
-    return {
-        name: json.loads(value["string_value"])
-        for name, value in parameters.items()
-        if not name.isupper()
-    }
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of the step whose ``model.py`` is in `folder`."""
+    settings: dict[str, Any] = json.loads((folder / SETTINGS_FILE).read_bytes())
+    return settings
 
 
 def error_response(error: Exception) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +12,11 @@ from triptych.building.generation.inputs import GeneratingInputs
 from triptych.building.generation.quantizing import engine_weights
 from triptych.repository.config import CONFIG_FILE, declare, new_config, print_config
 from triptych.repository.config_text import merge_config_text
-from triptych.repository.render import RUNTIME, Content, with_imports
+from triptych.repository.render import RUNTIME, Content, print_settings, with_imports
 from triptych.runtime.generation_messages import ADAPTERS_FOLDER, MODEL_FOLDER, TOKENIZER_FILE
 from triptych.runtime.generation_metrics import make_time_bounds
 from triptych.runtime.prompts import PIECES_FILE, TEMPLATE_FILE
+from triptych.runtime.triton_io import SETTINGS_FILE
 from triptych.spec.generation_fields import GENERATION_BACKENDS
 
 if TYPE_CHECKING:
@@ -109,13 +109,6 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
             step("preprocess"),
             [*INPUTS, *OPENAI_INPUTS],
             TO_CORE,
-            {
-                **inputs.prompt_settings,
-                "pipeline": name,
-                "parameters": spec.own_parameters,
-                "max_text_bytes": spec.max_text_bytes,
-                "adapters": spec.adapter_names,
-            },
             optional=True,
             count=spec.serving.preprocess_instances,
         ),
@@ -123,7 +116,6 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
             step("core"),
             TO_CORE,
             FROM_CORE,
-            _core_settings(inputs),
             kind=inputs.instance_kind,
             model_transaction_policy=_DECOUPLED,
         ),
@@ -131,11 +123,23 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
             step("postprocess"),
             FROM_CORE,
             OUTPUTS,
-            {"pipeline": name},
             model_transaction_policy=_DECOUPLED,
         ),
     }
-    files: dict[str, Content] = {}
+    settings: dict[str, Mapping[str, object]] = {
+        "preprocess": {
+            **inputs.prompt_settings,
+            "pipeline": name,
+            "parameters": spec.own_parameters,
+            "max_text_bytes": spec.max_text_bytes,
+            "adapters": spec.adapter_names,
+        },
+        "core": _core_settings(inputs),
+        "postprocess": {"pipeline": name},
+    }
+    files: dict[str, Content] = {
+        f"{step(which)}/1/{SETTINGS_FILE}": print_settings(own) for which, own in settings.items()
+    }
     for which, config in configs.items():
         merged = merge_config_text(config, spec.serving.config, which)
         files[f"{config.name}/{CONFIG_FILE}"] = print_config(merged).encode()
@@ -229,14 +233,12 @@ def _python_step(
     name: str,
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
-    settings: Mapping[str, object],
     *,
     optional: bool = False,
     count: int = 1,
     kind: str = "KIND_CPU",
     **fields: Any,
 ) -> Any:
-    texts = {key: json.dumps(value, sort_keys=True) for key, value in settings.items()}
     return new_config(
         name=name,
         backend="python",
@@ -245,6 +247,5 @@ def _python_step(
         # KIND_AUTO, the default, would put a Python step on the GPU in a GPU build, although the
         # engine selects its devices.
         instance_group=[{"kind": kind, "count": count}],
-        parameters={key: {"string_value": value} for key, value in texts.items()},
         **fields,
     )

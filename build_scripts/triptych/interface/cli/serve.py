@@ -475,7 +475,13 @@ def ui(
 
         def open_page(grpc_url: str, pid: int | None) -> None:
             made = FACES[spec.kind].open_page(
-                spec, folders.pipelines / name, grpc_url, host, port, request_timeout_s
+                spec,
+                folders.pipelines / name,
+                folders.repository,
+                grpc_url,
+                host,
+                port,
+                request_timeout_s,
             )
             page = opened.enter_context(made)
             if as_json:

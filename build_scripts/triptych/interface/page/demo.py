@@ -14,11 +14,11 @@ from typing import Any
 from triptych.base.errors import UserError
 from triptych.client import Client, InferenceError, StepStatistics
 from triptych.client.rows import plain_outputs
-from triptych.client.server_info import read_settings
 from triptych.core.inputs import task_of
 from triptych.interface.page.form import SECOND, AnswerView, Form, FormRequest, view_answer
 from triptych.interface.page.web import EXAMPLE, MAX_EXAMPLES, PageServer, read_text
 from triptych.interface.report.pages import render
+from triptych.repository.manifest import find_settings
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 
@@ -84,14 +84,13 @@ class PageClient:
         self._client = Client(pipeline, url, timeout_s=timeout_s, rows_per_request=_MAX_ROWS)
         self._turn = threading.Lock()
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of the first step, such as rules and defaults of parameters.
+    def options(self) -> dict[str, str]:
+        """Return the datatype of each optional input of the pipeline.
 
         Raises:
             InferenceError: The pipeline is not available at the address.
-            UserError: The first step is not available.
         """
-        return read_settings(self.url, self._client.interface().steps[0])
+        return dict(self._client.interface().options)
 
     def send(self, request: FormRequest) -> TimedAnswer:
         """Send a request and return its answer.
@@ -154,12 +153,16 @@ class PagePipeline:
     folder: Path
 
 
-def open_pipeline(spec: PipelineSpec, folder: Path, url: str, timeout_s: float) -> PagePipeline:
+def open_pipeline(
+    spec: PipelineSpec, folder: Path, repository: Path, url: str, timeout_s: float
+) -> PagePipeline:
     """Return a served pipeline with the form of its page.
 
     Args:
         spec: Spec of the pipeline.
         folder: Folder of the pipeline, which may contain traffic.
+        repository: Model repository. If the pipeline is built there, the form has the defaults and
+            choices of its parameters.
         url: Address ``host:port`` of the server's gRPC endpoint.
         timeout_s: Timeout of a request, in seconds.
 
@@ -169,7 +172,7 @@ def open_pipeline(spec: PipelineSpec, folder: Path, url: str, timeout_s: float) 
     task = task_of(spec)
     client = PageClient(spec.name, url, timeout_s)
     try:
-        form = Form.of(task, client.settings())
+        form = Form.of(task, client.options(), find_settings(repository, spec.name))
     except InferenceError as error:
         raise UserError(
             f"{spec.name} at {url}",
@@ -207,10 +210,16 @@ class DemoPage(PageServer):
 
 
 def open_demo_page(
-    spec: PipelineSpec, folder: Path, url: str, host: str, port: int, timeout_s: float
+    spec: PipelineSpec,
+    folder: Path,
+    repository: Path,
+    url: str,
+    host: str,
+    port: int,
+    timeout_s: float,
 ) -> DemoPage:
     """Return the page of a served encoder; see `open_pipeline` and `DemoPage`."""
-    return DemoPage(open_pipeline(spec, folder, url, timeout_s), host, port)
+    return DemoPage(open_pipeline(spec, folder, repository, url, timeout_s), host, port)
 
 
 def _chosen(pipeline: PagePipeline, number: str) -> TrafficRow | None:

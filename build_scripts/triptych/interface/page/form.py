@@ -21,6 +21,8 @@ SECOND = "second"
 _PARAMETER = "parameter."
 _KINDS: Mapping[str, ControlKind] = {"int": "number", "float": "number"}
 _BOOL = ("true", "false")
+_TYPES = {"BOOL": "bool", "INT32": "int", "FP32": "float", "BYTES": "str"}
+"""Type of a parameter by the datatype of its optional input."""
 
 ControlKind = Literal["text", "image", "choice", "number", "line"]
 Given = Mapping[str, str | bytes]
@@ -57,8 +59,8 @@ class Form:
     """Form of a pipeline.
 
     Attributes:
-        rules: Rules of each request parameter, from the served step.
-        defaults: Default of each request parameter, from the served step.
+        rules: Rule of each request parameter.
+        defaults: Default of each request parameter that is known.
     """
 
     inputs: tuple[Tensor, ...]
@@ -67,10 +69,17 @@ class Form:
     defaults: Mapping[str, Any]
 
     @classmethod
-    def of(cls, task: Task, settings: Mapping[str, Any]) -> Form:
-        """Return the form of a task with the settings of the served first step."""
+    def of(cls, task: Task, options: Mapping[str, str], settings: Mapping[str, Any]) -> Form:
+        """Return the form of a task.
+
+        Args:
+            task: Task of the pipeline.
+            options: Datatype of each optional input of the served pipeline.
+            settings: Settings of the first step; empty if the pipeline is not built here.
+        """
         rules = settings.get("request_parameters", {})
-        return cls(task.inputs, task.view, rules, settings.get("parameters", {}))
+        known = {name: rules.get(name, {"type": _TYPES[type_]}) for name, type_ in options.items()}
+        return cls(task.inputs, task.view, known, settings.get("parameters", {}))
 
     @property
     def compares(self) -> bool:
@@ -90,9 +99,9 @@ class Form:
     def first_values(self, example: TrafficRow | None) -> dict[str, str]:
         """Return initial values of the fields: the example, and parameters that the view needs."""
         values = {
-            _PARAMETER + name: str(min(count, self.rules[name].get("max", count)))
+            _PARAMETER + name: str(min(count, self.rules[name]["max"]))
             for name, count in self.view.asks.items()
-            if name in self.rules
+            if "max" in self.rules.get(name, {})
         }
         if example is not None:
             values |= example.inputs

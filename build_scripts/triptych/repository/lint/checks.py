@@ -37,6 +37,7 @@ CHECKS = (
     LintCheck("lock-readable", Repository.folders, files.manifest_readable),
     LintCheck("lock-files", Repository.folders, files.manifest_files),
     LintCheck("shared-core", Repository.folders, files.shared_core),
+    LintCheck("step-settings", Repository.executed, files.step_settings),
     LintCheck("traffic", Repository.folders, files.traffic),
     LintCheck("gate-accepted", Repository.folders, files.gate_accepted),
     LintCheck("triton-version", Repository.configured, config.triton_version),

@@ -34,7 +34,6 @@ from triptych.repository.lint.snapshot import (
     is_file,
     names,
     request_parameters,
-    setting,
     warning,
 )
 
@@ -462,7 +461,7 @@ def response_cache(model: Model) -> Iterator[Flaw]:
 
 def _hidden_parameters(model: Model, step: Model) -> Iterator[Flaw]:
     """Yield a flaw if `step` of the cached `model` reads request parameters."""
-    options = [name for name in request_parameters(step.config) if name not in model.inputs]
+    options = [name for name in request_parameters(step) if name not in model.inputs]
     if options:
         yield error(
             "must not cache responses that depend on request parameters: they are not part of the "
@@ -471,7 +470,7 @@ def _hidden_parameters(model: Model, step: Model) -> Iterator[Flaw]:
             f"Remove response_cache, or build the pipeline again: {names(options)} become optional "
             "inputs",
         )
-    elif request_parameters(step.config) and not setting(step.config, "refuses_parameters", True):
+    elif request_parameters(step) and not step.settings.get("refuses_parameters", True):
         yield error(
             "must have steps that refuse options as request parameters, which are not part of the "
             "cache's key",

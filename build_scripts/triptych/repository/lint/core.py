@@ -202,7 +202,7 @@ _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 
 def engine_gpus(model: Model) -> Iterator[Flaw]:
     """Check that a model on several GPUs has one whole GPU per part and places itself."""
-    settings = _settings(model)
+    settings = model.settings
     gpus = settings.get("gpus") or []
     parts = settings.get("tensor_parallel", 1) * settings.get("pipeline_parallel", 1)
     slices = [gpu for gpu in gpus if str(gpu).startswith(_SLICE)]
@@ -241,7 +241,7 @@ def precision_gpus(model: Model) -> Iterator[Flaw]:
     vLLM reports unsupported GPUs only when it starts, or silently uses another precision. See
     https://docs.vllm.ai/en/latest/features/quantization/
     """
-    settings = _settings(model)
+    settings = model.settings
     if "kv_cache_precision" not in settings:
         return
     if settings.get("precision") == "fp8" or settings["kv_cache_precision"] == "fp8":
@@ -269,7 +269,7 @@ def _eight_bits(settings: Mapping[str, Any]) -> str:
 
 def kv_cache(model: Model) -> Iterator[Flaw]:
     """Check that the KV cache holds one request of full length, and a batch of common ones."""
-    settings = _settings(model)
+    settings = model.settings
     token_bytes, memory_mib = settings.get("kv_token_bytes"), settings.get("kv_cache_mib")
     if not token_bytes or not memory_mib:
         return
@@ -295,7 +295,7 @@ def kv_cache(model: Model) -> Iterator[Flaw]:
 
 def duplicate_bos_token(model: Model) -> Iterator[Flaw]:
     """Check that chat template and tokenizer do not both add a BOS token."""
-    known = _settings(model).get("special_tokens", {})
+    known = model.settings.get("special_tokens", {})
     for folder in model.served_folders:
         first = _first_added(folder / _TOKENIZER)
         template = _text(folder / _TEMPLATE)
@@ -307,17 +307,6 @@ def duplicate_bos_token(model: Model) -> Iterator[Flaw]:
                 "Name it as bos_token in the model's tokenizer_config.json and build again",
                 f"{model.name}/{folder.name}/{_TEMPLATE}",
             )
-
-
-def _settings(model: Model) -> Mapping[str, Any]:
-    """Return the parameters that are JSON, as those of Triptych's steps are."""
-    found = {}
-    for name, value in model.config.parameters.items():
-        try:
-            found[name] = json.loads(value.string_value)
-        except ValueError:
-            continue
-    return found
 
 
 def _first_added(tokenizer: Path) -> str:

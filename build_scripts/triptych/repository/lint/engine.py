@@ -329,20 +329,10 @@ def _rows_sent(wiring: Wiring, core: Model) -> Iterator[SentRows]:
     """Yield the rows of the steps that make an input of variable length."""
     for producer in {p.index: p for p in wiring.feeding(core, core.varying)}.values():
         if producer.model is not None:
-            edges = _setting(producer.model, "bucket_edges")
-            longest = _setting(producer.model, "max_length")
+            edges: Any = producer.model.settings.get("bucket_edges")
+            longest = producer.model.settings.get("max_length")
             padded = tuple(edges) if _are_sizes(edges) else ()
             yield SentRows(producer.model.name, padded, longest if _are_sizes([longest]) else None)
-
-
-def _setting(model: Model, key: str) -> Any:
-    """Return a parameter of a step that Triptych wrote, parsed as JSON; None if there is none."""
-    if not model.is_ours or key not in model.config.parameters:
-        return None
-    try:
-        return json.loads(model.config.parameters[key].string_value)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _are_sizes(values: Any) -> bool:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from triptych.repository.config import CONFIG_FILE
 from triptych.repository.lint.engine import sha256_of
 from triptych.repository.lint.snapshot import (
+    NO_SETTINGS,
     Flaw,
     Model,
     Repository,
@@ -27,6 +29,7 @@ from triptych.repository.lint.snapshot import (
     warning,
 )
 from triptych.repository.python_env import ENV_PARAMETER
+from triptych.runtime.triton_io import SETTINGS_FILE
 
 # Pointer files of git LFS have about 130 bytes; no model is that small.
 _LFS_START = b"version https://git-lfs"
@@ -191,8 +194,26 @@ def _references(model: Model) -> Iterator[tuple[Callable[..., Flaw], str, str]]:
         name = parameter.string_value.removeprefix(_MODEL_FOLDER)
         # Absolute paths are in the container and cannot be checked.
         if name.endswith(_FILE_SUFFIXES) and not name.startswith("/") and " " not in name:
-            # Only steps of Triptych are known to read a file that a parameter names.
-            yield (error if model.is_ours else warning), f"parameter {key}", name
+            yield warning, f"parameter {key}", name
+
+
+def step_settings(model: Model) -> Iterator[Flaw]:
+    """Check that the settings of a step of Triptych can be read."""
+    if model.settings_problem == NO_SETTINGS:
+        yield warning(
+            f"should have its settings in {SETTINGS_FILE}: an earlier release wrote them into "
+            f"{CONFIG_FILE}, where lint does not check them",
+            model.settings_problem,
+            "Build the pipeline again",
+            model.settings_file,
+        )
+    elif model.settings_problem:
+        yield error(
+            "must be a JSON object, or the step does not load",
+            model.settings_problem,
+            "Correct it, or build the pipeline again",
+            model.settings_file,
+        )
 
 
 def manifest_readable(model: Model) -> Iterator[Flaw]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from triptych.base.onnx_graph import MODEL_FILE
 from triptych.base.releases import Release
 from triptych.repository.config import CONFIG_FILE, new_config, read_config
 from triptych.repository.manifest import MANIFEST_FILE
+from triptych.runtime.triton_io import SETTINGS_FILE
 
 
 @dataclass(frozen=True)
@@ -291,6 +292,8 @@ def defined_names(tree: ast.Module) -> dict[str, ast.stmt]:
 
 # Only Python steps that Triptych writes have this file.
 _OUR_MARK = "triton_io.py"
+NO_SETTINGS = "no file"
+"""Problem of a step without a file of settings."""
 
 
 @dataclass(frozen=True)
@@ -342,6 +345,10 @@ class Model:
             backend that would load the existing files.
         model_file: File that the backend loads from a version folder; empty if that varies.
         is_ours: Whether Triptych wrote this step, and with it the producer of planned shapes.
+        settings: Settings of the newest version of a step of Triptych; empty if there are none that
+            can be read.
+        settings_file: Their file, relative to the repository; empty if there is none.
+        settings_problem: Reason why `settings` could not be read.
         sources: Python files of the served versions of a Python model.
         completes_itself: Whether the server completes missing inputs and outputs of the config.
         waits_for_engine: Whether a served version of a TensorRT model has the graph but no engine.
@@ -373,6 +380,17 @@ class Model:
         self.model_file = own_file or BACKENDS.get(self.backend, Backend()).model_file
         self.is_ours = any(is_file(place / _OUR_MARK) for place in self.served_folders)
         python = self.backend == "python"
+        self.settings_file, self.settings_problem = "", ""
+        self.settings: Mapping[str, Any] = {}
+        for place in self.served_folders[:1] if self.is_ours else ():
+            self.settings_file = f"{folder.name}/{place.name}/{SETTINGS_FILE}"
+            settings, self.settings_problem = _read(
+                place / SETTINGS_FILE, lambda path: json.loads(path.read_bytes())
+            )
+            if isinstance(settings, dict):
+                self.settings = settings
+            elif not self.settings_problem:
+                self.settings_problem = NO_SETTINGS if settings is None else "no JSON object"
         self.sources = read_sources(self.served_folders if python else (), folder.parent)
         self.completes_itself = bool(self.backend) and not self.is_ensemble
         if python:
@@ -453,20 +471,10 @@ def read_repository(
     return repository
 
 
-def request_parameters(config: Any) -> list[str]:
+def request_parameters(model: Model) -> list[str]:
     """Return the names of the request parameters that a step of Triptych reads."""
-    rules = setting(config, "request_parameters", {})
+    rules = model.settings.get("request_parameters")
     return sorted(rules) if isinstance(rules, dict) else []
-
-
-def setting(config: Any, name: str, default: object) -> Any:
-    """Return a setting of a step of Triptych, or a default if there is none that can be read."""
-    if name not in config.parameters:  # reading it would add it
-        return default
-    try:
-        return json.loads(config.parameters[name].string_value)
-    except ValueError:
-        return default
 
 
 def entries(folder: Path) -> list[Path]:
