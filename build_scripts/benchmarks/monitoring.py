@@ -128,7 +128,7 @@ _FAULTS: dict[str, tuple[str, str, Callable[[str], None] | None]] = {
         "stale label map: two swapped",
         "fp32",
         lambda name: _replace(
-            f"{name}_postprocess/config.pbtxt",
+            f"{name}_postprocess/1/settings.json",
             *(("billing", "???"), ("delivery", "billing"), ("???", "delivery")),
         ),
     ),

@@ -13,6 +13,7 @@ from plan_cases import facts
 from triptych.base.releases import parse_release, without_newer_fields
 from triptych.interface.cli.plan_text import describe_gpu
 from triptych.repository.config import core_config, parse_config, print_config
+from triptych.repository.config_comments import explain
 from triptych.repository.render import render
 from triptych.spec.plan import Plan, make_plan
 from triptych.spec.spec import load_spec
@@ -57,11 +58,12 @@ def plan_of(folder: Path, overrides: list[str], **fields: Any) -> Plan:
 def test_the_config_is_as_it_was_read_and_found_right(
     tmp_path: Path, case: str, rewrite: bool
 ) -> None:
-    text = print_config(core_config(plan_of(tmp_path, CASES[case])))
+    plan = plan_of(tmp_path, CASES[case])
+    text = print_config(core_config(plan), explain(plan, "core"))
     if rewrite:
         (CONFIGS / f"{case}.pbtxt").write_text(text, encoding="utf-8")
     assert text == (CONFIGS / f"{case}.pbtxt").read_text(encoding="utf-8")
-    assert print_config(parse_config(text)) == text
+    assert parse_config(text) == core_config(plan)
 
 
 def test_results_per_token_are_cut_up_again(tmp_path: Path) -> None:

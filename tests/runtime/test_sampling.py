@@ -215,7 +215,7 @@ def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built:
     done = triptych(built, "monitor", "stale", *reports)
     assert done.exit_code == 1, done.output
     assert "alarm: label_agreement" in done.stdout
-    assert "changed since the build: stale_postprocess/config.pbtxt" in done.stdout
+    assert "changed since the build: stale_postprocess/1/settings.json" in done.stdout
     assert "labels were renamed: account is now old account" in done.stdout
     page = (built / "reports/stale/monitor/report.html").read_text(encoding="utf-8")
     assert "labels were renamed" in page

@@ -56,15 +56,10 @@ def _change_matrix(repository: Path, name: str, change: Callable[[Matrix], Matri
 
 def swap_labels(repository: Path, name: str) -> None:
     """The first two labels of the postprocess step change places."""
-    path = repository / f"{name}_postprocess/config.pbtxt"
-    text = path.read_text(encoding="utf-8")
-    # A JSON text within a protobuf text: quotes are escaped once more.
-    start = text.index("[", text.index('key: "labels"'))
-    end = text.index("]", start) + 1
-    names = json.loads(text[start:end].replace('\\"', '"'))
-    names[:2] = names[1::-1]
-    swapped = json.dumps(names).replace('"', '\\"')
-    path.write_text(text[:start] + swapped + text[end:], encoding="utf-8")
+    path = repository / f"{name}_postprocess/1/settings.json"
+    settings = json.loads(path.read_bytes())
+    settings["labels"][:2] = settings["labels"][1::-1]
+    path.write_text(json.dumps(settings), encoding="utf-8")
 
 
 def shift_offsets(repository: Path, name: str) -> None:

@@ -66,12 +66,12 @@ def build_sampling(folder: Path, model: Path) -> Path:
     """A folder with `pipelines/` and `repository/`: `sampled`, and `stale` with old labels."""
     for name in ("sampled", "stale"):
         build_into(write_sampling(folder / "pipelines" / name, model), folder / "repository")
-    config = folder / "repository/stale_postprocess/config.pbtxt"
-    text = config.read_text(encoding="utf-8")
-    config.unlink()  # it may be one file with others
+    settings = folder / "repository/stale_postprocess/1/settings.json"
+    text = settings.read_text(encoding="utf-8")
+    settings.unlink()  # it may be one file with others
     for topic in TOPICS:
         text = text.replace(topic, f"old {topic}")
-    config.write_text(text, encoding="utf-8")
+    settings.write_text(text, encoding="utf-8")
     return folder
 
 

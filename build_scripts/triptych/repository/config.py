@@ -7,6 +7,9 @@ histogram, which alerts use.
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +60,86 @@ def read_config(path: Path) -> Any:
     return parse_config(path.read_text(encoding="utf-8"), file=str(path))
 
 
-def print_config(config: Any) -> str:
-    """Return the text of ``config.pbtxt`` for `config`; equal messages give equal text."""
+FIELD_ORDER = (
+    "name",
+    "platform",
+    "backend",
+    "default_model_filename",
+    "version_policy",
+    "max_batch_size",
+    "input",
+    "output",
+    "batch_input",
+    "batch_output",
+    "ensemble_scheduling",
+    "dynamic_batching",
+    "sequence_batching",
+    "model_transaction_policy",
+    "instance_group",
+    "optimization",
+    "model_warmup",
+    "response_cache",
+    "model_metrics",
+    "parameters",
+)
+"""Fields in the order of a written config, by what a reader wants to know first."""
+_LINE_WIDTH, _COMMENT_WIDTH = 110, 98
+
+
+def print_config(config: Any, comments: Mapping[str, str] | None = None) -> str:
+    """Return the text of ``config.pbtxt`` for `config`; equal messages give equal text.
+
+    A message that fits into a line is one line.
+
+    Args:
+        config: A ModelConfig.
+        comments: Comment for each field, written above it where the field is set. The name of a
+            field of a message follows that of the message: ``dynamic_batching.priority_levels``.
+    """
+    return "\n".join(_field_lines(config, comments or {})) + "\n"
+
+
+def _field_lines(message: Any, comments: Mapping[str, str], path: str = "") -> Iterator[str]:
+    """Yield the lines of the set fields of a message; `path` is its name with a final point."""
     from google.protobuf import text_format
 
-    text: str = text_format.MessageToString(
-        config, use_short_repeated_primitives=True, as_utf8=True
-    )
-    return text
+    indent = "  " * path.count(".")
+    as_text = partial(text_format.MessageToString, use_short_repeated_primitives=True, as_utf8=True)
+    place = {} if path else {name: index for index, name in enumerate(FIELD_ORDER)}
+    fields = sorted(message.ListFields(), key=lambda each: place.get(each[0].name, len(place)))
+    for field, value in fields:
+        name = path + field.name
+        for line in textwrap.wrap(comments.get(name, ""), _COMMENT_WIDTH - len(indent)):
+            yield f"{indent}# {line}"
+        for element in _elements(field, value):
+            single = type(message)(**{field.name: element})
+            line = indent + as_text(single, as_one_line=True).rstrip()
+            if len(line) <= _LINE_WIDTH and not _has_comments(element, comments, name):
+                yield line
+            elif field.message_type is None or isinstance(element, dict):
+                yield from as_text(single, indent=len(indent)).splitlines()
+            else:
+                yield f"{indent}{field.name} {{"
+                inner = element[0] if isinstance(element, list) else element
+                yield from _field_lines(inner, comments, f"{name}.")
+                yield f"{indent}}}"
+
+
+def _has_comments(element: Any, comments: Mapping[str, str], name: str) -> bool:
+    """Return whether a field inside the message `name` is set and has a comment."""
+    if not hasattr(element, "ListFields"):
+        return False
+    inner = [(f"{name}.{field.name}", value) for field, value in element.ListFields()]
+    return any(key in comments or _has_comments(value, comments, key) for key, value in inner)
+
+
+def _elements(field: Any, value: Any) -> list[Any]:
+    """Return the values of a field to write one by one; lists of numbers or texts stay whole."""
+    if field.message_type is None:
+        return [value]
+    if field.message_type.GetOptions().map_entry:
+        return [{key: value[key]} for key in sorted(value)]
+    return [[each] for each in value] if isinstance(value, Sequence) else [value]
 
 
 ACCELERATOR_PRECISION = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16", "int8": "INT8"}

@@ -21,6 +21,7 @@ from triptych.repository.config import (
     print_config,
     warm_up_file,
 )
+from triptych.repository.config_comments import explain
 from triptych.repository.config_text import merge_config_text
 from triptych.repository.manifest import SAMPLES_FILE
 from triptych.repository.python_env import ENV_FILE, ENV_PARAMETER, ENV_PATH
@@ -181,12 +182,13 @@ def _config_files(plan: Plan, step: str, config: Any) -> dict[str, Content]:
     model = str(config.name)
     config = merge_config_text(config, plan.spec.serving.config, step)
     wanted = without_newer_fields(config, parse_release(plan.spec.serving.triton))
-    files: dict[str, Content] = {f"{model}/{CONFIG_FILE}": print_config(wanted).encode()}
+    comments = explain(plan, step)
+    files: dict[str, Content] = {f"{model}/{CONFIG_FILE}": print_config(wanted, comments).encode()}
     if fields_newer_than(wanted, OLDEST) or ENV_PARAMETER in wanted.parameters:
         oldest = without_newer_fields(wanted, OLDEST)
         # The embedded server runs on this machine's Python, which has the packages.
         oldest.parameters.pop(ENV_PARAMETER, None)
-        files[f"{model}/configs/{OLDEST}.pbtxt"] = print_config(oldest).encode()
+        files[f"{model}/configs/{OLDEST}.pbtxt"] = print_config(oldest, comments).encode()
     return files
 
 

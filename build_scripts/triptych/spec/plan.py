@@ -234,6 +234,9 @@ class Plan:
             "max_batch_size": full,
             "request_rows": room,
             "queue": "no delay by default, since a busy core gathers a batch by itself",
+            "gather_kernel_buffer_threshold": (
+                "a kernel gathers this number of buffers or more; fewer are copied one by one"
+            ),
         }
 
     @property

@@ -11,6 +11,7 @@ from triptych.base.tensors import Tensor
 from triptych.building.generation.inputs import GeneratingInputs
 from triptych.building.generation.quantizing import engine_weights
 from triptych.repository.config import CONFIG_FILE, declare, new_config, print_config
+from triptych.repository.config_comments import own_comments, written_by
 from triptych.repository.config_text import merge_config_text
 from triptych.repository.render import RUNTIME, Content, print_settings, with_imports
 from triptych.runtime.generation_messages import ADAPTERS_FOLDER, MODEL_FOLDER, TOKENIZER_FILE
@@ -97,6 +98,12 @@ OUTPUTS = (
 TO_CORE = (Tensor("prompt_ids", "INT32", ("tokens",)), Tensor("order", "BYTES", (1,)))
 FROM_CORE = (Tensor("token_ids", "INT32", ("new_tokens",)), Tensor("chunk", "BYTES", (1,)))
 _DECOUPLED = {"decoupled": True}
+INSTANCES = {
+    "preprocess": "serving.preprocess_instances. Each instance is a process.",
+    "core": "One process, in which the engine batches all requests.",
+    "postprocess": "One process, which keeps the parts of each answer in order.",
+}
+"""Comment on the instances of each step."""
 
 
 def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
@@ -142,7 +149,12 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
     }
     for which, config in configs.items():
         merged = merge_config_text(config, spec.serving.config, which)
-        files[f"{config.name}/{CONFIG_FILE}"] = print_config(merged).encode()
+        comments = own_comments(
+            {"name": written_by(name), "instance_group": INSTANCES.get(which, "")},
+            spec.serving.config.get(which, ""),
+            which,
+        )
+        files[f"{config.name}/{CONFIG_FILE}"] = print_config(merged, comments).encode()
     # Triton requires a version folder for an ensemble, and git and archives drop empty folders.
     files[f"{name}/1/.keep"] = b""
     engine_module = ENGINES[spec.core.backend]

@@ -52,8 +52,8 @@ def describe_gpu(plan: Plan) -> Described:
         "gpus": f"{gpus}: {amount(serving.instances.core, 'instance')} of the core on each",
         "pinned_memory": f"input {_yes(transfers.pinned_input)}, output "
         f"{_yes(transfers.pinned_output)}: memory that the GPU copies directly",
-        "gather_kernel_buffer_threshold": f"{plan.gather_threshold}: a kernel gathers this "
-        "number of buffers or more; fewer are copied one by one",
+        "gather_kernel_buffer_threshold": f"{plan.gather_threshold}: "
+        f"{plan.reasons['gather_kernel_buffer_threshold']}",
         "eager_batching": f"{_yes(transfers.eager_batching)}: "
         + (
             "the next batch is formed while a batch runs"

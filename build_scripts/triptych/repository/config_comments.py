@@ -1,0 +1,109 @@
+"""Comments of a generated ``config.pbtxt``: the reason of each number, as `inspect` shows it.
+
+No comment contains the name of a field that the config does not set, because the serving image
+looks for such names in the text (`container.flags.mentions`).
+"""
+
+from __future__ import annotations
+
+from triptych.repository.config import parse_config
+from triptych.repository.config_text import FIELD
+from triptych.spec.plan import Plan
+
+_STEP_BATCHING = (
+    "Each request is handled by itself, so that requests of different shapes share a batch. There "
+    "is no delay and no limit of the queue: preprocess rejects a request that would wait too long."
+)
+_ACCELERATOR = (
+    "Shapes of the planned profiles, so that no engine is built while requests wait. The caches "
+    "keep the engines for the next start of the server."
+)
+_CPU_MEMORY = (
+    "ONNX Runtime frees the memory of a large batch after it, and does not plan again for each new "
+    "shape."
+)
+
+
+def explain(plan: Plan, step: str) -> dict[str, str]:
+    """Return the comments of a step's config, in the form of `print_config`.
+
+    Fields that `serving.config` sets have a comment that names it.
+    """
+    serving, reasons = plan.spec.serving, plan.reasons
+    comments = {"name": written_by(plan.spec.name)}
+    if step == "ensemble":
+        comments |= {
+            "max_batch_size": _sentence(reasons["request_rows"]),
+            "ensemble_scheduling.max_inflight_requests": "serving.max_inflight_requests.",
+            "response_cache": "serving.response_cache.",
+            "model_metrics": "Upper bounds in ms: Triton's own, and each limit of serving.slo.",
+        }
+    else:
+        comments |= {
+            "max_batch_size": _sentence(reasons["max_batch_size"]),
+            "dynamic_batching": _STEP_BATCHING,
+            "instance_group": f"serving.instances.{step}. Each instance is a process.",
+        }
+    if step == "core":
+        comments |= _core_comments(plan)
+    return own_comments(comments, serving.config.get(step, ""), step)
+
+
+def written_by(pipeline: str) -> str:
+    """Return the first comment of a config."""
+    return f"Written by `triptych build {pipeline}`, which replaces this file."
+
+
+def own_comments(comments: dict[str, str], text: str, step: str) -> dict[str, str]:
+    """Return the comments, with those of the fields that a text of `serving.config` sets replaced.
+
+    Args:
+        comments: Comments of the generated fields.
+        text: Text of the step in the format of ``config.pbtxt``, or "".
+        step: Step that the text belongs to.
+    """
+    own = {field.name for field, _ in parse_config(text).ListFields()}
+    generated = {name: text for name, text in comments.items() if name.split(".")[0] not in own}
+    return generated | dict.fromkeys(own, f"Set by {FIELD}.{step}, at least in part.")
+
+
+def _core_comments(plan: Plan) -> dict[str, str]:
+    queue, on_gpu = plan.spec.serving.queue, plan.spec.core.device == "gpu"
+    group = "serving.instances.core"
+    if on_gpu:
+        group += " on each GPU of serving.gpus"
+    if plan.engine is not None and plan.builds_engine:
+        group += "; an instance has a context for each profile of the engine"
+    warm_up = "A row of each padded length"
+    if not plan.bucket_edges:
+        warm_up = "A row"
+        if plan.lengths is not None:
+            warm_up = "Rows of median length and of the 99th percentile of the traffic's lengths"
+    parameters = [
+        "intra_op_thread_count is core.threads." if plan.spec.core.threads else "",
+        "" if on_gpu else _CPU_MEMORY,
+    ]
+    return {
+        "batch_input": "Triton joins the rows of a batch end to end, without padding.",
+        "dynamic_batching": "" if queue.max_delay_us else _sentence(plan.reasons["queue"]),
+        "dynamic_batching.max_queue_delay_microseconds": "serving.queue.max_delay_us.",
+        "dynamic_batching.default_queue_policy": (
+            "serving.queue.timeout_ms, which a request can only shorten, and "
+            "serving.queue.max_in_flight."
+        ),
+        "instance_group": f"{group}.",
+        "optimization.gather_kernel_buffer_threshold": _sentence(
+            plan.reasons["gather_kernel_buffer_threshold"]
+        ),
+        "optimization.cuda.graph_spec": (
+            "Numbers of rows whose CUDA graph is captured at load; other batches use the next one."
+        ),
+        "optimization.execution_accelerators": _ACCELERATOR,
+        "model_warmup": f"{warm_up}, alone{' and in a full batch' if on_gpu else ''}.",
+        "parameters": " ".join(filter(None, parameters)),
+    }
+
+
+def _sentence(text: str) -> str:
+    first = text.split()[0]
+    return f"{text if '.' in first else text[0].upper() + text[1:]}."
