@@ -292,3 +292,11 @@ def answers(client: Client, text: str) -> Callable[[], bool]:
         return True
 
     return reached
+
+
+def test_a_priority_that_has_no_effect_is_refused(toy: Toy) -> None:
+    with (
+        Client("toy", toy.url) as client,
+        pytest.raises(InvalidRequestError, match=r"`priority` has no effect.*serving\.priority"),
+    ):
+        client.infer({"text": ["a text"]}, parameters={"priority": 1})

@@ -90,6 +90,7 @@ def test_a_plan_runs_on_other_gpus_only_where_it_was_built_to(
         ({}, machine(), "needs a GPU, here is none: start the container with `--gpus all`"),
         ({"gpus": (0, 1)}, machine(H200), "runs on GPU 1, here are 1"),
         ({"gpus": (0, 1)}, machine(H200, L4), "and NVIDIA L4 (8.9)"),
+        ({"gpus": "all"}, machine(H200, L4), "and NVIDIA L4 (8.9)"),
     ],
 )
 def test_what_cannot_be_served_is_refused(

@@ -129,6 +129,8 @@ def test_the_command_line_tells_findings_and_ends_as_lint_does(tmp_path: Path) -
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 1
     assert [finding["id"] for finding in json.loads(done.stdout)] == ["replicas-autoscaled"]
+    done = CliRunner().invoke(app, [*words[:2], "--triton", "26.11", "--upgrade-from", "26.05"])
+    assert "--upgrade-from` is only supported for a model repository" in str(done.exception)
     # With a pipeline: what was measured of it counts.
     repository = write_built(tmp_path)
     write_bench(tmp_path / "reports/minilm")

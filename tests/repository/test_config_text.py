@@ -90,21 +90,37 @@ def test_a_shared_core_is_configured_by_its_owner() -> None:
 @pytest.mark.server
 def test_a_built_pipeline_has_the_settings_and_serves(tmp_path: Path, tiny_model: Path) -> None:
     from conftest import build_into, lock_data, write_pipeline
-    from triptych.client import Client
+    from triptych.client import Client, InferenceError
     from triptych.serving.server import Server
 
-    levels = "dynamic_batching { priority_levels: 2 default_priority_level: 2 }"
+    # No request of level 2 is served in a microsecond.
+    levels = """dynamic_batching { priority_queue_policy {
+        key: 2 value { timeout_action: REJECT default_timeout_microseconds: 1 } } }"""
     folder = write_pipeline(
         tmp_path / "mine",
         model={"source": str(tiny_model)},
+        core={
+            "session": {"inter_threads": 2, "memory_arena": "none", "memory_pattern": True},
+        },
         serving={
+            "priority": {"levels": 2},
             "instances": {"core": 2},
             "config": {"core": levels, "ensemble": "version_policy { latest { num_versions: 1 } }"},
         },
     )
     build_into(folder, tmp_path / "repository")
     text = (tmp_path / "repository/mine_core/config.pbtxt").read_text(encoding="utf-8")
-    assert parse_config(text).dynamic_batching.priority_levels == 2
+    batching = parse_config(text).dynamic_batching
+    assert (batching.priority_levels, batching.default_priority_level) == (2, 2)
+    assert list(batching.priority_queue_policy) == [2]
     assert lock_data(tmp_path / "repository", "mine")["spec"]["serving"]["config"]["core"] == levels
-    with Server(tmp_path / "repository") as server, Client("mine", server.grpc_url) as client:
-        assert client.embed(["a text"]).shape == (1, 32)
+    with (
+        Server(tmp_path / "repository") as server,
+        Client("mine", server.grpc_url, retry=None) as client,
+    ):
+        # Triton passes the priority of an ensemble's request on to its steps.
+        first = client.infer({"text": ["a text"]}, parameters={"priority": 1})
+        assert first["embedding"].shape == (1, 32)
+        for parameters in ({"priority": 2}, {}):
+            with pytest.raises(InferenceError, match="timeout"):
+                client.infer({"text": ["a text"]}, parameters=parameters)

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, write_pipeline
 from plan_cases import facts
 from triptych.base.releases import parse_release, without_newer_fields
-from triptych.interface.cli.plan_text import describe_gpu
+from triptych.interface.cli.plan_text import describe_gpu, describe_plan
 from triptych.repository.config import core_config, parse_config, print_config
 from triptych.repository.config_comments import explain
 from triptych.repository.render import render
@@ -64,6 +64,36 @@ def test_the_config_is_as_it_was_read_and_found_right(
         (CONFIGS / f"{case}.pbtxt").write_text(text, encoding="utf-8")
     assert text == (CONFIGS / f"{case}.pbtxt").read_text(encoding="utf-8")
     assert parse_config(text) == core_config(plan)
+
+
+def test_all_gpus_are_those_that_the_server_sees(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, ["core.device=gpu", "serving.gpus=all"])
+    (group,) = core_config(plan).instance_group
+    assert (group.kind, list(group.gpus)) == (group.KIND_GPU, [])
+    assert describe_gpu(plan)["gpus"].startswith("all: ")
+
+
+def test_priorities_and_session_options_are_in_the_config_and_in_inspect(tmp_path: Path) -> None:
+    given = ["serving.priority={levels: 3, default: 2}", "core.threads=3", "core.session="]
+    given[-1] += "{inter_threads: 2, memory_arena: none, memory_pattern: true}"
+    plan = plan_of(tmp_path, [*given, "serving.response_cache=true"])
+    config = core_config(plan)
+    assert {key: value.string_value for key, value in config.parameters.items()} == {
+        "intra_op_thread_count": "3",
+        "inter_op_thread_count": "2",
+        "execution_mode": "1",
+        "enable_mem_arena": "0",
+        "enable_mem_pattern": "1",
+    }
+    batching = config.dynamic_batching
+    assert (batching.priority_levels, batching.default_priority_level) == (3, 2)
+    assert "# serving.priority.levels." in print_config(config, explain(plan, "core"))
+    described = describe_plan(plan)["batching"]
+    assert described["response_cache"].startswith("repeated requests")
+    assert described["priority"].startswith("3 levels, 2 by default")
+    assert described["session"] == "2 operators at a time, memory arena none, memory pattern yes"
+    others = describe_plan(plan_of(tmp_path / "other", []))["batching"]
+    assert not {"response_cache", "priority", "session"} & set(others)
 
 
 def test_results_per_token_are_cut_up_again(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-from triptych.repository.config import CPU_MEMORY
+from triptych.repository.config import session_parameters
+from triptych.spec.fields import SessionOptions
 
 
 def status_mib(name):
@@ -33,9 +34,10 @@ def status_mib(name):
 
 
 options, run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
-options.enable_mem_pattern = CPU_MEMORY["enable_mem_pattern"] != "0"
+parameters = session_parameters(SessionOptions())
+options.enable_mem_pattern = parameters["enable_mem_pattern"] != "0"
 shrinkage = "memory.enable_memory_arena_shrinkage"
-run_options.add_run_config_entry(shrinkage, CPU_MEMORY[shrinkage])
+run_options.add_run_config_entry(shrinkage, parameters[shrinkage])
 session = onnxruntime.InferenceSession(sys.argv[1], options)
 feed = dict(np.load(sys.argv[2]))
 session.run(None, feed, run_options)  # the first run allocates what later ones keep

@@ -41,7 +41,7 @@ def write_pipeline(
     *,
     backend: str = "tensorrt",
     built: bool = True,
-    gpus: tuple[int, ...] = (0,),
+    gpus: tuple[int, ...] | str = (0,),
     plan: bytes | None = PLAN,
     **engine: Any,
 ) -> Path:
@@ -64,7 +64,7 @@ def write_pipeline(
         **engine,
     }
     lock = {
-        "spec": {"core": {"backend": backend}, "serving": {"gpus": list(gpus)}},
+        "spec": {"core": {"backend": backend}, "serving": {"gpus": gpus}},
         "engine": record if built else None,
         "files": hashes,
     }

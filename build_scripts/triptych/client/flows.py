@@ -57,6 +57,8 @@ _RETRY = Retry()
 _DNS_REFRESH_S = 30.0
 
 
+PRIORITY = "priority"
+"""Request parameter of Triton with the level of a request, 1 for the first."""
 _NOT_GIVEN: Any = object()
 """Default of a former keyword, to tell whether it is given."""
 
@@ -153,6 +155,7 @@ class PipelineClient:
         self._max_in_flight = max_in_flight
         self._retries = Retries(retry, is_several=self._target.is_several)
         self._config: PipelineConfig | None = None
+        self._has_priorities = False
         self._closed = False
         self._generations: WeakSet[Any] = WeakSet()
         # Freeing one generation may begin another while the lock is held, so it is reentrant.
@@ -219,6 +222,8 @@ class PipelineClient:
             except DeadlineExceededError:
                 raise deadline.exceeded_error(answered=(0, encoded.count)) from None
             config.check_takes_rows(self.pipeline)
+            if parameters and PRIORITY in parameters and not self._has_priorities:
+                yield from self._check_priorities(config, deadline)
         work = Work(
             self.pipeline,
             encoded,
@@ -231,6 +236,19 @@ class PipelineClient:
         )
         yield work
         return work
+
+    def _check_priorities(self, config: PipelineConfig, deadline: Deadline) -> Flow[None]:
+        """Raise `InvalidRequestError` if no step has priority levels: Triton ignores a priority."""
+        for step in config.steps:
+            request = service_pb2.ModelConfigRequest(name=step)
+            found = (yield from self._request("ModelConfig", request, deadline)).config
+            if found.dynamic_batching.priority_levels:
+                self._has_priorities = True
+                return
+        raise InvalidRequestError(
+            f"`{PRIORITY}` has no effect: `{self.pipeline}` has no priority levels. Omit it, or "
+            "set serving.priority in the pipeline and build it again."
+        )
 
     def _perform_task(self, call: TaskCall[Any, Any], *, keep_going: bool) -> Flow[Work]:
         encoded, deadline = encode_rows(call.inputs), self._deadline(call.timeout_s)
@@ -272,7 +290,8 @@ def infer(
     """Send rows of any inputs and return every output.
 
     `inputs` has a list per input name, all of the same length, with one element per row. The
-    `parameters` `priority` and `timeout` are Triton's own. `timeout_s` is the deadline of the whole
+    `parameters` `priority` and `timeout` are Triton's own; a `priority` needs a pipeline with
+    priority levels. `timeout_s` is the deadline of the whole
     call; None takes the client's own.
 
     Returns:

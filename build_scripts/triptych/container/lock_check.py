@@ -155,15 +155,16 @@ def _errors(pipeline: ServedPipeline, manifest: StartupManifest, machine: Machin
     if not machine.gpus:
         yield "the engine needs a GPU, here is none: start the container with `--gpus all`"
         return
-    if max(manifest.gpus) >= len(machine.gpus):
+    gpus = range(len(machine.gpus)) if manifest.gpus is None else manifest.gpus
+    if max(gpus) >= len(machine.gpus):
         yield (
-            f"its core runs on GPU {max(manifest.gpus)}, here are {len(machine.gpus)}: change "
+            f"its core runs on GPU {max(gpus)}, here are {len(machine.gpus)}: change "
             "`serving.gpus`, or show the container more GPUs"
         )
         return
-    unfit = [gpu for gpu in (machine.gpus[i] for i in manifest.gpus) if not _fits_gpu(engine, gpu)]
+    unfit = [gpu for gpu in (machine.gpus[i] for i in gpus) if not _fits_gpu(engine, gpu)]
     if unfit or not _fits_tensorrt(engine, machine.tensorrt):
-        gpu = unfit[0] if unfit else machine.gpus[manifest.gpus[0]]
+        gpu = unfit[0] if unfit else machine.gpus[gpus[0]]
         built_on = VisibleGpu(engine.gpu, engine.compute_capability)
         yield (
             f"the engine was built for TensorRT {engine.tensorrt} on {built_on}, here are "

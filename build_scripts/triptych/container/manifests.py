@@ -61,13 +61,13 @@ class StartupManifest(NamedTuple):
         files: SHA-256 in hex of each file by path relative to the repository.
         needs_engine: Whether the pipeline's own core runs on TensorRT.
         engine: Engine of the core; None if it has not been built.
-        gpus: Ids of the GPUs that the core runs on.
+        gpus: Ids of the GPUs that the core runs on; None for all that the server sees.
     """
 
     files: Mapping[str, str]
     needs_engine: bool = False
     engine: EngineTarget | None = None
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[int, ...] | None = ()
 
 
 class ServedPipeline(NamedTuple):
@@ -144,8 +144,9 @@ def _parse(manifest: Mapping[str, Any], pipeline: str) -> StartupManifest:
             plan_sha256=str(engine["plan_sha256"]),
             onnx_sha256=str(engine["onnx_sha256"]),
         )
-    gpus = tuple(map(int, manifest["spec"]["serving"]["gpus"]))
-    return StartupManifest(files, True, record, gpus)
+    gpus = manifest["spec"]["serving"]["gpus"]
+    numbers = None if gpus == "all" else tuple(map(int, gpus))
+    return StartupManifest(files, True, record, numbers)
 
 
 _CHUNK_BYTES = 2**20

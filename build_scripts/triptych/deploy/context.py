@@ -182,7 +182,7 @@ def read_context(
         objectives=list(encoder_objectives(build, options, metrics)),
         rule_values=encoder_rule_values(build, options, measured, metrics),
         triggers=encoder_triggers(build, sizes, metrics),
-        gpus=len(build.spec.serving.gpus) if build.spec.core.device == "gpu" else 0,
+        gpus=build.spec.serving.gpus_of_replica if build.spec.core.device == "gpu" else 0,
         cores=ExplainedValue(measured.cpu_cores.value, "at capacity"),
         limits_ms=list(build.spec.serving.slo.limits_ms.values()),
         sample=build.spec.serving.sample,
@@ -226,11 +226,11 @@ def _place(build: EncoderManifest, options: DeployOptions, measured: MeasuredRep
     product = _find_product(build, options)
     used = measured.gpu_memory_mib
     memory = "not measured" if used is None else f"measured: {used:.0f} MiB of its memory in use"
-    gpus = build.spec.serving.gpus
+    serving = build.spec.serving
     return Placement(
         "mig" if product is not None and _SLICE.fullmatch(product) else "gpu",
         gpu_resource(product),
-        ExplainedValue(len(gpus), f"serving.gpus has {gpus}; {memory}"),
+        ExplainedValue(serving.gpus_of_replica, f"serving.gpus has {serving.gpus}; {memory}"),
         None if product is None else ExplainedValue(product, _explain_product(build)),
     )
 

@@ -18,6 +18,7 @@ from triptych.base.releases import CONTEXT_MEMORY, Release, first_release, parse
 from triptych.base.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
 from triptych.runtime.row_types import count_slots
 from triptych.spec.engine_plan import EnginePlan
+from triptych.spec.fields import SessionOptions
 from triptych.spec.plan import Plan
 from triptych.spec.slo import Slo
 from triptych.spec.spec import PipelineSpec
@@ -145,11 +146,26 @@ def _elements(field: Any, value: Any) -> list[Any]:
 ACCELERATOR_PRECISION = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16", "int8": "INT8"}
 """Precision of ONNX Runtime's TensorRT accelerator, by the graph's precision."""
 
-CPU_MEMORY = {"enable_mem_pattern": "0", "memory.enable_memory_arena_shrinkage": "cpu:0"}
-"""Parameters that make ONNX Runtime release the memory of a large batch. Without them its allocator
-keeps the memory of the largest batch and plans again for each new shape. Measured on MiniLM in
-fp32, 2 cores, a batch of 32 rows of 256 tokens: peak 422 MiB instead of 652 MiB, 167 instead of 628
-MiB afterwards. One short row takes 3.6 ms in both cases."""
+ARENA = {
+    "shrink": {"memory.enable_memory_arena_shrinkage": "cpu:0"},
+    "keep": {},
+    "none": {"enable_mem_arena": "0"},
+}
+"""Parameters of `core.session.memory_arena`. By default, and without planning for each new shape,
+ONNX Runtime releases the memory of a large batch. Measured on MiniLM in fp32, 2 cores, a batch of
+32 rows of 256 tokens: peak 422 MiB instead of 652 MiB, 167 instead of 628 MiB afterwards. One short
+row takes 3.6 ms in both cases."""
+
+
+def session_parameters(options: SessionOptions) -> dict[str, str]:
+    """Return the parameters of the ONNX Runtime backend for a core on a CPU."""
+    parameters = {"enable_mem_pattern": str(int(options.memory_pattern))}
+    if options.inter_threads > 1:
+        parameters |= {
+            "execution_mode": "1",
+            "inter_op_thread_count": str(options.inter_threads),
+        }
+    return parameters | ARENA[options.memory_arena]
 
 
 def core_config(plan: Plan) -> Any:
@@ -170,7 +186,7 @@ def core_config(plan: Plan) -> Any:
             key: {"string_value": str(value)}
             for key, value in (
                 ("intra_op_thread_count", core.threads),
-                *(CPU_MEMORY.items() if core.device == "cpu" else ()),
+                *(session_parameters(core.session).items() if core.device == "cpu" else ()),
                 (CONTEXT_MEMORY, memory),
             )
             if value is not None
@@ -182,6 +198,10 @@ def core_config(plan: Plan) -> Any:
         policy.default_timeout_microseconds = serving.queue.timeout_ms * 1000
         policy.allow_timeout_override = True  # a request can only shorten the timeout
         policy.max_queue_size = serving.queue.max_in_flight
+    if serving.priority is not None:
+        levels = serving.priority.levels
+        config.dynamic_batching.priority_levels = levels
+        config.dynamic_batching.default_priority_level = serving.priority.default or levels
     if core.device == "gpu":
         _optimize(plan, config.optimization)
     if plan.packed:
@@ -193,7 +213,8 @@ def _instances(plan: Plan) -> dict[str, Any]:
     core, serving = plan.spec.core, plan.spec.serving
     group: dict[str, Any] = {"kind": "KIND_CPU", "count": serving.instances.core}
     if core.device == "gpu":
-        group |= {"kind": "KIND_GPU", "gpus": serving.gpus}
+        # Without ids Triton runs the instances on each GPU that it sees.
+        group |= {"kind": "KIND_GPU", "gpus": [] if serving.gpus == "all" else serving.gpus}
     if plan.engine is not None and plan.builds_engine:
         # Without names the backend creates a context for profile 0 only.
         group["profile"] = [str(index) for index in range(len(plan.engine.profiles))]

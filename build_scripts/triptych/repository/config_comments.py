@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from triptych.repository.config import parse_config
 from triptych.repository.config_text import FIELD
+from triptych.spec.fields import SessionOptions
 from triptych.spec.plan import Plan
 
 _STEP_BATCHING = (
@@ -22,6 +23,7 @@ _CPU_MEMORY = (
     "ONNX Runtime frees the memory of a large batch after it, and does not plan again for each new "
     "shape."
 )
+_SESSION = "The others are of core.session."
 
 
 def explain(plan: Plan, step: str) -> dict[str, str]:
@@ -71,7 +73,8 @@ def _core_comments(plan: Plan) -> dict[str, str]:
     queue, on_gpu = plan.spec.serving.queue, plan.spec.core.device == "gpu"
     group = "serving.instances.core"
     if on_gpu:
-        group += " on each GPU of serving.gpus"
+        everywhere = plan.spec.serving.gpus == "all"
+        group += " on each GPU of " + ("the server" if everywhere else "serving.gpus")
     if plan.engine is not None and plan.builds_engine:
         group += "; an instance has a context for each profile of the engine"
     warm_up = "A row of each padded length"
@@ -81,11 +84,13 @@ def _core_comments(plan: Plan) -> dict[str, str]:
             warm_up = "Rows of median length and of the 99th percentile of the traffic's lengths"
     parameters = [
         "intra_op_thread_count is core.threads." if plan.spec.core.threads else "",
-        "" if on_gpu else _CPU_MEMORY,
+        "" if on_gpu else _CPU_MEMORY if plan.spec.core.session == SessionOptions() else _SESSION,
     ]
     return {
         "batch_input": "Triton joins the rows of a batch end to end, without padding.",
         "dynamic_batching": "" if queue.max_delay_us else _sentence(plan.reasons["queue"]),
+        "dynamic_batching.priority_levels": "serving.priority.levels.",
+        "dynamic_batching.default_priority_level": "serving.priority.default.",
         "dynamic_batching.max_queue_delay_microseconds": "serving.queue.max_delay_us.",
         "dynamic_batching.default_queue_policy": (
             "serving.queue.timeout_ms, which a request can only shorten, and "

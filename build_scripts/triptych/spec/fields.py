@@ -137,6 +137,23 @@ class EngineSettings(Frozen):
     context_memory: Literal["static", "on_profile_change"] = "static"
 
 
+class SessionOptions(Frozen):
+    """Options of ONNX Runtime's session in each instance of a core on a CPU.
+
+    Attributes:
+        inter_threads: Number of operators that run at the same time, if the graph has branches
+            (``inter_op_thread_count``). Above 1 the session runs in parallel mode.
+        memory_arena: What happens to memory after a batch: ``shrink`` frees what a large batch
+            needed, ``keep`` reuses it for the next one, ``none`` allocates without an arena.
+        memory_pattern: Whether memory is planned once for each shape. Saves time only if few
+            shapes occur.
+    """
+
+    inter_threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    memory_arena: Literal["shrink", "keep", "none"] = "shrink"
+    memory_pattern: bool = False
+
+
 class CoreSettings(Frozen):
     """Options of the compiled model.
 
@@ -155,6 +172,7 @@ class CoreSettings(Frozen):
         bucket_count: Number of padded lengths in the bucketed layout.
         threads: Number of threads that share the work of one operator, in each instance
             (``intra_op_thread_count`` of the backend). None: one per physical core.
+        session: Further options of ONNX Runtime on a CPU.
         accelerator: Kernels of ONNX Runtime on a GPU: its own CUDA kernels, or TensorRT for the
             operators that TensorRT supports, built when the model loads.
         accelerator_cache: Absolute path of the server's folder in which the TensorRT accelerator
@@ -171,6 +189,7 @@ class CoreSettings(Frozen):
     max_batch_mib: Annotated[int, Field(ge=1, le=1_000_000)] = 2048
     bucket_count: Annotated[int, Field(ge=1, le=32)] = 6
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    session: SessionOptions = SessionOptions()
     shared_from: str | None = None
     accelerator: Literal["cuda", "tensorrt"] = "cuda"
     accelerator_cache: Annotated[str, Field(pattern=r"^/[^\x00]*$")] = "/tmp/triptych-engines"
@@ -190,6 +209,8 @@ class CoreSettings(Frozen):
             raise ValueError("core.device must be gpu for the tensorrt backend: remove core.device")
         if self.device == "gpu" and self.threads is not None:
             raise ValueError("core.threads is only supported for device cpu")
+        if self.device == "gpu" and self.session != SessionOptions():
+            raise ValueError("core.session is only supported for device cpu")
         if self.accelerator != "cuda" and (self.backend, self.device) != ("onnxruntime", "gpu"):
             raise ValueError(
                 "core.accelerator is only supported for the onnxruntime backend on a gpu"
@@ -274,6 +295,24 @@ class RateLimiter(Frozen):
     priority: Annotated[int, Field(ge=1, le=1000)] = 1
 
 
+class PriorityLevels(Frozen):
+    """Priority levels of requests that wait for the core.
+
+    Attributes:
+        levels: Number of levels; requests of level 1 go first.
+        default: Level of a request without ``priority``. None: the last level.
+    """
+
+    levels: Annotated[int, Field(ge=2, le=1000)]
+    default: Positive | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> PriorityLevels:
+        if self.default is not None and self.default > self.levels:
+            raise ValueError(f"serving.priority.default must be at most levels ({self.levels})")
+        return self
+
+
 class SamplingSettings(Frozen):
     """Rows that the server stores with their outputs, for monitoring and as traffic.
 
@@ -309,8 +348,11 @@ class Serving(Frozen):
     Attributes:
         triton: Oldest release (``YY.MM``) that must be able to load the repository. Fields that
             this release does not know are left out. 24.10 is the release of the local server.
-        gpus: Device ids if ``core.device`` is ``gpu``; `instances.core` run on each.
+        gpus: Device ids if ``core.device`` is ``gpu``; `instances.core` run on each. ``all``: each
+            GPU that the server sees.
         rate_limiter: Order of executions with other models; None for no limit.
+        priority: Priority levels of requests; None for none. Give the core two instances or more:
+            with one, Triton notices requests late.
         max_inflight_requests: Maximum number of requests that each step processes at a time. None:
             no limit. Needs a server of 25.11 or later.
         slo: SLO that `bench` and `tune` use unless their options give one.
@@ -325,10 +367,11 @@ class Serving(Frozen):
 
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
     instances: Instances = Instances()
-    gpus: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
+    gpus: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | Literal["all"] = [0]
     queue: Queue = Queue()
     transfers: Transfers = Transfers()
     rate_limiter: RateLimiter | None = None
+    priority: PriorityLevels | None = None
     max_inflight_requests: Positive | None = None
     slo: Slo = Slo()
     sample: SamplingSettings | None = None
@@ -342,6 +385,11 @@ class Serving(Frozen):
         lowest, without_slo = MAX_WAIT_MS
         largest = max(self.slo.limits_us.values(), default=without_slo * 1e3) / 1e3
         return self.queue.max_backlog_ms or max(largest, lowest)
+
+    @property
+    def gpus_of_replica(self) -> int:
+        """Number of GPUs that a replica is given: those in `gpus`, or one for ``all``."""
+        return 1 if self.gpus == "all" else len(self.gpus)
 
     @model_validator(mode="after")
     def _is_supported(self) -> Serving:

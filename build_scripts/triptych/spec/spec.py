@@ -78,6 +78,14 @@ class PipelineSpec(BaseModel):
     def _rename(cls, given: Any) -> Any:
         return with_present_names(given)
 
+    @model_validator(mode="after")
+    def _owns_its_core(self) -> PipelineSpec:
+        if self.core.shared_from is not None and self.serving.priority is not None:
+            raise ValueError(
+                f"serving.priority is a setting of the core: set it in {self.core.shared_from}"
+            )
+        return self
+
 
 def with_present_names(given: Any) -> Any:
     """Return the document of a spec, as read from a file, with the present names of its fields."""

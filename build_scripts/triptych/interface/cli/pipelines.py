@@ -327,6 +327,13 @@ def lint(
             remedy=f"Run `triptych lint {folder}`, which checks all of its models",
         )
     if name is not None or (not holds_models and any(folder.rglob("*.y*ml"))):
+        if upgrade_from is not None:
+            raise UserError(
+                "--upgrade-from",
+                "is only supported for a model repository",
+                given=f"{upgrade_from}, and manifests in {folder}",
+                remedy="Name the repository that the manifests deploy, or omit the option",
+            )
         exit_with_findings(_lint_manifests(folder, name, triton, repository, reports), as_json)
     if upgrade_from is not None and triton is None:
         raise UserError(

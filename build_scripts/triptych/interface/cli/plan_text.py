@@ -19,6 +19,7 @@ from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.runtime.engine_ctranslate2 import UNKNOWN
 from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
+from triptych.spec.fields import SessionOptions
 from triptych.spec.model_source import OUT_OF_REACH
 from triptych.spec.plan import Plan
 
@@ -47,7 +48,7 @@ def describe_gpu(plan: Plan) -> Described:
     """Return the GPU settings of Triton and TensorRT, with their reasons."""
     core, serving = plan.spec.core, plan.spec.serving
     transfers = serving.transfers
-    gpus = ", ".join(map(str, serving.gpus))
+    gpus = "all" if serving.gpus == "all" else ", ".join(map(str, serving.gpus))
     described: Described = {
         "gpus": f"{gpus}: {amount(serving.instances.core, 'instance')} of the core on each",
         "pinned_memory": f"input {_yes(transfers.pinned_input)}, output "
@@ -206,6 +207,7 @@ def describe_plan(plan: Plan) -> Described:
             "padding": f"{plan.padding_share:.1%} of computed tokens on this traffic",
             "queue": f"{serving.queue.max_delay_us} us, {serving.queue.max_in_flight} requests: "
             f"{plan.reasons['queue']}",
+            **_describe_serving(plan),
             "warm_ups": ", ".join(f"{w.rows}x{w.tokens}" for w in plan.warm_ups),
             **({} if plan.cost is None else {"expected_cost": describe_cost(plan)}),
         },
@@ -232,6 +234,27 @@ def describe_plan(plan: Plan) -> Described:
             },
         },
     }
+
+
+def _describe_serving(plan: Plan) -> Described:
+    """Return the settings of Triton that differ from the defaults, with their effect."""
+    serving, session = plan.spec.serving, plan.spec.core.session
+    described: Described = {}
+    if serving.response_cache:
+        described["response_cache"] = (
+            "repeated requests are answered by the server, without the steps; options are inputs"
+        )
+    if (priority := serving.priority) is not None:
+        described["priority"] = (
+            f"{priority.levels} levels, {priority.default or priority.levels} by default: "
+            "level 1 goes first among requests that wait for the core"
+        )
+    if session != SessionOptions():
+        described["session"] = (
+            f"{amount(session.inter_threads, 'operator')} at a time, memory arena "
+            f"{session.memory_arena}, memory pattern {_yes(session.memory_pattern)}"
+        )
+    return described
 
 
 def _describe_model(plan: Plan) -> Described:
