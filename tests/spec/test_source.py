@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ SENTENCE = "config_sentence_transformers.json"
 CROSS_ENCODER = {"model_type": "CrossEncoder"}
 TRANSFORMER = {"idx": 0, "path": "", "type": "sentence_transformers.base.modules.Transformer"}
 POOLING = {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+DENSE = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
 
 
 def written(model: Path, files: Mapping[str, object]) -> Path:
@@ -79,6 +81,10 @@ def pooled(**settings: object) -> dict[str, object]:
     return {"modules.json": [{**POOLING, "idx": 0}], "1_Pooling/config.json": settings}
 
 
+def only(kind: str) -> dict[str, object]:
+    return {"modules.json": [{**TRANSFORMER, "type": f"sentence_transformers.models.{kind}"}]}
+
+
 def labeled(**config: object) -> dict[str, object]:
     return {"config.json": {"architectures": [CLASSIFIER], **config}}
 
@@ -98,6 +104,23 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
     ({"config.json": "{"}, "config.json` is not valid JSON"),
     ({"config.json": []}, "config.json` must be a JSON object"),
     ({"modules.json": "{}"}, "modules.json` must be a JSON list"),
+    ({"modules.json": [["Transformer"]]}, "must give `type` and `path`"),
+    ({"modules.json": [{"type": TRANSFORMER["type"]}]}, "must give `type` and `path`"),
+    ({"config.json": "null"}, "config.json` must be a JSON object"),
+    ({"config.json": "[" * 200_000}, "config.json` is not valid JSON"),
+    ({"modules.json": [TRANSFORMER, DENSE]}, "must give `in_features`"),
+    (only("Router"), "a different model for queries and for passages"),
+    (only("StaticEmbedding"), "a table of token vectors"),
+    (only("CLIPModel"), "a model of images and texts (CLIP)"),
+    (only("MLMTransformer"), "SPLADE"),
+    (
+        {
+            "modules.json": [TRANSFORMER, DENSE],
+            "2_Dense/config.json": {"module_input_name": "token_embeddings"},
+        },
+        "a vector for each token (ColBERT)",
+    ),
+    ({"tokenizer_config.json": {"tokenizer_class": "CanineTokenizer"}}, "characters or bytes"),
     ({"tokenizer.json": None, "vocab.txt": None}, "tokenizer"),
     (labeled(id2label={"0": "a", "2": "b"}), "id2label"),
     (labeled(id2label={"x": "a"}), "id2label"),
@@ -130,6 +153,16 @@ def test_what_cannot_be_read_is_refused(tiny_model: Path, tmp_path: Path) -> Non
     (tmp_path / "esm/vocab.txt").write_text("\n".join(pieces))
     words = "EsmTokenizer, of which transformers has none"
     check_refused(words, read_tokenizer, tmp_path / "esm")
+
+
+def test_files_of_another_part_of_a_model_do_not_matter(model: Path) -> None:
+    """An image processor beside a model of texts, and dropout, which does nothing when served."""
+    (model / "modules.json").unlink(missing_ok=True)
+    wanted = replace(read_model_info(model), sha256="")
+    write(model / "preprocessor_config.json", {"image_processor_type": "ViTImageProcessor"})
+    dropout = {"idx": 1, "path": "1", "type": "sentence_transformers.models.Dropout"}
+    write(model / "modules.json", [TRANSFORMER, dropout])
+    assert replace(read_model_info(model, for_images=False), sha256="") == wanted
 
 
 def test_positions_taken_by_padding_are_not_counted(model: Path) -> None:

@@ -136,7 +136,8 @@ def read_inputs(
     file = traffic or spec.folder / TRAFFIC_FILE
     lines = read_traffic(file.parent, [tensor.name for tensor in task.inputs], file=file.name)
     folder = locate(spec.model, spec.folder)
-    info, tokenizer = read_model(folder, progress)
+    for_images = any(tensor.content == "image" for tensor in task.inputs)
+    info, tokenizer = read_model(folder, progress, for_images=for_images)
     progress("source", f"{info.architecture}, from {spec.model.source}")
     task.check(info)
     _check_max_length(spec, info)

@@ -28,6 +28,7 @@ from triptych.spec.model_text import (
     read_activation,
     read_json,
     read_labels,
+    read_module_list,
     read_modules,
 )
 
@@ -94,8 +95,12 @@ def hub_folder(model: ModelSource) -> Path:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds weights of a model."""
-    return any(True for pattern in WEIGHTS for _ in folder.glob(pattern))
+    """Whether a folder holds weights of a whole model."""
+    return any(
+        path.is_file() and not path.name.startswith("adapter_model")
+        for pattern in WEIGHTS
+        for path in folder.glob(pattern)
+    )
 
 
 def _not_found(model: ModelSource, error: Exception) -> UserError:
@@ -147,24 +152,28 @@ def refuse_own_code(folder: Path) -> None:
 
 def _own_code(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield files and the entries in them that name code."""
-    for path in sorted(folder.glob("*config.json")):
+    for path in sorted(filter(Path.is_file, folder.glob("*config.json"))):
         for entry in _entries(read_json(path, kind=object)):
             yield path, entry
-    for module in read_json(folder / "modules.json", [], list):
+    for module in read_module_list(folder):
         if not module["type"].startswith(_LIBRARY):
             yield folder / "modules.json", module["type"]
 
 
 def _entries(value: object) -> Iterator[str]:
-    if isinstance(value, list):
-        for item in value:
-            yield from _entries(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            is_kernel = key.endswith("_implementation") and "/" in str(item)  # of the Hub
-            if is_kernel or (key == "auto_map" and item):
-                yield key
-            yield from _entries(item)
+    rest = [value]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, list):
+            rest += value
+        elif isinstance(value, dict):
+            rest += value.values()
+            for key, item in value.items():
+                is_kernel = (
+                    key.endswith("_implementation") and isinstance(item, str) and "/" in item
+                )
+                if is_kernel or (key == "auto_map" and item):
+                    yield key
 
 
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
@@ -178,22 +187,66 @@ def locate(model: ModelSource, pipeline_folder: Path) -> Path:
         UserError: The folder is missing, is not a model, or has its own code.
     """
     folder = find_folder(model, pipeline_folder)
-    if not (folder / "config.json").is_file():
+    check_model_files(folder, "model.source", model.source)
+    refuse_own_code(folder)
+    return folder
+
+
+_PEFT_CLASSES = {
+    "CAUSAL_LM": "CausalLM",
+    "QUESTION_ANS": "QuestionAnswering",
+    "SEQ_2_SEQ_LM": "Seq2SeqLM",
+    "SEQ_CLS": "SequenceClassification",
+    "TOKEN_CLS": "TokenClassification",
+}
+"""Task type of a LoRA adapter to the end of the name of peft's class that loads it."""
+
+
+def check_model_files(folder: Path, field: str, source: str) -> None:
+    """Check that a folder has a config and weights; adapters and GLiNER are named.
+
+    Args:
+        folder: Folder of the model.
+        field: Field or option that names the folder, for errors.
+        source: Value of the field, for errors.
+
+    Raises:
+        UserError: A file is missing.
+    """
+    adapter, gliner = folder / "adapter_config.json", folder / "gliner_config.json"
+    has_config = (folder / "config.json").is_file()
+    if adapter.is_file() and not (has_config and has_weights(folder)):
+        config = read_json(adapter)
+        kind = _PEFT_CLASSES.get(str(config.get("task_type")), "FeatureExtraction")
         raise UserError(
-            "model.source",
+            field,
+            "must contain a whole model, not an adapter for one (adapter_config.json)",
+            given=f"{source}, an adapter for {config.get('base_model_name_or_path')}",
+            remedy=f"Merge it: `m = peft.AutoPeftModelFor{kind}.from_pretrained({str(folder)!r})`, "
+            "`m.merge_and_unload().save_pretrained('merged')`; copy the tokenizer there",
+        )
+    if gliner.is_file():
+        raise UserError(
+            field,
+            "must contain a model of transformers",
+            given=f"{source}, a GLiNER model (gliner_config.json)",
+            remedy="Choose a model of transformers for token-classification",
+        )
+    if not has_config:
+        read_modules(folder, {})  # names modules that are not served, which have no config.json
+        raise UserError(
+            field,
             "must contain a Hugging Face model (config.json, weights, tokenizer)",
-            given=f"{model.source} without config.json",
+            given=f"{source} without config.json",
             remedy="Use the folder that `save_pretrained` wrote",
         )
     if not has_weights(folder):
         raise UserError(
-            "model.source",
+            field,
             "must contain weights (*.safetensors or pytorch_model*.bin)",
-            given=f"{model.source} without weights",
+            given=f"{source} without weights",
             remedy="Save the model with `save_pretrained`, or download its weights",
         )
-    refuse_own_code(folder)
-    return folder
 
 
 def find_folder(model: ModelSource, pipeline_folder: Path) -> Path:
@@ -236,12 +289,16 @@ class _TransformerConfig(TypedDict, total=False):
     max_seq_length: int | None
 
 
-def read_model_info(folder: Path, sha256: str | None = None) -> ModelInfo:
+def read_model_info(
+    folder: Path, sha256: str | None = None, *, for_images: bool = True
+) -> ModelInfo:
     """Read information about the model from the files in `folder`.
 
     Args:
         folder: Folder of the model.
         sha256: `hash_model` of the folder if known; reading weights takes long.
+        for_images: Whether a ``preprocessor_config.json`` is read; False for tasks that read texts,
+            where it is that of another part of the model.
 
     Raises:
         UserError: A setting that affects results is not supported.
@@ -251,7 +308,7 @@ def read_model_info(folder: Path, sha256: str | None = None) -> ModelInfo:
     sentence: SentenceConfig = read_json(folder / "config_sentence_transformers.json", default={})
     pooling, head = read_modules(folder, sentence)
     labels = read_labels(config)
-    image = _image_info(folder)
+    image = _image_info(folder) if for_images else None
     texts = _TextInfo() if image and not _has_vocabulary(folder) else _read_texts(folder, config)
 
     def size(name: str) -> int | None:
@@ -340,9 +397,20 @@ def _segments(tokenizer: Any, known_to_model: int) -> int:
     return known_to_model
 
 
+_WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
+
+
 def _load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
+    named = read_json(folder / "tokenizer_config.json", default={}).get("tokenizer_class")
+    if named in _WITHOUT_VOCABULARY:
+        raise UserError(
+            "model.source",
+            "must have a tokenizer with a fast form",
+            given=f"{named}, which reads characters or bytes without a vocabulary",
+            remedy="Choose a model with another tokenizer",
+        )
     try:
         # Without any vocabulary transformers returns an empty tokenizer without an error.
         if not _has_vocabulary(folder):
@@ -426,7 +494,8 @@ def hash_model(folder: Path) -> str:
     """Return the hash of names and contents of the files that determine results, in hex."""
     digest = hashlib.sha256()
     patterns = (*FILES, *WEIGHTS[1:], "*/*.json", "*/*.safetensors", "*/pytorch_model.bin")
-    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    for path in sorted(found):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
         digest.update(bytes.fromhex(sha256_of(path)))
     return digest.hexdigest()
@@ -435,10 +504,12 @@ def hash_model(folder: Path) -> str:
 CODE = ("spec/model_*.py", "spec/image_*.py", "spec/model_text.py")
 
 
-def read_model(folder: Path, progress: Progress) -> tuple[ModelInfo, Path | None]:
+def read_model(
+    folder: Path, progress: Progress, *, for_images: bool
+) -> tuple[ModelInfo, Path | None]:
     """Return the information about the model in `folder` and the cached ``tokenizer.json``.
 
-    An image model has no tokenizer.
+    An image model has no tokenizer. `for_images` is as in `read_model_info`.
 
     Raises:
         UserError: A setting that affects results is not supported, or there is no fast tokenizer.
@@ -446,12 +517,13 @@ def read_model(folder: Path, progress: Progress) -> tuple[ModelInfo, Path | None
     sha256 = hash_model(folder)
     inputs = {
         "model": sha256,
+        "for_images": for_images,
         "versions": versions_of("transformers", "tokenizers"),
         "code": code_hash(*CODE),
     }
 
     def work(target: Path) -> None:
-        info = read_model_info(folder, sha256)
+        info = read_model_info(folder, sha256, for_images=for_images)
         (target / "facts.json").write_text(json.dumps(asdict(info)), encoding="utf-8")
         if info.image is None:
             (target / "tokenizer.json").write_text(read_tokenizer(folder), encoding="utf-8")

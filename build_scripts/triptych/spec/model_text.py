@@ -151,7 +151,7 @@ def read_modules(
     Raises:
         UserError: A module, or a setting of one, affects results and is not supported.
     """
-    modules: list[_Module] = read_json(folder / "modules.json", [], list)
+    modules = read_module_list(folder)
     if is_cross_encoder(sentence):
         _check_cross_encoder(folder, modules, sentence)
         modules = []
@@ -162,22 +162,57 @@ def read_modules(
         settings = read_json(path / "config.json", default={})
         # Newer files name the tensors a module reads and writes; only vectors are expected here.
         on_vectors = settings.get("module_input_name", SENTENCE) == SENTENCE
-        if kind == "Transformer" and index == 0:
+        if (kind == "Transformer" and index == 0) or kind == "Dropout":  # no effect at inference
             continue
         if kind == "Pooling":
             pooling = _pooling(settings, path)
         elif kind == "Dense" and on_vectors:
-            head.append(_dense(settings, module["path"]))
+            head.append(_dense(settings, module["path"], path / "config.json"))
         elif kind == "Normalize" and on_vectors:
             head.append(Normalize())
         else:
+            meaning = _OTHER_MODULES.get(kind, "")
+            if kind == "Dense":
+                meaning = "a vector for each token (ColBERT)"
             raise UserError(
                 str(folder / "modules.json"),
                 "must be a Transformer, then Pooling, Dense and Normalize on the pooled vector",
-                given=f"{module['type']} as module {index}",
+                given=f"{module['type']} as module {index}" + f": {meaning}" * bool(meaning),
                 remedy="Choose a model without that module",
             )
     return pooling, tuple(head)
+
+
+_OTHER_MODULES = {
+    "Asym": "a different model for queries and for passages",
+    "CLIPModel": "a model of images and texts (CLIP)",
+    "MLMTransformer": "a sparse vector over the vocabulary (SPLADE)",
+    "MultiVectorMask": "a vector for each token (ColBERT)",
+    "Router": "a different model for queries and for passages",
+    "SparseStaticEmbedding": "a weight for each token, without a transformer",
+    "SpladePooling": "a sparse vector over the vocabulary (SPLADE)",
+    "StaticEmbedding": "a table of token vectors, without a transformer",
+}
+"""What modules of sentence-transformers that are not served compute."""
+
+
+def read_module_list(folder: Path) -> list[_Module]:
+    """Return the modules that ``modules.json`` names; none without the file.
+
+    Raises:
+        UserError: The file is not a list of objects with `type` and `path`.
+    """
+    modules: list[_Module] = read_json(folder / "modules.json", [], list)
+    for module in modules:
+        fields = module if isinstance(module, dict) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("type", "path")):
+            raise UserError(
+                str(folder / "modules.json"),
+                "must give `type` and `path` of each module as texts",
+                given=f"{module!r:.80}",
+                remedy="Download the model again",
+            )
+    return modules
 
 
 def read_json(path: Path, default: Any = None, kind: type = dict) -> Any:
@@ -193,7 +228,7 @@ def read_json(path: Path, default: Any = None, kind: type = dict) -> Any:
         return default
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             str(path), "is not valid JSON", given=str(error), remedy="Download the model again"
         ) from error
@@ -250,7 +285,15 @@ def _pooling(settings: Mapping[str, object], path: Path) -> tuple[str, ...]:
     return modes
 
 
-def _dense(settings: _DenseConfig, folder: str) -> Dense:
+def _dense(settings: _DenseConfig, folder: str, file: Path) -> Dense:
+    for name in ("in_features", "out_features"):
+        if not isinstance(settings.get(name), int):
+            raise UserError(
+                str(file),
+                f"must give `{name}` of the Dense module as an integer",
+                given=settings.get(name, "nothing"),
+                remedy="Download the model again",
+            )
     return Dense(
         folder=folder,
         in_features=settings["in_features"],

@@ -21,6 +21,7 @@ from typing import Any
 from triptych.base.errors import UserError, closest
 from triptych.base.files import parse_yaml
 from triptych.spec.kind import GENERATING, GENERATION
+from triptych.spec.model_source import check_model_files
 from triptych.spec.spec import SPEC_FILE, check_folder
 from triptych.spec.traffic import TRAFFIC_FILE
 
@@ -85,6 +86,8 @@ def scaffold(
     # The spec does not exist yet: the template's spec takes its place in the check.
     check_folder(folder, TEMPLATES / task / SPEC_FILE)
     local = None if model is None else _local_folder(model)
+    if local is not None:
+        check_model_files(local, "--model", str(model))
     marks = {
         "@name@": name,
         "@folder@": shlex.quote(str(folder)),

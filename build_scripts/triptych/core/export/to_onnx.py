@@ -360,9 +360,14 @@ def _axes(tensor: Tensor, *, packed: bool) -> list[int | str]:
 def _quiet() -> Iterator[None]:
     """Suppress the exporter's messages while the context is open; errors are raised."""
     previous = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    # A failed export logs the whole graph as an error, and raises.
+    logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
