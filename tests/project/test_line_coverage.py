@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from conftest import ROOT
-from line_coverage import PACKAGE, executed_lines, find_module, functions_of, report
+from line_coverage import PACKAGE, executed_lines, find_lines, find_module, functions_of, report
 
 SCRIPT = """
 import pathlib, sys
@@ -51,3 +51,9 @@ def test_a_step_of_a_repository_is_a_file_of_the_runtime(tmp_path: Path) -> None
     assert find_module(tmp_path / "minilm_preprocess/1/hooks.py") is None
     assert find_module(tmp_path / "preprocess.py") is None
     assert find_module("built-in") is None
+    step = tmp_path / "minilm_preprocess/1/decode_rows.py"
+    step.parent.mkdir(parents=True)
+    whole = (PACKAGE / "runtime/decode_rows.py").read_text(encoding="utf-8").splitlines()
+    first = whole.index("class ScoreDecoder:")
+    step.write_text("\n".join([*whole[:3], *whole[first:]]))
+    assert find_lines(step, "runtime/decode_rows.py", [1, 4, 5]) == {1, first + 1, first + 2}

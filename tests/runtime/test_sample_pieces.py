@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from client_toy import wait_until
-from triptych.repository.render import with_imports
+from triptych.repository.bundle import bundle
 from triptych.runtime.hooking import RowForm
 from triptych.runtime.row_types import add_payload, read_payload
 from triptych.runtime.sampling import (
@@ -92,11 +92,13 @@ def test_a_folder_keeps_to_its_limits_and_ages(tmp_path: Path) -> None:
 
 
 def test_steps_that_do_not_sample_have_nothing_of_it() -> None:
-    steps = {"preprocess.py": "rows_text.py", "postprocess.py": "decode_rows.py"}
-    for step, own in steps.items():
-        assert not [file for file in with_imports({"model.py": step, own: own}) if "sampl" in file]
-    written = with_imports({"sample_writer.py": "sample_writer.py"})
-    assert {"sampling.py", "sample_writer.py"} <= written.keys()
+    steps = {
+        "a/1": ["preprocess.TritonPythonModel", "rows_text.PlainTextRowMaker"],
+        "b/1": ["postprocess.TritonPythonModel", "decode_rows.ScoreDecoder"],
+    }
+    assert not [file for file in bundle(steps) if "sampl" in file]
+    written = bundle({"b/1": [*steps["b/1"], "sample_writer.SampleWriter"]})
+    assert {"b/1/sampling.py", "b/1/sample_writer.py"} <= written.keys()
 
 
 KILLED = """

@@ -106,7 +106,8 @@ def sync(path: Path) -> None:
 def sync_folder(folder: Path) -> None:
     """Flush a folder and its content to disk."""
     for path in folder.rglob("*"):
-        sync(path)
+        if not path.is_symlink():
+            sync(path)
     sync(folder)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from triptych.base.releases import OLDEST, fields_newer_than, parse_release, without_newer_fields
 from triptych.base.tensors import ROW_SPAN, Tensor
 from triptych.container.health import QUESTION_FILE
+from triptych.repository.bundle import Link, bundle
 from triptych.repository.config import (
     CONFIG_FILE,
     core_config,
@@ -28,7 +28,6 @@ from triptych.repository.python_env import ENV_FILE, ENV_PARAMETER, ENV_PATH
 from triptych.runtime.triton_io import SETTINGS_FILE
 from triptych.spec.plan import Plan
 
-RUNTIME = Path(__file__).parents[1] / "runtime"
 BATCH_TOKENS = {"cpu": 0, "gpu": 512}
 """Fixed cost of a batch of the core, as a number of tokens in another batch. It is almost nothing
 on a processor. For BERT-base on an A100 it is 0.55 ms, compared with 0.95 us per token (NVIDIA's
@@ -37,12 +36,10 @@ BATCH_TOKENS_HIDDEN = 768
 """Hidden size that `BATCH_TOKENS` was measured with (BERT-base). The cost of a batch depends on the
 number of layers, the cost of a token also on more than the width. In narrower models a batch costs
 as much as more tokens (MiniLM with 384, by the rates of sbert.net: 1,460)."""
-SAMPLING = {"preprocess": "sampling.py", "postprocess": "sample_writer.py"}
-"""Further runtime files that the steps need if rows are sampled."""
-IMPORT_BY_NAME = ("preprocess.py", "postprocess.py", "row_types.py")
-"""Modules that import others by a computed name; `render` adds those to the files itself."""
-Content = bytes | Path
-"""Content of a file: its bytes, or the file to copy."""
+SAMPLING = {"preprocess": "sampling.RowSampler", "postprocess": "sample_writer.SampleWriter"}
+"""Further classes that the steps need if rows are sampled."""
+Content = bytes | Path | Link
+"""Content of a file: its bytes, the file to copy, or a link to another file of the repository."""
 
 
 class Rendered(NamedTuple):
@@ -131,34 +128,32 @@ def render(
     files[f"{name}/{QUESTION_FILE}"] = _request(question)
     if samples is not None:
         files[f"{name}/{SAMPLES_FILE}"] = samples
-    pieces = {
-        "preprocess": {"model.py": "preprocess.py", **_module_file(task.rows)},
-        "postprocess": {"model.py": "postprocess.py", **_module_file(task.decode)},
-    }
-    if plan.spec.serving.sample is not None:
-        for step, source in SAMPLING.items():
-            pieces[step][source] = source
-    tokenizers = {
-        "preprocess": tokenizer_file,
-        "postprocess": tokenizer_file if task.decodes_tokens else None,
-    }
-    for step, modules in pieces.items():
-        files |= dict(_step_files(f"{plan.step(step)}/1", modules, hooks, tokenizers[step]))
+    files |= _python_files(plan, tokenizer_file, hooks)
     if warm_ups is not None:
         files |= _core_files(plan, core_file, warm_ups)
     return files
 
 
-def _step_files(
-    folder: str, modules: Mapping[str, str], hooks: bytes | None, tokenizer: Path | None
-) -> Iterator[tuple[str, Content]]:
-    """Yield the path and content of the files in a step's version folder."""
-    for target, source in with_imports(modules).items():
-        yield f"{folder}/{target}", (RUNTIME / source).read_bytes()
-    if hooks is not None:
-        yield f"{folder}/hooks.py", hooks
-    if tokenizer is not None:
-        yield f"{folder}/tokenizer.json", tokenizer
+def _python_files(
+    plan: Plan, tokenizer_file: Path | None, hooks: bytes | None
+) -> dict[str, Content]:
+    """Return the code of the Python steps and the files beside it that they read."""
+    roots = {
+        "preprocess": ["preprocess.TritonPythonModel", plan.task.rows],
+        "postprocess": ["postprocess.TritonPythonModel", plan.task.decode],
+    }
+    if plan.spec.serving.sample is not None:
+        for step, root in SAMPLING.items():
+            roots[step].append(root)
+    files: dict[str, Content] = {
+        **bundle({f"{plan.step(step)}/1": own for step, own in roots.items()})
+    }
+    for step in roots:
+        if hooks is not None:
+            files[f"{plan.step(step)}/1/hooks.py"] = hooks
+        if tokenizer_file is not None and (step == "preprocess" or plan.task.decodes_tokens):
+            files[f"{plan.step(step)}/1/tokenizer.json"] = tokenizer_file
+    return files
 
 
 def _core_files(plan: Plan, core_file: Path, warm_ups: Path) -> dict[str, Content]:
@@ -201,48 +196,6 @@ def _request(values: Mapping[str, str | bytes]) -> bytes:
         size = {"binary_data_size": len(parts[-1])}
         inputs.append({"name": name, "shape": [1, 1], "datatype": "BYTES", "parameters": size})
     return json.dumps({"inputs": inputs}).encode() + b"\n" + b"".join(parts)
-
-
-def with_imports(modules: Mapping[str, str]) -> dict[str, str]:
-    """Return `modules` (file in the repository -> file of the runtime) with all that they import.
-
-    Raises:
-        ValueError: A module of the runtime imports another one in a form that is not followed.
-    """
-    complete, waiting = dict(modules), list(modules.values())
-    while waiting:
-        for name in _imported_modules(RUNTIME / waiting.pop()):
-            file = f"{name}.py"
-            if file not in complete:
-                complete[file] = file
-                waiting.append(file)
-    return complete
-
-
-def _imported_modules(path: Path) -> Iterator[str]:
-    """Yield the modules of the runtime that a module imports as ``from .module import name``."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            top = (node.module or "").partition(".")
-            if node.level > 1 or (node.level and (top[1] or not top[0])) or top[0] == "triptych":
-                raise ValueError(f"{path.name}, line {node.lineno}: import of an unknown form")
-            if node.level:
-                yield top[0]
-        elif isinstance(node, ast.Import):
-            if any(alias.name.partition(".")[0] == "triptych" for alias in node.names):
-                raise ValueError(f"{path.name}, line {node.lineno}: import of an unknown form")
-        elif (
-            isinstance(node, ast.Call)
-            and ast.unparse(node.func).endswith("import_module")
-            and path.name not in IMPORT_BY_NAME
-        ):
-            raise ValueError(f"{path.name}, line {node.lineno}: import of an unknown module")
-
-
-def _module_file(class_name: str) -> dict[str, str]:
-    """Return the file of a class such as ``decode_rows.MaskDecoder``, under its own name."""
-    file = f"{class_name.partition('.')[0]}.py"
-    return {file: file}
 
 
 def _ensemble(plan: Plan) -> Any:

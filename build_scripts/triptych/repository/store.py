@@ -39,6 +39,7 @@ from triptych.base.files import (
     sync_folder,
 )
 from triptych.container.manifests import ManifestError, read_manifest_file
+from triptych.repository.bundle import Link
 from triptych.repository.manifest import FIGURES_FILE, MANIFEST_FILE, build_id
 from triptych.repository.render import Content
 
@@ -355,8 +356,16 @@ def hash_files(files: Mapping[str, Content], known: Mapping[str, str]) -> dict[s
         else sha256_of(content)
         if isinstance(content, Path)
         else hashlib.sha256(content).hexdigest()
-        for path, content in files.items()
+        for path, content in ((path, _linked(files, path)) for path in files)
     }
+
+
+def _linked(files: Mapping[str, Content], path: str) -> bytes | Path:
+    """Return the content of a file; that of the file that it links to if it is a link."""
+    content = files[path]
+    if isinstance(content, Link):
+        return _linked(files, content.path)
+    return content
 
 
 @contextlib.contextmanager
@@ -394,12 +403,15 @@ def _holds(model: Path, contents: Mapping[str, Content]) -> bool:
     } - {FIGURES_FILE}
     if present != set(contents):
         return False
-    return all(
-        filecmp.cmp(model / inner, content, shallow=False)
-        if isinstance(content, Path)
-        else (model / inner).read_bytes() == content
-        for inner, content in contents.items()
-    )
+    return all(_is_equal(model / inner, content) for inner, content in contents.items())
+
+
+def _is_equal(file: Path, content: Content) -> bool:
+    if isinstance(content, Link):
+        return file.is_symlink() and str(file.readlink()) == content.target
+    if isinstance(content, Path):
+        return filecmp.cmp(file, content, shallow=False)
+    return file.read_bytes() == content
 
 
 def _staging(repository: Path) -> Path:
@@ -409,6 +421,9 @@ def _staging(repository: Path) -> Path:
 def _stage(target: Path, content: Content, repository: Path) -> None:
     """Write one staged file."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, Link):
+        target.symlink_to(content.target)
+        return
     if isinstance(content, Path) and (identical := _find_identical(content, repository)):
         os.link(identical, target)
         return

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from triptych.base.tensors import Tensor
 from triptych.building.generation.inputs import GeneratingInputs
 from triptych.building.generation.quantizing import engine_weights
+from triptych.repository.bundle import RUNTIME, bundle
 from triptych.repository.config import CONFIG_FILE, declare, new_config, print_config
 from triptych.repository.config_comments import own_comments, written_by
 from triptych.repository.config_text import merge_config_text
-from triptych.repository.render import RUNTIME, Content, print_settings, with_imports
+from triptych.repository.render import Content, print_settings
 from triptych.runtime.generation_messages import ADAPTERS_FOLDER, MODEL_FOLDER, TOKENIZER_FILE
 from triptych.runtime.generation_metrics import make_time_bounds
 from triptych.runtime.prompts import PIECES_FILE, TEMPLATE_FILE
@@ -158,10 +159,12 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
     # Triton requires a version folder for an ensemble, and git and archives drop empty folders.
     files[f"{name}/1/.keep"] = b""
     engine_module = ENGINES[spec.core.backend]
-    engine = {"model.py": "generation_core.py", "engine.py": engine_module.file}
-    files |= _step_files(step("preprocess"), {"model.py": "generation_preprocess.py"})
-    files |= _step_files(step("core"), engine)
-    files |= _step_files(step("postprocess"), {"model.py": "generation_postprocess.py"})
+    roots = {which: [f"generation_{which}.TritonPythonModel"] for which in settings}
+    roots["core"].append("engine.Engine")
+    files |= bundle(
+        {f"{step(which)}/1": own for which, own in roots.items()},
+        {"engine": RUNTIME / engine_module.file},
+    )
     model = inputs.model
     files[f"{step('preprocess')}/1/{TOKENIZER_FILE}"] = model.tokenizer
     files[f"{step('postprocess')}/1/{TOKENIZER_FILE}"] = model.decoder or model.tokenizer
@@ -200,13 +203,6 @@ def _core_settings(inputs: GeneratingInputs) -> dict[str, object]:
         "latency_bounds_ms": make_time_bounds(spec.serving.slo.limits_ms),
         **ENGINES[spec.core.backend].settings,
         **inputs.core_settings,
-    }
-
-
-def _step_files(model: str, modules: Mapping[str, str]) -> dict[str, Content]:
-    return {
-        f"{model}/1/{target}": (RUNTIME / source).read_bytes()
-        for target, source in with_imports(modules).items()
     }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from triptych.base import releases
 from triptych.base.errors import Finding, UserError
 from triptych.base.files import scratch_folder
+from triptych.repository.bundle import Link
 from triptych.repository.lint import config, core, ensemble, files, profiles
 from triptych.repository.lint.engine import (
     engine_built,
@@ -158,6 +159,8 @@ def lint_rendered(
             target.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, Path):
                 target.symlink_to(content.absolute())
+            elif isinstance(content, Link):
+                target.symlink_to(content.target)
             else:
                 target.write_bytes(content)
         for model in beside:
