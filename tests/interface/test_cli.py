@@ -113,7 +113,7 @@ def test_a_failed_gate_exits_with_1_and_is_accepted_with_a_reason(project: Comma
     assert (project.folder / "reports/tiny/report.html").is_file()
     gate = json.loads((project.folder / "reports/tiny/gate.json").read_text())
     assert gate["failures"]
-    again = (*words, "--reports", "elsewhere")
+    again = (*words, "--set", "core.layout=bucketed", "--reports", "elsewhere")
     code, _, errors = project.run(*again, "--accept-failed-gate", " ")
     assert (code, "needs a reason" in errors) == (2, True)
     (result,) = project.read_json(*again, "--accept-failed-gate", "a [trial]")
@@ -139,6 +139,8 @@ def test_a_mistake_exits_with_2_and_no_trace(project: Commands) -> None:
         ("infer tiny --text a --parameter x", "KEY=VALUE"),
         ("infer tiny --text a --url 127.0.0.1:9", "127.0.0.1:9"),
         ("lint pipelines --triton soon", "soon"),
+        ("verify nope", "triptych build nope"),
+        ("new other translation", "text-embedding"),
     ):
         code, output, errors = project.run(*words.split())
         assert code == 2, (words, output, errors)
