@@ -17,7 +17,7 @@ from container_cases import PACKAGE, copy_of_the_images_files, write_pipeline
 from triptych.base.errors import UserError
 from triptych.base.releases import TRITON_VERSIONS, Release
 from triptych.container.entrypoint import find_release, flags_for, main
-from triptych.container.flags import ServerFlags, Trace, production_flags
+from triptych.container.flags import GrpcTls, ServerFlags, Trace, production_flags
 from triptych.container.machine import Machine, VisibleGpu
 from triptych.container.manifests import MAX_MIB, TEXTS_A_REQUEST, largest_request_mib
 from triptych.container.settings import read_settings
@@ -35,6 +35,12 @@ ALL_OPTIONS: dict[str, Any] = {
     "rate_limit": True,
     "version_compatible": True,
     "max_request_mib": 9,
+    "load_threads": 3,
+    "step_shm_mib": 2,
+    "step_shm_growth_mib": 3,
+    "core_threads": 4,
+    "grpc_tls": GrpcTls("cert.pem", "key.pem", "ca.pem"),
+    "forward_headers": "x-.*",
 }
 
 
@@ -88,6 +94,7 @@ def test_newer_flags_come_with_the_release_that_has_them(known_flags: set[str]) 
 def test_no_flag_but_those_with_several_values_is_given_twice(release: Release) -> None:
     given = flags(release, trace=Trace("/tmp/trace.json", 10), **ALL_OPTIONS)
     several = {"--metrics-config", "--trace-config", "--cuda-memory-pool-byte-size"}
+    several |= {"--backend-config"}
     single = [flag for flag in given if flag.partition("=")[0] not in several]
     assert len(names(single)) == len(single)
     assert len(set(given)) == len(given)
@@ -145,6 +152,11 @@ def test_the_repository_switches_on_what_it_asks_for(tmp_path: Path) -> None:
     assert "--cache-config=local,size=268435456" in flags_for(tmp_path, options, HERE, NEW)
     smaller = replace(options, cache_mib=1)
     assert "--cache-config=local,size=1048576" in flags_for(tmp_path, smaller, HERE, NEW)
+    redis = read_settings({"TRIPTYCH_RESPONSE_CACHE": "redis,host=cache,port=6379"}).options
+    assert [flag for flag in flags_for(tmp_path, redis, HERE, NEW) if "cache-config" in flag] == [
+        "--cache-config=redis,host=cache",
+        "--cache-config=redis,port=6379",
+    ]
 
 
 def test_requests_over_http_are_as_large_as_the_pipelines_can_use(tmp_path: Path) -> None:
@@ -217,6 +229,16 @@ def test_the_key_comes_from_its_file(tmp_path: Path) -> None:
         ("TRIPTYCH_LOCK_HASHES", "1"),
         ("TRIPTYCH_TRACE", "on"),
         ("TRIPTYCH_TRACE_RATE", "0"),
+        ("TRIPTYCH_LOAD_THREADS", "many"),
+        ("TRIPTYCH_STEP_SHM_MIB", "0"),
+        ("TRIPTYCH_STEP_SHM_GROWTH_MIB", "1GB"),
+        ("TRIPTYCH_CORE_THREADS", "-1"),
+        ("TRIPTYCH_FORWARD_HEADERS", "x-("),
+        ("TRIPTYCH_RESPONSE_CACHE", "redis"),
+        ("TRIPTYCH_RESPONSE_CACHE", "redis,host"),
+        ("TRIPTYCH_GRPC_TLS_CERTIFICATE_FILE", "/nowhere/cert.pem"),
+        ("TRIPTYCH_GRPC_TLS_KEY_FILE", __file__),
+        ("TRIPTYCH_GRPC_TLS_CLIENT_CA_FILE", "/proc/self/environ"),
         ("TRIPTYCH_RESTRICTED_KEY", "short"),
         ("TRIPTYCH_RESTRICTED_KEY", "sixteen letters, with=signs"),
         ("TRIPTYCH_RESTRICTED_KEY_FILE", "/nowhere/key"),
@@ -228,6 +250,19 @@ def test_a_setting_that_makes_no_sense_is_named(name: str, value: str) -> None:
     assert raised.value.field == name
     if name == "TRIPTYCH_RESTRICTED_KEY":
         assert value not in raised.value.message
+
+
+def test_settings_that_need_each_other(tmp_path: Path) -> None:
+    (tmp_path / "a.pem").write_text("-----BEGIN CERTIFICATE-----")
+    file = str(tmp_path / "a.pem")
+    both = {f"TRIPTYCH_GRPC_TLS_{part}_FILE": file for part in ("CERTIFICATE", "KEY")}
+    assert read_settings(both).options.grpc_tls == GrpcTls(file, file)
+    for part in ("CERTIFICATE", "KEY", "CLIENT_CA"):
+        with pytest.raises(UserError, match="must be set with both"):
+            read_settings({f"TRIPTYCH_GRPC_TLS_{part}_FILE": file})
+    caches = {"TRIPTYCH_RESPONSE_CACHE": "redis,host=a", "TRIPTYCH_RESPONSE_CACHE_MIB": "5"}
+    with pytest.raises(UserError, match="Remove one of the two"):
+        read_settings(caches)
 
 
 def test_every_variable_is_documented() -> None:

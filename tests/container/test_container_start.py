@@ -17,7 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tritonclient.grpc as triton
 import yaml
+from tritonclient.utils import InferenceServerException
+from typer.testing import CliRunner
 
 from conftest import lock_data, write_lock
 from container_image import KEY, Image, image_of, server_of
@@ -31,6 +34,7 @@ from triptych.container.manifests import largest_request_mib
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.targets import make_manifests
+from triptych.interface.cli import app
 from triptych.serving.bench.resources import fetch_metrics
 from triptych.serving.embedded import find_release
 from triptych.serving.orphan_cleanup import (
@@ -276,6 +280,83 @@ def test_requests_are_traced_where_the_operator_asks(tmp_path: Path) -> None:
             said = process.communicate(timeout=60)[0]
     written = "".join(path.read_text() for path in tmp_path.glob("traces*"))
     assert '"model_name":"echo"' in written, said
+
+
+HEADERS_MODEL = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        texts = [np.array([[r.parameters()]], object).astype(bytes) for r in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("echo", text)]) for text in texts]
+"""
+
+
+def test_the_server_has_what_the_operator_sets(tmp_path: Path) -> None:
+    """TLS, forwarded headers, shared memory of steps and threads, on the server itself."""
+    repository = write_model(tmp_path / "models", "echo", HEADERS_MODEL)
+    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-subj", "/CN=server", "-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    with image_of(tmp_path / "image", repository) as image:
+        image.variables.update(
+            TRIPTYCH_GRPC_TLS_CERTIFICATE_FILE=str(certificate),
+            TRIPTYCH_GRPC_TLS_KEY_FILE=str(key),
+            TRIPTYCH_FORWARD_HEADERS="tenant|x-.*",
+            TRIPTYCH_LOAD_THREADS="1",
+            TRIPTYCH_STEP_SHM_MIB="9",
+            TRIPTYCH_CORE_THREADS="1",
+        )
+        with image.serving(is_up=lambda: answers(image)):
+            tag = image.variables[PROCESS_TAG_VARIABLE]
+            sizes = [path.stat().st_size for path in SHM.glob(f"{tag}*")]
+            assert max(sizes) >= 9 * 2**20, sizes
+            text = triton.InferInput("text", [1, 1], "BYTES")
+            text.set_data_from_numpy(np.array([[b"a"]], object))
+            headers = {"tenant": "t1", "x-user": "u1", "secret": "s1"}
+            with triton.InferenceServerClient(
+                image.url("GRPC"), ssl=True, root_certificates=str(certificate)
+            ) as client:
+                (heard,) = client.infer("echo", [text], headers=headers).as_numpy("echo").ravel()
+            assert "t1" in heard.decode()
+            assert "u1" in heard.decode()
+            assert "s1" not in heard.decode()
+            with (
+                triton.InferenceServerClient(image.url("GRPC")) as plain,
+                pytest.raises(InferenceServerException),
+            ):
+                plain.is_server_live(client_timeout=30)
+
+
+def test_a_wrong_setting_is_named_before_the_server_starts(tmp_path: Path) -> None:
+    repository = write_model(tmp_path / "models", "echo")
+    with image_of(tmp_path / "image", repository) as image:
+        image.variables["TRIPTYCH_GRPC_TLS_KEY_FILE"] = "/nowhere/key.pem"
+        with image.run("entrypoint") as process:
+            said = process.communicate(timeout=60)[0]
+    assert process.returncode == 2
+    assert "TRIPTYCH_GRPC_TLS_KEY_FILE` must be a readable file. Given: /nowhere/key.pem" in said
+
+
+def test_replicas_behind_envoy_have_no_tls(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.pem"
+    file.write_text("-----BEGIN CERTIFICATE-----")
+    for part in ("CERTIFICATE", "KEY"):
+        monkeypatch.setenv(f"TRIPTYCH_GRPC_TLS_{part}_FILE", str(file))
+    words = ["serve", str(repository), "--profile", "production", "--replicas", "2"]
+    done = CliRunner().invoke(app, words)
+    assert "is only supported with one server. Given: 2 servers" in str(done.exception)
 
 
 def answers(image: Image) -> bool:

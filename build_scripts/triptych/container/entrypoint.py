@@ -98,7 +98,8 @@ def flags_for(
         version_compatible=has_version_compatible_plans(repository),
         max_request_mib=options.max_request_mib or largest_request_mib(repository),
     )
-    return [*production_flags(release, complete), *cache_flags(repository, options.cache_mib)]
+    cache = cache_flags(repository, options.cache_mib, options.cache)
+    return [*production_flags(release, complete), *cache]
 
 
 def command(settings: Settings, machine: Machine, release: Release) -> list[str]:

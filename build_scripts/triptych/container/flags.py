@@ -27,6 +27,7 @@ CLOSED = tuple(service for service in RESTRICTED if service != "statistics")
 ALLOW_CLIENT_SHM = "--allow-client-shm=true"
 FREE_REQUESTS = "--grpc-infer-allocation-pool-size=0"
 """Flag of every server; without it the memory of the eight largest gRPC requests is never freed."""
+USE_TLS = "--grpc-use-ssl=1"
 CACHE_MIB = 256
 """Default size of the response cache, for all pipelines of a server that have one."""
 _MIB = 2**20
@@ -39,12 +40,21 @@ class Trace(NamedTuple):
     rate: int
 
 
+class GrpcTls(NamedTuple):
+    """PEM files of the server's certificate, its key and, if clients need one, their authority."""
+
+    certificate: str
+    key: str
+    client_authority: str | None = None
+
+
 @dataclass(frozen=True)
 class ServerFlags:
     """Settings of the operator (docker/README.md) and of the repository, as flags of the server.
 
     Sizes are in MiB; None leaves Triton's default. Each of the `gpus` gets a CUDA pool. Clients
-    that send `restricted_key` may use the restricted services; a random key closes them.
+    that send `restricted_key` may use the restricted services; a random key closes them. `cache` is
+    the name of a cache and its settings, in place of Triton's local one of `cache_mib`.
     """
 
     restricted_key: str
@@ -57,6 +67,13 @@ class ServerFlags:
     exit_timeout_s: int = 30
     client_shm: bool = False
     cache_mib: int | None = None
+    cache: tuple[str, ...] = ()
+    load_threads: int | None = None
+    step_shm_mib: int | None = None
+    step_shm_growth_mib: int | None = None
+    core_threads: int | None = None
+    grpc_tls: GrpcTls | None = None
+    forward_headers: str | None = None
     rate_limit: bool = False
     version_compatible: bool = False
     trace: Trace | None = None
@@ -79,14 +96,19 @@ def uses_rate_limiter(repository: Path) -> bool:
     return any(mentions(model, "rate_limiter") for model in repository.glob("*"))
 
 
-def cache_flags(repository: Path, size_mib: int | None = None) -> list[str]:
-    """Return the flag of the response cache, without which Triton ignores `response_cache`.
+def cache_flags(
+    repository: Path, size_mib: int | None = None, cache: Sequence[str] = ()
+) -> list[str]:
+    """Return the flags of the response cache, without which Triton ignores `response_cache`.
 
     Only for servers that never reload: the key of a cached response has the version of a model, but
     not its build.
     """
     if not any(mentions(model, RESPONSE_CACHE) for model in repository.glob("*")):
         return []
+    if cache:
+        name, *settings = cache
+        return [f"--cache-config={name},{setting}" for setting in settings]
     return [f"--cache-config=local,size={(size_mib or CACHE_MIB) * _MIB}"]
 
 
@@ -116,6 +138,11 @@ def _flags(options: ServerFlags) -> Iterator[str]:
         # Such plans contain host code, which the backend rejects without this flag.
         yield "--backend-config=tensorrt,version-compatible=true"
     yield from restricted_flags(RESTRICTED, options.restricted_key)
+    yield from _resource_flags(options)
+    yield from _tls_flags(options.grpc_tls)
+    if options.forward_headers is not None:
+        yield f"--grpc-header-forward-pattern={options.forward_headers}"
+        yield f"--http-header-forward-pattern={options.forward_headers}"
     # Before a step gets it, and its shared memory grows for good. gRPC has no such flag.
     if options.max_request_mib is not None:
         yield f"--http-max-input-size={options.max_request_mib * _MIB}"
@@ -143,6 +170,33 @@ def _flags(options: ServerFlags) -> Iterator[str]:
         for gpu in options.gpus:
             yield f"--cuda-memory-pool-byte-size={gpu}:{options.cuda_pool_mib * _MIB}"
     yield from _observation(options.trace)
+
+
+def _resource_flags(options: ServerFlags) -> Iterator[str]:
+    if options.load_threads is not None:
+        yield f"--model-load-thread-count={options.load_threads}"
+    if options.step_shm_mib is not None:
+        size = options.step_shm_mib * _MIB
+        yield f"--backend-config=python,shm-default-byte-size={size}"
+    if options.step_shm_growth_mib is not None:
+        size = options.step_shm_growth_mib * _MIB
+        yield f"--backend-config=python,shm-growth-byte-size={size}"
+    if options.core_threads is not None:
+        # One pool for all sessions of ONNX Runtime; `core.threads` of a pipeline is then ignored.
+        yield "--backend-config=onnxruntime,enable-global-threadpool=1"
+        yield f"--backend-config=onnxruntime,intra_op_thread_count={options.core_threads}"
+        yield "--backend-config=onnxruntime,inter_op_thread_count=1"
+
+
+def _tls_flags(tls: GrpcTls | None) -> Iterator[str]:
+    if tls is None:
+        return
+    yield USE_TLS
+    yield f"--grpc-server-cert={tls.certificate}"
+    yield f"--grpc-server-key={tls.key}"
+    if tls.client_authority is not None:
+        yield "--grpc-use-ssl-mutual=1"
+        yield f"--grpc-root-cert={tls.client_authority}"
 
 
 def _observation(trace: Trace | None) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from triptych.base.errors import UserError
-from triptych.container.flags import ServerFlags, Trace
+from triptych.container.flags import GrpcTls, ServerFlags, Trace
 
 LockCheckMode = Literal["enforce", "warn", "off"]
 
@@ -21,6 +21,14 @@ _YES_NO = {"true": True, "false": False}
 _KEY = re.compile(r"[A-Za-z0-9._~-]{16,}")
 _PORT_MAX = 65535
 _TRACE_RATE = 1000
+_SHM_MAX_MIB = 65_536
+_TLS_FILES = (
+    "TRIPTYCH_GRPC_TLS_CERTIFICATE_FILE",
+    "TRIPTYCH_GRPC_TLS_KEY_FILE",
+    "TRIPTYCH_GRPC_TLS_CLIENT_CA_FILE",
+)
+# A cache and its settings, as in `redis,host=cache,port=6379`.
+_CACHE = re.compile(r"[a-z0-9_]+(,[a-z0-9_]+=[^,\s]+)+")
 
 
 class Settings(NamedTuple):
@@ -77,6 +85,13 @@ def _read_options(given: Mapping[str, str]) -> ServerFlags:
         connection_age_s=_number(given, "TRIPTYCH_CONNECTION_AGE_S", default.connection_age_s),
         exit_timeout_s=_number(given, "TRIPTYCH_EXIT_TIMEOUT_S", default.exit_timeout_s),
         cache_mib=_optional(given, "TRIPTYCH_RESPONSE_CACHE_MIB"),
+        cache=_read_cache(given),
+        load_threads=_optional(given, "TRIPTYCH_LOAD_THREADS", 1024),
+        step_shm_mib=_optional(given, "TRIPTYCH_STEP_SHM_MIB", _SHM_MAX_MIB),
+        step_shm_growth_mib=_optional(given, "TRIPTYCH_STEP_SHM_GROWTH_MIB", _SHM_MAX_MIB),
+        core_threads=_optional(given, "TRIPTYCH_CORE_THREADS", 1024),
+        grpc_tls=_read_tls(given),
+        forward_headers=_read_pattern(given),
         client_shm=_YES_NO[_choice(given, "TRIPTYCH_CLIENT_SHM", "false", _YES_NO)],
         trace=_read_trace(given),
     )
@@ -115,6 +130,66 @@ def _read_trace(given: Mapping[str, str]) -> Trace | None:
             given=target,
         )
     return Trace(target, rate)
+
+
+def _read_cache(given: Mapping[str, str]) -> tuple[str, ...]:
+    name = "TRIPTYCH_RESPONSE_CACHE"
+    text = given.get(name)
+    if text is None:
+        return ()
+    if not _CACHE.fullmatch(text):
+        raise UserError(
+            name, "must be the name of a cache and its settings, NAME,KEY=VALUE,…", given=text
+        )
+    if "TRIPTYCH_RESPONSE_CACHE_MIB" in given:
+        raise UserError(
+            name,
+            "must not be set with TRIPTYCH_RESPONSE_CACHE_MIB, the size of Triton's local cache",
+            given=text,
+            remedy="Remove one of the two",
+        )
+    return tuple(text.split(","))
+
+
+def _read_tls(given: Mapping[str, str]) -> GrpcTls | None:
+    """Return the files of TLS; the server itself would end without a word on an unreadable one."""
+    certificate, key, authority = (_pem_file(given, name) for name in _TLS_FILES)
+    if certificate is None or key is None:
+        lone = next((name for name in _TLS_FILES if name in given), None)
+        if lone is None:
+            return None
+        raise UserError(
+            lone,
+            f"must be set with both {_TLS_FILES[0]} and {_TLS_FILES[1]}",
+            given=given[lone],
+            remedy="Set both, or none of the three",
+        )
+    return GrpcTls(certificate, key, authority)
+
+
+def _pem_file(given: Mapping[str, str], name: str) -> str | None:
+    if name not in given:
+        return None
+    try:
+        content = Path(given[name]).read_bytes()
+    except OSError as error:
+        raise UserError(name, "must be a readable file", given=given[name]) from error
+    if b"-----BEGIN " not in content:
+        raise UserError(name, "must be a PEM file", given=given[name])
+    return given[name]
+
+
+def _read_pattern(given: Mapping[str, str]) -> str | None:
+    name = "TRIPTYCH_FORWARD_HEADERS"
+    pattern = given.get(name)
+    if pattern is not None:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(
+                name, f"must be a regular expression ({error})", given=pattern
+            ) from error
+    return pattern
 
 
 def _number(given: Mapping[str, str], name: str, default: int, most: int = 2**31 - 1) -> int:

@@ -233,6 +233,7 @@ def serve(
     Responses of a --mirror candidate are never returned, only sampled, into the folder .candidate
     below --samples.
     """
+    from triptych.container.flags import USE_TLS
     from triptych.container.machine import find_gpus
     from triptych.repository.store import recover
     from triptych.serving.fleet.mirror import check_same_pipelines, parse_mirror
@@ -270,6 +271,13 @@ def serve(
         )
     recover(repository)
     flags = check_and_make_flags(repository, production=options.production, one_gpu=bool(named))
+    if count > 1 and USE_TLS in flags:
+        raise UserError(
+            "TRIPTYCH_GRPC_TLS_CERTIFICATE_FILE",
+            "is only supported with one server",
+            given=f"{count} servers behind Envoy, which connects without encryption",
+            remedy="Unset it, and let a proxy in front of Envoy encrypt",
+        )
     same = {
         "models": models,
         "host": options.host,
