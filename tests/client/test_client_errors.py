@@ -159,17 +159,21 @@ def test_closing_the_client_ends_its_calls(toy: Toy, style: str) -> None:
             start("step_statistics").result()
 
 
-def test_a_full_queue_is_overload_and_not_unreachable(call: Call, toy: Toy) -> None:
-    name = f"full-{time.monotonic()}"
-    with Client("narrow", toy.url) as other, ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(other.embed, [f"hold:{name}"])
+def test_a_full_queue_is_overload_and_not_unreachable(toy: Toy, style: str) -> None:
+    """Of three requests the queue takes two and refuses one."""
+    name = f"full-{style}"
+    with opened(style, "narrow", toy.url, retry=None, timeout_s=300) as start:
+        busy = start("embed", [f"hold:{name}"])
         toy.wait_begun(f"hold:{name}", "narrow_step")
-        with pytest.raises(OverloadedError, match="Exceeds maximum queue size") as caught:
-            call("narrow", "embed", ["late"] * 20, options={"max_in_flight": 10, "retry": None})
+        calls = [start("embed", ["late"]) for _ in range(3)]
+        wait_until(lambda: any(call.done() for call in calls), "the refusal of one call")
         toy.release(name, "narrow_step")
+        (error,) = filter(None, [call.exception() for call in calls])
         busy.result()
-    assert caught.value.row is None
-    assert not isinstance(caught.value, ServerUnreachableError)
+    assert isinstance(error, OverloadedError)
+    assert "Exceeds maximum queue size" in str(error)
+    assert error.row is None
+    assert not isinstance(error, ServerUnreachableError)
 
 
 def test_waiting_too_long_in_the_queue_is_overload(toy: Toy, style: str) -> None:
