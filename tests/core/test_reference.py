@@ -115,7 +115,7 @@ def test_scores_of_pairs_are_those_of_a_cross_encoder(tmp_path: Path, minilm_fol
         folder = tmp_path / kind
         encoder.save_pretrained(str(folder))
         facts, core = read(folder, "reranking")
-        assert facts.activation == {"Identity": "none", "Sigmoid": "sigmoid"}[kind]
+        assert core.activation == {"Identity": "none", "Sigmoid": "sigmoid"}[kind]
         found = reference_outputs(folder, facts, core, rows_of(folder, pairs))
         again = CrossEncoder(str(folder), device="cpu").predict(pairs)
         assert np.array(found)[:, 0, 0] == pytest.approx(again, abs=1e-5)

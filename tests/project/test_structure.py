@@ -71,7 +71,7 @@ HEAVY = {
     "onnxruntime": {"base/onnx_", "core/precision/", "serving/backends"},
     "huggingface_hub": {"spec/model_source.py"},
     "pyarrow": {"client/bulk/parquet.py"},
-    "sentence_transformers": set(),
+    "sentence_transformers": {"core/gate/reference.py"},
 }
 RUNTIME_MAY_IMPORT = {
     *("numpy", "tokenizers", "triton_python_backend_utils", "PIL"),

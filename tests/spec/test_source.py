@@ -199,26 +199,27 @@ def test_labels_are_those_transformers_loads(model: Path) -> None:
         assert read_model_info(model).labels == tuple(known[index] for index in range(count))
 
 
-def test_the_activation_of_a_cross_encoder_is_its_own(model: Path) -> None:
+def test_the_activations_are_those_of_the_pipeline_and_of_the_cross_encoder(model: Path) -> None:
     plain = json.loads((model / "config.json").read_text())
     one: dict[str, object] = {"id2label": {"0": "x"}}
     regression, sigmoid = {"problem_type": "regression"}, {"activation_fn": SIGMOID}
     identity: dict[str, object] = {"activation_fn": IDENTITY}
-    for config, sentence, activation in (
-        (one, {}, "sigmoid"),
-        ({**one, "sentence_transformers": identity}, {}, "none"),
-        ({**one, "sentence_transformers": sigmoid}, {}, "sigmoid"),
-        ({**one, "sbert_ce_default_activation_function": IDENTITY}, {}, "none"),
-        (one, {**CROSS_ENCODER, **identity}, "none"),
-        (one, {"model_type": "SentenceTransformer", **identity}, "sigmoid"),
-        ({**one, **regression}, {}, "none"),
-        ({**one, **regression, "sentence_transformers": sigmoid}, {}, "sigmoid"),
-        # Cross-encoders for NLI have two classes and Identity, and their pipeline takes softmax.
-        ({"sentence_transformers": identity}, {}, "softmax"),
+    for config, sentence, activation, relevance in (
+        (one, {}, "sigmoid", "sigmoid"),
+        ({**one, "sentence_transformers": identity}, {}, "sigmoid", "none"),
+        ({**one, "sentence_transformers": sigmoid}, {}, "sigmoid", "sigmoid"),
+        ({**one, "sbert_ce_default_activation_function": IDENTITY}, {}, "sigmoid", "none"),
+        (one, {**CROSS_ENCODER, **identity}, "sigmoid", "none"),
+        (one, {"model_type": "SentenceTransformer", **identity}, "sigmoid", "sigmoid"),
+        ({**one, **regression}, {}, "none", "sigmoid"),
+        ({**one, **regression, "sentence_transformers": sigmoid}, {}, "none", "sigmoid"),
+        ({"sentence_transformers": identity}, {}, "softmax", "sigmoid"),
     ):
         write(model / "config.json", {**plain, "architectures": [CLASSIFIER], **config})
+        write(model / "modules.json", [TRANSFORMER])
         write(model / SENTENCE, sentence)
-        assert read_model_info(model).activation == activation, (config, sentence)
+        facts = read_model_info(model)
+        assert (facts.activation, facts.relevance) == (activation, relevance), (config, sentence)
 
 
 def test_the_modules_of_a_cross_encoder_pool_nothing(model: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from .request_errors import RequestError
 from .row_types import CoreRows, Row, RowInputs, make_row_span, pack_rows
@@ -295,16 +295,21 @@ class PlainTextRowMaker(TokenRowMaker):
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
         self._prompts: Mapping[str, str] = settings.get("prompts", {})
-        self._lowercase: bool = settings["lowercase"]
         super().__init__(settings, folder)
+
+    def configure(self) -> None:
+        super().configure()
+        if self.settings["lowercase"]:
+            own = self.tokenizer.normalizer
+            steps = [own] if own is not None else []
+            # The tokenizer finds special tokens in the text before it normalizes the rest.
+            self.tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
 
     def inputs(self, request: RowInputs) -> list[Input]:
         texts: list[str] = request.columns["text"]
         prompt = self._prompts.get(request.parameters.get("prompt_name", ""), "")
         if prompt:
             texts = [prompt + text for text in texts]
-        if self._lowercase:
-            texts = [text.lower() for text in texts]
         if len(self.fields) == 1:
             return list(texts)
         check_filled(request, self.fields)

@@ -67,6 +67,13 @@ class Normalize:
 
 
 @dataclass(frozen=True)
+class Truncate:
+    """Removal of all but the first `size` numbers of each vector."""
+
+    size: int
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """Information about a model; None for values that its config does not give.
 
@@ -76,13 +83,16 @@ class ModelInfo:
         hidden_size: Size of a token's vector.
         max_length: Maximum number of tokens in a row, including special tokens.
         pad_token_id: Id of the padding token; it never affects results.
-        lowercase: Whether texts are lower-cased before tokenization.
+        lowercase: Whether sentence-transformers puts a lower-casing before the tokenizer's own
+            normalization. Special tokens are found before it.
         pooling: Poolings of token vectors, concatenated in this order.
         head: Modules after pooling, in order.
         prompts: Text put before each input by name of the prompt.
         default_prompt: Name of the prompt for requests that name none; None for no prompt.
         labels: Label of each output of a classifying head, by index.
-        activation: Function from logits to scores.
+        activation: Function from logits to scores, as transformers' pipelines choose it.
+        relevance: Function from the one logit of a cross-encoder to its score, as
+            sentence-transformers chooses it.
         segments: Number of token types that the model distinguishes; 1 for none.
         mask_token: Token for the word to be filled in; None if the tokenizer has none.
         vocabulary: Number of tokens in the vocabulary.
@@ -100,11 +110,12 @@ class ModelInfo:
     pad_token_id: int
     lowercase: bool = False
     pooling: tuple[str, ...] = ("mean",)
-    head: tuple[Dense | Normalize, ...] = ()
+    head: tuple[Dense | Normalize | Truncate, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     labels: tuple[str, ...] = ()
     activation: Activation = "softmax"
+    relevance: Activation = "sigmoid"
     segments: int = 1
     mask_token: str | None = None
     mask_token_id: int | None = None
@@ -124,5 +135,10 @@ class ModelInfo:
     @property
     def embedding_size(self) -> int:
         """Size of the final vector."""
-        sizes = [module.out_features for module in self.head if isinstance(module, Dense)]
-        return sizes[-1] if sizes else self.hidden_size * len(self.pooling)
+        size = self.hidden_size * len(self.pooling)
+        for module in self.head:
+            if isinstance(module, Dense):
+                size = module.out_features
+            elif isinstance(module, Truncate):
+                size = min(size, module.size)
+        return size

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -22,6 +22,7 @@ from triptych.base.errors import Progress, UserError
 from triptych.base.files import parse_yaml
 from triptych.spec.fields import ModelSource
 from triptych.spec.model_info import ImageInfo, ModelInfo
+from triptych.spec.model_settings import TransformerSettings, read_transformer_settings
 from triptych.spec.model_text import (
     ModelConfig,
     SentenceConfig,
@@ -30,6 +31,7 @@ from triptych.spec.model_text import (
     read_labels,
     read_module_list,
     read_modules,
+    read_relevance,
 )
 
 CARD = "README.md"
@@ -282,13 +284,6 @@ def _package_folder(source: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations))) / inner
 
 
-class _TransformerConfig(TypedDict, total=False):
-    """Fields of ``sentence_bert_config.json``."""
-
-    do_lower_case: bool
-    max_seq_length: int | None
-
-
 def read_model_info(
     folder: Path, sha256: str | None = None, *, for_images: bool = True
 ) -> ModelInfo:
@@ -304,9 +299,12 @@ def read_model_info(
         UserError: A setting that affects results is not supported.
     """
     config: ModelConfig = read_json(folder / "config.json")
-    transformer: _TransformerConfig = read_json(folder / "sentence_bert_config.json", default={})
-    sentence: SentenceConfig = read_json(folder / "config_sentence_transformers.json", default={})
-    pooling, head = read_modules(folder, sentence)
+    sentence: SentenceConfig = {}
+    transformer = TransformerSettings()
+    if (folder / "modules.json").is_file():
+        sentence = read_json(folder / "config_sentence_transformers.json", default={})
+        transformer = read_transformer_settings(folder)
+    pooling, head = read_modules(folder, config, sentence)
     labels = read_labels(config)
     image = _image_info(folder) if for_images else None
     texts = _TextInfo() if image and not _has_vocabulary(folder) else _read_texts(folder, config)
@@ -322,13 +320,14 @@ def read_model_info(
         hidden_size=0 if image else _hidden_size(folder, config),
         max_length=_max_length(folder, config, transformer),
         pad_token_id=config.get("pad_token_id") or 0,
-        lowercase=bool(transformer.get("do_lower_case", False)),
+        lowercase=transformer.lowercase and not texts.lowercase,
         pooling=pooling,
         head=head,
         prompts=sentence.get("prompts") or {},
         default_prompt=sentence.get("default_prompt_name"),
         labels=labels,
-        activation=read_activation(config, sentence, len(labels)),
+        activation=read_activation(config, len(labels)),
+        relevance=read_relevance(config, sentence, len(labels)),
         segments=texts.segments,
         mask_token=texts.mask_token,
         mask_token_id=texts.mask_token_id,
@@ -369,6 +368,7 @@ class _TextInfo(NamedTuple):
     mask_token: str | None = None
     mask_token_id: int | None = None
     unk_token_id: int | None = None
+    lowercase: bool = False
 
 
 def _read_texts(folder: Path, config: ModelConfig) -> _TextInfo:
@@ -378,7 +378,16 @@ def _read_texts(folder: Path, config: ModelConfig) -> _TextInfo:
         mask_token=tokenizer.mask_token,
         mask_token_id=tokenizer.mask_token_id,
         unk_token_id=tokenizer.unk_token_id,
+        lowercase=_lowers(tokenizer.backend_tokenizer.normalizer),
     )
+
+
+def _lowers(normalizer: Any) -> bool:
+    """Whether a normalizer is or has the one of tokenizers that lower-cases."""
+    from tokenizers.normalizers import Lowercase, Sequence
+
+    parts: Any = normalizer if isinstance(normalizer, Sequence) else [normalizer]
+    return any(isinstance(each, Lowercase) for each in parts)
 
 
 def _segments(tokenizer: Any, known_to_model: int) -> int:
@@ -477,15 +486,18 @@ def _setting(folder: Path, config: ModelConfig, name: str) -> Any:
         ) from error
 
 
-def _max_length(folder: Path, config: ModelConfig, transformer: _TransformerConfig) -> int:
-    """Return the smallest limit in the files, without positions that padding uses."""
+def _max_length(folder: Path, config: ModelConfig, transformer: TransformerSettings) -> int:
+    """Return the smaller limit of tokenizer and model, without positions that padding uses.
+
+    That of sentence-transformers overrides the tokenizer's.
+    """
     tokenizer = read_json(folder / "tokenizer_config.json", default={})
     positions = config.get("max_position_embeddings")
     if (
         positions and positions % 8
     ):  # RoBERTa's family: positions up to the padding token's are unused
         positions -= (config.get("pad_token_id") or 0) + 1
-    limits = (transformer.get("max_seq_length"), tokenizer.get("model_max_length"), positions)
+    limits = (transformer.max_length or tokenizer.get("model_max_length"), positions)
     known = [int(limit) for limit in limits if limit and limit < 1_000_000]
     return min(known) if known else 512
 

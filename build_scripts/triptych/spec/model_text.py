@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from triptych.base.errors import UserError
-from triptych.spec.model_info import Activation, Dense, Normalize
+from triptych.spec.model_info import Activation, Dense, Normalize, Truncate
 
 CLASSIFIES = "Classification"
 """Part of the class name of every transformers model with a classifying head."""
@@ -35,6 +35,7 @@ class ModelConfig(TypedDict, total=False):
     pad_token_id: int | None
     vocab_size: int | None
     max_position_embeddings: int | None
+    is_causal: bool
 
 
 class SentenceConfig(TypedDict, total=False):
@@ -44,6 +45,7 @@ class SentenceConfig(TypedDict, total=False):
     activation_fn: str | None
     prompts: Mapping[str, str] | None
     default_prompt_name: str | None
+    truncate_dim: int | None
 
 
 def read_labels(config: ModelConfig) -> tuple[str, ...]:
@@ -73,12 +75,18 @@ def read_labels(config: ModelConfig) -> tuple[str, ...]:
     return tuple(by_index[index] for index in range(len(names)))
 
 
-def read_activation(config: ModelConfig, sentence: SentenceConfig, classes: int) -> Activation:
-    """Return the function from logits to scores, as transformers' pipelines choose it.
+def read_activation(config: ModelConfig, classes: int) -> Activation:
+    """Return the function from logits to scores, as transformers' pipelines choose it."""
+    problem = config.get("problem_type")
+    if problem == "regression":
+        return "none"
+    if problem == "multi_label_classification" or classes == 1:
+        return "sigmoid"
+    return "softmax"
 
-    A model with one output may be a cross-encoder of sentence-transformers, whose settings then
-    decide. With more outputs the settings are ignored: their default is no activation, which no
-    pipeline of transformers uses.
+
+def read_relevance(config: ModelConfig, sentence: SentenceConfig, classes: int) -> Activation:
+    """Return the function from a logit to a score, as sentence-transformers' cross-encoders do.
 
     Raises:
         UserError: The activation of a cross-encoder is neither the identity nor a sigmoid.
@@ -94,12 +102,7 @@ def read_activation(config: ModelConfig, sentence: SentenceConfig, classes: int)
                 remedy="Set activation_fn in the model's files to one of them",
             )
         return CROSS_ENCODER_ACTIVATIONS[kind]
-    problem = config.get("problem_type")
-    if problem == "regression":
-        return "none"
-    if problem == "multi_label_classification" or classes == 1:
-        return "sigmoid"
-    return "softmax"
+    return "sigmoid"
 
 
 def _cross_encoder_activation(config: ModelConfig, sentence: SentenceConfig) -> str | None:
@@ -142,11 +145,12 @@ class _DenseConfig(TypedDict, total=False):
 
 
 def read_modules(
-    folder: Path, sentence: SentenceConfig
-) -> tuple[tuple[str, ...], tuple[Dense | Normalize, ...]]:
+    folder: Path, config: ModelConfig, sentence: SentenceConfig
+) -> tuple[tuple[str, ...], tuple[Dense | Normalize | Truncate, ...]]:
     """Return pooling modes and modules after pooling, from ``modules.json``.
 
-    A model without that file is mean-pooled and not normalized, as in sentence-transformers.
+    As in sentence-transformers, a model without that file is not normalized, and pooled by the last
+    token if it generates text from left to right, else by the mean.
 
     Raises:
         UserError: A module, or a setting of one, affects results and is not supported.
@@ -155,14 +159,17 @@ def read_modules(
     if is_cross_encoder(sentence):
         _check_cross_encoder(folder, modules, sentence)
         modules = []
-    pooling: tuple[str, ...] = ("mean",)
-    head: list[Dense | Normalize] = []
+    pooling: tuple[str, ...] = ("lasttoken",) if not modules and _is_causal(config) else ("mean",)
+    head: list[Dense | Normalize | Truncate] = []
     for index, module in enumerate(modules):
         kind, path = module["type"].rsplit(".", 1)[-1], folder / module["path"]
         settings = read_json(path / "config.json", default={})
         # Newer files name the tensors a module reads and writes; only vectors are expected here.
-        on_vectors = settings.get("module_input_name", SENTENCE) == SENTENCE
-        if (kind == "Transformer" and index == 0) or kind == "Dropout":  # no effect at inference
+        named = ("module_input_name", "module_output_name")
+        on_vectors = all(settings.get(name) in (None, SENTENCE) for name in named)
+        on_vectors = on_vectors and not settings.get("use_residual")
+        is_first = kind == "Transformer" and index == 0 and not module["path"]
+        if is_first or kind == "Dropout":  # no effect at inference
             continue
         if kind == "Pooling":
             pooling = _pooling(settings, path)
@@ -180,6 +187,8 @@ def read_modules(
                 given=f"{module['type']} as module {index}" + f": {meaning}" * bool(meaning),
                 remedy="Choose a model without that module",
             )
+    if size := sentence.get("truncate_dim"):
+        head.append(Truncate(size))
     return pooling, tuple(head)
 
 
@@ -213,6 +222,11 @@ def read_module_list(folder: Path) -> list[_Module]:
                 remedy="Download the model again",
             )
     return modules
+
+
+def _is_causal(config: ModelConfig) -> bool:
+    architectures = config.get("architectures") or [""]
+    return architectures[0].endswith("ForCausalLM") and config.get("is_causal", True)
 
 
 def read_json(path: Path, default: Any = None, kind: type = dict) -> Any:

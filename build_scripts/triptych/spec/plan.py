@@ -314,7 +314,7 @@ def row_settings(
             "max_pixels": spec.image.max_pixels,
         }
     return settings | {
-        "lowercase": info.lowercase,
+        "lowercase": info.lowercase and task.of_sentences,
         "max_length": max_length_of(spec, info, task),
         "overflow": spec.tokenizer.truncation,
         "pad_token_id": info.pad_token_id,

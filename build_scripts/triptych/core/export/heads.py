@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from triptych.base.errors import UserError
-from triptych.spec.model_info import Activation, Dense, ModelInfo, Normalize
+from triptych.spec.model_info import Activation, Dense, ModelInfo, Normalize, Truncate
 from triptych.spec.tasks.task import Returns
 
 Reading = Literal["cls", "mean", "lasttoken", "lastword", "max", "mask", "all"]
@@ -74,14 +74,18 @@ def weighted(weight: Tensor, hidden: Tensor) -> Tensor:
 class SentenceHead(nn.Module):
     """Head of sentence-transformers, from token vectors to one vector per row.
 
-    It consists of Pooling, Dense and Normalize modules.
+    It consists of Pooling, Dense and Normalize modules, and a truncation.
     """
 
     def __init__(self, info: ModelInfo, folder: Path) -> None:
         super().__init__()
         self.pooling = info.pooling
         self.after = nn.ModuleList(
-            _UnitLength() if isinstance(module, Normalize) else load_dense(module, folder)
+            _UnitLength()
+            if isinstance(module, Normalize)
+            else _First(module.size)
+            if isinstance(module, Truncate)
+            else load_dense(module, folder)
             for module in info.head
         )
 
@@ -97,6 +101,15 @@ class SentenceHead(nn.Module):
 class _UnitLength(nn.Module):
     def forward(self, vector: Tensor) -> Tensor:
         return functional.normalize(vector, p=2.0, dim=1)
+
+
+class _First(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, vector: Tensor) -> Tensor:
+        return vector[:, : self.size]
 
 
 def load_dense(dense: Dense, folder: Path) -> nn.Module:

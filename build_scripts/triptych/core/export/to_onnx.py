@@ -48,7 +48,7 @@ def load_model(folder: Path, auto_class: str) -> Any:
 
     transformers_logging.disable_progress_bar()
     try:
-        with _quiet():
+        with quiet():
             model, report = _loader(folder, auto_class).from_pretrained(
                 folder,
                 dtype=torch.float32,
@@ -230,7 +230,7 @@ def export_onnx(
     from triptych.core.export.to_onnx import SIZES, compute_from_shapes, compute_from_values
 
     model = load_model(folder, core.auto_class)
-    with _quiet(), without_fixed_length(model), torch.no_grad():
+    with quiet(), without_fixed_length(model), torch.no_grad():
         graph = _graph(model, info, core, inputs, folder, packed=packed)
         traced = (*inputs, *made_by_server(inputs)[:1], *SIZES) if packed else inputs
         examples, shapes = _examples(traced, packed=packed)
@@ -293,7 +293,7 @@ def _graph(
     """Return the torch module to export, from the graph's inputs to its outputs."""
     from triptych.core.export.heads import CoreGraph, Returned
 
-    activation = "softmax" if core.reads == "mask" else info.activation
+    activation = "softmax" if core.reads == "mask" else core.activation or info.activation
     kept = core.outputs[0].dims[0] if core.returns == "choices" else 0
     returned = Returned(core.returns, activation, kept=int(kept), flatten=packed and core.per_token)
     if core.reads == "image":
@@ -357,7 +357,7 @@ def _axes(tensor: Tensor, *, packed: bool) -> list[int | str]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppress the exporter's messages while the context is open; errors are raised."""
     previous = logging.root.manager.disable
     # A failed export logs the whole graph as an error, and raises.

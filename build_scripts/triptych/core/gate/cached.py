@@ -10,7 +10,7 @@ from pathlib import Path
 from triptych.base.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.base.errors import Progress
 from triptych.core.gate.check import GateLabels, check, describe_probe, judge_probe
-from triptych.core.gate.reference import measure_rounding, reference_of
+from triptych.core.gate.reference import check_tokens, measure_rounding, reference_of
 from triptych.core.gate.runs import Decoding, open_core
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import hash_requests, rows_of
@@ -109,6 +109,7 @@ class Gate:
         def work(target: Path) -> None:
             rows = len(self._inputs.requests)
             self._progress("gate", f"{rows} requests against PyTorch fp32 ...")
+            check_tokens(self._inputs)
             result = self._check(artifact)
             if not result.passed:
                 raise _Failed(result)

@@ -1,5 +1,8 @@
-"""Reference outputs: the Hugging Face model in PyTorch, one row at a time, cached.
+"""Reference outputs: the model in PyTorch as a user loads it, one row at a time, cached.
 
+Embeddings come from ``SentenceTransformer(folder)``, scores of reranking from
+``CrossEncoder(folder)``, and all others from the model of ``pipeline(task, folder)``. `OVERRIDES`
+has each setting that differs from such a call.
 The module also measures PyTorch's rounding: the difference of fp32 from fp64.
 """
 
@@ -14,13 +17,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.cache import cached_stage, code_hash, versions_of
-from triptych.base.errors import Progress
+from triptych.base.errors import Progress, UserError
 from triptych.base.tensors import TokenRow
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import Expected, Sample, hash_rows, rows_of
-from triptych.spec.model_info import Activation, Dense, ModelInfo, Normalize
+from triptych.spec.model_info import Activation, ModelInfo
 from triptych.spec.model_source import CODE as MODEL_CODE
 from triptych.spec.tasks.task import Core
+
+OVERRIDES = {
+    "dtype=float32": "the gate compares with fp32; files in half precision would be loaded as such",
+    "device=cpu": "a GPU rounds products to TF32",
+    "local_files_only=True": "a folder is complete; nothing is fetched",
+    "trust_remote_code=False": "code of a model is never run",
+    "config.use_cache=False": "keys and values of one row are used once; results are the same",
+    "ignore_mismatched_sizes=True": "mismatched weights are then reported by name and refused",
+    "max_seq_length": "tokenizer.max_length of the pipeline shortens rows before they come here",
+}
+"""Differences from a user's call, each with its reason."""
 
 
 def reference_outputs(
@@ -33,23 +47,23 @@ def reference_outputs(
 ) -> list[Expected]:
     """Return the core's expected outputs for each sample, in fp32, or in fp64 if `double`.
 
-    Each row runs alone and unpadded, so masks, other rows and padding have no effect. Pooling,
-    scores and pixel values are written here a second time, independent of the exported code that
-    they check.
+    Each row runs alone and unpadded, so masks, other rows and padding have no effect. Pixel values
+    are written here a second time, independent of the exported code that they check.
 
     Raises:
-        UserError: transformers cannot load the model.
+        UserError: The library cannot load the model.
         ValueError: The core reads the mask token, and a sample has none or several.
     """
     import torch
 
     from triptych.core.export.to_onnx import load_model
 
+    if core.reads == "pooled" or core.activation is not None:
+        return _sentence_outputs(folder, core, samples, double=double)
     model = load_model(folder, core.auto_class)
-    dense = _dense_layers(folder, info) if core.reads == "pooled" else {}
     dtype = torch.float64 if double else torch.float32
-    for module in (model, *dense.values()) if double else ():
-        module.double()
+    if double:
+        model.double()
     expected = []
     with torch.inference_mode():
         for sample in samples:
@@ -60,8 +74,6 @@ def reference_outputs(
                 output = model(pixel_values=pixels[None].to(dtype))
             if core.returns == "spans":
                 results = [output.start_logits[0], output.end_logits[0]]
-            elif core.reads == "pooled":
-                results = [_sentence(output.last_hidden_state[0], info, dense)]
             elif isinstance(sample, TokenRow) and core.reads == "mask":
                 results = [output.logits[0, _mask_place(sample, info)]]
             else:
@@ -114,44 +126,88 @@ def _activated(logits: Any, activation: Activation) -> Any:
     return logits.sigmoid() if activation == "sigmoid" else logits
 
 
-def _dense_layers(folder: Path, info: ModelInfo) -> dict[int, Any]:
-    from triptych.core.export.heads import load_dense
+def load_as_user(folder: Path, *, pairs: bool) -> Any:
+    """Return ``CrossEncoder(folder)`` for pairs, else ``SentenceTransformer(folder)``, in fp32.
 
-    return {
-        index: load_dense(module, folder)
-        for index, module in enumerate(info.head)
-        if isinstance(module, Dense)
-    }
+    Raises:
+        UserError: sentence-transformers cannot load the model.
+    """
+    import torch
+    from sentence_transformers import CrossEncoder, SentenceTransformer
+
+    from triptych.core.export.to_onnx import quiet
+
+    try:
+        with quiet():
+            return (CrossEncoder if pairs else SentenceTransformer)(
+                str(folder),
+                device="cpu",
+                local_files_only=True,
+                trust_remote_code=False,
+                model_kwargs={"dtype": torch.float32},
+            ).eval()
+    except Exception as error:
+        raise UserError(
+            "model.source",
+            "is not a model that sentence-transformers can load, with which the gate compares",
+            given=" ".join(str(error).split())[:300],
+            remedy="Check modules.json, the files of its modules, and the weights",
+        ) from error
 
 
-def _sentence(tokens: Any, info: ModelInfo, dense: dict[int, Any]) -> Any:
-    """Pool token vectors ``[tokens, hidden]`` to one vector and apply the head."""
+def _sentence_outputs(
+    folder: Path, core: Core, samples: Sequence[Sample], *, double: bool
+) -> list[Expected]:
+    """Return vectors or scores of sentence-transformers, for rows of tokens."""
     import torch
 
-    vector = torch.cat([_pool(mode, tokens) for mode in info.pooling])[None]
-    for index, module in enumerate(info.head):
-        if isinstance(module, Normalize):
-            vector = vector / vector.norm(dim=1, keepdim=True).clamp(min=1e-12)
-        else:
-            vector = dense[index](vector)
-    return vector[0]
+    model = load_as_user(folder, pairs=core.activation is not None)
+    if double:
+        model.double()
+    expected: list[Expected] = []
+    with torch.inference_mode():
+        for row in samples:
+            if not isinstance(row, TokenRow):
+                raise ValueError("sentence-transformers is the reference of texts alone")
+            features = _token_inputs(row)
+            features["attention_mask"] = torch.ones_like(features["input_ids"])
+            output = model(features)
+            if core.activation is not None:
+                result = model.activation_fn(output["scores"][0])
+            else:
+                result = output["sentence_embedding"][0, : model.truncate_dim]
+            expected.append((result.numpy(),))
+    return expected
 
 
-def _pool(mode: str, tokens: Any) -> Any:
-    import torch
+def check_tokens(inputs: PipelineInputs) -> None:
+    """Check that sentence-transformers makes the same tokens of the gate's texts.
 
-    if mode == "mean":
-        return tokens.mean(0)
-    if mode == "max":
-        return tokens.max(0).values
-    if mode == "cls":
-        return tokens[0]
-    if mode == "lasttoken":
-        return tokens[-1]
-    if mode == "mean_sqrt_len_tokens":
-        return tokens.sum(0) / len(tokens) ** 0.5
-    weight = torch.arange(1, len(tokens) + 1, dtype=tokens.dtype)
-    return (weight[:, None] * tokens).sum(0) / weight.sum()
+    Nothing is checked for tasks with another reference.
+
+    Raises:
+        UserError: The tokens of a text differ.
+    """
+    plan = inputs.plan
+    if not plan.task.of_sentences:
+        return
+    pairs = plan.core.activation is not None
+    model = load_as_user(inputs.model_folder, pairs=pairs)
+    model.max_seq_length = plan.max_length
+    for request in inputs.requests:
+        prompt = plan.info.prompts.get(request.parameters.get("prompt_name", ""), "")
+        text, *second = map(str, request.inputs.values())
+        given = (prompt + text, *second) if second else prompt + text
+        wanted = tuple(model.preprocess([given])["input_ids"][0].tolist())
+        (row,) = request.rows
+        if isinstance(row, TokenRow) and row.ids != wanted:
+            raise UserError(
+                "model.source",
+                "must have a tokenizer that makes the same tokens as in sentence-transformers",
+                given=f"{request.preview!r}: {len(row.ids)} tokens {row.ids[:12]}, there "
+                f"{len(wanted)} tokens {wanted[:12]}",
+                remedy="Save the model again with sentence-transformers, or choose another model",
+            )
 
 
 FILE = "expected.npz"
@@ -188,7 +244,7 @@ def reference_of(
         "core": asdict(plan.core),
         "rows": hash_rows(samples),
         "double": double,
-        "versions": versions_of("torch", "transformers"),
+        "versions": versions_of("torch", "transformers", "sentence-transformers"),
         "code": code_hash(*CODE, *MODEL_CODE),
     }
 

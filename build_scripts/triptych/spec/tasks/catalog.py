@@ -62,6 +62,7 @@ def _text_embedding_parameters(info: ModelInfo) -> Mapping[str, Rule]:
 
 TEXT_EMBEDDING = Task(
     name="text-embedding",
+    of_sentences=True,
     inputs=(TEXT,),
     # Variable axes and one of the two outputs: the options `dimensions` and `encoding` decide.
     outputs=(
@@ -179,12 +180,13 @@ def _check_reranking(info: ModelInfo) -> None:
 
 RERANKING = Task(
     name="reranking",
+    of_sentences=True,
     inputs=(TEXT, TEXT_PAIR),
     outputs=(Tensor("score", "FP32", (1,)),),
     rows="rows_text.PlainTextRowMaker",
     decode="decode_rows.ScoreDecoder",
     pairs=True,
-    core=lambda info, _: Core(SEQUENCE_CLASSIFIER, "row", "scores", (_RELEVANCE,)),
+    core=lambda info, _: Core(SEQUENCE_CLASSIFIER, "row", "scores", (_RELEVANCE,), info.relevance),
     metrics=("rank_correlation", "top1_agreement"),
     compare_outputs=compare_scores,
     labeled=RECIPROCAL_RANK,

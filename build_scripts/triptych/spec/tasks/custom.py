@@ -86,6 +86,7 @@ def custom_task(custom: Custom) -> Task:
 
     return Task(
         name="custom",
+        of_sentences=custom.head_input == "pooled",
         inputs=(TEXT, TEXT_PAIR) if pairs else (TEXT,),
         outputs=tuple(
             Tensor(o.name, o.dtype, tuple("variable" if d == -1 else d for d in o.dims))

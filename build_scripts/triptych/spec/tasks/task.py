@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import DType, Tensor
-from triptych.spec.model_info import ModelInfo
+from triptych.spec.model_info import Activation, ModelInfo
 from triptych.spec.tasks.compare import Compare, Comparison, Outputs
 from triptych.spec.tasks.labeled import LabeledMetric
 
@@ -45,12 +45,14 @@ class Core:
         reads: Input of the head.
         returns: Kind of output.
         outputs: Output tensors without the batch dimension, in the order of `returns`.
+        activation: Function from logits to scores; None for the model's.
     """
 
     auto_class: str
     reads: Reads
     returns: Returns
     outputs: tuple[Tensor, ...]
+    activation: Activation | None = None
 
     @property
     def per_token(self) -> bool:
@@ -126,6 +128,7 @@ class Task:
         parameters: Rules of request parameters by name.
         settings: Further settings of both classes, as JSON values.
         pairs: Whether a model row has two segments.
+        of_sentences: Whether the reference is sentence-transformers; else it is transformers.
         has_row_metadata: Whether each model row has row metadata (`tensors.ROW_METADATA`).
         decodes_tokens: Whether postprocess needs the tokenizer.
         max_length: Default maximum number of tokens in a model row; None for the model's limit.
@@ -149,6 +152,7 @@ class Task:
     settings: Callable[[ModelInfo], Mapping[str, object]] = lambda info: {}
     check: Callable[[ModelInfo], None] = lambda info: None
     pairs: bool = False
+    of_sentences: bool = False
     has_row_metadata: bool = False
     decodes_tokens: bool = False
     request_rows: int | None = None

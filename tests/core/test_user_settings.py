@@ -1,0 +1,169 @@
+"""Settings in a checkpoint's own files: rows and results are those of sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoint_files import change, write
+from conftest import build_into, quiet, write_pipeline
+from mistakes import check_refused
+from triptych.core.gate.reference import check_tokens, reference_outputs
+from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.core.requests import rows_of
+from triptych.spec.model_source import read_model_info
+from triptych.spec.spec import load_spec
+
+pytestmark = [pytest.mark.build, pytest.mark.filterwarnings("ignore")]
+
+SENTENCE, TRANSFORMER = "config_sentence_transformers.json", "sentence_bert_config.json"
+IDENTITY = "torch.nn.modules.linear.Identity"
+LONG = "every word of this sentence counts " * 80
+TEXTS = [
+    f"{number} {text}"
+    for number in range(4)
+    for text in ("hello", "ΑΣ ΟΔΟΣ, İstanbul [SEP] and [MASK] and [sep]", "Red AND Green", LONG)
+]
+"""Two thirds of them are rows of the gate."""
+
+
+def inputs_of(folder: Path, model: Path, task: str) -> PipelineInputs:
+    """What a build reads for `TEXTS`."""
+    write_pipeline(folder, task=task, model={"source": str(model)})
+    pairs = {"text_pair": "And a second text"} if task == "reranking" else {}
+    lines = [json.dumps({"text": text, **pairs}) for text in TEXTS]
+    (folder / "traffic.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return read_inputs(load_spec(folder), quiet)
+
+
+def found_by(inputs: PipelineInputs) -> np.ndarray[Any, Any]:
+    """The reference's results for the rows of a build."""
+    plan, rows = inputs.plan, rows_of(inputs.requests)
+    return np.array(reference_outputs(inputs.model_folder, plan.info, plan.core, rows))[:, 0]
+
+
+@pytest.fixture
+def sentences(tmp_path: Path, tiny_model: Path, minilm_folder: Path) -> Path:
+    """A folder as SentenceTransformer saves it; the tokenizer keeps capital letters apart."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Normalize, Pooling, Transformer
+
+    modules = [Transformer(str(tiny_model)), Pooling(32), Normalize()]
+    SentenceTransformer(modules=modules, device="cpu").save(str(tmp_path / "m"))
+    tokenizer = json.loads((tmp_path / "m/tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["normalizer"]["lowercase"] = False
+    write(tmp_path / "m/tokenizer.json", tokenizer)
+    change(tmp_path / "m/tokenizer_config.json", do_lower_case=False)
+    return tmp_path / "m"
+
+
+SETTINGS: dict[str, dict[str, dict[str, object]]] = {
+    "nothing": {},
+    "truncate_dim": {SENTENCE: {"truncate_dim": 12}},
+    "truncate_dim above the size": {SENTENCE: {"truncate_dim": 99}},
+    "do_lower_case": {TRANSFORMER: {"do_lower_case": True}},
+    "max_seq_length": {TRANSFORMER: {"max_seq_length": 40}},
+    "max_seq_length above the tokenizer's": {
+        TRANSFORMER: {"max_seq_length": 64},
+        "tokenizer_config.json": {"model_max_length": 20},
+    },
+    "prompt": {SENTENCE: {"prompts": {"query": "Query: "}, "default_prompt_name": "query"}},
+}
+
+
+def test_settings_of_sentence_transformers_are_applied(sentences: Path, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    for number, (name, files) in enumerate(SETTINGS.items()):
+        model = Path(shutil.copytree(sentences, tmp_path / f"model{number}"))
+        for file, values in files.items():
+            change(model / file, **values)
+        inputs = inputs_of(tmp_path / f"pipeline{number}", model, "text-embedding")
+        user = SentenceTransformer(str(model), device="cpu")
+        wanted = user.encode([str(request.inputs["text"]) for request in inputs.requests])
+        check_tokens(inputs)
+        found = found_by(inputs)
+        assert found.shape == wanted.shape, name
+        assert inputs.plan.info.embedding_size == wanted.shape[1], name
+        assert np.abs(found - wanted).max() <= 1e-5, name
+
+
+def test_without_modules_json_no_setting_counts(model: Path, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    change(model / SENTENCE, truncate_dim=12, prompts={"a": "b"}, default_prompt_name="a")
+    change(model / TRANSFORMER, max_seq_length=10, do_lower_case=True)
+    for number, architecture in enumerate(("BertModel", "BertForCausalLM")):
+        change(model / "config.json", architectures=[architecture])
+        inputs = inputs_of(tmp_path / f"pipeline{number}", model, "text-embedding")
+        user = SentenceTransformer(str(model), device="cpu")
+        wanted = user.encode([str(request.inputs["text"]) for request in inputs.requests])
+        assert np.abs(found_by(inputs) - wanted).max() <= 1e-5, architecture
+    assert inputs.plan.info.pooling == ("lasttoken",)
+
+
+def test_scores_are_those_of_the_cross_encoder(model: Path, tmp_path: Path) -> None:
+    import torch
+    from sentence_transformers import CrossEncoder
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig.from_pretrained(model, num_labels=1, initializer_range=0.4)
+    torch.manual_seed(2)
+    BertForSequenceClassification(config).save_pretrained(model)
+    cases: list[tuple[dict[str, object], str]] = [
+        ({}, "sigmoid"),
+        ({"problem_type": "regression"}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": IDENTITY}}, "none"),
+    ]
+    plain = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    for number, (values, activation) in enumerate(cases):
+        write(model / "config.json", plain)
+        change(model / "config.json", **values)
+        inputs = inputs_of(tmp_path / f"pipeline{number}", model, "reranking")
+        assert inputs.plan.core.activation == activation
+        pairs = [tuple(map(str, request.inputs.values())) for request in inputs.requests]
+        wanted = CrossEncoder(str(model), device="cpu").predict(pairs)
+        assert np.abs(found_by(inputs)[:, 0] - wanted).max() <= 1e-5, values
+
+
+REFUSED: list[tuple[str, dict[str, object]]] = [
+    ("query_length", {"query_length": 8}),
+    ("query_expansion", {"query_expansion": {"strategy": "fixed", "length": 8}}),
+    ("processing_kwargs.text", {"processing_kwargs": {"text": {"max_length": 8}}}),
+    ("processor_kwargs.padding_side", {"tokenizer_args": {"padding_side": "left"}}),
+    ("model_kwargs.output_attentions", {"model_args": {"output_attentions": True}}),
+    ("config_kwargs.hidden_act", {"config_args": {"hidden_act": "relu"}}),
+    ("transformer_task", {"transformer_task": "fill-mask"}),
+    ("new_setting", {"new_setting": 1}),
+]
+
+
+def test_other_settings_are_refused_by_name(sentences: Path, tmp_path: Path) -> None:
+    for number, (name, values) in enumerate(REFUSED):
+        model = Path(shutil.copytree(sentences, tmp_path / str(number)))
+        change(model / TRANSFORMER, **values)
+        check_refused(f"{name} in {TRANSFORMER}", read_model_info, model)
+    harmless = {"model_args": {"torch_dtype": "float16", "trust_remote_code": True}}
+    change(sentences / TRANSFORMER, unpad_inputs=False, query_length=None, **harmless)
+    assert read_model_info(sentences).embedding_size == 32
+
+
+def test_other_tokens_are_found(sentences: Path, tmp_path: Path) -> None:
+    change(sentences / TRANSFORMER, do_lower_case=True)
+    inputs = inputs_of(tmp_path / "p", sentences, "text-embedding")
+    change(sentences / TRANSFORMER, do_lower_case=False)
+    check_refused("same tokens as in sentence-transformers", check_tokens, inputs)
+
+
+def test_a_truncated_model_passes_its_gate(sentences: Path, tmp_path: Path) -> None:
+    change(sentences / SENTENCE, truncate_dim=12)
+    change(sentences / TRANSFORMER, do_lower_case=True)
+    folder = write_pipeline(tmp_path / "p", model={"source": str(sentences)})
+    build_into(folder, tmp_path / "repository")
+    config = (tmp_path / "repository/p_core/config.pbtxt").read_text(encoding="utf-8")
+    assert "dims: [ 12 ]" in config
