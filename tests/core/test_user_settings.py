@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -165,5 +166,51 @@ def test_a_truncated_model_passes_its_gate(sentences: Path, tmp_path: Path) -> N
     change(sentences / TRANSFORMER, do_lower_case=True)
     folder = write_pipeline(tmp_path / "p", model={"source": str(sentences)})
     build_into(folder, tmp_path / "repository")
-    config = (tmp_path / "repository/p_core/config.pbtxt").read_text(encoding="utf-8")
-    assert "dims: [ 12 ]" in config
+    text = (tmp_path / "repository/p_core/config.pbtxt").read_text(encoding="utf-8")
+    assert re.search(r"dims: \[\s*12\s*\]", text)
+
+
+def test_faults_of_a_checkpoint_are_named(model: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModel
+
+    from triptych.core.export.to_onnx import load_model
+    from triptych.spec.fields import ModelSource
+    from triptych.spec.model_source import locate
+
+    broken = AutoModel.from_pretrained(model)
+    broken.embeddings.word_embeddings.weight.data[7, 3] = torch.nan
+    broken.save_pretrained(tmp_path / "broken")
+    words = ["1 of", "embeddings.word_embeddings.weight", "NaN"]
+    check_refused(words, load_model, tmp_path / "broken", "AutoModel")
+    write(model / "adapter_config.json", {"base_model_name_or_path": "a/b"})
+    check_refused(["adapter_config.json", "a/b"], locate, ModelSource(source=str(model)), tmp_path)
+
+
+def test_classes_without_names_are_told(model: Path, tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig.from_pretrained(model, num_labels=3)
+    BertForSequenceClassification(config).save_pretrained(model)
+    folder = write_pipeline(
+        tmp_path / "p", task="text-classification", model={"source": str(model)}
+    )
+    lines: list[str] = []
+    for names, warnings in ((None, 1), ({"0": "a", "1": "b", "2": "c"}, 0)):
+        change(model / "config.json", id2label=names)
+        change(model / "config.json", num_labels=None if names else 3)
+        lines.clear()
+        read_inputs(load_spec(folder), lambda stage, line: lines.append(line))
+        found = [line for line in lines if "does not name its 3 classes" in line]
+        assert len(found) == warnings, lines
+
+
+def test_every_field_of_a_traffic_line_is_used_or_refused(tmp_path: Path) -> None:
+    from triptych.spec.traffic import read_traffic
+
+    (tmp_path / "traffic.jsonl").write_text('{"text": "a", "text_pair": "b"}')
+    check_refused([":1: text_pair", "not an input"], read_traffic, tmp_path, ["text"])
+    assert read_traffic(tmp_path, ["text", "text_pair"])[0].inputs == {
+        "text": "a",
+        "text_pair": "b",
+    }

@@ -140,6 +140,7 @@ def read_inputs(
     info, tokenizer = read_model(folder, progress, for_images=for_images)
     progress("source", f"{info.architecture}, from {spec.model.source}")
     task.check(info)
+    _warn_of_labels(info, task, progress)
     _check_max_length(spec, info)
     hooks = _load_hooks(spec)
     images = info.image is not None
@@ -173,6 +174,17 @@ def read_inputs(
         labeled=_read_labeled(spec, task, reader, progress),
         traffic=tuple(request.sent for request in requests),
     )
+
+
+def _warn_of_labels(info: ModelInfo, task: Task, progress: Progress) -> None:
+    """Warn if answers name classes that the model's config does not name."""
+    unnamed = info.labels and info.labels == tuple(f"LABEL_{i}" for i in range(len(info.labels)))
+    if unnamed and "labels" in task.settings(info) and task.decodes_answers:
+        progress(
+            "WARNING",
+            f"config.json does not name its {len(info.labels)} classes (id2label); answers name "
+            f"them {info.labels[0]} to {info.labels[-1]}",
+        )
 
 
 def _report_tuned(spec: PipelineSpec, progress: Progress) -> None:

@@ -227,6 +227,14 @@ def check_model_files(folder: Path, field: str, source: str) -> None:
             remedy=f"Merge it: `m = peft.AutoPeftModelFor{kind}.from_pretrained({str(folder)!r})`, "
             "`m.merge_and_unload().save_pretrained('merged')`; copy the tokenizer there",
         )
+    if adapter.is_file():
+        raise UserError(
+            field,
+            "must not hold an adapter beside the model's weights (adapter_config.json)",
+            given=f"{source}, an adapter for {read_json(adapter).get('base_model_name_or_path')}",
+            remedy="If the weights contain the adapter, remove adapter_config.json and "
+            "adapter_model.safetensors; else merge it into the weights",
+        )
     if gliner.is_file():
         raise UserError(
             field,
@@ -235,7 +243,7 @@ def check_model_files(folder: Path, field: str, source: str) -> None:
             remedy="Choose a model of transformers for token-classification",
         )
     if not has_config:
-        read_modules(folder, {})  # names modules that are not served, which have no config.json
+        read_modules(folder, {}, {})  # names modules that are not served, which have no config.json
         raise UserError(
             field,
             "must contain a Hugging Face model (config.json, weights, tokenizer)",

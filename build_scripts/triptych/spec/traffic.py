@@ -76,7 +76,7 @@ def read_traffic(
 ) -> list[TrafficRow]:
     """Read ``folder/traffic.jsonl``: a JSON object per line with a string for each of `fields`.
 
-    An object may also have `parameters`, the request parameters of that row.
+    An object may also have `parameters`, the request parameters of that row, and nothing else.
 
     Raises:
         UserError: The file is missing or empty, or a line is not such an object.
@@ -101,6 +101,13 @@ def read_traffic(
                 "must be a string" if wrong else "must be an object",
                 given=f"{row[field]!r:.80}" if field in row else "nothing",
                 remedy=f"{closest(field, row) if wrong and field not in row else ''}Write {form}",
+            )
+        for unknown in row.keys() - {*fields, PARAMETERS}:
+            raise UserError(
+                f"{path}:{number}: {unknown}",
+                "is not an input of the task",
+                given=f"{row[unknown]!r:.80}",
+                remedy=f"{closest(unknown, fields)}Remove it, or write {form}",
             )
         rows.append(TrafficRow(number, {name: row[name] for name in fields}, parameters))
     return rows

@@ -126,7 +126,10 @@ def load_dense(dense: Dense, folder: Path) -> nn.Module:
         weights = load_file(path / "model.safetensors")
     else:
         weights = torch.load(path / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    from triptych.core.export.to_onnx import check_finite
+
     linear.load_state_dict({name.removeprefix("linear."): value for name, value in weights.items()})
+    check_finite(linear)
     activation = getattr(nn, dense.activation.rsplit(".", 1)[-1], None)
     if not (isinstance(activation, type) and issubclass(activation, nn.Module)):
         raise UserError(

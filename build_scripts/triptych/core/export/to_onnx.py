@@ -66,6 +66,7 @@ def load_model(folder: Path, auto_class: str) -> Any:
     if report["mismatched_keys"]:
         raise _mismatch(model.config, sorted(report["mismatched_keys"])[0])
     model = model.eval()
+    check_finite(model)
     _check_kind(model)
     missing = _learned(model, report["missing_keys"])
     refused = bool(missing) and _matter(model, missing)
@@ -84,6 +85,21 @@ def load_model(folder: Path, auto_class: str) -> Any:
     if isinstance(model, transformers.PreTrainedModel) and hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     return model
+
+
+def check_finite(model: Any) -> None:
+    """Raise a `UserError` if a weight of a torch module is not finite."""
+    import torch
+
+    for name, weight in model.named_parameters():
+        wrong = weight.numel() - int(torch.isfinite(weight).sum())
+        if wrong:
+            raise UserError(
+                "model.source",
+                "must have finite weights",
+                given=f"{wrong} of {weight.numel()} numbers in `{name}` are NaN or infinite",
+                remedy="Download the weights again, or choose another checkpoint of the training",
+            )
 
 
 def _mismatch(config: Any, wrong: tuple[str, Any, Any]) -> UserError:
