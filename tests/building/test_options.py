@@ -42,7 +42,7 @@ def server(
         ("topics", "text-classification", topics),
         ("vectors", "text-embedding", tiny_model),
     ):
-        serving = {"response_cache": True}
+        serving = {"response_cache": True, "class_scores": name == "topics"}
         spec = {"task": task, "model": {"source": str(model)}, "serving": serving}
         build_into(write_pipeline(base / "pipelines" / name, **spec), base / "repository")
     repository = base / "repository"
@@ -128,6 +128,28 @@ def test_a_cached_answer_is_that_of_the_same_options(
         assert bits.shape == (1, 2)
         assert bits.dtype == np.int8
         assert lookups("vectors") == (2, 0)
+
+
+def test_the_classification_extension_gives_the_best_labels(server: Server, raw: Any) -> None:
+    """Of a client that requests it, with the labels that the pipeline itself returns."""
+    found = raw.get_model_metadata("topics").outputs
+    assert [(each.name, each.datatype) for each in found][-1] == ("scores", "FP32")
+    whole = raw.infer("topics", [text("a parcel", "a refund"), top_k(3, 3)])
+    scores = whole.as_numpy("scores")
+    assert scores.shape[0] == 2
+    assert np.array_equal(-np.sort(-scores, axis=1)[:, :3], whole.as_numpy("score"))
+    expected = whole.as_numpy("label")
+    for module, url in ((triton, server.grpc_url), (triton_http, server.http_url)):
+        with module.InferenceServerClient(url) as client:
+            wanted = [module.InferRequestedOutput("scores", class_count=3)]
+            inputs = [text("a parcel", "a refund", module=module)]
+            answer = client.infer("topics", inputs, outputs=wanted).as_numpy("scores")
+        values = [[one.decode().split(":", 2) for one in row] for row in answer.tolist()]
+        assert [[one[2].encode() for one in row] for row in values] == expected.tolist()
+        for number, row in enumerate(values):
+            assert [float(one[0]) for one in row] == pytest.approx(
+                scores[number, [int(one[1]) for one in row]], abs=1e-5
+            )
 
 
 def test_an_option_as_parameter_is_refused(raw: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from conftest import ROOT, write_pipeline
 from plan_cases import facts
+from triptych.base.errors import UserError
 from triptych.base.releases import parse_release, without_newer_fields
 from triptych.interface.cli.plan_text import describe_gpu, describe_plan
 from triptych.repository.config import core_config, parse_config, print_config
@@ -17,7 +18,13 @@ from triptych.repository.config_comments import explain
 from triptych.repository.render import render
 from triptych.spec.plan import Plan, make_plan
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks.catalog import TEXT_EMBEDDING, TOKEN_CLASSIFICATION
+from triptych.spec.tasks.catalog import (
+    TEXT_CLASSIFICATION,
+    TEXT_EMBEDDING,
+    TOKEN_CLASSIFICATION,
+    ZERO_SHOT_CLASSIFICATION,
+)
+from triptych.spec.tasks.task import with_class_scores
 from triptych.spec.traffic import Lengths
 
 CONFIGS = ROOT / "tests/data/configs"
@@ -94,6 +101,18 @@ def test_priorities_and_session_options_are_in_the_config_and_in_inspect(tmp_pat
     assert described["session"] == "2 operators at a time, memory arena none, memory pattern yes"
     others = describe_plan(plan_of(tmp_path / "other", []))["batching"]
     assert not {"response_cache", "priority", "session"} & set(others)
+
+
+def test_class_scores_need_all_classes_of_a_classification() -> None:
+    info = facts(labels=tuple(map(str, range(100))), max_length=32)
+    task = with_class_scores(TEXT_CLASSIFICATION, info)
+    assert [tensor.dims for tensor in TEXT_CLASSIFICATION.core(info, {}).outputs] == [(64,)] * 2
+    assert [tensor.dims for tensor in task.core(info, {}).outputs] == [(100,)] * 2
+    assert (task.outputs[-1].name, task.outputs[-1].dims) == ("scores", (100,))
+    assert task.settings(info)["class_scores"]
+    for other in (TEXT_EMBEDDING, TOKEN_CLASSIFICATION, ZERO_SHOT_CLASSIFICATION):
+        with pytest.raises(UserError, match="is only supported for text-classification"):
+            with_class_scores(other, info)
 
 
 def test_results_per_token_are_cut_up_again(tmp_path: Path) -> None:

@@ -170,6 +170,10 @@ def test_labels_are_those_of_the_pipeline(tokenizer: Any, problem: str, top_k: i
     scores_expected = [[choice["score"] for choice in row] for row in expected]
     np.testing.assert_allclose(found["score"], scores_expected, atol=1e-6)
     assert found["score"].flags.c_contiguous
+    decoder = decode_rows.ClassDecoder({"labels": labels, "class_scores": True}, Path())
+    every = decoder.decode({"class_id": class_id, "class_score": class_score}, [], {"top_k": top_k})
+    np.testing.assert_array_equal(every["scores"], scores)
+    assert every["scores"].dtype == class_score.dtype
 
 
 def test_relevance_is_the_score() -> None:

@@ -22,6 +22,7 @@ from triptych.spec.tasks import Task, find_task
 from triptych.spec.tasks.custom import custom_task
 from triptych.spec.tasks.eval_file import EVAL_FILE, first_rows, read_labels
 from triptych.spec.tasks.labeled import LabeledRow
+from triptych.spec.tasks.task import with_class_scores
 from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
 
@@ -141,6 +142,8 @@ def read_inputs(
     progress("source", f"{info.architecture}, from {spec.model.source}")
     task.check(info)
     _warn_of_labels(info, task, progress)
+    if spec.serving.class_scores:
+        task = with_class_scores(task, info)
     _check_max_length(spec, info)
     hooks = _load_hooks(spec)
     images = info.image is not None

@@ -27,6 +27,7 @@ from triptych.repository.manifest import SAMPLES_FILE
 from triptych.repository.python_env import ENV_FILE, ENV_PARAMETER, ENV_PATH
 from triptych.runtime.triton_io import SETTINGS_FILE
 from triptych.spec.plan import Plan
+from triptych.spec.tasks.task import CLASS_SCORES, LABELS_FILE
 
 BATCH_TOKENS = {"cpu": 0, "gpu": 512}
 """Fixed cost of a batch of the core, as a number of tokens in another batch. It is almost nothing
@@ -126,6 +127,9 @@ def render(
     # Triton needs a version folder for an ensemble, too; git and archives drop empty folders.
     files[f"{name}/1/.keep"] = b""
     files[f"{name}/{QUESTION_FILE}"] = _request(question)
+    if plan.spec.serving.class_scores:
+        lines = [" ".join(label.split()) for label in plan.info.labels]
+        files[f"{name}/{LABELS_FILE}"] = ("\n".join(lines) + "\n").encode()
     if samples is not None:
         files[f"{name}/{SAMPLES_FILE}"] = samples
     files |= _python_files(plan, tokenizer_file, hooks)
@@ -213,7 +217,10 @@ def _ensemble(plan: Plan) -> Any:
         platform="ensemble",
         max_batch_size=plan.request_rows,
         input=[declare_input(tensor) for tensor in plan.request_inputs],
-        output=[declare(tensor) for tensor in plan.task.outputs],
+        output=[
+            {**declare(tensor), "label_filename": LABELS_FILE * (tensor.name == CLASS_SCORES)}
+            for tensor in plan.task.outputs
+        ],
         response_cache={"enable": True} if plan.spec.serving.response_cache else None,
         model_metrics={"metric_control": [latency_buckets(slo)]} if slo.limits_ms else None,
         ensemble_scheduling={

@@ -67,12 +67,23 @@ class ClassDecoder:
 
     def __init__(self, settings: Parameters, folder: Path) -> None:
         self._labels = np.array([label.encode("utf-8") for label in settings["labels"]], object)
+        self._gives_all = settings.get("class_scores", False)
 
     def decode(self, outputs: Arrays, metadata: Metadata, parameters: Parameters) -> Arrays:
-        """Return the ``top_k`` best: ``label`` BYTES ``[n, k]`` and ``score`` FP32 ``[n, k]``."""
+        """Return the ``top_k`` best: ``label`` BYTES ``[n, k]`` and ``score`` FP32 ``[n, k]``.
+
+        With `serving.class_scores` also ``scores`` FP32 ``[n, labels]``, in the labels' order.
+        """
         kept = parameters["top_k"]
-        labels = self._labels[outputs["class_id"][:, :kept]]
-        return {"label": labels, "score": np.ascontiguousarray(outputs["class_score"][:, :kept])}
+        ids, scores = outputs["class_id"], outputs["class_score"]
+        result = {
+            "label": self._labels[ids[:, :kept]],
+            "score": np.ascontiguousarray(scores[:, :kept]),
+        }
+        if self._gives_all:
+            result["scores"] = np.empty_like(scores)
+            np.put_along_axis(result["scores"], ids.astype(np.int64), scores, axis=1)
+        return result
 
 
 class ZeroShotDecoder:

@@ -360,6 +360,8 @@ class Serving(Frozen):
         config: Further settings of Triton by step, see `ConfigTexts`.
         response_cache: Whether the server answers a request with the same inputs as an earlier one
             from its cache, without the steps. Options must then be sent as inputs.
+        class_scores: Whether a classification also returns the scores of all labels, in the order
+            of the model's labels, for Triton's classification extension.
         python_env: Whether the repository has the Python packages of its steps, for images of
             Triton without them. Adds about 20 MB for each Python version to preprocess and to
             postprocess.
@@ -377,6 +379,7 @@ class Serving(Frozen):
     sample: SamplingSettings | None = None
     config: ConfigTexts = Field(default_factory=dict)
     response_cache: bool = False
+    class_scores: bool = False
     python_env: bool = False
 
     @property

@@ -22,6 +22,7 @@ from triptych.spec.engine_plan import EnginePlan, ShapeRange
 from triptych.spec.fields import SessionOptions
 from triptych.spec.model_source import OUT_OF_REACH
 from triptych.spec.plan import Plan
+from triptych.spec.tasks.task import LABELS_FILE
 
 if TYPE_CHECKING:
     from triptych.repository.manifest import EncoderManifest
@@ -244,6 +245,8 @@ def _describe_serving(plan: Plan) -> Described:
         described["response_cache"] = (
             "repeated requests are answered by the server, without the steps; options are inputs"
         )
+    if serving.class_scores:
+        described["class_scores"] = f"{len(plan.info.labels)} scores a row, in {LABELS_FILE}"
     if (priority := serving.priority) is not None:
         described["priority"] = (
             f"{priority.levels} levels, {priority.default or priority.levels} by default: "

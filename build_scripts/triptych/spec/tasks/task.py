@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from triptych.base.errors import UserError
@@ -198,6 +198,7 @@ TEXT = Tensor("text", "BYTES", (1,))
 TEXT_PAIR = Tensor("text_pair", "BYTES", (1,))
 CHOICES = (Tensor("label", "BYTES", ("choices",)), Tensor("score", "FP32", ("choices",)))
 BEST_CHOICES = View("choices", asks={"top_k": 5})
+CLASS_DECODER = "decode_rows.ClassDecoder"
 SEQUENCE_CLASSIFIER = "AutoModelForSequenceClassification"
 
 
@@ -211,6 +212,39 @@ def choosing_core(auto_class: str, reads: Reads, classes: int) -> Core:
 def top_k(classes: int, *, default: int) -> Mapping[str, Rule]:
     kept = min(classes, MAX_TOP_K)
     return {"top_k": Rule("int", default=min(default, kept), min=1, max=kept)}
+
+
+CLASS_SCORES = "scores"
+"""Output with the scores of all labels, if `serving.class_scores` asks for it."""
+LABELS_FILE = "labels.txt"
+"""File in the folder of the ensemble with the labels of `CLASS_SCORES`, one a line."""
+
+
+def with_class_scores(task: Task, info: ModelInfo) -> Task:
+    """Return a classification task whose core returns all classes, and whose outputs have them.
+
+    Raises:
+        UserError: The task is no classification by the labels of a model.
+    """
+    if task.decode != CLASS_DECODER:
+        raise UserError(
+            "serving.class_scores",
+            "is only supported for text-classification and image-classification",
+            given=task.name,
+            remedy="Remove it",
+        )
+    count = len(info.labels)
+
+    def core(info: ModelInfo, parameters: Parameters) -> Core:
+        chosen = task.core(info, parameters)
+        return replace(chosen, outputs=tuple(replace(t, dims=(count,)) for t in chosen.outputs))
+
+    return replace(
+        task,
+        outputs=(*task.outputs, Tensor(CLASS_SCORES, "FP32", (count,))),
+        core=core,
+        settings=lambda info: {**task.settings(info), "class_scores": True},
+    )
 
 
 def labels(info: ModelInfo) -> Mapping[str, object]:
