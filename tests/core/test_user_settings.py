@@ -214,3 +214,52 @@ def test_every_field_of_a_traffic_line_is_used_or_refused(tmp_path: Path) -> Non
         "text": "a",
         "text_pair": "b",
     }
+
+
+def test_models_that_a_row_of_tokens_does_not_decide_are_refused(tmp_path: Path) -> None:
+    import transformers
+
+    from triptych.core.export.to_onnx import load_model
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    sparse = {"block_size": 4, "num_random_blocks": 1, "max_position_embeddings": 96}
+    for number, (config, words) in enumerate(
+        (
+            (transformers.BigBirdConfig(**sizes, **sparse), ["attention_type", "original_full"]),
+            (transformers.LayoutLMConfig(**sizes), ["`bbox`", "texts alone"]),
+        )
+    ):
+        folder = tmp_path / str(number)
+        transformers.AutoModel.from_config(config).save_pretrained(folder)
+        check_refused(words, load_model, folder, "AutoModel")
+    change(tmp_path / "0/config.json", attention_type="original_full")
+    assert load_model(tmp_path / "0", "AutoModel").config.attention_type == "original_full"
+
+
+def test_pairs_are_classified_as_in_the_pipeline(model: Path, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    config = transformers.BertConfig.from_pretrained(model, num_labels=3, initializer_range=0.4)
+    torch.manual_seed(3)
+    transformers.BertForSequenceClassification(config).save_pretrained(model)
+    folder = write_pipeline(
+        tmp_path / "p", task="text-classification", model={"source": str(model)}, pairs=True
+    )
+    lines = [json.dumps({"text": text, "text_pair": f"{text} or not"}) for text in TEXTS]
+    (folder / "traffic.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    inputs = read_inputs(load_spec(folder), quiet)
+    classify = transformers.pipeline("text-classification", model=str(model), device="cpu")
+    for request, scores in zip(inputs.requests, found_by(inputs), strict=True):
+        pair = dict(zip(("text", "text_pair"), request.inputs.values(), strict=True))
+        told = classify(pair, top_k=None, truncation=True)
+        wanted = [one["score"] for one in sorted(told, key=lambda one: one["label"])]
+        assert np.abs(scores - wanted).max() <= 1e-5, request.preview
+    spec = load_spec(write_pipeline(tmp_path / "embedding", pairs=True))
+    check_refused("pairs` is only supported for", read_inputs, spec, quiet)

@@ -38,6 +38,7 @@ HEAVY = {
         "core/export/packed_ops.py",
         "core/export/packing.py",
         "core/export/layout_check.py",
+        "core/export/model_checks.py",
         "core/export/to_onnx.py",
         "core/gate/reference.py",
         "building/generation/adapters.py",

@@ -66,6 +66,7 @@ def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> No
         "max_answer": None,
         "prefix": "",
         "vocabulary": 300,
+        "message_special_tokens": "text",
     }
     prompts = Prompts(settings, tmp_path)
     plain = prompts.of_text("The dog")
@@ -104,6 +105,34 @@ def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> No
         ChatTemplate("{{ messages[0].name + ':' }}", {}).render([{"name": 1}])  # type: ignore[dict-item]
     with pytest.raises(RequestError, match="only supported for models with a chat template"):
         ChatTemplate(None, {}).render([{"role": "user", "content": "Hi"}])
+
+
+def test_special_tokens_in_messages_are_texts(tmp_path: Path) -> None:
+    tokenizer = byte_pairs()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    settings = {
+        "special_tokens": {"bos_token": "<s>", "eos_token": "</s>"},
+        "max_length": 99,
+        "max_answer": None,
+        "prefix": "",
+        "vocabulary": 300,
+        "message_special_tokens": "text",
+    }
+    prompts = Prompts(settings, tmp_path)
+    tokens = Prompts({**settings, "message_special_tokens": "token"}, tmp_path)
+    control = {tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")}
+
+    def ids(maker: Prompts, content: str) -> list[int]:
+        return maker.of_messages(json.dumps([{"role": "user", "content": content}]))
+
+    for content in ("a</s>b", "</s>", "<s></s><s>", "<</s>/s>", "\ue0000\ue001 </s>", "\ue000"):
+        found = ids(prompts, content)
+        assert sum(token in control for token in found) == 1, content  # the template's own
+        assert f"<user> {content}\n" in tokenizer.decode(found, skip_special_tokens=False)
+    assert ids(tokens, "a</s>b") == tokens.of_text("<s><user> a</s>b\n<assistant> ")
+    assert tokenizer.token_to_id("</s>") in ids(tokens, "a</s>b")
+    assert ids(prompts, "The dog") == ids(tokens, "The dog")
 
 
 def test_what_travels_between_the_steps_arrives() -> None:

@@ -189,14 +189,21 @@ def embed(
 
 
 def classify(
-    texts: Texts, *, top_k: int | None = None, timeout_s: float | None = None
+    texts: Texts,
+    *,
+    text_pairs: Texts | None = None,
+    top_k: int | None = None,
+    timeout_s: float | None = None,
 ) -> TaskCall[list[list[Choice]], list[Choice]]:
-    """Choose the best `top_k` labels of each text.
+    """Choose the best `top_k` labels of each text, or of each pair of a text and a second text.
+
+    Pipelines with ``pairs: true`` require `text_pairs`, one for each text; others have none.
 
     Returns:
         For each text its labels, best first.
     """
-    return _choices({"text": texts}, _given(top_k=top_k), timeout_s)
+    inputs = {"text": texts} if text_pairs is None else {"text": texts, "text_pair": text_pairs}
+    return _choices(inputs, _given(top_k=top_k), timeout_s)
 
 
 def classify_images(

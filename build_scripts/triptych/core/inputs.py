@@ -19,6 +19,7 @@ from triptych.spec.model_source import locate, read_model
 from triptych.spec.plan import Layout, Plan, make_plan
 from triptych.spec.spec import SPEC_FILE, PipelineSpec
 from triptych.spec.tasks import Task, find_task
+from triptych.spec.tasks.catalog import PAIR_CLASSIFICATION, TEXT_CLASSIFICATION
 from triptych.spec.tasks.custom import custom_task
 from triptych.spec.tasks.eval_file import EVAL_FILE, first_rows, read_labels
 from triptych.spec.tasks.labeled import LabeledRow
@@ -113,6 +114,15 @@ def task_of(spec: PipelineSpec) -> Task:
             given=f"task {spec.task}",
             remedy="See pipelines/README.md",
         )
+    if spec.pairs and spec.task != TEXT_CLASSIFICATION.name:
+        raise UserError(
+            "pairs",
+            "is only supported for task: text-classification",
+            given=f"task {spec.task}",
+            remedy="Remove it; question-answering and reranking always read pairs",
+        )
+    if spec.pairs:
+        return PAIR_CLASSIFICATION
     return find_task(spec.task) if spec.custom is None else custom_task(spec.custom)
 
 

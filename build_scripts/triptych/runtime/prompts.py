@@ -205,6 +205,41 @@ def _below(unit: int) -> int:
     return unit >> 10 << ((unit & 1 << 9) >> 6)
 
 
+class PlainTexts:
+    """Special tokens that the messages of a request contain as texts.
+
+    `hide` puts a mark in place of each, so that the chat template can be rendered. `parts` splits
+    the rendered text at the marks.
+
+    Args:
+        tokens: The special tokens of a tokenizer.
+    """
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self._texts = [*sorted(tokens, key=len, reverse=True), *_MARKS]
+        self._find = re.compile("|".join(map(re.escape, self._texts)))
+
+    def hide(self, value: Any) -> Any:
+        """Return a JSON value with marks in its texts."""
+        if isinstance(value, str):
+            return self._find.sub(self._mark, value)
+        if isinstance(value, dict):
+            return {name: self.hide(item) for name, item in value.items()}
+        return [self.hide(item) for item in value] if isinstance(value, list) else value
+
+    def _mark(self, found: re.Match[str]) -> str:
+        return f"{_MARKS[0]}{self._texts.index(found[0])}{_MARKS[1]}"
+
+    def parts(self, rendered: str) -> list[str]:
+        """Return the rendered text in pieces; every second one is a special token as a text."""
+        parts = _MARK.split(rendered)
+        return [self._texts[int(part)] if n % 2 else part for n, part in enumerate(parts)]
+
+
+_MARKS = "\ue000", "\ue001"
+"""Characters of private use around the index of a text."""
+_MARK = re.compile(f"{_MARKS[0]}([0-9]+){_MARKS[1]}")
+
 TEMPLATE_FILE = "chat_template.jinja"
 
 
@@ -214,7 +249,9 @@ class Prompts:
     Args:
         settings: ``special_tokens`` (text by name), ``max_length`` (maximum tokens of prompt and
             answer), ``max_answer`` (separate limit of the answer, or None), ``prefix`` (text
-            before each text), and ``vocabulary`` (number of ids of the model).
+            before each text), ``vocabulary`` (number of ids of the model), and
+            ``message_special_tokens`` (what a special token in a message is: ``text`` or
+            ``token``).
         folder: Folder with `TOKENIZER_FILE` and, if the model has them, `TEMPLATE_FILE` and
             `PIECES_FILE`.
     """
@@ -232,6 +269,10 @@ class Prompts:
         self._max_prompt = self._max_length if self._has_answer_limit else self._max_length - 1
         self._prefix: str = settings["prefix"]
         self._vocabulary: int = settings["vocabulary"]
+        tokens = self._tokenizer.get_added_tokens_decoder().values()
+        special = [token.content for token in tokens if token.special]
+        as_texts = settings["message_special_tokens"] == "text"
+        self._plain_texts = PlainTexts(special) if as_texts else None
         # Maximum characters of a token. Other tokenizers may omit spaces, or make one unknown token
         # of many characters.
         self._widest = None
@@ -251,7 +292,11 @@ class Prompts:
 
     def of_messages(self, text: str) -> list[int]:
         """Return the ids of a conversation: a JSON list of objects with `role` and `content`."""
-        rendered = self._template.render(read_messages(text))
+        messages = read_messages(text)
+        plain = self._plain_texts
+        rendered = self._template.render(messages if plain is None else plain.hide(messages))
+        parts = [rendered] if plain is None else plain.parts(rendered)
+        rendered = "".join(parts)
         try:
             rendered.encode()
         except UnicodeEncodeError as error:
@@ -262,9 +307,28 @@ class Prompts:
                 "Correct the text",
             ) from error
         # The template writes the special tokens itself.
-        return self._encode(rendered, "messages", special=False)
+        if len(parts) == 1:
+            return self._encode(rendered, "messages", special=False)
+        self._check_size(rendered, "messages")
+        encode = self._tokenizer.encode_batch_fast
+        found = encode(parts[::2], add_special_tokens=False)
+        self._tokenizer.encode_special_tokens = True
+        try:
+            texts = encode(parts[1::2], add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = False
+        ids = list(found[0].ids)
+        for as_text, after in zip(texts, found[1:], strict=True):
+            ids += [*as_text.ids, *after.ids]
+        return self._checked(ids, "messages")
 
     def _encode(self, text: str, field: str, *, special: bool) -> list[int]:
+        self._check_size(text, field)
+        # Without character offsets, which take as long as the rest.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return self._checked(encoding.ids, field)
+
+    def _check_size(self, text: str, field: str) -> None:
         if self._widest and len(text) > self._max_prompt * self._widest:
             # Tokenizing a megabyte takes a second, in which other requests would wait.
             normalizer = self._tokenizer.normalizer
@@ -272,9 +336,6 @@ class Prompts:
             if length > self._max_prompt * self._widest:
                 characters = f"{length} characters; a token has at most {self._widest}"
                 raise self._too_many(field, characters)
-        # Without character offsets, which take as long as the rest.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
-        return self._checked(encoding.ids, field)
 
     def _too_many(self, field: str, given: str) -> RequestError:
         left = f", because the answer needs one of {self._max_length} tokens"

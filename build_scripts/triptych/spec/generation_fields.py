@@ -218,9 +218,11 @@ class GenerationSpec(GeneratingSpec):
 
     Attributes:
         adapters: LoRA adapters by the name that requests give.
+        message_special_tokens: What a special token in a chat message is: its text, or the token.
     """
 
     task: Literal["text-generation"]
+    message_special_tokens: Literal["text", "token"] = "text"
     adapters: dict[AdapterName, AdapterSource] = Field(default_factory=dict)
     core: GenerationCore = GenerationCore()
 

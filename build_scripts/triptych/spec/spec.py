@@ -52,6 +52,7 @@ class PipelineSpec(BaseModel):
         tuned: Fields whose values come from ``tuned.yaml``.
         parameters: Default request parameters, in place of the task's defaults.
         custom: Declaration of the task if `task` is ``custom``.
+        pairs: Whether rows of text-classification are pairs of `text` and `text_pair`.
     """
 
     model_config = Frozen.model_config
@@ -63,6 +64,7 @@ class PipelineSpec(BaseModel):
     model: ModelSource
     parameters: dict[str, bool | int | float | str | list[str]] = {}
     custom: Custom | None = None
+    pairs: bool = False
     tokenizer: Tokenizer = Tokenizer()
     image: Image = Image()
     core: CoreSettings = CoreSettings()

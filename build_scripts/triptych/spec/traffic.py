@@ -107,7 +107,9 @@ def read_traffic(
                 f"{path}:{number}: {unknown}",
                 "is not an input of the task",
                 given=f"{row[unknown]!r:.80}",
-                remedy=f"{closest(unknown, fields)}Remove it, or write {form}",
+                remedy="Set `pairs: true` for pairs in text-classification, or remove it"
+                if unknown == "text_pair"
+                else f"{closest(unknown, fields)}Remove it, or write {form}",
             )
         rows.append(TrafficRow(number, {name: row[name] for name in fields}, parameters))
     return rows

@@ -198,6 +198,7 @@ class GenerationInputs(GeneratingInputs):
             "max_length": self.max_length,
             "max_answer": None,
             "prefix": "",
+            "message_special_tokens": self.spec.message_special_tokens,
             "vocabulary": self.model.info.vocabulary,
         }
 

@@ -271,6 +271,7 @@ class Text2TextInputs(GeneratingInputs):
             "max_length": self.max_length,
             "max_answer": self.spec.core.max_new_tokens,
             "prefix": self.spec.prefix,
+            "message_special_tokens": "text",
             "vocabulary": self.model.info.vocabulary,
         }
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from triptych.base.errors import UserError
+from triptych.core.export.model_checks import check_finite
 from triptych.spec.model_info import Activation, Dense, ModelInfo, Normalize, Truncate
 from triptych.spec.tasks.task import Returns
 
@@ -126,8 +127,6 @@ def load_dense(dense: Dense, folder: Path) -> nn.Module:
         weights = load_file(path / "model.safetensors")
     else:
         weights = torch.load(path / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    from triptych.core.export.to_onnx import check_finite
-
     linear.load_state_dict({name.removeprefix("linear."): value for name, value in weights.items()})
     check_finite(linear)
     activation = getattr(nn, dense.activation.rsplit(".", 1)[-1], None)

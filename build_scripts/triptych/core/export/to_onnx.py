@@ -21,6 +21,7 @@ from triptych.base.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import MODEL_FILE, hashes_of_graph, save_onnx
 from triptych.base.tensors import LONGEST, ROW_OFFSET, ROW_SPAN, Tensor, made_by_server
+from triptych.core.export.model_checks import check_model
 from triptych.runtime.row_types import MULTIPLE
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import CODE as MODEL_CODE
@@ -66,8 +67,7 @@ def load_model(folder: Path, auto_class: str) -> Any:
     if report["mismatched_keys"]:
         raise _mismatch(model.config, sorted(report["mismatched_keys"])[0])
     model = model.eval()
-    check_finite(model)
-    _check_kind(model)
+    check_model(model)
     missing = _learned(model, report["missing_keys"])
     refused = bool(missing) and _matter(model, missing)
     if auto_class == "AutoModel" and getattr(model.config, "is_encoder_decoder", False):
@@ -85,21 +85,6 @@ def load_model(folder: Path, auto_class: str) -> Any:
     if isinstance(model, transformers.PreTrainedModel) and hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     return model
-
-
-def check_finite(model: Any) -> None:
-    """Raise a `UserError` if a weight of a torch module is not finite."""
-    import torch
-
-    for name, weight in model.named_parameters():
-        wrong = weight.numel() - int(torch.isfinite(weight).sum())
-        if wrong:
-            raise UserError(
-                "model.source",
-                "must have finite weights",
-                given=f"{wrong} of {weight.numel()} numbers in `{name}` are NaN or infinite",
-                remedy="Download the weights again, or choose another checkpoint of the training",
-            )
 
 
 def _mismatch(config: Any, wrong: tuple[str, Any, Any]) -> UserError:
@@ -151,17 +136,6 @@ def _learned(model: Any, missing: set[str]) -> list[str]:
         unfilled = type(model)(model.config)
     frozen = {name for name, weight in unfilled.named_parameters() if not weight.requires_grad}
     return sorted(missing - frozen)
-
-
-def _check_kind(model: Any) -> None:
-    """Raise a `UserError` unless the model reads texts or images."""
-    if model.main_input_name not in ("input_ids", "pixel_values"):
-        raise UserError(
-            "model.source",
-            "is not a model of texts or images",
-            given=f"{type(model).__name__}, which takes {model.main_input_name}",
-            remedy="Choose another model",
-        )
 
 
 def _runs(model: Any) -> bool:

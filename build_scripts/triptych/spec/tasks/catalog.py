@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
@@ -97,6 +98,10 @@ TEXT_CLASSIFICATION = Task(
     view=BEST_CHOICES,
     check=has_labels,
 )
+
+
+PAIR_CLASSIFICATION = replace(TEXT_CLASSIFICATION, inputs=(TEXT, TEXT_PAIR), pairs=True)
+"""Text classification of pipelines with ``pairs: true``: inference, paraphrases, similarity."""
 
 
 _ENTITY_EXAMPLE = {"entity": "PER", "score": 0.9, "text": "Ada", "start": 0, "end": 3}

@@ -1,0 +1,108 @@
+"""Checks of a loaded model: what would be served otherwise than it is meant is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from triptych.base.errors import UserError
+
+TEXT_ALONE = {
+    "bbox": "the box of each word on its page",
+    "entity_ids": "the entities of a text",
+    "image": "an image of the page",
+    "pixel_values": "an image beside the text",
+    "input_features": "sound beside the text",
+    "xpath_tags_seq": "the place of each word in a page of HTML",
+    "visual_embeds": "an image beside the text",
+}
+"""Inputs of models of more than texts, which a row of tokens cannot give, with their meaning."""
+
+
+def check_model(model: Any) -> None:
+    """Check that a torch model can be served by its token ids or pixels alone.
+
+    Raises:
+        UserError: The model has another main input, or weights that are not finite; it is a model
+            of texts with other inputs; or a text changes the model, so that its results depend on
+            earlier texts.
+    """
+    check_finite(model)
+    if model.main_input_name not in ("input_ids", "pixel_values"):
+        raise UserError(
+            "model.source",
+            "is not a model of texts or images",
+            given=f"{type(model).__name__}, which takes {model.main_input_name}",
+            remedy="Choose another model",
+        )
+    if model.main_input_name == "input_ids":
+        _check_inputs(model)
+        _check_state(model)
+
+
+def check_finite(model: Any) -> None:
+    """Raise a `UserError` if a weight of a torch module is not finite."""
+    import torch
+
+    for name, weight in model.named_parameters():
+        wrong = weight.numel() - int(torch.isfinite(weight).sum())
+        if wrong:
+            raise UserError(
+                "model.source",
+                "must have finite weights",
+                given=f"{wrong} of {weight.numel()} numbers in `{name}` are NaN or infinite",
+                remedy="Download the weights again, or choose another checkpoint of the training",
+            )
+
+
+def _check_inputs(model: Any) -> None:
+    """Check that a model of texts needs nothing besides."""
+    for name in inspect.signature(model.forward).parameters:
+        if name in TEXT_ALONE:
+            raise UserError(
+                "model.source",
+                "must be a model of texts alone",
+                given=f"{type(model).__name__}, which also reads `{name}`, {TEXT_ALONE[name]}",
+                remedy="Choose a model of texts",
+            )
+
+
+def _check_state(model: Any) -> None:
+    """Check that a short text leaves the model as it is."""
+    import torch
+
+    before = _state(model)
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.ones((1, 4), dtype=torch.int64))
+    except Exception:  # the export reports a model that does not run
+        return
+    changed = {name for name, value in _state(model).items() if before.get(name) != value}
+    named = sorted(changed & {name for name in changed if hasattr(model.config, _last(name))})
+    if changed:
+        setting = _last(named[0]) if named else ""
+        raise UserError(
+            "model.source",
+            "must give results that do not depend on earlier texts",
+            given=f"{type(model).__name__}, in which a text of 4 tokens changes "
+            f"{', '.join(named or sorted(changed)[:1])}",
+            remedy=f"Set {setting} to {_state(model)[named[0]]} in a copy of its config.json, to "
+            "serve the model as it is after a short text"
+            if named
+            else "Choose another model",
+        )
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _state(model: Any) -> dict[str, Any]:
+    """Return the classes of all modules and their settings that are texts, by dotted name."""
+    state: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        state[f"{name}.class"] = type(module)
+        for key, value in vars(module).items():
+            if isinstance(value, str):
+                state[f"{name}.{key}"] = value
+    return state
