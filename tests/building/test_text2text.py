@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from checkpoint_files import change
 from conftest import quiet
 from generation_cases import Streams, responses_of
 from generation_served import wait_until
@@ -234,3 +235,16 @@ def test_models_and_settings_that_will_not_do_are_named(tmp_path: Path) -> None:
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     words = "an encoder-decoder model of a supported class"
     check_refused(words, read_text2text, load_text2text_spec(folder), quiet)
+
+
+def test_a_search_that_ends_earlier_than_the_model_asks_is_told(tmp_path: Path) -> None:
+    model = write_model("t5", tmp_path / "model")
+    folder = write_pipeline(tmp_path / "t5", model)
+    lines: list[str] = []
+    for beams, early, told in ((1, False, 0), (4, False, 1), (4, True, 0)):
+        lines.clear()
+        change(model / "generation_config.json", early_stopping=early)
+        spec = load_text2text_spec(folder, [f"core.num_beams={beams}"])
+        inputs = read_text2text(spec, lambda stage, line: lines.append(line))
+        assert sum("early_stopping" in line for line in lines) == told, (beams, early)
+        assert ("search" in describe_text2text(inputs, Path())["core"]) == bool(told)

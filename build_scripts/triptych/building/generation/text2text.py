@@ -242,11 +242,14 @@ class SearchInfo:
         answer_begins: Token ids at the beginning of every answer.
         end: Id of the token that ends an answer.
         own: Search settings of the model's ``generation_config.json``, as `GREEDY`.
+        stops_early: Whether the model's files end a search as CTranslate2 does, with
+            ``early_stopping: true``.
     """
 
     answer_begins: tuple[int, ...]
     end: int
     own: dict[str, int | float]
+    stops_early: bool = False
 
 
 @dataclass(frozen=True)
@@ -263,6 +266,19 @@ class Text2TextInputs(GeneratingInputs):
     original: Path
     answers: SearchInfo
     search: dict[str, int | float]
+
+    @property
+    def other_search(self) -> str:
+        """How the search differs from the one that the model's files ask for; empty if it does not.
+
+        The gate's reference searches as CTranslate2 does.
+        """
+        if self.search["num_beams"] == 1 or self.answers.stops_early:
+            return ""
+        return (
+            "a search ends when as many answers as beams have ended (early_stopping true), because "
+            "CTranslate2 searches so; transformers would search on, so some of its answers differ"
+        )
 
     @property
     def prompt_settings(self) -> dict[str, Any]:
@@ -341,6 +357,8 @@ def read_text2text(spec: Text2TextSpec, progress: Progress) -> Text2TextInputs:
         answers=answers,
         search={**answers.own, **named},
     )
+    if inputs.other_search:
+        progress("WARNING", inputs.other_search)
     return replace(inputs, prompts=make_prompts(inputs, lines, progress))
 
 
@@ -419,7 +437,8 @@ def _read_info(folder: Path, sha256: str) -> tuple[GenerationInfo, SearchInfo]:
     }
     said = {name: value for name, value in own.items() if value is not None}
     begins = () if first is None else (first,)
-    return info, SearchInfo(begins, info.stop_token_ids[0], {**GREEDY, **said})
+    stops_early = generation.early_stopping is True
+    return info, SearchInfo(begins, info.stop_token_ids[0], {**GREEDY, **said}, stops_early)
 
 
 def _check_search(config: Any, generation: Any) -> None:

@@ -351,6 +351,8 @@ def describe_text2text(inputs: Text2TextInputs, _repository: Path) -> Described:
         + (f"; each starts with token IDs {list(begins)}" if begins else ""),
         "max_num_seqs": f"{inputs.spec.core.max_num_seqs} in a batch, which runs to its end",
     }
+    if inputs.other_search:
+        limits["search"] = inputs.other_search
     return _describe_generating(inputs, limits, {})
 
 
