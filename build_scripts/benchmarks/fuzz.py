@@ -39,6 +39,7 @@ NAMES = (
     "text",
     "text_pair",
     "request_ticket",
+    "direct_call",
     "row_metadata",
     "input_ids",
     "row_length",

@@ -25,8 +25,7 @@ from triptych.client import (
 from triptych.client.errors import status_error, stream_error
 from triptych.container.health import error_code
 from triptych.runtime import request_errors as faults
-from triptych.runtime.flow_control import Admission
-from triptych.runtime.in_flight import InFlight
+from triptych.runtime.flow_control import Admission, InFlight
 
 URL = "127.0.0.1:8001"
 KINDS: dict[str, tuple[type[InferenceError], str]] = {
@@ -109,7 +108,7 @@ def overloads(steps: Any, counts: InFlight) -> Iterator[Any]:
     def give() -> None:
         counts.admit(0, 1)
 
-    backlog.take([steps.flow_control.Ready(sender, 1, None, give) for sender in senders])
+    backlog.take([(sender, 1, 0.01, give) for sender in senders])
     wait_until(lambda: bool(senders[-1].sent), "a refusal of the backlog", 10)
     yield senders[-1].sent[0]
 

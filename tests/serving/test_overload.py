@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ import psutil
 import pytest
 import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from benchmarks.fuzz import fuzz
 from conftest import set_setting
-from processes import eventually
+from processes import eventually, mark_of
 from served_command import endpoints_of, serving
 from triptych.client import Client, InferenceError
 from triptych.client.wire import infer_request
 from triptych.container.supervisor import step_processes
+from triptych.runtime.flow_control import InFlight
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
@@ -54,6 +56,47 @@ def test_a_forged_ticket_is_refused(minilm_server: Any) -> None:
     ):
         client.infer("minilm_packed_postprocess", [ticket, core])
     assert e.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
+def test_steps_answer_direct_calls_as_often_as_they_are_sent(minilm_server: Any) -> None:
+    """Without counting: more calls than the limit of requests in flight, and the whole chain."""
+    (counts,) = (
+        counts
+        for counts in InFlight.of_server(minilm_server.pid, mark_of(minilm_server.pid))
+        if counts.path.name.endswith(".minilm_packed")
+    )
+    before = counts.admitted()
+    text = triton.InferInput("text", [1, 1], "BYTES")
+    text.set_data_from_numpy(np.array([[TEXT.encode()]], np.object_))
+    with triton.InferenceServerClient(minilm_server.grpc_url) as client:
+
+        def ask(model: str, inputs: list[Any], names: list[str] | None) -> Any:
+            outputs = names and [triton.InferRequestedOutput(name) for name in names]
+            return client.infer(f"minilm_packed{model}", inputs, outputs=outputs)
+
+        def pass_on(result: Any, *names: str) -> list[Any]:
+            passed = []
+            for name in names:
+                values = result.as_numpy(name)
+                datatype = np_to_triton_dtype(values.dtype)
+                passed.append(triton.InferInput(name, list(values.shape), datatype))
+                passed[-1].set_data_from_numpy(values)
+            return passed
+
+        rows = ("input_ids", "row_offset", "row_length")
+        with ThreadPoolExecutor(16) as pool:
+            for names in (None, list(rows)):  # all outputs, or some
+                calls = [pool.submit(ask, "_preprocess", [text], names) for _ in range(600)]
+                assert all(call.result().as_numpy("input_ids").shape[0] == 1 for call in calls)
+        made = ask("_preprocess", [text], None)
+        assert not made.as_numpy("request_ticket").any()
+        computed = ask("_core", pass_on(made, *rows), None)
+        vectors = pass_on(computed, "sentence_embedding")
+        expected = ask("", [text], None).as_numpy("embedding")
+        for ticket in ([], pass_on(made, "request_ticket")):
+            got = ask("_postprocess", [*ticket, *vectors], None).as_numpy("embedding")
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    assert counts.admitted() == before + 1
 
 
 def lie(stub: Any) -> None:

@@ -50,9 +50,12 @@ FIRST_SEGMENT = Tensor("first_segment", "INT32", (1,))
 ROW_METADATA = Tensor("row_metadata", "BYTES", (1,))
 """Goes past the core from preprocess to postprocess, a row each: see `runtime.row_types`."""
 
-REQUEST_TICKET = Tensor("request_ticket", "INT64", ("numbers",))
-"""Goes past the core from preprocess to postprocess: see `runtime.in_flight`, and
+REQUEST_TICKET = Tensor("request_ticket", "INT64", ("numbers",), optional=True)
+"""Goes past the core from preprocess to postprocess: see `runtime.flow_control`, and
 `runtime.row_types.add_payload` for what follows its first four numbers."""
+
+DIRECT_CALL = Tensor("direct_call", "BOOL", (1,))
+"""Output of preprocess that the ensemble does not use: who asks for it called the step itself."""
 
 ROW_OFFSET = Tensor("row_offset", "INT32", (1,))
 """Packed only: distance of a row's first token from where it would be if each row of its request

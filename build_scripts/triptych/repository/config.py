@@ -192,10 +192,13 @@ def core_config(plan: Plan) -> Any:
             if value is not None
         },
     )
-    if serving.queue.timeout_ms is not None:
+    timeout_ms = serving.queue.timeout_ms
+    if serving.flow_control == "triton":
+        timeout_ms = timeout_ms or int(serving.longest_wait_ms)
+    if timeout_ms is not None:
         policy = config.dynamic_batching.default_queue_policy
         policy.timeout_action = policy.REJECT
-        policy.default_timeout_microseconds = serving.queue.timeout_ms * 1000
+        policy.default_timeout_microseconds = timeout_ms * 1000
         policy.allow_timeout_override = True  # a request can only shorten the timeout
         policy.max_queue_size = serving.queue.max_in_flight
     if serving.priority is not None:

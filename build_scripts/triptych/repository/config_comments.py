@@ -13,8 +13,13 @@ from triptych.spec.plan import Plan
 
 _STEP_BATCHING = (
     "Each request is handled by itself, so that requests of different shapes share a batch. There "
-    "is no delay and no limit of the queue: preprocess rejects a request that would wait too long."
+    "is no delay and no limit of the queue: "
 )
+_LIMITED_BY = {
+    "triptych": "preprocess rejects a request that would wait too long.",
+    "triton": "that of the core has the limits (serving.flow_control: triton).",
+    "none": "no request is rejected (serving.flow_control: none).",
+}
 _ACCELERATOR = (
     "Shapes of the planned profiles, so that no engine is built while requests wait. The caches "
     "keep the engines for the next start of the server."
@@ -43,7 +48,7 @@ def explain(plan: Plan, step: str) -> dict[str, str]:
     else:
         comments |= {
             "max_batch_size": _sentence(reasons["max_batch_size"]),
-            "dynamic_batching": _STEP_BATCHING,
+            "dynamic_batching": _STEP_BATCHING + _LIMITED_BY[serving.flow_control],
             "instance_group": f"serving.instances.{step}. Each instance is a process.",
         }
     if step == "core":
@@ -93,8 +98,8 @@ def _core_comments(plan: Plan) -> dict[str, str]:
         "dynamic_batching.default_priority_level": "serving.priority.default.",
         "dynamic_batching.max_queue_delay_microseconds": "serving.queue.max_delay_us.",
         "dynamic_batching.default_queue_policy": (
-            "serving.queue.timeout_ms, which a request can only shorten, and "
-            "serving.queue.max_in_flight."
+            "serving.queue.timeout_ms (by default the largest limit of serving.slo, or 5 s), which "
+            "a request can only shorten, and serving.queue.max_in_flight."
         ),
         "instance_group": f"{group}.",
         "optimization.gather_kernel_buffer_threshold": _sentence(

@@ -39,6 +39,8 @@ number of layers, the cost of a token also on more than the width. In narrower m
 as much as more tokens (MiniLM with 384, by the rates of sbert.net: 1,460)."""
 SAMPLING = {"preprocess": "sampling.RowSampler", "postprocess": "sample_writer.SampleWriter"}
 """Further classes that the steps need if rows are sampled."""
+FLOW_CONTROL = {"preprocess": "flow_control.FlowControl", "postprocess": "flow_control.InFlight"}
+"""Further classes that the steps need with `flow_control: triptych`."""
 Content = bytes | Path | Link
 """Content of a file: its bytes, the file to copy, or a link to another file of the repository."""
 
@@ -107,11 +109,12 @@ def render(
         "outputs": plan.task.output_settings,
         "packed_tokens": plan.packed and plan.core.per_token,
     }
-    to_core = (*plan.core_inputs, *plan.past_core)
     from_core = (*plan.core.outputs, *plan.past_core)
     configs = {
         "ensemble": _ensemble(plan),
-        "preprocess": _python_step(plan, "preprocess", plan.request_inputs, to_core),
+        "preprocess": _python_step(
+            plan, "preprocess", plan.request_inputs, plan.preprocess_outputs
+        ),
         "postprocess": _python_step(plan, "postprocess", from_core, task.outputs),
     }
     files: dict[str, Content] = {
@@ -146,9 +149,10 @@ def _python_files(
         "preprocess": ["preprocess.TritonPythonModel", plan.task.rows],
         "postprocess": ["postprocess.TritonPythonModel", plan.task.decode],
     }
-    if plan.spec.serving.sample is not None:
-        for step, root in SAMPLING.items():
-            roots[step].append(root)
+    for step, root in FLOW_CONTROL.items() if plan.spec.serving.flow_control == "triptych" else ():
+        roots[step].append(root)
+    for step, root in SAMPLING.items() if plan.spec.serving.sample is not None else ():
+        roots[step].append(root)
     files: dict[str, Content] = {
         **bundle({f"{plan.step(step)}/1": own for step, own in roots.items()})
     }
@@ -256,6 +260,7 @@ def _settings(plan: Plan) -> dict[str, object]:
         "has_row_metadata": plan.task.has_row_metadata,
         "parameters": dict(plan.parameters),
         "pipeline": plan.spec.name,
+        "flow_control": plan.spec.serving.flow_control,
         "request_parameters": {name: rule.as_dict() for name, rule in rules.items()},
     }
     if plan.gives_inputs:
@@ -280,6 +285,6 @@ def _python_step(
         output=[declare(tensor) for tensor in outputs],
         # KIND_AUTO, the default, would put a Python step on the GPU in a GPU build.
         instance_group=[{"kind": "KIND_CPU", "count": getattr(plan.spec.serving.instances, step)}],
-        # No queue policy anywhere, nor a delay here: see `runtime.flow_control`.
+        # No queue policy nor delay here: see `runtime.flow_control`.
         dynamic_batching={},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -11,10 +12,10 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from .hooking import Row, RowForm, call_hook, find_hook
-from .in_flight import InFlight, Ticket
 from .request_errors import RequestError
 from .row_types import (
     FORWARDED_PREFIX,
+    TICKET_NUMBERS,
     find_class,
     read_forwarded,
     read_payload,
@@ -31,9 +32,14 @@ from .triton_io import (
     read_settings,
 )
 
+NO_TICKET = [0] * TICKET_NUMBERS
+
 
 class TritonPythonModel:
-    """Step that decodes the core's outputs ``[core rows, …]`` to the ensemble's ``[n, …]``."""
+    """Step that decodes the core's outputs ``[core rows, …]`` to the ensemble's ``[n, …]``.
+
+    ``request_ticket`` is optional: a request without it was sent to this step itself.
+    """
 
     def initialize(self, args: Mapping[str, str]) -> None:
         folder = Path(__file__).parent
@@ -48,7 +54,11 @@ class TritonPythonModel:
         self._forwarded = settings.get("forwarded_inputs")
         self._form = RowForm(settings["outputs"])
         self._optional = {each["name"] for each in settings["outputs"] if each["optional"]}
-        self._in_flight = InFlight(settings["pipeline"])
+        self._counts: Any = None
+        if settings["flow_control"] == "triptych":  # otherwise the module is not installed
+            self._counts = import_module(".flow_control", __package__).InFlight(
+                settings["pipeline"]
+            )
         make_private()
         self._samples: Any = None
         if "sample" in settings:  # without samples, the module is not installed
@@ -64,19 +74,18 @@ class TritonPythonModel:
         return [self._respond(request) for request in requests]
 
     def _respond(self, request: Any) -> Any:
-        came_at, ticket = time.monotonic(), None
+        came_at, numbers = time.monotonic(), NO_TICKET
         try:
-            inputs = read_inputs(request)
-            sent = inputs["request_ticket"].as_numpy()
-            ticket = Ticket(*sent[0, : len(Ticket._fields)].tolist())
-            if not self._in_flight.is_valid(ticket):
-                raise RequestError(
-                    "request_ticket",
-                    "must be a ticket of this server's preprocess step",
-                    list(ticket),
-                    "Send the request to the ensemble, not to its steps",
-                )
-            options, sample = read_payload(sent)
+            inputs, options, sample = read_inputs(request), "", b""
+            if "request_ticket" in inputs:
+                sent = inputs["request_ticket"].as_numpy()
+                numbers = sent[0, :TICKET_NUMBERS].tolist()
+                if self._counts and numbers != NO_TICKET and not self._counts.is_valid(numbers):
+                    raise _refused(numbers)
+                try:
+                    options, sample = read_payload(sent)
+                except (ValueError, struct.error) as error:
+                    raise _refused(numbers) from error
             parameters = check_parameters(
                 options or request.parameters(), self._rules, self._defaults
             )
@@ -104,11 +113,20 @@ class TritonPythonModel:
         except Exception as error:
             return error_response(error)
         finally:
-            if ticket is not None:  # a shutdown waits for this
-                self._in_flight.mark_finished(ticket, len(sent), came_at)
+            if self._counts and numbers != NO_TICKET:  # a shutdown waits for this
+                self._counts.mark_finished(numbers, came_at)
 
     def _read_given(self, inputs: Inputs, count: int) -> list[Row] | None:
         if self._forwarded is None:
             return None
         columns = {name: read_bytes(inputs, FORWARDED_PREFIX + name) for name in self._forwarded}
         return read_forwarded(columns, self._forwarded, count)
+
+
+def _refused(numbers: list[int]) -> RequestError:
+    return RequestError(
+        "request_ticket",
+        "must be a ticket of this server's preprocess step",
+        numbers,
+        "Send the request to the ensemble, or leave out the ticket",
+    )

@@ -13,10 +13,9 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from .counters import RowTokens
-from .flow_control import Admission, Backlog, Ready
 from .hooking import call_before, find_hook
-from .in_flight import InFlight, Ticket
 from .row_types import (
+    TICKET_NUMBERS,
     CoreRows,
     RowInputs,
     RowMaker,
@@ -44,6 +43,9 @@ class TritonPythonModel:
     """Step that converts the ensemble's inputs, each BYTES ``[n, 1]``, with the task's row maker.
 
     Options may come as request parameters or as optional inputs; see `triton_io.add_options`.
+    The ensemble does not use the output ``direct_call`` BOOL ``[core rows, 1]``. A request for it,
+    or for outputs without ``request_ticket``, was sent to this step itself and is not counted.
+
     ``request_ticket`` INT64 ``[core rows, 4 or more]`` goes directly to postprocess. So does
     ``row_metadata`` BYTES ``[core rows, 1]`` if the task has one. Inputs are forwarded too if
     `hooks.after` takes them.
@@ -65,14 +67,9 @@ class TritonPythonModel:
         self._maker: RowMaker = find_class(settings["row_maker"])(settings, folder)
         self._before = find_hook(folder, "before")
         self._forwards_inputs = "forwarded_inputs" in settings
-        in_flight, max_wait_s = InFlight(settings["pipeline"]), settings["max_wait_ms"] / 1e3
-        self._admission = Admission(in_flight, settings["max_requests"], max_wait_s)
-        self._backlog = Backlog(
-            in_flight,
-            self._admission.slot,
-            batch_rows=settings["core_rows"],
-            max_wait_s=max_wait_s,
-        )
+        self._flow: Any = None
+        if settings["flow_control"] == "triptych":  # otherwise the module is not installed
+            self._flow = import_module(".flow_control", __package__).FlowControl(settings)
         make_private()
         self._sampler: Any = None
         if "sample" in settings:  # without samples, the module is not installed
@@ -87,10 +84,14 @@ class TritonPythonModel:
         payloads: dict[int, tuple[str, bytes]] = {}
         # Triton's timeout of a request is in microseconds, and 0 without one.
         left_s = [request.timeout() / 1e6 or None for request in requests]
-        self._admission.begin()
+        counted: set[int] = set()
+        if self._flow is not None:
+            counted = {i for i, request in enumerate(requests) if _is_of_ensemble(request)}
+            self._flow.admission.begin()
         for index, request in enumerate(requests):
             try:
-                self._admission.check(left_s[index])
+                if index in counted:
+                    self._flow.admission.check(left_s[index])
                 row_inputs[index], payloads[index] = self._read(request)
             except Exception as error:
                 responses[index] = error_response(error)
@@ -102,32 +103,31 @@ class TritonPythonModel:
             else:
                 answered[index] = core_rows
         order = self._in_order(answered)
-        ready = [
-            Ready(
-                requests[i],
-                answered[i].row_count,
-                left_s[i],
-                partial(self._respond, answered[i], row_inputs[i], *payloads[i]),
-            )
+        respond = {
+            i: partial(self._respond, answered[i], row_inputs[i], *payloads[i], i in counted)
             for i in order
-        ]
+        }
+        held = [i for i in order if i in counted]
+        ready = [(requests[i], answered[i].row_count, left_s[i], respond[i]) for i in held]
+        taken = dict(zip(held, self._flow.backlog.take(ready) if held else (), strict=True))
         last_width = answered[order[-1]].width if order else 0
-        for index, response in zip(order, self._backlog.take(ready), strict=True):
+        for index in order:
+            response = taken[index] if index in counted else respond[index]()
             if self._by_width and response is not None and answered[index].width != last_width:
                 # Triton batches only adjacent requests of equal shape. A send takes a round trip,
                 # so the most frequent shape is returned instead, after all others.
                 send(requests[index].get_response_sender(), response)
             else:
                 responses[index] = response
-        self._row_tokens.count(
-            [  # rows of images have no length
-                rows.tensors["row_length"]
-                for rows in answered.values()
-                if "row_length" in rows.tensors
-            ]
-        )
-        self._admission.end()
+        self._count_tokens(answered)
+        if counted:
+            self._flow.admission.end()
         return responses
+
+    def _count_tokens(self, answered: Mapping[int, CoreRows]) -> None:
+        tensors = [rows.tensors for rows in answered.values()]
+        # Rows of images have no length.
+        self._row_tokens.count([each["row_length"] for each in tensors if "row_length" in each])
 
     def _in_order(self, answered: dict[int, CoreRows]) -> list[int]:
         """Return the order of requests for the core: by padded length, the most frequent last."""
@@ -174,7 +174,9 @@ class TritonPythonModel:
             columns = {field: [row[field] for row in rows] for field in self._fields}
         return RowInputs(columns, parameters), (options, sample)
 
-    def _respond(self, core_rows: CoreRows, inputs: RowInputs, options: str, sample: bytes) -> Any:
+    def _respond(
+        self, core_rows: CoreRows, inputs: RowInputs, options: str, sample: bytes, counted: bool
+    ) -> Any:
         count = core_rows.row_count
         tensors = [pb_utils.Tensor(name, value) for name, value in core_rows.tensors.items()]
         if self._has_row_metadata:
@@ -183,9 +185,17 @@ class TritonPythonModel:
         if self._forwards_inputs:
             forwarded = make_forwarded(inputs.columns, count)
             tensors += [pb_utils.Tensor(name, value) for name, value in forwarded.items()]
-        ticket = np.empty((count, len(Ticket._fields)), np.int64)
-        ticket[:] = self._admission.admit(count)
+        ticket = np.zeros((count, TICKET_NUMBERS), np.int64)
+        if counted:
+            ticket[:] = self._flow.admission.admit(count)
+        else:
+            tensors.append(pb_utils.Tensor("direct_call", np.ones((count, 1), np.bool_)))
         if options or sample:
             ticket = add_payload(ticket, options, sample)
         tensors.append(pb_utils.Tensor("request_ticket", ticket))
         return pb_utils.InferenceResponse(tensors)
+
+
+def _is_of_ensemble(request: Any) -> bool:
+    names = request.requested_output_names()
+    return "request_ticket" in names and "direct_call" not in names

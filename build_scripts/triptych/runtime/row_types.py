@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .in_flight import Ticket
-
 Metadata = Sequence["RowMetadata"]
 
 
@@ -171,7 +169,8 @@ def read_forwarded(
     ]
 
 
-_NUMBERS = len(Ticket._fields)
+TICKET_NUMBERS = 4
+"""Numbers of a `flow_control.Ticket`; all 0 for a request that is not counted."""
 _SIZES = struct.Struct("<2i")
 _WORD = 8
 
@@ -198,9 +197,9 @@ def add_payload(
 
 def read_payload(ticket: NDArray[np.int64]) -> tuple[str, bytes]:
     """Return the options and the sample payload behind the numbers of a ticket."""
-    if ticket.shape[1] == _NUMBERS:
+    if ticket.shape[1] == TICKET_NUMBERS:
         return "", b""
-    data = ticket[:, _NUMBERS:].astype("<i8").tobytes()
+    data = ticket[:, TICKET_NUMBERS:].astype("<i8").tobytes()
     options, sample = _SIZES.unpack_from(data)
     start = _SIZES.size + options
     return data[_SIZES.size : start].decode(), data[start : start + sample]

@@ -358,6 +358,10 @@ class Serving(Frozen):
         slo: SLO that `bench` and `tune` use unless their options give one.
         sample: Rows that are sampled for monitoring; None for none.
         config: Further settings of Triton by step, see `ConfigTexts`.
+        flow_control: Which requests are rejected under overload. ``triptych``: those that would be
+            answered too late, see `runtime.flow_control`. ``triton``: those that exceed
+            `queue.max_in_flight` in the core's queue, or wait there for longer than
+            `queue.timeout_ms`, by default `longest_wait_ms`. ``none``: no request.
         response_cache: Whether the server answers a request with the same inputs as an earlier one
             from its cache, without the steps. Options must then be sent as inputs.
         class_scores: Whether a classification also returns the scores of all labels, in the order
@@ -378,6 +382,7 @@ class Serving(Frozen):
     slo: Slo = Slo()
     sample: SamplingSettings | None = None
     config: ConfigTexts = Field(default_factory=dict)
+    flow_control: Literal["triptych", "triton", "none"] = "triptych"
     response_cache: bool = False
     class_scores: bool = False
     python_env: bool = False
@@ -397,6 +402,12 @@ class Serving(Frozen):
     @model_validator(mode="after")
     def _is_supported(self) -> Serving:
         check_release(self.triton)
+        if self.flow_control == "none" and self.queue.timeout_ms is not None:
+            raise ValueError("queue.timeout_ms is not supported with flow_control none")
+        if self.flow_control != "triptych" and self.queue.max_backlog_ms is not None:
+            raise ValueError(
+                f"queue.max_backlog_ms is not supported with flow_control {self.flow_control}"
+            )
         return self
 
 

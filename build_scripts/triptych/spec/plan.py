@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.tensors import (
+    DIRECT_CALL,
     FIRST_SEGMENT,
     INPUT_IDS,
     REQUEST_TICKET,
@@ -160,6 +161,10 @@ class Plan:
             *row_metadata,
             *(replace(t, name=FORWARDED_PREFIX + t.name) for t in inputs),
         )
+
+    @property
+    def preprocess_outputs(self) -> tuple[Tensor, ...]:
+        return (*self.core_inputs, *self.past_core, DIRECT_CALL)
 
     def step(self, name: str) -> str:
         """Return the Triton model name of a step."""

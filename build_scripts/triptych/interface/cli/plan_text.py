@@ -187,7 +187,7 @@ def describe_plan(plan: Plan) -> Described:
     core, serving, task = plan.spec.core, plan.spec.serving, plan.task
     made = made_by_server(plan.core_inputs)
     steps = {
-        "preprocess": (plan.request_inputs, (*plan.core_inputs, *plan.past_core), "python"),
+        "preprocess": (plan.request_inputs, plan.preprocess_outputs, "python"),
         "core": (plan.core_inputs + made, plan.core.outputs, core.backend),
         "postprocess": ((*plan.core.outputs, *plan.past_core), task.outputs, "python"),
     }

@@ -19,6 +19,7 @@ RESERVED = {
     "first_segment",
     "row_metadata",
     "request_ticket",
+    "direct_call",
 } | {FORWARDED_PREFIX + name for name in ("text", "text_pair")}
 """Names of tensors between the steps."""
 
