@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import threading
@@ -16,6 +15,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+from checkpoint_files import write
 from conftest import LAYOUTS, build_into, set_setting, traffic_texts, write_pipeline
 from processes import eventually
 from triptych.client import Client, Retry
@@ -242,7 +242,17 @@ def strict_server(
     set_setting(base / "repository", "minilm_packed_preprocess", "max_requests", 4)
     prompted = Path(shutil.copytree(tiny_model, base / "prompted"))
     prompts = {"prompts": {"query": "query: ", "passage": "passage: "}}
-    (prompted / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    write(prompted / "config_sentence_transformers.json", prompts)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [
+        {"idx": idx, "name": str(idx), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for idx, (path, kind) in enumerate(kinds.items())
+    ]
+    write(prompted / "modules.json", modules)
+    write(
+        prompted / "1_Pooling/config.json",
+        {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True},
+    )
     reject = write_pipeline(
         base / "pipelines/reject",
         model={"source": str(prompted)},

@@ -67,9 +67,9 @@ def test_no_texts_give_an_empty_array_of_the_right_width(call: Call) -> None:
     }
 
 
-def test_dimensions_and_prompt_name_reach_the_model(call: Call) -> None:
+def test_dimensions_and_prompt_reach_the_model(call: Call) -> None:
     texts = [f"parameter {index}" for index in range(40)]
-    vectors = call("toy", "embed", texts, dimensions=3, prompt_name="query: ")
+    vectors = call("toy", "embed", texts, dimensions=3, prompt="query: ")
     assert vectors.shape == (40, 3)
     np.testing.assert_array_equal(
         vectors, np.stack([expected("query: " + text, 3) for text in texts])

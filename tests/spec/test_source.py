@@ -136,6 +136,13 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
         "Transformer alone",
     ),
     (cross_encoder(prompts={"a": "b: "}, default_prompt_name="a"), "default_prompt_name"),
+    (
+        {
+            "modules.json": [TRANSFORMER],
+            SENTENCE: {"prompts": {"a": "b"}, "default_prompt_name": "c"},
+        },
+        "Use one of: a",
+    ),
     ({"config.json": {"model_type": "unheard-of", "hidden_size": None}}, "unheard-of"),
 ]
 """Files of a model that are changed, and words of the error."""

@@ -68,7 +68,7 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([tensor])
 
     def embed(self, text, parameters, request):
-        decoded = parameters.get("prompt_name", "") + text.decode()
+        decoded = parameters.get("prompt", "") + text.decode()
         if decoded.startswith("refuse"):
             self.wait_for_another(decoded.partition(" after ")[2].encode())
             raise ValueError("`text` must not be refused. Given: row 0: x. Send another.")

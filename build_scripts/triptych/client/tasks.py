@@ -147,14 +147,15 @@ def embed(
     *,
     dimensions: int | None = None,
     encoding: Encoding | None = None,
+    prompt: str | None = None,
     prompt_name: str | None = None,
     timeout_s: float | None = None,
 ) -> TaskCall[Vectors, Vectors]:
     """Return an embedding of each text.
 
     `dimensions` keeps that many leading numbers of a vector and normalizes it again; `encoding` is
-    float, int8 or binary (one bit per number, eight per byte); `prompt_name` is the model's prompt
-    put before each text.
+    float, int8 or binary (one bit per number, eight per byte); `prompt` names the prompt put before
+    each text (`prompt_name` is its former name), or is its text in a pipeline with `prompts: any`.
 
     Returns:
         float32 [texts, dimensions] in the order of `texts`, with the right width for no texts; int8
@@ -178,7 +179,11 @@ def embed(
 
     return TaskCall(
         {"text": ["a"] if none else texts},
-        _given(dimensions=dimensions, encoding=encoding, prompt_name=prompt_name),
+        _given(
+            dimensions=dimensions,
+            encoding=encoding,
+            prompt=prompt_name if prompt is None else prompt,
+        ),
         outputs,
         read,
         read_row,

@@ -217,6 +217,31 @@ def _masked(text: str, mask_token: str) -> str:
     return " ".join(words)
 
 
+PROMPT = "prompt"
+"""Request parameter with the name of a prompt."""
+
+PROMPT_ROWS = 32
+"""Maximum number of gate rows that are repeated with each prompt."""
+
+
+def prompted_requests(
+    reader: RequestReader, requests: Sequence[GateRequest], prompts: Sequence[str]
+) -> list[GateRequest]:
+    """Return the first `PROMPT_ROWS` requests with each of the named prompts that they lack."""
+    made = [
+        replace(
+            request,
+            parameters={**request.parameters, PROMPT: name},
+            edge=True,
+            preview=f"prompt {name}: {request.preview}",
+        )
+        for name in prompts
+        for request in requests[:PROMPT_ROWS]
+        if request.parameters.get(PROMPT) != name
+    ]
+    return reader.accepted(made)
+
+
 GATE_ROWS = 400
 GATE_IMAGES = 64
 CALIBRATION_ROWS = 512
@@ -267,7 +292,12 @@ def split_traffic(
 
 
 def gate_rows(
-    reader: RequestReader, requests: Sequence[GateRequest], *, images: bool, mask_token: str = ""
+    reader: RequestReader,
+    requests: Sequence[GateRequest],
+    *,
+    images: bool,
+    mask_token: str = "",
+    prompts: Mapping[str, str],
 ) -> GateRows:
     """Return the rows of a pipeline's gate and calibration.
 
@@ -276,6 +306,7 @@ def gate_rows(
         requests: Requests of the traffic, with core rows.
         images: Whether the task reads images.
         mask_token: Token to put in front of edge-case texts, if the task needs one.
+        prompts: Text of each prompt by name; rows of the traffic are repeated with each of them.
     """
     if images:
         gate, rest = split_traffic([request.sent for request in requests], max_rows=GATE_IMAGES)
@@ -284,6 +315,8 @@ def gate_rows(
     else:
         gate, rest = split_traffic([request.inputs for request in requests])
         edges = edge_texts(reader, requests[gate[0]], mask_token=mask_token)
+        named = sorted(name for name, text in prompts.items() if text)
+        edges += prompted_requests(reader, [requests[place] for place in gate], named)
         probe = probe_requests(reader, requests[gate[0]], mask_token=mask_token)
     calibration = (row for place in rest for row in requests[place].rows)
     return GateRows(

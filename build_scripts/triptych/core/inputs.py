@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from triptych.base.errors import Progress, UserError
-from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, gate_rows
+from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, PROMPT, gate_rows
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, Sample
 from triptych.repository.config_text import check_config_texts
@@ -149,6 +149,7 @@ def read_inputs(
     folder = locate(spec.model, spec.folder)
     for_images = any(tensor.content == "image" for tensor in task.inputs)
     info, tokenizer = read_model(folder, progress, for_images=for_images)
+    info = _with_prompts(info, spec, task)
     progress("source", f"{info.architecture}, from {spec.model.source}")
     task.check(info)
     _warn_of_labels(info, task, progress)
@@ -173,7 +174,9 @@ def read_inputs(
             f"{lengths.truncated_share:.1%} over the limit of {reader.max_length}",
         )
     mask_token = str(task.settings(info).get("mask_token", ""))
-    rows = gate_rows(reader, requests[:most], images=images, mask_token=mask_token)
+    rows = gate_rows(
+        reader, requests[:most], images=images, mask_token=mask_token, prompts=info.prompts
+    )
     progress("traffic", str(rows))
     plan = make_plan(spec, info, task, reader.parameters, lengths)
     return PipelineInputs(
@@ -224,6 +227,20 @@ def _read_labeled(
     notes = (f"of {len(every)} labeled rows, the first {len(rows)} count",) * (every != rows)
     progress("labels", notes[0] if notes else f"{len(rows)} labeled rows")
     return LabeledRequests(tuple(rows), tuple(requests), notes)
+
+
+def _with_prompts(info: ModelInfo, spec: PipelineSpec, task: Task) -> ModelInfo:
+    """Return `info` with the prompts of the spec in addition to the model's."""
+    own = {} if spec.prompts == "any" else spec.prompts
+    info = replace(info, prompts={**info.prompts, **own}, free_prompt=spec.prompts == "any")
+    if spec.prompts and PROMPT not in task.parameters(info):
+        raise UserError(
+            "prompts",
+            "is supported for text-embedding only",
+            given=f"task {spec.task}",
+            remedy="Remove `prompts`",
+        )
+    return info
 
 
 def _check_max_length(spec: PipelineSpec, info: ModelInfo) -> None:

@@ -295,7 +295,10 @@ class PlainTextRowMaker(TokenRowMaker):
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
         self._prompts: Mapping[str, str] = settings.get("prompts", {})
+        self._free_prompt: bool = settings.get("free_prompt", False)
         super().__init__(settings, folder)
+        for prompt in self._prompts.values():
+            self._check_prompt(prompt)
 
     def configure(self) -> None:
         super().configure()
@@ -307,13 +310,32 @@ class PlainTextRowMaker(TokenRowMaker):
 
     def inputs(self, request: RowInputs) -> list[Input]:
         texts: list[str] = request.columns["text"]
-        prompt = self._prompts.get(request.parameters.get("prompt_name", ""), "")
+        chosen = request.parameters.get("prompt", "")
+        prompt = self._prompts.get(chosen, chosen if self._free_prompt else "")
+        if self._free_prompt:
+            self._check_prompt(prompt)
         if prompt:
             texts = [prompt + text for text in texts]
         if len(self.fields) == 1:
             return list(texts)
         check_filled(request, self.fields)
         return list(zip(texts, request.columns["text_pair"], strict=True))
+
+    def _check_prompt(self, prompt: str) -> None:
+        """Raise a `RequestError` if a prompt leaves no space for a text."""
+        limit: int = self.settings["max_text_bytes"]
+        size = len(prompt.encode())
+        if size > limit:
+            raise RequestError(
+                "prompt", f"must have at most {limit} bytes", f"{size} bytes", "Shorten it"
+            )
+        if prompt and len(self.tokenizer.encode(prompt).ids) >= self.max_length:
+            raise RequestError(
+                "prompt",
+                f"must leave space for the text within {self.max_length} tokens",
+                f"{prompt!r:.80}",
+                "Shorten it",
+            )
 
 
 class MaskRowMaker(TokenRowMaker):

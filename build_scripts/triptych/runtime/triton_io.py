@@ -110,6 +110,7 @@ FORMER_NAMES = {
     "impossible_answer": "handle_impossible_answer",
     "labels": "candidate_labels",
     "max_answer_tokens": "max_answer_len",
+    "prompt_name": "prompt",
 }
 """Former name of a parameter, still accepted, to its name in the pipelines of transformers."""
 OF_CARRIERS = frozenset(

@@ -89,6 +89,7 @@ class ModelInfo:
         head: Modules after pooling, in order.
         prompts: Text put before each input by name of the prompt.
         default_prompt: Name of the prompt for requests that name none; None for no prompt.
+        free_prompt: Whether a request may send the text of a prompt instead of a name.
         labels: Label of each output of a classifying head, by index.
         activation: Function from logits to scores, as transformers' pipelines choose it.
         relevance: Function from the one logit of a cross-encoder to its score, as
@@ -113,6 +114,7 @@ class ModelInfo:
     head: tuple[Dense | Normalize | Truncate, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    free_prompt: bool = False
     labels: tuple[str, ...] = ()
     activation: Activation = "softmax"
     relevance: Activation = "sigmoid"
@@ -129,7 +131,7 @@ class ModelInfo:
     @property
     def of_core(self) -> dict[str, Any]:
         """Fields that affect the core, as plain data, without prompts and estimates of cost."""
-        aside = ("prompts", "default_prompt", "layers", "heads", "intermediate_size")
+        aside = {"prompts", "default_prompt", "free_prompt", "layers", "heads", "intermediate_size"}
         return {key: value for key, value in asdict(self).items() if key not in aside}
 
     @property

@@ -313,6 +313,14 @@ def read_model_info(
         sentence = read_json(folder / "config_sentence_transformers.json", default={})
         transformer = read_transformer_settings(folder)
     pooling, head = read_modules(folder, config, sentence)
+    prompts, default_prompt = sentence.get("prompts") or {}, sentence.get("default_prompt_name")
+    if default_prompt is not None and default_prompt not in prompts:
+        raise UserError(
+            "default_prompt_name in config_sentence_transformers.json",
+            "must be the name of a prompt",
+            given=default_prompt,
+            remedy=f"Use one of: {', '.join(prompts) or 'none, so remove it'}",
+        )
     labels = read_labels(config)
     image = _image_info(folder) if for_images else None
     texts = _TextInfo() if image and not _has_vocabulary(folder) else _read_texts(folder, config)
@@ -331,8 +339,8 @@ def read_model_info(
         lowercase=transformer.lowercase and not texts.lowercase,
         pooling=pooling,
         head=head,
-        prompts=sentence.get("prompts") or {},
-        default_prompt=sentence.get("default_prompt_name"),
+        prompts=prompts,
+        default_prompt=default_prompt,
         labels=labels,
         activation=read_activation(config, len(labels)),
         relevance=read_relevance(config, sentence, len(labels)),

@@ -9,7 +9,7 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -39,6 +39,9 @@ _REMEDIES = {
 _UNION_BRANCH = re.compile(r"(bool|int|float|str|list|dict|literal|function-.*)(\[.*\])?")
 """Last part of pydantic's location of an error, where a field may have several types."""
 
+_MAPPING_BRANCH = re.compile(r"dict\[.*\]")
+"""Part of pydantic's location before a key, where a field may also have another type."""
+
 RESERVED = ("name", "folder", "tuned")
 """Fields that no file sets."""
 Spec = TypeVar("Spec", bound=BaseModel)
@@ -51,6 +54,8 @@ class PipelineSpec(BaseModel):
         folder: Folder of the pipeline; not part of a build manifest.
         tuned: Fields whose values come from ``tuned.yaml``.
         parameters: Default request parameters, in place of the task's defaults.
+        prompts: Texts put before each input, by name, in addition to the model's; ``any`` if a
+            request may send the text itself.
         custom: Declaration of the task if `task` is ``custom``.
         pairs: Whether rows of text-classification are pairs of `text` and `text_pair`.
     """
@@ -63,6 +68,7 @@ class PipelineSpec(BaseModel):
     task: str
     model: ModelSource
     parameters: dict[str, bool | int | float | str | list[str]] = {}
+    prompts: dict[str, str] | Literal["any"] = {}
     custom: Custom | None = None
     pairs: bool = False
     tokenizer: Tokenizer = Tokenizer()
@@ -283,9 +289,13 @@ def _problems(model: type[BaseModel], error: ValidationError) -> list[UserError]
     """Return one error for each wrong field: unknown fields first, missing fields last."""
     by_field: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        parts = [str(part) for part in detail["loc"]]
-        branch = len(parts) > 1 and _UNION_BRANCH.fullmatch(parts[-1])
-        by_field.setdefault(".".join(parts[:-1] if branch else parts), []).append(detail)
+        first, *rest = map(str, detail["loc"])
+        parts = [first, *(part for part in rest[:-1] if not _MAPPING_BRANCH.fullmatch(part))]
+        parts += [part for part in rest[-1:] if not _UNION_BRANCH.fullmatch(part)]
+        by_field.setdefault(".".join(parts), []).append(detail)
+    for field in [*by_field]:  # of the types of a field, the one whose entry is wrong was meant
+        if any(other.startswith(f"{field}.") for other in by_field):
+            del by_field[field]
     order = {"extra_forbidden": 0, "missing": 2}
     fields = sorted(by_field.items(), key=lambda item: order.get(item[1][0]["type"], 1))
     return [_problem(model, field, details) for field, details in fields]

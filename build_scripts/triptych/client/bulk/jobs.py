@@ -64,6 +64,9 @@ _MAX_TEXT_REQUESTS = 32
 """Number of text requests in flight: the default batch size. Others wait, as for a full queue."""
 _TEXT_CHUNK_ROWS = 64
 _TEXT_TIMEOUT_S = 600.0
+_PROMPT = "prompt"
+"""Option of the pipeline that a column of the file may give."""
+
 _PROMPTS, _MESSAGES, _SAMPLING = ("text_input", "text"), "messages", "sampling_parameters"
 _TEXT_COLUMNS = (
     AnswerColumn("text_output", "text_output"),
@@ -244,9 +247,13 @@ class TensorSender:
         errors: list[str | None] = [chunk.faults.get(row) for row in range(chunk.count)]
         rows = await asyncio.to_thread(self._read, chunk, errors)
         groups: dict[str, list[int]] = {}
+        has_prompts = _PROMPT in chunk.columns and _PROMPT not in self.config.inputs
         for row in range(chunk.count):
             if errors[row] is None:
-                own = chunk.parameters[row] if chunk.parameters else {}
+                own = dict(chunk.parameters[row]) if chunk.parameters else {}
+                prompt = chunk.columns[_PROMPT][row] if has_prompts else None
+                if prompt:
+                    own[_PROMPT] = prompt
                 try:
                     groups.setdefault(self._key(own), []).append(row)
                 except ValueError as error:
@@ -273,7 +280,8 @@ class TensorSender:
             try:
                 if errors[row] is None:
                     for name, column in chunk.columns.items():
-                        own[name] = self._value(name, column[row])
+                        if name in self.config.inputs:
+                            own[name] = self._value(name, column[row])
             except ValueError as error:
                 errors[row] = str(error)
             rows.append(own)
@@ -365,14 +373,18 @@ class TensorJob:
         self._parameters = parse_parameters(options.pairs)
         self._lock = BatchLock()
         self.inputs = list(self._columns.values())
+        if _PROMPT in config.options:
+            self.inputs.append(_PROMPT)
         self.outputs = [
             AnswerColumn(name, name, dtype, dims) for name, (dtype, dims) in config.outputs.items()
         ]
         self.batch_sizes = BatchSizeTuner(config.max_batch_size)
         self.chunk_rows = _CHUNK_BATCHES * config.max_batch_size
 
-    def wanted(self, _scan: Scan) -> dict[str, str]:
-        """Return the column by input that is read of a row."""
+    def wanted(self, scan: Scan) -> dict[str, str]:
+        """Return the column by input that is read of a row; `prompt` if the file has one."""
+        if _PROMPT in self._config.options and _PROMPT in scan.names:
+            return {**self._columns, _PROMPT: _PROMPT}
         return self._columns
 
     async def open_sender(self, size: int, stack: AsyncExitStack) -> TensorSender:

@@ -195,7 +195,8 @@ def check_tokens(inputs: PipelineInputs) -> None:
     model = load_as_user(inputs.model_folder, pairs=pairs)
     model.max_seq_length = plan.max_length
     for request in inputs.requests:
-        prompt = plan.info.prompts.get(request.parameters.get("prompt_name", ""), "")
+        chosen = request.parameters.get("prompt", "")
+        prompt = plan.info.prompts.get(chosen, chosen if plan.info.free_prompt else "")
         text, *second = map(str, request.inputs.values())
         given = (prompt + text, *second) if second else prompt + text
         wanted = tuple(model.preprocess([given])["input_ids"][0].tolist())

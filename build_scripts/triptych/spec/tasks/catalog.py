@@ -56,9 +56,9 @@ def _text_embedding_parameters(info: ModelInfo) -> Mapping[str, Rule]:
         "dimensions": Rule("int", min=1, max=info.embedding_size),
         "encoding": Rule("str", default="float", choices=("float", "int8", "binary")),
     }
-    if info.prompts:
-        names = tuple(sorted(info.prompts))
-        rules["prompt_name"] = Rule("str", default=info.default_prompt, choices=names)
+    if info.prompts or info.free_prompt:
+        names = () if info.free_prompt else tuple(sorted(info.prompts))
+        rules["prompt"] = Rule("str", default=info.default_prompt, choices=names)
     return rules
 
 
@@ -79,7 +79,10 @@ TEXT_EMBEDDING = Task(
     labeled=SIMILARITY_CORRELATION,
     parameters=_text_embedding_parameters,
     view=View("vectors"),
-    settings=lambda info: {"prompts": dict(info.prompts)},
+    settings=lambda info: {
+        "prompts": dict(info.prompts),
+        **({"free_prompt": True} if info.free_prompt else {}),
+    },
 )
 
 
