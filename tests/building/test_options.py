@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -270,6 +271,34 @@ def over_triptych(server: Server) -> NDArray[Any]:
     return found
 
 
+MLSERVER = (
+    b'{"inputs":[{"name":"text","shape":[1,1],"datatype":"BYTES","parameters":{"content_type":"str"},'
+    b'"data":["client"]},{"name":"top_k","shape":[1,1],"datatype":"INT32","parameters":'
+    b'{"content_type":"np"},"data":[2]}]}',
+    b'{"parameters":{"content_type":"str","top_k":2},"inputs":[{"name":"text","shape":[1,1],'
+    b'"datatype":"BYTES","parameters":{"content_type":"str"},"data":["client"]}]}',
+)
+"""Request bodies with `top_k` as input and as parameter, as mlserver 1.7.1 writes them."""
+KSERVE = (
+    b'{"id":"1","model_name":"topics","inputs":[{"name":"text","shape":[1,1],"datatype":"BYTES",'
+    b'"parameters":{"binary_data_size":10}},{"name":"top_k","shape":[1,1],"datatype":"INT32",'
+    b'"parameters":{"binary_data_size":4}}]}\x06\x00\x00\x00client\x02\x00\x00\x00',
+    b'{"id":"1","model_name":"topics","inputs":[{"name":"text","shape":[1,1],"datatype":"BYTES",'
+    b'"data":["client"]}],"parameters":{"top_k":2}}',
+)
+"""Those of `InferRequest.to_rest` of kserve 0.21.0; the first has binary data after 215 bytes."""
+LITELLM = b'{"inputs":[{"name":"input_text","shape":[1],"datatype":"BYTES","data":["client"]}]}'
+"""Request body of `litellm.embedding(model="triton/...")`, litellm 1.110.2."""
+
+
+def post(server: Server, body: bytes, json_bytes: int | None = None) -> NDArray[Any]:
+    headers = {} if json_bytes is None else {"Inference-Header-Content-Length": str(json_bytes)}
+    url = f"http://{server.http_url}/v2/models/topics/infer"
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as response:
+        (found,) = [o for o in json.load(response)["outputs"] if o["name"] == "label"]
+    return np.array([[label.encode() for label in found["data"]]], object)
+
+
 CLIENTS: dict[str, Callable[[Server], NDArray[Any]]] = {
     "`triptych.client`, `triptych infer`": over_triptych,
     "`tritonclient.grpc`": over_grpc,
@@ -277,7 +306,47 @@ CLIENTS: dict[str, Callable[[Server], NDArray[Any]]] = {
     "JSON over HTTP (`curl`)": over_json,
     "`tritonclient` with shared memory": over_shared_memory,
     "`pytriton.client`": over_pytriton,
+    "MLServer, Seldon (`mlserver.types`)": lambda server: post(server, MLSERVER[0]),
+    "KServe (`kserve.InferRequest`)": lambda server: post(server, KSERVE[0], 215),
 }
+
+
+def grpc_with_parameter(server: Server) -> None:
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        client.infer("topics", [text("parameter")], parameters={"top_k": 2})
+
+
+def http_with_parameter(server: Server) -> None:
+    with triton_http.InferenceServerClient(server.http_url) as client:
+        inputs = [text("parameter", module=triton_http)]
+        client.infer("topics", inputs, parameters={"top_k": 2})
+
+
+def pytriton_with_parameter(server: Server) -> None:
+    with ModelClient(f"grpc://{server.grpc_url}", "topics") as client:
+        client.infer_batch(text=np.array([[b"parameter"]]), parameters={"top_k": 2})
+
+
+@pytest.mark.filterwarnings("ignore:tritonclient.grpc doesn't support timeout")
+def test_parameters_of_documented_clients_reach_the_steps(server: Server) -> None:
+    """A pipeline with a response cache refuses them by name."""
+    for send in (grpc_with_parameter, http_with_parameter, pytriton_with_parameter):
+        with pytest.raises(Exception, match="Send it as the input tensor top_k"):
+            send(server)
+    for body in (MLSERVER[1], KSERVE[1]):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(server, body)
+        with refused.value as answer:
+            assert "Send it as the input tensor top_k" in answer.read().decode()
+
+
+def test_a_client_with_an_input_of_its_own_is_refused(server: Server) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(server, LITELLM)
+    with refused.value as answer:
+        assert answer.code == 400
+    documented = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
+    assert "LiteLLM's `triton/` embeddings cannot be used" in documented
 
 
 @pytest.mark.filterwarnings("ignore:tritonclient.grpc doesn't support timeout")
