@@ -152,7 +152,7 @@ def _read_cache(given: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _read_tls(given: Mapping[str, str]) -> GrpcTls | None:
-    """Return the files of TLS; the server itself would end without a word on an unreadable one."""
+    """Return the files of TLS. An unreadable file is an error here, before the server starts."""
     certificate, key, authority = (_pem_file(given, name) for name in _TLS_FILES)
     if certificate is None or key is None:
         lone = next((name for name in _TLS_FILES if name in given), None)

@@ -81,15 +81,15 @@ class _Part(NamedTuple):
     names: frozenset[str]
 
 
-class _Module(NamedTuple):
+class _SourceModule(NamedTuple):
     lines: list[str]
     parts: list[_Part]
 
 
 @cache
-def _read_module(path: Path) -> _Module:
+def _read_module(path: Path) -> _SourceModule:
     text = path.read_text(encoding="utf-8")
-    return _Module(text.splitlines(), list(_split(ast.parse(text).body, 0)))
+    return _SourceModule(text.splitlines(), list(_split(ast.parse(text).body, 0)))
 
 
 def _split(body: Sequence[ast.stmt], start: int) -> Iterator[_Part]:
@@ -177,7 +177,7 @@ class _Used:
             above, is_apart = node, False
         return "\n".join(copied) + "\n"
 
-    def _module(self, name: str) -> _Module:
+    def _module(self, name: str) -> _SourceModule:
         return _read_module(self._sources.get(name, RUNTIME / f"{name}.py"))
 
     def _is_copied(self, node: ast.stmt, owner: ast.ClassDef) -> bool:

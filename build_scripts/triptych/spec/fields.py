@@ -143,7 +143,7 @@ class SessionOptions(Frozen):
     Attributes:
         inter_threads: Number of operators that run at the same time, if the graph has branches
             (``inter_op_thread_count``). Above 1 the session runs in parallel mode.
-        memory_arena: What happens to memory after a batch: ``shrink`` frees what a large batch
+        memory_arena: Use of memory after a batch: ``shrink`` frees what a large batch
             needed, ``keep`` reuses it for the next one, ``none`` allocates without an arena.
         memory_pattern: Whether memory is planned once for each shape. Saves time only if few
             shapes occur.
@@ -358,9 +358,9 @@ class Serving(Frozen):
         slo: SLO that `bench` and `tune` use unless their options give one.
         sample: Rows that are sampled for monitoring; None for none.
         config: Further settings of Triton by step, see `ConfigTexts`.
-        flow_control: Which requests are rejected under overload. ``triptych``: those that would be
-            answered too late, see `runtime.flow_control`. ``triton``: those that exceed
-            `queue.max_in_flight` in the core's queue, or wait there for longer than
+        flow_control: Choice of the requests that are rejected under overload. ``triptych``: those
+            that would be answered too late, see `runtime.flow_control`. ``triton``: those that
+            exceed `queue.max_in_flight` in the core's queue, or wait there for longer than
             `queue.timeout_ms`, by default `longest_wait_ms`. ``none``: no request.
         response_cache: Whether the server answers a request with the same inputs as an earlier one
             from its cache, without the steps. Options must then be sent as inputs.

@@ -202,7 +202,7 @@ _OTHER_MODULES = {
     "SpladePooling": "a sparse vector over the vocabulary (SPLADE)",
     "StaticEmbedding": "a table of token vectors, without a transformer",
 }
-"""What modules of sentence-transformers that are not served compute."""
+"""Results of the modules of sentence-transformers that are not served."""
 
 
 def read_module_list(folder: Path) -> list[_Module]:

@@ -269,7 +269,7 @@ class Text2TextInputs(GeneratingInputs):
 
     @property
     def other_search(self) -> str:
-        """How the search differs from the one that the model's files ask for; empty if it does not.
+        """Difference of the search from the one that the model's files ask for; empty without one.
 
         The gate's reference searches as CTranslate2 does.
         """

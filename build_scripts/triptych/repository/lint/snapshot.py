@@ -347,7 +347,8 @@ class Model:
         is_ours: Whether Triptych wrote this step, and with it the producer of planned shapes.
         settings: Settings of the newest version of a step of Triptych; empty if there are none that
             can be read.
-        settings_file: Their file, relative to the repository; empty if there is none.
+        settings_file: Path of the settings of a Python step, relative to the repository; empty
+            if there is none.
         settings_problem: Reason why `settings` could not be read.
         sources: Python files of the served versions of a Python model.
         completes_itself: Whether the server completes missing inputs and outputs of the config.
