@@ -28,7 +28,7 @@ from triptych.base.errors import UserError
 from triptych.client import Client
 from triptych.repository.lint.engine import unsupported
 from triptych.runtime.decode_answers import AnswerDecoder
-from triptych.runtime.row_types import OUTSIDE, WORD_START, RowMetadata
+from triptych.runtime.row_metadata import OUTSIDE, WORD_START, RowMetadata
 
 pytestmark = [
     pytest.mark.server,

@@ -25,7 +25,7 @@ from triptych.core.gate.reference import reference_outputs
 from triptych.core.gate.runs import RowOutputs, decode, reference_row_outputs
 from triptych.core.requests import GateRequest, by_request, rows_of
 from triptych.repository.records import GateResult
-from triptych.runtime.row_types import pack_metadata, unpack_metadata
+from triptych.runtime.row_metadata import pack_metadata, unpack_metadata
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import METRICS, metrics_of, thresholds
 from triptych.spec.tasks.compare import read_entities

@@ -21,7 +21,7 @@ from triptych.core.gate.reference import reference_of
 from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_ROWS, probe_texts, split_traffic
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.requests import GateRequest, hash_requests, rows_of
-from triptych.runtime.row_types import unpack_metadata
+from triptych.runtime.row_metadata import unpack_metadata
 from triptych.spec.spec import load_spec
 
 pytestmark = pytest.mark.build

@@ -10,23 +10,17 @@ import pytest
 
 from triptych.building.generation.render import ENGINES
 from triptych.repository.bundle import RUNTIME, Link, bundle
-from triptych.repository.render import SAMPLING
+from triptych.repository.render import step_roots
 from triptych.spec.tasks.catalog import TASKS
 
 RUFF = Path(sys.executable).with_name("ruff")
 STEPS = ("preprocess", "core", "postprocess")
 
 
-def encoder(task: str, *, samples: bool = False) -> dict[str, list[str]]:
-    """Steps of a pipeline to the definitions that they need."""
-    rows, decode = TASKS[task].rows, TASKS[task].decode
-    roots = {
-        f"{task}_preprocess/1": ["preprocess.TritonPythonModel", rows],
-        f"{task}_postprocess/1": ["postprocess.TritonPythonModel", decode],
-    }
-    for root, own in zip(SAMPLING.values(), roots.values(), strict=True):
-        own += [root] * samples
-    return roots
+def encoder(task: str, *parts: str) -> dict[str, list[str]]:
+    """Version folders of a pipeline to the definitions that they need."""
+    roots = step_roots(TASKS[task], parts)
+    return {f"{task}_{step}/1": own for step, own in roots.items()}
 
 
 def write(folder: Path, files: dict[str, bytes | Link]) -> None:
@@ -41,7 +35,8 @@ def write(folder: Path, files: dict[str, bytes | Link]) -> None:
 def test_no_file_lacks_or_has_a_name_that_it_uses(tmp_path: Path) -> None:
     for task in TASKS:
         write(tmp_path, bundle(encoder(task)))
-    write(tmp_path / "sampled", bundle(encoder("text-embedding", samples=True)))
+    for part in ("hooks", "forwarded inputs", "samples", "bucketed layout"):
+        write(tmp_path / part, bundle(encoder("text-embedding", part)))
     for name, engine in ENGINES.items():
         roots = {f"{name}_{step}/1": [f"generation_{step}.TritonPythonModel"] for step in STEPS}
         roots[f"{name}_core/1"].append("engine.Engine")
@@ -68,7 +63,7 @@ def test_a_file_has_what_its_pipeline_uses_and_no_more(tmp_path: Path) -> None:
     rows = texts["text-embedding_preprocess/1/rows_text.py"]
     assert "class PlainTextRowMaker" in rows
     assert "class MaskRowMaker" not in rows
-    counts = texts["text-embedding_preprocess/1/in_flight.py"]
+    counts = texts["text-embedding_preprocess/1/flow_control.py"]
     assert "def admit(" in counts
     assert "def of_server(" not in counts  # a method that only the server's process calls
     for path, text in texts.items():

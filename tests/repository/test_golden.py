@@ -1,13 +1,15 @@
-"""The bytes of built repositories do not change by accident: every file's hash is on record.
+"""Built repositories do not change by accident: one for each layout and some tasks is on record.
 
-After an intended change, ``pytest tests/repository/test_golden.py --rewrite`` writes
-`data/golden.json` again. The diff shows which files of which kind of pipeline changed.
+`data/golden` has the configs and settings of each as a tree, the list of its files and links, and
+the hashes of binary files. After an intended change, ``pytest tests/repository/test_golden.py
+--rewrite`` writes it again, and the diff shows what changed for which kind of pipeline.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from conftest import ROOT, build_into, traffic_texts, write_pipeline
 
 pytestmark = pytest.mark.build
 
-GOLDEN = ROOT / "tests/data/golden.json"
+GOLDEN = ROOT / "tests/data/golden"
+FILES, HASHES = "files.txt", "hashes.json"
 CORES: dict[str, dict[str, Any]] = {
     "minilm_packed": {"layout": "packed"},
     "minilm_bucketed": {"layout": "bucketed"},
@@ -33,12 +36,8 @@ TASKS = {
 }
 
 
-def hashes(folder: Path, minilm: Path) -> dict[str, str]:
-    """SHA-256 in hex of each file but locks, cards and runtime code, by path in the repository.
-
-    Locks hold dates and measured figures, cards the latter; a test of `render` compares runtime
-    code with its source.
-    """
+def build_all(folder: Path, minilm: Path) -> Path:
+    """The repository with all pipelines."""
     for name, core in CORES.items():
         build_into(write_pipeline(folder / "pipelines" / name, core=core), folder / "repository")
     tiny = task_models.text_classifier(folder / "models/tiny", minilm, traffic_texts())
@@ -51,21 +50,40 @@ def hashes(folder: Path, minilm: Path) -> dict[str, str]:
         name = task.replace("-", "_")
         made = write_pipeline(folder / "pipelines" / name, task=task, model={"source": str(model)})
         build_into(made, folder / "repository")
-    files = sorted(path for path in (folder / "repository").rglob("*") if path.is_file())
-    return {
-        path.relative_to(folder / "repository").as_posix(): hashlib.sha256(
-            path.read_bytes()
-        ).hexdigest()
-        for path in files
-        if path.suffix != ".py" and path.name not in ("triptych.lock.json", "README.md")
-    }
+    return folder / "repository"
+
+
+def describe(repository: Path) -> dict[str, str]:
+    """The content of `data/golden` for a repository, by path.
+
+    Build manifests and cards have dates and measured values. Python code is compared with its
+    source by `test_bundle.py`.
+    """
+    described, hashes, names = {}, {}, []
+    for path in sorted(repository.rglob("*")):
+        if path.is_dir():
+            continue
+        name = path.relative_to(repository).as_posix()
+        names.append(f"{name} -> {path.readlink()}" if path.is_symlink() else name)
+        if path.suffix == ".pbtxt" or path.name == "settings.json":
+            described[name] = path.read_text(encoding="utf-8")
+        elif path.suffix != ".py" and path.name not in ("triptych.lock.json", "README.md"):
+            hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    described[FILES] = "\n".join(names) + "\n"
+    described[HASHES] = json.dumps(hashes, indent=1) + "\n"
+    return described
 
 
 def test_repositories_are_as_on_record(tmp_path: Path, minilm_folder: Path, rewrite: bool) -> None:
-    found = hashes(tmp_path, minilm_folder)
+    found = describe(build_all(tmp_path, minilm_folder))
     if rewrite:
-        text = json.dumps(found, indent=1, sort_keys=True) + "\n"
-        GOLDEN.write_text(text, encoding="utf-8")
-    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    changed = {path for path in {*golden, *found} if golden.get(path) != found.get(path)}
-    assert not changed
+        shutil.rmtree(GOLDEN, ignore_errors=True)
+        for name, text in found.items():
+            (GOLDEN / name).parent.mkdir(parents=True, exist_ok=True)
+            (GOLDEN / name).write_text(text, encoding="utf-8")
+    golden = {
+        path.relative_to(GOLDEN).as_posix(): path.read_text(encoding="utf-8")
+        for path in GOLDEN.rglob("*")
+        if path.is_file()
+    }
+    assert found == golden

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, processors
 from small_tokenizers import byte_level, unigram
 from triptych.runtime.decode_entities import EntityDecoder
 from triptych.runtime.request_errors import RequestError
-from triptych.runtime.row_types import OUTSIDE, WORD_INSIDE, WORD_START, RowMetadata
+from triptych.runtime.row_metadata import OUTSIDE, WORD_INSIDE, WORD_START, RowMetadata
 from triptych.runtime.rows_spans import make_kinds
 
 pytestmark = pytest.mark.build

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from conftest import ROOT
 from small_tokenizers import byte_level, unigram
 from triptych.runtime.decode_answers import CANDIDATES, AnswerDecoder, _best_spans
-from triptych.runtime.row_types import OUTSIDE, WORD_START, Arrays, RowMetadata
+from triptych.runtime.row_metadata import OUTSIDE, WORD_START, RowMetadata
+from triptych.runtime.row_types import Arrays
 from triptych.runtime.rows_spans import word_offsets
 
 FIXTURE = json.loads((ROOT / "tests/data/question_answering.json").read_text(encoding="utf-8"))

@@ -19,7 +19,6 @@ import pytest
 
 from client_toy import wait_until
 from triptych.repository.bundle import bundle
-from triptych.runtime.hooking import RowForm
 from triptych.runtime.row_types import add_payload, read_payload
 from triptych.runtime.sampling import (
     FOLDER_VARIABLE,
@@ -170,8 +169,8 @@ def test_what_a_hanging_redact_costs_is_told_at_once(
     limits = {"max_rows": 10**6, "max_bytes": 10**9, "retention_hours": 1, "window_s": 0.01}
     own = {**limits, "redact": "hooks.redact"}
     settings = {"pipeline": "p", "sample": own, "sample_inputs": {"text": "text"}}
-    form = RowForm([{"name": "label", "dtype": "BYTES", "dims": [1], "json": False}])
-    writer = writing.SampleWriter(settings, step, form)
+    label = {"name": "label", "dtype": "BYTES", "dims": [1], "json": False}
+    writer = writing.SampleWriter({**settings, "outputs": [label]}, step)
     counts = FakeMetricFamily.counts
     sample = RowSampler(1.0).draw({"text": ["a"]}, "{}")
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from triptych.repository.render import batch_tokens
-from triptych.runtime.row_types import CoreRows, choose_padded_lengths, widen_rows
+from triptych.runtime.bucketing import choose_padded_lengths, widen_rows
+from triptych.runtime.row_types import CoreRows
 
 
 def request(width: int, rows: int = 1) -> CoreRows:

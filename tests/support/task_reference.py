@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from triptych.runtime.decode_answers import AnswerDecoder
-from triptych.runtime.row_types import OUTSIDE, WORD_START, RowMetadata
+from triptych.runtime.row_metadata import OUTSIDE, WORD_START, RowMetadata
 from triptych.runtime.rows_spans import word_offsets
 
 WINDOW, STRIDE = 384, 128

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from triptych.repository.manifest import SAMPLES_FILE
 from triptych.repository.python_env import ENV_FILE, ENV_PARAMETER, ENV_PATH
 from triptych.runtime.triton_io import SETTINGS_FILE
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.task import CLASS_SCORES, LABELS_FILE
+from triptych.spec.tasks.task import CLASS_SCORES, LABELS_FILE, Task
 
 BATCH_TOKENS = {"cpu": 0, "gpu": 512}
 """Fixed cost of a batch of the core, as a number of tokens in another batch. It is almost nothing
@@ -37,10 +37,22 @@ BATCH_TOKENS_HIDDEN = 768
 """Hidden size that `BATCH_TOKENS` was measured with (BERT-base). The cost of a batch depends on the
 number of layers, the cost of a token also on more than the width. In narrower models a batch costs
 as much as more tokens (MiniLM with 384, by the rates of sbert.net: 1,460)."""
-SAMPLING = {"preprocess": "sampling.RowSampler", "postprocess": "sample_writer.SampleWriter"}
-"""Further classes that the steps need if rows are sampled."""
-FLOW_CONTROL = {"preprocess": "flow_control.FlowControl", "postprocess": "flow_control.InFlight"}
-"""Further classes that the steps need with `flow_control: triptych`."""
+PARTS: Mapping[str, Mapping[str, str]] = {
+    "hooks": {"preprocess": "hooking.find_before", "postprocess": "hooking.find_after"},
+    "forwarded inputs": {"preprocess": "hooking.make_forwarded"},
+    "flow control": {
+        "preprocess": "flow_control.FlowControl",
+        "postprocess": "flow_control.InFlight",
+    },
+    "samples": {
+        "preprocess": "sampling.RowSampler",
+        "postprocess": "sample_writer.SampleWriter",
+    },
+    "bucketed layout": {"preprocess": "bucketing.order_by_length"},
+    "pairs": {"preprocess": "rows_pairs.PairEncoder"},
+    "row metadata": {"postprocess": "row_metadata.unpack_metadata"},
+}
+"""Definitions of the runtime that a step imports by name where its pipeline uses them."""
 Content = bytes | Path | Link
 """Content of a file: its bytes, the file to copy, or a link to another file of the repository."""
 
@@ -141,18 +153,36 @@ def render(
     return files
 
 
+def step_roots(task: Task, parts: Iterable[str]) -> dict[str, list[str]]:
+    """Return the definitions of the runtime that each Python step needs, for `bundle`.
+
+    Args:
+        task: Task of the pipeline.
+        parts: Parts of the runtime that it uses, of `PARTS`.
+    """
+    roots = {
+        "preprocess": ["preprocess.TritonPythonModel", task.rows],
+        "postprocess": ["postprocess.TritonPythonModel", task.decode],
+    }
+    of_task = [("pairs", task.pairs), ("row metadata", task.has_row_metadata)]
+    for name in [*parts, *(name for name, is_used in of_task if is_used)]:
+        for step, root in PARTS[name].items():
+            roots[step].append(root)
+    return roots
+
+
 def _python_files(
     plan: Plan, tokenizer_file: Path | None, hooks: bytes | None
 ) -> dict[str, Content]:
     """Return the code of the Python steps and the files beside it that they read."""
-    roots = {
-        "preprocess": ["preprocess.TritonPythonModel", plan.task.rows],
-        "postprocess": ["postprocess.TritonPythonModel", plan.task.decode],
+    parts = {
+        "hooks": hooks is not None,
+        "forwarded inputs": plan.gives_inputs,
+        "flow control": plan.spec.serving.flow_control == "triptych",
+        "samples": plan.spec.serving.sample is not None,
+        "bucketed layout": plan.layout == "bucketed",
     }
-    for step, root in FLOW_CONTROL.items() if plan.spec.serving.flow_control == "triptych" else ():
-        roots[step].append(root)
-    for step, root in SAMPLING.items() if plan.spec.serving.sample is not None else ():
-        roots[step].append(root)
+    roots = step_roots(plan.task, [name for name, is_used in parts.items() if is_used])
     files: dict[str, Content] = {
         **bundle({f"{plan.step(step)}/1": own for step, own in roots.items()})
     }

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .row_types import OUTSIDE, Arrays, Metadata, Parameters, RowMetadata
+from .row_metadata import OUTSIDE, Metadata, RowMetadata
+from .row_types import Arrays, Parameters
 
 CANDIDATES = 12
 """Number of spans examined per window, as in transformers for one answer."""

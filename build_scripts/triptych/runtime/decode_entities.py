@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .request_errors import RequestError
-from .row_types import OUTSIDE, WORD_START, Arrays, Metadata, Parameters
+from .row_metadata import OUTSIDE, WORD_START, Metadata
+from .row_types import Arrays, Parameters
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 _SCORE_DECIMALS = 7

@@ -24,6 +24,8 @@ REDACT = "redact"
 
 Row = dict[str, Any]
 Hook = Callable[..., list[Row]]
+Outputs = Mapping[str, NDArray[Any]]
+After = Callable[[Outputs, Callable[[str], list[bytes]]], Outputs]
 NUMPY_TYPES: dict[str, type[np.generic]] = {
     "FP32": np.float32,
     "INT8": np.int8,
@@ -205,3 +207,86 @@ def _encoded(item: Any, *, as_json: bool) -> bytes:
         raise TypeError(f"elements must be str, not {type(item).__name__} {item!r:.40}")
     text = json.dumps(item, ensure_ascii=False, allow_nan=False) if as_json else item
     return str(text).encode("utf-8")
+
+
+FORWARDED_PREFIX = "forwarded_"
+"""Prefix of the tensors with forwarded inputs between preprocess and postprocess."""
+
+
+def make_forwarded(columns: Mapping[str, Sequence[Any]], count: int) -> dict[str, NDArray[Any]]:
+    """Return the inputs as BYTES ``[count, 1]`` each: the request's rows, then empty values."""
+    tensors = {}
+    for name, values in columns.items():
+        tensor = np.full((count, 1), b"", dtype=np.object_)
+        for row, value in enumerate(values):
+            tensor[row, 0] = value.encode() if isinstance(value, str) else value
+        tensors[FORWARDED_PREFIX + name] = tensor
+    return tensors
+
+
+def read_forwarded(
+    columns: Mapping[str, Sequence[bytes]], contents: Mapping[str, str], count: int
+) -> list[dict[str, Any]]:
+    """Return the request's rows of forwarded inputs: bytes for images, else str.
+
+    Args:
+        columns: One value per model row for each input.
+        contents: ``text`` or ``image`` for each input.
+        count: Number of rows of the request.
+    """
+    return [
+        {
+            name: columns[name][row] if content == "image" else columns[name][row].decode()
+            for name, content in contents.items()
+        }
+        for row in range(count)
+    ]
+
+
+Columns = dict[str, list[Any]]
+"""Values of each input, one per row."""
+
+
+def find_before(
+    folder: Path, fields: Sequence[str], encoded: Sequence[str]
+) -> Callable[[Columns], Columns] | None:
+    """Return a function that applies `before` to the inputs of a request; None without the hook.
+
+    Args:
+        folder: Version folder of the step.
+        fields: Names of the inputs.
+        encoded: Names of the inputs that are bytes.
+    """
+    hook = find_hook(folder, "before")
+    if hook is None:
+        return None
+
+    def apply(columns: Columns) -> Columns:
+        rows = [
+            dict(zip(columns, values, strict=True))
+            for values in zip(*columns.values(), strict=True)
+        ]
+        rows = call_before(hook, rows, fields, encoded=encoded)
+        return {field: [row[field] for row in rows] for field in fields}
+
+    return apply
+
+
+def find_after(folder: Path, settings: Mapping[str, Any]) -> After | None:
+    """Return a function that applies `after` to the outputs of a request; None without the hook.
+
+    Its arguments are the outputs, and a function that returns the values of a forwarded input.
+    """
+    hook = find_hook(folder, "after")
+    if hook is None:
+        return None
+    form, forwarded = RowForm(settings["outputs"]), settings.get("forwarded_inputs")
+
+    def apply(outputs: Outputs, read: Callable[[str], list[bytes]]) -> Outputs:
+        rows, inputs = form.rows(outputs), None
+        if forwarded is not None:
+            columns = {name: read(FORWARDED_PREFIX + name) for name in forwarded}
+            inputs = read_forwarded(columns, forwarded, len(rows))
+        return form.tensors(call_hook("after", hook, rows, form.names, inputs))
+
+    return apply

@@ -5,25 +5,16 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from .hooking import Row, RowForm, call_hook, find_hook
 from .request_errors import RequestError
-from .row_types import (
-    FORWARDED_PREFIX,
-    TICKET_NUMBERS,
-    find_class,
-    read_forwarded,
-    read_payload,
-    unpack_metadata,
-    unpack_rows,
-)
+from .row_types import TICKET_NUMBERS, find_class, read_payload, unpack_rows
 from .triton_io import (
-    Inputs,
     check_parameters,
     error_response,
     make_private,
@@ -47,12 +38,16 @@ class TritonPythonModel:
         self._core_outputs = settings["core_outputs"]
         self._rules = settings["request_parameters"]
         self._defaults = settings["parameters"]
-        self._has_row_metadata = settings["has_row_metadata"]
         self._unpacks = settings["packed_tokens"]
         self._decoder = find_class(settings["decoder"])(settings, folder)
-        self._after = find_hook(folder, "after")
-        self._forwarded = settings.get("forwarded_inputs")
-        self._form = RowForm(settings["outputs"])
+        # A step has only the modules that its pipeline uses.
+        self._after: Any = None
+        if (folder / "hooks.py").is_file():
+            self._after = import_module(".hooking", __package__).find_after(folder, settings)
+        self._unpack_metadata: Any = None
+        if settings["has_row_metadata"]:
+            self._unpack_metadata = import_module(".row_metadata", __package__).unpack_metadata
+        self._names = [each["name"] for each in settings["outputs"]]
         self._optional = {each["name"] for each in settings["outputs"] if each["optional"]}
         self._counts: Any = None
         if settings["flow_control"] == "triptych":  # otherwise the module is not installed
@@ -61,9 +56,9 @@ class TritonPythonModel:
             )
         make_private()
         self._samples: Any = None
-        if "sample" in settings:  # without samples, the module is not installed
+        if "sample" in settings:
             writing = import_module(".sample_writer", __package__)
-            self._samples = writing.SampleWriter(settings, folder, self._form)
+            self._samples = writing.SampleWriter(settings, folder)
 
     def finalize(self) -> None:
         if self._samples is not None:
@@ -90,23 +85,22 @@ class TritonPythonModel:
                 options or request.parameters(), self._rules, self._defaults
             )
             outputs = {name: inputs[name].as_numpy() for name in self._core_outputs}
-            packed = read_bytes(inputs, "row_metadata") if self._has_row_metadata else []
-            metadata = [unpack_metadata(data) for data in packed]
+            metadata: list[Any] = []
+            if self._unpack_metadata is not None:
+                packed = read_bytes(inputs, "row_metadata")
+                metadata = [self._unpack_metadata(data) for data in packed]
             if self._unpacks:
                 lengths = [len(row_metadata.kinds) for row_metadata in metadata]
                 outputs = {name: unpack_rows(value, lengths) for name, value in outputs.items()}
             result = self._decoder.decode(outputs, metadata, parameters)
             if self._after is not None:
-                rows = self._form.rows(result)
-                given = self._read_given(inputs, len(rows))
-                rows = call_hook("after", self._after, rows, self._form.names, given)
-                result = self._form.tensors(rows)
+                result = self._after(result, partial(read_bytes, inputs))
             if self._samples is not None and sample:
                 self._samples.put(sample, result)
             return pb_utils.InferenceResponse(
                 [
                     pb_utils.Tensor(name, result[name])
-                    for name in self._form.names
+                    for name in self._names
                     if result[name].size or name not in self._optional
                 ]
             )
@@ -115,12 +109,6 @@ class TritonPythonModel:
         finally:
             if self._counts and numbers != NO_TICKET:  # a shutdown waits for this
                 self._counts.mark_finished(numbers, came_at)
-
-    def _read_given(self, inputs: Inputs, count: int) -> list[Row] | None:
-        if self._forwarded is None:
-            return None
-        columns = {name: read_bytes(inputs, FORWARDED_PREFIX + name) for name in self._forwarded}
-        return read_forwarded(columns, self._forwarded, count)
 
 
 def _refused(numbers: list[int]) -> RequestError:

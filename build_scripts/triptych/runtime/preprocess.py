@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -13,17 +12,13 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from .counters import RowTokens
-from .hooking import call_before, find_hook
 from .row_types import (
     TICKET_NUMBERS,
     CoreRows,
     RowInputs,
     RowMaker,
     add_payload,
-    choose_padded_lengths,
     find_class,
-    make_forwarded,
-    widen_rows,
 )
 from .triton_io import (
     add_options,
@@ -61,18 +56,29 @@ class TritonPythonModel:
         self._defaults = settings["parameters"]
         self._refuses_parameters = settings["refuses_parameters"]
         self._by_width = settings["layout"] == "bucketed"
-        self._batch_tokens: int = settings["batch_tokens"]
-        self._pad_token_id: int = settings.get("pad_token_id", 0)
         self._has_row_metadata = settings["has_row_metadata"]
         self._maker: RowMaker = find_class(settings["row_maker"])(settings, folder)
-        self._before = find_hook(folder, "before")
-        self._forwards_inputs = "forwarded_inputs" in settings
+        # A step has only the modules that its pipeline uses.
+        self._before: Any = None
+        self._make_forwarded: Any = None
+        if (folder / "hooks.py").is_file():
+            hooking = import_module(".hooking", __package__)
+            self._before = hooking.find_before(folder, self._fields, self._encoded)
+            if "forwarded_inputs" in settings:
+                self._make_forwarded = hooking.make_forwarded
+        self._order: Callable[[dict[int, CoreRows]], list[int]] = list
+        if self._by_width:
+            self._order = partial(
+                import_module(".bucketing", __package__).order_by_length,
+                batch_tokens=settings["batch_tokens"],
+                pad_token_id=settings.get("pad_token_id", 0),
+            )
         self._flow: Any = None
-        if settings["flow_control"] == "triptych":  # otherwise the module is not installed
+        if settings["flow_control"] == "triptych":
             self._flow = import_module(".flow_control", __package__).FlowControl(settings)
         make_private()
         self._sampler: Any = None
-        if "sample" in settings:  # without samples, the module is not installed
+        if "sample" in settings:
             sampling = import_module(".sampling", __package__)
             self._sampler = sampling.RowSampler(settings["sample"]["rate"])
         self._row_tokens = RowTokens(settings)
@@ -102,7 +108,7 @@ class TritonPythonModel:
                 responses[index] = error_response(core_rows)
             else:
                 answered[index] = core_rows
-        order = self._in_order(answered)
+        order = self._order(answered)
         respond = {
             i: partial(self._respond, answered[i], row_inputs[i], *payloads[i], i in counted)
             for i in order
@@ -129,19 +135,6 @@ class TritonPythonModel:
         # Rows of images have no length.
         self._row_tokens.count([each["row_length"] for each in tensors if "row_length" in each])
 
-    def _in_order(self, answered: dict[int, CoreRows]) -> list[int]:
-        """Return the order of requests for the core: by padded length, the most frequent last."""
-        if not self._by_width or not answered:
-            return list(answered)
-        widths = choose_padded_lengths(list(answered.values()), batch_tokens=self._batch_tokens)
-        for (index, core_rows), width in zip(list(answered.items()), widths, strict=True):
-            answered[index] = widen_rows(core_rows, width, self._pad_token_id)
-        most = Counter(widths).most_common(1)[0][0]
-        return sorted(
-            answered,
-            key=lambda index: (answered[index].width == most, answered[index].width),
-        )
-
     def finalize(self) -> None:
         self._row_tokens.flush()
 
@@ -166,12 +159,7 @@ class TritonPythonModel:
         if self._sampler is not None:
             sample = self._sampler.draw(columns, given)
         if self._before is not None:
-            rows = [
-                dict(zip(columns, values, strict=True))
-                for values in zip(*columns.values(), strict=True)
-            ]
-            rows = call_before(self._before, rows, self._fields, encoded=self._encoded)
-            columns = {field: [row[field] for row in rows] for field in self._fields}
+            columns = self._before(columns)
         return RowInputs(columns, parameters), (options, sample)
 
     def _respond(
@@ -182,8 +170,8 @@ class TritonPythonModel:
         if self._has_row_metadata:
             metadata = np.array(core_rows.metadata, dtype=np.object_).reshape(-1, 1)
             tensors.append(pb_utils.Tensor("row_metadata", metadata))
-        if self._forwards_inputs:
-            forwarded = make_forwarded(inputs.columns, count)
+        if self._make_forwarded is not None:
+            forwarded = self._make_forwarded(inputs.columns, count)
             tensors += [pb_utils.Tensor(name, value) for name, value in forwarded.items()]
         ticket = np.zeros((count, TICKET_NUMBERS), np.int64)
         if counted:

@@ -1,13 +1,12 @@
-"""Rows and their metadata between preprocess, the core and postprocess; the packed layout.
+"""Rows between preprocess, the core and postprocess; the packed layout.
 
 A request's rows become rows of the model (`CoreRows`). Metadata of each model row
-(`RowMetadata`) and forwarded inputs go past the core to postprocess.
+(`row_metadata`) and forwarded inputs go past the core to postprocess.
 """
 
 from __future__ import annotations
 
 import struct
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-Metadata = Sequence["RowMetadata"]
+Metadata = Sequence[Any]
+"""`row_metadata.RowMetadata` of each model row; empty if the task has none."""
 
 
 def find_class(name: str) -> Any:
@@ -91,82 +91,10 @@ class TextRowMaker(RowMaker, Protocol):
         ...
 
 
-OUTSIDE, WORD_START, WORD_INSIDE = 0, 1, 2
-"""Kinds of tokens: outside the text (special tokens, the question), first and later of a word."""
-
-_HEADER = struct.Struct("<iii")
-
-
-class RowMetadata(NamedTuple):
-    """Metadata of one model row, used to find its results in the text.
-
-    Attributes:
-        row: Index of the request's row that it belongs to.
-        text: Text of the offsets; empty if an earlier model row of the same row has it.
-        offsets: INT32 ``[tokens, 2]``, start and end character of each token.
-        kinds: UINT8 ``[tokens]``: OUTSIDE, WORD_START or WORD_INSIDE.
-    """
-
-    row: int
-    text: str
-    offsets: NDArray[np.int32]
-    kinds: NDArray[np.uint8]
-
-
 Arrays = Mapping[str, NDArray[Any]]
 """Outputs of the core, ``[model rows, ...]`` each, or of the ensemble, ``[n, ...]`` each."""
 
 Parameters = Mapping[str, Any]
-
-
-def pack_metadata(row_metadata: RowMetadata) -> bytes:
-    text = row_metadata.text.encode("utf-8")
-    header = _HEADER.pack(row_metadata.row, len(row_metadata.kinds), len(text))
-    offsets = np.ascontiguousarray(row_metadata.offsets, dtype="<i4").tobytes()
-    return header + offsets + row_metadata.kinds.astype(np.uint8).tobytes() + text
-
-
-def unpack_metadata(data: bytes) -> RowMetadata:
-    row, tokens, size = _HEADER.unpack_from(data)
-    start = _HEADER.size
-    offsets = np.frombuffer(data, "<i4", 2 * tokens, start).reshape(tokens, 2)
-    kinds = np.frombuffer(data, np.uint8, tokens, start + 8 * tokens)
-    end = start + 9 * tokens
-    return RowMetadata(row, data[end : end + size].decode("utf-8"), offsets, kinds)
-
-
-FORWARDED_PREFIX = "forwarded_"
-"""Prefix of the tensors with forwarded inputs between preprocess and postprocess."""
-
-
-def make_forwarded(columns: Mapping[str, Sequence[Any]], count: int) -> dict[str, NDArray[Any]]:
-    """Return the inputs as BYTES ``[count, 1]`` each: the request's rows, then empty values."""
-    tensors = {}
-    for name, values in columns.items():
-        tensor = np.full((count, 1), b"", dtype=np.object_)
-        for row, value in enumerate(values):
-            tensor[row, 0] = value.encode() if isinstance(value, str) else value
-        tensors[FORWARDED_PREFIX + name] = tensor
-    return tensors
-
-
-def read_forwarded(
-    columns: Mapping[str, Sequence[bytes]], contents: Mapping[str, str], count: int
-) -> list[dict[str, Any]]:
-    """Return the request's rows of forwarded inputs: bytes for images, else str.
-
-    Args:
-        columns: One value per model row for each input.
-        contents: ``text`` or ``image`` for each input.
-        count: Number of rows of the request.
-    """
-    return [
-        {
-            name: columns[name][row] if content == "image" else columns[name][row].decode()
-            for name, content in contents.items()
-        }
-        for row in range(count)
-    ]
 
 
 TICKET_NUMBERS = 4
@@ -203,39 +131,6 @@ def read_payload(ticket: NDArray[np.int64]) -> tuple[str, bytes]:
     options, sample = _SIZES.unpack_from(data)
     start = _SIZES.size + options
     return data[_SIZES.size : start].decode(), data[start : start + sample]
-
-
-def choose_padded_lengths(requests: Sequence[CoreRows], *, batch_tokens: int) -> list[int]:
-    """Return the padded length of each request: its own, or a longer one that saves a batch.
-
-    Args:
-        requests: One or more requests.
-        batch_tokens: Cost of one more batch, in tokens of another batch.
-    """
-    rows: Counter[int] = Counter()
-    for request in requests:
-        rows[request.width] += request.row_count
-    widths = sorted(rows)
-    targets: dict[int, int] = {}
-    joined, count = [], 0
-    for width, wider in zip(widths, [*widths[1:], None], strict=True):
-        joined.append(width)
-        count += rows[width]
-        if wider is None or count * (wider - width) > batch_tokens:
-            targets |= dict.fromkeys(joined, width)
-            joined, count = [], 0
-    return [targets[request.width] for request in requests]
-
-
-def widen_rows(request: CoreRows, width: int, pad_token_id: int) -> CoreRows:
-    """Return the request with rows padded to `width` on the right."""
-    missing = width - request.width
-    if not missing:
-        return request
-    ids = request.tensors["input_ids"]
-    wide = np.full((len(ids), width), pad_token_id, ids.dtype)
-    wide[:, : ids.shape[1]] = ids
-    return request._replace(tensors={**request.tensors, "input_ids": wide}, width=width)
 
 
 MULTIPLE = 16

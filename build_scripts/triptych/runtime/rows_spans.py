@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from .request_errors import RequestError
-from .row_types import OUTSIDE, WORD_INSIDE, WORD_START, Row, RowInputs, RowMetadata, pack_metadata
-from .rows_text import Input, PairForm, TokenRowMaker, check_filled
+from .row_metadata import OUTSIDE, WORD_INSIDE, WORD_START, RowMetadata, pack_metadata
+from .row_types import Row, RowInputs
+from .rows_pairs import PairForm
+from .rows_text import Input, TokenRowMaker, check_filled
 
 
 def make_kinds(
@@ -184,7 +186,7 @@ class WindowRowMaker(TokenRowMaker):
             for index, window in enumerate(windows):
                 row_metadata = _row_metadata(number, pair[1] if index == 0 else "", window)
                 ids = window.ids
-                rows.append(Row(ids, first if self._segments else len(ids), row_metadata))
+                rows.append(Row(ids, first if self.segments else len(ids), row_metadata))
         return rows
 
     def _check_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,15 @@ class TokenRowMaker(ABC):
         self._edges: list[int] = settings["bucket_edges"]
         self._packs: bool = settings.get("layout") == "packed"
         self._spans: bool = settings.get("row_span", False)
-        self._segments: bool = settings["segments"]
+        self.segments: bool = settings["segments"]
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._cut: str = (self.tokenizer.truncation or {}).get("direction", "right")
+        self.cut: str = (self.tokenizer.truncation or {}).get("direction", "right")
         self.tokenizer.no_truncation()
         self.configure()
-        self._pairs = PairForm(self.tokenizer) if settings["pairs"] and not self.offsets else None
+        self._pairs: Any = None
+        if settings["pairs"] and not self.offsets:  # other pipelines do not have the module
+            pairs = import_module(".rows_pairs", __package__)
+            self._pairs = pairs.PairEncoder(self)
         known = settings["vocabulary"]
         unknown = known is not None and self.tokenizer.get_vocab_size() > known
         self._vocabulary: int | None = known if unknown else None
@@ -54,7 +58,7 @@ class TokenRowMaker(ABC):
     def configure(self) -> None:
         if self.truncates:
             self.tokenizer.enable_truncation(
-                self.max_length, stride=self.stride, strategy=self.strategy, direction=self._cut
+                self.max_length, stride=self.stride, strategy=self.strategy, direction=self.cut
             )
 
     @abstractmethod
@@ -98,7 +102,7 @@ class TokenRowMaker(ABC):
         if isinstance(encoding, Row):
             return encoding
         ids = encoding.ids
-        if not self._segments:
+        if not self.segments:
             return Row(ids, len(ids), row_metadata)
         return Row(ids, len(ids) - sum(encoding.type_ids), row_metadata)
 
@@ -158,32 +162,12 @@ class TokenRowMaker(ABC):
 
     def _encode_all(self, inputs: Sequence[Any]) -> list[Any]:
         if self._pairs is not None and not isinstance(inputs[0], str):
-            halves = self._pairs.halves([half for pair in inputs for half in pair])
-            return [self._pair_row(self._pairs, halves[a], halves[b]) for a, b in inputs]
+            rows: list[Any] = self._pairs.encode(inputs)
+            return rows
         tokenizer = self.tokenizer
         encode = tokenizer.encode_batch if self.offsets else tokenizer.encode_batch_fast
         encodings: list[Any] = encode(inputs)
         return encodings
-
-    def _pair_row(self, form: PairForm, first: list[int], second: list[int]) -> Row | RequestError:
-        sizes: tuple[int, int] | None = (len(first), len(second))
-        if self.truncates:
-            sizes = truncated_sizes(
-                len(first), len(second), self.max_length - form.added, self.strategy
-            )
-        if sizes is None:
-            return RequestError(
-                " and ".join(self.fields),
-                f"must leave space for the text within {self.max_length} tokens",
-                f"{len(second)} tokens in addition to the text",
-                "Shorten the second text",
-            )
-        if self._cut == "left":
-            first, second = first[len(first) - sizes[0] :], second[len(second) - sizes[1] :]
-        else:
-            first, second = first[: sizes[0]], second[: sizes[1]]
-        ids, first_segment = form.join(first, second)
-        return Row(ids, first_segment if self._segments else len(ids))
 
     def _tensors(self, rows: Sequence[Row]) -> CoreRows:
         ids = [row.ids for row in rows]
@@ -200,7 +184,7 @@ class TokenRowMaker(ABC):
             if self._edges:
                 width = next(edge for edge in self._edges if edge >= width)
             tensors["input_ids"] = pad_rows(ids, width, self._pad_token_id)
-        if self._segments:
+        if self.segments:
             tensors["first_segment"] = np.array([[r.first_segment] for r in rows], dtype=np.int32)
         width = tensors["input_ids"].shape[1]
         return CoreRows(tensors, [row.metadata for row in rows], width)
@@ -231,63 +215,6 @@ def _attempt(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
     except Exception as error:
         return error
-
-
-class PairForm:
-    """Special tokens that a tokenizer puts around the halves of a pair.
-
-    The tokenizer's own truncation of a pair makes every combination of the parts that it cuts off.
-    With two long halves that is quadratic in time and memory, so pairs are joined here.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Find the special tokens from a pair that the tokenizer encodes."""
-        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
-        self._tokenizer.no_truncation()
-        sample = self._tokenizer.encode("a", "b")
-        first = [i for i, half in enumerate(sample.sequence_ids) if half == 0]
-        second = [i for i, half in enumerate(sample.sequence_ids) if half == 1]
-        self._before = sample.ids[: first[0]]
-        self._between = sample.ids[first[-1] + 1 : second[0]]
-        self._after = sample.ids[second[-1] + 1 :]
-        self.ahead = len(sample.ids) - sum(sample.type_ids) - len(first)
-        """Number of special tokens in the first segment."""
-        self.added = len(sample.ids) - len(first) - len(second)
-        """Number of special tokens of a pair."""
-
-    def halves(self, texts: Sequence[str]) -> dict[str, list[int]]:
-        """Return the token ids of each text, without special tokens; tokenize equal texts once."""
-        unique = list(dict.fromkeys(texts))
-        encodings: list[Any] = self._tokenizer.encode_batch_fast(unique, add_special_tokens=False)
-        return {text: encoding.ids for text, encoding in zip(unique, encodings, strict=True)}
-
-    def join(self, first: Sequence[int], second: Sequence[int]) -> tuple[list[int], int]:
-        """Return the ids of the row and the number of tokens in its first segment."""
-        ids = [*self._before, *first, *self._between, *second, *self._after]
-        return ids, len(first) + self.ahead
-
-
-def truncated_sizes(
-    first: int, second: int, max_tokens: int, strategy: str
-) -> tuple[int, int] | None:
-    """Return how many tokens of each half remain after truncation; None if that is impossible.
-
-    Args:
-        first: Number of tokens in the first half.
-        second: Number of tokens in the second half.
-        max_tokens: Maximum number of tokens without special tokens.
-        strategy: ``longest_first`` or ``only_first``, with the meaning of the tokenizers library.
-    """
-    if first + second <= max_tokens:
-        return first, second
-    if strategy == "only_first":
-        return (max_tokens - second, second) if max_tokens > second else None
-    shorter, longer = sorted((first, second))
-    longer = shorter if shorter > max_tokens else max(shorter, max_tokens - shorter)
-    if shorter + longer > max_tokens:
-        shorter = max_tokens // 2
-        longer = shorter + max_tokens % 2
-    return (shorter, longer) if first <= second else (longer, shorter)
 
 
 class PlainTextRowMaker(TokenRowMaker):

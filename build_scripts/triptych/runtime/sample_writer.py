@@ -89,16 +89,15 @@ class SampleWriter:
         settings: Settings of the step; ``sample`` has rate, max_rows, max_bytes,
             retention_hours, window_s and redact of the pipeline.
         step: Folder ``REPOSITORY/STEP/VERSION``.
-        form: Form of the answers, for `redact`.
     """
 
-    def __init__(self, settings: Mapping[str, Any], step: Path, form: RowForm) -> None:
+    def __init__(self, settings: Mapping[str, Any], step: Path) -> None:
         own = settings["sample"]
         self._pipeline: str = settings["pipeline"]
         self._contents: Mapping[str, str] = settings["sample_inputs"]
         self._max_rows, self._max_bytes = own["max_rows"], own["max_bytes"]
         self._retention_hours, self._window_s = own["retention_hours"], own["window_s"]
-        self._form = form
+        self._form = RowForm(settings["outputs"])
         self._redact: Redact | None = None
         if own["redact"]:
             self._redact = getattr(load_hooks(step), REDACT, None)

@@ -24,7 +24,8 @@ from triptych.base.tensors import (
     ROW_SPAN,
     Tensor,
 )
-from triptych.runtime.row_types import FORWARDED_PREFIX, count_slots
+from triptych.runtime.hooking import FORWARDED_PREFIX
+from triptych.runtime.row_types import count_slots
 from triptych.spec.engine_plan import (
     USUAL_HEAD_SIZE,
     USUAL_WIDENING,

@@ -30,7 +30,8 @@ from triptych.core.requests import (
     rows_of,
 )
 from triptych.repository.config import warm_up_file
-from triptych.runtime.row_types import Arrays, find_class, unpack_metadata
+from triptych.runtime.row_metadata import unpack_metadata
+from triptych.runtime.row_types import Arrays, find_class
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.compare import TIE
 from triptych.spec.tasks.task import Core, Parameters, Task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
-from triptych.runtime.row_types import FORWARDED_PREFIX
+from triptych.runtime.hooking import FORWARDED_PREFIX
 from triptych.spec.fields import Custom
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.tasks.compare import compare_anything

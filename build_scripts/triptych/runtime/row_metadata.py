@@ -1,0 +1,50 @@
+"""Metadata of a model row, which goes past the core to postprocess."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+OUTSIDE, WORD_START, WORD_INSIDE = 0, 1, 2
+"""Kinds of tokens: outside the text (special tokens, the question), first and later of a word."""
+
+_HEADER = struct.Struct("<iii")
+
+
+class RowMetadata(NamedTuple):
+    """Metadata of one model row, used to find its results in the text.
+
+    Attributes:
+        row: Index of the request's row that it belongs to.
+        text: Text of the offsets; empty if an earlier model row of the same row has it.
+        offsets: INT32 ``[tokens, 2]``, start and end character of each token.
+        kinds: UINT8 ``[tokens]``: OUTSIDE, WORD_START or WORD_INSIDE.
+    """
+
+    row: int
+    text: str
+    offsets: NDArray[np.int32]
+    kinds: NDArray[np.uint8]
+
+
+Metadata = Sequence[RowMetadata]
+
+
+def pack_metadata(row_metadata: RowMetadata) -> bytes:
+    text = row_metadata.text.encode("utf-8")
+    header = _HEADER.pack(row_metadata.row, len(row_metadata.kinds), len(text))
+    offsets = np.ascontiguousarray(row_metadata.offsets, dtype="<i4").tobytes()
+    return header + offsets + row_metadata.kinds.astype(np.uint8).tobytes() + text
+
+
+def unpack_metadata(data: bytes) -> RowMetadata:
+    row, tokens, size = _HEADER.unpack_from(data)
+    start = _HEADER.size
+    offsets = np.frombuffer(data, "<i4", 2 * tokens, start).reshape(tokens, 2)
+    kinds = np.frombuffer(data, np.uint8, tokens, start + 8 * tokens)
+    end = start + 9 * tokens
+    return RowMetadata(row, data[end : end + size].decode("utf-8"), offsets, kinds)
