@@ -16,7 +16,7 @@ from failing_models import STOPPED_IN_INITIALIZE, write_model
 from processes import eventually
 from triptych.client import Client, PipelineNotReadyError, ServerUnreachableError
 from triptych.container.supervisor import EXIT_DEAD, STARVED, step_processes
-from triptych.runtime.flow_control import InFlight
+from triptych.runtime.in_flight import InFlight
 from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE
 
 pytestmark = pytest.mark.server

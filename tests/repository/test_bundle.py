@@ -35,7 +35,7 @@ def write(folder: Path, files: dict[str, bytes | Link]) -> None:
 def test_no_file_lacks_or_has_a_name_that_it_uses(tmp_path: Path) -> None:
     for task in TASKS:
         write(tmp_path, bundle(encoder(task)))
-    for part in ("hooks", "forwarded inputs", "samples", "bucketed layout"):
+    for part in ("hooks", "forwarded inputs", "samples", "bucketed layout", "flow control"):
         write(tmp_path / part, bundle(encoder("text-embedding", part)))
     for name, engine in ENGINES.items():
         roots = {f"{name}_{step}/1": [f"generation_{step}.TritonPythonModel"] for step in STEPS}
@@ -58,12 +58,12 @@ def test_no_file_lacks_or_has_a_name_that_it_uses(tmp_path: Path) -> None:
 
 
 def test_a_file_has_what_its_pipeline_uses_and_no_more(tmp_path: Path) -> None:
-    files = bundle(encoder("text-embedding"))
+    files = bundle(encoder("text-embedding", "flow control"))
     texts = {path: c.decode() for path, c in files.items() if isinstance(c, bytes)}
     rows = texts["text-embedding_preprocess/1/rows_text.py"]
     assert "class PlainTextRowMaker" in rows
     assert "class MaskRowMaker" not in rows
-    counts = texts["text-embedding_preprocess/1/flow_control.py"]
+    counts = texts["text-embedding_preprocess/1/in_flight.py"]
     assert "def admit(" in counts
     assert "def of_server(" not in counts  # a method that only the server's process calls
     for path, text in texts.items():

@@ -17,16 +17,14 @@ from unittest.mock import MagicMock
 import pytest
 
 from client_toy import wait_until
-from triptych.runtime import flow_control as module
-from triptych.runtime.flow_control import (
+from triptych.runtime import in_flight as module
+from triptych.runtime.flow_control import MIN_REQUESTS, SHUTDOWN_GRACE_S, Admission
+from triptych.runtime.in_flight import (
     FIRST_PATIENCE_S,
     MIN_PATIENCE_S,
-    MIN_REQUESTS,
     PLACES,
     REORDERED,
-    SHUTDOWN_GRACE_S,
     SILENT_BATCHES,
-    Admission,
     InFlight,
     Ticket,
 )
@@ -382,7 +380,7 @@ def test_what_waited_is_let_in_when_the_server_stops(in_flight: InFlight, clock:
 COUNT = """
 import os, sys
 os.getppid = lambda: int(sys.argv[2])  # as the stubs of one server have one parent
-from triptych.runtime.flow_control import InFlight
+from triptych.runtime.in_flight import InFlight
 in_flight = InFlight(sys.argv[1])
 slot = in_flight.take_slot()
 for _ in range(1000):

@@ -25,7 +25,8 @@ from triptych.client import (
 from triptych.client.errors import status_error, stream_error
 from triptych.container.health import error_code
 from triptych.runtime import request_errors as faults
-from triptych.runtime.flow_control import Admission, InFlight
+from triptych.runtime.flow_control import Admission
+from triptych.runtime.in_flight import InFlight
 
 URL = "127.0.0.1:8001"
 KINDS: dict[str, tuple[type[InferenceError], str]] = {

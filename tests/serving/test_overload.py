@@ -31,7 +31,7 @@ from served_command import endpoints_of, serving
 from triptych.client import Client, InferenceError
 from triptych.client.wire import infer_request
 from triptych.container.supervisor import step_processes
-from triptych.runtime.flow_control import InFlight
+from triptych.runtime.in_flight import InFlight
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server

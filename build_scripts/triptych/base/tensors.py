@@ -51,7 +51,7 @@ ROW_METADATA = Tensor("row_metadata", "BYTES", (1,))
 """Goes past the core from preprocess to postprocess, a row each: see `runtime.row_types`."""
 
 REQUEST_TICKET = Tensor("request_ticket", "INT64", ("numbers",), optional=True)
-"""Goes past the core from preprocess to postprocess: see `runtime.flow_control`, and
+"""Goes past the core from preprocess to postprocess: see `runtime.in_flight`, and
 `runtime.row_types.add_payload` for what follows its first four numbers."""
 
 DIRECT_CALL = Tensor("direct_call", "BOOL", (1,))

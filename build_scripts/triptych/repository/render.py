@@ -42,7 +42,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "forwarded inputs": {"preprocess": "hooking.make_forwarded"},
     "flow control": {
         "preprocess": "flow_control.FlowControl",
-        "postprocess": "flow_control.InFlight",
+        "postprocess": "in_flight.InFlight",
     },
     "samples": {
         "preprocess": "sampling.RowSampler",

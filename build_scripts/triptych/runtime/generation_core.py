@@ -16,7 +16,6 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from .engine import Engine
-from .flow_control import InFlight
 from .generation_messages import (
     CANCELLED,
     MIN_NAME,
@@ -33,6 +32,7 @@ from .generation_messages import (
     Place,
 )
 from .generation_metrics import GenerationMetrics, RequestClock
+from .in_flight import InFlight
 from .request_errors import EngineFailed, Overloaded, RequestError, Stopping
 from .sampling_parameters import FIELD
 from .triton_io import error_response, make_private, read_inputs, read_settings

@@ -51,9 +51,7 @@ class TritonPythonModel:
         self._optional = {each["name"] for each in settings["outputs"] if each["optional"]}
         self._counts: Any = None
         if settings["flow_control"] == "triptych":  # otherwise the module is not installed
-            self._counts = import_module(".flow_control", __package__).InFlight(
-                settings["pipeline"]
-            )
+            self._counts = import_module(".in_flight", __package__).InFlight(settings["pipeline"])
         make_private()
         self._samples: Any = None
         if "sample" in settings:

@@ -98,7 +98,7 @@ Parameters = Mapping[str, Any]
 
 
 TICKET_NUMBERS = 4
-"""Numbers of a `flow_control.Ticket`; all 0 for a request that is not counted."""
+"""Numbers of a `in_flight.Ticket`; all 0 for a request that is not counted."""
 _SIZES = struct.Struct("<2i")
 _WORD = 8
 
