@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -108,11 +111,16 @@ def test_the_right_graph_passes(minilm: Bench, benches: dict[str, Bench]) -> Non
         assert result.passed, result.failures
 
 
-def test_wrong_pooling_is_caught(minilm: Bench, fallen: list[str]) -> None:
+def test_wrong_pooling_is_caught(minilm: Bench, tmp_path: Path, fallen: list[str]) -> None:
     plan = minilm.inputs.plan
-    facts = replace(plan.info, pooling=("cls",))
-    rows = rows_of(minilm.inputs.requests)
-    wrong = reference_outputs(minilm.inputs.model_folder, facts, plan.core, rows)
+    folder = tmp_path / "model"
+    shutil.copytree(minilm.inputs.model_folder, folder, copy_function=os.symlink)
+    pooling = folder / "1_Pooling/config.json"
+    text = pooling.read_text(encoding="utf-8")
+    pooling.unlink()
+    swapped = {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}
+    pooling.write_text(json.dumps({**json.loads(text), **swapped}), encoding="utf-8")
+    wrong = reference_outputs(folder, plan.info, plan.core, rows_of(minilm.inputs.requests))
     result = minilm.check(minilm.recall(wrong))
     note(fallen, "wrong pooling", result)
     assert not result.passed

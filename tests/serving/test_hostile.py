@@ -56,7 +56,9 @@ def models(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> dic
 def write(folder: Path, model: Path, task: str, **fields: Any) -> Path:
     """A pipeline of `model` with three rows of traffic."""
     write_pipeline(folder, task=task, model={"source": str(model)}, **fields)
-    row = {"text": "where is my parcel", "text_pair": "It is on its way to you."}
+    row = {"text": "where is my parcel"}
+    if task == "question-answering":
+        row["text_pair"] = "It is on its way to you."
     (folder / "traffic.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
     return folder
 

@@ -90,7 +90,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("core.session.memory_arena=off", ["memory_arena", "'shrink', 'keep' or 'none'"]),
     ("serving.priority={levels: 1}", ["serving.priority.levels", "greater than or equal to 2"]),
     ("serving.priority={levels: 2, default: 3}", ["default must be at most levels (2)"]),
-    ("core.shared_from=other & serving.priority={levels: 2}", ["set it in other"]),
+    ("core.shared_from=other & serving.priority={levels: 2}", ["Set it in other"]),
     ("model.source=5", ["model.source", "string", "5"]),
     ("name=x", ["name", "folder"]),
     ("core.layout", ["--set", "KEY=VALUE", "core.layout"]),

@@ -89,8 +89,11 @@ class PipelineSpec(BaseModel):
     @model_validator(mode="after")
     def _owns_its_core(self) -> PipelineSpec:
         if self.core.shared_from is not None and self.serving.priority is not None:
-            raise ValueError(
-                f"serving.priority is a setting of the core: set it in {self.core.shared_from}"
+            raise UserError(
+                "serving.priority",
+                "is a setting of the core, which another pipeline has",
+                given=repr(self.serving.priority),
+                remedy=f"Set it in {self.core.shared_from}",
             )
         return self
 
