@@ -263,3 +263,25 @@ def test_pairs_are_classified_as_in_the_pipeline(model: Path, tmp_path: Path) ->
         assert np.abs(scores - wanted).max() <= 1e-5, request.preview
     spec = load_spec(write_pipeline(tmp_path / "embedding", pairs=True))
     check_refused("pairs` is only supported for", read_inputs, spec, quiet)
+
+
+def test_the_reference_reads_token_types_as_the_pipeline_does(model: Path, tmp_path: Path) -> None:
+    """CTRL adds the vector of token 0 to each token of type 0; BERT's tokenizer makes types."""
+    import torch
+    import transformers
+
+    config = transformers.CTRLConfig(
+        vocab_size=30522, n_positions=512, n_embd=32, dff=64, n_layer=1, n_head=2, num_labels=3
+    )
+    torch.manual_seed(3)
+    network = transformers.CTRLForSequenceClassification(config)
+    torch.nn.init.normal_(network.classifier.weight, std=0.4)
+    (model / "config.json").unlink()
+    network.save_pretrained(model)
+    change(model / "tokenizer_config.json", model_max_length=512)
+    inputs = inputs_of(tmp_path / "p", model, "text-classification")
+    classify = transformers.pipeline("text-classification", model=str(model), device="cpu")
+    for request, scores in zip(inputs.requests, found_by(inputs), strict=True):
+        told = classify(request.inputs["text"], top_k=None, truncation=True)
+        wanted = [one["score"] for one in sorted(told, key=lambda one: one["label"])]
+        assert np.abs(scores - wanted).max() <= 1e-5, request.preview

@@ -35,6 +35,9 @@ OVERRIDES = {
     "max_seq_length": "tokenizer.max_length of the pipeline shortens rows before they come here",
 }
 """Differences from a user's call, each with its reason."""
+TYPES = "token_type_ids"
+"""Fed also for a single text if the tokenizer makes them, as pipelines do: some models without
+``type_vocab_size`` add the vector of token 0, or a bias, for tokens of type 0."""
 
 
 def reference_outputs(
@@ -56,6 +59,7 @@ def reference_outputs(
     """
     import torch
 
+    from triptych.core.export.packing import takes
     from triptych.core.export.to_onnx import load_model
 
     if core.reads == "pooled" or core.activation is not None:
@@ -64,11 +68,13 @@ def reference_outputs(
     dtype = torch.float64 if double else torch.float32
     if double:
         model.double()
+    tokens = any(isinstance(sample, TokenRow) for sample in samples)
+    typed = tokens and takes(model, TYPES) and TYPES in _tokenizer_outputs(folder)
     expected = []
     with torch.inference_mode():
         for sample in samples:
             if isinstance(sample, TokenRow):
-                output = model(**_token_inputs(sample))
+                output = model(**_token_inputs(sample, typed))
             else:
                 pixels = torch.from_numpy(pixel_values(sample, info))
                 output = model(pixel_values=pixels[None].to(dtype))
@@ -96,13 +102,22 @@ def pixel_values(pixels: NDArray[np.uint8], info: ModelInfo) -> NDArray[np.float
     return np.ascontiguousarray(values.transpose(2, 0, 1))
 
 
-def _token_inputs(row: TokenRow) -> dict[str, Any]:
+def _tokenizer_outputs(folder: Path) -> Sequence[str]:
+    from transformers import AutoTokenizer
+
+    names: Sequence[str] = AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=False
+    ).model_input_names
+    return names
+
+
+def _token_inputs(row: TokenRow, typed: bool) -> dict[str, Any]:
     import torch
 
     inputs = {"input_ids": torch.tensor([row.ids])}
-    if row.first_segment < len(row.ids):
+    if typed or row.first_segment < len(row.ids):
         types = [0] * row.first_segment + [1] * (len(row.ids) - row.first_segment)
-        inputs["token_type_ids"] = torch.tensor([types])
+        inputs[TYPES] = torch.tensor([types])
     return inputs
 
 
@@ -169,7 +184,7 @@ def _sentence_outputs(
         for row in samples:
             if not isinstance(row, TokenRow):
                 raise ValueError("sentence-transformers is the reference of texts alone")
-            features = _token_inputs(row)
+            features = _token_inputs(row, TYPES in model.tokenizer.model_input_names)
             features["attention_mask"] = torch.ones_like(features["input_ids"])
             output = model(features)
             if core.activation is not None:
