@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -423,6 +423,12 @@ def _segments(tokenizer: Any, known_to_model: int) -> int:
 
 
 _WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
+
+
+def read_tokenizer_outputs(folder: Path) -> Sequence[str]:
+    """Return the names of the model's inputs that its tokenizer makes."""
+    names: Sequence[str] = _load_tokenizer(folder).model_input_names
+    return names
 
 
 def _load_tokenizer(folder: Path) -> Any:
