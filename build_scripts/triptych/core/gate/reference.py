@@ -23,6 +23,7 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import Expected, Sample, hash_rows, rows_of
 from triptych.spec.model_info import Activation, ModelInfo
 from triptych.spec.model_source import CODE as MODEL_CODE
+from triptych.spec.model_source import read_tokenizer_outputs
 from triptych.spec.tasks.task import Core
 
 OVERRIDES = {
@@ -69,7 +70,7 @@ def reference_outputs(
     if double:
         model.double()
     tokens = any(isinstance(sample, TokenRow) for sample in samples)
-    typed = tokens and takes(model, TYPES) and TYPES in _tokenizer_outputs(folder)
+    typed = tokens and takes(model, TYPES) and TYPES in read_tokenizer_outputs(folder)
     expected = []
     with torch.inference_mode():
         for sample in samples:
@@ -100,15 +101,6 @@ def pixel_values(pixels: NDArray[np.uint8], info: ModelInfo) -> NDArray[np.float
         mean = np.array(info.image.mean, dtype=np.float32)
         values = (values - mean) / np.array(info.image.std, dtype=np.float32)
     return np.ascontiguousarray(values.transpose(2, 0, 1))
-
-
-def _tokenizer_outputs(folder: Path) -> Sequence[str]:
-    from transformers import AutoTokenizer
-
-    names: Sequence[str] = AutoTokenizer.from_pretrained(
-        folder, trust_remote_code=False
-    ).model_input_names
-    return names
 
 
 def _token_inputs(row: TokenRow, typed: bool) -> dict[str, Any]:
