@@ -15,19 +15,20 @@ from family_table import LIMIT, NOT_MEASURED, read_record, turn, write_record
 
 pytestmark = [pytest.mark.build, pytest.mark.filterwarnings("ignore")]
 EVERYDAY = 2
-"""Results that `make test` checks: an export takes seconds."""
-A_PART = 20
-"""Results that CI checks with a part of the long tests (``--long 2/3``)."""
+"""Served families that `make test` and CI check in turn: an export takes seconds. Only all long
+tests (``make test-long``) measure the others."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     every = pairs()
     if "family" not in metafunc.fixturenames:
         return
-    now = turn(len(every), EVERYDAY)
+    served = {(row.family, row.task) for row in read_record() if row.outcome == "served"}
+    known = [index for index, pair in enumerate(every) if pair in served]
+    now = [known[index] for index in turn(len(known), EVERYDAY)]
     others = [index for index in range(len(every)) if index not in now]
     if "/" in metafunc.config.getoption("--long"):
-        others = [others[index] for index in turn(len(others), A_PART)]
+        others = []
     marked = [pytest.param(*every[index], marks=pytest.mark.long) for index in others]
     metafunc.parametrize(("family", "task"), [*(every[index] for index in now), *marked])
 
