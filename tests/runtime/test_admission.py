@@ -120,18 +120,18 @@ def test_counts_are_exact_in_any_order_within_a_window(in_flight: InFlight) -> N
             for _ in range(2):  # it counts once
                 assert in_flight.mark_finished(ticket)
         left = [ticket for tickets in open_.values() for ticket in tickets]
-        assert in_flight.requests_in_flight() == len(left)
-        assert in_flight.rows_in_core() == sum(rows_of[ticket] for ticket in left)
+        assert in_flight.load().requests == len(left)
+        assert in_flight.load().rows_in_core == sum(rows_of[ticket] for ticket in left)
 
 
 def test_what_got_lost_is_forgotten_with_one_that_came_much_later(in_flight: InFlight) -> None:
     tickets = ask(Admission(in_flight, 1000, 1.0), REORDERED + 9, rows=2)
     in_flight.mark_finished(tickets[-1])
-    assert in_flight.requests_in_flight() == REORDERED - 1
+    assert in_flight.load().requests == REORDERED - 1
     in_flight.mark_finished(tickets[3])  # forgotten already: takes nothing back
-    assert in_flight.rows_in_flight() == 2 * (REORDERED - 1)
+    assert in_flight.load().rows == 2 * (REORDERED - 1)
     in_flight.mark_finished(tickets[40])
-    assert in_flight.requests_in_flight() == REORDERED - 2
+    assert in_flight.load().requests == REORDERED - 2
 
 
 @pytest.mark.parametrize("batch_s", [0.0, 0.02, 0.2])
@@ -151,7 +151,7 @@ def test_a_burst_whose_clients_left_is_forgotten(
     clock.now += 0.2 * patience_s
     lone = ask(admission)
     assert len(lone) == 1
-    assert in_flight.requests_in_flight() == 1
+    assert in_flight.load().requests == 1
     # The core may also be slow: it is given as much again only after twice the time.
     assert len(ask(admission, 40)) == 31
     clock.now += 1.9 * patience_s
@@ -160,7 +160,7 @@ def test_a_burst_whose_clients_left_is_forgotten(
     lone = ask(admission)
     assert len(lone) == 1
     serve(in_flight, clock, lone, 0.0)
-    assert in_flight.requests_in_flight() == 0
+    assert in_flight.load().requests == 0
 
 
 def test_abandoned_requests_of_one_instance_are_forgotten_while_another_is_busy(
@@ -172,8 +172,8 @@ def test_abandoned_requests_of_one_instance_are_forgotten_while_another_is_busy(
         tickets = ask(busy, 8)
         clock.now += 0.02
         serve(in_flight, clock, tickets, 0.0)
-    assert in_flight.requests_in_flight() == 20
-    assert in_flight.requests_in_flight(clock.now) == 0
+    assert in_flight.load().requests == 20
+    assert in_flight.load(clock.now).requests == 0
 
 
 def test_the_queue_is_bounded_by_time_at_the_rate_measured(
@@ -357,7 +357,7 @@ def test_a_forged_ticket_settles_nothing(in_flight: InFlight) -> None:
         ticket._replace(mac=ticket.mac ^ 1),
     ):
         assert not in_flight.mark_finished(forged)
-    assert in_flight.requests_in_flight() == 4
+    assert in_flight.load().requests == 4
 
 
 def test_what_waited_is_let_in_when_the_server_stops(in_flight: InFlight, clock: Clock) -> None:
@@ -401,16 +401,16 @@ def test_processes_share_one_count_and_leave_their_slots(in_flight: InFlight) ->
         assert child.stdout is not None
         slots.add(child.stdout.readline().strip())
     assert slots == {"0", "1", "2"}
-    assert (in_flight.requests_in_flight(), in_flight.rows_in_flight()) == (3000, 6000)
+    assert (in_flight.load().requests, in_flight.load().rows) == (3000, 6000)
     (same,) = [
         counts for counts in InFlight.of_server(os.getppid()) if counts.path == in_flight.path
     ]
-    assert same.requests_in_flight() == 3000
+    assert same.load().requests == 3000
     for child in children:
         child.communicate(timeout=30)
     # A reloaded step takes a dead one's slot, and what that had under way.
     assert in_flight.take_slot() == 0
-    assert in_flight.requests_in_flight() == 2000
+    assert in_flight.load().requests == 2000
     assert in_flight.path.stat().st_mode & 0o777 == 0o600
 
 

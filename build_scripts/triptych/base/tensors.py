@@ -48,7 +48,7 @@ FIRST_SEGMENT = Tensor("first_segment", "INT32", (1,))
 """Tokens of a row before its second segment: token types are 0 there and 1 from there on."""
 
 ROW_METADATA = Tensor("row_metadata", "BYTES", (1,))
-"""Goes past the core from preprocess to postprocess, a row each: see `runtime.row_types`."""
+"""Goes past the core from preprocess to postprocess, a row each: see `runtime.row_metadata`."""
 
 REQUEST_TICKET = Tensor("request_ticket", "INT64", ("numbers",), optional=True)
 """Goes past the core from preprocess to postprocess: see `runtime.in_flight`, and

@@ -164,7 +164,7 @@ def drain(server: int, grace_s: float, prefix: str = "") -> bool:
         pipeline.stop_admitting()
     quiet_until = time.monotonic() + _QUIET_S
     while time.monotonic() < quiet_until:
-        if any(pipeline.requests_in_flight() > 0 for pipeline in pipelines):
+        if any(pipeline.load().requests > 0 for pipeline in pipelines):
             quiet_until = time.monotonic() + _LAST_WRITE_S
         if time.monotonic() > deadline:
             return False

@@ -86,9 +86,7 @@ class Admission:
             # Requests that waited while the previous ones were processed were also sent before.
             waited = before <= closed_at < ended_at
             self._closed = not waited and self._began_at > closed_at + SHUTDOWN_GRACE_S
-        self._requests = counts.requests_in_flight(self._began_at)
-        self._rows = counts.rows_in_flight(self._began_at)
-        self._rows_in_core = counts.rows_in_core(self._began_at)
+        self._requests, self._rows, self._rows_in_core = counts.load(self._began_at)
         self._rows_per_request = counts.rows_per_request()
         self._row_s, self._known_rows = counts.row_s, RATE_VALID_UP_TO * counts.depth
 
@@ -229,7 +227,7 @@ class Backlog:
         with self._changed:
             room = 0.0
             if not self._waiting:
-                room = self._window_rows(now) - self._in_flight.rows_in_core(now)
+                room = self._window_rows(now) - self._in_flight.load(now).rows_in_core
             for ready in map(Ready._make, requests):
                 if room > 0 and not self._waiting:
                     room -= ready.rows
@@ -261,7 +259,7 @@ class Backlog:
         now, counts = time.monotonic(), self._in_flight
         is_silent = counts.is_silent(now)
         windows = MAX_WINDOWS if is_silent else 1
-        room = windows * self._window_rows(now) - counts.rows_in_core(now)
+        room = windows * self._window_rows(now) - counts.load(now).rows_in_core
         while self._waiting:
             queued = self._waiting[0]
             if now > queued.until or (room > 0 and now - queued.since > self._max_wait_s):

@@ -93,6 +93,20 @@ class Ticket(NamedTuple):
     mac: int
 
 
+class Load(NamedTuple):
+    """Requests that are admitted and not finished.
+
+    Attributes:
+        requests: Number of the requests, over all preprocess instances.
+        rows: Number of their model rows.
+        rows_in_core: Number of those rows that have a ticket.
+    """
+
+    requests: int
+    rows: int
+    rows_in_core: int
+
+
 @dataclass
 class RowTime:
     """Estimate of the seconds that a busy pipeline takes per row.
@@ -286,24 +300,18 @@ class InFlight:
         """Return the number of requests with a ticket so far, over all slots."""
         return sum(self._newest)
 
-    def requests_in_flight(self, now: float | None = None) -> int:
-        """Return the number of requests admitted and not finished, over all slots.
+    def load(self, now: float | None = None) -> Load:
+        """Return what is in flight, over all slots.
 
-        `now` is the time by `time.monotonic` if those that seem abandoned do not count.
+        `now` is the time by `time.monotonic` if requests that seem abandoned do not count.
         """
-        return sum(len(self._in_core(slot, now)) for slot in self._used()) + sum(self._waiting)
-
-    def rows_in_flight(self, now: float | None = None) -> int:
-        """Return the number of model rows of the requests in flight."""
-        return self.rows_in_core(now) + sum(self._waiting_rows)
-
-    def rows_in_core(self, now: float | None = None) -> int:
-        """Return the number of rows with a ticket that are not finished, over all slots."""
-        return sum(
+        rows = [
             self._place_rows[slot * PLACES + number % PLACES]
             for slot in self._used()
             for number in self._in_core(slot, now)
-        )
+        ]
+        in_core = sum(rows)
+        return Load(len(rows) + sum(self._waiting), in_core + sum(self._waiting_rows), in_core)
 
     def rows_settled(self) -> int:
         """Return the number of rows that were answered, or came before others that were."""
