@@ -29,6 +29,7 @@ from triptych.core.requests import (
     hash_inputs,
     preview_text,
 )
+from triptych.spec.tasks.catalog import PROMPT
 
 EDGE_TEXTS = {
     "empty": "",
@@ -216,9 +217,6 @@ def _masked(text: str, mask_token: str) -> str:
     words[min(len(words) // 2, MASKED_WORD)] = mask_token
     return " ".join(words)
 
-
-PROMPT = "prompt"
-"""Request parameter with the name of a prompt."""
 
 PROMPT_ROWS = 32
 """Maximum number of gate rows that are repeated with each prompt."""

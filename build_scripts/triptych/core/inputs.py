@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from triptych.base.errors import Progress, UserError
-from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, PROMPT, gate_rows
+from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, gate_rows
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, Sample
 from triptych.repository.config_text import check_config_texts
@@ -19,7 +19,7 @@ from triptych.spec.model_source import locate, read_model
 from triptych.spec.plan import Layout, Plan, make_plan
 from triptych.spec.spec import SPEC_FILE, PipelineSpec
 from triptych.spec.tasks import Task, find_task
-from triptych.spec.tasks.catalog import PAIR_CLASSIFICATION, TEXT_CLASSIFICATION
+from triptych.spec.tasks.catalog import PAIR_CLASSIFICATION, PROMPT, TEXT_CLASSIFICATION
 from triptych.spec.tasks.custom import custom_task
 from triptych.spec.tasks.eval_file import EVAL_FILE, first_rows, read_labels
 from triptych.spec.tasks.labeled import LabeledRow

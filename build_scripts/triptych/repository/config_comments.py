@@ -70,7 +70,7 @@ def own_comments(comments: dict[str, str], text: str, step: str) -> dict[str, st
         step: Step that the text belongs to.
     """
     own = {field.name for field, _ in parse_config(text).ListFields()}
-    generated = {name: text for name, text in comments.items() if name.split(".")[0] not in own}
+    generated = {key: note for key, note in comments.items() if key.split(".")[0] not in own}
     return generated | dict.fromkeys(own, f"Set by {FIELD}.{step}, at least in part.")
 
 

@@ -218,7 +218,7 @@ class GenerationSpec(GeneratingSpec):
 
     Attributes:
         adapters: LoRA adapters by the name that requests give.
-        message_special_tokens: Meaning of special tokens in chat messages: its text, or the token.
+        message_special_tokens: Meaning of special tokens in chat messages: ``text`` or ``token``.
     """
 
     task: Literal["text-generation"]

@@ -77,20 +77,24 @@ def _check_state(model: Any) -> None:
             model(input_ids=torch.ones((1, 4), dtype=torch.int64))
     except Exception:  # the export reports a model that does not run
         return
-    changed = {name for name, value in _state(model).items() if before.get(name) != value}
-    named = sorted(changed & {name for name in changed if hasattr(model.config, _last(name))})
-    if changed:
-        setting = _last(named[0]) if named else ""
-        raise UserError(
-            "model.source",
-            "must give results that do not depend on earlier texts",
-            given=f"{type(model).__name__}, in which a text of 4 tokens changes "
-            f"{', '.join(named or sorted(changed)[:1])}",
-            remedy=f"Set {setting} to {_state(model)[named[0]]} in a copy of its config.json, to "
-            "serve the model as it is after a short text"
-            if named
-            else "Choose another model",
+    after = _state(model)
+    changed = sorted(name for name, value in after.items() if before.get(name) != value)
+    if not changed:
+        return
+    named = [name for name in changed if hasattr(model.config, _last(name))]
+    remedy = "Choose another model"
+    if named:
+        remedy = (
+            f"Set {_last(named[0])} to {after[named[0]]} in a copy of its config.json, to serve "
+            "the model as it is after a short text"
         )
+    raise UserError(
+        "model.source",
+        "must give results that do not depend on earlier texts",
+        given=f"{type(model).__name__}, in which a text of 4 tokens changes "
+        f"{', '.join(named or changed[:1])}",
+        remedy=remedy,
+    )
 
 
 def _last(name: str) -> str:

@@ -24,6 +24,7 @@ from triptych.core.requests import Expected, Sample, hash_rows, rows_of
 from triptych.spec.model_info import Activation, ModelInfo
 from triptych.spec.model_source import CODE as MODEL_CODE
 from triptych.spec.model_source import read_tokenizer_outputs
+from triptych.spec.tasks.catalog import PROMPT
 from triptych.spec.tasks.task import Core
 
 OVERRIDES = {
@@ -202,7 +203,7 @@ def check_tokens(inputs: PipelineInputs) -> None:
     model = load_as_user(inputs.model_folder, pairs=pairs)
     model.max_seq_length = plan.max_length
     for request in inputs.requests:
-        chosen = request.parameters.get("prompt", "")
+        chosen = request.parameters.get(PROMPT, "")
         prompt = plan.info.prompts.get(chosen, chosen if plan.info.free_prompt else "")
         text, *second = map(str, request.inputs.values())
         given = (prompt + text, *second) if second else prompt + text

@@ -51,6 +51,10 @@ def _text_embedding_core(info: ModelInfo, parameters: Parameters) -> Core:
     return Core(auto_class="AutoModel", reads="pooled", returns="vector", outputs=(vector,))
 
 
+PROMPT = "prompt"
+"""Request parameter with the name of a prompt, or with its text."""
+
+
 def _text_embedding_parameters(info: ModelInfo) -> Mapping[str, Rule]:
     rules = {
         "dimensions": Rule("int", min=1, max=info.embedding_size),
@@ -58,7 +62,7 @@ def _text_embedding_parameters(info: ModelInfo) -> Mapping[str, Rule]:
     }
     if info.prompts or info.free_prompt:
         names = () if info.free_prompt else tuple(sorted(info.prompts))
-        rules["prompt"] = Rule("str", default=info.default_prompt, choices=names)
+        rules[PROMPT] = Rule("str", default=info.default_prompt, choices=names)
     return rules
 
 
