@@ -26,9 +26,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     served = {(row.family, row.task) for row in read_record() if row.outcome == "served"}
     known = [index for index, pair in enumerate(every) if pair in served]
     now = [known[index] for index in turn(len(known), EVERYDAY)]
-    others = [index for index in range(len(every)) if index not in now]
-    if "/" in metafunc.config.getoption("--long"):
-        others = []
+    in_parts = "/" in metafunc.config.getoption("--long")
+    others = [index for index in range(len(every)) if index not in now and not in_parts]
     marked = [pytest.param(*every[index], marks=pytest.mark.long) for index in others]
     metafunc.parametrize(("family", "task"), [*(every[index] for index in now), *marked])
 

@@ -337,7 +337,12 @@ def measure(family: str, task: str, folder: Path) -> Result:
         inputs = read_inputs(load_spec(pipeline, ()), quiet)
         core = full_precision(inputs, quiet, "")
     except (GateFailure, UserError) as error:
-        return Result(family, task, "refused", message=short(str(error)))
+        return Result(
+            family,
+            task,
+            "refused",
+            message=short(str(error).replace(str(folder / "model"), "MODEL")),
+        )
     rows = rows_of(read_rows(inputs, pipeline))
     run = open_core(core.file, core.plan)
     batched = run(rows)
