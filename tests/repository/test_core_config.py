@@ -188,7 +188,7 @@ def test_inspect_says_why_and_what_is_left_out(tmp_path: Path) -> None:
     wanted = [*CASES["bucketed"], "core.engine.context_memory=on_profile_change"]
     gpu = describe_gpu(plan_of(tmp_path / "old", [*wanted, "serving.max_inflight_requests=8"]))
     assert set(gpu["profiles"]) == {"0", "1"}
-    assert gpu["cuda_graphs"].startswith("6, for 1, 2, 4 rows of each profile")
+    assert gpu["cuda_graphs"].startswith("6 (1, 2, 4 rows of ")
     assert "24.10 does not support it (25.05 does)" in gpu["context_memory"]
     assert "24.10 does not support it (25.11 does)" in gpu["max_inflight_requests"]
     newer = describe_gpu(plan_of(tmp_path / "new", [*wanted, "serving.triton='26.08'"]))

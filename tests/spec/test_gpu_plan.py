@@ -10,7 +10,7 @@ import pytest
 
 from conftest import write_pipeline
 from plan_cases import facts
-from triptych.spec.engine_plan import EnginePlan
+from triptych.spec.engine_plan import MAX_GRAPHS, EnginePlan
 from triptych.spec.model_info import ImageInfo
 from triptych.spec.plan import Plan, batch_mib, make_plan
 from triptych.spec.spec import load_spec
@@ -43,7 +43,9 @@ def test_bucketed_has_a_profile_for_each_padded_length(tmp_path: Path) -> None:
 
 
 def test_every_batch_of_every_length_has_one_graph(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "core.layout=bucketed", "core.max_batch_size=24")
+    wanted = ("core.layout=bucketed", "core.bucket_count=4", "core.max_batch_size=24")
+    plan = plan_of(tmp_path, *wanted)
+    assert len(engine_of(plan).graph_specs) == MAX_GRAPHS
     for edge in plan.bucket_edges:
         specs = [s for s in engine_of(plan).graph_specs if s.inputs["input_ids"] == (edge,)]
         for rows in range(1, 25):
@@ -51,6 +53,21 @@ def test_every_batch_of_every_length_has_one_graph(tmp_path: Path) -> None:
             assert len(fitting) == 1
             assert fitting[0].batch_size < 2 * rows or rows > 16
         assert {spec.inputs["row_length"] for spec in specs} == {(1,)}
+
+
+def test_of_many_shapes_the_frequent_and_small_ones_have_a_graph(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "core.layout=bucketed", "core.bucket_count=8")
+    specs = engine_of(plan).graph_specs
+    shapes = [(spec.inputs["input_ids"][0], spec.batch_size) for spec in specs]
+    every = [(edge, 1 << power) for edge in plan.bucket_edges for power in range(6)]
+    assert (len(specs), len(set(shapes))) == (MAX_GRAPHS, MAX_GRAPHS)
+    assert set(shapes) < set(every)
+    assert plan.reasons["cuda_graphs"].startswith(f"24 of {len(every)} shapes")
+    sizes = {edge: [rows for e, rows in shapes if e == edge] for edge in plan.bucket_edges}
+    for rows in sizes.values():  # of a length, the smallest batches, without a gap
+        assert rows == [1 << power for power in range(len(rows))]
+    assert sizes[256] == []  # no row of the traffic is padded to the longest length
+    assert len(sizes[32]) > len(sizes[200]) > 0  # of two rows in eight, and of one
 
 
 def test_graphs_can_be_left_out(tmp_path: Path) -> None:

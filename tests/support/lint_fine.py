@@ -27,12 +27,14 @@ from lint_cases import (
 from lint_repositories import (
     COMPLETING_PY,
     EDGES,
+    GRAPHS,
     LOCK,
     PLAIN_PY,
     append,
     engine,
     ensemble,
     graph,
+    graph_spec,
     profile,
     put,
     relock,
@@ -235,6 +237,15 @@ FINE = (
         append(CORE, LEAN),
         layout="buckets",
         triton="25.05",
+    ),
+    fine(
+        "CUDA graphs of the 24 shapes that save most",
+        replace(
+            CORE,
+            " ".join(GRAPHS),
+            " ".join(graph_spec(e, n, n) for e in EDGES for n in range(1, 9)),
+        ),
+        layout="buckets",
     ),
     fine("a plan of its own", put(PLAN_FILE, b"x"), remove(LOCK), layout="plan"),
 )

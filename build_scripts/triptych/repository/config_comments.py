@@ -106,7 +106,8 @@ def _core_comments(plan: Plan) -> dict[str, str]:
             plan.reasons["gather_kernel_buffer_threshold"]
         ),
         "optimization.cuda.graph_spec": (
-            "Numbers of rows whose CUDA graph is captured at load; other batches use the next one."
+            "CUDA graphs, captured at load; a batch uses the one with its number of rows or the "
+            f"next larger number. {_sentence(plan.reasons.get('cuda_graphs', 'none'))}"
         ),
         "optimization.execution_accelerators": _ACCELERATOR,
         "model_warmup": f"{warm_up}, alone{' and in a full batch' if on_gpu else ''}.",

@@ -95,15 +95,20 @@ def row_cost(
     layers = info.layers or USUAL_LAYERS
     packed = _row_us(info, device, lengths.mean, longest)
     packed += device.run_us * layers / rows
-    shares = [
-        (edge, sum(rows for n, rows in lengths.counts.items() if low < n <= edge) / lengths.rows)
-        for low, edge in pairwise((0, *edges))
-    ]
-    bucketed = sum(share * _row_us(info, device, edge, edge) for edge, share in shares)
+    shares = _shares(lengths, edges)
+    bucketed = sum(share * _row_us(info, device, edge, edge) for edge, share in shares.items())
     # A batch has one run per padded length among its rows.
-    runs = sum(1 - (1 - share) ** rows for _, share in shares)
+    runs = sum(1 - (1 - share) ** rows for share in shares.values())
     each = device.graph_us if graphs else device.run_us
     return RowCost(packed, bucketed + each * layers * runs / rows)
+
+
+def _shares(lengths: Lengths, edges: Sequence[int]) -> dict[int, float]:
+    """Return the fraction of the traffic's rows that is padded to each length."""
+    return {
+        edge: sum(rows for n, rows in lengths.counts.items() if low < n <= edge) / lengths.rows
+        for low, edge in pairwise((0, *edges))
+    }
 
 
 def _row_us(info: ModelInfo, device: Device, tokens: float, attended: float) -> float:
@@ -116,6 +121,10 @@ def _row_us(info: ModelInfo, device: Device, tokens: float, attended: float) -> 
     layers = info.layers or USUAL_LAYERS
     return tokens * (products + attention) * layers / device.flops * 1e6
 
+
+MAX_GRAPHS = 24
+"""Maximum number of CUDA graphs of a core. Each takes memory and time at load, in every instance,
+and 14 lines of ``config.pbtxt``."""
 
 Dims = tuple[int, ...]
 
@@ -189,7 +198,7 @@ class EnginePlan:
 def engine_plan(
     spec: PipelineSpec,
     inputs: Sequence[Tensor],
-    packed: Lengths | None,
+    lengths: Lengths | None,
     edges: Sequence[int],
     max_length: int,
     most: int,
@@ -199,8 +208,8 @@ def engine_plan(
     Args:
         spec: Spec of the pipeline.
         inputs: Inputs of the core, without those that the server adds.
-        packed: Token lengths of the traffic for the packed layout; None for other layouts.
-        edges: Padded lengths of the bucketed layout.
+        lengths: Token lengths of the traffic; None for images.
+        edges: Padded lengths of the bucketed layout; empty for other layouts.
         max_length: Maximum number of tokens in a row.
         most: Maximum number of rows in a batch.
     """
@@ -213,15 +222,19 @@ def engine_plan(
         }
         for edge in (edges or (0,))
     ]
-    if packed is not None:
-        profiles = [_packed_profile(inputs, best, most, packed, max_length)]
-    graphs = packed is None and options.cuda_graphs
+    packed = lengths is not None and not edges
+    if lengths is not None and packed:
+        profiles = [_packed_profile(inputs, best, most, lengths, max_length)]
+    graphs: list[GraphSpec] = []
+    if options.cuda_graphs and not packed:
+        shares = {0: 1.0} if lengths is None else _shares(lengths, edges)
+        graphs = _graphs(inputs, shares, most)
     # These options are part of the profiles and of config.pbtxt.
     elsewhere = {"cuda_graphs", "opt_batch_size", "context_memory"}
     return EnginePlan(
         precision=spec.core.precision,
         profiles=tuple(profiles),
-        graph_specs=tuple(_graphs(inputs, edges, most)) if graphs else (),
+        graph_specs=tuple(graphs),
         options=options.model_dump(exclude=elsewhere),
     )
 
@@ -247,17 +260,33 @@ def _packed_profile(
     }
 
 
-def _graphs(inputs: Sequence[Tensor], edges: Sequence[int], most: int) -> list[GraphSpec]:
-    """Return a graph for each padded length and each power of two up to the batch size."""
-    sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
+def graph_sizes(most: int) -> list[int]:
+    """Return the numbers of rows that can have a CUDA graph: powers of two, and a full batch."""
+    return [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
+
+
+def _graphs(inputs: Sequence[Tensor], shares: Mapping[int, float], most: int) -> list[GraphSpec]:
+    """Return the CUDA graphs that save most time per row of the traffic, at most `MAX_GRAPHS`.
+
+    A graph saves the same time in every batch, whatever its shape. So few rows in a batch and a
+    frequent length come first.
+
+    Args:
+        inputs: Inputs of the core, without those that the server adds.
+        shares: Fraction of rows by padded length; 0 is the length of images.
+        most: Maximum number of rows in a batch.
+    """
+    sizes = graph_sizes(most)
+    shapes = [(edge, rows) for edge in shares for rows in sizes]
+    shapes.sort(key=lambda shape: shares[shape[0]] / shape[1], reverse=True)
+    below = dict(zip(sizes, [0, *sizes], strict=False))
     return [
         GraphSpec(
-            batch_size=size,
-            lowest_batch_size=below + 1,
+            batch_size=rows,
+            lowest_batch_size=below[rows] + 1,
             inputs={tensor.name: dims for tensor, dims in _shapes(inputs, edge)},
         )
-        for edge in (edges or (0,))
-        for below, size in zip([0, *sizes], sizes, strict=False)
+        for edge, rows in sorted(shapes[:MAX_GRAPHS])
     ]
 
 

@@ -32,6 +32,7 @@ from triptych.spec.engine_plan import (
     EnginePlan,
     RowCost,
     engine_plan,
+    graph_sizes,
     row_cost,
 )
 from triptych.spec.model_info import ModelInfo
@@ -235,6 +236,16 @@ class Plan:
             spans = ", ".join(f"{a + 1}-{b}" for a, b in pairwise((0, *self.bucket_edges)))
             rows = self.lengths.rows
             reasons["bucket_edges"] = f"fewest padded tokens over {rows} rows: {spans}"
+        if self.engine is not None and self.engine.graph_specs:
+            captured = len(self.engine.graph_specs)
+            shapes = len(self.bucket_edges or (0,)) * len(graph_sizes(self.max_batch_size))
+            reasons["cuda_graphs"] = "every planned length and number of rows"
+            if captured < shapes:
+                reasons["cuda_graphs"] = (
+                    f"{captured} of {shapes} shapes, those that save most time per row: frequent "
+                    "lengths and few rows. Each graph takes memory and load time; other shapes "
+                    "run without"
+                )
         room = "as many as a batch holds"
         if task.request_rows is not None:
             room = "more would hold up other requests"
@@ -364,8 +375,7 @@ def make_plan(
     if packed:
         inputs += (ROW_OFFSET, ROW_SPAN) if by_tensorrt else (ROW_OFFSET,)
     if by_tensorrt:
-        packed_lengths = lengths if packed else None
-        engine = engine_plan(spec, inputs, packed_lengths, edges, max_length, most)
+        engine = engine_plan(spec, inputs, lengths, edges, max_length, most)
     return Plan(
         spec=spec,
         info=info,

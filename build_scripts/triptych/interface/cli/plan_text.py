@@ -10,7 +10,7 @@ import numpy as np
 
 from triptych.base.formatting import amount
 from triptych.base.releases import CONTEXT_MEMORY, first_release, parse_release
-from triptych.base.tensors import Tensor, made_by_server
+from triptych.base.tensors import INPUT_IDS, Tensor, made_by_server
 from triptych.building.generation.inputs import GeneratingInputs, GenerationInputs
 from triptych.building.generation.render import FROM_CORE, INPUTS, OUTPUTS, TO_CORE
 from triptych.building.generation.text2text import Text2TextInputs
@@ -149,10 +149,14 @@ def _describe_graphs(plan: Plan, engine: EnginePlan) -> str:
         return "none: packed batches rarely have the same number of tokens"
     if not engine.graph_specs:
         return "none: core.engine.cuda_graphs is off"
-    sizes = sorted({spec.batch_size for spec in engine.graph_specs})
+    sizes: dict[str, list[str]] = {}
+    for spec in engine.graph_specs:
+        of = f" of {spec.inputs[INPUT_IDS.name][0]}" if plan.bucket_edges else ""
+        sizes.setdefault(of, []).append(str(spec.batch_size))
+    captured = "; ".join(f"{', '.join(rows)} rows{of}" for of, rows in sizes.items())
     return (
-        f"{len(engine.graph_specs)}, for {', '.join(map(str, sizes))} rows of each profile; other "
-        "batches use the next larger graph. Each instance captures them at load"
+        f"{len(engine.graph_specs)} ({captured}), {plan.reasons['cuda_graphs']}. A batch uses the "
+        "next larger number of rows. Each instance captures all of them at load"
     )
 
 

@@ -9,7 +9,7 @@ from triptych.base.releases import CONTEXT_MEMORY, first_release
 from triptych.repository.lint.config import sample_faults, spec_faults
 from triptych.repository.lint.engine import EngineCore, Shapes, between, engine_cores
 from triptych.repository.lint.snapshot import Flaw, Model, dims_text, error, names, warning
-from triptych.spec.engine_plan import ShapeRange
+from triptych.spec.engine_plan import MAX_GRAPHS, ShapeRange
 
 # Each context reserves scratch memory for the largest profile and captures its own CUDA graphs
 # while the model loads. Six buckets, the default, for two instances are below the limit.
@@ -210,7 +210,7 @@ def _uncovered(core: EngineCore) -> Iterator[Flaw]:
         without += [f"{_ranges(missing)} rows{label}"] if missing else []
         double = [size for size, count in counts.items() if count > 1]
         several += [f"{_ranges(double)} rows{label}"] if double else []
-    if without:
+    if without and len(core.config.optimization.cuda.graph_spec) < MAX_GRAPHS:
         yield warning(
             "should have a CUDA graph for every batch that can form",
             f"none for {_some(without)}",
