@@ -246,7 +246,8 @@ class Run:
         if options.tests:
             version = git("rev-parse", f"{options.tests}:tests")
         else:
-            files = sorted({*(ROOT / "tests").rglob("*.py")} - {Path(__file__).resolve()})
+            names = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "tests/data").rglob("*.yaml")]
+            files = sorted({*names} - {Path(__file__).resolve()})
             version = hashed("".join(path.read_text(encoding="utf-8") for path in files))
         FOLDER.mkdir(parents=True, exist_ok=True)
         self.file = FOLDER / f"results-{version[:12]}.json"

@@ -8,18 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lint_broken_engines import BROKEN_ENGINES
-from lint_broken_models import BROKEN_MODELS
-from lint_broken_wires import BROKEN_WIRES
-from lint_fine import FINE
-from lint_repositories import LAYOUTS, good_files, put, write_repository
+from lint_repositories import LAYOUTS, edit, good_files, read_faults, read_fine, write_repository
 from triptych.base.errors import Finding, UserError
 from triptych.repository.lint import CHECKS, run_checks
 from triptych.serving.server import Server
 
-BROKEN = BROKEN_MODELS + BROKEN_WIRES + BROKEN_ENGINES
-
-
+BROKEN = read_faults()
 OF_RELEASES = {"known-defect", "changed-behavior"}
 """Checks whose findings are about a release of Triton: test_lint_releases.py has their cases."""
 
@@ -51,15 +45,15 @@ def test_a_fault_is_found_by_its_own_check_alone(tmp_path: Path) -> None:
         write_repository(root, case.layout, *case.edits)
         findings = about_repository(run_checks(root, triton=case.triton))
         findings = findings if case.severity == "info" else serious(findings)
-        assert {finding.id for finding in findings} == {case.check}, (case, findings)
+        assert {finding.id for finding in findings} == {case.name}, (case, findings)
         found = [f for f in findings if f.severity == case.severity and case.given in f.given]
         places = {name for f in found for name in (f.file, f.file.removesuffix("/config.pbtxt"))}
-        assert case.file in places, (case, findings)
+        assert case.place in places, (case, findings)
         assert all(finding.rule and finding.remedy for finding in found), case
 
 
 def test_every_check_has_a_broken_case() -> None:
-    assert {case.check for case in BROKEN} | OF_RELEASES == {name for name, *_ in CHECKS}
+    assert {case.name for case in BROKEN} | OF_RELEASES == {name for name, *_ in CHECKS}
 
 
 def test_every_check_has_a_unique_name_and_a_docstring() -> None:
@@ -68,9 +62,9 @@ def test_every_check_has_a_unique_name_and_a_docstring() -> None:
 
 
 def test_a_repository_without_a_fault_has_no_finding(tmp_path: Path) -> None:
-    for number, case in enumerate(FINE):
+    for number, case in enumerate(read_fine()):
         root = write_repository(tmp_path / str(number), case.layout, *case.edits)
-        assert serious(run_checks(root, triton=case.triton)) == [], case.why
+        assert serious(run_checks(root, triton=case.triton)) == [], case.name
 
 
 def test_a_bucketed_core_has_an_info_that_explains_it(tmp_path: Path) -> None:
@@ -80,11 +74,11 @@ def test_a_bucketed_core_has_an_info_that_explains_it(tmp_path: Path) -> None:
 
 
 def test_several_faults_are_found_at_once_errors_first(tmp_path: Path) -> None:
-    cases = {case.check: case for case in BROKEN if case.layout == "packed"}
+    cases = {case.name: case for case in BROKEN if case.layout == "packed"}
     several = [cases[name] for name in ("traffic", "preferred-batch-size", "backend-known")]
     write_repository(tmp_path, "packed", *(edit for case in several for edit in case.edits))
     findings = serious(run_checks(tmp_path))
-    assert {finding.id for finding in findings} >= {case.check for case in several}
+    assert {finding.id for finding in findings} >= {case.name for case in several}
     order = [finding.severity for finding in findings]
     assert order == sorted(order)
 
@@ -92,7 +86,7 @@ def test_several_faults_are_found_at_once_errors_first(tmp_path: Path) -> None:
 def test_without_onnx_one_info_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = put("minilm_core/1/model.onnx", "not a protobuf")
+    broken = edit("write", "minilm_core/1/model.onnx", "not a protobuf")
     write_repository(tmp_path, "packed", broken)
     monkeypatch.setitem(sys.modules, "onnx", None)  # makes the import fail as if not installed
     (finding,) = run_checks(tmp_path)

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from lint_repositories import PLAIN_PY, append, put, write_repository
+from lint_repositories import PLAIN_PY, edit, write_repository
 from triptych.base.errors import Finding, UserError
 from triptych.base.release_changes import CHANGES, KNOWN_DEFECTS, Feature
 from triptych.base.releases import OLDEST, TRITON_VERSIONS
@@ -67,7 +67,7 @@ def test_a_defect_is_named_only_where_the_repository_meets_it(
         return [finding for finding in findings if words in finding.rule]
 
     plain = write_repository(tmp_path / "plain", "packed")
-    edited = write_repository(tmp_path / "edited", "packed", append(STEP, setting))
+    edited = write_repository(tmp_path / "edited", "packed", edit("append", STEP, setting))
     (finding,) = said(edited, release)
     assert STEP in finding.given
     assert said(plain, release) == []
@@ -75,8 +75,8 @@ def test_a_defect_is_named_only_where_the_repository_meets_it(
 
 
 def test_a_step_with_metrics_of_its_own_is_found_by_its_source(tmp_path: Path) -> None:
-    code = PLAIN_PY + b"\nimport triton_python_backend_utils as pb\nKIND = pb.MetricFamily\n"
-    metrics = put(f"{STEP}/1/model.py", code)
+    code = PLAIN_PY + "\nimport triton_python_backend_utils as pb\nKIND = pb.MetricFamily\n"
+    metrics = edit("write", f"{STEP}/1/model.py", code)
     root = write_repository(tmp_path, "packed", metrics)
     found = of("known-defect", run_checks(root, triton="26.08"))
     (finding,) = [finding for finding in found if "when the server stops" in finding.rule]

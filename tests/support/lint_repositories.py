@@ -1,139 +1,38 @@
-"""Model repositories written by code for the tests of lint: good ones, and edits of them."""
+"""Model repositories for the tests of lint: good ones, and the edits of tests/data/lint/*.yaml."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from string import Template
 from typing import Any
 
+import yaml
 from onnx import TensorProto, helper
 
 Files = dict[str, bytes]
 """Path relative to the repository -> content; a path that ends with a slash is an empty folder."""
 Edit = Callable[[Files], None]
 
-LOCK = "minilm/triptych.lock.json"
-LAYOUTS = ("packed", "bucketed", "plan", "buckets")
-"""ONNX cores of both layouts, and a packed and a bucketed TensorRT plan."""
+DATA = Path(__file__).parents[1] / "data/lint"
+GOOD = yaml.safe_load((DATA / "repository.yaml").read_text(encoding="utf-8"))
+LAYOUTS = tuple(GOOD["layouts"])
 EDGES = (16, 32, 64)
-
-TRITON_IO = b"import json\n\nimport numpy as np\nimport triton_python_backend_utils as pb_utils\n"
-MODEL_PY = b"""
-import json
-from pathlib import Path
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-from .triton_io import np as numpy
-
-try:
-    import orjson
-except ImportError:
-    orjson = None
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.tokenizer_file = Path(__file__).with_name("tokenizer.json")
-
-    def execute(self, requests):
-        return [None] * len(requests)
-"""
-
-PLAIN_PY = b"class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
-
-COMPLETING_PY = (
-    PLAIN_PY + b"    @staticmethod\n    def auto_complete_config(config):\n        return config\n"
-)
-ENSEMBLE = """
-name: "minilm"
-platform: "ensemble"
-max_batch_size: 32
-input [{ name: "text" data_type: TYPE_STRING dims: [1] }]
-output [{ name: "embedding" data_type: TYPE_FP32 dims: [384] }]
-ensemble_scheduling {
-  step [
-    {
-      model_name: "minilm_preprocess"
-      model_version: -1
-      input_map { key: "text" value: "text" }
-      output_map { key: "input_ids" value: "input_ids" }
-      output_map { key: "row_length" value: "row_length" }
-    },
-    {
-      model_name: "minilm_core"
-      model_version: -1
-      input_map { key: "input_ids" value: "input_ids" }
-      input_map { key: "row_length" value: "row_length" }
-      output_map { key: "sentence_embedding" value: "sentence_embedding" }
-    },
-    {
-      model_name: "minilm_postprocess"
-      model_version: -1
-      input_map { key: "sentence_embedding" value: "sentence_embedding" }
-      output_map { key: "embedding" value: "embedding" }
-    }
-  ]
-}
-"""
-PREPROCESS = """
-name: "minilm_preprocess"
-backend: "python"
-max_batch_size: 32
-input [{ name: "text" data_type: TYPE_STRING dims: [1] }]
-output [
-  { name: "input_ids" data_type: TYPE_INT32 dims: [-1] },
-  { name: "row_length" data_type: TYPE_INT32 dims: [1] }
-]
+CORE, PRE = "minilm_core", "minilm_preprocess"
+LOCK = "minilm/triptych.lock.json"
+ONNX_FILE = f"{CORE}/1/model.onnx"
+PLAIN_PY = "class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
+SOLO = """
+name: "solo" backend: "python"
+input [{ name: "a" data_type: TYPE_FP32 dims: [1] },
+       { name: "b" data_type: TYPE_FP32 dims: [1] optional: true }]
+output [{ name: "c" data_type: TYPE_FP32 dims: [1] }]
 instance_group [{ count: 2 kind: KIND_CPU }]
-dynamic_batching {
-  default_queue_policy { default_timeout_microseconds: 5000000 max_queue_size: 1024 }
-}
 """
-POSTPROCESS = """
-name: "minilm_postprocess"
-backend: "python"
-max_batch_size: 32
-input [{ name: "sentence_embedding" data_type: TYPE_FP32 dims: [384] }]
-output [{ name: "embedding" data_type: TYPE_FP32 dims: [384] }]
-instance_group [{ count: 2 kind: KIND_CPU }]
-dynamic_batching { }
-"""
-_CORE = """
-name: "minilm_core"
-backend: "%s"
-max_batch_size: 32
-input [
-  { name: "input_ids" data_type: TYPE_INT32 dims: [-1] %s },
-  { name: "row_length" data_type: TYPE_INT32 dims: [1] }
-]
-output [{ name: "sentence_embedding" data_type: TYPE_FP32 dims: [384] }]
-%s
-dynamic_batching {
-  max_queue_delay_microseconds: 500
-  default_queue_policy { default_timeout_microseconds: 5000000 max_queue_size: 1024 }
-}
-model_warmup [{
-  name: "warm"
-  batch_size: 2
-  inputs { key: "input_ids" value { data_type: TYPE_INT32 dims: [16] zero_data: true } }
-  inputs { key: "row_length" value { data_type: TYPE_INT32 dims: [1] zero_data: true } }
-}]
-"""
-ROW_STRIDE = """
-batch_input [{
-  kind: BATCH_ITEM_SHAPE_FLATTEN
-  target_name: "row_stride"
-  data_type: TYPE_INT32
-  source_input: "input_ids"
-}]
-"""
-_CPU = "instance_group [{ count: 2 kind: KIND_CPU }]"
-_GPU = "instance_group [{ count: 2 kind: KIND_GPU gpus: [0] profile: [%s] }]"
 
 
 def graph_spec(edge: int, rows: int, fewest: int) -> str:
@@ -149,14 +48,13 @@ def graph_spec(edge: int, rows: int, fewest: int) -> str:
 GRAPHS = tuple(
     graph_spec(edge, rows, fewest) for edge in EDGES for rows, fewest in ((1, 1), (8, 2), (32, 9))
 )
-_GRAPHS = f"optimization {{ cuda {{ graphs: true {' '.join(GRAPHS)} }} }}"
-_RAGGED = "allow_ragged_batch: true"
-_CORES = {
-    "packed": ("onnxruntime", _RAGGED, ROW_STRIDE + _CPU),
-    "bucketed": ("onnxruntime", "", _CPU),
-    "plan": ("tensorrt", _RAGGED, ROW_STRIDE + _GPU % '"0"'),
-    "buckets": ("tensorrt", "", _GPU % '"0", "1", "2"' + _GRAPHS),
-}
+
+
+def onnx_file(nodes: list[Any], inputs: list[Any], output: Any, weights: list[Any]) -> bytes:
+    body = helper.make_graph(nodes, "core", inputs, [output], initializer=weights)
+    model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    content: bytes = model.SerializeToString()
+    return content
 
 
 @cache
@@ -166,21 +64,22 @@ def graph(
     width: int = 384,
     rows: int | str = "rows",
     flat: bool = True,
-    dtype: int = TensorProto.FLOAT,
-    middle: int = TensorProto.FLOAT,
-    ids: int = TensorProto.INT32,
+    dtype: str = "FLOAT",
+    middle: str = "FLOAT",
+    ids: str = "INT32",
     external: str = "",
 ) -> bytes:
     """A small ONNX file with the inputs and outputs of a core; `external` names a weights file."""
     packed = layout in ("packed", "plan")
     tokens = ["tokens"] if packed and flat else [rows, "tokens"]
+    type_of = TensorProto.DataType.Value
     inputs = [
-        helper.make_tensor_value_info("input_ids", ids, tokens),
+        helper.make_tensor_value_info("input_ids", type_of(ids), tokens),
         helper.make_tensor_value_info("row_length", TensorProto.INT32, [rows, 1]),
     ]
     if packed:
         inputs.append(helper.make_tensor_value_info("row_stride", TensorProto.INT32, [rows]))
-    output = helper.make_tensor_value_info("sentence_embedding", dtype, [rows, width])
+    output = helper.make_tensor_value_info("sentence_embedding", type_of(dtype), [rows, width])
     weights = helper.make_tensor("w", TensorProto.FLOAT, [1, width], [0.0] * width)
     if external:
         weights.ClearField("float_data")
@@ -189,13 +88,10 @@ def graph(
     nodes = [
         helper.make_node("Cast", ["row_length"], ["length"], to=TensorProto.FLOAT),
         helper.make_node("MatMul", ["length", "w"], ["product"]),
-        helper.make_node("Cast", ["product"], ["middle"], "bf16", to=middle),
-        helper.make_node("Cast", ["middle"], ["sentence_embedding"], to=dtype),
+        helper.make_node("Cast", ["product"], ["middle"], "bf16", to=type_of(middle)),
+        helper.make_node("Cast", ["middle"], ["sentence_embedding"], to=type_of(dtype)),
     ]
-    body = helper.make_graph(nodes, "core", inputs, [output], initializer=[weights])
-    model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    content: bytes = model.SerializeToString()
-    return content
+    return onnx_file(nodes, inputs, output, [weights])
 
 
 def step_settings(**own: object) -> bytes:
@@ -205,64 +101,59 @@ def step_settings(**own: object) -> bytes:
 
 def good_files(layout: str) -> Files:
     """Return the files of a repository without a fault, in one of `LAYOUTS`."""
-    backend, ragged, extra = _CORES[layout]
-    core = {"minilm_core/1/model.plan": b"a TensorRT plan"}
-    if backend == "onnxruntime":
-        core = {"minilm_core/1/model.onnx": graph(layout)}
-    files = {
-        "minilm/config.pbtxt": ENSEMBLE.encode(),
-        "minilm/1/": b"",
-        "minilm_preprocess/config.pbtxt": PREPROCESS.encode(),
-        "minilm_preprocess/1/model.py": MODEL_PY,
-        "minilm_preprocess/1/triton_io.py": TRITON_IO,
-        "minilm_preprocess/1/settings.json": step_settings(),
-        "minilm_preprocess/1/tokenizer.json": b"{}",
-        "minilm_core/config.pbtxt": (_CORE % (backend, ragged, extra)).encode(),
-        **core,
-        "minilm_postprocess/config.pbtxt": POSTPROCESS.encode(),
-        "minilm_postprocess/1/model.py": b"from .triton_io import np\n" + PLAIN_PY,
-        "minilm_postprocess/1/settings.json": b"{}",
-        "minilm_postprocess/1/triton_io.py": TRITON_IO,
-    }
-    files[LOCK] = b""
-    return files
-
-
-def profile(rows: tuple[int, int], **tokens: tuple[int, ...]) -> dict[str, Any]:
-    """A profile for so many rows: packed over ``tokens=(fewest, most)``, else of ``edge=(n,)``."""
-    least, most = rows
-    shapes = {"row_length": ([least, 1], [most, 1])}
-    if "edge" in tokens:
-        shapes["input_ids"] = ([least, *tokens["edge"]], [most, *tokens["edge"]])
+    files = {name: text.encode() for name, text in GOOD["files"].items()}
+    core = Template(GOOD["core"]).substitute(GOOD["layouts"][layout])
+    files[f"{CORE}/config.pbtxt"] = core.replace("$graphs", " ".join(GRAPHS)).encode()
+    if "onnxruntime" in core:
+        files[ONNX_FILE] = graph(layout)
     else:
-        low, high = tokens["tokens"]
-        shapes |= {"input_ids": ([low], [high]), "row_stride": ([least], [most])}
+        files[f"{CORE}/1/model.plan"] = b"a TensorRT plan"
+    files[f"{PRE}/1/settings.json"] = step_settings()
+    files["minilm_postprocess/1/settings.json"] = b"{}"
+    return {**files, LOCK: b""}
+
+
+def profile(
+    rows: list[int], tokens: list[int] | None = None, edge: int | None = None
+) -> dict[str, Any]:
+    """A profile for so many rows: packed over `tokens`, or of the padded length `edge`."""
+    shapes: dict[str, Any] = {"row_length": [(count, 1) for count in rows]}
+    if tokens:
+        shapes |= {
+            "input_ids": [(count,) for count in tokens],
+            "row_stride": [(count,) for count in rows],
+        }
+    else:
+        shapes["input_ids"] = [(count, edge) for count in rows]
     return {
         name: {"minimum": low, "optimum": high, "maximum": high}
         for name, (low, high) in shapes.items()
     }
 
 
-PACKED = [profile((1, 32), tokens=(1, 32 * EDGES[-1]))]
-BUCKETED = [profile((1, 32), edge=(edge,)) for edge in EDGES]
+def profiles(*ranges: dict[str, list[int]]) -> list[dict[str, Any]]:
+    """Profiles of each range of rows: packed ones, or one for each padded length."""
+    if "tokens" in ranges[0]:
+        return [profile(**one) for one in ranges]
+    return [profile(**one, edge=edge) for edge in EDGES for one in ranges]
 
 
-def engine_plan(profiles: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return an `EnginePlan` as it is in the lock."""
-    return {"precision": "fp16", "profiles": profiles, "graph_specs": [], "options": {}}
-
-
-def make_manifest(files: Files, **traffic: Any) -> bytes:
-    """Return the lock of `files`."""
-    core = files.get("minilm_core/config.pbtxt", b"")
+def make_manifest(files: Files, *ranges: dict[str, list[int]], **traffic: Any) -> dict[str, Any]:
+    """Return the lock of `files`, whose engine has the profiles of `ranges`."""
+    core = files.get(f"{CORE}/config.pbtxt", b"")
     hashed = {n: c for n, c in files.items() if n != LOCK and not n.endswith("/")}
-    lock = {
+    lock: dict[str, Any] = {
         "files": {name: hashlib.sha256(content).hexdigest() for name, content in hashed.items()},
         "traffic": {"rows": 300, "truncated_share": 0.01, **traffic},
     }
     if b"tensorrt" in core:
-        lock["plan"] = {"engine": engine_plan(PACKED if _RAGGED.encode() in core else BUCKETED)}
-    return json.dumps(lock).encode()
+        usual: dict[str, list[int]] = {"rows": [1, 32]}
+        if b"allow_ragged_batch" in core:
+            usual["tokens"] = [1, 32 * EDGES[-1]]
+        made = profiles(*ranges or [usual])
+        engine = {"precision": "fp16", "profiles": made, "graph_specs": [], "options": {}}
+        lock["plan"] = {"engine": engine}
+    return lock
 
 
 def write_repository(root: Path, layout: str, *edits: Edit) -> Path:
@@ -271,7 +162,7 @@ def write_repository(root: Path, layout: str, *edits: Edit) -> Path:
     for edit in edits:
         edit(files)
     if files.get(LOCK) == b"":
-        files[LOCK] = make_manifest(files)
+        files[LOCK] = json.dumps(make_manifest(files)).encode()
     for name, content in files.items():
         target = root / name
         if name.endswith("/"):
@@ -282,72 +173,57 @@ def write_repository(root: Path, layout: str, *edits: Edit) -> Path:
     return root
 
 
-def replace(model: str, old: str, new: str) -> Edit:
-    """Replace text in the config of `model`, wherever it occurs."""
+class Edits:
+    """The kinds of edits in tests/data/lint/*.yaml, by their names there with `_` for `-`."""
 
-    def edit(files: Files) -> None:
-        text = files[f"{model}/config.pbtxt"].decode()
+    def __init__(self, files: Files, layout: str) -> None:
+        self.files, self.layout = files, layout
+
+    def replace(self, model: str, old: str, new: str) -> None:
+        """Replace text in the config of `model`, wherever it occurs."""
+        text = self.files[f"{model}/config.pbtxt"].decode()
         if old not in text:
             raise ValueError(f"{old!r} is not in the config of {model}")
-        files[f"{model}/config.pbtxt"] = text.replace(old, new).encode()
+        self.write(f"{model}/config.pbtxt", text.replace(old, new))
 
-    return edit
+    def append(self, model: str, text: str) -> None:
+        """Add text to the config of `model`."""
+        self.files[f"{model}/config.pbtxt"] += text.encode()
 
+    def write(self, path: str, text: str) -> None:
+        """Add or overwrite a file; with a trailing slash and no text, a folder."""
+        self.files[path] = text.encode()
 
-def append(model: str, text: str) -> Edit:
-    """Add text to the config of `model`."""
+    def hex(self, path: str, digits: str) -> None:
+        """Add or overwrite a file with these bytes."""
+        self.files[path] = bytes.fromhex(digits)
 
-    def edit(files: Files) -> None:
-        files[f"{model}/config.pbtxt"] += text.encode()
+    def zeros(self, path: str, count: int) -> None:
+        self.files[path] = bytes(count)
 
-    return edit
+    def remove(self, prefix: str) -> None:
+        """Remove every file whose path starts with `prefix`."""
+        for name in [name for name in self.files if name.startswith(prefix)]:
+            del self.files[name]
 
+    def solo(self, extra: str = "", code: str = PLAIN_PY) -> None:
+        """Add a Python model of its own, without batching, to the repository."""
+        self.write("solo/config.pbtxt", SOLO + extra)
+        self.write("solo/1/model.py", code)
 
-def put(path: str, content: bytes | str) -> Edit:
-    """Add or overwrite a file; with a trailing slash and no content, a folder."""
+    def generation(self, settings: dict[str, Any]) -> None:
+        """Add a Python model that has the settings of a core that generates text."""
+        self.solo()
+        self.files["solo/1/triton_io.py"] = self.files[f"{PRE}/1/triton_io.py"]
+        self.write("solo/1/settings.json", json.dumps(settings))
 
-    def edit(files: Files) -> None:
-        files[path] = content.encode() if isinstance(content, str) else content
-
-    return edit
-
-
-def remove(prefix: str) -> Edit:
-    """Remove every file whose path starts with `prefix`."""
-
-    def edit(files: Files) -> None:
-        for name in [name for name in files if name.startswith(prefix)]:
-            del files[name]
-
-    return edit
-
-
-def solo(extra: str = "", code: bytes | str = PLAIN_PY) -> Edit:
-    """Add a Python model of its own, without batching, to the repository."""
-
-    def edit(files: Files) -> None:
-        tensor = "data_type: TYPE_FP32 dims: [1]"
-        config = f"""
-            name: "solo" backend: "python"
-            input [{{ name: "a" {tensor} }}, {{ name: "b" {tensor} optional: true }}]
-            output [{{ name: "c" {tensor} }}]
-            instance_group [{{ count: 2 kind: KIND_CPU }}] {extra}"""
-        put("solo/config.pbtxt", config)(files)
-        put("solo/1/model.py", code)(files)
-
-    return edit
-
-
-def ensemble(name: str, inputs: str, outputs: str, *steps: str) -> Edit:
-    """Add an ensemble without batching; a step is ``"model in=tensor ... > out=tensor ..."``."""
-
-    def edit(files: Files) -> None:
-        own = [
-            f'{kind} {{ name: "{tensor}" data_type: TYPE_FP32 dims: [1] }}'
-            for kind, tensors in (("input", inputs), ("output", outputs))
-            for tensor in tensors.split()
-        ]
-        text = f'name: "{name}" platform: "ensemble" {" ".join(own)} ensemble_scheduling {{ '
+    def ensemble(self, name: str, inputs: str, outputs: str, *steps: str) -> None:
+        """Add an ensemble without batching; a step is ``model in=tensor ... > out=tensor ...``."""
+        text = f'name: "{name}" platform: "ensemble" '
+        for kind, tensors in (("input", inputs), ("output", outputs)):
+            for tensor in tensors.split():
+                text += f'{kind} {{ name: "{tensor}" data_type: TYPE_FP32 dims: [1] }} '
+        text += "ensemble_scheduling { "
         for step in steps:
             model, *maps = step.split()
             text += f'step {{ model_name: "{model}" model_version: -1 '
@@ -357,29 +233,91 @@ def ensemble(name: str, inputs: str, outputs: str, *steps: str) -> Edit:
                 key, _, value = pair.partition("=")
                 text += f'{kind} {{ key: "{key}" value: "{value}" }} ' if value else ""
             text += "} "
-        put(f"{name}/config.pbtxt", text + "}")(files)
-        put(f"{name}/1/", "")(files)
+        self.write(f"{name}/config.pbtxt", text + "}")
+        self.write(f"{name}/1/", "")
 
-    return edit
+    def settings(self, step: str, values: dict[str, Any]) -> None:
+        """Write the settings of a step, over those that preprocess has."""
+        self.files[f"{step}/1/settings.json"] = step_settings(**values)
+
+    def graph(self, change: dict[str, Any] | None = None) -> None:
+        """Write an ONNX file, by default the core's, with changes of what it has."""
+        settings = {"layout": self.layout, **(change or {})}
+        path = settings.pop("path", ONNX_FILE)
+        self.files[path] = graph(**settings)
+
+    def operator(self, name: str) -> None:
+        """Write a bucketed core whose only node is this operator."""
+        inputs = [
+            helper.make_tensor_value_info("input_ids", TensorProto.INT32, ["rows", "tokens"]),
+            helper.make_tensor_value_info("row_length", TensorProto.INT32, ["rows", 1]),
+        ]
+        shape = ["rows", 384]
+        output = helper.make_tensor_value_info("sentence_embedding", TensorProto.FLOAT, shape)
+        node = helper.make_node(name, ["row_length"], ["sentence_embedding"], "odd")
+        self.files[ONNX_FILE] = onnx_file([node], inputs, output, [])
+
+    def no_graph(self, number: int) -> None:
+        """Remove one of the CUDA graphs."""
+        self.replace(CORE, GRAPHS[number], "")
+
+    def no_graphs(self) -> None:
+        for number in range(len(GRAPHS)):
+            self.no_graph(number)
+
+    def exact_graphs(self, most: int) -> None:
+        """Replace the CUDA graphs by one for each padded length and number of rows up to `most`."""
+        exact = [graph_spec(edge, rows, rows) for edge in EDGES for rows in range(1, most + 1)]
+        self.replace(CORE, " ".join(GRAPHS), " ".join(exact))
+
+    def lock(self, traffic: dict[str, Any] | None = None) -> None:
+        """Write the lock now, over the files as they are."""
+        self.write(LOCK, json.dumps(make_manifest(self.files, **(traffic or {}))))
+
+    def profiles(self, *ranges: dict[str, list[int]]) -> None:
+        """Write the lock now, for an engine with other profiles."""
+        self.write(LOCK, json.dumps(make_manifest(self.files, *ranges)))
+
+    def engine(self, record: dict[str, Any]) -> None:
+        """Write the lock now, with the record of a finished engine."""
+        if record.get("onnx_sha256") == "that of the file":
+            record = {"onnx_sha256": hashlib.sha256(self.files[ONNX_FILE]).hexdigest()}
+        self.write(LOCK, json.dumps({**make_manifest(self.files), "engine": record}))
 
 
-def relock(**traffic: Any) -> Edit:
-    """Write the lock now, over the files as they are."""
+@dataclass(frozen=True)
+class Case:
+    """Edits of a good repository, with the finding that lint must have, if any."""
 
-    def edit(files: Files) -> None:
-        files[LOCK] = make_manifest(files, **traffic)
+    name: str
+    edits: tuple[Edit, ...]
+    layout: str
+    triton: str
+    severity: str = ""
+    given: str = ""
+    place: str = ""
 
-    return edit
+
+def edit(kind: str, *arguments: Any, layout: str = "packed") -> Edit:
+    """Return an edit of one of the kinds of `Edits`."""
+    return lambda files: getattr(Edits(files, layout), kind.replace("-", "_"))(*arguments)
 
 
-def engine(profiles: list[dict[str, Any]] | None = None, **record: Any) -> Edit:
-    """Write the lock now, with other profiles or the record of a finished engine."""
+def read_case(name: str, case: dict[str, Any]) -> Case:
+    layout = case.get("layout", "packed")
+    edits = tuple(edit(*words, layout=layout) for words in case["edits"])
+    severity = next((one for one in ("error", "warning", "info") if one in case), "")
+    given, place = case.get(severity, ""), case.get("in", "")
+    return Case(name, edits, layout, case.get("triton", "24.10"), severity, given, place)
 
-    def edit(files: Files) -> None:
-        lock = json.loads(make_manifest(files))
-        if profiles is not None:
-            lock["plan"]["engine"] = engine_plan(profiles)
-        lock["engine"] = record or None
-        files[LOCK] = json.dumps(lock).encode()
 
-    return edit
+def read_faults() -> list[Case]:
+    """Return the cases of faults.yaml; each has the name of its check."""
+    table = yaml.safe_load((DATA / "faults.yaml").read_text(encoding="utf-8"))
+    return [read_case(check, case) for check, cases in table.items() for case in cases]
+
+
+def read_fine() -> list[Case]:
+    """Return the cases of fine.yaml; each has the reason why it has no finding as its name."""
+    table = yaml.safe_load((DATA / "fine.yaml").read_text(encoding="utf-8"))
+    return [read_case(why, case) for why, case in table.items()]
