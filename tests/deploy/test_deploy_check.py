@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,13 +21,43 @@ from deploy_cases import (
     write_built,
     write_generation,
 )
-from manifest_cases import BROKEN, fine, text_of
-from manifest_charts import CHARTS
 from triptych.base.errors import Finding, UserError
 from triptych.deploy.checks import CHECKS, check_manifests
 from triptych.deploy.checks.pods import FIELDS, Known
 from triptych.deploy.targets import known_of, make_manifests
 from triptych.interface.cli import app
+
+DATA = Path(__file__).parents[1] / "data/lint"
+CASES = yaml.safe_load((DATA / "manifests.yaml").read_text())
+
+
+def fine() -> list[dict[str, Any]]:
+    return spoiled({})
+
+
+def spoiled(mistake: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the manifests of manifests.yaml with a mistake."""
+    objects: list[dict[str, Any]] = copy.deepcopy(CASES[mistake.get("of", "manifests")])
+
+    def parent_of(path: str) -> tuple[Any, Any]:
+        place, *names = path.split(".")
+        keys: list[Any] = CASES["places"][place] + names
+        parent: Any = objects
+        for key in keys[:-1]:
+            parent = parent[key]
+        return parent, keys[-1]
+
+    for path, value in mistake.get("set", {}).items():
+        parent, last = parent_of(path)
+        parent[last] = value
+    for path, value in mistake.get("append", {}).items():
+        parent, last = parent_of(path)
+        parent[last].append(value)
+    for path in mistake.get("remove", []):
+        parent, last = parent_of(path)
+        del parent[last]
+    objects += mistake.get("add", [])
+    return objects
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +75,11 @@ def found_in(folder: Path, text: str, known: Known | None = None) -> list[Findin
 
 
 def test_each_check_finds_its_mistake_and_no_other_one(tmp_path: Path, known: Known) -> None:
-    assert found_in(tmp_path, text_of(fine()), known) == []
-    for check, spoil, said in BROKEN:
-        objects = fine()
-        spoil(objects)
-        found = found_in(tmp_path, text_of(objects), known)
+    assert found_in(tmp_path, yaml.safe_dump_all(fine()), known) == []
+    mistakes = [(check, one) for check, several in CASES["mistakes"].items() for one in several]
+    for check, mistake in mistakes:
+        said = mistake["says"]
+        found = found_in(tmp_path, yaml.safe_dump_all(spoiled(mistake)), known)
         assert [one.id for one in found].count(check) == 1, (check, said, found)
         (first,) = (one for one in found if one.id == check)
         assert said in f"{first.given} {first.remedy}", (check, first)
@@ -57,13 +89,13 @@ def test_each_check_finds_its_mistake_and_no_other_one(tmp_path: Path, known: Kn
         # A misspelled field is missing under its right name; a predictor without ports has none.
         also = {"field-known": {"readiness-probe"}, "canary-percent": {"grpc-port"}}
         assert others <= also.get(check, set()), (check, said, others)
-    assert {check for check, _, _ in BROKEN} | {"manifest-readable"} == {one.id for one in CHECKS}
+    assert CASES["mistakes"].keys() | {"manifest-readable"} == {one.id for one in CHECKS}
 
 
 def test_the_mistakes_of_public_charts_are_found(tmp_path: Path) -> None:
-    for chart, (text, expected) in CHARTS.items():
-        found = {finding.id for finding in found_in(tmp_path, text)}
-        assert found == expected, (chart, found ^ expected)
+    for chart, case in yaml.safe_load((DATA / "charts.yaml").read_text()).items():
+        found = {finding.id for finding in found_in(tmp_path, case["text"])}
+        assert found == {*case["finds"]}, chart
 
 
 def test_other_gpus_and_names_of_metrics_are_found_in_manifests_of_generation(
@@ -103,12 +135,12 @@ def test_what_cannot_be_read_is_a_finding(tmp_path: Path) -> None:
         objects = fine()
         for one in objects:
             one["spec"] = value
-        found_in(tmp_path / "odd", text_of(objects))
+        found_in(tmp_path / "odd", yaml.safe_dump_all(objects))
         objects = fine()
         for key in list(objects[0]["spec"]["template"]["spec"]["containers"][0]):
             if key != "image":
                 objects[0]["spec"]["template"]["spec"]["containers"][0][key] = value
-        found_in(tmp_path / "odd", text_of(objects))
+        found_in(tmp_path / "odd", yaml.safe_dump_all(objects))
 
 
 def test_fields_are_those_of_the_newest_kubernetes() -> None:
@@ -119,12 +151,12 @@ def test_fields_are_those_of_the_newest_kubernetes() -> None:
 
 
 def test_the_command_line_tells_findings_and_ends_as_lint_does(tmp_path: Path) -> None:
-    found_in(tmp_path / "fine", text_of(fine()))
+    found_in(tmp_path / "fine", yaml.safe_dump_all(fine()))
     done = CliRunner().invoke(app, ["lint", str(tmp_path / "fine")])
     assert (done.exit_code, done.stdout) == (0, "0 errors, 0 other findings\n")
     objects = fine()
     objects[0]["spec"]["replicas"] = 3
-    found_in(tmp_path / "broken", text_of(objects))
+    found_in(tmp_path / "broken", yaml.safe_dump_all(objects))
     words = ["lint", str(tmp_path / "broken"), "--json"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 1

@@ -134,8 +134,8 @@ def profile(
 def profiles(*ranges: dict[str, list[int]]) -> list[dict[str, Any]]:
     """Profiles of each range of rows: packed ones, or one for each padded length."""
     if "tokens" in ranges[0]:
-        return [profile(**one) for one in ranges]
-    return [profile(**one, edge=edge) for edge in EDGES for one in ranges]
+        return [profile(one["rows"], one["tokens"]) for one in ranges]
+    return [profile(one["rows"], edge=edge) for edge in EDGES for one in ranges]
 
 
 def make_manifest(files: Files, *ranges: dict[str, list[int]], **traffic: Any) -> dict[str, Any]:
