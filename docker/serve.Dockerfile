@@ -19,7 +19,10 @@ COPY docker/requirements-serve.txt /opt/triptych/requirements.txt
 RUN test -f "${LD_PRELOAD}" \
  && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --no-compile --no-deps \
     --only-binary=:all: --require-hashes --requirement /opt/triptych/requirements.txt \
- && python3 -c "import numpy, PIL, tokenizers"
+ && python3 -c "import numpy, PIL, tokenizers" \
+ # The Python of a step ignores PYTHONDONTWRITEBYTECODE; it must not write into the repository.
+ && echo "import sys; sys.dont_write_bytecode = True" \
+    > "$(python3 -c 'import site; print(site.getsitepackages()[0])')/triptych.pth"
 
 COPY build_scripts/triptych/__init__.py /opt/triptych/triptych/
 COPY build_scripts/triptych/base/__init__.py build_scripts/triptych/base/errors.py \

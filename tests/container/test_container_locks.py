@@ -14,6 +14,7 @@ from container_cases import H100, H200, L4, T4, machine, write_pipeline
 from triptych.base.errors import UserError
 from triptych.container.lock_check import check_repository, has_version_compatible_plans, main
 from triptych.container.machine import Machine, VisibleGpu, find_driver, find_gpus, find_tensorrt
+from triptych.container.manifests import remove_byte_code
 
 HERE = machine(H200)
 
@@ -185,11 +186,31 @@ def test_what_is_not_as_it_was_built_is_refused(case: str, tmp_path: Path) -> No
 
 def test_what_no_server_loads_is_no_difference(tmp_path: Path) -> None:
     version = write_pipeline(tmp_path, **ONNX) / "minilm_core/1"
-    (version / "__pycache__").mkdir()
-    (version / "__pycache__/model.cpython-310.pyc").touch()
     (version / ".DS_Store").touch()
     (tmp_path / "minilm_core/notes.txt").touch()
     assert check(tmp_path) == ""
+
+
+def test_byte_code_and_linked_folders_are_a_difference(tmp_path: Path) -> None:
+    version = write_pipeline(tmp_path, **ONNX) / "minilm_core/1"
+    caches = [version / "__pycache__", version / "deep/__pycache__"]
+    for cache in caches:
+        cache.mkdir(parents=True)
+        (cache / "model.cpython-310.pyc").touch()
+    path = "minilm_core/1/__pycache__"
+    fault = f"{path} holds byte code, which Python runs in place of the files that are checked"
+    assert check(tmp_path) == f"error: minilm: {fault} (and 1 more): remove it"
+    assert remove_byte_code(tmp_path) == []
+    assert not any(cache.exists() for cache in caches)
+    assert check(tmp_path) == ""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    caches[0].symlink_to(elsewhere)
+    assert check(tmp_path) == f"error: minilm: {fault}: remove it"
+    assert remove_byte_code(tmp_path) == []
+    assert elsewhere.exists()
+    (version / "linked").symlink_to(elsewhere)
+    assert "minilm_core/1/linked is not in the build manifest" in check(tmp_path)
 
 
 def test_without_hashes_files_must_only_be_there(tmp_path: Path) -> None:

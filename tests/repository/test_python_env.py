@@ -47,17 +47,21 @@ def test_equal_wheels_give_equal_archives_without_tests_and_headers(tmp_path: Pa
     assert names_in(content) == {
         *("bin/activate", "bin/python3", "pyvenv.cfg"),
         "lib/python3.12/site-packages/only_here/__init__.py",
+        "lib/python3.12/site-packages/triptych.pth",
     }
 
 
 CODE = """
+import sys
+
 import numpy as np
 import triton_python_backend_utils as pb_utils
 import only_here
 
 class TritonPythonModel:
     def execute(self, requests):
-        said = np.array([[only_here.WORD.encode()]], dtype=np.object_)
+        said = f"{only_here.WORD}, writes byte code: {not sys.dont_write_bytecode}"
+        said = np.array([[said.encode()]], dtype=np.object_)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("echo", said)]) for _ in requests]
 """
 
@@ -79,7 +83,7 @@ def test_a_step_finds_a_package_that_only_the_archive_has(tmp_path: Path) -> Non
             f'parameters {{ key: "{ENV_PARAMETER}" value {{ string_value: "{ENV_PATH}" }} }}'
         )
     with Server(repository) as server:
-        assert ask(server, "anything") == "from the archive"
+        assert ask(server, "anything") == "from the archive, writes byte code: False"
 
 
 @pytest.mark.server

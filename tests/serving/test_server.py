@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import http.client
+import marshal
 import os
+import py_compile
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import SourceFileLoader
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
 
 from echo_server import ECHO, ask, write_model
 from processes import eventually, mark_of, regions
+from triptych.base.errors import UserError
 from triptych.serving.orphan_cleanup import tagged_processes
-from triptych.serving.server import Server
+from triptych.serving.server import Server, check_and_make_flags
 
 pytestmark = pytest.mark.server
 
@@ -289,3 +295,38 @@ def test_ctrl_c_at_the_terminal_reaches_the_server_once(tmp_path: Path, reposito
     assert log_file.read_text().count("Signal (") == 1
     assert list((tmp_path / "temporary").iterdir()) == []
     assert tagged_processes(mark) == []
+
+
+def forge_byte_code(source: Path, folder: Path) -> None:
+    """Put the byte code of other source where Python looks for that of `source`."""
+    forged = folder / "forged.py"
+    forged.write_text(ECHO.replace('"unset"', '"forged"'))
+    stat = source.stat()
+    os.utime(forged, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    cache = cache_from_source(str(source))
+    py_compile.compile(str(forged), cache, str(source), doraise=True)
+    content = bytearray(Path(cache).read_bytes())
+    content[12:16] = stat.st_size.to_bytes(4, "little")
+    Path(cache).write_bytes(content)
+    # The attack works: Python takes the byte code for that of the source.
+    code = SourceFileLoader("model", str(source)).get_code("model")
+    assert code is not None
+    assert b"forged" in marshal.dumps(code)
+
+
+@pytest.mark.parametrize("production", [False, True])
+def test_forged_byte_code_of_a_step_is_not_run(
+    production: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = write_model(tmp_path / "r", "echo")
+    version = repository / "echo/1"
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    forge_byte_code(version / "model.py", tmp_path)
+    with monkeypatch.context() as no_rights:
+        no_rights.setattr(shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(UserError, match="__pycache__"):
+            Server(repository).start()
+    flags = check_and_make_flags(repository, production=production)
+    with Server(repository, production_flags=flags) as server:
+        assert ask(server, "env:NO_SUCH_VARIABLE") == "unset"
+        assert [path.name for path in version.iterdir()] == ["model.py"]

@@ -15,12 +15,14 @@ from typing import Literal, NamedTuple
 from triptych.base.errors import UserError, escape_for_terminal
 from triptych.container.machine import Machine, VisibleGpu, read_machine, version_numbers
 from triptych.container.manifests import (
+    IS_BYTE_CODE,
     EngineTarget,
     ManifestError,
     ServedPipeline,
     StartupManifest,
     find_pipelines,
     find_wrong_files,
+    remove_byte_code,
 )
 from triptych.container.settings import Settings, read_settings
 
@@ -98,11 +100,12 @@ def has_version_compatible_plans(repository: Path) -> bool:
 
 
 def enforce(settings: Settings, machine: Machine | None) -> bool:
-    """Print the problems and return whether the server may start.
+    """Remove byte code, print the problems and return whether the server may start.
 
     Raises:
         UserError: The repository does not exist.
     """
+    remove_byte_code(settings.repository)
     if settings.lock_check == "off":
         return True
     problems = check_repository(settings.repository, machine, hashes=settings.lock_hashes)
@@ -126,7 +129,7 @@ def _check(
     if faults:
         path, fault = next(iter(faults.items()))
         others = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        remedy = _remedy(pipeline)
+        remedy = "remove it" if fault == IS_BYTE_CODE else _remedy(pipeline)
         if path == pipeline.plan_file:
             remedy = f"{_rebuild(pipeline)}, or copy it again"
         yield ManifestProblem(pipeline.name, "error", f"{path} {fault}{others}: {remedy}")

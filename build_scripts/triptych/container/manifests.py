@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,6 +153,8 @@ def _parse(manifest: Mapping[str, Any], pipeline: str) -> StartupManifest:
 
 _CHUNK_BYTES = 2**20
 _BYTE_CODE = "__pycache__"
+IS_BYTE_CODE = "holds byte code, which Python runs in place of the files that are checked"
+"""Fault of a folder in which Python keeps the byte code of a step."""
 _OF_NOTHING = hashlib.sha256().hexdigest()
 
 
@@ -170,7 +174,7 @@ def find_wrong_files(
     return {
         pipeline: {
             **{path: faults[path, digest] for path, digest in manifest.files.items()},
-            **dict.fromkeys(_extra_files(repository, manifest), "is not in the build manifest"),
+            **_extra_files(repository, manifest),
         }
         for pipeline, manifest in manifests.items()
     }
@@ -191,15 +195,35 @@ def _find_fault(repository: Path, path: str, digest: str, *, hashes: bool) -> st
     return ""
 
 
-def _extra_files(repository: Path, manifest: StartupManifest) -> Iterator[str]:
-    """Yield unlisted files in version folders, from which Triton and the steps load files."""
+def _extra_files(repository: Path, manifest: StartupManifest) -> dict[str, str]:
+    """Return the faults of what else is in version folders, from which Triton and steps load."""
+    faults = {}
     for model in sorted({path.partition("/")[0] for path in manifest.files}):
         for version in sorted((repository / model).glob("[0-9]*")):
             for file in sorted(version.rglob("*")):
                 path = file.relative_to(repository).as_posix()
-                hidden = file.name.startswith(".") or file.parent.name == _BYTE_CODE
-                if path not in manifest.files and not hidden and not file.is_dir():
-                    yield path
+                if file.name == _BYTE_CODE:
+                    faults[path] = IS_BYTE_CODE
+                elif file.parent.name == _BYTE_CODE or file.name.startswith("."):
+                    continue
+                elif path not in manifest.files and (file.is_symlink() or not file.is_dir()):
+                    faults[path] = "is not in the build manifest"
+    return faults
+
+
+def remove_byte_code(repository: Path) -> list[Path]:
+    """Remove the byte code that Python wrote beside the steps; return folders that remain.
+
+    Python runs it in place of a file of the same time and size, whatever that file contains. The
+    embedded Python of a step ignores the variables that would keep it from writing byte code.
+    """
+    folders = list(repository.glob(f"*/[0-9]*/**/{_BYTE_CODE}"))
+    for folder in folders:
+        if folder.is_symlink():
+            folder.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    return [folder for folder in folders if os.path.lexists(folder)]
 
 
 def _sha256(file: Path) -> str:

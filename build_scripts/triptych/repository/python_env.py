@@ -33,6 +33,9 @@ IMAGE_PYTHON = "/usr/bin"
 """Folder of the image's Python."""
 _FETCH_TIMEOUT_S = 300
 
+_NO_BYTE_CODE = b"import sys; sys.dont_write_bytecode = True\n"
+"""Line that Python runs at start: steps write no byte code into the model repository."""
+
 _ACTIVATE = """\
 export VIRTUAL_ENV="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PATH="${VIRTUAL_ENV}/bin:${PATH}"
@@ -116,6 +119,7 @@ def pack_env(wheels: Mapping[str, Sequence[Path]], *, home: str = IMAGE_PYTHON) 
         "pyvenv.cfg": f"home = {home}\ninclude-system-site-packages = true\n".encode(),
     }
     for python, paths in wheels.items():
+        files[f"lib/python{python}/site-packages/triptych.pth"] = _NO_BYTE_CODE
         for name, content in _contents(paths):
             files[f"lib/python{python}/site-packages/{name}"] = content
     buffer = io.BytesIO()

@@ -16,7 +16,12 @@ from typing import BinaryIO
 from triptych.base.errors import UserError
 from triptych.client.server_info import reload_pipeline
 from triptych.container.lock_check import check_repository
-from triptych.container.manifests import ManifestError, ServedPipeline, find_pipelines
+from triptych.container.manifests import (
+    ManifestError,
+    ServedPipeline,
+    find_pipelines,
+    remove_byte_code,
+)
 from triptych.container.supervisor import EndlessLoad
 from triptych.repository.store import is_being_written
 from triptych.serving.readiness import read_load_state
@@ -114,6 +119,7 @@ def reload(server: Server, pipeline: str) -> None:
     """
     if server.log_file is None:
         raise RuntimeError("the server was not started")
+    remove_byte_code(server.repository)
     with server.log_file.open("rb") as log, _kill_stuck_steps(server) as ended:
         try:
             _load(server, pipeline, log)
@@ -121,6 +127,7 @@ def reload(server: Server, pipeline: str) -> None:
             if not ended:
                 raise
             _load(server, pipeline, log)
+    remove_byte_code(server.repository)
 
 
 def _load(server: Server, pipeline: str, log: BinaryIO) -> None:

@@ -33,7 +33,7 @@ from triptych.container.flags import (
 )
 from triptych.container.lock_check import enforce
 from triptych.container.machine import read_machine
-from triptych.container.manifests import find_pipelines
+from triptych.container.manifests import find_pipelines, remove_byte_code
 from triptych.container.settings import read_settings
 from triptych.container.supervisor import (
     EndlessLoad,
@@ -265,6 +265,13 @@ class Server:
         if self._process is not None:
             raise RuntimeError("the server was started already")
         check_models(self.repository, self._models)
+        if kept := remove_byte_code(self.repository):
+            raise UserError(
+                str(kept[0]),
+                "must not exist, because Python runs its byte code in place of the step's files",
+                given="a folder that cannot be removed",
+                remedy="Remove it, or make it removable for this user",
+            )
         self._ports = reserve_ports(self._host, self._wanted_ports)
         self._picked += [self._ports[name] for name, port in self._wanted_ports.items() if not port]
         tag = self._tag = new_process_tag()
@@ -330,6 +337,7 @@ class Server:
                 raise self._failed(state)
             if ready:
                 self.living_steps()
+                remove_byte_code(self.repository)
                 return
             if time.monotonic() > deadline:
                 raise self._late(timeout_s, state)
