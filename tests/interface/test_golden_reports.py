@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from conftest import ROOT
 from generation_load_cases import found, result
 from load_samples import (
     NASTY,
@@ -27,7 +30,6 @@ from load_samples import (
     tuned,
 )
 from monitor_cases import look, replayed
-from recorded import assert_recorded
 from report_pages import (
     ABOUT,
     CANDIDATES,
@@ -56,6 +58,31 @@ from triptych.operate.tune.results import TuneResult
 from triptych.repository.records import Conversion, GateResult, PrecisionTrial, WorstRow
 from triptych.serving.bench.comparison import compare_results
 from triptych.spec.slo import GenerationSlo, Slo
+
+
+def assert_recorded(folder: str, texts: Mapping[str, str], *, rewrite: bool) -> None:
+    """Compare texts with the files of the same names in `tests/data/FOLDER`.
+
+    After an intended change, ``pytest FILE --rewrite`` writes these files again; the diff shows
+    what changed.
+    """
+    recorded = ROOT / "tests/data" / folder
+    if rewrite:
+        shutil.rmtree(recorded, ignore_errors=True)
+        recorded.mkdir(parents=True)
+        for name, text in texts.items():
+            (recorded / name).write_text(text, encoding="utf-8")
+    known = {path.name: path.read_text(encoding="utf-8") for path in recorded.iterdir()}
+    assert sorted(known) == sorted(texts)
+    changed = [
+        line
+        for name, text in texts.items()
+        for line in difflib.unified_diff(
+            known[name].splitlines(), text.splitlines(), f"{folder}/{name}", "now", lineterm="", n=0
+        )
+    ]
+    assert not changed, "\n".join(changed[:40])
+
 
 NAN = math.nan
 HOSTILE = (

