@@ -338,7 +338,7 @@ def test_the_images_few_files_run_on_a_bare_python(
         env={"TRIPTYCH_REPOSITORY": str(repository), "TRIPTYCH_HTTP_PORT": "1"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert done.returncode == exit_code, done.stderr

@@ -334,7 +334,7 @@ def test_the_server_has_what_the_operator_sets(tmp_path: Path) -> None:
                 triton.InferenceServerClient(image.url("GRPC")) as plain,
                 pytest.raises(InferenceServerException),
             ):
-                plain.is_server_live(client_timeout=30)
+                plain.is_server_live(client_timeout=60)
 
 
 def test_a_wrong_setting_is_named_before_the_server_starts(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_sigterm_loses_nothing(alone: Path, tmp_path: Path) -> None:
         # An idle connection would hold it for so long.
         image.variables["TRIPTYCH_EXIT_TIMEOUT_S"] = "600"
         with image.serving() as process:
-            idle = http.client.HTTPConnection(image.url("HTTP"), timeout=10)
+            idle = http.client.HTTPConnection(image.url("HTTP"), timeout=60)
             idle.request("GET", "/v2/health/live")
             idle.getresponse().read()
             (counts,) = InFlight.of_server(

@@ -101,7 +101,7 @@ def envoy(folder: Path, live: int, candidate: int) -> Iterator[Listen]:
         yield listen
     finally:
         running.terminate()
-        running.wait(30)
+        running.wait(60)
 
 
 def is_answered(metrics_port: int) -> bool:

@@ -45,7 +45,7 @@ ensemble_scheduling { step [{
 
 def get(url: str, path: str) -> tuple[int, str]:
     host, port = url.split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
     try:
         connection.request("GET", path)
         response = connection.getresponse()

@@ -29,7 +29,7 @@ STEPS = 6
 
 
 def post(url: str, path: str, body: object, method: str = "POST") -> tuple[int, str]:
-    connection = http.client.HTTPConnection(url, timeout=10)
+    connection = http.client.HTTPConnection(url, timeout=60)
     try:
         connection.request(method, path, json.dumps(body))
         response = connection.getresponse()

@@ -64,7 +64,7 @@ def ask(server: Server, text: str, model: str = "echo") -> str:
     """One request over HTTP; the answer's only string."""
     tensor = {"name": "text", "shape": [1, 1], "datatype": "BYTES", "data": [text]}
     host, port = server.http_url.split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
     try:
         connection.request("POST", f"/v2/models/{model}/infer", json.dumps({"inputs": [tensor]}))
         answer: dict[str, Any] = json.loads(connection.getresponse().read())
