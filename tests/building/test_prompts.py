@@ -32,8 +32,30 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
     by_default = {"parameters": {"prompt": "passage"}, "prompts": PROMPTS}
     for name, spec in (("named", by_default), ("free", {"prompts": "any"})):
         build_into(write_pipeline(base / name, model=model, **spec), base / "repository")
+    for layout, side in LEFT_OUT.items():
+        folder = write_left_out(tiny_model, base / f"model_{layout}", side)
+        fields = {"prompts": "any", "core": {"layout": layout}, "tokenizer": {"max_length": 40}}
+        pipeline = write_pipeline(base / layout, model={"source": str(folder)}, **fields)
+        build_into(pipeline, base / "repository")
     with Server(base / "repository") as server:
         yield server
+
+
+LEFT_OUT = {"packed": "right", "bucketed": "left"}
+"""Layout of each pipeline that leaves prompts out of pooling, and its side of truncation."""
+POOLINGS = ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
+
+
+def write_left_out(tiny_model: Path, folder: Path, side: str) -> Path:
+    """Write a model whose poolings leave the prompt out."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    model = SentenceTransformer(str(tiny_model), device="cpu")
+    model[1] = Pooling(model.get_embedding_dimension(), POOLINGS, include_prompt=False)
+    model.tokenizer.truncation_side = side
+    model.save(str(folder))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +108,20 @@ def test_any_prompt_is_a_text_if_the_spec_says_so(server: Server, model: Any) ->
             assert np.abs(client.embed(TEXTS, prompt=prompt) - wanted).max() < 1e-5, prompt
         with pytest.raises(InvalidRequestError, match="leave space for the text"):
             client.embed(["a"], prompt="word " * 600)
+
+
+def test_prompts_are_left_out_of_pooling(server: Server, tmp_path: Path, tiny_model: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    for layout, side in LEFT_OUT.items():
+        folder = write_left_out(tiny_model, tmp_path / layout, side)
+        model = SentenceTransformer(str(folder), device="cpu")
+        model.max_seq_length = 40
+        with Client(layout, server.grpc_url) as client:
+            for prompt in ("", "query: ", "Represent [SEP]", "a" * 9 + " of words " * 12, "[UNK]"):
+                wanted = model.encode(TEXTS, prompt=prompt)
+                differences = np.abs(client.embed(TEXTS, prompt=prompt) - wanted).max(axis=1)
+                assert differences.max() < 1e-5, (layout, prompt, differences)
 
 
 def test_the_gate_has_rows_with_each_prompt(tmp_path: Path, tiny_model: Path) -> None:

@@ -100,7 +100,6 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
     ),
     (pooled(pooling_mode="median"), "pool"),
     (pooled(), "pool"),
-    (pooled(pooling_mode="mean", include_prompt=False), "pool"),
     ({"config.json": "{"}, "config.json` is not valid JSON"),
     ({"config.json": []}, "config.json` must be a JSON object"),
     ({"modules.json": "{}"}, "modules.json` must be a JSON list"),

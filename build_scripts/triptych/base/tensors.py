@@ -47,6 +47,9 @@ ROW_LENGTH = Tensor("row_length", "INT32", (1,))
 FIRST_SEGMENT = Tensor("first_segment", "INT32", (1,))
 """Tokens of a row before its second segment: token types are 0 there and 1 from there on."""
 
+PROMPT_LENGTH = Tensor("prompt_length", "INT32", (1,))
+"""Tokens at the beginning of a row that are left out of pooling."""
+
 ROW_METADATA = Tensor("row_metadata", "BYTES", (1,))
 """Goes past the core from preprocess to postprocess, a row each: see `runtime.row_metadata`."""
 
@@ -86,7 +89,9 @@ class TokenRow(NamedTuple):
     Attributes:
         ids: its tokens.
         first_segment: tokens before the second segment; all of them where there is only one.
+        prompt: tokens at the beginning that are left out of pooling.
     """
 
     ids: tuple[int, ...]
     first_segment: int
+    prompt: int = 0

@@ -27,6 +27,9 @@ from triptych.spec.tasks.task import with_class_scores
 from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
 
+INSTRUCTORS = tuple(f"hkunlp/instructor-{size}" for size in ("base", "large", "xl"))
+"""Models whose prompts sentence-transformers leaves out of pooling, although their files do not."""
+
 LABELED_ROWS = 2000
 """Maximum number of labeled rows that are run."""
 
@@ -233,6 +236,8 @@ def _with_prompts(info: ModelInfo, spec: PipelineSpec, task: Task) -> ModelInfo:
     """Return `info` with the prompts of the spec in addition to the model's."""
     own = {} if spec.prompts == "any" else spec.prompts
     info = replace(info, prompts={**info.prompts, **own}, free_prompt=spec.prompts == "any")
+    if spec.model.source in INSTRUCTORS:
+        info = replace(info, include_prompt=False)
     if spec.prompts and PROMPT not in task.parameters(info):
         raise UserError(
             "prompts",

@@ -166,6 +166,7 @@ def core_feed(
     feed: Feed = {
         "row_length": lengths,
         "first_segment": np.array([[row.first_segment] for row in rows], dtype=np.int32),
+        "prompt_length": np.array([[row.prompt] for row in rows], dtype=np.int32),
     }
     if ROW_OFFSET in inputs and width is None:
         feed |= _packed(rows, pad_token_id)
@@ -218,6 +219,8 @@ def _packed(rows: Sequence[TokenRow], pad_token_id: int) -> Feed:
 _NO_TIME = (1980, 1, 1, 0, 0, 0)
 _TOKENS = ("ids", "lengths", "first_segments")
 _PIXELS = "pixels"
+_PROMPTS = "prompts"
+"""Array of prompt lengths; none if all are 0."""
 
 
 def write_samples(path: Path, rows: Sequence[Sample]) -> None:
@@ -238,6 +241,8 @@ def write_samples(path: Path, rows: Sequence[Sample]) -> None:
         arrays["ids"] = np.array([token for row in tokens for token in row.ids], np.int32)
         arrays["lengths"] = np.array([len(row.ids) for row in tokens], np.int32)
         arrays["first_segments"] = np.array([row.first_segment for row in tokens], np.int32)
+        if any(row.prompt for row in tokens):
+            arrays[_PROMPTS] = np.array([row.prompt for row in tokens], np.int32)
     else:
         arrays[_PIXELS] = np.stack([np.asarray(row, np.uint8) for row in rows])
     with zipfile.ZipFile(path, "w") as archive:
@@ -259,8 +264,11 @@ def read_samples(path: Path) -> list[Sample]:
         if _PIXELS in arrays:
             return list(arrays[_PIXELS])
         ids, lengths, firsts = (arrays[name] for name in _TOKENS)
+        prompts = arrays.get(_PROMPTS, np.zeros_like(firsts))
         ends = np.cumsum(lengths)
-        if len(ids) != (ends[-1] if len(ends) else 0) or len(firsts) != len(lengths):
+        if len(ids) != (ends[-1] if len(ends) else 0) or not (
+            len(firsts) == len(prompts) == len(lengths)
+        ):
             raise ValueError("lengths and tokens do not agree")
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise UserError(
@@ -270,6 +278,6 @@ def read_samples(path: Path) -> list[Sample]:
             remedy="Run `triptych build` again",
         ) from error
     return [
-        TokenRow(tuple(ids[end - length : end].tolist()), int(first))
-        for end, length, first in zip(ends, lengths, firsts, strict=True)
+        TokenRow(tuple(ids[end - length : end].tolist()), int(first), int(prompt))
+        for end, length, first, prompt in zip(ends, lengths, firsts, prompts, strict=True)
     ]

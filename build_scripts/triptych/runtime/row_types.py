@@ -43,11 +43,13 @@ class Row(NamedTuple):
         ids: Token ids.
         first_segment: Number of tokens before the second segment.
         metadata: Packed `RowMetadata`; empty if the task has none.
+        prompt: Number of tokens at the beginning that are left out of pooling.
     """
 
     ids: Sequence[int]
     first_segment: int
     metadata: bytes = b""
+    prompt: int = 0
 
 
 class CoreRows(NamedTuple):

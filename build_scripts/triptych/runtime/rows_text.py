@@ -42,6 +42,7 @@ class TokenRowMaker(ABC):
         self._packs: bool = settings.get("layout") == "packed"
         self._spans: bool = settings.get("row_span", False)
         self.segments: bool = settings["segments"]
+        self.prompt_end_ids: list[int] | None = settings.get("prompt_end_ids")
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.cut: str = (self.tokenizer.truncation or {}).get("direction", "right")
         self.tokenizer.no_truncation()
@@ -186,6 +187,8 @@ class TokenRowMaker(ABC):
             tensors["input_ids"] = pad_rows(ids, width, self._pad_token_id)
         if self.segments:
             tensors["first_segment"] = np.array([[r.first_segment] for r in rows], dtype=np.int32)
+        if self.prompt_end_ids is not None:
+            tensors["prompt_length"] = np.array([[row.prompt] for row in rows], dtype=np.int32)
         width = tensors["input_ids"].shape[1]
         return CoreRows(tensors, [row.metadata for row in rows], width)
 
@@ -237,8 +240,7 @@ class PlainTextRowMaker(TokenRowMaker):
 
     def inputs(self, request: RowInputs) -> list[Input]:
         texts: list[str] = request.columns["text"]
-        chosen = request.parameters.get("prompt", "")
-        prompt = self._prompts.get(chosen, chosen if self._free_prompt else "")
+        prompt = self._prompt_of(request)
         if self._free_prompt:
             self._check_prompt(prompt)
         if prompt:
@@ -247,6 +249,28 @@ class PlainTextRowMaker(TokenRowMaker):
             return list(texts)
         check_filled(request, self.fields)
         return list(zip(texts, request.columns["text_pair"], strict=True))
+
+    def token_rows(self, requests: Sequence[RowInputs]) -> list[list[Row] | Exception]:
+        made = super().token_rows(requests)
+        if self.prompt_end_ids is None:
+            return made
+        return [
+            rows if isinstance(rows, Exception) else [row._replace(prompt=length) for row in rows]
+            for rows, length in zip(made, map(self._prompt_length, requests), strict=True)
+        ]
+
+    def _prompt_of(self, request: RowInputs) -> str:
+        chosen = request.parameters.get("prompt", "")
+        return self._prompts.get(chosen, chosen if self._free_prompt else "")
+
+    def _prompt_length(self, request: RowInputs) -> int:
+        """Return the number of tokens left out of pooling, as sentence-transformers counts them.
+
+        A special token at the end of the prompt belongs to the text.
+        """
+        prompt = self._prompt_of(request)
+        ids = self.tokenizer.encode(prompt).ids if prompt else []
+        return len(ids) - bool(ids and ids[-1] in (self.prompt_end_ids or ()))
 
     def _check_prompt(self, prompt: str) -> None:
         """Raise a `RequestError` if a prompt leaves no space for a text."""

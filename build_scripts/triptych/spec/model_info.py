@@ -87,6 +87,7 @@ class ModelInfo:
             normalization. Special tokens are found before it.
         pooling: Poolings of token vectors, concatenated in this order.
         head: Modules after pooling, in order.
+        include_prompt: Whether the tokens of a prompt are pooled.
         prompts: Text put before each input by name of the prompt.
         default_prompt: Name of the prompt for requests that name none; None for no prompt.
         free_prompt: Whether a request may send the text of a prompt instead of a name.
@@ -97,6 +98,7 @@ class ModelInfo:
         segments: Number of token types that the model distinguishes; 1 for none.
         mask_token: Token for the word to be filled in; None if the tokenizer has none.
         vocabulary: Number of tokens in the vocabulary.
+        special_ids: Ids of the tokenizer's special tokens.
         unk_token_id: Id of the token for unknown text; None if every text is known.
         image: Settings of the image processor; None for text models.
         layers: Number of layers in the encoder.
@@ -112,6 +114,7 @@ class ModelInfo:
     lowercase: bool = False
     pooling: tuple[str, ...] = ("mean",)
     head: tuple[Dense | Normalize | Truncate, ...] = ()
+    include_prompt: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     free_prompt: bool = False
@@ -122,6 +125,7 @@ class ModelInfo:
     mask_token: str | None = None
     mask_token_id: int | None = None
     vocabulary: int | None = None
+    special_ids: tuple[int, ...] = ()
     unk_token_id: int | None = None
     image: ImageInfo | None = None
     layers: int | None = None
@@ -131,7 +135,8 @@ class ModelInfo:
     @property
     def of_core(self) -> dict[str, Any]:
         """Fields that affect the core, as plain data, without prompts and estimates of cost."""
-        aside = {"prompts", "default_prompt", "free_prompt", "layers", "heads", "intermediate_size"}
+        aside = {"prompts", "default_prompt", "free_prompt", "special_ids"}
+        aside |= {"layers", "heads", "intermediate_size"}
         return {key: value for key, value in asdict(self).items() if key not in aside}
 
     @property

@@ -312,7 +312,7 @@ def read_model_info(
     if (folder / "modules.json").is_file():
         sentence = read_json(folder / "config_sentence_transformers.json", default={})
         transformer = read_transformer_settings(folder)
-    pooling, head = read_modules(folder, config, sentence)
+    pooling, include_prompt, head = read_modules(folder, config, sentence)
     prompts, default_prompt = sentence.get("prompts") or {}, sentence.get("default_prompt_name")
     if default_prompt is not None and default_prompt not in prompts:
         raise UserError(
@@ -339,6 +339,7 @@ def read_model_info(
         lowercase=transformer.lowercase and not texts.lowercase,
         pooling=pooling,
         head=head,
+        include_prompt=include_prompt,
         prompts=prompts,
         default_prompt=default_prompt,
         labels=labels,
@@ -347,6 +348,7 @@ def read_model_info(
         segments=texts.segments,
         mask_token=texts.mask_token,
         mask_token_id=texts.mask_token_id,
+        special_ids=texts.special_ids,
         unk_token_id=texts.unk_token_id,
         vocabulary=config.get("vocab_size"),
         image=image,
@@ -384,6 +386,7 @@ class _TextInfo(NamedTuple):
     mask_token: str | None = None
     mask_token_id: int | None = None
     unk_token_id: int | None = None
+    special_ids: tuple[int, ...] = ()
     lowercase: bool = False
 
 
@@ -394,6 +397,7 @@ def _read_texts(folder: Path, config: ModelConfig) -> _TextInfo:
         mask_token=tokenizer.mask_token,
         mask_token_id=tokenizer.mask_token_id,
         unk_token_id=tokenizer.unk_token_id,
+        special_ids=tuple(tokenizer.all_special_ids),
         lowercase=_lowers(tokenizer.backend_tokenizer.normalizer),
     )
 

@@ -146,8 +146,10 @@ class _DenseConfig(TypedDict, total=False):
 
 def read_modules(
     folder: Path, config: ModelConfig, sentence: SentenceConfig
-) -> tuple[tuple[str, ...], tuple[Dense | Normalize | Truncate, ...]]:
-    """Return pooling modes and modules after pooling, from ``modules.json``.
+) -> tuple[tuple[str, ...], bool, tuple[Dense | Normalize | Truncate, ...]]:
+    """Return pooling modes, whether prompts are pooled, and modules after pooling.
+
+    They are read from ``modules.json``.
 
     As in sentence-transformers, a model without that file is not normalized, and pooled by the last
     token if it generates text from left to right, else by the mean.
@@ -160,6 +162,7 @@ def read_modules(
         _check_cross_encoder(folder, modules, sentence)
         modules = []
     pooling: tuple[str, ...] = ("lasttoken",) if not modules and _is_causal(config) else ("mean",)
+    include_prompt = True
     head: list[Dense | Normalize | Truncate] = []
     for index, module in enumerate(modules):
         kind, path = module["type"].rsplit(".", 1)[-1], folder / module["path"]
@@ -173,6 +176,7 @@ def read_modules(
             continue
         if kind == "Pooling":
             pooling = _pooling(settings, path)
+            include_prompt = bool(settings.get("include_prompt", True))
         elif kind == "Dense" and on_vectors:
             head.append(_dense(settings, module["path"], path / "config.json"))
         elif kind == "Normalize" and on_vectors:
@@ -189,7 +193,7 @@ def read_modules(
             )
     if size := sentence.get("truncate_dim"):
         head.append(Truncate(size))
-    return pooling, tuple(head)
+    return pooling, include_prompt, tuple(head)
 
 
 _OTHER_MODULES = {
@@ -288,13 +292,6 @@ def _pooling(settings: Mapping[str, object], path: Path) -> tuple[str, ...]:
             f"must choose among the pooling modes {', '.join(POOLING.values())}",
             given=", ".join(sorted(unknown)) or "none",
             remedy="Choose a model with one of them",
-        )
-    if settings.get("include_prompt", True) is not True:
-        raise UserError(
-            str(path / "config.json"),
-            "must pool the prompt's tokens too (include_prompt)",
-            given="false",
-            remedy="Choose a model that pools them",
         )
     return modes
 

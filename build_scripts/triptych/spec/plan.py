@@ -17,6 +17,7 @@ from triptych.base.tensors import (
     DIRECT_CALL,
     FIRST_SEGMENT,
     INPUT_IDS,
+    PROMPT_LENGTH,
     REQUEST_TICKET,
     ROW_LENGTH,
     ROW_METADATA,
@@ -38,6 +39,7 @@ from triptych.spec.engine_plan import (
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks import Core, Task
+from triptych.spec.tasks.catalog import PROMPT
 from triptych.spec.traffic import Lengths
 
 ELEMENT_BYTES = {"fp32": 4}
@@ -308,6 +310,8 @@ def inputs_of(info: ModelInfo, task: Task) -> tuple[Tensor, ...]:
         return (Tensor("pixels", "UINT8", (image.height, image.width, image.channels)),)
     if task.pairs and info.segments > 1:
         return INPUT_IDS, ROW_LENGTH, FIRST_SEGMENT
+    if not info.include_prompt and PROMPT in task.parameters(info):
+        return INPUT_IDS, ROW_LENGTH, PROMPT_LENGTH
     return INPUT_IDS, ROW_LENGTH
 
 
@@ -330,6 +334,8 @@ def row_settings(
             "max_image_bytes": spec.image.max_bytes,
             "max_pixels": spec.image.max_pixels,
         }
+    if PROMPT_LENGTH in inputs_of(info, task):
+        settings["prompt_end_ids"] = list(info.special_ids)
     return settings | {
         "lowercase": info.lowercase and task.of_sentences,
         "max_length": max_length_of(spec, info, task),

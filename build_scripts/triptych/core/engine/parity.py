@@ -18,6 +18,7 @@ from triptych.base.tensors import (
     FIRST_SEGMENT,
     INPUT_IDS,
     LONGEST,
+    PROMPT_LENGTH,
     ROW_LENGTH,
     ROW_OFFSET,
     ROW_SPAN,
@@ -116,7 +117,7 @@ def _metrics_of(core: Core) -> tuple[str, ...]:
 
 
 def _tensor(name: str) -> Tensor:
-    texts = (INPUT_IDS, ROW_LENGTH, ROW_OFFSET, ROW_SPAN, FIRST_SEGMENT)
+    texts = (INPUT_IDS, ROW_LENGTH, ROW_OFFSET, ROW_SPAN, FIRST_SEGMENT, PROMPT_LENGTH)
     known = {tensor.name: tensor for tensor in texts}
     return known.get(name, Tensor(name, "UINT8", ()))
 

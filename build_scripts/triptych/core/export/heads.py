@@ -36,30 +36,39 @@ class RowMembership(NamedTuple):
         position: Position of each token in its row, INT64 ``[R or 1, N]``.
         member: Whether a token belongs to a row, BOOL ``[B, N]``.
         length: Number of tokens of each row, INT64 ``[B, 1]``.
+        prompt: Number of tokens at the beginning of each row that are not pooled, ``[B, 1]``; None
+            if all are pooled.
     """
 
     ids: Tensor
     position: Tensor
     member: Tensor
     length: Tensor
+    prompt: Tensor | None = None
 
 
 def pool(mode: str, hidden: Tensor, rows: RowMembership) -> Tensor:
     """Pool ``[R, N, H]`` to one vector per row ``[B, H]``, by a mode of sentence-transformers."""
     member, position, length = rows.member, rows.position, rows.length
+    count = length
+    first: Tensor | int = 0
+    if rows.prompt is not None:
+        member = member & (position >= rows.prompt)
+        count = length - rows.prompt
+        first = torch.where(count > 0, rows.prompt, 0)
     if mode == "max":
         # A row without tokens must not become -inf.
         lowest = torch.finfo(hidden.dtype).min
         return torch.where(member[:, :, None], hidden, lowest).amax(dim=1)
     if mode == "cls":
-        weight = (member & (position == 0)).to(hidden.dtype)
+        weight = (rows.member & (position == first)).to(hidden.dtype)
     elif mode == "lasttoken":
         weight = (member & (position == length - 1)).to(hidden.dtype)
     elif mode == "weightedmean":
         weight = member.to(hidden.dtype) * (position + 1).to(hidden.dtype)
         weight = weight / weight.sum(dim=1, keepdim=True).clamp(min=1e-9)
     else:
-        tokens = length.to(hidden.dtype).clamp(min=1.0)
+        tokens = count.to(hidden.dtype).clamp(min=1.0)
         weight = member.to(hidden.dtype)
         weight = weight / (tokens.sqrt() if mode == "mean_sqrt_len_tokens" else tokens)
     return weighted(weight, hidden)
@@ -282,14 +291,20 @@ class Returned(nn.Module):
 
 
 class CoreGraph(nn.Module):
-    """Module to export. Adapts the graph's input order to the arguments of `compute`."""
+    """Module to export. Adapts the graph's input order to the arguments of `compute`.
 
-    def __init__(self, compute: nn.Module, returned: Returned, order: tuple[int, ...]) -> None:
+    An entry of `order` is None for an argument that the graph does not have.
+    """
+
+    def __init__(
+        self, compute: nn.Module, returned: Returned, order: tuple[int | None, ...]
+    ) -> None:
         super().__init__()
         self.compute = compute
         self.returned = returned
         self.order = order
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        result: tuple[Tensor, ...] = self.returned(self.compute(*[inputs[i] for i in self.order]))
+        arguments = [None if i is None else inputs[i] for i in self.order]
+        result: tuple[Tensor, ...] = self.returned(self.compute(*arguments))
         return result

@@ -148,9 +148,21 @@ class TextCore(nn.Module):
         self.encoder = encoder
         self.head = head
 
-    def forward(self, *batch: Tensor | None) -> Tensor:
-        """Return the head's result, ``[B, K]`` or ``[B, L, K]``."""
-        hidden, rows = self.encoder(*batch)
+    def forward(
+        self,
+        input_ids: Tensor,
+        row_length: Tensor,
+        first_segment: Tensor | None = None,
+        prompt_length: Tensor | None = None,
+    ) -> Tensor:
+        """Return the head's result, ``[B, K]`` or ``[B, L, K]``.
+
+        `prompt_length` has the number of tokens at each row's beginning that are not pooled,
+        ``[B, 1]``. See `PaddedEncoder` for the other arguments.
+        """
+        hidden, rows = self.encoder(input_ids, row_length, first_segment)
+        if prompt_length is not None:
+            rows = rows._replace(prompt=prompt_length.long())
         result: Tensor = self.head(hidden, rows)
         return result
 
@@ -181,16 +193,17 @@ class PackedCore(nn.Module):
         tile: Tensor,
         tiles: Tensor,
         first_segment: Tensor | None = None,
+        prompt_length: Tensor | None = None,
     ) -> Tensor:
         """Return the head's result, ``[B, K]`` or ``[1, T, K]``.
 
-        See `PackedBatch` for the arguments.
+        See `PackedBatch` and `TextCore` for the arguments.
         """
         batch = PackedBatch(input_ids, row_length, row_offset, row_stride, longest, tile, tiles)
         mode = PackedOperations(batch)
         ids = mode.spread(input_ids.long()[None], 1)
         with mode, self._attention(mode):
-            result: Tensor = self.core(ids, row_length, first_segment)
+            result: Tensor = self.core(ids, row_length, first_segment, prompt_length)
         return mode.gather(result) if self.per_token else mode.values(result)
 
     def _attention(self, mode: PackedOperations) -> AbstractContextManager[None]:

@@ -301,11 +301,11 @@ def _graph(
 
     names = [tensor.name for tensor in inputs]
     # The order of the module's arguments; the stride and `SIZES` follow the inputs.
-    order = [names.index("input_ids"), names.index("row_length")]
+    order: list[int | None] = [names.index("input_ids"), names.index("row_length")]
     if packed:
         order += [names.index(ROW_OFFSET.name), *range(len(names), len(names) + 4)]
-    if "first_segment" in names:
-        order.append(names.index("first_segment"))
+    for name in ("first_segment", "prompt_length"):
+        order.append(names.index(name) if name in names else None)
     text_core = find_text_core(model, info, core, folder, packed=packed)
     return CoreGraph(text_core, returned, tuple(order))
 
@@ -327,6 +327,7 @@ def _examples(
         "tile": torch.zeros(12, dtype=torch.int32),
         "tiles": torch.zeros(4, dtype=torch.int32),
         "first_segment": torch.tensor([[2], [3], [4]], dtype=torch.int32),
+        "prompt_length": torch.tensor([[1], [2], [3]], dtype=torch.int32),
     }
     examples, shapes = [], []
     for tensor in inputs:

@@ -34,6 +34,7 @@ OVERRIDES = {
     "trust_remote_code=False": "code of a model is never run",
     "config.use_cache=False": "keys and values of one row are used once; results are the same",
     "ignore_mismatched_sizes=True": "mismatched weights are then reported by name and refused",
+    "set_pooling_include_prompt(False)": "as for hkunlp/instructor-*, which a user loads by name",
     "max_seq_length": "tokenizer.max_length of the pipeline shortens rows before they come here",
 }
 """Differences from a user's call, each with its reason."""
@@ -170,6 +171,8 @@ def _sentence_outputs(
     import torch
 
     model = load_as_user(folder, pairs=core.activation is not None)
+    if any(isinstance(row, TokenRow) and row.prompt for row in samples):
+        model.set_pooling_include_prompt(False)
     if double:
         model.double()
     expected: list[Expected] = []
@@ -179,6 +182,8 @@ def _sentence_outputs(
                 raise ValueError("sentence-transformers is the reference of texts alone")
             features = _token_inputs(row, TYPES in model.tokenizer.model_input_names)
             features["attention_mask"] = torch.ones_like(features["input_ids"])
+            if row.prompt:
+                features["prompt_length"] = row.prompt
             output = model(features)
             if core.activation is not None:
                 result = model.activation_fn(output["scores"][0])
@@ -206,9 +211,17 @@ def check_tokens(inputs: PipelineInputs) -> None:
         chosen = request.parameters.get(PROMPT, "")
         prompt = plan.info.prompts.get(chosen, chosen if plan.info.free_prompt else "")
         text, *second = map(str, request.inputs.values())
-        given = (prompt + text, *second) if second else prompt + text
-        wanted = tuple(model.preprocess([given])["input_ids"][0].tolist())
+        features = model.preprocess([(text, *second) if second else text], prompt=prompt)
+        wanted = tuple(features["input_ids"][0].tolist())
         (row,) = request.rows
+        left_out = 0 if plan.info.include_prompt else features.get("prompt_length", 0)
+        if isinstance(row, TokenRow) and row.prompt != left_out:
+            raise UserError(
+                "model.source",
+                "must have a tokenizer that counts the tokens of a prompt as sentence-transformers",
+                given=f"{prompt!r:.80}: {row.prompt} tokens, there {left_out}",
+                remedy="Save the model again with sentence-transformers, or choose another model",
+            )
         if isinstance(row, TokenRow) and row.ids != wanted:
             raise UserError(
                 "model.source",

@@ -423,8 +423,9 @@ def _row_of(rows: list[Sample], tokens: int) -> Sample:
     fitting = [row for row in texts if len(row.ids) <= tokens]
     if fitting:
         return max(fitting, key=lambda row: len(row.ids))
-    ids, first = min(texts, key=lambda row: len(row.ids))
-    return TokenRow((*ids[: tokens - 1], ids[-1]), min(first, tokens))
+    row = min(texts, key=lambda row: len(row.ids))
+    ids = (*row.ids[: tokens - 1], row.ids[-1])
+    return TokenRow(ids, min(row.first_segment, tokens), row.prompt)
 
 
 def _refused(tokens: int, given: str) -> UserError:

@@ -138,7 +138,11 @@ def open_rows(work: BaselineWork) -> Callable[[Sequence[Request]], list[Sample]]
                 raise result
         if is_image:
             return [pixels for result in results for pixels in result.tensors["pixels"]]
-        return [TokenRow(tuple(row.ids), row.first_segment) for result in results for row in result]
+        return [
+            TokenRow(tuple(row.ids), row.first_segment, row.prompt)
+            for result in results
+            for row in result
+        ]
 
     return make
 

@@ -55,7 +55,7 @@ class TorchModel:
             inputs = self._padded(rows)
             output = self._model(**inputs)
             if self._head is not None:
-                return (self._head(output.last_hidden_state, _places(inputs)),)
+                return (self._head(output.last_hidden_state, _places(inputs, rows)),)
             if self._core.returns == "spans":
                 return output.start_logits, output.end_logits
             return (output.logits,)
@@ -74,11 +74,12 @@ class TorchModel:
         return inputs
 
 
-def _places(inputs: dict[str, torch.Tensor]) -> RowMembership:
+def _places(inputs: dict[str, torch.Tensor], rows: Sequence[TokenRow]) -> RowMembership:
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     return RowMembership(
         ids=ids,
         position=torch.arange(ids.shape[1])[None],
         member=mask.bool(),
         length=mask.sum(dim=1, keepdim=True),
+        prompt=torch.tensor([[row.prompt] for row in rows]),
     )

@@ -17,6 +17,7 @@ RESERVED = {
     "input_ids",
     "row_length",
     "first_segment",
+    "prompt_length",
     "row_metadata",
     "request_ticket",
     "direct_call",
