@@ -135,13 +135,13 @@ class LiveFleet:
         _wait_healthy(server)
         with self._routing:
             self._ready.append(server)
-            self._proxy.route_to(self._ready)
+            self._proxy.route_to(self._ready, [PIPELINE.name])
 
     def _end(self, index: int, span: _Span) -> None:
         server = self._servers[index]
         with self._routing:
             self._ready = [one for one in self._ready if one is not server]
-            self._proxy.route_to(self._ready)
+            self._proxy.route_to(self._ready, [PIPELINE.name])
         self._proxy.wait_drained(server, _DRAIN_TIMEOUT_S)
         server.stop()
         span.ended_s = time.monotonic()
@@ -199,7 +199,7 @@ def live_fleet(
     with ExitStack() as stack:
         proxy = Proxy(settings, listen, log_file=folder / "envoy.log")
         stack.callback(proxy.stop)
-        proxy.start([])
+        proxy.start([], [PIPELINE.name])
         stack.enter_context(running(folder, "prometheus", *flags))
         fleet = LiveFleet(servers, proxy, f"http://{address}")
         stack.callback(fleet.close)

@@ -209,7 +209,7 @@ def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watche
             log_file=folder / "envoy.log",
         )
         stack.callback(proxy.stop)
-        proxy.start([server])
+        proxy.start([server], ["tiny"])
         gauges = stack.enter_context(metrics_page(LOOPBACK, 0))
         gauges.run = replace(look(), pipeline="tiny", alarms=())
         pages = {

@@ -27,6 +27,7 @@ from triptych.serving.fleet.envoy import (
     assignment,
     bootstrap,
     proxy_settings,
+    route_file,
 )
 from triptych.serving.fleet.fleet import Replica, ReplicaBuild, link_build
 from triptych.serving.fleet.proxy import find_envoy, validate
@@ -39,6 +40,7 @@ from triptych.serving.fleet.serve import (
 )
 from triptych.serving.server import Server
 
+PIPELINES = ["tickets"]
 LISTEN = Listen("127.0.0.1", 8001, 8000, 8002, 9901)
 NAMES = EndpointNames("triton.default.svc", 8001, 8000)
 MIRROR = Mirror(0.05, EndpointNames("candidate.default.svc", 8001, 8000))
@@ -52,6 +54,8 @@ def write_files(folder: Path) -> EndpointFiles:
     files = EndpointFiles(folder / "grpc.json", folder / "http.json")
     for service, file in ((GRPC, files.grpc), (HTTP, files.http)):
         file.write_text(json.dumps(assignment(service, [("127.0.0.1", 1234)])), encoding="utf-8")
+        routes = route_file(settings(), service, PIPELINES, None)
+        files.routes(service).write_text(json.dumps(plain(routes)), encoding="utf-8")
     return files
 
 
@@ -70,7 +74,7 @@ def values(data: Any, key: str) -> list[Any]:
 def test_envoy_itself_takes_the_configuration_with_files_and_with_names(tmp_path: Path) -> None:
     for endpoints, mirror in ((write_files(tmp_path), MIRROR), (NAMES, None), (NAMES, MIRROR)):
         config = tmp_path / "envoy.yaml"
-        data = bootstrap(settings(), LISTEN, endpoints, mirror)
+        data = bootstrap(settings(), LISTEN, endpoints, PIPELINES, mirror)
         config.write_text(yaml_of(data), encoding="utf-8")
         assert validate(config) == ""
     text = config.read_text(encoding="utf-8")
@@ -82,17 +86,18 @@ def test_envoy_itself_takes_the_configuration_with_files_and_with_names(tmp_path
 def test_what_the_yaml_says_is_the_data_and_each_setting_tells_its_reason(
     endpoints: Endpoints,
 ) -> None:
-    data = bootstrap(settings(3, 37.5), LISTEN, endpoints, MIRROR)
+    data = bootstrap(settings(3, 37.5), LISTEN, endpoints, PIPELINES, MIRROR)
     text = yaml_of(data)
     assert yaml.safe_load(text) == plain(data)
-    told = {reason for _, _, reason in reasons_of(data)}
+    routes = [route_file(settings(3, 37.5), one, PIPELINES, MIRROR) for one in (GRPC, HTTP)]
+    told = {reason for _, _, reason in reasons_of([data, routes])}
     own = {name: value for name, value in vars(settings(3, 37.5)).items() if value is not None}
     used = {name: value for name, value in own.items() if value.reason in told}
     assert own.keys() == used.keys()
 
 
 def test_inference_alone_is_mirrored_and_little_at_once() -> None:
-    data = plain(bootstrap(settings(), LISTEN, NAMES, MIRROR))
+    data = plain(bootstrap(settings(), LISTEN, NAMES, PIPELINES, MIRROR))
     routes = [route for found in values(data, "routes") for route in found if "v3" not in route]
     mirrored = {
         json.dumps(route["match"]): policy
@@ -110,7 +115,7 @@ def test_inference_alone_is_mirrored_and_little_at_once() -> None:
     for policy in mirrored.values():
         (threshold,) = clusters[policy["cluster"]]["circuit_breakers"]["thresholds"]
         assert threshold["max_requests"] == 16
-    assert "mirror" not in json.dumps(plain(bootstrap(settings(), LISTEN, NAMES)))
+    assert "mirror" not in json.dumps(plain(bootstrap(settings(), LISTEN, NAMES, PIPELINES)))
 
 
 def test_the_promise_is_an_edge_of_the_histogram() -> None:
@@ -126,7 +131,7 @@ def test_a_lost_replica_fits_into_the_retry_budget() -> None:
 
 
 def test_streams_are_neither_held_nor_sent_again_and_no_time_is_cut() -> None:
-    data = plain(bootstrap(settings(), LISTEN, NAMES))
+    data = plain(bootstrap(settings(), LISTEN, NAMES, PIPELINES))
     routes = [route for found in values(data, "routes") for route in found if "v3" not in route]
     asked = [route for route in routes if route["route"]["cluster"] != "admin"]
     assert len(asked) == 7

@@ -88,6 +88,7 @@ def envoy(folder: Path, live: int, candidate: int) -> Iterator[Listen]:
         settings(),
         listen,
         EndpointNames(LOOPBACK, 1, live),
+        ["minilm"],
         Mirror(SHARE, EndpointNames(LOOPBACK, 1, candidate)),
     )
     config = folder / "envoy.json"

@@ -33,7 +33,9 @@ from triptych.deploy.rules import (
     burn_alerts,
     camel,
 )
+from triptych.repository.manifest import kind_of_build
 from triptych.serving.fleet.envoy import EndpointNames, Listen, Mirror, bootstrap, proxy_settings
+from triptych.spec.kind import Kind
 
 TEMPLATES = Path(__file__).with_name("templates")
 APPLY = "kubectl apply -k {}"
@@ -202,13 +204,15 @@ def envoy_configuration(c: DeploymentContext, host: str) -> Any:
         max_request_mib=largest_request_mib(c.repository),
         limits_ms=c.limits_ms,
         affinity=c.options.affinity_header,
+        hedges=kind_of_build(c.repository, c.pipeline) is Kind.ENCODER,
     )
     listen = Listen("0.0.0.0", PORTS["grpc"], PORTS["http"], PORTS["metrics"], ADMIN_PORT)
     mirror = None
     if c.options.mirrored is not None:
         at = EndpointNames(f"{c.options.name}-candidate", PORTS["grpc"], PORTS["http"])
         mirror = Mirror(c.options.mirrored.share, at)
-    return bootstrap(settings, listen, EndpointNames(host, PORTS["grpc"], PORTS["http"]), mirror)
+    endpoints = EndpointNames(host, PORTS["grpc"], PORTS["http"])
+    return bootstrap(settings, listen, endpoints, [c.pipeline], mirror)
 
 
 def envoy_arguments(workers: int) -> list[str]:

@@ -1,19 +1,22 @@
 """Write Envoy's configuration for replicas, with the reason of each number.
 
 Requests about one server (statistics, shared memory, repository) have no route; clients send them
-to that server. The template is ``templates/envoy.yaml.j2``.
+to that server. Steps of pipelines have none either: a client could pass the limits of preprocess.
+The templates are in ``templates``; ``requests.lua`` checks requests.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from triptych.base.explained import ExplainedValue, render_yaml
 
+_TEMPLATES = Path(__file__).with_name("templates")
 _BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000)
 
 
@@ -21,13 +24,15 @@ _BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 
 class ProxySettings:
     """Numbers of Envoy's configuration, each with its reason; units are in the names.
 
-    `affinity` is an optional header of streams that selects their replica.
+    `affinity` is an optional header of streams that selects their replica. `hedge_s` is None if
+    answers may take as long as the client waits.
     """
 
     max_request_mib: ExplainedValue
     retry_percent: ExplainedValue
     latency_buckets_ms: ExplainedValue
     affinity: ExplainedValue | None = None
+    hedge_s: ExplainedValue | None = None
     retries: ExplainedValue = ExplainedValue(
         2,
         "two replicas may stop at the same time; a request that crashes its server crashes at most "
@@ -72,6 +77,15 @@ class ProxySettings:
     eject_percent: ExplainedValue = ExplainedValue(
         50, "a network failure between proxy and replicas must not eject all replicas"
     )
+    server_keepalive_s: ExplainedValue = ExplainedValue(
+        1,
+        "a frozen server does not answer this ping of HTTP/2. Then the connection is closed, and "
+        "its requests are retried on another replica; a failed health check closes no connection "
+        "with a request in flight",
+    )
+    server_keepalive_timeout_s: ExplainedValue = ExplainedValue(
+        3, "same as the health check; Triton answers pings in threads that do no inference"
+    )
     keepalive_s: ExplainedValue = ExplainedValue(
         60, "same as the servers: connections of clients that vanished are closed"
     )
@@ -98,6 +112,7 @@ def proxy_settings(
     max_request_mib: int,
     limits_ms: Iterable[float] = (),
     affinity: str | None = None,
+    hedges: bool = True,
 ) -> ProxySettings:
     """Return the settings of a fleet.
 
@@ -106,6 +121,8 @@ def proxy_settings(
         max_request_mib: Maximum request size of the pipelines in MiB (`largest_request_mib`).
         limits_ms: Latency limits of the SLO in milliseconds (`Slo.limits_ms`).
         affinity: Header of streams; streams with the same value go to the same replica.
+        hedges: Whether a request without an answer is also sent to another replica; False for
+            pipelines that generate text, whose answers may take long.
     """
     limits = sorted(set(limits_ms))
     slo_text = ", ".join(f"{limit:g}" for limit in limits)
@@ -117,6 +134,14 @@ def proxy_settings(
             "streams with the same value share a prompt prefix, which one replica then caches. "
             "Streams without the header go to any replica",
         ),
+        hedge_s=ExplainedValue(
+            3,
+            "s without an answer, after which a request also goes to another replica. A step may "
+            "be frozen while its server runs on, and HTTP/1 does not tell a frozen server from a "
+            "slow one. Requests in a queue are rejected earlier",
+        )
+        if hedges
+        else None,
         max_request_mib=ExplainedValue(
             max_request_mib,
             "MiB, same as the limit of the servers: no pipeline accepts a larger request. Envoy "
@@ -157,6 +182,11 @@ class EndpointFiles:
 
     grpc: Path
     http: Path
+
+    def routes(self, service: Service) -> Path:
+        """Return the file of the routes of a listener (see `route_file`)."""
+        file = self.grpc if service.is_grpc else self.http
+        return file.with_name(f"routes-{file.name}")
 
 
 @dataclass(frozen=True)
@@ -235,18 +265,35 @@ _GRPC_ROUTES = (
     ),
     Route({"prefix": "/grpc.health.v1.Health/"}),
 )
-_MODEL = "/v2/models/[^/]+(/versions/[^/]+)?"
-_HTTP_ROUTES = (
-    Route({"safe_regex": {"regex": f"{_MODEL}/generate_stream"}}, is_stream=True),
-    Route({"safe_regex": {"regex": f"{_MODEL}/(infer|generate)"}}, is_inference=True),
-    Route({"safe_regex": {"regex": f"/v2(/health/(live|ready))?|{_MODEL}(/(ready|config))?"}}),
-)
+
+
+def _http_routes(pipelines: Sequence[str]) -> tuple[Route, ...]:
+    """Return the routes for HTTP, whose paths have the name of a pipeline."""
+    names = "|".join(map(re.escape, sorted(pipelines)))
+    model = f"/v2/models/({names})(/versions/[0-9]+)?"
+    return (
+        Route({"safe_regex": {"regex": f"{model}/generate_stream"}}, is_stream=True),
+        Route({"safe_regex": {"regex": f"{model}/(infer|generate)"}}, is_inference=True),
+        Route({"safe_regex": {"regex": f"/v2(/health/(live|ready))?|{model}(/(ready|config))?"}}),
+    )
 
 
 def bootstrap(
-    settings: ProxySettings, listen: Listen, endpoints: Endpoints, mirror: Mirror | None = None
+    settings: ProxySettings,
+    listen: Listen,
+    endpoints: Endpoints,
+    pipelines: Sequence[str],
+    mirror: Mirror | None = None,
 ) -> Any:
-    """Return the configuration, with the reasons of its numbers (see `base.explained`)."""
+    """Return the configuration, with the reasons of its numbers (see `base.explained`).
+
+    Args:
+        settings: Numbers of the configuration.
+        listen: Address and ports of Envoy.
+        endpoints: Replicas; files also have the routes (see `route_file`).
+        pipelines: Names that requests may address. Steps of pipelines are not among them.
+        mirror: Candidate that gets copies of requests; None without one.
+    """
     clusters = [_cluster(service, service.cluster, endpoints) for service in (GRPC, HTTP)]
     if mirror is not None:
         clusters += [
@@ -255,33 +302,65 @@ def bootstrap(
         ]
     listeners = [
         {
-            "name": name,
-            "port": port,
-            "routes": routes,
-            "cluster": service.cluster,
-            "candidate": CANDIDATES[service].cluster,
-            "is_grpc": service.is_grpc,
+            **_listener(service, pipelines),
+            "port": listen.grpc_port if service.is_grpc else listen.http_port,
+            "script": _script(settings, service),
+            "routes_file": str(endpoints.routes(service))
+            if isinstance(endpoints, EndpointFiles)
+            else None,
         }
-        for name, port, routes, service in (
-            ("grpc", listen.grpc_port, _GRPC_ROUTES, GRPC),
-            ("http", listen.http_port, _HTTP_ROUTES, HTTP),
-        )
+        for service in (GRPC, HTTP)
     ]
     error_texts = {
         413: f"The request is larger than {settings.max_request_mib.value} MiB, the maximum of the "
         "pipelines",
-        404: "This proxy does not forward this request: send it to the address of one server",
+        404: "This proxy does not forward this request, which is not for a pipeline: send it to "
+        "the address of one server",
     }
     return render_yaml(
-        Path(__file__).with_name("templates") / "envoy.yaml.j2",
+        _TEMPLATES / "envoy.yaml.j2",
         s=settings,
         listen=listen,
         mirror=mirror,
+        names=dict.fromkeys(sorted(pipelines), True),
         listeners=listeners,
         clusters=clusters,
         error_texts=error_texts,
         admin=assigned("admin", [("127.0.0.1", listen.admin_port)]),
     )
+
+
+def route_file(
+    settings: ProxySettings, service: Service, pipelines: Sequence[str], mirror: Mirror | None
+) -> dict[str, Any]:
+    """Return the content of a file of routes, `EndpointFiles.routes`, with reasons."""
+    found = render_yaml(
+        _TEMPLATES / "routes.yaml.j2",
+        s=settings,
+        mirror=mirror,
+        names=dict.fromkeys(sorted(pipelines), True),
+        listener=_listener(service, pipelines),
+    )
+    kind = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration"
+    return {"resources": [{"@type": kind, **found}]}
+
+
+def _listener(service: Service, pipelines: Sequence[str]) -> dict[str, Any]:
+    """Return the template's data of a listener."""
+    return {
+        "name": "grpc" if service.is_grpc else "http",
+        "routes": _GRPC_ROUTES if service.is_grpc else _http_routes(pipelines),
+        "cluster": service.cluster,
+        "candidate": CANDIDATES[service].cluster,
+        "is_grpc": service.is_grpc,
+    }
+
+
+def _script(settings: ProxySettings, service: Service) -> str:
+    """Return the script that checks requests."""
+    max_bytes = settings.max_request_mib.value << 20
+    constants = f"local IS_GRPC, MAX_BYTES = {str(service.is_grpc).lower()}, {max_bytes}\n"
+    return constants + (_TEMPLATES / "requests.lua").read_text(encoding="utf-8").rstrip()
 
 
 def _cluster(service: Service, name: str, endpoints: Endpoints) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors
 from triptych.container.health import find_fault
-from triptych.container.manifests import find_pipelines
+from triptych.container.manifests import ServedPipeline, find_pipelines
 from triptych.repository.store import link, locked
 from triptych.serving.endpoint import RestartBackoff
 from triptych.serving.fleet.proxy import Proxy
@@ -95,6 +95,15 @@ class Replica:
         """Whether it is down and will not be restarted."""
         return not self.is_ready and self.work is None and self.again_at is None
 
+    @property
+    def pipelines(self) -> list[ServedPipeline]:
+        """Pipelines of its build that it serves."""
+        return [
+            pipeline
+            for pipeline in find_pipelines(self.build.folder)
+            if not self._models or pipeline.name in self._models
+        ]
+
     def start(self, build: ReplicaBuild, timeout_s: float) -> None:
         """Start it on `build`, and wait until each of its pipelines answers a request.
 
@@ -146,11 +155,7 @@ class Replica:
         return pause_s
 
     def _answer(self, deadline: float) -> None:
-        pipelines = [
-            pipeline
-            for pipeline in find_pipelines(self.build.folder)
-            if not self._models or pipeline.name in self._models
-        ]
+        pipelines = self.pipelines
         url = f"http://{self.server.http_url}"
         while pipelines and (fault := find_fault(url, pipelines)):
             crash = self.server.find_crash(_HEALTH_POLL_S)
@@ -384,12 +389,16 @@ class Fleet:
 
     def _start_proxy(self) -> None:
         servers = [replica.server for replica in self.ready]
-        self.proxy.start(servers)
+        self.proxy.start(servers, self._pipelines())
         if not self.proxy.wait_healthy(servers, _HEALTHY_TIMEOUT_S):
             raise self.proxy.failure("found no healthy replica")
 
     def _route(self) -> None:
-        self.proxy.route_to(replica.server for replica in self.ready)
+        self.proxy.route_to((replica.server for replica in self.ready), self._pipelines())
+
+    def _pipelines(self) -> list[str]:
+        """Return the names of the pipelines that a replica serves or starts on."""
+        return sorted({p.name for replica in self.replicas for p in replica.pipelines})
 
     def _reconcile_replica(self, replica: Replica) -> None:
         if replica.work is not None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from triptych.base.errors import UserError
-from triptych.base.explained import yaml_of
+from triptych.base.explained import plain, yaml_of
 from triptych.base.files import write_files
 from triptych.container.entrypoint import server_variables
 from triptych.serving.embedded import server_path
@@ -27,6 +27,7 @@ from triptych.serving.fleet.envoy import (
     Service,
     assignment,
     bootstrap,
+    route_file,
 )
 from triptych.serving.orphan_cleanup import new_process_tag
 from triptych.serving.process import ServerProcess
@@ -90,18 +91,22 @@ class Proxy:
         """Address of Envoy's admin page, ``host:port`` on loopback."""
         return f"{_LOOPBACK}:{self._listen.admin_port}"
 
-    def start(self, servers: Iterable[Server]) -> None:
-        """Start Envoy in front of `servers`, and wait until it accepts requests.
+    @property
+    def _files(self) -> EndpointFiles:
+        return EndpointFiles(self._folder / _GRPC_FILE, self._folder / _HTTP_FILE)
+
+    def start(self, servers: Iterable[Server], pipelines: Sequence[str]) -> None:
+        """Start Envoy in front of `servers`, and wait until it accepts requests for `pipelines`.
 
         Raises:
             UserError: Envoy is not installed, or does not start.
         """
         self._folder = new_shell_safe_dir()
         try:
-            files = EndpointFiles(self._folder / _GRPC_FILE, self._folder / _HTTP_FILE)
-            self.route_to(servers)
+            files = self._files
+            self.route_to(servers, pipelines)
             config = self._folder / "envoy.yaml"
-            data = bootstrap(self._settings, self._listen, files, self._mirror)
+            data = bootstrap(self._settings, self._listen, files, pipelines, self._mirror)
             write_files(self._folder, {config.name: yaml_of(data)})
             self._process = ServerProcess(
                 [*envoy_command(find_envoy(), config), "--concurrency", str(_WORKERS)],
@@ -117,13 +122,22 @@ class Proxy:
         if not self._wait_for(lambda: responds_ok(self.admin_url, "/ready"), _START_S):
             raise self.failure("does not start")
 
-    def route_to(self, servers: Iterable[Server]) -> None:
-        """Set the servers that get requests; Envoy applies it within milliseconds."""
+    def route_to(self, servers: Iterable[Server], pipelines: Sequence[str]) -> None:
+        """Set the servers and the pipelines that get requests.
+
+        Envoy applies it within milliseconds.
+        """
         endpoints = list(servers)
-        by_grpc = assignment(GRPC, [_address(server.grpc_url) for server in endpoints])
-        by_http = assignment(HTTP, [_address(server.http_url) for server in endpoints])
+        files = self._files
+        content = {
+            files.grpc: assignment(GRPC, [_address(server.grpc_url) for server in endpoints]),
+            files.http: assignment(HTTP, [_address(server.http_url) for server in endpoints]),
+        } | {
+            files.routes(service): route_file(self._settings, service, pipelines, self._mirror)
+            for service in (GRPC, HTTP)
+        }
         write_files(
-            self._folder, {_GRPC_FILE: json.dumps(by_grpc), _HTTP_FILE: json.dumps(by_http)}
+            self._folder, {file.name: json.dumps(plain(data)) for file, data in content.items()}
         )
 
     def wait_drained(self, server: Server, timeout_s: float) -> bool:

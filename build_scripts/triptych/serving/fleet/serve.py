@@ -13,7 +13,7 @@ import psutil
 from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors
 from triptych.container.manifests import find_pipelines, largest_request_mib
-from triptych.repository.manifest import EncoderManifest, find_manifest
+from triptych.repository.manifest import EncoderManifest, find_manifest, kind_of_build
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.endpoint import until_signal
 from triptych.serving.fleet.envoy import EndpointNames, Listen, Mirror, proxy_settings
@@ -22,6 +22,7 @@ from triptych.serving.fleet.mirror import MirrorOption
 from triptych.serving.fleet.proxy import Proxy, find_envoy
 from triptych.serving.ports import reserve_ports
 from triptych.serving.server import Server
+from triptych.spec.kind import Kind
 
 _MIB = 2**20
 
@@ -170,6 +171,10 @@ def new_fleet(
             replicas=replicas,
             max_request_mib=largest_request_mib(repository),
             limits_ms=_slo_limits_ms(repository),
+            hedges=all(
+                kind_of_build(repository, pipeline.name) is Kind.ENCODER
+                for pipeline in find_pipelines(repository)
+            ),
         )
         mirror = candidate = None
         if mirrored is not None:

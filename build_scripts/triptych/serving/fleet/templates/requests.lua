@@ -1,0 +1,374 @@
+-- Rejects requests that a server must not get: compressed ones, those for a model that is no
+-- pipeline, and those with a BYTES tensor whose string lengths do not fit its data. Triton would
+-- fail all requests of a batch with such a tensor.
+-- `IS_GRPC` and `MAX_BYTES`, the maximum size of a message, are set above. The context of the
+-- route has the names of the pipelines as keys; each wait for the body ends what it returned. A Lua error would let the request pass, so that
+-- every check runs in `pcall`.
+
+local byte, find, match, sub = string.byte, string.find, string.match, string.sub
+local MAX_FIELDS = 4096
+local MAX_JSON_BYTES = 65536
+local MAX_JSON_DEPTH = 8
+local INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED = 3, 5, 12
+local HTTP_STATUS = {[INVALID_ARGUMENT] = 400, [NOT_FOUND] = 404, [UNIMPLEMENTED] = 415}
+local MALFORMED = "The request is malformed"
+
+-- `fault` ends a check: `pcall` returns its table.
+local function fault(status, text)
+  error({status = status, text = text}, 0)
+end
+
+local function malformed(what)
+  fault(INVALID_ARGUMENT, MALFORMED .. ": " .. what)
+end
+
+-- Returns the fault of a check, or nil.
+local function fault_of(check, ...)
+  local passed, found = pcall(check, ...)
+  if passed then
+    return nil
+  end
+  if type(found) == "table" then
+    return found
+  end
+  return {status = INVALID_ARGUMENT, text = MALFORMED .. ": " .. tostring(found)}
+end
+
+local function varint(data, at, last)
+  local value, factor = 0, 1
+  for position = at, math.min(last, at + 9) do
+    local part = byte(data, position)
+    if part < 128 then
+      return value + part * factor, position + 1
+    end
+    value = value + (part - 128) * factor
+    factor = factor * 128
+  end
+  malformed("it ends within a number")
+end
+
+-- Calls `visit(number, first, last)` for each field of a protobuf message that has a length.
+-- Other fields are passed as `visit(number, nil, nil, value)` if they are varints.
+local function each_field(data, at, last, visit)
+  local count = 0
+  while at <= last do
+    count = count + 1
+    local tag, from = varint(data, at, last)
+    -- Protobuf ignores the bits above 32, which would hide a field.
+    if count > MAX_FIELDS or tag >= 4294967296 then
+      malformed("it has too many fields or a wrong one")
+    end
+    local kind = tag % 8
+    local number = (tag - kind) / 8
+    if kind == 2 then
+      local length
+      length, from = varint(data, from, last)
+      if length > last - from + 1 then
+        malformed("a field is longer than the message")
+      end
+      visit(number, from, from + length - 1)
+      at = from + length
+    elseif kind == 0 then
+      local value
+      value, at = varint(data, from, last)
+      visit(number, nil, nil, value)
+    elseif kind == 5 then
+      at = from + 4
+    elseif kind == 1 then
+      at = from + 8
+    else
+      malformed("it has a field of an unknown type")
+    end
+  end
+  if at ~= last + 1 then
+    malformed("it ends within a field")
+  end
+end
+
+-- Each string of a BYTES tensor follows its length in four bytes, the lowest first.
+local function check_strings(name, count, data, at, last)
+  local found = 0
+  while at + 3 <= last do
+    local a, b, c, d = byte(data, at, at + 3)
+    at = at + 4 + a + b * 256 + c * 65536 + d * 16777216
+    found = found + 1
+  end
+  if at ~= last + 1 then
+    fault(INVALID_ARGUMENT, "A string length in tensor " .. name .. " does not fit its data")
+  end
+  if found ~= count then
+    fault(INVALID_ARGUMENT, "Tensor " .. name .. " has " .. found .. " strings, its shape " .. count)
+  end
+end
+
+local function check_name(name, handle)
+  if name == "" or not handle:filterContext():get(name) then
+    -- The second half is read by clients of Triton.
+    local text = "This proxy only forwards requests for pipelines. Request for unknown model: '"
+    fault(NOT_FOUND, text .. match(name, "^[%w_.%-]*") .. "' is not found")
+  end
+end
+
+-- A message whose field 1 is the name of a model; ModelInferRequest has inputs and contents.
+local function check_message(data, at, last, handle)
+  local inputs, contents, name = {}, {}, nil
+  each_field(data, at, last, function(number, first, final)
+    if first == nil then
+      return
+    elseif number == 1 then
+      name = sub(data, first, final)
+      check_name(name, handle)
+    elseif number == 5 then
+      inputs[#inputs + 1] = {first, final}
+    elseif number == 7 then
+      contents[#contents + 1] = {first, final}
+    end
+  end)
+  if #contents == 0 then
+    return
+  end
+  if #contents ~= #inputs then
+    malformed("it has " .. #inputs .. " inputs and " .. #contents .. " raw_input_contents")
+  end
+  for index, range in ipairs(inputs) do
+    local tensor, datatype, count = "", "", 1
+    each_field(data, range[1], range[2], function(number, first, final, value)
+      if number == 3 and value then
+        count = count * value
+      elseif first == nil then
+        return
+      elseif number == 1 then
+        tensor = sub(data, first, final)
+      elseif number == 2 then
+        datatype = sub(data, first, final)
+      elseif number == 3 then
+        while first <= final do
+          value, first = varint(data, first, final)
+          count = count * value
+        end
+      end
+    end)
+    if datatype == "BYTES" then
+      local content = contents[index]
+      check_strings(match(tensor, "^[%w_.%-]*"), count, data, content[1], content[2])
+    end
+  end
+end
+
+local function check_unary(data, handle)
+  local a, b, c, d, e = byte(data, 1, 5)
+  if a ~= 0 or ((b * 256 + c) * 256 + d) * 256 + e ~= #data - 5 then
+    malformed("it is not one gRPC message without compression")
+  end
+  check_message(data, 6, #data, handle)
+end
+
+-- Returns the value of a JSON text at a position, and the position behind it.
+local json
+local function json_string(data, at)
+  local start = at
+  while true do
+    at = find(data, '["\\]', at)
+    if at == nil then
+      malformed("its JSON ends within a string")
+    elseif byte(data, at) == 34 then
+      return sub(data, start, at - 1), at + 1
+    end
+    at = at + 2
+  end
+end
+
+local function after_space(data, at)
+  at = find(data, "[^ \t\r\n]", at)
+  if at == nil then
+    malformed("its JSON ends early")
+  end
+  return at, sub(data, at, at)
+end
+
+local function json_members(data, at, depth, close, read)
+  local kind
+  at, kind = after_space(data, at)
+  if kind == close then
+    return at + 1
+  end
+  while true do
+    at = read(at)
+    at, kind = after_space(data, at)
+    if kind == close then
+      return at + 1
+    elseif kind ~= "," or depth > MAX_JSON_DEPTH then
+      malformed("its JSON is wrong or too deep")
+    end
+    at = after_space(data, at + 1)
+  end
+end
+
+function json(data, at, depth)
+  local kind
+  at, kind = after_space(data, at)
+  if depth > MAX_JSON_DEPTH then
+    malformed("its JSON is too deep")
+  elseif kind == '"' then
+    return json_string(data, at + 1)
+  elseif kind == "[" then
+    local list = {}
+    at = json_members(data, at + 1, depth, "]", function(from)
+      list[#list + 1], from = json(data, from, depth + 1)
+      return from
+    end)
+    return list, at
+  elseif kind == "{" then
+    local object = {}
+    at = json_members(data, at + 1, depth, "}", function(from)
+      local key, colon
+      from, colon = after_space(data, from)
+      key, from = json_string(data, from + 1)
+      -- An escaped or repeated key could mean another value to the server.
+      if colon ~= '"' or find(key, "\\", 1, true) or object[key] ~= nil then
+        malformed("its JSON has a wrong key")
+      end
+      from, colon = after_space(data, from)
+      if colon ~= ":" then
+        malformed("its JSON has a key without a value")
+      end
+      object[key], from = json(data, from + 1, depth + 1)
+      return from
+    end)
+    return object, at
+  end
+  local word = match(data, "^[%w+.%-]+", at)
+  if word == nil then
+    malformed("its JSON is wrong")
+  end
+  return tonumber(word) or word, at + #word
+end
+
+-- The body of a request with binary tensors: JSON of `size` bytes, and the tensors in order.
+local function check_binary(data, size)
+  local request = json(sub(data, 1, size), 1, 0)
+  local at = size + 1
+  for _, input in ipairs(request.inputs) do
+    local length = (input.parameters or {}).binary_data_size
+    if length ~= nil then
+      if type(length) ~= "number" or length < 0 or length % 1 ~= 0 or at + length - 1 > #data then
+        malformed("a binary_data_size does not fit the body")
+      end
+      if find(input.datatype, "\\", 1, true) then
+        malformed("a datatype is escaped")
+      end
+      if input.datatype == "BYTES" then
+        local count = 1
+        for _, dimension in ipairs(input.shape) do
+          count = count * dimension
+        end
+        check_strings(match(input.name, "^[%w_.%-]*"), count, data, at, at + length - 1)
+      end
+      at = at + length
+    end
+  end
+end
+
+local function respond(handle, found)
+  if IS_GRPC then
+    -- Envoy makes a gRPC status of the one for HTTP, which this replaces.
+    handle:respond({[":status"] = "400", ["grpc-status"] = tostring(found.status)}, found.text)
+  else
+    local headers = {[":status"] = tostring(HTTP_STATUS[found.status])}
+    headers["content-type"] = "application/json"
+    handle:respond(headers, '{"error":"' .. found.text:gsub('[%c"\\]', " ") .. '"}')
+  end
+end
+
+-- Messages of a stream are forwarded once they are complete. Headers are forwarded by then, so that
+-- a wrong message can only be replaced: by one whose name of a model is the error, which Triton
+-- returns in the stream.
+local function replacement(found)
+  local name = sub(found.text, 1, 120)
+  return "\0\0\0\0" .. string.char(#name + 2, 10, #name) .. name
+end
+
+local function check_stream(handle)
+  local parts, have, need, skipped = {}, 0, 5, 0
+  for chunk in handle:bodyChunks() do
+    local size = chunk:length()
+    local is_changed = #parts > 0
+    local out = {}
+    if size > 0 then
+      parts[#parts + 1] = chunk:getBytes(0, size)
+      have = have + size
+    end
+    if have >= need or skipped > 0 then
+      local data, at = table.concat(parts), 1
+      need = 5
+      while at <= #data do
+        if skipped > 0 then
+          local part = math.min(skipped, #data - at + 1)
+          skipped, at, is_changed = skipped - part, at + part, true
+        else
+          if #data - at < 4 then
+            break
+          end
+          local a, b, c, d, e = byte(data, at, at + 4)
+          local length = ((b * 256 + c) * 256 + d) * 256 + e
+          local final = at + 4 + length
+          if length > MAX_BYTES then
+            local text = "A message of the stream is larger than " .. MAX_BYTES .. " bytes"
+            out[#out + 1] = replacement({text = text})
+            skipped, at, is_changed = length, at + 5, true
+          elseif final > #data then
+            need = 5 + length
+            break
+          else
+            local found = a ~= 0 and {text = "Messages of streams must not be compressed"}
+              or fault_of(check_message, data, at + 5, final, handle)
+            out[#out + 1] = found and replacement(found) or sub(data, at, final)
+            is_changed = is_changed or found ~= nil
+            at = final + 1
+          end
+        end
+      end
+      parts = at <= #data and {sub(data, at)} or {}
+      have = #data - at + 1
+    end
+    if is_changed or #parts > 0 then
+      chunk:setBytes(table.concat(out))
+    end
+  end
+end
+
+function envoy_on_request(handle)
+  local headers = handle:headers()
+  local encoding = headers:get(IS_GRPC and "grpc-encoding" or "content-encoding")
+  if encoding ~= nil and encoding ~= "identity" then
+    local text = "The request is compressed (" .. match(encoding, "^[%w_.%-]*")
+    text = text .. "), which this proxy does not accept: send it without compression"
+    return respond(handle, {status = UNIMPLEMENTED, text = text})
+  end
+  local found
+  if IS_GRPC then
+    if find(headers:get(":path"), "Stream", 1, true) then
+      return check_stream(handle)
+    end
+    local body = handle:body()
+    if body ~= nil and body:length() > 0 then
+      found = fault_of(check_unary, body:getBytes(0, body:length()), handle)
+    end
+  else
+    local size = headers:get("inference-header-content-length")
+    if size == nil or size == "0" then
+      return
+    end
+    size = tonumber(match(size, "^%d+$"))
+    local body = handle:body()
+    if size == nil or body == nil or size > body:length() or size > MAX_JSON_BYTES then
+      local text = "Inference-Header-Content-Length must be at most the size of the body and "
+      found = {status = INVALID_ARGUMENT, text = text .. MAX_JSON_BYTES}
+    else
+      found = fault_of(check_binary, body:getBytes(0, body:length()), size)
+    end
+  end
+  if found then
+    respond(handle, found)
+  end
+end
