@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from conftest import ROOT
 from scaffolding import run, triptych, write
 from triptych.base.errors import UserError
 from triptych.building.pipeline_checks import Check, check_pipeline
@@ -33,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 def problem(folder: Path, hooks: str) -> Check:
     """What is found wrong first with the pipeline, with these hooks instead of its own."""
     (folder / "hooks.py").write_text(hooks, encoding="utf-8")
-    (folder / "test_hooks.py").unlink()
+    (folder / "test_hooks.py").unlink(missing_ok=True)
     *checks, tests = check_pipeline(folder)
     assert (tests.name, tests.severity) == ("tests", "warning")
     bad = [check for check in checks if check.severity != "ok"]
@@ -41,84 +43,15 @@ def problem(folder: Path, hooks: str) -> Check:
     return bad[0]
 
 
-BEFORE = "def before(rows): return "
-SEEN = "seen = []\ndef before(rows):\n    seen.extend(rows)\n"
-
-
-BROKEN: list[tuple[str, str, str]] = [
-    (BEFORE + "rows[1:]", "before-rows", "must return 1 rows, returned 0"),
-    (BEFORE + "None", "before-rows", "returned NoneType"),
-    (BEFORE + "[r['text'] for r in rows]", "before-rows", "found str"),
-    (BEFORE + "[{'text': 'x'} for r in rows]", "before-rows", "'text_pair'"),
-    (BEFORE + "[{**r, 'more': 'x'} for r in rows]", "before-rows", "'more'"),
-    (BEFORE + "[{**r, 'text': b'x'} for r in rows]", "before-rows", "str as `text`, not bytes"),
-    (
-        BEFORE + "[r for r in rows if 1 / (len(r['text']) - 20)]",
-        "before-rows",
-        "jsonl:6: .*ZeroDivisionError",
-    ),
-    (
-        "def before(rows):\n    if rows[-1]['text'] == 'wifi keeps dropping': raise "
-        "ValueError('no wifi here')\n    return rows",
-        "before-rows",
-        "jsonl:12: .*no wifi here",
-    ),
-    (
-        SEEN + "    return [{**r, 'text': str(len(seen))} for r in rows]",
-        "before-repeatable",
-        "jsonl:1: `text` is '12', but '24'",
-    ),
-    (
-        SEEN + "    if len(seen) > 12: raise KeyError('again')\n    return rows",
-        "before-repeatable",
-        "not again",
-    ),
-    (
-        BEFORE + "[{**r, 'text': rows[0]['text']} for r in rows]",
-        "before-row-by-row",
-        "jsonl:4: `text` is 'how long is the warranty', but 'height",
-    ),
-    (BEFORE + "rows[::-1]", "before-row-by-row", "jsonl:1: "),
-    ("def before(rows): return rows\nimport yaml", "hooks-imports", "imports yaml"),
-    (
-        "def before(rows):\n    from pydantic.fields import Field\n    return rows",
-        "hooks-imports",
-        "imports pydantic",
-    ),
-    ("import no_such_module_anywhere", "hooks-load", "ModuleNotFoundError"),
-    ("from .other import name", "hooks-load", "ImportError"),
-    ("def before(rows:", "hooks-load", "SyntaxError"),
-    ("raise SystemExit(0)", "hooks-load", "SystemExit"),
-    ("def befor(rows): return rows", "hooks-functions", "`befor` is called by nobody"),
-    ("def decode(rows): return rows", "hooks-functions", "`decode` is called by nobody"),
-    ("def before(): return []", "hooks-functions", "one argument"),
-    ("def after(rows, more): return rows", "hooks-functions", "may take `inputs`"),
-    (
-        "def after(rows): rows[0]['score'] = 1",
-        "after-rows",
-        "must return 12 rows, returned NoneType",
-    ),
-    ("def after(rows): return rows[:1] * 12", "after-rows", "must return 1 rows"),
-    ("def after(rows): return [{**r, 'more': 1} for r in rows]", "after-rows", "'more'"),
-    ("def after(rows): return [{**r, 'score': '1'} for r in rows]", "after-rows", "float32"),
-    ("def after(rows): return [{**r, 'score': [1, 2]} for r in rows]", "after-rows", "shape"),
-    ("def after(rows, inputs): return inputs", "after-rows", "must return rows with"),
-    ("def after(rows): return rows[{}['x']]", "after-rows", "KeyError: 'x' .of a made-up"),
-    ("async def after(rows): return rows", "hooks-functions", "ordinary function"),
-    ("def after(rows): yield rows", "hooks-functions", "ordinary function"),
-    ("after = 3", "hooks-functions", "ordinary function"),
-    ("NAMES = {}", "hooks-functions", "none of the functions before, after"),
-]
-"""Text of ``hooks.py``, the check that finds its fault, and a pattern of the words."""
-
-
-@pytest.mark.parametrize(("hooks", "check", "expected"), BROKEN)
-def test_hooks_that_break_a_rule(folder: Path, hooks: str, check: str, expected: str) -> None:
-    found = problem(folder, hooks)
-    assert found.name == check
-    assert re.search(expected, found.note), found.note
-    unsure = check == "hooks-imports" or "made-up" in expected
-    assert found.severity == ("warning" if unsure else "error")
+def test_hooks_that_break_a_rule(folder: Path) -> None:
+    cases = yaml.safe_load((ROOT / "tests/data/hooks.yaml").read_text(encoding="utf-8"))
+    for check, several in cases.items():
+        for case in several:
+            found = problem(folder, case["hooks"])
+            assert found.name == check, (case, found)
+            assert re.search(case["says"], found.note), (case, found)
+            unsure = check == "hooks-imports" or "made-up" in case["says"]
+            assert found.severity == ("warning" if unsure else "error"), case
 
 
 def test_after_may_read_the_inputs_as_before_returned_them(folder: Path) -> None:
