@@ -58,61 +58,20 @@ def alerts(made: Manifests) -> dict[str, str]:
     return {rule["alert"]: rule["expr"] for rule in rules if "alert" in rule}
 
 
-def test_probes_and_memory_follow_from_the_image_and_the_measurement(tmp_path: Path) -> None:
-    made = manifests(tmp_path)
-    pod = document(made, "deployment.yaml")["spec"]["template"]["spec"]
+def test_probes_are_those_of_the_image_and_a_pod_has_time_to_stop(tmp_path: Path) -> None:
+    pod = document(manifests(tmp_path), "deployment.yaml")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    # The image's own health check, with its own times.
     image = (ROOT / "docker/serve.Dockerfile").read_text()
     (line,) = re.findall(r"HEALTHCHECK (.*) \\\n +CMD (\[.*\])", image)
     ready = container["readinessProbe"]
     assert ready["exec"]["command"] == json.loads(line[1])
     period, timeout = ready["periodSeconds"], ready["timeoutSeconds"]
     assert f"--interval={period}s --timeout={timeout}s --retries=2" in line[0]
-    assert ready["failureThreshold"] == 2
-    # Load: 4.2 s measured, ten times that is less than the least.
-    start = container["startupProbe"]
-    assert start["periodSeconds"] * start["failureThreshold"] == 60
     environment = {each["name"]: each["value"] for each in container["env"]}
     sleep = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     exit_timeout = int(environment["TRIPTYCH_EXIT_TIMEOUT_S"])
     assert exit_timeout == ServerOptions.exit_timeout_s
     assert pod["terminationGracePeriodSeconds"] >= sleep + exit_timeout + 5
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": f"{2 * (64 + 64)}Mi"}
-    claim = volumes["models"]["persistentVolumeClaim"]["claimName"]
-    assert claim == f"minilm-{made.version}"
-    resources = document(made, "resources.yaml")["spec"]["template"]["spec"]["containers"][0]
-    # 700.9 MiB seen, times 1.25, and 256 MiB of shared memory, in steps of 64; 1.82 cores busy.
-    assert resources["resources"] == {
-        "requests": {"cpu": "1900m", "memory": "1152Mi"},
-        "limits": {"memory": "1152Mi"},
-    }
-
-
-def test_replicas_follow_from_the_capacity_that_was_measured(tmp_path: Path) -> None:
-    repository = write_built(tmp_path, serving={"slo": {"p99_ms": 80.0, "throughput": 400.0}})
-    slo = Slo(p99_ms=80.0, throughput=400.0)
-    reports = write_bench(tmp_path / "reports", slo=slo, rate=rate_search(slo))
-    usual = options(max_growth=0.6, startup_seconds=25.0, peak_rps=1000.0)
-    made = make_manifests(repository, "minilm", usual, reports)
-    spec = document(made, "scaled-object.yaml")["spec"]
-    # 25 s to ready, 30 of the window, 15 each to a scrape, KEDA and the autoscaler: 100 s, in which
-    # the rate doubles at 60 % a minute; and 10 % off is left alone. 150/s held, 150 / 2 / 1.1.
-    assert [trigger["metadata"]["threshold"] for trigger in spec["triggers"]] == ["68.18", "1"]
-    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (6, 15)
-    for trigger in spec["triggers"]:
-        assert trigger["metadata"]["ignoreNullValues"] == "false"
-        assert trigger["metricType"] == "AverageValue"
-    assert spec["fallback"]["replicas"] == 6
-    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
-    assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 300
-    by_hand = replace(usual, rps_per_replica=100.0, startup_seconds=200.0)
-    made = make_manifests(repository, "minilm", by_hand, reports)
-    spec = document(made, "scaled-object.yaml")["spec"]
-    assert spec["triggers"][0]["metadata"]["threshold"] == f"{100 / 3.75 / 1.1:.4g}"
-    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
-    assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 600
 
 
 def test_alerts_fit_the_promise_and_the_release(tmp_path: Path) -> None:

@@ -45,17 +45,6 @@ def test_edges_equal_those_of_an_exhaustive_search(seed: int, multiple: int) -> 
     assert all(edge % multiple == 0 for edge in edges[:-1])
 
 
-def test_the_last_edge_holds_any_row() -> None:
-    edges = choose_edges(Lengths.of([3, 4, 5], max_length=512), 512, count=3)
-    assert edges[-1] == 512
-
-
-def test_more_edges_never_pad_more() -> None:
-    lengths = Lengths.of([random.Random(1).randint(2, 200) for _ in range(500)], max_length=256)
-    cost = [padded_tokens(lengths, choose_edges(lengths, 256, count=n)) for n in range(1, 12)]
-    assert cost == sorted(cost, reverse=True)
-
-
 def plan_of(spec: PipelineSpec, lengths: Lengths) -> Plan:
     return make_plan(spec, FACTS, TEXT_EMBEDDING, {}, lengths)
 
