@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import random
 import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ import grpc  # type: ignore[import-untyped]
 import numpy as np
 import psutil
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc.model_config_pb2 import DataType
 
 from benchmarks.harness import finish, make_parser
 from benchmarks.results import Table
 from triptych.client import Client
 from triptych.container.manifests import find_pipelines
+from triptych.repository.config import CONFIG_FILE, read_config
 from triptych.serving.server import Server
 
 DEADLINE_S = 20.0
@@ -48,22 +51,61 @@ NAMES = (
 )
 FAULTS = ("WRONG", "DEADLINE", "UNKNOWN", "INTERNAL", "imeout", "Refused", "Unreachable")
 """Parts of the outcomes that are faults."""
-SIZES = (-1, 0, 1, 2, 4, 384, 2**40)
+SIZES = (-2, -1, 0, 1, 2, 4, 384, 2**40, 2**62)
+ELEMENT_BYTES = {"BOOL": 1, "UINT8": 1, "INT8": 1, "FP16": 2, "INT64": 8, "STRING": 1}
+"""Bytes of an element, 4 for other types; Triton counts the elements of strings."""
 TEXTS = (b"", b"\xff\xfe", b"\x00" * 50, "漢字 🙂".encode(), b"a " * 900)
 PARAMETERS = ("timeout", "priority", "sequence_id", "top_k", "ü", "")
 NUMBERS = (-(2**63), -(2**31), -1, 0, 1, 7, 255, 2**31 - 1, 2**40, 2**63 - 1)
 
 
-class Fuzzer:
-    """A generator of broken requests with a seed."""
+def overflowing_requests(config: Any) -> Iterator[Any]:
+    """Yield requests for the model of a ModelConfig with a shape whose bytes are 0 in 64 bits.
 
-    def __init__(self, models: list[str], seed: int) -> None:
+    Triton takes such an input as complete without data. The other required inputs are zeros.
+    """
+    for target in config.input:
+        if -1 not in target.dims:
+            continue
+        for rows in (1, 4) if config.max_batch_size >= 4 else (1,):
+            batch = [rows] if config.max_batch_size else []
+            request = service_pb2.ModelInferRequest(model_name=config.name)
+            for tensor in config.input:
+                if tensor.optional and tensor is not target:
+                    continue
+                datatype = DataType.Name(tensor.data_type).removeprefix("TYPE_")
+                width = ELEMENT_BYTES.get(datatype, 4)
+                shape = batch + [max(size, 1) for size in tensor.dims]
+                data = bytes((4 if datatype == "STRING" else width) * math.prod(shape))
+                if tensor is target:
+                    data = b""
+                    axis = len(batch) + list(tensor.dims).index(-1)
+                    shape[axis] = min(2**64 // rows // width, 2**63 - 1)
+                datatype = "BYTES" if datatype == "STRING" else datatype
+                request.inputs.add(name=tensor.name, datatype=datatype).shape.extend(shape)
+                request.raw_input_contents.append(data)
+            yield request
+
+
+class Fuzzer:
+    """A generator of broken requests with a seed.
+
+    Args:
+        models: Names of the models.
+        seed: Seed of the random numbers.
+        overflowing: Requests with a shape whose size overflows.
+    """
+
+    def __init__(self, models: list[str], seed: int, overflowing: Sequence[Any]) -> None:
         self._random = random.Random(seed)
         self._models = models
+        self._overflowing = overflowing
 
     def infer(self) -> tuple[str, Any]:
         """Return the kind of fault and the request."""
         random = self._random
+        if random.random() < 0.05:
+            return "overflow", random.choice(self._overflowing)
         request = service_pb2.ModelInferRequest(model_name=random.choice(self._models))
         if random.random() < 0.02:
             request.model_name = random.choice(("", "..", "no such", "x" * 5000))
@@ -170,6 +212,8 @@ def probe_responses(url: str, pipeline: str, over: threading.Event, ended: Count
 def fuzz(repository: Path, pipeline: str, requests: int, seed: int) -> tuple[Counter[str], bool]:
     """Return the number of each outcome, and whether none is a fault and the server runs."""
     models = next([p.name, *p.steps] for p in find_pipelines(repository) if p.name == pipeline)
+    configs = [read_config(repository / model / CONFIG_FILE) for model in models]
+    overflowing = [request for config in configs for request in overflowing_requests(config)]
     ended: Counter[str] = Counter()
     over = threading.Event()
     with Server(repository, models=[pipeline]) as server:
@@ -183,7 +227,8 @@ def fuzz(repository: Path, pipeline: str, requests: int, seed: int) -> tuple[Cou
         began = time.monotonic()
         with ThreadPoolExecutor(len(senders)) as pool:
             for number, (send, url) in enumerate(senders):
-                pool.submit(send, url, Fuzzer(models, seed + number), share, ended)
+                fuzzer = Fuzzer(models, seed + number, overflowing)
+                pool.submit(send, url, fuzzer, share, ended)
         over.set()
         probe.join()
         alive = server.find_crash(0.0) is None

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from conftest import quiet
 from load_samples import measurement
 from monitor_cases import NEEDED, RIGHT, WRONG, answers, look, replayed, rounds
 from triptych.base.errors import UserError
@@ -122,18 +123,18 @@ def test_rows_come_back_as_they_were_and_damage_is_counted(tmp_path: Path) -> No
     lines = [head, record(), b"{not JSON\n", record(answer=5)]
     write_file(tmp_path / "p", "p", lines, rows=3, max_rows=99, max_bytes=9999)
     write_file(tmp_path / "p", "p", [b"nothing\n"], rows=1, max_rows=99, max_bytes=9999)
-    sample = read_sample(tmp_path, "p", keep_hours=1)
+    sample = read_sample(tmp_path, "p", quiet, keep_hours=1)
     (row,) = sample.rows
     assert (sample.damaged, len(sample.known)) == (3, 2)
     assert (row.build, row.inputs) == ("b1", {"text": SECRET, "image": b"\0\1"})
     assert row.parameters == {"top_k": 2}
     assert row.answer["label"].tolist() == [["ä".encode(), b"b"]]
     assert row.answer["score"].tolist() == [[0.75, 0.25]]
-    again = read_sample(tmp_path, "p", keep_hours=1, known=frozenset(sample.known))
+    again = read_sample(tmp_path, "p", quiet, keep_hours=1, known=frozenset(sample.known))
     assert (again.rows, again.known) == ((), sample.known)
     with pytest.raises(UserError, match="does not exist, so there are no samples"):
-        read_sample(tmp_path, "q", keep_hours=1)
-    assert not read_sample(tmp_path, "p", keep_hours=0).known
+        read_sample(tmp_path, "q", quiet, keep_hours=1)
+    assert not read_sample(tmp_path, "p", quiet, keep_hours=0).known
     assert not list((tmp_path / "p").iterdir())
 
 

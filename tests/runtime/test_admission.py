@@ -357,6 +357,7 @@ def test_a_forged_ticket_settles_nothing(in_flight: InFlight) -> None:
         ticket._replace(mac=ticket.mac ^ 1),
     ):
         assert not in_flight.mark_finished(forged)
+    assert not in_flight.mark_finished(ticket, payload=b"another")
     assert in_flight.load().requests == 4
 
 

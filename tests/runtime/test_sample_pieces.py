@@ -19,7 +19,7 @@ import pytest
 
 from client_toy import wait_until
 from triptych.repository.bundle import bundle
-from triptych.runtime.row_types import add_payload, read_payload
+from triptych.runtime.row_types import make_payload, read_payload, read_ticket, write_ticket
 from triptych.runtime.sampling import (
     FOLDER_VARIABLE,
     MAX_SAMPLE_BYTES,
@@ -54,14 +54,15 @@ def test_rows_are_drawn_alike_whatever_request_they_are_in() -> None:
 
 
 def test_options_and_sample_travel_behind_the_numbers_of_the_ticket() -> None:
-    ticket = np.arange(4, dtype=np.int64)[None].repeat(3, 0)
+    numbers = (1, 2**62, -3, -(2**63))
     sample = RowSampler(1.0).draw({"text": ["ä" * 100, "b", "c"]}, "{}") + b"\0\0"
     for given in (("", sample), ('{"top_k": 3}', b""), ('{"labels": "ä"}', sample)):
-        together = add_payload(ticket, *given)
-        assert together.dtype == ticket.dtype
-        assert together[:, :4].tolist() == ticket.tolist()
-        assert read_payload(together) == given
-    assert read_payload(ticket) == ("", b"")
+        ticket = write_ticket(numbers, make_payload(*given), 3)
+        assert ticket.shape == (3, 1)
+        found, payload = read_ticket(ticket.ravel().tolist())
+        assert (found, read_payload(payload)) == (numbers, given)
+    assert make_payload("", b"") == b""
+    assert read_payload(b"") == ("", b"")
 
 
 def test_a_folder_keeps_to_its_limits_and_ages(tmp_path: Path) -> None:
@@ -103,7 +104,6 @@ def test_steps_that_do_not_sample_have_nothing_of_it() -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from triptych.runtime.row_types import add_payload, read_payload
 from triptych.runtime.sampling import write_file
 
 Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

@@ -19,6 +19,9 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
+import tritonclient.grpc as triton
+from numpy.typing import NDArray
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from typer.testing import CliRunner, Result
 
 from client_toy import wait_until
@@ -30,7 +33,9 @@ from triptych.client import Client
 from triptych.container.supervisor import step_processes
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.interface.cli import app
+from triptych.repository.config import CONFIG_FILE, read_config
 from triptych.repository.manifest import build_id
+from triptych.runtime.row_types import NO_TICKET, read_ticket, write_ticket
 from triptych.runtime.sampling import FOLDER_VARIABLE, PARTIAL, list_files
 from triptych.serving.bench.resources import fetch_metrics
 from triptych.serving.server import Server
@@ -143,6 +148,8 @@ def files_with(text: str, folder: Path, *, since: float = 0.0) -> list[Path]:
 pytestmark = pytest.mark.build
 
 TEXTS = traffic_texts()[:30]
+NUMPY = {8: np.int32, 11: np.float32}
+"""Type of numpy by that of a ModelConfig."""
 PLANTED = "planted by nobody else 2718281828"  # which `redact` leaves as it is
 SAID: list[str] = []
 """All that the command said in this module: output, errors, what was raised."""
@@ -394,8 +401,59 @@ def test_traffic_grows_by_what_was_sampled(server: Server, built: Path) -> None:
     texts = [json.loads(line)["text"] for line in after]
     assert len(set(texts[len(before) :])) == change["added"]
     assert SECRET not in str(texts)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     again = json.loads(triptych(built, "traffic", "sampled", "--json").stdout)
     assert (again["added"], again["before"]) == (0, len(after))
+
+
+@pytest.mark.server
+def test_a_forged_sample_is_counted_and_reported_and_not_kept(server: Server, built: Path) -> None:
+    """A client that sends requests to the steps itself can add one row for each request."""
+    config = read_config(built / "repository/sampled_postprocess" / CONFIG_FILE)
+    before = counts(server)
+
+    def make(ticket: NDArray[Any], rows: int = 1) -> list[triton.InferInput]:
+        inputs = [triton.InferInput("request_ticket", [rows, 1], "BYTES")]
+        inputs[0].set_data_from_numpy(ticket)
+        for tensor in config.input:
+            if not tensor.optional:
+                numbers = np.zeros((rows, *tensor.dims), NUMPY[tensor.data_type])
+                datatype = np_to_triton_dtype(numbers.dtype)
+                inputs.append(triton.InferInput(tensor.name, list(numbers.shape), datatype))
+                inputs[-1].set_data_from_numpy(numbers)
+        return inputs
+
+    with triton.InferenceServerClient(server.grpc_url) as client:
+
+        def ask_ticket(text: str) -> NDArray[Any]:
+            """A ticket as the ensemble gets it, with a sample of the text."""
+            asked = triton.InferInput("text", [1, 1], "BYTES")
+            asked.set_data_from_numpy(np.array([[text.encode()]], object))
+            wanted = [triton.InferRequestedOutput("request_ticket")]
+            answer = client.infer("sampled_preprocess", [asked], outputs=wanted)
+            return np.asarray(answer.as_numpy("request_ticket"))
+
+        def send(ticket: NDArray[Any], rows: int = 1) -> None:
+            client.infer("sampled_postprocess", make(ticket, rows))
+
+        own = ask_ticket("forged and sent again")
+        numbers, payload = read_ticket(own.ravel().tolist())
+        for _ in range(100):
+            send(own)
+            send(write_ticket(NO_TICKET, payload, 1))  # made by nobody
+            with pytest.raises(InferenceServerException, match="must be a ticket"):
+                send(write_ticket(numbers, payload.replace(b"forged", b"Forged"), 1))
+        wrong = read_ticket(ask_ticket("forged with a row more").ravel().tolist())
+        send(write_ticket(*wrong, 2), 2)
+    wait_until(lambda: counts(server)["forged"] - before["forged"] == 300, "forged samples")
+    with Client("sampled", server.grpc_url) as honest:
+        honest.classify(["honest and after them"])
+    wait_for_texts(built / "samples/sampled", ["honest and after them", "forged and sent again"])
+    texts = [row["inputs"]["text"] for row in records(built / "samples/sampled")]
+    assert texts.count("forged and sent again") == 1
+    assert not [text for text in texts if "Forged" in text or "a row more" in text]
+    done = triptych(built, "traffic", "sampled")
+    assert "300 requests with forged samples" in done.output
 
 
 @pytest.mark.server

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc  # type: ignore[import-untyped]
 import numpy as np
 import pytest
+from tritonclient.grpc import service_pb2_grpc
 
+from benchmarks.fuzz import overflowing_requests
 from conftest import build_into, traffic_texts, write_pipeline
 from processes import mark_of, regions
 from task_models import inference_model, reader, text_classifier
 from triptych.client import Client, InvalidRequestError
+from triptych.repository.config import read_config
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import RowInputs
 from triptych.runtime.rows_spans import WindowRowMaker
@@ -249,6 +254,28 @@ def test_labels_that_will_not_do(server: Any, parameters: dict[str, Any]) -> Non
 
 
 @pytest.mark.server
+def test_no_step_dies_of_a_shape_whose_size_overflows(server: Any, repository: Path) -> None:
+    """Triton takes such an input as complete, and the stub's array of that shape cannot be made."""
+    configs = [read_config(path) for path in sorted(repository.glob("*/config.pbtxt"))]
+    requests = [request for config in configs for request in overflowing_requests(config)]
+    assert {r.model_name for r in requests} > {f"{name}_core" for name in MAKERS}
+    texts = {"topics": {"text": ["late"]}, "answers": {"text": ["who"], "text_pair": ["I do"]}}
+    with ExitStack() as stack:
+        clients = {n: stack.enter_context(Client(n, server.grpc_url)) for n in texts}
+        expected = {name: client.infer(texts[name]) for name, client in clients.items()}
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(
+            stack.enter_context(grpc.insecure_channel(server.grpc_url))
+        )
+        for request in requests:
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.ModelInfer(request, timeout=60)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, caught.value.details()
+            for name, client in clients.items():
+                assert_equal(client.infer(texts[name]), expected[name])
+    assert server.find_crash(0) is None
+
+
+@pytest.mark.server
 def test_a_hook_that_gives_up_fails_one_request(server: Any) -> None:
     with Client("topics", server.grpc_url) as client, ThreadPoolExecutor(48) as pool:
 
@@ -294,19 +321,21 @@ def test_under_load_with_bad_requests(server: Any) -> None:
                     clients[name].infer(rows, parameters=parameters)
             index = int(random.integers(len(good)))
             name, rows, parameters = good[index]
-            answer = clients[name].infer(rows, parameters=parameters)
-            for key, values in answer.items():
-                wanted = expected[index][key]
-                if values.dtype == object:
-                    assert values.tolist() == wanted.tolist()
-                else:
-                    assert np.allclose(values, wanted, atol=1e-4)
+            assert_equal(clients[name].infer(rows, parameters=parameters), expected[index])
 
     with ThreadPoolExecutor(32) as pool:
         list(pool.map(attack, range(32)))
     for client in clients.values():
         client.close()
     assert shared_memory(server) - memory < 64 << 20
+
+
+def assert_equal(answer: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for key, values in answer.items():
+        if values.dtype == object:
+            assert values.tolist() == wanted[key].tolist()
+        else:
+            assert np.allclose(values, wanted[key], atol=1e-4)
 
 
 def shared_memory(server: Any) -> int:

@@ -32,6 +32,7 @@ from triptych.client import Client, InferenceError, OverloadedError
 from triptych.client.wire import infer_request
 from triptych.container.supervisor import step_processes
 from triptych.runtime.in_flight import InFlight
+from triptych.runtime.row_types import write_ticket
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
@@ -44,8 +45,8 @@ TEXT = "my parcel has not arrived, and nobody has answered me since last week " 
 
 
 def test_a_forged_ticket_is_refused(minilm_server: Any) -> None:
-    ticket = triton.InferInput("request_ticket", [1, 4], "INT64")
-    ticket.set_data_from_numpy(np.array([[2**62, 1, 2, 3]], np.int64))
+    ticket = triton.InferInput("request_ticket", [1, 1], "BYTES")
+    ticket.set_data_from_numpy(write_ticket((2**62, 1, 2, 3), b"", 1))
     core = triton.InferInput("sentence_embedding", [1, 384], "FP32")
     core.set_data_from_numpy(np.zeros((1, 384), np.float32))
     with (
@@ -89,7 +90,7 @@ def test_steps_answer_direct_calls_as_often_as_they_are_sent(minilm_server: Any)
                 calls = [pool.submit(ask, "_preprocess", [text], names) for _ in range(600)]
                 assert all(call.result().as_numpy("input_ids").shape[0] == 1 for call in calls)
         made = ask("_preprocess", [text], None)
-        assert not made.as_numpy("request_ticket").any()
+        assert made.as_numpy("request_ticket").tolist() == [[bytes(32)]]
         computed = ask("_core", pass_on(made, *rows), None)
         vectors = pass_on(computed, "sentence_embedding")
         expected = ask("", [text], None).as_numpy("embedding")

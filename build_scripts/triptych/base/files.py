@@ -37,10 +37,17 @@ _REFUSALS = {
 }
 
 
-def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
+def write_files(
+    folder: Path, files: Mapping[str, str | bytes], *, is_private: bool = False
+) -> None:
     """Write `files` (name to content, text as UTF-8) into `folder`, created if missing.
 
     Each file is replaced atomically; a failed write leaves the old file.
+
+    Args:
+        folder: Folder of the files.
+        files: Content of each file by name.
+        is_private: Whether only this user may read the files.
 
     Raises:
         OSError: A file cannot be written.
@@ -50,6 +57,7 @@ def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
         path = folder / name
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
+            partial.touch(0o600 if is_private else 0o666, exist_ok=False)
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
             sync(partial)
             partial.replace(path)

@@ -110,6 +110,14 @@ KNOWN_DEFECTS: tuple[KnownDefect, ...] = (
     ),
     KnownDefect(
         "python step",
+        "a request whose shape overflows 64 bits ends the process of a step that has an input with "
+        "a free dimension",
+        Release(26, 4),
+        "core pull request 475",
+        "Steps of Triptych survive it; give inputs of your own steps fixed dimensions.",
+    ),
+    KnownDefect(
+        "python step",
         "the server may die or wait forever if a step gets no processor time while it is loaded",
         Release(25, 8),
         "python_backend pull request 408",

@@ -53,9 +53,9 @@ PROMPT_LENGTH = Tensor("prompt_length", "INT32", (1,))
 ROW_METADATA = Tensor("row_metadata", "BYTES", (1,))
 """Goes past the core from preprocess to postprocess, a row each: see `runtime.row_metadata`."""
 
-REQUEST_TICKET = Tensor("request_ticket", "INT64", ("numbers",), optional=True)
+REQUEST_TICKET = Tensor("request_ticket", "BYTES", (1,), optional=True)
 """Goes past the core from preprocess to postprocess: see `runtime.in_flight`, and
-`runtime.row_types.add_payload` for what follows its first four numbers."""
+`runtime.row_types.make_payload` for what follows its numbers."""
 
 DIRECT_CALL = Tensor("direct_call", "BOOL", (1,))
 """Output of preprocess that the ensemble does not use: who asks for it called the step itself."""

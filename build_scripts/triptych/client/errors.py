@@ -119,6 +119,8 @@ _TEXTS: tuple[tuple[str, str, type[InferenceError]], ...] = (
     ("UNAVAILABLE", "server exiting", PipelineNotReadyError),
     ("UNAVAILABLE", "server is stopping", PipelineNotReadyError),
     ("NOT_FOUND", "has no available versions", PipelineNotReadyError),
+    # The process of a Python step ended; its server restarts.
+    ("INTERNAL", "is not healthy", PipelineNotReadyError),
     ("RESOURCE_EXHAUSTED", "message larger than max", InvalidRequestError),
     ("INVALID_ARGUMENT", "incomplete string data", BatchNeighborError),
 )

@@ -48,6 +48,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
         "preprocess": "sampling.RowSampler",
         "postprocess": "sample_writer.SampleWriter",
     },
+    "tickets": {"preprocess": "in_flight.InFlight", "postprocess": "in_flight.InFlight"},
     "bucketed layout": {"preprocess": "bucketing.order_by_length"},
     "pairs": {"preprocess": "rows_pairs.PairEncoder"},
     "row metadata": {"postprocess": "row_metadata.unpack_metadata"},
@@ -175,11 +176,13 @@ def _python_files(
     plan: Plan, tokenizer_file: Path | None, hooks: bytes | None
 ) -> dict[str, Content]:
     """Return the code of the Python steps and the files beside it that they read."""
+    samples = plan.spec.serving.sample is not None
     parts = {
         "hooks": hooks is not None,
         "forwarded inputs": plan.gives_inputs,
         "flow control": plan.spec.serving.flow_control == "triptych",
-        "samples": plan.spec.serving.sample is not None,
+        "samples": samples,
+        "tickets": samples and plan.spec.serving.flow_control != "triptych",
         "bucketed layout": plan.layout == "bucketed",
     }
     roots = step_roots(plan.task, [name for name, is_used in parts.items() if is_used])

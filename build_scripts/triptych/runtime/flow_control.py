@@ -127,9 +127,9 @@ class Admission:
         self._rows += self._rows_per_request
         self._rows_in_core += self._rows_per_request
 
-    def admit(self, rows: int) -> Ticket:
+    def admit(self, rows: int, payload: bytes = b"") -> Ticket:
         """Return the ticket of an admitted request with this number of model rows."""
-        return self._in_flight.admit(self.slot, rows)
+        return self._in_flight.admit(self.slot, rows, payload)
 
     def end(self) -> None:
         """Note that the requests that were checked together have been forwarded."""

@@ -33,6 +33,7 @@ from .generation_messages import (
 )
 from .generation_metrics import GenerationMetrics, RequestClock
 from .in_flight import InFlight
+from .overflow import survive_overflow
 from .request_errors import EngineFailed, Overloaded, RequestError, Stopping
 from .sampling_parameters import FIELD
 from .triton_io import error_response, make_private, read_inputs, read_settings
@@ -127,6 +128,7 @@ class TritonPythonModel:
         self._deliverer.start()
         self._engine = self._on_loop(self._start(settings))
         make_private()
+        survive_overflow(args["model_config"])
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Pass each request to the engine; an invalid request gets its own error."""

@@ -24,6 +24,7 @@ from .generation_messages import (
     Opening,
 )
 from .in_flight import InFlight
+from .overflow import survive_overflow
 from .text_stream import StopStrings, TextStream
 from .triton_io import error_response, make_private, read_inputs, read_settings
 
@@ -129,6 +130,7 @@ class TritonPythonModel:
         self._cancels = CancelSender()
         self._in_flight = InFlight(read_settings(Path(__file__).parent)["pipeline"])
         make_private()
+        survive_overflow(args["model_config"])
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Process every chunk; an invalid chunk ends only its own request."""

@@ -229,8 +229,8 @@ class InFlight:
                     return slot
         raise RuntimeError(f"a pipeline has at most {SLOTS} preprocess instances")
 
-    def admit(self, slot: int, rows: int) -> Ticket:
-        """Count a request and its model rows, and return its ticket."""
+    def admit(self, slot: int, rows: int, payload: bytes = b"") -> Ticket:
+        """Count a request and its model rows, and return its ticket, which covers the payload."""
         now_ns = time.monotonic_ns()
         now = now_ns / 1e9
         if self._is_silent(slot, now) and self._in_core(slot):
@@ -248,7 +248,7 @@ class InFlight:
             floor += 1
         self._floor[slot] = floor
         fields = slot << SLOT_BITS | number, self._rows[slot], now_ns
-        return Ticket(*fields, self._make_mac(*fields))
+        return Ticket(*fields, self._make_mac(*fields, payload))
 
     def forget(self, slot: int) -> None:
         """Count the requests in the core as lost."""
@@ -267,21 +267,31 @@ class InFlight:
         """Return the number of the last chunk that has arrived from a slot; 0 before the first."""
         return self._acknowledged[slot]
 
-    def is_valid(self, ticket: Sequence[int]) -> bool:
-        """Whether this server made the ticket, which is given by its numbers."""
-        *fields, mac = ticket
-        return len(fields) == 3 and mac == self._make_mac(*fields)
+    def is_valid(self, ticket: Sequence[int], payload: bytes = b"") -> bool:
+        """Whether this server made the ticket with this payload; it is given by its numbers."""
+        number, rows, admitted_ns, mac = ticket
+        return mac == self._make_mac(number, rows, admitted_ns, payload)
 
-    def mark_finished(self, ticket: Sequence[int], came_at: float | None = None) -> bool:
+    def is_awaited(self, ticket: Sequence[int], rows: int) -> bool:
+        """Whether a valid ticket has this number of model rows, and is not answered yet."""
+        slot, number = ticket[0] >> SLOT_BITS, ticket[0] & ((1 << SLOT_BITS) - 1)
+        place = slot * PLACES + number % PLACES
+        return number > self._answered[place] and rows == self._place_rows[place]
+
+    def mark_finished(
+        self, ticket: Sequence[int], came_at: float | None = None, payload: bytes = b""
+    ) -> bool:
         """Count a request as answered.
 
         Args:
+            ticket: Numbers of the ticket.
             came_at: Arrival in postprocess, by `time.monotonic`; None for now.
+            payload: Payload of the ticket.
 
         Returns:
             False if this server did not make the ticket.
         """
-        if not self.is_valid(ticket):
+        if not self.is_valid(ticket, payload):
             return False
         name, rows, admitted_ns, _ = ticket
         slot, number = name >> SLOT_BITS, name & ((1 << SLOT_BITS) - 1)
@@ -381,9 +391,9 @@ class InFlight:
         until = self._forwarded_at[slot] + patience_s
         return times[_PASSED_AT] > until or now > max(until, departed_at + patience_s)
 
-    def _make_mac(self, number: int, rows: int, admitted_ns: int) -> int:
+    def _make_mac(self, number: int, rows: int, admitted_ns: int, payload: bytes) -> int:
         data = _SIGNED.pack(number, rows, admitted_ns)
-        digest = hashlib.blake2b(data, key=self._key, digest_size=8).digest()
+        digest = hashlib.blake2b(data + payload, key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
     def _measure(self, settled: int, answered: int, admitted_at: float, now: float) -> None:

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
 
+from .overflow import survive_overflow
 from .request_errors import RequestError
-from .row_types import TICKET_NUMBERS, find_class, read_payload, unpack_rows
+from .row_types import NO_TICKET, find_class, read_payload, read_ticket, unpack_rows
 from .triton_io import (
+    Inputs,
     check_parameters,
     error_response,
     make_private,
@@ -22,8 +25,6 @@ from .triton_io import (
     read_inputs,
     read_settings,
 )
-
-NO_TICKET = [0] * TICKET_NUMBERS
 
 
 class TritonPythonModel:
@@ -50,9 +51,11 @@ class TritonPythonModel:
         self._names = [each["name"] for each in settings["outputs"]]
         self._optional = {each["name"] for each in settings["outputs"] if each["optional"]}
         self._counts: Any = None
-        if settings["flow_control"] == "triptych":  # otherwise the module is not installed
+        # Otherwise the module is not installed.
+        if settings["flow_control"] == "triptych" or "sample" in settings:
             self._counts = import_module(".in_flight", __package__).InFlight(settings["pipeline"])
         make_private()
+        survive_overflow(args["model_config"])
         self._samples: Any = None
         if "sample" in settings:
             writing = import_module(".sample_writer", __package__)
@@ -67,22 +70,22 @@ class TritonPythonModel:
         return [self._respond(request) for request in requests]
 
     def _respond(self, request: Any) -> Any:
-        came_at, numbers = time.monotonic(), NO_TICKET
+        came_at, payload = time.monotonic(), b""
+        numbers: Sequence[int] = NO_TICKET
         try:
             inputs, options, sample = read_inputs(request), "", b""
             if "request_ticket" in inputs:
-                sent = inputs["request_ticket"].as_numpy()
-                numbers = sent[0, :TICKET_NUMBERS].tolist()
-                if self._counts and numbers != NO_TICKET and not self._counts.is_valid(numbers):
-                    raise _refused(numbers)
+                sent = read_bytes(inputs, "request_ticket")
                 try:
-                    options, sample = read_payload(sent)
+                    numbers, payload = read_ticket(sent)
+                    options, sample = read_payload(payload)
                 except (ValueError, struct.error) as error:
                     raise _refused(numbers) from error
+                sample = self._check(numbers, payload, sample, len(sent))
             parameters = check_parameters(
                 options or request.parameters(), self._rules, self._defaults
             )
-            outputs = {name: inputs[name].as_numpy() for name in self._core_outputs}
+            outputs = {name: _read_output(inputs, name) for name in self._core_outputs}
             metadata: list[Any] = []
             if self._unpack_metadata is not None:
                 packed = read_bytes(inputs, "row_metadata")
@@ -106,13 +109,37 @@ class TritonPythonModel:
             return error_response(error)
         finally:
             if self._counts and numbers != NO_TICKET:  # a shutdown waits for this
-                self._counts.mark_finished(numbers, came_at)
+                self._counts.mark_finished(numbers, came_at, payload)
+
+    def _check(self, numbers: Sequence[int], payload: bytes, sample: bytes, count: int) -> bytes:
+        """Return the sample of a ticket with `count` model rows; empty if it must not be used.
+
+        Raises:
+            RequestError: The preprocess step of this server did not make the ticket.
+        """
+        counts, is_counted = self._counts, numbers != NO_TICKET
+        is_valid = not counts or not is_counted or counts.is_valid(numbers, payload)
+        if self._samples is None or not sample:
+            sample = b""
+        elif not (is_counted and is_valid and counts.is_awaited(numbers, count)):
+            self._samples.count_forged()
+            sample = b""
+        if not is_valid:
+            raise _refused(numbers)
+        return sample
 
 
-def _refused(numbers: list[int]) -> RequestError:
+def _read_output(inputs: Inputs, name: str) -> NDArray[Any]:
+    values: NDArray[Any] = inputs[name].as_numpy()
+    if not values.size:  # see `overflow`
+        raise RequestError(name, "must have elements", "none", "Send the results of the core")
+    return values
+
+
+def _refused(numbers: Sequence[int]) -> RequestError:
     return RequestError(
         "request_ticket",
         "must be a ticket of this server's preprocess step",
-        numbers,
+        list(numbers),
         "Send the request to the ensemble, or leave out the ticket",
     )

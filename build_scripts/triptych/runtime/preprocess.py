@@ -12,13 +12,15 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from .counters import RowTokens
+from .overflow import survive_overflow
 from .row_types import (
-    TICKET_NUMBERS,
+    NO_TICKET,
     CoreRows,
     RowInputs,
     RowMaker,
-    add_payload,
     find_class,
+    make_payload,
+    write_ticket,
 )
 from .triton_io import (
     add_options,
@@ -41,7 +43,7 @@ class TritonPythonModel:
     The ensemble does not use the output ``direct_call`` BOOL ``[core rows, 1]``. A request for it,
     or for outputs without ``request_ticket``, was sent to this step itself and is not counted.
 
-    ``request_ticket`` INT64 ``[core rows, 4 or more]`` goes directly to postprocess. So does
+    ``request_ticket`` BYTES ``[core rows, 1]`` goes directly to postprocess. So does
     ``row_metadata`` BYTES ``[core rows, 1]`` if the task has one. Inputs are forwarded too if
     `hooks.after` takes them.
     """
@@ -74,13 +76,19 @@ class TritonPythonModel:
                 pad_token_id=settings.get("pad_token_id", 0),
             )
         self._flow: Any = None
+        self._admit: Callable[..., Sequence[int]]
         if settings["flow_control"] == "triptych":
             self._flow = import_module(".flow_control", __package__).FlowControl(settings)
+            self._admit = self._flow.admission.admit
         make_private()
+        survive_overflow(args["model_config"])
         self._sampler: Any = None
         if "sample" in settings:
             sampling = import_module(".sampling", __package__)
             self._sampler = sampling.RowSampler(settings["sample"]["rate"])
+            if self._flow is None:  # a sampled request needs a ticket
+                counts = import_module(".in_flight", __package__).InFlight(settings["pipeline"])
+                self._admit = partial(counts.admit, counts.take_slot())
         self._row_tokens = RowTokens(settings)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
@@ -156,7 +164,7 @@ class TritonPythonModel:
             for field in self._fields
         }
         sample = b""
-        if self._sampler is not None:
+        if self._sampler is not None and _is_of_ensemble(request):
             sample = self._sampler.draw(columns, given)
         if self._before is not None:
             columns = self._before(columns)
@@ -173,14 +181,11 @@ class TritonPythonModel:
         if self._make_forwarded is not None:
             forwarded = self._make_forwarded(inputs.columns, count)
             tensors += [pb_utils.Tensor(name, value) for name, value in forwarded.items()]
-        ticket = np.zeros((count, TICKET_NUMBERS), np.int64)
-        if counted:
-            ticket[:] = self._flow.admission.admit(count)
-        else:
+        payload = make_payload(options, sample)
+        numbers = self._admit(count, payload) if counted or sample else NO_TICKET
+        if not counted:
             tensors.append(pb_utils.Tensor("direct_call", np.ones((count, 1), np.bool_)))
-        if options or sample:
-            ticket = add_payload(ticket, options, sample)
-        tensors.append(pb_utils.Tensor("request_ticket", ticket))
+        tensors.append(pb_utils.Tensor("request_ticket", write_ticket(numbers, payload, count)))
         return pb_utils.InferenceResponse(tensors)
 
 

@@ -99,40 +99,46 @@ Arrays = Mapping[str, NDArray[Any]]
 Parameters = Mapping[str, Any]
 
 
-TICKET_NUMBERS = 4
-"""Numbers of a `in_flight.Ticket`; all 0 for a request that is not counted."""
-_SIZES = struct.Struct("<2i")
-_WORD = 8
+NO_TICKET = (0, 0, 0, 0)
+"""Numbers of the ticket of a request that is not counted; otherwise those of `in_flight.Ticket`."""
+_NUMBERS = struct.Struct("<4q")
+_SIZE = struct.Struct("<i")
 
 
-def add_payload(
-    ticket: NDArray[np.int64], options: str = "", sample: bytes = b""
-) -> NDArray[np.int64]:
-    """Return ``[model rows, 4 + k]``: a ticket with a payload behind its numbers.
-
-    The words of the payload are spread over the rows. A request without a payload costs
-    postprocess one comparison.
+def make_payload(options: str, sample: bytes) -> bytes:
+    """Return the payload of a ticket; empty if both arguments are.
 
     Args:
-        ticket: The ticket in each row, ``[model rows, 4]``.
         options: Parameters of the request as JSON, if it sent some as tensors.
         sample: Sample payload; see `runtime.sampling`.
     """
     text = options.encode()
-    data = _SIZES.pack(len(text), len(sample)) + text + sample
-    words = -(-len(data) // (_WORD * len(ticket))) * len(ticket)
-    payload = np.frombuffer(data.ljust(_WORD * words, b"\0"), dtype="<i8")
-    return np.concatenate([ticket, payload.reshape(len(ticket), -1)], axis=1)
+    return _SIZE.pack(len(text)) + text + sample if options or sample else b""
 
 
-def read_payload(ticket: NDArray[np.int64]) -> tuple[str, bytes]:
-    """Return the options and the sample payload behind the numbers of a ticket."""
-    if ticket.shape[1] == TICKET_NUMBERS:
+def read_payload(payload: bytes) -> tuple[str, bytes]:
+    """Return the options and the sample payload of a ticket's payload."""
+    if not payload:
         return "", b""
-    data = ticket[:, TICKET_NUMBERS:].astype("<i8").tobytes()
-    options, sample = _SIZES.unpack_from(data)
-    start = _SIZES.size + options
-    return data[_SIZES.size : start].decode(), data[start : start + sample]
+    start = _SIZE.size + _SIZE.unpack_from(payload)[0]
+    return payload[_SIZE.size : start].decode(), payload[start:]
+
+
+def write_ticket(numbers: Sequence[int], payload: bytes, count: int) -> NDArray[Any]:
+    """Return a ticket as BYTES ``[model rows, 1]``: the first row has it, the others are empty."""
+    values = np.full((count, 1), b"", dtype=np.object_)
+    values[0, 0] = _NUMBERS.pack(*numbers) + payload
+    return values
+
+
+def read_ticket(values: Sequence[bytes]) -> tuple[tuple[int, ...], bytes]:
+    """Return the numbers and the payload of a ticket, given by its rows.
+
+    Raises:
+        struct.error: The first row is too short.
+    """
+    data = values[0]
+    return _NUMBERS.unpack_from(data), data[_NUMBERS.size :]
 
 
 MULTIPLE = 16

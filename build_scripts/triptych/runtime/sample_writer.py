@@ -46,7 +46,7 @@ TICK_S = 0.5
 SETTLING_S = 60.0
 """Seconds after a change of the repository's files until the new build certainly answers."""
 
-DROPPED = ("waiting", "large", "redact", "disk", "exchange", "fault")
+DROPPED = ("waiting", "large", "redact", "disk", "exchange", "fault", "forged")
 WRITTEN, DROPS, BYTES = (
     "triptych_samples_written_total",
     "triptych_samples_dropped_total",
@@ -57,7 +57,8 @@ METRICS = (
     (
         DROPS,
         "triptych_sample_dropped",
-        "Sampled rows that were dropped, by reason; requests for the reason `waiting`",
+        "Sampled rows that were dropped, by reason; requests for the reasons `waiting` and "
+        "`forged`",
         DROPPED,
     ),
     (BYTES, "triptych_sample_bytes", "Bytes of samples that were written", ("",)),
@@ -111,7 +112,7 @@ class SampleWriter:
         self._waiting_bytes = 0
         self._ending = False
         self._reservoir: list[SampledAnswer] = []
-        self._reservoir_bytes = self._seen = 0
+        self._reservoir_bytes = self._seen = self._forged = 0
         self._settled_at = 0.0
         self._counts: Counter[Series] = Counter()
         self._metrics: MetricSet | None = None
@@ -141,6 +142,12 @@ class SampleWriter:
                 self._waiting_bytes += len(payload)
         if not fits:  # counted here, because the writer may hang in `redact`
             self._count({(DROPS, "waiting"): 1})
+
+    def count_forged(self) -> None:
+        """Count a request whose sample no preprocess step made, or which was answered before."""
+        with self._condition:
+            self._forged += 1
+        self._count({(DROPS, "forged"): 1})
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write the remaining samples."""
@@ -185,7 +192,7 @@ class SampleWriter:
         """Take a request; an invalid one must not cost the rows of others."""
         try:
             self._take(payload, outputs)
-        except Exception:  # clients of the step itself may send anything
+        except Exception:  # for example, an output of another number of rows
             self._counts[DROPS, "fault"] += 1
 
     def _take(self, payload: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
@@ -225,7 +232,15 @@ class SampleWriter:
         lines = [line for line in map(self._line_safely, rows) if line]
         if not lines:
             return
-        head = {"schema": SCHEMA, "pipeline": self._pipeline, "build": self._build, "drawn": seen}
+        with self._condition:
+            forged, self._forged = self._forged, 0
+        head = {
+            "schema": SCHEMA,
+            "pipeline": self._pipeline,
+            "build": self._build,
+            "drawn": seen,
+            "forged": forged,
+        }
         try:
             size = write_file(
                 self._folder,

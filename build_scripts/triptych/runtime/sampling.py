@@ -1,6 +1,6 @@
 """Sampled rows: their choice, their way to postprocess in the request ticket, and their files.
 
-The ticket of a sampled request is longer: `row_types.add_payload` adds the sample payload, the
+The ticket of a sampled request is longer: `row_types.make_payload` adds the sample payload, the
 inputs as the client sent them. Answer and inputs therefore meet in postprocess, lost requests leave
 nothing behind, and an unsampled request costs one comparison.
 

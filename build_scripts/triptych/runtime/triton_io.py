@@ -205,6 +205,8 @@ def refuse_options(text: str, rules: Container[str]) -> None:
 
 def _read_option(field: str, rows: list[list[Any]]) -> Any:
     """Return the value in every row of an option; several elements as a JSON list."""
+    if not rows:  # see `overflow`
+        raise RequestError(field, "must have elements", "none", "Correct the shape of the input")
     for row, values in enumerate(rows):
         if values != rows[0]:
             raise RequestError(

@@ -240,9 +240,8 @@ def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRu
     spec = load_spec(folders.pipelines / name)
     folder = options.reports / name / RUN_FOLDER
     timeline = read_timeline(folder)
-    sample = read_sample(
-        options.samples, name, keep_hours=_keep_hours(spec), known=frozenset(timeline.files)
-    )
+    known = frozenset(timeline.files)
+    sample = read_sample(options.samples, name, progress, keep_hours=_keep_hours(spec), known=known)
     result = run_monitor(
         read_inputs(spec, progress).with_built_layout(folders.repository),
         folders.repository,
@@ -345,7 +344,8 @@ def shadow(
     inputs = read_inputs(spec, progress).with_built_layout(folders.repository)
     sample = None
     if not from_traffic and spec.serving.sample is not None:
-        sample = read_sample(samples, name, keep_hours=spec.serving.sample.retention_hours)
+        keep_hours = spec.serving.sample.retention_hours
+        sample = read_sample(samples, name, progress, keep_hours=keep_hours)
     replay = ReplayOptions(
         max_rows=max_rows, clients=clients, load=load, rounds=rounds, seconds=window_seconds
     )
@@ -401,7 +401,7 @@ def traffic(
     from triptych.spec.spec import load_spec
 
     spec = load_spec(folders.pipelines / name)
-    sample = read_sample(samples, name, keep_hours=_keep_hours(spec))
+    sample = read_sample(samples, name, progress, keep_hours=_keep_hours(spec))
     inputs = read_inputs(spec, progress).with_built_layout(folders.repository)
     change = take_rows(inputs, sample, replace=replace, max_rows=max_rows)
     if as_json:

@@ -136,7 +136,7 @@ def take_rows(
     folder, names = inputs.plan.spec.folder, [tensor.name for tensor in inputs.plan.task.inputs]
     chosen = choose_rows(inputs, sample.rows, replace=replace, max_rows=max_rows)
     with os_errors_as_user_errors(folder):
-        write_files(folder, {TRAFFIC_FILE: chosen.text})
+        write_files(folder, {TRAFFIC_FILE: chosen.text}, is_private=True)
     new_lengths = tokenize_sample(inputs, folder / TRAFFIC_FILE)
     gate, rest = _count_rows(chosen.old, names), _count_rows([*chosen.kept, *chosen.added], names)
     return TrafficChange(
@@ -269,7 +269,7 @@ def apply_proposal(
         try:
             built = build(new, repository, progress)
             with os_errors_as_user_errors(folder):
-                write_files(folder, {**old, **files})
+                write_files(folder, {**old, **files}, is_private=True)
         except BaseException:
             # The graph is activated before its engine is built, which can fail.
             if build_id(repository, name) != run.build:

@@ -54,17 +54,26 @@ class TrafficSample:
         rows: Rows, oldest file first.
         known: Names of all sample files that exist now.
         damaged: Number of lines and files that cannot be read.
+        forged: Number of requests whose samples the servers rejected as forged.
     """
 
     rows: tuple[SampledRow, ...]
     known: tuple[str, ...]
     damaged: int
+    forged: int
 
 
 def read_sample(
-    samples: Path, pipeline: str, *, keep_hours: float, known: frozenset[str] = frozenset()
+    samples: Path,
+    pipeline: str,
+    progress: Progress,
+    *,
+    keep_hours: float,
+    known: frozenset[str] = frozenset(),
 ) -> TrafficSample:
     """Return the rows of the sample files that are not `known`; delete files that are too old.
+
+    Forged samples are reported to `progress`.
 
     Raises:
         UserError: The folder does not exist.
@@ -80,17 +89,25 @@ def read_sample(
     remove_old(folder, pipeline, keep_hours)
     names = [file.path.name for file in list_files(folder, pipeline)]
     sample = read_files(samples, pipeline, [name for name in names if name not in known])
+    if sample.forged:
+        progress(
+            "samples",
+            f"{sample.forged} requests with forged samples, which do not count: a client sends "
+            f"requests to {pipeline}_postprocess itself",
+        )
     return replace(sample, known=tuple(names))
 
 
 def read_files(samples: Path, pipeline: str, names: Sequence[str]) -> TrafficSample:
     """Return the rows of the named sample files; a missing file counts as damaged."""
     rows: list[SampledRow] = []
-    damaged = 0
+    damaged = forged = 0
     for name in names:
         try:
             lines = (samples / pipeline / name).read_bytes().split(b"\n")
-            build = str(json.loads(lines[0])["build"])
+            head = json.loads(lines[0])
+            build = str(head["build"])
+            forged += int(head.get("forged", 0))
         except (OSError, ValueError, KeyError, TypeError):
             damaged += 1
             continue
@@ -100,7 +117,7 @@ def read_files(samples: Path, pipeline: str, names: Sequence[str]) -> TrafficSam
                     rows.append(_read_row(f"{name}:{number}", build, json.loads(line)))
             except (ValueError, KeyError, TypeError, AttributeError):
                 damaged += 1
-    return TrafficSample(tuple(rows), tuple(names), damaged)
+    return TrafficSample(tuple(rows), tuple(names), damaged, forged)
 
 
 def _read_row(location: str, build: str, data: Mapping[str, Any]) -> SampledRow:

@@ -66,6 +66,7 @@ CHECKS = (
     LintCheck("priority-levels", Repository.configured, config.priority_levels),
     LintCheck("preserve-ordering", Repository.configured, config.preserve_ordering),
     LintCheck("queue-policy", Repository.executed, config.queue_policy),
+    LintCheck("python-shapes", Repository.configured, config.python_shapes),
     LintCheck("queue-limit", wirings, config.queue_limit),
     LintCheck("queue-wake-up", Repository.executed, config.queue_wake_up),
     LintCheck("instance-group", Repository.executed, config.instance_group),

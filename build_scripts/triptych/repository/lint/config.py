@@ -14,6 +14,7 @@ from typing import Any
 
 from triptych.base.releases import (
     ACCELERATOR_BF16,
+    OVERFLOW_CHECKED,
     PRESERVE_ORDERING_BROKEN,
     STEP_QUEUE_LIMIT_SAFE,
     fields_newer_than,
@@ -223,6 +224,24 @@ def queue_wake_up(model: Model) -> Iterator[Flaw]:
             "another one can wait 500 ms",
             "a queue policy or priority levels",
             "Remove it, or give the step a second instance",
+        )
+
+
+def python_shapes(model: Model) -> Iterator[Flaw]:
+    """Check that the inputs of a Python step that Triptych did not write have fixed dimensions.
+
+    Before 26.04 a request of 78 bytes, INT32 ``[1, 2**62]`` without data, ends the process of a
+    step with a free dimension: its size is 0 in 64 bits, so that Triton takes it as complete.
+    """
+    if model.backend != "python" or model.is_ours or model.repository.triton >= OVERFLOW_CHECKED:
+        return
+    free = [each.name for each in model.config.input if -1 in each.dims]
+    if free:
+        yield warning(
+            "should have inputs of fixed dimensions: before Triton 26.04 a request with a shape "
+            "that overflows 64 bits ends the process of the step",
+            f"a free dimension of {names(free)}",
+            "Pack the values into BYTES [1], or let only trusted clients call the model",
         )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import triton_python_backend_utils as pb_utils
 
+from triptych.runtime.overflow import survive_overflow
 from triptych.runtime.triton_io import make_private
 from triptych.serving.backends import contract, execution, feeds
 
@@ -46,6 +47,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Open the session, and reject a config that does not match the graph."""
         make_private()
+        survive_overflow(args["model_config"])
         config = json.loads(args["model_config"])
         ort_sessions.check_settings(config, kind=args["model_instance_kind"])
         parsed = contract.parse_contract(config, backend="onnxruntime")
@@ -62,33 +64,11 @@ class TritonPythonModel:
             ort_sessions.read_tensors(self._session.get_overridable_initializers()),
         )
         self._names = [spec.name for spec in self._contract.outputs]
-        self._strings = frozenset(
-            spec.name for spec in self._contract.inputs if spec.data_type == "TYPE_STRING"
-        )
         pb_utils.Logger.log_info(f"{args['model_instance_name']}: emulated ONNX Runtime backend")
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Run all requests as one batch, and return their responses together."""
-        responses, inputs = {}, {}
-        for index, request in enumerate(requests):
-            try:
-                inputs[index] = self._read(request)
-            except ValueError as error:
-                code = pb_utils.TritonError.INVALID_ARG
-                responses[index] = execution.failure(str(error), code)
-        if inputs:
-            batch = [requests[index] for index in inputs]
-            answers = execution.run_batch(
-                self._contract, batch, [*inputs.values()], self._run, _message
-            )
-            responses.update(zip(inputs, answers, strict=True))
-        return [responses[index] for index in range(len(requests))]
-
-    def _read(self, request: Any) -> feeds.Arrays:
-        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        for name in self._strings.intersection(inputs):
-            inputs[name] = _decode(name, inputs[name])
-        return inputs
+        return execution.run_batch(self._contract, requests, self._run, _decode, _message)
 
     def _run(self, feed: feeds.Arrays) -> feeds.Arrays:
         values = self._session.run(self._names, feed, self._run_options)

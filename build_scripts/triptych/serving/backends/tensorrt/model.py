@@ -16,6 +16,7 @@ import triton_python_backend_utils as pb_utils
 
 from triptych.core.engine.cuda import Cuda
 from triptych.core.engine.runner import EngineRunner, open_engine
+from triptych.runtime.overflow import survive_overflow
 from triptych.runtime.triton_io import make_private
 from triptych.serving.backends import contract as contracts
 from triptych.serving.backends import execution
@@ -32,6 +33,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Load the plan, and reject a config that does not match it."""
         make_private()
+        survive_overflow(args["model_config"])
         config = json.loads(args["model_config"])
         device = trt_settings.instance_device(
             config, kind=args["model_instance_kind"], device_id=args["model_instance_device_id"]
@@ -68,8 +70,7 @@ class TritonPythonModel:
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Run all requests as one batch, and return their responses together."""
-        inputs = [{t.name(): t.as_numpy() for t in request.inputs()} for request in requests]
-        return execution.run_batch(self._contract, requests, inputs, self._runner.run)
+        return execution.run_batch(self._contract, requests, self._runner.run)
 
     def finalize(self) -> None:
         self._runner.close()
