@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import queue
@@ -223,6 +224,99 @@ def test_a_replica_that_ends_politely_and_one_that_is_killed_fail_nobody(watched
     assert "signal SIGKILL" in watched.problems.pop()
     assert watched.problems == []
     assert set(asker.labels) == {"FIRST"}
+
+
+class HttpAsker:
+    """Asks over HTTP/1 all the time, each client with a connection of its own."""
+
+    def __init__(self, url: str, clients: int) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self.failures: list[str] = []
+        self.answers = [0] * clients
+        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(clients)]
+
+    def __enter__(self) -> HttpAsker:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(30)
+
+    def _ask(self, number: int) -> None:
+        tensor = {"name": "text", "datatype": "BYTES", "shape": [1, 1], "data": ["where is it"]}
+        body = json.dumps({"inputs": [tensor]})
+        connection = http.client.HTTPConnection(self._url, timeout=60)
+        while not self._stop.is_set():
+            try:
+                connection.request("POST", "/v2/models/tickets/infer", body)
+                answer = connection.getresponse()
+                said = answer.read().decode()
+                if answer.status == http.client.OK:
+                    self.answers[number] += 1
+                else:
+                    self.failures.append(f"{answer.status}: {said}")
+            except (OSError, http.client.HTTPException) as error:
+                self.failures.append(repr(error))
+                connection.close()
+        connection.close()
+
+
+FROZEN = ("server", "preprocess", "core", "postprocess")
+
+
+@pytest.mark.parametrize("part", FROZEN)
+def test_a_frozen_part_of_a_replica_blocks_nobody_and_is_replaced(
+    watched: Watched, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for it: while it stays frozen, each client gets answers."""
+    fleet, replica = watched.fleet, watched.fleet.replicas[FROZEN.index(part) % 3]
+    pid = replica.server.pid
+    steps = {model: step for step, model in replica.server.living_steps().items()}
+    frozen = {"server": pid, **steps}.get(part) or steps[f"tickets_{part}"]
+    monkeypatch.setattr("triptych.serving.fleet.fleet._REPLACED_AFTER", 10**9)
+    endpoints = fleet.endpoints
+    with load(watched) as asker, HttpAsker(endpoints["http"], CLIENTS) as http_asker:
+        watched.until(lambda: min(asker.answers + http_asker.answers) > 0)
+        os.kill(frozen, signal.SIGSTOP)
+        before = asker.answers + http_asker.answers
+        for more in (1, 5):  # the answer to the request in flight, and others
+
+            def all_got(more: int = more) -> bool:
+                now = asker.answers + http_asker.answers
+                return all(new >= old + more for new, old in zip(now, before, strict=True))
+
+            watched.until(all_got)
+        watched.until(lambda: not replica.is_healthy)
+        assert replica.server.pid == pid
+        monkeypatch.undo()
+        watched.until(lambda: fleet.is_settled and replica.server.pid != pid)
+    assert http_asker.failures == []
+    assert set(asker.labels) == {"FIRST"}
+    moved, replaced = watched.problems
+    assert moved.startswith(f"{replica.name} fails its health check")
+    assert "is replaced, because it fails its health check" in replaced
+    watched.problems.clear()
+
+
+def test_a_frozen_envoy_is_replaced(watched: Watched) -> None:
+    """Requests at it fail, and clients that ask again are answered."""
+    fleet = watched.fleet
+    pid = fleet.proxy.pid
+    with Asker(fleet.endpoints["grpc"], CLIENTS, pause_s=0.05) as asker:
+        watched.until(lambda: min(asker.answers) > 0)
+        os.kill(pid, signal.SIGSTOP)
+        watched.until(lambda: bool(watched.problems))
+        before = list(asker.answers)
+        watched.until(
+            lambda: all(new > old for new, old in zip(asker.answers, before, strict=True))
+        )
+    assert fleet.proxy.pid != pid
+    assert "envoy` does not answer" in watched.problems.pop()
+    assert watched.problems == []
 
 
 def test_what_is_built_is_put_in_one_at_a_time_and_what_does_not_load_never(

@@ -46,7 +46,8 @@ class Asker:
         self._stop = threading.Event()
         self.failures: list[str] = []
         self.labels: list[str] = []
-        self._threads = [threading.Thread(target=self._ask) for _ in range(clients)]
+        self.answers = [0] * clients
+        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(clients)]
 
     def __enter__(self) -> Asker:
         for thread in self._threads:
@@ -65,11 +66,12 @@ class Asker:
             assert time.monotonic() < deadline, (label, self.labels[-3:], self.failures[-3:])
             time.sleep(0.05)
 
-    def _ask(self) -> None:
+    def _ask(self, number: int) -> None:
         with Client("tickets", self._url, retry=None) as client:
             while not self._stop.is_set():
                 try:
                     self.labels.append(client.classify(["where is it"])[0][0].label)
+                    self.answers[number] += 1
                 except Exception as error:
                     self.failures.append(str(error))
                 time.sleep(self._pause_s)

@@ -17,10 +17,11 @@ from typing import Any
 
 from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors
-from triptych.container.health import find_fault
+from triptych.container.health import find_fault, find_server_fault
 from triptych.container.manifests import ServedPipeline, find_pipelines
 from triptych.repository.store import link, locked
 from triptych.serving.endpoint import RestartBackoff
+from triptych.serving.fleet.periodic import PeriodicCheck
 from triptych.serving.fleet.proxy import Proxy
 from triptych.serving.hot_reload import BuildPoller, find_wrong_pipelines
 from triptych.serving.server import Server
@@ -66,6 +67,7 @@ class Replica:
         name: Name in messages.
         build: Build that it serves or starts on.
         is_ready: Whether it may get requests.
+        is_healthy: Whether its last health check passed; others get the requests otherwise.
         work: Start or update in progress; None without one.
         again_at: Time of the next start on the monotonic clock; None without one.
         max_failed_starts: Maximum number of failed starts in a row.
@@ -80,6 +82,7 @@ class Replica:
         self.server = server
         self.build = build
         self.is_ready = False
+        self.is_healthy = True
         self.work: Future[None] | None = None
         self.again_at: float | None = None
         self._models = frozenset(models)
@@ -125,6 +128,11 @@ class Replica:
         self.server.wait_ready(timeout_s)
         self._answer(deadline)
 
+    def find_fault(self) -> str | None:
+        """Ask each of its pipelines the question of the image's health check; return the fault."""
+        pipelines, url = self.pipelines, f"http://{self.server.http_url}"
+        return find_fault(url, pipelines) if pipelines else find_server_fault(url)
+
     def drain(self) -> None:
         """Answer the requests in flight, then stop the server."""
         with self._ending:
@@ -138,7 +146,7 @@ class Replica:
 
     def ready(self) -> None:
         """Mark it as ready."""
-        self.is_ready = True
+        self.is_ready = self.is_healthy = True
         self._failed_starts = 0
         self._ready_at = time.monotonic()
 
@@ -155,9 +163,7 @@ class Replica:
         return pause_s
 
     def _answer(self, deadline: float) -> None:
-        pipelines = self.pipelines
-        url = f"http://{self.server.http_url}"
-        while pipelines and (fault := find_fault(url, pipelines)):
+        while fault := self.find_fault():
             crash = self.server.find_crash(_HEALTH_POLL_S)
             if crash is not None:
                 raise crash
@@ -243,6 +249,11 @@ class CandidateServer:
         self._on_problem(f"{error.message} The candidate {again}; the fleet serves without it.")
 
 
+_HEALTH_INTERVAL_S = 2.0
+"""As the health check of the image. Each check is a request of one row to each pipeline."""
+_REPLACED_AFTER, _REPLACED_ALONE_AFTER = 3, 10
+"""Failed checks in a row until a replica is replaced, and until one is if no other is healthy."""
+_PROXY_INTERVAL_S = 0.5
 _DRAIN_TIMEOUT_S = 10.0
 _HEALTHY_TIMEOUT_S = 30.0
 
@@ -299,6 +310,12 @@ class Fleet:
             for number in range(replicas)
         )
         self._pool = ThreadPoolExecutor(replicas, "fleet")
+        self._check_pool = ThreadPoolExecutor(replicas + 1, "fleet-health")
+        self._checks = {
+            replica.name: PeriodicCheck(self._check_pool, replica.find_fault, _HEALTH_INTERVAL_S)
+            for replica in self.replicas
+        }
+        self._proxy_check = PeriodicCheck(self._check_pool, proxy.find_fault, _PROXY_INTERVAL_S)
 
     @property
     def ready(self) -> list[Replica]:
@@ -329,6 +346,7 @@ class Fleet:
             started.result()
             replica.work = None
             replica.ready()
+            self._checks[replica.name].reset()
             self._on_change(f"{replica.name} is ready at {replica.server.grpc_url}")
         self._start_proxy()
         if self._candidate is not None:
@@ -342,7 +360,9 @@ class Fleet:
         ]
 
     def reconcile(self) -> None:
-        """Restart crashed servers and roll out new builds; call it about three times per second.
+        """Restart crashed and frozen servers, and roll out new builds.
+
+        Call it about three times per second.
 
         Raises:
             UserError: All replicas have failed for good.
@@ -357,9 +377,9 @@ class Fleet:
                 remedy="See the reasons above",
             )
         if self.proxy.has_died():
-            self._on_problem(f"{self.proxy.failure('crashed').message} It restarts.")
-            self.proxy.stop()
-            self._start_proxy()
+            self._restart_proxy("crashed")
+        elif self._proxy_check.has_result() and self._proxy_check.failures:
+            self._restart_proxy("does not answer")
         if self._candidate is not None:
             self._candidate.reconcile()
         self._check_for_builds()
@@ -386,6 +406,13 @@ class Fleet:
         finally:
             self.proxy.stop()
             self._pool.shutdown()
+            self._check_pool.shutdown()
+
+    def _restart_proxy(self, rule: str) -> None:
+        self._on_problem(f"{self.proxy.failure(rule).message} It restarts.")
+        self.proxy.stop(grace_s=0.0)
+        self._start_proxy()
+        self._proxy_check.reset()
 
     def _start_proxy(self) -> None:
         servers = [replica.server for replica in self.ready]
@@ -394,7 +421,9 @@ class Fleet:
             raise self.proxy.failure("found no healthy replica")
 
     def _route(self) -> None:
-        self.proxy.route_to((replica.server for replica in self.ready), self._pipelines())
+        healthy = [replica for replica in self.ready if replica.is_healthy]
+        servers = [replica.server for replica in healthy or self.ready]
+        self.proxy.route_to(servers, self._pipelines())
 
     def _pipelines(self) -> list[str]:
         """Return the names of the pipelines that a replica serves or starts on."""
@@ -408,8 +437,31 @@ class Fleet:
             crash = replica.server.find_crash(0.0)
             if crash is not None:
                 self._failed(replica, crash)
+            elif self._checks[replica.name].has_result():
+                self._judge(replica)
         elif replica.again_at is not None and time.monotonic() >= replica.again_at:
             self._begin(replica, self._proven)
+
+    def _judge(self, replica: Replica) -> None:
+        """Move requests away from a replica that fails its health check, and replace it later."""
+        check = self._checks[replica.name]
+        is_healthy = check.failures == 0
+        if is_healthy != replica.is_healthy:
+            replica.is_healthy = is_healthy
+            self._route()
+            if is_healthy:
+                self._on_change(f"{replica.name} passes its health check again")
+            else:
+                self._on_problem(f"{replica.name} fails its health check: {check.fault}.")
+        has_others = any(other.is_healthy for other in self.ready if other is not replica)
+        if check.failures >= (_REPLACED_AFTER if has_others else _REPLACED_ALONE_AFTER):
+            error = UserError(
+                replica.name,
+                "is replaced, because it fails its health check",
+                given=f"{check.fault}, {check.failures} times in a row",
+                remedy="See the log of that replica",
+            )
+            self._failed(replica, error)
 
     def _begin(
         self, replica: Replica, build: ReplicaBuild, *, drains: bool = False
@@ -435,6 +487,7 @@ class Fleet:
                 f"{replica.name} is ready, on build {replica.build.number} since the start"
             )
             replica.ready()
+            self._checks[replica.name].reset()
             self._route()
         elif not isinstance(error, UserError):
             raise error

@@ -169,10 +169,20 @@ class Proxy:
             remedy=f"See the log: {self._log_file}",
         )
 
-    def stop(self) -> None:
-        """Stop Envoy; it can be called at any time and repeatedly."""
+    @property
+    def pid(self) -> int:
+        """Process id of Envoy, which was started."""
+        assert self._process is not None
+        return self._process.pid
+
+    def find_fault(self) -> str | None:
+        """Return why Envoy does not answer; None if it does."""
+        return None if responds_ok(self.admin_url, "/ready") else "it does not answer"
+
+    def stop(self, grace_s: float = _END_S) -> None:
+        """Stop Envoy within `grace_s` seconds; it can be called at any time and repeatedly."""
         if self._process is not None:
-            self._process.end(_END_S)
+            self._process.end(grace_s)
             self._process = None
 
     def _healthy(self, service: Service) -> set[tuple[str, int]]:
