@@ -77,8 +77,7 @@ def test_what_was_replaced_comes_back_as_it_was(repository: Path) -> None:
     new = files_of(repository, "tiny")
     assert [kept.build for kept in list_history(repository, "tiny")] == [first]
     assert list_history(repository, "guest") == []
-    # The core has not changed: the kept build shares its bytes.
-    assert measure_history_bytes(repository, "tiny") < len(old[CORE])
+    assert len(old[CORE]) <= measure_history_bytes(repository, "tiny") < 2 * len(old[CORE])
 
     done = rollback(repository, "tiny", None)
     assert (done.builds, done.replaced) == ({"tiny": first}, {"tiny": second})
@@ -91,6 +90,53 @@ def test_what_was_replaced_comes_back_as_it_was(repository: Path) -> None:
     rollback(repository, "tiny", second[:6])
     assert files_of(repository, "tiny") == new
     assert rollback(repository, "tiny", None).builds == {"tiny": first}
+    # The core is that of all three builds: the kept ones share one file.
+    assert measure_history_bytes(repository, "tiny") < 2 * len(old[CORE])
+
+
+def test_files_that_are_overwritten_in_place_leave_the_kept_builds_whole(repository: Path) -> None:
+    builds = {build_id(repository, "tiny"): files_of(repository, "tiny")}
+    for number in range(2, 5):
+        build = write_next(repository, "tiny", number)
+        builds[build] = files_of(repository, "tiny")
+    for path in files_of(repository, "tiny"):
+        with (repository / path).open("r+b") as file:  # as `cp` does
+            file.truncate()
+            file.write(b"overwritten")
+    kept = [stored.build for stored in list_history(repository, "tiny")]
+    assert len(kept) == 3
+    for build in kept:
+        rollback(repository, "tiny", build)
+        assert files_of(repository, "tiny") == builds[build]
+        with (repository / CORE).open("r+b") as file:
+            file.write(b"overwritten")
+
+
+def test_a_kept_build_that_names_files_elsewhere_is_refused(
+    repository: Path, tmp_path: Path
+) -> None:
+    write_next(repository, "tiny", 2)
+    (stored,) = list_history(repository, "tiny")
+    now, around = files_of(repository, "tiny"), sorted(tmp_path.rglob("*"))
+    (tmp_path / "outside").mkdir()
+    (stored.folder / "evil").write_bytes(b"evil")
+    manifest = stored.folder / "tiny/triptych.lock.json"
+    data = json.loads(manifest.read_bytes())
+    for name in ("../evil", "tiny/../../../../evil", "/evil", "tiny//evil", "evil", ""):
+        data["files"] = {name: hashlib.sha256(b"evil").hexdigest()}
+        manifest.write_text(json.dumps(data), encoding="utf-8")
+        # An attacker who writes the manifest also names the folder.
+        folder = stored.folder.rename(stored.folder.parent / build_of(manifest))
+        with pytest.raises(UserError, match="differs from the stored build"):
+            rollback(repository, "tiny", None)
+        manifest = folder.rename(stored.folder) / "tiny/triptych.lock.json"
+        assert files_of(repository, "tiny") == now
+        found = {*tmp_path.rglob("*")} - {*around, tmp_path / "outside", stored.folder / "evil"}
+        assert not found
+
+
+def build_of(manifest: Path) -> str:
+    return hashlib.sha256(manifest.read_bytes()).hexdigest()
 
 
 def test_the_command_lists_and_puts_back(repository: Path) -> None:

@@ -61,7 +61,7 @@ def rollback(repository: Path, pipeline: str, build: str | None) -> RollbackResu
     models = {path.partition("/")[0] for path in files}
     retired = {path.partition("/")[0] for path in before} - models
     replaced = {name: build_id(repository, name) for name in group}
-    changed = write_models(repository, files, retired=sorted(retired), linked=True)
+    changed = write_models(repository, files, retired=sorted(retired), keeps_links=True)
     builds = {name: stored.build for name, stored in group.items()}
     return RollbackResult(builds, replaced, tuple(changed))
 

@@ -8,8 +8,9 @@ folder shows.
 
 Replaced builds are stored beside the repository, in ``.<repository>.history/PIPELINE/BUILD``,
 because Triton would load them inside. A build is named by the SHA-256 of its manifest (`build_id`).
-Its files are hard links to those of the repository, which are never modified. A stored
-build therefore only takes space for the files that later builds changed.
+Its files are copies of those of the repository, which somebody may overwrite in place, and share
+their blocks where the file system can do that (XFS, Btrfs). A file that a stored build already has
+is a hard link to it, since nobody writes there.
 """
 
 from __future__ import annotations
@@ -82,9 +83,12 @@ def read_build(folder: Path, pipeline: str) -> BuildRecord | None:
     try:
         manifest = read_manifest_file(folder / pipeline / MANIFEST_FILE)
         core = manifest["spec"]["core"]
+        files = {str(path): str(digest) for path, digest in manifest["files"].items()}
+        if not all(map(_is_inside, files)):
+            return None
         return BuildRecord(
             built_at=str(manifest["built_at"]),
-            files={str(path): str(digest) for path, digest in manifest["files"].items()},
+            files=files,
             share=core.get("shared_from") or core.get("share") or "",
             core_key=manifest.get("core_key", ""),
             max_batch_size=core.get("max_batch_size", 0),
@@ -94,6 +98,12 @@ def read_build(folder: Path, pipeline: str) -> BuildRecord | None:
         )
     except (ManifestError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _is_inside(path: str) -> bool:
+    """Return whether a path of a manifest names a file of a model, not one elsewhere."""
+    parts = path.split("/")
+    return len(parts) > 1 and not {"", ".", ".."}.intersection(parts) and "\0" not in path
 
 
 @dataclass(frozen=True)
@@ -188,12 +198,22 @@ def archive_build(repository: Path, pipeline: str) -> None:
         return
     names += [f"{pipeline}/{FIGURES_FILE}"] * (repository / pipeline / FIGURES_FILE).is_file()
     home = history_folder(repository)
+    stored = {
+        (path, digest): other.folder / path
+        for other in reversed(list_history(repository, pipeline))
+        if (known := read_build(other.folder, pipeline)) is not None
+        for path, digest in known.files.items()
+    }
     target = home / pipeline / build
     target.parent.mkdir(parents=True, exist_ok=True)
     with scratch_folder(".new-", home) as scratch:
         fresh = scratch / build
         for name in names:
-            link(repository / name, fresh / name)
+            same = stored.get((name, record.files.get(name, "")))
+            if same is not None and _is_same_file(same, repository / name):
+                link(same, fresh / name)
+            else:
+                clone(repository / name, fresh / name)
         now = datetime.datetime.now(datetime.timezone.utc).isoformat()
         (fresh / _REPLACED_FILE).write_text(json.dumps({"replaced_at": now}), encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)
@@ -253,6 +273,43 @@ def link(source: Path, target: Path) -> None:
         shutil.copy2(source, target)
 
 
+def clone(source: Path, target: Path) -> None:
+    """Copy a file or a symbolic link; a file shares its blocks where the file system supports it.
+
+    Without space for a copy the target is a hard link.
+
+    Raises:
+        OSError: Neither is possible.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_symlink():
+        target.symlink_to(source.readlink())
+        return
+    try:
+        with source.open("rb") as old, target.open("xb") as new:
+            try:
+                fcntl.ioctl(new, _FICLONE, old.fileno())
+            except OSError:
+                shutil.copyfileobj(old, new, 1 << 20)
+        shutil.copystat(source, target)
+    except OSError as error:
+        target.unlink(missing_ok=True)
+        if error.errno != errno.ENOSPC:
+            raise
+        os.link(source, target)
+
+
+def _is_same_file(stored: Path, file: Path) -> bool:
+    """Return whether a stored file exists and has the kind and the size of a file."""
+    try:
+        kinds = stored.is_symlink(), file.is_symlink()
+        return kinds == (False, False) and stored.stat().st_size == file.stat().st_size
+    except OSError:
+        return False
+
+
+_FICLONE = 0x40049409
+"""Number of the system call that lets two files share their blocks (``linux/fs.h``)."""
 COMMIT_MARK = "commit"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -267,7 +324,7 @@ def write_models(
     files: Mapping[str, Content],
     *,
     retired: Sequence[str] = (),
-    linked: bool = False,
+    keeps_links: bool = False,
 ) -> list[str]:
     """Write `files` (``<model>/...`` -> content); models whose files are equal stay untouched.
 
@@ -278,7 +335,7 @@ def write_models(
         repository: Folder of the models.
         files: Content of each file, by path relative to the repository.
         retired: Models to remove.
-        linked: Whether to link files on the disk, which requires that they are never modified.
+        keeps_links: Whether a file on the disk that is a symbolic link stays one.
 
     Returns:
         Names of the models that changed or were removed, sorted.
@@ -299,8 +356,8 @@ def write_models(
                 for model, contents in changed.items():
                     for inner, content in contents.items():
                         target = staging / "new" / model / inner
-                        if linked and isinstance(content, Path):
-                            link(content, target)
+                        if keeps_links and isinstance(content, Path):
+                            clone(content, target)
                         else:
                             _stage(target, content, repository)
                 for model in removed:
