@@ -26,6 +26,7 @@ from triptych.building.generation.gate import check_generation
 from triptych.building.generation.live import verify_generation
 from triptych.building.generation.reference import reference_answers
 from triptych.building.generation.text2text import Text2TextInputs, read_text2text, without_advice
+from triptych.core.gate.cached import GateFailure
 from triptych.core.gate.verify import describe_verification
 from triptych.interface.cli.plan_text import describe_text2text
 from triptych.interface.page.chat import TextPage
@@ -237,14 +238,30 @@ def test_models_and_settings_that_will_not_do_are_named(tmp_path: Path) -> None:
     check_refused(words, read_text2text, load_text2text_spec(folder), quiet)
 
 
-def test_a_search_that_ends_earlier_than_the_model_asks_is_told(tmp_path: Path) -> None:
-    model = write_model("t5", tmp_path / "model")
-    folder = write_pipeline(tmp_path / "t5", model)
+def test_a_search_ends_as_the_model_asks_or_the_difference_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference is what transformers answers with the model's own early_stopping."""
+    monkeypatch.setattr("text2text_cases.END_BIAS", 5.0)
+    model = write_model("bart", tmp_path / "model")
+    folder = write_pipeline(tmp_path / "bart", model)
+    draw = random.Random(3)
+    words = " ".join(TEXTS).split()
+    texts = [" ".join(draw.choices(words, k=draw.randint(1, 12))) for _ in range(24)]
+    rows = [json.dumps({"text_input": text}) for text in texts]
+    (folder / "traffic.jsonl").write_text("\n".join(rows))
     lines: list[str] = []
-    for beams, early, told in ((1, False, 0), (4, False, 1), (4, True, 0)):
+    for beams, early, told in ((1, False, 0), (3, False, 1), (3, True, 0), (3, "never", 0)):
         lines.clear()
-        change(model / "generation_config.json", early_stopping=early)
+        own = {"early_stopping": early, "forced_bos_token_id": None}
+        change(model / "generation_config.json", **own)
         spec = load_text2text_spec(folder, [f"core.num_beams={beams}"])
         inputs = read_text2text(spec, lambda stage, line: lines.append(line))
         assert sum("early_stopping" in line for line in lines) == told, (beams, early)
         assert ("search" in describe_text2text(inputs, Path())["core"]) == bool(told)
+        with pytest.raises(GateFailure, match="never or true") if told else nullcontext():
+            gate = check_generation(inputs, quiet)
+            found = {verdict.metric: verdict.value for verdict in gate.verdicts}
+            assert found["exact_prefix"] == 1.0, (beams, early)
+    change(model / "generation_config.json", bad_words_ids=[[5, 6]])
+    check_refused("must have no bad_words_ids", read_text2text, spec, quiet)

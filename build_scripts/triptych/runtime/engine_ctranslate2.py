@@ -42,6 +42,9 @@ def next_batch(lengths: Sequence[int], kinds: Sequence[Hashable], *, max_prompts
 VOCABULARY_FILE = "shared_vocabulary.json"
 """File of a converted model with its tokens in the order of their ids."""
 
+WHOLE_SEARCH = 1e6
+"""Patience (answers per beam) with which a search goes on to its maximum length."""
+
 COMPUTE_TYPES = {"fp32": "float32", "int8": "int8_float32"}
 UNKNOWN = (
     "min_p",
@@ -212,6 +215,7 @@ class Engine:
         options: dict[str, Any] = {
             "target_prefix": [start] * len(batch) if start else None,
             "beam_size": beams,
+            "patience": 1.0 if settings["early_stopping"] is True else WHOLE_SEARCH,
             "length_penalty": settings["length_penalty"],
             "no_repeat_ngram_size": settings["no_repeat_ngram_size"],
             "min_decoding_length": min(settings["min_new_tokens"], longest),

@@ -298,6 +298,9 @@ class Text2TextCore(Frozen):
             prefer longer responses.
         no_repeat_ngram_size: Size of n-grams that must not repeat in a response; 0 allows all.
         min_new_tokens: Minimum number of tokens in a response.
+        early_stopping: End of a search with several beams. True: when as many responses as beams
+            have ended. ``never``: when no better response can follow. False: as transformers
+            estimates it, which CTranslate2 follows by ``never``.
         threads: Number of threads per batch. None: the number of cores, at most 4.
     """
 
@@ -312,6 +315,7 @@ class Text2TextCore(Frozen):
     length_penalty: Annotated[float, Field(ge=0, le=10)] | None = None
     no_repeat_ngram_size: Annotated[int, Field(ge=0, le=64)] | None = None
     min_new_tokens: Annotated[int, Field(ge=0)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     threads: Positive | None = None
 
 

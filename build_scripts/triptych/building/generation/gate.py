@@ -374,6 +374,8 @@ def common_length(wanted: Sequence[int], got: Sequence[int]) -> int:
 
 PROMPTS = 6
 """Number of prompts of the traffic that the gate checks."""
+PROMPTS_OF_OTHER_SEARCH = 24
+"""Number of prompts of the gate if the engine searches in another way than transformers."""
 _WORKER = Path(__file__).with_name("worker_gate.py")
 _RESULT = "result.json"
 
@@ -388,7 +390,8 @@ def check_generation(
         UserError: The engine is not installed, or does not run the model.
     """
     labeled = read_labeled(inputs)
-    prompts = choose_prompts(inputs, PROMPTS)
+    most = PROMPTS_OF_OTHER_SEARCH if inputs.other_search else PROMPTS
+    prompts = choose_prompts(inputs, most)
     gate = measure(inputs, prompts, progress, labeled=labeled, accept=accept)
     for verdict in gate.verdicts:
         limit = "" if verdict.limit is None else f" (limit {verdict.limit:g})"
@@ -398,7 +401,7 @@ def check_generation(
     if gate.labeled is not None:
         progress("gate", describe_labeled(gate.labeled))
     if gate.failures and not gate.accepted:
-        raise GateFailure(inputs.spec.name, gate)
+        raise GateFailure(inputs.spec.name, gate, remedy=inputs.other_search)
     return gate
 
 

@@ -148,6 +148,11 @@ class GeneratingInputs(ABC):
     def room(self, prompt: Prompt) -> int:
         """Return the maximum number of tokens in an answer to `prompt` that is checked."""
 
+    @property
+    def other_search(self) -> str:
+        """Difference of the engine's search from that of transformers; empty without one."""
+        return ""
+
     def other_limits(self, *, live: bool) -> Mapping[str, float | None]:
         """Return the limits in place of those of the precision; None means no limit.
 

@@ -249,8 +249,8 @@ class Text2TextReference:
         config.length_penalty = search["length_penalty"]
         config.no_repeat_ngram_size = search["no_repeat_ngram_size"]
         config.min_length = None
-        # CTranslate2 ends a search when it has as many answers as beams, and forces no EOS token.
-        config.early_stopping = search["num_beams"] > 1
+        config.early_stopping = search["early_stopping"]
+        # The end of a search is not forced: the answer says that its length ended it.
         config.forced_eos_token_id = None
         self._never = [one[0] for one in config.bad_words_ids or () if len(one) == 1]
 

@@ -200,7 +200,15 @@ ARCHITECTURES = (
 )
 """Model classes that CTranslate2 converts and that need no target language in the request."""
 
-GREEDY = {"num_beams": 1, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
+Setting = bool | int | float | str
+
+GREEDY: Mapping[str, Setting] = {
+    "num_beams": 1,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_new_tokens": 0,
+    "early_stopping": False,
+}
 """Search settings of transformers if a model's files set none."""
 
 NOT_SEARCHED_BY = (
@@ -212,6 +220,14 @@ NOT_SEARCHED_BY = (
     "suppress_tokens",
     "begin_suppress_tokens",
     "sequence_bias",
+    "num_beam_groups",
+    "penalty_alpha",
+    "guidance_scale",
+    "renormalize_logits",
+    "exponential_decay_length_penalty",
+    "stop_strings",
+    "watermarking_config",
+    "bad_words_ids",
 )
 """Fields of ``generation_config.json`` that CTranslate2 does not follow, unless null, 0 or 1."""
 
@@ -242,14 +258,11 @@ class SearchInfo:
         answer_begins: Token ids at the beginning of every answer.
         end: Id of the token that ends an answer.
         own: Search settings of the model's ``generation_config.json``, as `GREEDY`.
-        stops_early: Whether the model's files end a search as CTranslate2 does, with
-            ``early_stopping: true``.
     """
 
     answer_begins: tuple[int, ...]
     end: int
-    own: dict[str, int | float]
-    stops_early: bool = False
+    own: dict[str, Setting]
 
 
 @dataclass(frozen=True)
@@ -265,19 +278,25 @@ class Text2TextInputs(GeneratingInputs):
     spec: Text2TextSpec
     original: Path
     answers: SearchInfo
-    search: dict[str, int | float]
+    search: dict[str, Setting]
 
     @property
     def other_search(self) -> str:
-        """Difference of the search from the one that the model's files ask for; empty without one.
-
-        The gate's reference searches as CTranslate2 does.
-        """
-        if self.search["num_beams"] == 1 or self.answers.stops_early:
+        beams, penalty, early = (
+            self.search[name] for name in ("num_beams", "length_penalty", "early_stopping")
+        )
+        if beams == 1 or early == "never" or (early is True) == bool(penalty):
             return ""
+        if early:
+            return (
+                "With length_penalty 0 CTranslate2 ends a search when its best beam has ended, "
+                "transformers when as many answers as beams have ended (core.early_stopping true); "
+                "answers may differ. core.early_stopping: never is the same in both"
+            )
         return (
-            "a search ends when as many answers as beams have ended (early_stopping true), because "
-            "CTranslate2 searches so; transformers would search on, so some of its answers differ"
+            "With core.early_stopping false transformers ends a search by an estimate that "
+            "CTranslate2 does not have. CTranslate2 searches on, and may find a likelier answer "
+            "than transformers does. core.early_stopping: never or true is the same in both"
         )
 
     @property
@@ -299,7 +318,7 @@ class Text2TextInputs(GeneratingInputs):
         return self.spec.core.max_new_tokens
 
     def other_limits(self, *, live: bool) -> Mapping[str, float | None]:
-        beams, bound = self.search["num_beams"] > 1, bool(self.search["no_repeat_ngram_size"])
+        beams, bound = self.search["num_beams"] != 1, bool(self.search["no_repeat_ngram_size"])
         unlike = live and (beams or bound or self.search["min_new_tokens"])
         return {
             **(LIMITS_OF_OTHER_SEARCH if beams and bound else {}),
@@ -432,20 +451,27 @@ def _read_info(folder: Path, sha256: str) -> tuple[GenerationInfo, SearchInfo]:
         "num_beams": generation.num_beams or 1,
         "length_penalty": generation.length_penalty,
         "no_repeat_ngram_size": generation.no_repeat_ngram_size,
-        # transformers counts the start token of the decoder.
-        "min_new_tokens": max((generation.min_length or 0) - 1, 0),
+        # transformers counts the start token of the decoder in min_length.
+        "min_new_tokens": max((generation.min_length or 0) - 1, generation.min_new_tokens or 0, 0),
+        "early_stopping": generation.early_stopping,
     }
     said = {name: value for name, value in own.items() if value is not None}
     begins = () if first is None else (first,)
-    stops_early = generation.early_stopping is True
-    return info, SearchInfo(begins, info.stop_token_ids[0], {**GREEDY, **said}, stops_early)
+    return info, SearchInfo(begins, info.stop_token_ids[0], {**GREEDY, **said})
 
 
 def _check_search(config: Any, generation: Any) -> None:
     """Raise a `UserError` for search settings that CTranslate2 does not follow."""
     ends, start = generation.eos_token_id, generation.decoder_start_token_id
     asked = {name: getattr(generation, name, None) for name in NOT_SEARCHED_BY}
-    found = {name: value for name, value in asked.items() if value not in (None, 0, 1, [])}
+    # Marian's converter excludes the padding token.
+    if generation.bad_words_ids == [[config.pad_token_id]] and config.model_type == "marian":
+        del asked["bad_words_ids"]
+    found = {
+        name: value
+        for name, value in asked.items()
+        if value not in (None, 0, 1, []) or value is True
+    }
     if isinstance(ends, list) and len(ends) > 1:
         found["eos_token_id"] = ends
     if config.decoder_start_token_id is not None and start not in (

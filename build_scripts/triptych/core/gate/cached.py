@@ -48,12 +48,17 @@ class GateFailure(Exception):
         pipeline: Name of the pipeline.
         gate: Result of the gate.
         plan: Plan of an encoder; None for other kinds.
+        remedy: Remedy for the message, if there is no plan.
     """
 
-    def __init__(self, pipeline: str, gate: GateResult, plan: Plan | None = None) -> None:
+    def __init__(
+        self, pipeline: str, gate: GateResult, plan: Plan | None = None, remedy: str = ""
+    ) -> None:
         self.gate = gate
         self.plan = plan
-        remedy = "" if plan is None else f". {_remedy(plan, gate)}"
+        if plan is not None:
+            remedy = _remedy(plan, gate)
+        remedy = remedy and f". {remedy}"
         failures = "; ".join(gate.failures)
         super().__init__(f"{pipeline} failed the accuracy gate: {failures}{remedy}")
 
