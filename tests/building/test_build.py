@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -284,52 +279,6 @@ def test_pipelines_share_a_repository(tiny: Path, tmp_path: Path) -> None:
     after = tree(tmp_path / "repository")
     assert {path: after[path] for path in before} == before
     assert len(after) == 2 * len(before)
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from triptych.repository.store import write_models
-write_models(Path(sys.argv[1]), {"a/config.pbtxt": b"new", "b/1/model.onnx": Path(sys.argv[2])})
-"""
-
-
-def test_a_killed_build_leaves_the_repository_as_it_was(tmp_path: Path) -> None:
-    repository = tmp_path / "repository"
-    write_models(repository, {"a/config.pbtxt": b"old", "b/1/model.onnx": b"old"})
-    before = tree(repository)
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)  # the writer blocks on it in the middle of staging
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(repository), str(pipe)])
-    staged = tmp_path / ".repository.staging/new/a/config.pbtxt"
-    deadline = time.monotonic() + 120
-    while not (staged.exists() and staged.read_bytes()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert staged.exists()
-    os.kill(writer.pid, signal.SIGKILL)
-    writer.wait()
-    assert tree(repository) == before
-    with locked(repository):
-        pass
-    assert not (tmp_path / ".repository.staging").exists()
-    assert tree(repository) == before
-
-
-def test_a_build_killed_between_renames_is_completed(tmp_path: Path) -> None:
-    repository, staging = tmp_path / "repository", tmp_path / ".repository.staging"
-    write_models(repository, {"a/x": b"old", "b/x": b"old", "c/x": b"old"})
-    # As the swap leaves it when killed after `a` and in the middle of `b`:
-    for name in ("b", "c"):
-        (staging / "new" / name).mkdir(parents=True)
-        (staging / "new" / name / "x").write_bytes(b"new")
-    (repository / "a/x").write_bytes(b"new")
-    (staging / "old").mkdir()
-    (repository / "b").rename(staging / "old/b")
-    (staging / "commit").touch()
-    with locked(repository):
-        pass
-    assert tree(repository) == {"a/x": b"new", "b/x": b"new", "c/x": b"new"}
-    assert not staging.exists()
 
 
 def test_two_builds_at_a_time_are_refused(tmp_path: Path) -> None:

@@ -23,12 +23,17 @@ from served_models import (
     Served,
     save,
 )
+from task_reference import (
+    check_answers,
+    check_entities,
+    check_hypotheses,
+    check_labels,
+    same_choices,
+)
 from tokenizers_of_kinds import LONGEST
 from triptych.base.errors import UserError
 from triptych.client import Client
 from triptych.repository.lint.engine import unsupported
-from triptych.runtime.decode_answers import AnswerDecoder
-from triptych.runtime.row_metadata import OUTSIDE, WORD_START, RowMetadata
 
 pytestmark = [
     pytest.mark.server,
@@ -159,45 +164,20 @@ def reference(models: dict[str, Path]) -> Callable[[str], Any]:
     return get
 
 
-def same_choices(got: Any, want: list[dict[str, Any]], key: str = "label") -> None:
-    """Equal scores in equal order, and equal labels wherever the scores are not."""
-    scores = np.array([row["score"] for row in want])
-    assert np.abs(np.array([choice.score for choice in got]) - scores).max() <= 1e-4
-    for index, (choice, row) in enumerate(zip(got, want, strict=True)):
-        ties = np.flatnonzero(np.abs(scores - scores[index]) <= 1e-4)
-        if len(ties) == 1 and index < len(want) - 1:
-            assert choice.label == row[key]
-        elif index < len(want) - 1:
-            assert choice.label in {want[place][key] for place in ties}
-
-
 @pytest.mark.parametrize("name", pipelines_of(TOPICS))
 def test_text_classification(ask: Any, reference: Any, name: str) -> None:
     # transformers itself fails where an empty text has no token at all.
     texts = TEXTS if name == "qwen_topics" else ["", *TEXTS]
     with ask(name) as client:
-        got = client.classify(texts, top_k=3)
-    want = reference(name)(texts, top_k=None, truncation=True)
-    for mine, theirs in zip(got, want, strict=True):
-        same_choices(mine, theirs)
-    assert len({choices[0].label for choices in got}) > 1
+        check_labels(client, reference(name), texts, top_k=3)
 
 
 @pytest.mark.parametrize("aggregation", ["none", "simple", "first", "max"])
 @pytest.mark.parametrize("name", pipelines_of(TAGGER))
 def test_token_classification(ask: Any, reference: Any, name: str, aggregation: str) -> None:
     with ask(name) as client:
-        got = client.entities(TEXTS, aggregation_strategy=aggregation)
+        check_entities(client, reference(name), TEXTS, aggregation)
         assert client.entities([""], aggregation_strategy=aggregation) == [[]]
-    want = reference(name)(TEXTS, aggregation_strategy=aggregation)
-    key = "entity" if aggregation == "none" else "entity_group"
-    for text, mine, theirs in zip(TEXTS, got, want, strict=True):
-        spans = [(e.entity, e.start, e.end) for e in mine]
-        assert spans == [(e[key], e["start"], e["end"]) for e in theirs]
-        assert [e.text for e in mine] == [text[e.start : e.end] for e in mine]
-        far = [abs(e.score - t["score"]) for e, t in zip(mine, theirs, strict=True)]
-        assert max(far, default=0.0) <= 1e-4
-    assert len({e.entity for entities in got for e in entities}) > 1
 
 
 @pytest.mark.parametrize("name", pipelines_of(RANKER))
@@ -222,7 +202,7 @@ def test_fill_mask(ask: Any, reference: Any, name: str) -> None:
         got = client.fill_mask(texts, top_k=6)
     want = reference(name)(texts, top_k=6, tokenizer_kwargs={"truncation": True})
     for mine, theirs in zip(got, want, strict=True):
-        same_choices(mine, theirs, "token_str")
+        same_choices(mine, theirs, "token_str", cut=True)
     assert len({choices[0].label for choices in got}) > 1
 
 
@@ -256,12 +236,7 @@ def test_zero_shot_classification(ask: Any, reference: Any, name: str, multi_lab
         "hypothesis_template": "This is about {}.",
     }
     with ask(name) as client:
-        got = client.classify_zero_shot(TEXTS, labels, **options)
-    want = reference(name)(TEXTS, labels, **options)
-    for mine, theirs in zip(got, want, strict=True):
-        pairs = zip(theirs["labels"], theirs["scores"], strict=True)
-        same_choices(mine, [{"label": label, "score": score} for label, score in pairs])
-    assert len({choices[0].label for choices in got}) > 1
+        check_hypotheses(client, reference(name), TEXTS, labels, **options)
 
 
 @pytest.mark.parametrize("name", ["bart_labels"])
@@ -272,59 +247,9 @@ def test_a_head_that_reads_a_mark_is_one_that_tensorrt_takes(repository: Path, n
 @pytest.mark.parametrize("impossible", [False, True])
 @pytest.mark.parametrize("name", pipelines_of("question-answering"))
 def test_question_answering(ask: Any, models: Any, name: str, impossible: bool) -> None:
+    windows: dict[str, Any] = {"impossible": impossible, "window": LONGEST, "stride": LONGEST // 2}
     with ask(name) as client:
-        got = client.answer(QUESTIONS, CONTEXTS, handle_impossible_answer=impossible)
-    want = answers(models[name], impossible=impossible)
-    for context, mine, theirs in zip(CONTEXTS, got, want, strict=True):
-        assert (mine.start, mine.end) == theirs[:2]
-        assert abs(mine.score - theirs[2]) <= 1e-4
-        assert mine.answer == context[mine.start : mine.end]
-        assert mine.answer == mine.answer.strip()
-    assert any(answer.end for answer in got)
-
-
-def answers(folder: Path, *, impossible: bool) -> list[tuple[int, int, float]]:
-    """Transformers' windows, logits and characters of words, and the decoder tested elsewhere."""
-    import torch
-    from transformers import AutoModelForQuestionAnswering, AutoTokenizer
-
-    model = AutoModelForQuestionAnswering.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = []
-    for question, context in zip(QUESTIONS, CONTEXTS, strict=True):
-        encoded = tokenizer(
-            question,
-            context,
-            truncation="only_second",
-            padding=True,
-            max_length=LONGEST,
-            stride=LONGEST // 2,
-            return_overflowing_tokens=True,
-            return_tensors="pt",
-        )
-        encoded.pop("overflow_to_sample_mapping")
-        with torch.inference_mode():
-            output = model(**encoded)
-        metadata = []
-        for number, window in enumerate(encoded.encodings):
-            inside = [sequence == 1 for sequence in window.sequence_ids]
-            offsets = [
-                window.word_to_chars(word, 1) if own and word is not None else (0, 0)
-                for own, word in zip(inside, window.word_ids, strict=True)
-            ]
-            kinds = np.where(inside, WORD_START, OUTSIDE).astype(np.uint8)
-            text = context if number == 0 else ""
-            metadata.append(RowMetadata(0, text, np.array(offsets, dtype=np.int32), kinds))
-        outputs = {
-            "start_logit": output.start_logits.numpy(),
-            "end_logit": output.end_logits.numpy(),
-        }
-        parameters = {"max_answer_len": 15, "handle_impossible_answer": impossible}
-        decoded = AnswerDecoder({}, folder).decode(outputs, metadata, parameters)
-        start, end, score = (decoded[name][0, 0] for name in ("start", "end", "score"))
-        found.append((int(start), int(end), float(score)))
-    assert len(metadata) > 2  # the last context takes several windows
-    return found
+        check_answers(client, models[name], QUESTIONS, CONTEXTS, **windows)
 
 
 def test_a_model_that_reads_its_padding_ends_in_one_message(tmp_path: Path) -> None:

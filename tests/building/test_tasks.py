@@ -16,7 +16,14 @@ import tritonclient.grpc as triton
 
 from conftest import LAYOUTS, build_into, traffic_texts
 from task_models import MODELS
-from task_reference import answer_spans, image_bytes
+from task_reference import (
+    check_answers,
+    check_entities,
+    check_hypotheses,
+    check_labels,
+    image_bytes,
+    same_choices,
+)
 from triptych.client import Client, InvalidRequestError
 from triptych.container.health import QUESTION_FILE, find_fault
 from triptych.container.manifests import find_pipelines
@@ -145,34 +152,18 @@ def close(a: Any, b: Any, tolerance: float = 1e-4) -> bool:
     return bool(np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance)
 
 
-def same_choices(got: Any, want: list[dict[str, Any]], key: str = "label") -> None:
-    """Equal labels in equal order, but for ties, and equal scores."""
-    assert close([c.score for c in got], [w["score"] for w in want])
-    scores = {w[key]: w["score"] for w in want}
-    for choice in got:
-        assert choice.label in scores
-        assert abs(choice.score - scores[choice.label]) <= 1e-4
-
-
 def test_text_classification(ask: Any, reference: Any) -> None:
     with ask("topics") as client:
-        got = client.classify(TEXTS, top_k=5)
+        got = check_labels(client, reference("topics"), TEXTS, top_k=5)
         best = client.classify(TEXTS)
-    want = reference("topics")(TEXTS, top_k=None, truncation=True)
-    for mine, first, theirs in zip(got, best, want, strict=True):
-        same_choices(mine, theirs)
-        assert first[0].label == mine[0].label
-        assert abs(first[0].score - mine[0].score) < 1e-5
-        assert len(first) == 1
-    assert len({choices[0].label for choices in got}) > 1
+    for mine, (first,) in zip(got, best, strict=True):
+        assert first.label == mine[0].label
+        assert abs(first.score - mine[0].score) < 1e-5
 
 
 def test_several_labels_at_once(ask: Any, reference: Any) -> None:
     with ask("flags") as client:
-        got = client.classify(TEXTS, top_k=4)
-    want = reference("flags")(TEXTS, top_k=None, truncation=True)
-    for mine, theirs in zip(got, want, strict=True):
-        same_choices(mine, theirs)
+        got = check_labels(client, reference("flags"), TEXTS, top_k=4)
     assert any(sum(choice.score for choice in choices) > 1.01 for choices in got)
 
 
@@ -183,27 +174,15 @@ def test_token_classification(server: Any, reference: Any, layout: str, aggregat
         if (aggregation, layout) == ("average", "packed"):
             with pytest.raises(InvalidRequestError, match="aggregation_strategy: average"):
                 client.entities(TEXTS[:1], aggregation_strategy=aggregation)
-            return
-        got = client.entities(TEXTS, aggregation_strategy=aggregation)
-    want = reference("tags")(TEXTS, aggregation_strategy=aggregation)
-    key = "entity" if aggregation == "none" else "entity_group"
-    for text, mine, theirs in zip(TEXTS, got, want, strict=True):
-        spans = [(e.entity, e.start, e.end) for e in mine]
-        assert spans == [(e[key], e["start"], e["end"]) for e in theirs]
-        assert [e.text for e in mine] == [text[e.start : e.end] for e in mine]
-        assert not mine or close([e.score for e in mine], [e["score"] for e in theirs])
-    assert len({e.entity for entities in got for e in entities}) > 1
+        else:
+            check_entities(client, reference("tags"), TEXTS, aggregation)
 
 
 @pytest.mark.parametrize("impossible", [False, True])
 def test_question_answering(ask: Any, models: Any, impossible: bool) -> None:
+    windows: dict[str, Any] = {"impossible": impossible, "window": 384, "stride": 128}
     with ask("answers") as client:
-        got = client.answer(QUESTIONS, CONTEXTS, handle_impossible_answer=impossible)
-    want = answer_spans(models["answers"], QUESTIONS, CONTEXTS, impossible=impossible)
-    for context, mine, theirs in zip(CONTEXTS, got, want, strict=True):
-        assert abs(mine.score - theirs["score"]) <= 1e-4
-        assert (mine.start, mine.end) == (theirs["start"], theirs["end"])
-        assert mine.answer == context[mine.start : mine.end]
+        check_answers(client, models["answers"], QUESTIONS, CONTEXTS, **windows)
 
 
 def test_reranking(ask: Any, reference: Any) -> None:
@@ -228,19 +207,12 @@ def test_fill_mask(ask: Any, reference: Any) -> None:
 
 @pytest.mark.parametrize("multi_label", [False, True])
 def test_zero_shot_classification(ask: Any, reference: Any, multi_label: bool) -> None:
-    template = "This text is about {}."
     texts = [*TEXTS[:12], " \t\n "]
+    options: dict[str, Any] = {"multi_label": multi_label}
+    options["hypothesis_template"] = "This text is about {}."
     with ask("hypotheses") as client:
         for labels in (LABELS, LABELS[:1], ["a", "b", "c", "d", "e"]):
-            got = client.classify_zero_shot(
-                texts, labels, multi_label=multi_label, hypothesis_template=template
-            )
-            want = reference("hypotheses")(
-                texts, labels, multi_label=multi_label, hypothesis_template=template
-            )
-            for mine, theirs in zip(got, want, strict=True):
-                pairs = zip(theirs["labels"], theirs["scores"], strict=True)
-                same_choices(mine, [{"label": label, "score": score} for label, score in pairs])
+            check_hypotheses(client, reference("hypotheses"), texts, labels, **options)
         default = client.infer({"text": texts[:2]})
     assert default["label"].shape == (2, len(LABELS))
 

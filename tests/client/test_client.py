@@ -274,6 +274,6 @@ def test_half_a_client_certificate_is_the_users_mistake() -> None:
 
 
 def test_keep_alive_without_calls_works_on_a_live_line(toy: Toy) -> None:
-    keep_alive = KeepAlive(interval_s=400, timeout_s=5, without_calls=True)
+    keep_alive = KeepAlive(interval_s=400, timeout_s=60, without_calls=True)
     with Client("toy", toy.url, keep_alive=keep_alive) as client:
         np.testing.assert_array_equal(client.embed(["alive"]), [expected("alive")])

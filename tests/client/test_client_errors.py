@@ -209,7 +209,7 @@ def test_retry_gives_up_after_its_attempts_or_before_the_deadline(call: Call) ->
         call("narrow", "embed", texts, options=few)
     long = {"max_in_flight": 8, "retry": Retry(first_pause_s=1e6, longest_pause_s=1e6)}
     with pytest.raises(OverloadedError, match="leaves no time for another"):
-        call("narrow", "embed", texts, options=long, timeout_s=20)
+        call("narrow", "embed", texts, options=long, timeout_s=300)
 
 
 def test_a_broken_step_is_the_pipelines_failure(call: Call) -> None:
