@@ -391,7 +391,7 @@ def test_the_demo_page_shows_the_answer_of_an_example(
     server: Any, repository: Path, pipeline: str
 ) -> None:
     folder = repository.parent / "pipelines" / pipeline
-    page = open_pipeline(load_spec(folder), folder, repository, server.grpc_url, 30.0)
+    page = open_pipeline(load_spec(folder), folder, repository, server.grpc_url, 120.0)
     first = page.form.first_values(page.examples[0])
     sent = {name: b"" if name == "image" else text.encode() for name, text in first.items()}
     status, html = answer(page, {**sent, "example": b"0"})

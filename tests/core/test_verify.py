@@ -105,7 +105,7 @@ def verify(
 ) -> GateResult:
     inputs = inputs_of(folder, *overrides)
     server = endpoint.open_endpoint(repository, inputs.plan.spec.name, url, quiet)
-    return verify_pipeline(inputs, repository, server, quiet, clients=clients, timeout_s=30.0)
+    return verify_pipeline(inputs, repository, server, quiet, clients=clients, timeout_s=120.0)
 
 
 def counts(result: GateResult) -> Mapping[str, int]:
@@ -264,7 +264,7 @@ def test_a_server_that_dies_meanwhile_is_named(
     server = endpoint.open_endpoint(base / "r", "topics", None, quiet)
     inputs = inputs_of(base / "p/topics")
     with pytest.raises(ServerError, match="SIGKILL"):
-        verify_pipeline(inputs, base / "r", server, kill, clients=16, timeout_s=30.0)
+        verify_pipeline(inputs, base / "r", server, kill, clients=16, timeout_s=120.0)
 
 
 def test_the_lock_tells_the_precision_and_what_was_accepted(
