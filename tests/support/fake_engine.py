@@ -1,7 +1,8 @@
 """A fake engine, for tests: it has no model and repeats the prompt's tokens.
 
 It admits, batches, reports and cancels as a real one does, and takes a set time for each token.
-An adapter, which it does not read, makes it repeat them backwards.
+An adapter, which it does not read, makes it repeat them backwards. A request with the seed `HELD`
+gets no more than `FIRST` tokens, and ends when it is canceled.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 from .generation_messages import Delta, EngineLoad, OnLoad  # type: ignore[import-not-found]
 from .sampling_parameters import ADAPTER, SCHEMA  # type: ignore[import-not-found]
+
+HELD, FIRST = 9_876_543_210, 5
 
 
 class Engine:
@@ -43,6 +46,7 @@ class Engine:
             await self._places.acquire()
         finally:
             self._waiting -= 1
+            self._tell()
         try:
             words = prompt[::-1] if sampling[ADAPTER] else prompt
             async for delta in self._repeat(key, words, sampling):
@@ -57,6 +61,8 @@ class Engine:
     ) -> AsyncGenerator[Delta, None]:
         most = min(len(prompt), sampling["max_tokens"])
         for place, token in enumerate(prompt[:most]):
+            if sampling["seed"] == HELD and place == FIRST:
+                await asyncio.Event().wait()
             self._held[key] = len(prompt) + place + 1
             self._tell()
             await asyncio.sleep(self._token_s)
