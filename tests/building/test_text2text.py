@@ -155,7 +155,7 @@ def test_it_is_held_to_its_gate_where_it_is_served(server: Server, repository: P
     def verified(kind: str, *overrides: str) -> GateResult:
         inputs = read_text2text(load_text2text_spec(repository.parent / kind, overrides), quiet)
         reached = nullcontext(Endpoint(server.grpc_url))
-        return verify_generation(inputs, repository, reached, quiet, clients=4, timeout_s=30.0)
+        return verify_generation(inputs, repository, reached, quiet, clients=4, timeout_s=120.0)
 
     for kind in CORES:
         found = verified(kind)
@@ -194,7 +194,7 @@ def test_it_is_described_and_measured(server: Server, repository: Path) -> None:
 
 def test_a_page_streams_an_answer(server: Server, repository: Path) -> None:
     spec, url = load_text2text_spec(repository.parent / "t5"), server.grpc_url
-    with TextPage(spec, repository.parent / "t5", url, "127.0.0.1", 0, 30.0) as page:
+    with TextPage(spec, repository.parent / "t5", url, "127.0.0.1", 0, 120.0) as page:
         _, empty = fetch(f"{page.url}?example=1")
         assert f">\n{TEXTS[1]}</textarea>" in empty
         assert 'name="messages"' not in empty

@@ -119,7 +119,7 @@ def page(minilm_server: Any, minilm_repository: Path) -> Iterator[DemoPage]:
     """The page of MiniLM."""
     folder = minilm_repository.parent / "pipelines/minilm_packed"
     pipeline = open_pipeline(
-        load_spec(folder), folder, minilm_repository, minilm_server.grpc_url, 30.0
+        load_spec(folder), folder, minilm_repository, minilm_server.grpc_url, 120.0
     )
     with DemoPage(pipeline, "127.0.0.1", 0) as page:
         yield page
