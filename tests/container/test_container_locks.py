@@ -13,7 +13,7 @@ import pytest
 from container_cases import H100, H200, L4, T4, machine, write_pipeline
 from triptych.base.errors import UserError
 from triptych.container.lock_check import check_repository, has_version_compatible_plans, main
-from triptych.container.machine import Machine, VisibleGpu, find_driver, find_gpus, find_tensorrt
+from triptych.container.machine import Machine, find_driver, find_gpus, find_tensorrt
 from triptych.container.manifests import remove_byte_code
 
 HERE = machine(H200)
@@ -36,32 +36,29 @@ def test_a_mismatch_says_built_for_here_and_remedy_in_one_line(tmp_path: Path) -
     )
 
 
-@pytest.mark.parametrize(
-    ("compatible", "built", "here", "fits"),
-    [
-        (False, "10.16.1.11", "10.16.1", True),
-        (False, "10.16.1.11", "10.16.1.12", False),
-        (False, "10.16.1.11", "10.16.2", False),
-        (True, "10.16.1.11", "10.16.2", True),
-        (True, "10.16.1.11", "11.2.1", True),
-        (True, "8.6.1.6", "10.16.1", True),
-        (True, "10.16.1.11", "10.15.1", False),
-        (True, "11.2.1.2", "10.16.1", False),
-        (True, "8.6.1.6", "11.2.1", False),
-    ],
-)
-def test_a_plan_runs_on_later_releases_only_where_it_was_built_to(
-    compatible: bool, built: str, here: str, fits: bool, tmp_path: Path
-) -> None:
-    write_pipeline(tmp_path, tensorrt=built, version_compatible=compatible)
-    said = check(tmp_path, machine(H200, tensorrt=here))
-    assert (said == "") == fits, said
-    assert has_version_compatible_plans(tmp_path) == compatible
+def test_a_plan_runs_on_later_releases_only_where_it_was_built_to(tmp_path: Path) -> None:
+    for number, (compatible, built, here, fits) in enumerate(
+        (
+            (False, "10.16.1.11", "10.16.1", True),
+            (False, "10.16.1.11", "10.16.1.12", False),
+            (False, "10.16.1.11", "10.16.2", False),
+            (True, "10.16.1.11", "10.16.2", True),
+            (True, "10.16.1.11", "11.2.1", True),
+            (True, "8.6.1.6", "10.16.1", True),
+            (True, "10.16.1.11", "10.15.1", False),
+            (True, "11.2.1.2", "10.16.1", False),
+            (True, "8.6.1.6", "11.2.1", False),
+        )
+    ):
+        folder = tmp_path / str(number)
+        write_pipeline(folder, tensorrt=built, version_compatible=compatible)
+        said = check(folder, machine(H200, tensorrt=here))
+        assert (said == "") == fits, (built, here, said)
+        assert has_version_compatible_plans(folder) == compatible, built
 
 
-@pytest.mark.parametrize(
-    ("hardware", "gpu", "fits"),
-    [
+def test_a_plan_runs_on_other_gpus_only_where_it_was_built_to(tmp_path: Path) -> None:
+    for hardware, gpu, fits in (
         ("none", H200, True),
         ("none", H100, False),
         ("none", L4, False),
@@ -69,53 +66,35 @@ def test_a_plan_runs_on_later_releases_only_where_it_was_built_to(
         ("same_compute_capability", L4, False),
         ("ampere_plus", L4, True),
         ("ampere_plus", T4, False),
-    ],
-    ids=str,
-)
-def test_a_plan_runs_on_other_gpus_only_where_it_was_built_to(
-    hardware: str, gpu: VisibleGpu, fits: bool, tmp_path: Path
+    ):
+        folder = tmp_path / f"{hardware}-{gpu.name}"
+        said = check(write_pipeline(folder, hardware=hardware), machine(gpu))
+        assert (said == "") == fits, (hardware, said)
+        assert fits or f"and {gpu}: rebuild" in said, said
+
+
+def test_what_cannot_be_served_is_refused_and_what_may_go_wrong_is_a_warning(
+    tmp_path: Path,
 ) -> None:
-    said = check(write_pipeline(tmp_path, hardware=hardware), machine(gpu))
-    assert (said == "") == fits, said
-    assert fits or f"and {gpu}: rebuild" in said
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "here", "wrong"),
-    [
-        ({"built": False}, machine(H200), "has not been built: build it with `triptych engine"),
-        ({"plan": None}, machine(H200), "minilm_core/1/model.plan is missing"),
-        ({"plan": b""}, machine(H200), "minilm_core/1/model.plan is empty"),
-        ({"plan": b"another"}, machine(H200), "is not the file that the build manifest describes"),
-        ({"onnx_sha256": "old"}, machine(H200), "built from another graph"),
-        ({}, machine(), "needs a GPU, here is none: start the container with `--gpus all`"),
-        ({"gpus": (0, 1)}, machine(H200), "runs on GPU 1, here are 1"),
-        ({"gpus": (0, 1)}, machine(H200, L4), "and NVIDIA L4 (8.9)"),
-        ({"gpus": "all"}, machine(H200, L4), "and NVIDIA L4 (8.9)"),
-    ],
-)
-def test_what_cannot_be_served_is_refused(
-    pipeline: dict[str, Any], here: Machine, wrong: str, tmp_path: Path
-) -> None:
-    said = check(write_pipeline(tmp_path, **pipeline), here)
-    assert wrong in said
-    assert said.startswith("error: minilm: ")
-    assert "\n" not in said
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "here", "told"),
-    [
-        ({}, machine(H200, tensorrt=None), "no TensorRT was found here"),
-        ({}, machine(H200, driver="570.1"), "built with NVIDIA driver 590, here is the older 570"),
-    ],
-)
-def test_what_may_go_wrong_is_a_warning(
-    pipeline: dict[str, Any], here: Machine, told: str, tmp_path: Path
-) -> None:
-    said = check(write_pipeline(tmp_path, **pipeline), here)
-    assert told in said
-    assert said.startswith("warning: minilm: ")
+    older = "built with NVIDIA driver 590, here is the older 570"
+    cases: tuple[tuple[str, dict[str, Any], Machine, str], ...] = (
+        ("error", {"built": False}, HERE, "has not been built: build it with `triptych engine"),
+        ("error", {"plan": None}, HERE, "minilm_core/1/model.plan is missing"),
+        ("error", {"plan": b""}, HERE, "minilm_core/1/model.plan is empty"),
+        ("error", {"plan": b"another"}, HERE, "is not the file that the build manifest describes"),
+        ("error", {"onnx_sha256": "old"}, HERE, "built from another graph"),
+        ("error", {}, machine(), "needs a GPU, here is none: start the container with `--gpus"),
+        ("error", {"gpus": (0, 1)}, HERE, "runs on GPU 1, here are 1"),
+        ("error", {"gpus": (0, 1)}, machine(H200, L4), "and NVIDIA L4 (8.9)"),
+        ("error", {"gpus": "all"}, machine(H200, L4), "and NVIDIA L4 (8.9)"),
+        ("warning", {}, machine(H200, tensorrt=None), "no TensorRT was found here"),
+        ("warning", {}, machine(H200, driver="570.1"), older),
+    )
+    for number, (severity, pipeline, here, wrong) in enumerate(cases):
+        said = check(write_pipeline(tmp_path / str(number), **pipeline), here)
+        assert wrong in said, said
+        assert said.startswith(f"{severity}: minilm: "), said
+        assert "\n" not in said
 
 
 def test_the_hash_of_a_huge_plan_may_be_skipped(tmp_path: Path) -> None:
@@ -123,65 +102,53 @@ def test_the_hash_of_a_huge_plan_may_be_skipped(tmp_path: Path) -> None:
 
 
 def damage(repository: Path) -> int:
-    path = repository / "minilm_core/1/model.onnx"
+    path = repository / MODEL
     return path.write_bytes(path.read_bytes()[:-1] + bytes(1))
 
 
 def put_a_folder(repository: Path) -> None:
-    path = repository / "minilm_core/1/model.onnx"
+    path = repository / MODEL
     path.unlink()
     path.mkdir()
 
 
 ONNX: dict[str, Any] = {"backend": "onnxruntime", "built": False, "plan": None}
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "other weights": (
-        damage,
-        "minilm_core/1/model.onnx is not the file that the build manifest describes",
+MODEL = "minilm_core/1/model.onnx"
+OTHER = "is not the file that the build manifest describes"
+DAMAGES: list[tuple[str, Callable[[Path], object]]] = [
+    (f"{MODEL} {OTHER}", damage),
+    (
+        f"minilm/config.pbtxt {OTHER}",
+        lambda folder: (folder / "minilm/config.pbtxt").write_text('platform: "ensemble"'),
     ),
-    "another config": (
-        lambda r: (r / "minilm/config.pbtxt").write_text('platform: "ensemble"'),
-        "minilm/config.pbtxt is not the file that the build manifest describes",
-    ),
-    "no config, no ensemble": (
-        lambda r: (r / "minilm/config.pbtxt").unlink(),
-        "minilm/config.pbtxt is missing",
-    ),
-    "a file is missing": (
-        lambda r: (r / "minilm_core/1/model.onnx").unlink(),
-        "minilm_core/1/model.onnx is missing",
-    ),
-    "a folder in its place": (
-        put_a_folder,
-        "minilm_core/1/model.onnx is missing",
-    ),
-    "an empty file": (
-        lambda r: (r / "minilm_core/1/model.onnx").write_bytes(b""),
-        "minilm_core/1/model.onnx is empty",
-    ),
-    "a file too many": (
-        lambda r: (r / "minilm_core/1/hooks.py").touch(),
+    ("minilm/config.pbtxt is missing", lambda folder: (folder / "minilm/config.pbtxt").unlink()),
+    (f"{MODEL} is missing", lambda folder: (folder / MODEL).unlink()),
+    (f"{MODEL} is missing", put_a_folder),
+    (f"{MODEL} is empty", lambda folder: (folder / MODEL).write_bytes(b"")),
+    (
         "minilm_core/1/hooks.py is not in the build manifest",
+        lambda folder: (folder / "minilm_core/1/hooks.py").touch(),
     ),
-    "a newer version": (
-        lambda r: shutil.copytree(r / "minilm_core/1", r / "minilm_core/2"),
+    (
         "minilm_core/2/model.onnx is not in the build manifest",
+        lambda folder: shutil.copytree(folder / "minilm_core/1", folder / "minilm_core/2"),
     ),
-    "two faults": (
-        lambda r: (damage(r), (r / "minilm_core/1/hooks.py").write_text("")),
-        "minilm_core/1/model.onnx is not the file that the build manifest describes (and 1 more)",
+    (
+        f"{MODEL} {OTHER} (and 1 more)",
+        lambda folder: (damage(folder), (folder / "minilm_core/1/hooks.py").write_text("")),
     ),
-}
+]
+"""What is said, and the change of a built repository that it is said of."""
 
 
-@pytest.mark.parametrize("case", DAMAGES)
-def test_what_is_not_as_it_was_built_is_refused(case: str, tmp_path: Path) -> None:
-    write_pipeline(tmp_path, **ONNX)
-    do, wrong = DAMAGES[case]
-    do(tmp_path)
+def test_what_is_not_as_it_was_built_is_refused(tmp_path: Path) -> None:
     remedy = "build it again with `triptych build minilm`, or copy it again"
-    for here in (HERE, None):
-        assert check(tmp_path, here) == f"error: minilm: {wrong}: {remedy}"
+    for number, (wrong, change) in enumerate(DAMAGES):
+        folder = tmp_path / str(number)
+        write_pipeline(folder, **ONNX)
+        change(folder)
+        for here in (HERE, None):
+            assert check(folder, here) == f"error: minilm: {wrong}: {remedy}"
 
 
 def test_what_no_server_loads_is_no_difference(tmp_path: Path) -> None:
@@ -241,24 +208,20 @@ def test_a_pipeline_without_a_lock_is_a_warning(tmp_path: Path) -> None:
     assert check(tmp_path) == "warning: minilm: has no build manifest: nothing could be checked"
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{",
-        "[]",
-        '{"spec": {}}',
-        '{"spec": {"core": {"backend": "tensorrt"}}}',
-        '{"spec": {"core": {"backend": "onnxruntime"}}, "files": {}}',
-        "\xff",
-        "[" * 100_000,
-    ],
-)
-def test_a_lock_that_cannot_be_read_is_refused(content: str, tmp_path: Path) -> None:
+def test_a_lock_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     write_pipeline(tmp_path)
-    (tmp_path / "minilm/triptych.lock.json").write_bytes(content.encode("latin-1"))
-    said = check(tmp_path)
-    assert said.startswith("error: minilm: its build manifest cannot be used (")
-    assert "\n" not in said
+    tensorrt, onnxruntime = (
+        f'{{"spec": {{"core": {{"backend": "{name}"}}}}' for name in ("tensorrt", "onnxruntime")
+    )
+    for content in (
+        *("{", "[]", '{"spec": {}}', "\xff", "[" * 100_000),
+        f"{tensorrt}}}",
+        f'{onnxruntime}, "files": {{}}}}',
+    ):
+        (tmp_path / "minilm/triptych.lock.json").write_bytes(content.encode("latin-1"))
+        said = check(tmp_path)
+        assert said.startswith("error: minilm: its build manifest cannot be used ("), content[:50]
+        assert "\n" not in said, content[:50]
 
 
 def test_each_pipeline_has_its_own_line(tmp_path: Path) -> None:
@@ -313,19 +276,14 @@ def test_tensorrt_is_known_by_the_name_of_its_library(tmp_path: Path) -> None:
     assert find_tensorrt({"LD_LIBRARY_PATH": str(tmp_path / "path")}, folders) == "11.2.1"
 
 
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
+def test_the_driver_is_known_by_the_kernels_files(tmp_path: Path) -> None:
+    for text, version in (
         ("590.48.01\n", "590.48.01"),
         ("NVRM version: NVIDIA UNIX Open Kernel Module  615.61  Release Build", "615.61"),
         ("nothing", None),
-    ],
-)
-def test_the_driver_is_known_by_the_kernels_files(
-    text: str, version: str | None, tmp_path: Path
-) -> None:
-    (tmp_path / "version").write_text(text)
-    assert find_driver((str(tmp_path / "none"), str(tmp_path / "version"))) == version
+    ):
+        (tmp_path / "version").write_text(text)
+        assert find_driver((str(tmp_path / "none"), str(tmp_path / "version"))) == version
 
 
 def test_gpus_come_from_the_drivers_library(tmp_path: Path) -> None:
