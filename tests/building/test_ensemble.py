@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import threading
@@ -189,21 +190,26 @@ def test_dimensions_shorten_and_scale(client: Any, expected: dict[str, Any]) -> 
     assert np.abs(short - want).max() < 1e-5
 
 
-def test_encodings_are_smaller_and_point_the_same_way(
-    client: Any, expected: dict[str, Any]
+def test_encodings_are_those_of_sentence_transformers(
+    client: Any, pipeline: str, minilm_repository: Path
 ) -> None:
-    texts = list(expected)[:40]
-    wanted = np.stack([expected[text] for text in texts])
-    whole = client.embed(texts, encoding="int8")
-    assert whole.dtype == np.int8
-    assert whole.shape == (40, 384)
-    assert (np.abs(whole).max(1) == 127).all()
-    lengths = np.linalg.norm(whole.astype(np.float32), axis=1)
-    assert ((whole * wanted).sum(1) / lengths).min() > 0.9995
-    bits = client.embed(texts, encoding="binary", dimensions=256)
-    assert bits.shape == (40, 32)
-    signs = np.unpackbits((bits.astype(np.int16) + 128).astype(np.uint8), axis=1)
-    assert (signs == (wanted[:, :256] > 0)).mean() > 0.999
+    from sentence_transformers.util import quantize_embeddings
+
+    texts = traffic_texts()[:40]
+    step = minilm_repository / f"{pipeline}_postprocess/1"
+    sizes = json.loads((step / "settings.json").read_text())["range_sizes"]
+    ranges = np.load(step / "ranges.npy")
+    ends = np.cumsum([384, *sizes])
+    of_size = {size: ranges[:, end - size : end] for size, end in zip(sizes, ends[1:], strict=True)}
+    for options, own in (({}, ranges[:, :384]), ({"dimensions": 256}, of_size[256])):
+        floats = client.embed(texts, **options)
+        for encoding in ("int8", "uint8", "binary", "ubinary"):
+            found = client.embed(texts, encoding=encoding, **options)
+            wanted = quantize_embeddings(floats, precision=encoding, ranges=own)
+            assert found.dtype == wanted.dtype
+            assert np.array_equal(found, wanted), (options, encoding)
+    raw = client.embed(texts, dimensions=64, normalize_embeddings=False)
+    assert np.array_equal(raw, client.embed(texts)[:, :64])
     assert client.infer({"text": texts[:2]}).keys() == {"embedding"}
 
 

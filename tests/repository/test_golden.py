@@ -21,6 +21,8 @@ from conftest import ROOT, build_into, traffic_texts, write_pipeline
 pytestmark = pytest.mark.build
 
 GOLDEN = ROOT / "tests/data/golden"
+MEASURED = ("triptych.lock.json", "README.md", "ranges.npy")
+"""Files with dates or with values that depend on the machine."""
 FILES, HASHES = "files.txt", "hashes.json"
 CORES: dict[str, dict[str, Any]] = {
     "minilm_packed": {"layout": "packed"},
@@ -56,7 +58,7 @@ def build_all(folder: Path, minilm: Path) -> Path:
 def describe(repository: Path) -> dict[str, str]:
     """The content of `data/golden` for a repository, by path.
 
-    Build manifests and cards have dates and measured values. Python code is compared with its
+    Python code is compared with its
     source by `test_bundle.py`.
     """
     described, hashes, names = {}, {}, []
@@ -67,7 +69,7 @@ def describe(repository: Path) -> dict[str, str]:
         names.append(f"{name} -> {path.readlink()}" if path.is_symlink() else name)
         if path.suffix == ".pbtxt" or path.name == "settings.json":
             described[name] = path.read_text(encoding="utf-8")
-        elif path.suffix != ".py" and path.name not in ("triptych.lock.json", "README.md"):
+        elif path.suffix != ".py" and path.name not in MEASURED:
             hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     described[FILES] = "\n".join(names) + "\n"
     described[HASHES] = json.dumps(hashes, indent=1) + "\n"

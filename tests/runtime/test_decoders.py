@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from conftest import ROOT
 from small_tokenizers import byte_level, unigram
+from triptych.core.gate.ranges import ranges_of, sizes_of
 from triptych.runtime import decode_rows
+from triptych.runtime.request_errors import RequestError
 from triptych.spec.tasks import TASKS
 
 pytestmark = pytest.mark.build
@@ -88,14 +90,18 @@ VECTORS = np.random.default_rng(0).standard_normal((7, 37)).astype(np.float32)
 
 def embed(vectors: NDArray[np.float32], **parameters: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     decoder = decode_rows.EmbeddingDecoder({}, Path())
+    floats, bytes_, unsigned = arrays(decoder, vectors, **parameters)
+    return floats, unsigned if unsigned.size else bytes_
+
+
+def arrays(decoder: Any, vectors: NDArray[np.float32], **parameters: Any) -> list[NDArray[Any]]:
     found = decoder.decode({"sentence_embedding": vectors}, [], {"encoding": "float", **parameters})
-    floats, bytes_ = found["embedding"], found["embedding_int8"]
-    assert (floats.dtype.name, bytes_.dtype.name) == ("float32", "int8")
-    assert floats.flags.c_contiguous
-    assert bytes_.flags.c_contiguous
-    assert 0 in (floats.shape[1], bytes_.shape[1])
-    assert len(floats) == len(bytes_) == len(vectors)
-    return floats, bytes_
+    made = [found[f"embedding{ending}"] for ending in ("", "_int8", "_uint8")]
+    assert [array.dtype.name for array in made] == ["float32", "int8", "uint8"]
+    assert all(array.flags.c_contiguous for array in made)
+    assert sum(array.shape[1] > 0 for array in made) == 1
+    assert {len(array) for array in made} == {len(vectors)}
+    return made
 
 
 def test_float_vectors_are_the_core_s() -> None:
@@ -116,13 +122,15 @@ def test_dimensions_are_those_of_sentence_transformers(
 
 
 @pytest.mark.parametrize("dimensions", [None, 1, 8, 20])
-def test_binary_is_that_of_sentence_transformers(dimensions: int | None) -> None:
+def test_bits_are_those_of_sentence_transformers(dimensions: int | None) -> None:
     from sentence_transformers.util import quantize_embeddings
 
     vectors = np.vstack((VECTORS, np.zeros((1, 37), np.float32)))
-    _, found = embed(vectors, encoding="binary", dimensions=dimensions)
-    expected = quantize_embeddings(vectors[:, :dimensions], precision="binary")
-    assert np.array_equal(found, expected)
+    for precision in ("binary", "ubinary"):
+        _, found = embed(vectors, encoding=precision, dimensions=dimensions)
+        expected = quantize_embeddings(vectors[:, :dimensions], precision=precision)
+        assert found.dtype == expected.dtype
+        assert np.array_equal(found, expected)
 
 
 def test_binary_of_real_embeddings(reference: Any) -> None:
@@ -131,24 +139,36 @@ def test_binary_of_real_embeddings(reference: Any) -> None:
     assert np.array_equal(embed(vectors, encoding="binary")[1], expected)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_int8_keeps_directions_at_any_scale(scale: float) -> None:
-    vectors = VECTORS * np.float32(scale)
-    _, found = embed(vectors, encoding="int8")
-    assert np.array_equal(found, embed(VECTORS, encoding="int8")[1])
-    assert (np.abs(found.astype(int)).max(axis=1) == 127).all()
-    expected = 127 * VECTORS / np.abs(VECTORS).max(axis=1, keepdims=True)
-    assert np.abs(found - expected).max() <= 0.5001
-    cosines = (found * VECTORS).sum(axis=1) / (
-        np.linalg.norm(found.astype(float), axis=1) * np.linalg.norm(VECTORS, axis=1)
-    )
-    assert cosines.min() > 0.9999
+@pytest.mark.parametrize("size", [None, 8, 32, 37])
+def test_bytes_are_those_of_sentence_transformers(tmp_path: Path, size: int | None) -> None:
+    from sentence_transformers.util import quantize_embeddings
 
-
-def test_int8_of_zeros_is_zeros() -> None:
-    vectors = np.zeros((2, 4), np.float32)
-    vectors[1] = 1e-40, -1e-40, 0, 0  # subnormal
-    assert embed(vectors, encoding="int8")[1].tolist() == [[0] * 4, [127, -127, 0, 0]]
+    seen = np.random.default_rng(1).standard_normal((40, 37)).astype(np.float32)
+    seen[:, 3] = 0.25  # an element without a range
+    sizes = sizes_of(37, None)
+    assert sizes == (8, 16, 32, 37)
+    np.save(tmp_path / decode_rows.RANGES_FILE, ranges_of(seen, sizes))
+    decoder = decode_rows.EmbeddingDecoder({"range_sizes": sizes}, tmp_path)
+    vectors = np.vstack((VECTORS * 2, np.zeros((1, 37), np.float32)))
+    for unit in (None, True, False):
+        options = {"dimensions": size, "normalize_embeddings": unit}
+        floats, *_ = arrays(decoder, vectors, **options)
+        calibration, *_ = arrays(decoder, seen, **options)
+        assert unit is not True or np.allclose(np.linalg.norm(floats[:-1], axis=1), 1)
+        assert unit is not False or np.array_equal(floats, vectors[:, :size])
+        for place, precision in ((1, "int8"), (2, "uint8")):
+            found = arrays(decoder, vectors, encoding=precision, **options)[place]
+            expected = quantize_embeddings(
+                floats,
+                precision=precision,
+                calibration_embeddings=calibration,
+            )
+            assert found.dtype == expected.dtype
+            assert np.array_equal(found, expected), (unit, precision)
+    with pytest.raises(RequestError, match="one of 8, 16, 32, 37 for int8 and uint8"):
+        arrays(decoder, vectors, encoding="int8", dimensions=9)
+    with pytest.raises(RequestError, match="two or more different texts"):
+        embed(VECTORS, encoding="int8")
 
 
 @pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])

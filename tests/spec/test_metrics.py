@@ -15,7 +15,6 @@ from decoded_cases import (
     PERFECT,
     Decoded,
     answer,
-    encoded,
     entities,
     labels,
     relevance,
@@ -40,11 +39,11 @@ def against(task: str, got: list[Decoded], wanted: list[Decoded], queries: str =
     return TASKS[task].compare(got, wanted, rows)
 
 
-def decoded(task: str, values: Any, *, is_encoded: bool) -> Decoded:
+def decoded(task: str, values: Any) -> Decoded:
     """Return the output of a request as tests/data/metrics.yaml has it."""
     match task:
         case "text-embedding":
-            return encoded(*values) if is_encoded else vector(*values)
+            return vector(*values)
         case "fill-mask":
             return tokens(*values)
         case "token-classification":
@@ -59,10 +58,9 @@ def decoded(task: str, values: Any, *, is_encoded: bool) -> Decoded:
 def test_values_and_errors_are_those_worked_out_by_hand() -> None:
     cases = yaml.safe_load((ROOT / "tests/data/metrics.yaml").read_text(encoding="utf-8"))
     for name, case in cases.items():
-        task, is_encoded = case["task"], "encoded" in case
+        task = case["task"]
         got, wanted = (
-            [decoded(task, values, is_encoded=is_encoded) for values in case[side]]
-            for side in ("got", "wanted")
+            [decoded(task, values) for values in case[side]] for side in ("got", "wanted")
         )
         found = against(task, got, wanted, case.get("queries", ""))
         values = {metric: found.values[metric] for metric in case.get("values", {})}
@@ -171,16 +169,6 @@ def test_vectors_of_other_sizes_have_neighbors_of_their_own() -> None:
     assert (found.values["min_cosine"], found.badness[0]) == (-1, 2)
     assert found.values["nearest_neighbor_agreement"] == pytest.approx(2 / 3)
     assert found.values["similarity_rank_correlation"] == -1
-
-
-@pytest.mark.parametrize(("flips", "angle"), [(0, 0), (1, 0), (2, 1 / 16), (9, 1 / 2)])
-def test_bits_are_compared_by_their_signs(flips: int, angle: float) -> None:
-    bits = np.array([1, 0] * 8)
-    changed = bits.copy()
-    changed[:flips] ^= 1
-    rows = [(np.packbits(row) ^ 0x80).view(np.int8).tolist() for row in (changed, bits)]
-    found = against("text-embedding", [encoded(*rows[0])], [encoded(*rows[1])])
-    assert found.values["min_cosine"] == pytest.approx(np.cos(np.pi * angle))
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,7 @@ def floats(*values: float) -> NDArray[np.float32]:
 
 
 def vector(*values: float) -> Decoded:
-    return {"embedding": floats(*values), "embedding_int8": np.empty((1, 0), np.int8)}
-
-
-def encoded(*values: int) -> Decoded:
-    return {
-        "embedding": np.empty((1, 0), np.float32),
-        "embedding_int8": np.array([values], dtype=np.int8),
-    }
+    return {"embedding": floats(*values)}
 
 
 def labels(*pairs: tuple[str, float]) -> Decoded:

@@ -17,6 +17,7 @@ from triptych.core.engine.stage import (
     write_engine_samples,
 )
 from triptych.core.export.to_onnx import LIBRARIES
+from triptych.core.gate.ranges import find_ranges
 from triptych.core.gate.runs import write_warm_ups
 from triptych.core.gate_rows import measure_diversity
 from triptych.core.inputs import PipelineInputs
@@ -108,6 +109,7 @@ def render_encoder(
         warm_ups=None if shared else write_warm_ups(core.inputs, core.file, core.files, progress),
         samples=write_engine_samples(core.inputs, progress),
         python_env=make_python_env(plan, progress) if plan.spec.serving.python_env else None,
+        ranges=find_ranges(core.inputs, progress),
     )
     license = read_license(core.inputs.model_folder)
     files[f"{name}/{CARD_FILE}"] = render_card(

@@ -69,10 +69,10 @@ Whole = TypeVar("Whole")
 Row = TypeVar("Row")
 
 Vectors = NDArray[Any]
-"""float32, or int8 where an encoding says so."""
+"""float32, or int8 or uint8 where an encoding says so."""
 
 Texts = Sequence["str | bytes"]
-Encoding = Literal["float", "int8", "binary"]
+Encoding = Literal["float", "int8", "uint8", "binary", "ubinary"]
 Aggregation = Literal["none", "simple", "first", "max", "average"]
 
 
@@ -146,6 +146,7 @@ def embed(
     texts: Texts,
     *,
     dimensions: int | None = None,
+    normalize_embeddings: bool | None = None,
     encoding: Encoding | None = None,
     prompt: str | None = None,
     prompt_name: str | None = None,
@@ -153,19 +154,22 @@ def embed(
 ) -> TaskCall[Vectors, Vectors]:
     """Return an embedding of each text.
 
-    `dimensions` keeps that many leading numbers of a vector and normalizes it again; `encoding` is
-    float, int8 or binary (one bit per number, eight per byte); `prompt` names the prompt put before
-    each text (`prompt_name` is its former name), or is its text in a pipeline with `prompts: any`.
+    `dimensions` keeps that many leading numbers of a vector and normalizes it again, unless
+    `normalize_embeddings` is False; if that is True, all vectors are normalized. `encoding` is
+    float, int8, uint8, or binary or ubinary (one bit per number, eight per byte). `prompt` names
+    the prompt put before each text (`prompt_name` is its former name), or is its text in a pipeline
+    with `prompts: any`.
 
     Returns:
         float32 [texts, dimensions] in the order of `texts`, with the right width for no texts; int8
-        [texts, bytes] with another encoding.
+        or uint8 [texts, bytes] with another encoding.
     """
     # The width of a vector varies with the request's parameters, so only a response has it.
     none = not isinstance(texts, str | bytes) and not len(texts)
-    outputs: tuple[str, ...] = ("embedding", "embedding_int8")
+    outputs: tuple[str, ...] = ("embedding", "embedding_int8", "embedding_uint8")
     if encoding is not None:  # else the pipeline's own parameters decide
-        outputs = outputs[:1] if encoding == "float" else outputs[1:]
+        of_encoding = {"float": 0, "uint8": 2, "ubinary": 2}.get(encoding, 1)
+        outputs = outputs[of_encoding : of_encoding + 1]
 
     def read(found: Outputs) -> Vectors:
         # A pipeline of a former version has both outputs, one of them empty.
@@ -181,6 +185,7 @@ def embed(
         {"text": ["a"] if none else texts},
         _given(
             dimensions=dimensions,
+            normalize_embeddings=normalize_embeddings,
             encoding=encoding,
             prompt=prompt_name if prompt is None else prompt,
         ),

@@ -25,6 +25,7 @@ from triptych.repository.config_comments import explain
 from triptych.repository.config_text import merge_config_text
 from triptych.repository.manifest import SAMPLES_FILE
 from triptych.repository.python_env import ENV_FILE, ENV_PARAMETER, ENV_PATH
+from triptych.runtime.decode_rows import RANGES_FILE
 from triptych.runtime.triton_io import SETTINGS_FILE
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.task import CLASS_SCORES, LABELS_FILE, Task
@@ -70,6 +71,13 @@ class Rendered(NamedTuple):
     beside: Sequence[Path] = ()
 
 
+class Ranges(NamedTuple):
+    """File with the ranges of the vectors' elements, and the sizes of unit vectors in it."""
+
+    file: Path
+    sizes: tuple[int, ...]
+
+
 def batch_tokens(device: str, hidden_size: int) -> int:
     """Return the fixed cost of a batch as a number of tokens; see `runtime.row_types`."""
     return BATCH_TOKENS[device] * BATCH_TOKENS_HIDDEN // (hidden_size or BATCH_TOKENS_HIDDEN)
@@ -85,6 +93,7 @@ def render(
     warm_ups: Path | None,
     samples: Path | None = None,
     python_env: Path | None = None,
+    ranges: Ranges | None = None,
 ) -> dict[str, Content]:
     """Return every file of the pipeline except its manifest, by path relative to the repository.
 
@@ -99,6 +108,7 @@ def render(
             core.
         samples: Rows to check an engine with, if an engine will be built.
         python_env: Archive of the steps' packages, if the spec has `serving.python_env`.
+        ranges: Ranges of the vectors' elements, for text-embedding.
         plan: Plan of the pipeline.
     """
     name, task = plan.spec.name, plan.task
@@ -122,6 +132,8 @@ def render(
         "outputs": plan.task.output_settings,
         "packed_tokens": plan.packed and plan.core.per_token,
     }
+    if ranges is not None:
+        answers["range_sizes"] = list(ranges.sizes)
     from_core = (*plan.core.outputs, *plan.past_core)
     configs = {
         "ensemble": _ensemble(plan),
@@ -146,6 +158,8 @@ def render(
     if plan.spec.serving.class_scores:
         lines = [" ".join(label.split()) for label in plan.info.labels]
         files[f"{name}/{LABELS_FILE}"] = ("\n".join(lines) + "\n").encode()
+    if ranges is not None and ranges.sizes:
+        files[f"{plan.step('postprocess')}/1/{RANGES_FILE}"] = ranges.file
     if samples is not None:
         files[f"{name}/{SAMPLES_FILE}"] = samples
     files |= _python_files(plan, tokenizer_file, hooks)

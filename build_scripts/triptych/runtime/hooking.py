@@ -29,6 +29,7 @@ After = Callable[[Outputs, Callable[[str], list[bytes]]], Outputs]
 NUMPY_TYPES: dict[str, type[np.generic]] = {
     "FP32": np.float32,
     "INT8": np.int8,
+    "UINT8": np.uint8,
     "INT32": np.int32,
     "INT64": np.int64,
     "BOOL": np.bool_,

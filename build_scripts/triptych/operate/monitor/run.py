@@ -106,7 +106,7 @@ def run_monitor(
     chosen = take_evenly(usable, max_rows)
     reader = make_reader(inputs)
     requests = read_requests(reader, chosen)
-    comparable = [index for index, row in enumerate(chosen) if not row.redacted]
+    comparable = [index for index, row in enumerate(chosen) if row.is_exact]
     rows, refused = _compare_rows(inputs, chosen, requests, comparable, progress)
     answers = reference_answers(inputs, progress)
     usual = [

@@ -45,6 +45,12 @@ class SampledRow:
     answer: Mapping[str, NDArray[Any]]
     redacted: bool
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether inputs and answer are those of the model: not redacted, and not in 8 bits."""
+        names = (name for name in self.answer if name.startswith("embedding_"))
+        return not self.redacted and not any(self.answer[name].size for name in names)
+
 
 @dataclass(frozen=True)
 class TrafficSample:

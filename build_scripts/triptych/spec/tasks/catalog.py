@@ -51,6 +51,9 @@ def _text_embedding_core(info: ModelInfo, parameters: Parameters) -> Core:
     return Core(auto_class="AutoModel", reads="pooled", returns="vector", outputs=(vector,))
 
 
+ENCODINGS = ("float", "int8", "uint8", "binary", "ubinary")
+"""Output types of embeddings, with the names of sentence-transformers except for float32."""
+
 PROMPT = "prompt"
 """Request parameter with the name of a prompt, or with its text."""
 
@@ -58,7 +61,8 @@ PROMPT = "prompt"
 def _text_embedding_parameters(info: ModelInfo) -> Mapping[str, Rule]:
     rules = {
         "dimensions": Rule("int", min=1, max=info.embedding_size),
-        "encoding": Rule("str", default="float", choices=("float", "int8", "binary")),
+        "normalize_embeddings": Rule("bool"),
+        "encoding": Rule("str", default="float", choices=ENCODINGS),
     }
     if info.prompts or info.free_prompt:
         names = () if info.free_prompt else tuple(sorted(info.prompts))
@@ -70,10 +74,11 @@ TEXT_EMBEDDING = Task(
     name="text-embedding",
     of_sentences=True,
     inputs=(TEXT,),
-    # Variable axes and one of the two outputs: the options `dimensions` and `encoding` decide.
+    # Variable axes and one of the outputs: the options `dimensions` and `encoding` decide.
     outputs=(
         Tensor("embedding", "FP32", ("dimensions",), optional=True),
         Tensor("embedding_int8", "INT8", ("bytes",), optional=True),
+        Tensor("embedding_uint8", "UINT8", ("bytes",), optional=True),
     ),
     rows="rows_text.PlainTextRowMaker",
     decode="decode_rows.EmbeddingDecoder",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,36 +27,26 @@ _ROWS, _PAIRS = 1024, 16_384
 _SEED = 0
 
 
-class _Vector(NamedTuple):
-    """Vector of a request with its encoding."""
-
-    encoding: Literal["float", "int8", "bits"]
-    values: Floats
-
-
 def compare_vectors(
     got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
 ) -> Comparison:
     """Return the metrics of text-embedding; badness is one minus the cosine.
 
-    Neighbors and pairs are compared among three or more vectors of one encoding and size; without
-    them their metrics are absent. Bits are left out there, because an element near zero may have
-    either sign.
+    Neighbors and pairs are compared among three or more vectors of one size; without them their
+    metrics are absent.
     """
-    binary = _binary_widths(wanted)
-    pairs = [(_vector(g, binary), _vector(w, binary)) for g, w in zip(got, wanted, strict=True)]
+    pairs = [(_vector(g), _vector(w)) for g, w in zip(got, wanted, strict=True)]
     cosines = np.array([_cosine(g, w) for g, w in pairs])
     values = {"min_cosine": float(cosines.min()), "mean_cosine": float(cosines.mean())}
-    groups: dict[tuple[str, int], list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for place, (_, vector) in enumerate(pairs):
-        if vector.encoding != "bits":
-            groups.setdefault((vector.encoding, len(vector.values)), []).append(place)
+        groups.setdefault(len(vector), []).append(place)
     losses, seen, expected = [], [], []
-    for (_, width), places in groups.items():
+    for width, places in groups.items():
         if len(places) < 3:
             continue
-        rows = np.stack([_of_width(pairs[place][0].values, width) for place in places])
-        reference = np.stack([pairs[place][1].values for place in places])
+        rows = np.stack([_of_width(pairs[place][0], width) for place in places])
+        reference = np.stack([pairs[place][1] for place in places])
         losses.append(_neighbor_losses(rows, reference))
         some, others = _pairs_of(len(places))
         seen.append(_similarities(unit_rows(rows), some, others))
@@ -94,44 +84,17 @@ def unit_rows(rows: NDArray[np.floating[Any]]) -> Floats:
 
 def similarity(outputs: Sequence[Outputs], others: Sequence[Outputs]) -> Floats:
     """Return the cosine of the vectors of each two requests; -1 if they cannot be compared."""
-    binary = _binary_widths([*outputs, *others])
-    return np.array(
-        [
-            _cosine(_vector(some, binary), _vector(other, binary))
-            for some, other in zip(outputs, others, strict=True)
-        ]
-    )
+    pairs = zip(outputs, others, strict=True)
+    return np.array([_cosine(_vector(some), _vector(other)) for some, other in pairs])
 
 
-def _binary_widths(rows: Sequence[Outputs]) -> set[int]:
-    """Return sizes of encoded vectors that hold bits: INT8 ones reach 127 and never -128."""
-    widths = set()
-    for row in rows:
-        encoded = numbers(row, "embedding_int8")
-        if encoded.any() and (encoded.min() == -128 or np.abs(encoded).max() != 127):
-            widths.add(len(encoded))
-    return widths
+def _vector(outputs: Outputs) -> Floats:
+    return numbers(outputs, "embedding")
 
 
-def _vector(outputs: Outputs, binary: set[int]) -> _Vector:
-    values = numbers(outputs, "embedding")
-    if len(values):
-        return _Vector("float", values)
-    encoded = numbers(outputs, "embedding_int8")
-    if len(encoded) not in binary:
-        return _Vector("int8", encoded)
-    bits = np.unpackbits((encoded + 128).astype(np.uint8))
-    return _Vector("bits", bits * 2.0 - 1)
-
-
-def _cosine(got: _Vector, wanted: _Vector) -> float:
-    """Return the cosine; for bits, that of the angle of the changed signs, ignoring one change."""
-    if got.encoding != wanted.encoding or len(got.values) != len(wanted.values):
-        return -1.0
-    if wanted.encoding == "bits":
-        changed = max(0, int((got.values != wanted.values).sum()) - 1)
-        return float(np.cos(np.pi * changed / len(wanted.values)))
-    return float(row_cosines(got.values[None], wanted.values[None])[0])
+def _cosine(got: Floats, wanted: Floats) -> float:
+    same = len(got) == len(wanted)
+    return float(row_cosines(got[None], wanted[None])[0]) if same else -1.0
 
 
 def _of_width(values: Floats, width: int) -> Floats:
