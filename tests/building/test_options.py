@@ -99,6 +99,7 @@ def test_options_are_optional_inputs_in_the_metadata(raw: Any) -> None:
     assert {name: (each.datatype, list(each.shape)) for name, each in found.items()} == {
         "text": ("BYTES", [-1, 1]),
         "dimensions": ("INT32", [-1, 1]),
+        "normalize_embeddings": ("BOOL", [-1, 1]),
         "encoding": ("BYTES", [-1, 1]),
     }
     config = raw.get_model_config("vectors").config
