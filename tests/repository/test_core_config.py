@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,19 @@ def test_priorities_and_session_options_are_in_the_config_and_in_inspect(tmp_pat
     assert described["session"] == "2 operators at a time, memory arena none, memory pattern yes"
     others = describe_plan(plan_of(tmp_path / "other", []))["batching"]
     assert not {"response_cache", "priority", "session"} & set(others)
+
+
+def test_inspect_tells_the_flow_control_and_its_limit(tmp_path: Path) -> None:
+    cases = {
+        ("triptych", "queue.max_backlog_ms=700"): "preprocess rejects .* for more than 700 ms, or",
+        ("triton", "queue.timeout_ms=300"): "the queue of the core rejects .* more than 300 ms",
+        ("triton", "triton='24.10'"): "the queue of the core rejects .* more than 5000 ms",
+        ("none", "triton='24.10'"): "no request is rejected",
+    }
+    for number, ((choice, other), words) in enumerate(cases.items()):
+        given = [f"serving.flow_control={choice}", f"serving.{other}"]
+        described = describe_plan(plan_of(tmp_path / str(number), given))["batching"]
+        assert re.match(f"{choice}: {words}", described["flow_control"]), described
 
 
 def test_class_scores_need_all_classes_of_a_classification() -> None:

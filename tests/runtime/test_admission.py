@@ -1,4 +1,4 @@
-"""Which requests are let in: counts shared by processes, never stuck on what got lost."""
+"""Which requests are admitted: counts shared by processes, and no rejection without an answer."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
-from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 from client_toy import wait_until
-from triptych.runtime import in_flight as module
-from triptych.runtime.flow_control import MIN_REQUESTS, SHUTDOWN_GRACE_S, Admission
-from triptych.runtime.in_flight import (
-    FIRST_PATIENCE_S,
-    MIN_PATIENCE_S,
-    PLACES,
-    REORDERED,
-    SILENT_BATCHES,
+from triptych.runtime import flow_control as module
+from triptych.runtime.flow_control import (
+    BUDGET_S,
+    EPOCH_NS,
+    EPOCHS,
+    MIN_REQUESTS,
+    SHUTDOWN_GRACE_S,
+    SILENCE_S,
+    FlowControl,
     InFlight,
-    Ticket,
 )
 from triptych.runtime.request_errors import Overloaded, Stopping
 
 PIPELINE = f"test-{os.getpid()}"
+CORE_ROWS = 32
+EPOCH_S = EPOCH_NS / 1e9
 
 
 class Clock:
@@ -60,333 +61,495 @@ def in_flight() -> Iterator[InFlight]:
     in_flight.path.unlink()
 
 
-def ask(
-    admission: Admission, requests: int = 1, *, rows: int = 1, left_s: float | None = None
-) -> list[Ticket]:
-    """Tickets of the requests let in, of those that come together."""
-    tickets: list[Ticket] = []
-    admission.begin()
-    for _ in range(requests):
-        try:
-            admission.check(left_s)
-        except (Overloaded, Stopping):
-            continue
-        tickets.append(admission.admit(rows))
-    admission.end()
-    return tickets
+def requests_of(counts: InFlight) -> int:
+    return counts.load().requests
 
 
-def serve(counts: InFlight, clock: Clock, tickets: list[Ticket], row_s: float) -> None:
-    """Answer the requests, one row each, one after the other."""
-    for ticket in tickets:
-        clock.now += row_s
-        assert counts.mark_finished(ticket)
+class Job(SimpleNamespace):
+    """A request of one or more rows."""
+
+    def __init__(self, rows: int = 1, left_s: float | None = None) -> None:
+        super().__init__(rows=rows, left_s=left_s, sender=None)
+        self.request = SimpleNamespace(get_response_sender=lambda: "sender")
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
-@pytest.mark.usefixtures("clock")
-def test_so_many_are_let_in_and_no_more(in_flight: InFlight) -> None:
-    admission = Admission(in_flight, 3, 1.0)
-    tickets = ask(admission, 5)
-    assert len(tickets) == 3
-    assert in_flight.mark_finished(tickets[0])
-    assert len(ask(admission, 5)) == 1
+class Pipeline:
+    """A preprocess instance and a core that computes batches; time passes when it is told to.
 
+    Attributes:
+        core: Requests in the core, with their tickets.
+        ended: Results of the requests that were answered or rejected, with the time.
+    """
 
-@pytest.mark.usefixtures("clock")
-def test_the_limit_holds_over_all_instances(in_flight: InFlight) -> None:
-    first, second = (Admission(other, 4, 1.0) for other in (in_flight, InFlight(PIPELINE)))
-    tickets = [*ask(first), *ask(second, 2)]
-    assert in_flight.mark_finished(tickets[2])
-    assert len(ask(first, 9)) == 2
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        counts: InFlight,
+        clock: Clock,
+        max_requests: int = 1000,
+        max_wait_s: float = 2.0,
+    ) -> None:
+        self.counts, self.clock = counts, clock
+        self.core: deque[tuple[Any, Any]] = deque()
+        self.ended: dict[Any, tuple[Any, float]] = {}
+        monkeypatch.setattr("threading.Thread", lambda **_: SimpleNamespace(start=int))
+        settings = {
+            "pipeline": PIPELINE,
+            "max_requests": max_requests,
+            "max_wait_ms": 1e3 * max_wait_s,
+            "core_rows": CORE_ROWS,
+        }
+        self.flow = FlowControl(settings, self._make, lambda *_: None)
 
+    def _make(self, jobs: list[Any]) -> list[tuple[Any, Any]]:
+        self.core.extend((job, self.flow.admit(job.rows)) for job in jobs)
+        return [(job, "forwarded") for job in jobs]
 
-def test_counts_are_exact_in_any_order_within_a_window(in_flight: InFlight) -> None:
-    """More requests than places pass; each is answered before `REORDERED` later ones are."""
-    draw, slots = random.Random(3), [in_flight.take_slot()]
-    slots.append(InFlight(PIPELINE).take_slot())
-    open_: dict[int, list[Ticket]] = {slot: [] for slot in slots}
-    rows_of: dict[Ticket, int] = {}
-    for _ in range(3 * PLACES):
-        slot = draw.choice(slots)
-        tickets = open_[slot]
-        rows = draw.randint(1, 5)
-        tickets.append(in_flight.admit(slot, rows))
-        rows_of[tickets[-1]] = rows
-        while tickets and (
-            tickets[-1].number - tickets[0].number >= REORDERED - 1 or draw.random() < 0.5
-        ):
-            is_late = tickets[-1].number - tickets[0].number >= REORDERED - 1
-            ticket = tickets.pop(0 if is_late else draw.randrange(len(tickets)))
-            for _ in range(2):  # it counts once
-                assert in_flight.mark_finished(ticket)
-        left = [ticket for tickets in open_.values() for ticket in tickets]
-        assert in_flight.load().requests == len(left)
-        assert in_flight.load().rows_in_core == sum(rows_of[ticket] for ticket in left)
+    def send(self, *jobs: Any) -> list[Any]:
+        """Send requests at once, and return them."""
+        self._take(self.flow.take(jobs))
+        return list(jobs)
 
+    def look(self) -> None:
+        """Let the thread of flow control look once, as it does while requests wait."""
+        if self.flow._accepted or self.flow._undecided:
+            self._take(self.flow._look(self.clock.now))
 
-def test_what_got_lost_is_forgotten_with_one_that_came_much_later(in_flight: InFlight) -> None:
-    tickets = ask(Admission(in_flight, 1000, 1.0), REORDERED + 9, rows=2)
-    in_flight.mark_finished(tickets[-1])
-    assert in_flight.load().requests == REORDERED - 1
-    in_flight.mark_finished(tickets[3])  # forgotten already: takes nothing back
-    assert in_flight.load().rows == 2 * (REORDERED - 1)
-    in_flight.mark_finished(tickets[40])
-    assert in_flight.load().requests == REORDERED - 2
+    def _take(self, results: list[tuple[Any, Any]]) -> None:
+        for job, result in results:
+            if result != "forwarded":
+                assert job not in self.ended
+                self.ended[job] = result, self.clock.now
 
+    def rejected(self, jobs: list[Any]) -> list[Any]:
+        return [self.ended[job][0] for job in jobs if job in self.ended and self.ended[job][0]]
 
-@pytest.mark.parametrize("batch_s", [0.0, 0.02, 0.2])
-def test_a_burst_whose_clients_left_is_forgotten(
-    in_flight: InFlight, clock: Clock, batch_s: float
-) -> None:
-    admission, patience_s = Admission(in_flight, 32, 1000.0), FIRST_PATIENCE_S
-    if batch_s:
-        patience_s = max(SILENT_BATCHES * batch_s, MIN_PATIENCE_S)
-        for _ in range(9):
-            tickets = ask(admission, 32)
-            clock.now += batch_s
-            serve(in_flight, clock, tickets, 0.0)
-    assert len(ask(admission, 40)) == 32
-    clock.now += 0.9 * patience_s
-    assert not ask(admission)
-    clock.now += 0.2 * patience_s
-    lone = ask(admission)
-    assert len(lone) == 1
-    assert in_flight.load().requests == 1
-    # The core may also be slow: it is given as much again only after twice the time.
-    assert len(ask(admission, 40)) == 31
-    clock.now += 1.9 * patience_s
-    assert not ask(admission)
-    clock.now += 0.2 * patience_s
-    lone = ask(admission)
-    assert len(lone) == 1
-    serve(in_flight, clock, lone, 0.0)
-    assert in_flight.load().requests == 0
+    def compute(self, seconds: float, requests: int = CORE_ROWS) -> list[Any]:
+        """Compute a batch, and return the requests that are answered."""
+        batch = [self.core.popleft() for _ in range(min(requests, len(self.core)))]
+        self.clock.now += seconds
+        for job, ticket in batch:
+            self.counts.done(ticket)
+            self.ended[job] = None, self.clock.now
+        self.look()
+        return [job for job, _ in batch]
 
-
-def test_abandoned_requests_of_one_instance_are_forgotten_while_another_is_busy(
-    in_flight: InFlight, clock: Clock
-) -> None:
-    left, busy = Admission(in_flight, 100, 9.0), Admission(InFlight(PIPELINE), 100, 9.0)
-    ask(left, 20)
-    for _ in range(40):
-        tickets = ask(busy, 8)
-        clock.now += 0.02
-        serve(in_flight, clock, tickets, 0.0)
-    assert in_flight.load().requests == 20
-    assert in_flight.load(clock.now).requests == 0
-
-
-def test_the_queue_is_bounded_by_time_at_the_rate_measured(
-    in_flight: InFlight, clock: Clock
-) -> None:
-    admission = Admission(in_flight, 1000, 2.0)
-    first = ask(admission, 200)
-    assert len(first) == 200  # nothing is known yet
-    serve(in_flight, clock, first, 0.02)
-    assert in_flight.row_s == pytest.approx(0.02)
-    assert len(ask(admission, 300)) == pytest.approx(100, abs=2)
-    admission.begin()
-    with pytest.raises(Overloaded, match=r"take 20\d\d ms; .* Try again in 10\d\d ms"):
-        admission.check(None)
-
-
-def test_a_deadline_that_cannot_be_met_is_refused(in_flight: InFlight, clock: Clock) -> None:
-    admission = Admission(in_flight, 1000, 2.0)
-    serve(in_flight, clock, ask(admission, 100), 0.02)
-    assert len(ask(admission, 50)) == 50
-    assert not ask(admission, left_s=1.3)
-    assert len(ask(admission, left_s=1.5)) == 1
-
-
-def test_a_slow_pipeline_still_lets_some_in(in_flight: InFlight, clock: Clock) -> None:
-    admission = Admission(in_flight, 1000, 0.1)
-    serve(in_flight, clock, ask(admission, 4), 5.0)
-    assert len(ask(admission, 50)) == MIN_REQUESTS
-
-
-def test_the_rate_of_an_idle_pipeline_limits_nothing(in_flight: InFlight, clock: Clock) -> None:
-    admission = Admission(in_flight, 1000, 2.0)
-    for _ in range(50):
-        serve(in_flight, clock, ask(admission), 0.01)  # one client alone: no batches
-        clock.now += 10.0
-    assert in_flight.row_s == pytest.approx(0.01)
-    assert len(ask(admission, 1000)) == 1000
-
-
-def answered(
-    counts: InFlight, clock: Clock, *, longest_wait_s: float, rate_per_s: float, requests: int
-) -> list[float]:
-    """Latencies of those let in, behind a core that takes 150 ms a batch and 20 ms a row."""
-    admission = Admission(counts, 1000, longest_wait_s)
-    draw = random.Random(7)
-    arrivals = deque(accumulate((draw.expovariate(rate_per_s) for _ in range(requests)), initial=0))
-    queue: deque[tuple[Ticket, float]] = deque()
-    batch: list[tuple[Ticket, float]] = []
-    start, done_s, latencies = clock.now, 0.0, []
-    while arrivals or queue or batch:
-        if arrivals and not (batch and done_s <= arrivals[0]):
-            clock.now = start + arrivals[0]
-            queue.extend((ticket, arrivals[0]) for ticket in ask(admission))
-            arrivals.popleft()
-        else:
-            clock.now = start + done_s
-            for ticket, arrived_s in batch:
-                counts.mark_finished(ticket)
-                latencies.append(done_s - arrived_s)
-            batch.clear()
-        if not batch and queue:
-            batch = [queue.popleft() for _ in range(min(32, len(queue)))]
-            done_s = clock.now - start + 0.15 + 0.02 * len(batch)
-    return latencies
-
-
-def test_small_batches_tell_nothing_of_large_ones(in_flight: InFlight, clock: Clock) -> None:
-    """The core can answer 40 a second: at 16 nobody waits for long, and nobody is refused."""
-    latencies = answered(in_flight, clock, longest_wait_s=1.0, rate_per_s=16, requests=1000)
-    assert max(latencies) < 0.8
-    assert len(latencies) == 1001
-
-
-def test_more_than_the_core_can_do_is_refused(in_flight: InFlight, clock: Clock) -> None:
-    latencies = answered(in_flight, clock, longest_wait_s=1.0, rate_per_s=80, requests=2000)
-    assert len(latencies) == pytest.approx(25 * 38, rel=0.1)
-    settled = latencies[200:]  # before, the rate is being learned
-    assert max(settled) < 1.3
-
-
-def test_a_pipeline_that_becomes_faster_is_believed(in_flight: InFlight, clock: Clock) -> None:
-    admission = Admission(in_flight, 1000, 2.0)
-    serve(in_flight, clock, ask(admission, 100), 0.02)
-    for _ in range(40):
-        serve(in_flight, clock, ask(admission, 100), 0.002)
-    assert in_flight.row_s == pytest.approx(0.002, rel=0.05)
-
-
-def test_a_batch_is_answered_all_at_once(in_flight: InFlight, clock: Clock) -> None:
-    admission = Admission(in_flight, 1000, 2.0)
-    for _ in range(3):
-        tickets = ask(admission, 32)
-        clock.now += 0.32  # the whole batch takes so long
-        serve(in_flight, clock, tickets, 0.0)
-    assert in_flight.row_s == pytest.approx(0.01)
-
-
-def test_rows_count_not_requests(in_flight: InFlight, clock: Clock) -> None:
-    admission = Admission(in_flight, 1000, 2.0)
-    for ticket in ask(admission, 10, rows=16):
-        clock.now += 16 * 0.02
-        in_flight.mark_finished(ticket)
-    assert len(ask(admission, 100, rows=16)) == pytest.approx(7, abs=1)
-
-
-def test_what_got_lost_tells_little_of_the_rate(in_flight: InFlight, clock: Clock) -> None:
-    """Nobody knows whether it was computed: the rate known stays where either may be true."""
-    admission = Admission(in_flight, 1000, 1000.0)
-
-    def lose_all_but_one(taken_s: float) -> None:
-        for _ in range(20):
-            tickets = ask(admission, 40)
-            clock.now += taken_s
-            in_flight.mark_finished(tickets[-1])
-
-    serve(in_flight, clock, ask(admission, 100), 0.02)
-    lose_all_but_one(0.4)
-    assert in_flight.row_s == pytest.approx(0.02)
-    lose_all_but_one(4.0)  # slower than that even if all were computed
-    assert in_flight.row_s == pytest.approx(0.1, rel=0.05)
-
-
-class Sender:
-    """Triton's, of one response."""
-
-    def send(self, response: Any, flags: int) -> None:
-        pass
-
-    def get_response_sender(self) -> Sender:
-        return self
+    def leave(self) -> None:
+        """Drop the requests in the core, as Triton does when their clients have left."""
+        self.core.clear()
 
 
 @pytest.fixture
-def backlog_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module as it is in a step, where Triton's own module is there."""
-    monkeypatch.setattr("triptych.runtime.triton_io.pb_utils", MagicMock())
-    return import_module("triptych.runtime.flow_control")
+def pipeline(monkeypatch: pytest.MonkeyPatch, in_flight: InFlight, clock: Clock) -> Any:
+    """A function that makes a pipeline with some limits."""
+
+    def make(**limits: Any) -> Pipeline:
+        return Pipeline(monkeypatch, in_flight, clock, **limits)
+
+    return make
 
 
-def test_a_core_that_says_nothing_is_given_more_in_ever_longer_steps(
-    in_flight: InFlight, clock: Clock, backlog_module: Any
+def test_counts_are_exact_in_any_order(in_flight: InFlight, clock: Clock) -> None:
+    """More epochs pass than there is room for; requests of two epochs are answered in any order."""
+    draw, processes = random.Random(3), [in_flight, InFlight(PIPELINE)]
+    open_: list[Any] = []
+    for _ in range(10_000):
+        clock.now += draw.choice((0.0, 0.001, 0.03))
+        open_.append(draw.choice(processes).admit(draw.randint(1, 5)))
+        while len(open_) > 40 or (open_ and draw.random() < 0.5):
+            ticket = open_.pop(draw.randrange(len(open_)))
+            for other in [other for other in open_ if other[0] < ticket[0] - 1]:
+                open_.remove(other)
+                draw.choice(processes).done(other)
+            for is_first in (True, False):  # it counts once
+                assert in_flight.is_awaited(ticket, ticket[1]) is is_first
+                draw.choice(processes).done(ticket)
+        expected = len(open_), sum(ticket[1] for ticket in open_)
+        assert in_flight.load() == (*expected, *expected)
+    assert open_[-1][0] > 3 * EPOCHS
+
+
+def test_lost_requests_are_forgotten_with_the_answer_of_a_later_one(
+    in_flight: InFlight, clock: Clock
 ) -> None:
-    """It may have lost what it had, or have no CPU: then all that it is given comes too late."""
-    slot, sender, tickets = in_flight.take_slot(), Sender(), []
-    backlog = backlog_module.Backlog(in_flight, slot, batch_rows=32, max_wait_s=60.0)
-    backlog._release = looks = MagicMock(wraps=backlog._release)
-
-    def respond() -> None:
-        tickets.append(in_flight.admit(slot, 1))
-
-    def is_given(number: int) -> bool:
-        wait_until(lambda: len(tickets) == number, f"{number} rows in the core")
-        seen = looks.call_count
-        wait_until(lambda: looks.call_count > seen + 2, "the backlog looks again")
-        return len(tickets) == number
-
-    backlog.take([(sender, 1, 1000.0, respond) for _ in range(3000)])
-    given = window = 64
-    assert is_given(given)
-    for doubled in (1, 2, 4):
-        clock.now += 0.9 * doubled * FIRST_PATIENCE_S
-        assert is_given(given)
-        clock.now += 0.2 * doubled * FIRST_PATIENCE_S
-        given += backlog_module.MAX_WINDOWS * window
-        assert is_given(given)
-    in_flight.mark_finished(tickets[-500])  # it was slow, and goes on
-    clock.now += 0.5 * MIN_PATIENCE_S
-    assert is_given(given)
-    clock.now += 1000.0
-    wait_until(lambda: sum(in_flight._waiting) == 0, "those that have expired wait no more")
+    other = InFlight(PIPELINE)
+    tickets, seen = [in_flight.admit(2) for _ in range(9)], []
+    for _ in range(3):
+        clock.now += 1.01 * EPOCH_S
+        seen.append(requests_of(in_flight))
+        other.done(other.admit(1))
+    assert (*seen, requests_of(in_flight)) == (9, 9, 9, 0)
+    in_flight.done(tickets[3])  # forgotten already
+    assert in_flight.load() == (0, 0, 0, 0)
+    rows, answered_at, _ = in_flight.answered()
+    assert (rows, round(answered_at, 6)) == (5, round(clock.now, 6))
 
 
-def test_a_forged_ticket_settles_nothing(in_flight: InFlight) -> None:
-    ticket = ask(Admission(in_flight, 10, 1.0), 4)[0]
+def test_a_core_that_is_silent_for_long_loses_no_count(in_flight: InFlight, clock: Clock) -> None:
+    for number in range(1, 10 * EPOCHS):
+        clock.now += 2 * EPOCH_S
+        in_flight.admit(1)
+        assert requests_of(in_flight) == number
+
+
+def test_a_forged_ticket_is_not_valid(in_flight: InFlight) -> None:
+    ticket = in_flight.admit(3, b"payload")
+    assert in_flight.is_valid(ticket, b"payload")
+    assert InFlight(PIPELINE).is_valid(ticket, b"payload")
+    assert not in_flight.is_valid(ticket, b"another")
+    assert not in_flight.is_awaited(ticket, 4)
+    epoch, rows, name, mac = ticket
     for forged in (
-        Ticket(2**62, 2**62, 0, 0),
-        Ticket(0, 0, 0, 0),
-        Ticket(-1, -1, -1, -1),
-        ticket._replace(number=ticket.number + 3),
-        ticket._replace(rows=ticket.rows + 3),
-        ticket._replace(mac=ticket.mac ^ 1),
+        (0, 0, 0, 0),
+        (2**62, 2**62, 2**62, 0),
+        (-1, -1, -1, -1),
+        (epoch + 1, rows, name, mac),
+        (epoch, rows + 1, name, mac),
+        (epoch, rows, name + 1, mac),
+        (epoch, rows, name, mac ^ 1),
     ):
-        assert not in_flight.mark_finished(forged)
-    assert not in_flight.mark_finished(ticket, payload=b"another")
-    assert in_flight.load().requests == 4
+        assert not in_flight.is_valid(forged, b"payload")
 
 
-def test_what_waited_is_let_in_when_the_server_stops(in_flight: InFlight, clock: Clock) -> None:
-    busy, idle = Admission(in_flight, 10, 1.0), Admission(in_flight, 10, 1.0)
-    ask(idle)
-    busy.begin()
-    clock.now += 1.0
-    in_flight.stop_admitting()
-    clock.now += SHUTDOWN_GRACE_S / 2
-    assert ask(idle)
-    clock.now += 1.0
-    busy.end()  # what came meanwhile has waited in its queue
-    assert not ask(idle)
-    assert ask(busy)
-    assert not ask(busy)
-    with pytest.raises(Stopping, match="The server is stopping"):
-        idle.check(None)
+def test_requests_are_forwarded_while_the_core_has_room(pipeline: Any) -> None:
+    served = pipeline()
+    served.send(*(Job() for _ in range(2 * CORE_ROWS + 9)))
+    assert len(served.core) == 2 * CORE_ROWS
+    assert requests_of(served.counts) == 2 * CORE_ROWS + 9
+    served.look()
+    assert len(served.core) == 2 * CORE_ROWS
+    served.compute(0.1, 5)
+    assert len(served.core) == 2 * CORE_ROWS
+    assert served.counts.load() == (2 * CORE_ROWS + 4, 2 * CORE_ROWS + 4, 64, 64)
+    while served.core:
+        served.compute(0.1)
+    assert served.counts.load() == (0, 0, 0, 0)
+    assert not served.rejected(list(served.ended))
+
+
+def test_the_core_gets_as_much_as_it_computes_in_a_while(pipeline: Any) -> None:
+    served = pipeline(max_requests=100_000, max_wait_s=100.0)
+    served.send(*(Job() for _ in range(5000)))
+    for _ in range(20):
+        served.compute(0.01)
+    assert len(served.core) == pytest.approx(BUDGET_S * CORE_ROWS / 0.01, abs=2)
+    for _ in range(200):
+        served.compute(0.1, 4)  # it has become slower
+    assert len(served.core) == pytest.approx(2 * CORE_ROWS, abs=2)
+
+
+def test_a_request_is_rejected_once_an_answer_proves_that_the_core_works(pipeline: Any) -> None:
+    served = pipeline(max_wait_s=2.0)
+    jobs = served.send(*(Job() for _ in range(400)))
+    for _ in range(3):
+        served.look()
+    assert not served.ended
+    served.compute(0.32)  # they may have been computed before the clients left
+    assert not served.rejected(jobs)
+    served.compute(0.32)  # 100 rows a second: 200 of them are answered within 2 s
+    errors = served.rejected(jobs)
+    assert len(errors) == pytest.approx(400 - 64 - 136, abs=2)
+    # The last request of those that are too late would wait for about 2 s.
+    assert all(isinstance(error, Overloaded) for error in errors)
+    assert "The request would wait for 20" in str(errors[0])
+    assert "ms; the limit is 2000 ms. Try again in 10" in str(errors[0])
+    while served.core:
+        served.compute(0.32)
+    assert len(served.rejected(jobs)) == len(errors)
+    assert max(ended_at for _, ended_at in served.ended.values()) < 1000.0 + 2.0 + 0.7
+
+
+def test_a_deadline_that_cannot_be_met_is_rejected(pipeline: Any) -> None:
+    served = pipeline()
+    served.send(*(Job() for _ in range(150)))
+    early, late = served.send(Job(left_s=3.0), Job(left_s=1.0))
+    for _ in range(2):
+        served.compute(0.32)
+    (error,) = served.rejected([early, late])
+    assert "the limit is 700 ms, by the deadline of the request" in str(error)
+    assert late in served.ended
+
+
+def test_the_number_of_requests_is_limited(pipeline: Any) -> None:
+    served = pipeline(max_requests=3, max_wait_s=60.0)
+    jobs = served.send(*(Job() for _ in range(5)))
+    assert len(served.core) == 3
+    served.compute(0.01, 1)
+    assert len(served.core) == 3
+    assert not served.ended.keys() & set(jobs[1:])
+    served.send(*(Job() for _ in range(3)))
+    while served.core:
+        served.compute(0.01, 3)
+    assert not served.rejected(list(served.ended))
+    # Far beyond the limit a request makes way for a later one at once.
+    jobs = served.send(*(Job() for _ in range(40)))
+    errors = served.rejected(jobs)
+    assert len(errors) == 40 - 3 - MIN_REQUESTS
+    assert "The limit of 3 requests in flight is reached. Try again in" in str(errors[0])
+    assert "raise serving.queue.max_in_flight" in str(errors[0])
+
+
+def test_the_limits_hold_over_all_instances(pipeline: Any) -> None:
+    first, second = pipeline(max_requests=4), pipeline(max_requests=4)
+    first.send(*(Job() for _ in range(3)))
+    second.send(*(Job() for _ in range(3)))
+    assert (len(first.core), len(second.core)) == (3, 1)
+    first.compute(0.01, 2)
+    second.look()
+    assert len(second.core) == 3
+
+
+def test_a_slow_pipeline_still_admits_some(pipeline: Any) -> None:
+    served = pipeline(max_requests=1000, max_wait_s=100.0)
+    served.send(*(Job() for _ in range(2 * CORE_ROWS)))
+    for _ in range(2 * CORE_ROWS):
+        served.compute(50.0, 1)
+    jobs = served.send(*(Job() for _ in range(MIN_REQUESTS)))
+    for _ in range(MIN_REQUESTS):
+        served.compute(50.0, 1)
+    assert not served.rejected(jobs)
+
+
+def test_requests_with_room_are_not_rejected_whatever_the_rate_was(pipeline: Any) -> None:
+    served = pipeline()
+    for _ in range(50):
+        served.send(Job())
+        served.compute(0.5, 1)  # one client alone: no batches
+    jobs = served.send(*(Job() for _ in range(900)))
+    while served.core:
+        served.compute(0.05)
+    assert not served.rejected(jobs)
+
+
+def answered(
+    served: Pipeline, *, rate_per_s: float, requests: int, left_s: float | None = None
+) -> tuple[list[float], list[float]]:
+    """Latencies of answers and of rejections; a batch takes 150 ms and 20 ms a row."""
+    draw = random.Random(7)
+    arrivals = deque(accumulate((draw.expovariate(rate_per_s) for _ in range(requests)), initial=0))
+    start, batch, done_s = served.clock.now, list[Any](), 0.0
+    sent: dict[Any, float] = {}
+    while arrivals or served.core or batch or requests_of(served.counts):
+        looks_s = served.clock.now - start + 0.01
+        next_s = min([looks_s, *arrivals][:2] + ([done_s] if batch else []))
+        served.clock.now = start + next_s
+        if arrivals and next_s == arrivals[0]:
+            (job,) = served.send(Job(left_s=left_s))
+            sent[job] = start + arrivals.popleft()
+        elif batch and next_s == done_s:
+            for job, ticket in batch:
+                served.counts.done(ticket)
+                served.ended[job] = None, served.clock.now
+            batch = []
+        served.look()
+        if not batch and served.core:
+            batch = [served.core.popleft() for _ in range(min(CORE_ROWS, len(served.core)))]
+            done_s = served.clock.now - start + 0.15 + 0.02 * len(batch)
+    latencies: tuple[list[float], list[float]] = ([], [])
+    for job, (error, ended_at) in served.ended.items():
+        latencies[error is not None].append(ended_at - sent[job])
+    assert len(served.ended) == requests + 1
+    return latencies
+
+
+def test_small_batches_tell_nothing_of_large_ones(pipeline: Any) -> None:
+    """The core can answer 40 a second: at 16 nobody waits for long, and nobody is rejected."""
+    latencies, rejections = answered(pipeline(max_wait_s=1.0), rate_per_s=16, requests=1000)
+    assert max(latencies) < 1.0
+    assert not rejections
+
+
+def test_more_than_the_core_can_do_is_rejected(pipeline: Any) -> None:
+    """The core answers 40 a second, in batches of 0.8 s with the largest batch."""
+    latencies, rejections = answered(pipeline(max_wait_s=2.5), rate_per_s=80, requests=2000)
+    assert len(latencies) == pytest.approx(25 * 40, rel=0.15)
+    assert max(latencies) < 2.5 + 2 * 0.8 + 0.8
+    assert max(rejections) < 2 * 0.8 + 0.1
+
+
+def test_overload_with_deadlines_is_answered_in_time(pipeline: Any) -> None:
+    latencies, rejections = answered(
+        pipeline(max_wait_s=60.0), rate_per_s=80, requests=2000, left_s=6.0
+    )
+    assert len(latencies) == pytest.approx(25 * 40, rel=0.2)
+    assert sum(latency < 6.0 for latency in latencies) > 0.97 * len(latencies)
+    assert max(rejections) < 2 * 0.8 + 0.1
+
+
+@pytest.mark.parametrize("silent_s", [0.0, 0.01, 0.3, 1000.0])
+@pytest.mark.parametrize("burst", [40, 64, 90, 400, 1500])
+@pytest.mark.parametrize("batches", [0, 1, 4])
+def test_a_request_after_an_abandoned_burst_is_never_rejected(
+    pipeline: Any, silent_s: float, burst: int, batches: int
+) -> None:
+    """Whatever the burst has left in the core and in the queue, and whatever rate it showed."""
+    served = pipeline(max_requests=1000, max_wait_s=2.0)
+    served.send(*(Job() for _ in range(burst)))
+    for _ in range(batches):
+        served.compute(0.5)
+    finishing = [served.core.popleft() for _ in range(min(CORE_ROWS, len(served.core)))]
+    served.leave()
+    served.clock.now += silent_s
+    for number in range(20):
+        (lone,) = served.send(Job())
+        sent_at = served.clock.now
+        for job, ticket in finishing:  # what the clients left while it was computed
+            served.counts.done(ticket)
+            served.ended[job] = None, served.clock.now
+        finishing = []
+        while lone not in served.ended:
+            served.core = deque(each for each in served.core if each[0] is lone)
+            served.compute(0.001) if served.core else served.look()
+            served.clock.now += 0.01
+        assert not served.rejected([lone]), number
+        assert served.clock.now - sent_at < SILENCE_S + 0.1
+    served.clock.now += 10.0
+    served.look()
+    assert requests_of(served.counts) == 0
+
+
+def test_clients_that_come_after_an_abandoned_burst_are_served(pipeline: Any) -> None:
+    served = pipeline(max_requests=400, max_wait_s=3.0)
+    served.send(*(Job() for _ in range(400)))
+    served.compute(0.1)
+    served.leave()
+    jobs = served.send(*(Job() for _ in range(MIN_REQUESTS)))
+    for _ in range(300):
+        served.core = deque(each for each in served.core if each[0] in jobs)
+        served.compute(0.01) if served.core else served.look()
+        served.clock.now += 0.01
+    assert not served.rejected(jobs)
+    assert set(jobs) <= set(served.ended)
+
+
+@pytest.mark.parametrize("silent_s", [0.0, 1.5, 1000.0])
+@pytest.mark.parametrize("burst", [72, 96, 182])
+def test_a_silence_is_not_part_of_the_rate(pipeline: Any, burst: int, silent_s: float) -> None:
+    served = pipeline()
+    served.send(*(Job() for _ in range(burst)))
+    served.compute(0.05)
+    served.leave()
+    for _ in range(10):
+        served.clock.now += silent_s / 10
+        served.look()
+        served.leave()
+    jobs = served.send(*(Job() for _ in range(300)))
+    for _ in range(200):
+        served.core = deque(each for each in served.core if each[0] in jobs)
+        served.compute(0.05) if served.core else served.look()
+        served.clock.now += 0.01
+    assert not served.rejected(jobs)
+    assert set(jobs) <= set(served.ended)
+
+
+def test_a_core_that_is_silent_gets_a_probe_at_a_time(pipeline: Any) -> None:
+    """It may also be slow, or have no CPU: then all that it is given comes too late."""
+    served = pipeline(max_wait_s=60.0)
+    jobs = served.send(*(Job() for _ in range(300)))
+    for number in range(1, 20):
+        served.clock.now += 0.9 * SILENCE_S
+        served.look()
+        assert len(served.core) == 2 * CORE_ROWS + number - 1
+        served.clock.now += 0.2 * SILENCE_S
+        served.look()
+        served.look()
+        assert len(served.core) == 2 * CORE_ROWS + number
+        assert served.core[-1][0] is jobs[-number]
+    assert requests_of(served.counts) == 300
+    while served.core:
+        served.compute(0.1)
+    assert set(served.ended) == set(jobs)
+    assert served.counts.load() == (0, 0, 0, 0)
+
+
+def test_a_request_waits_no_longer_than_the_limit(pipeline: Any) -> None:
+    served = pipeline(max_wait_s=0.2)
+    jobs = served.send(*(Job() for _ in range(100)), Job(left_s=0.1))
+    served.clock.now += 0.21
+    served.look()
+    errors = served.rejected(jobs)
+    assert len(errors) >= 100 - 2 * CORE_ROWS
+    assert "would wait for 210 ms; the limit is 200 ms. Try again in 110 ms" in str(errors[0])
+
+
+def test_requests_before_the_stop_are_admitted(pipeline: Any, in_flight: InFlight) -> None:
+    busy, idle = pipeline(), pipeline()
+    clock = busy.clock
+
+    def is_stopped(served: Pipeline) -> bool:
+        (job,) = served.send(Job())
+        return any(isinstance(error, Stopping) for error in served.rejected([job]))
+
+    make: Any = busy.flow._make
+
+    def make_slowly(jobs: list[Any]) -> list[tuple[Any, Any]]:
+        clock.now += 1.0
+        in_flight.stop_admitting()
+        clock.now += SHUTDOWN_GRACE_S / 2
+        assert not is_stopped(idle)
+        clock.now += 1.0
+        return list(make(jobs))
+
+    busy.flow._make = make_slowly
+    assert not is_stopped(busy)
+    busy.flow._make = make
+    assert is_stopped(idle)
+    assert not is_stopped(busy)  # it has waited in the queue of this instance
+    assert is_stopped(busy)
+
+
+def test_an_error_of_the_step_reaches_the_request_that_waited(pipeline: Any) -> None:
+    served = pipeline()
+    served.send(*(Job() for _ in range(2 * CORE_ROWS)))
+    (job,) = served.send(Job())
+
+    def fail(jobs: list[Any]) -> Any:
+        raise ZeroDivisionError
+
+    served.flow._make = fail
+    served.compute(0.1)
+    assert isinstance(served.ended[job][0], ZeroDivisionError)
+
+
+def test_the_thread_sends_what_waited(in_flight: InFlight) -> None:
+    sent: list[Any] = []
+    tickets: list[Any] = []
+
+    def make(jobs: list[Any]) -> list[tuple[Any, Any]]:
+        tickets.extend(flow.admit(job.rows) for job in jobs)
+        return [(job, "forwarded") for job in jobs]
+
+    def send(job: Any, result: Any) -> None:
+        sent.append(job)
+        raise RuntimeError("the client has left")
+
+    settings = {"pipeline": PIPELINE, "max_requests": 9, "max_wait_ms": 60_000, "core_rows": 1}
+    flow = FlowControl(settings, make, send)
+    jobs = [Job() for _ in range(9)]
+    assert [job for job, _ in flow.take(jobs)] == jobs[:2]
+    assert [job.sender for job in jobs] == [None] * 2 + ["sender"] * 7
+
+    def all_are_answered() -> bool:
+        while tickets:
+            in_flight.done(tickets.pop())
+        return len(sent) == 7
+
+    wait_until(all_are_answered, "the others are forwarded")
+    wait_until(lambda: all_are_answered() and not requests_of(in_flight), "nothing is in flight")
+    assert sorted(map(jobs.index, sent)) == [2, 3, 4, 5, 6, 7, 8]
 
 
 COUNT = """
 import os, sys
 os.getppid = lambda: int(sys.argv[2])  # as the stubs of one server have one parent
-from triptych.runtime.in_flight import InFlight
+from triptych.runtime.flow_control import InFlight
 in_flight = InFlight(sys.argv[1])
-slot = in_flight.take_slot()
 for _ in range(1000):
-    in_flight.admit(slot, 2)
-print(slot, flush=True)
+    in_flight.admit(2)
+in_flight.wait(1, 5)
+print(in_flight.slot, flush=True)
 sys.stdin.read()
 """
 
@@ -401,18 +564,22 @@ def test_processes_share_one_count_and_leave_their_slots(in_flight: InFlight) ->
     for child in children:
         assert child.stdout is not None
         slots.add(child.stdout.readline().strip())
-    assert slots == {"0", "1", "2"}
-    assert (in_flight.load().requests, in_flight.load().rows) == (3000, 6000)
+    assert slots == {"1", "2", "3"}
+    assert in_flight.load() == (3003, 6015, 3000, 6000)
     (same,) = [
         counts for counts in InFlight.of_server(os.getppid()) if counts.path == in_flight.path
     ]
-    assert same.load().requests == 3000
+    assert same.load().requests == 3003
     for child in children:
         child.communicate(timeout=30)
-    # A reloaded step takes a dead one's slot, and what that had under way.
-    assert in_flight.take_slot() == 0
-    assert in_flight.load().requests == 2000
+    # A reloaded step takes a dead one's slot. Its requests in the core will be answered.
+    assert InFlight(PIPELINE).slot == 1
+    assert in_flight.load() == (3002, 6010, 3000, 6000)
     assert in_flight.path.stat().st_mode & 0o777 == 0o600
+    for _ in range(module.SLOTS - 2):
+        InFlight(PIPELINE)
+    with pytest.raises(RuntimeError, match="at most 64 instances"):
+        InFlight(PIPELINE)
 
 
 def test_only_counts_of_dead_servers_in_the_same_pid_namespace_are_removed() -> None:

@@ -25,8 +25,7 @@ from triptych.client import (
 from triptych.client.errors import status_error, stream_error
 from triptych.container.health import error_code
 from triptych.runtime import request_errors as faults
-from triptych.runtime.flow_control import Admission
-from triptych.runtime.in_flight import InFlight
+from triptych.runtime.flow_control import FlowControl
 
 URL = "127.0.0.1:8001"
 KINDS: dict[str, tuple[type[InferenceError], str]] = {
@@ -46,25 +45,9 @@ class Refusal(NamedTuple):
     status: str
 
 
-class Sender:
-    """A request, and the sender of its response, whose client has left."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def get_response_sender(self) -> Sender:
-        return self
-
-    def is_cancelled(self) -> bool:
-        return True
-
-    def send(self, response: Any, flags: int) -> None:
-        self.sent.append(response)
-
-
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Modules of the steps, with a module in the place of the one that Triton gives them."""
+    """A module of the steps, with a module in the place of the one that Triton gives them."""
     statuses = {"INVALID_ARG": "INVALID_ARGUMENT", "UNAVAILABLE": "UNAVAILABLE"}
     error = type("TritonError", (), {**statuses, "INTERNAL": "INTERNAL", "__new__": _refusal})
     given = SimpleNamespace(
@@ -73,45 +56,33 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
     )
     monkeypatch.setattr("triptych.runtime.triton_io.pb_utils", given)
-    names = ("triton_io", "flow_control")
-    return SimpleNamespace(**{name: import_module(f"triptych.runtime.{name}") for name in names})
+    return import_module("triptych.runtime.triton_io")
 
 
 def _refusal(_class: type, message: str, status: str) -> Refusal:
     return Refusal(message, status)
 
 
-@pytest.fixture
-def in_flight() -> Iterator[InFlight]:
-    counts = InFlight(f"test-errors-{os.getpid()}")
-    yield counts
-    counts.path.unlink()
+def overloads(steps: Any) -> Iterator[Refusal]:
+    """The rejections of flow control: for the number of requests, and for the wait."""
+    errors: list[Any] = []
+    settings = {"pipeline": f"test-errors-{os.getpid()}", "core_rows": 1, "max_requests": 2}
 
+    def forward(jobs: list[Any]) -> list[Any]:
+        for job in jobs:
+            flow.admit(job.rows)
+        return []
 
-def overloads(steps: Any, counts: InFlight) -> Iterator[Any]:
-    """The refusals of admission and of the backlog, as they are raised under load."""
-    admission = Admission(counts, 1, 2.0)
-    admission.begin()
-    admission.check(None)
-    admission.admit(1)
-    with pytest.raises(faults.Overloaded) as full:
-        admission.check(None)
-    yield steps.triton_io.error_response(full.value)
-    admission = Admission(counts, 1000, 2.0)
-    admission.begin()
-    admission._rows, admission._row_s, admission._known_rows = 1000.0, 0.01, 1e9
-    with pytest.raises(faults.Overloaded) as late:
-        admission.check(1.0)
-    yield steps.triton_io.error_response(late.value)
-    backlog = steps.flow_control.Backlog(counts, counts.take_slot(), batch_rows=1, max_wait_s=5.0)
-    senders = [Sender() for _ in range(100)]
-
-    def give() -> None:
-        counts.admit(0, 1)
-
-    backlog.take([(sender, 1, 0.01, give) for sender in senders])
-    wait_until(lambda: bool(senders[-1].sent), "a refusal of the backlog", 10)
-    yield senders[-1].sent[0]
+    flow = FlowControl(
+        {**settings, "max_wait_ms": 200}, forward, lambda _job, error: errors.append(error)
+    )
+    request = SimpleNamespace(get_response_sender=lambda: None)
+    jobs = [SimpleNamespace(request=request, rows=1, left_s=None) for _ in range(20)]
+    errors += [error for _, error in flow.take(jobs)]
+    flow._counts.path.unlink()
+    wait_until(lambda: any("wait" in str(error) for error in errors), "a wait that is too long", 10)
+    for words in ("requests in flight", "would wait"):
+        yield steps.error_response(next(error for error in errors if words in str(error)))
 
 
 def check(refusal: Refusal, code: str) -> tuple[InferenceError, InferenceError]:
@@ -128,33 +99,33 @@ def check(refusal: Refusal, code: str) -> tuple[InferenceError, InferenceError]:
     return error, streamed
 
 
-def test_an_overload_is_read_with_its_pause(steps: Any, in_flight: InFlight) -> None:
+def test_an_overload_is_read_with_its_pause(steps: Any) -> None:
     pauses = []
-    for refusal in overloads(steps, in_flight):
+    for refusal in overloads(steps):
         for error in check(refusal, faults.OVERLOADED):
             assert isinstance(error, OverloadedError)
             assert f"Try again in {1e3 * error.again_s:.0f} ms" in error.message
             pauses.append(error.again_s)
             assert error.with_attempts("twice").message.endswith(" twice")
             assert error.with_attempts("twice").again_s == error.again_s  # type: ignore[attr-defined]
-    assert len(pauses) == 6
+    assert len(pauses) == 4
     assert min(pauses) > 0
 
 
 def test_every_other_error_is_read(steps: Any) -> None:
     rows = {None: None, 0: 10, 2: 12, 3: None}
     for row, own in rows.items():
-        refusal = steps.triton_io.error_response(
+        refusal = steps.error_response(
             faults.RequestError("text", "must be valid UTF-8", "row 0: [stopping] ", "Send it", row)
         )
         error, _ = check(refusal, faults.INVALID_REQUEST)
         assert error.row == own
         assert error.message == "`text` must be valid UTF-8. Given: row 0: [stopping] . Send it."
-    check(steps.triton_io.error_response(faults.Stopping()), faults.STOPPING)
-    check(steps.triton_io.error_response(faults.EngineFailed("it ended")), faults.ENGINE_FAILED)
-    check(steps.triton_io.error_response(KeyError("requests under way must")), faults.INTERNAL)
-    unpaired = steps.triton_io.error_response(ValueError("\ud800" + "x" * 10**6))
-    assert len(unpaired.message) <= steps.triton_io.MAX_MESSAGE
+    check(steps.error_response(faults.Stopping()), faults.STOPPING)
+    check(steps.error_response(faults.EngineFailed("it ended")), faults.ENGINE_FAILED)
+    check(steps.error_response(KeyError("requests under way must")), faults.INTERNAL)
+    unpaired = steps.error_response(ValueError("\ud800" + "x" * 10**6))
+    assert len(unpaired.message) <= steps.MAX_MESSAGE
     check(unpaired, faults.INTERNAL)
 
 

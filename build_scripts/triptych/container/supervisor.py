@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from triptych.runtime.in_flight import InFlight
+from triptych.runtime.flow_control import InFlight
 
 _KEY = re.compile(rb"(?<=-restricted-)(protocol|api)([=\0][^=\0]*=)([^\0]+)")
 _ARGUMENTS_START = 45  # of what follows the program's name in /proc/PID/stat

@@ -43,13 +43,13 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "forwarded inputs": {"preprocess": "hooking.make_forwarded"},
     "flow control": {
         "preprocess": "flow_control.FlowControl",
-        "postprocess": "in_flight.InFlight",
+        "postprocess": "flow_control.InFlight",
     },
     "samples": {
         "preprocess": "sampling.RowSampler",
         "postprocess": "sample_writer.SampleWriter",
     },
-    "tickets": {"preprocess": "in_flight.InFlight", "postprocess": "in_flight.InFlight"},
+    "tickets": {"preprocess": "flow_control.InFlight", "postprocess": "flow_control.InFlight"},
     "bucketed layout": {"preprocess": "bucketing.order_by_length"},
     "pairs": {"preprocess": "rows_pairs.PairEncoder"},
     "row metadata": {"postprocess": "row_metadata.unpack_metadata"},

@@ -1,321 +1,454 @@
-"""Flow control ``triptych``: which requests are admitted, and how much work the core gets at once.
+"""Flow control ``triptych``: the requests that preprocess rejects under overload.
 
-**Admission.** Preprocess rejects a request with UNAVAILABLE and a retry hint if
+**Core budget.** Preprocess forwards requests while the core holds less than `BUDGET_S` of work, or
+less than two of its largest batches. The others wait in preprocess, first in, first out: Triton
+never tells a first step that a client has left, and only the core's queue drops such requests. The
+queue limits of Triton's dynamic batcher are not used. With any queue policy it loses wake-ups, and
+a request then waits up to 500 ms beside an idle model.
 
-- ``serving.queue.max_in_flight`` requests are in flight,
-- the requests in flight take longer than ``serving.queue.max_backlog_ms``, or longer than 70 % of
-  the time that the request's own deadline leaves, at the measured rate, or
-- the server is stopping.
+**Rejections.** A request that waits is rejected with UNAVAILABLE and a time after which to retry if
+the requests before it take longer than ``serving.queue.max_backlog_ms``, or longer than 70 % of the
+time to its own deadline, or if they are ``serving.queue.max_in_flight`` or more. This is decided
+once more rows have been answered during its wait than the core computes at once: such answers prove
+that the core works and that clients still wait for it, and they give the rate. Without them a
+request is rejected only when its own wait has reached the limit, or when more requests wait beyond
+``max_in_flight`` than `MIN_REQUESTS`. A server that is stopping rejects all requests.
 
-At least `MIN_REQUESTS` requests are admitted whatever the rate. The queue limits of Triton's
-dynamic batcher are not used: with any queue policy it loses wake-ups, and a request then waits up
-to 500 ms beside an idle model.
+**Probes.** Requests whose clients left are never answered, so the core seems full. Once nothing has
+been answered for `SILENCE_S`, the newest request that waits is forwarded. Its answer proves that
+the requests before it are lost, and they no longer count.
 
-**Backlog.** Triton does not tell a first step that a client has left. It checks that only when it
-schedules the next step, and the core's queue then drops the request. Preprocess therefore forwards
-about 250 ms of work at a time (`WINDOW_S`; at least two batches for each core instance). The other
-requests wait in preprocess, where those that have expired are dropped.
-
-**Counts.** `in_flight` counts the forwarded requests in shared memory, and forgets those whose
-clients left. A request that is sent to a step itself has no ticket: it is answered, not counted
-and not limited.
+**Counts.** A ticket goes with each forwarded request past the core to postprocess, in any order. A
+request sent to a step itself has no ticket: it is answered, not counted and not limited. All steps
+count in a file in shared memory whose name has the version of its layout and the server, which is a
+process in a PID namespace. A server removes only files of dead servers in its own namespace. To
+stop a server, `InFlight.stop_admitting` is called, and then no request may be in flight.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
+import math
+import mmap
+import os
+import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from .in_flight import InFlight, Ticket
 from .request_errors import Overloaded, Stopping
-from .triton_io import error_response, send
 
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX_VARIABLE = "TRIPTYCH_SERVER_MARK"
+"""Variable with a prefix for the files in shared memory, so that they can be removed later."""
+FORMAT = 4
+"""Version of the layout of the file. While a pipeline is replaced, its old steps and its new ones
+may have different versions, and then use different files."""
+SLOTS = 64
+"""Maximum number of processes of a pipeline that count."""
+PLACES = 4096
+SLOT_BITS = 48
+"""Requests of a slot have numbers, and places for the last one answered: a ticket counts once."""
+EPOCHS = 64
+EPOCH_NS = 50_000_000
+"""Requests are counted by epochs of at least this duration. Requests of an epoch count as lost once
+one that was forwarded two epochs later is answered: Triton has kept no order between steps since
+25.06, but the core takes requests from its queue in order."""
+
+_KEY, _CLOSED_AT, _HEADER = slice(0, 2), 2, 3
+_HOLDER, _WAITING, _WAITING_ROWS, _ACKNOWLEDGED = range(4)
+_SENT_EPOCH, _DONE_EPOCH, _DONE_ROWS, _DONE_AT, _NEWEST = range(4, 9)
+_CELLS = 9  # of each epoch: its number, its requests, their rows
+_SLOT = _CELLS + 3 * EPOCHS
+_TICKET = struct.Struct("<3q")
+
+
+class Load(NamedTuple):
+    """Requests in flight and their rows: all of them, and those that are in the core."""
+
+    requests: int
+    rows: int
+    core_requests: int
+    core_rows: int
+
+
+class InFlight:
+    """Counts shared by all processes of one pipeline on one server.
+
+    Each process writes words of its own slot only: preprocess adds requests to their epoch, and
+    postprocess subtracts them. A count is the sum over the slots.
+
+    Attributes:
+        slot: Slot of this process.
+    """
+
+    def __init__(self, pipeline: str) -> None:
+        server = _identify(os.getppid())
+        for other in SHARED_MEMORY.glob(f"triptych_*in_flight.*.{_namespace()}-*.{pipeline}"):
+            owner = other.name.split(".")[2]
+            if _identify(int(owner.split("-")[1])) != owner:  # its server is dead
+                other.unlink(missing_ok=True)
+        self._open(SHARED_MEMORY / f"{_prefix()}in_flight.{FORMAT}.{server}.{pipeline}")
+        with self.path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not any(self._words[_KEY]):
+                self._words[_KEY] = memoryview(os.urandom(16)).cast("q")
+            for slot, holder in enumerate(self._columns[_HOLDER]):
+                if not holder or not Path(f"/proc/{holder}").exists():
+                    self.slot, self._own = slot, self._words[_HEADER + slot * _SLOT :][:_SLOT]
+                    self._own[_WAITING] = self._own[_WAITING_ROWS] = self._own[_ACKNOWLEDGED] = 0
+                    self._own[_HOLDER] = os.getpid()
+                    break
+            else:
+                raise RuntimeError(f"a pipeline has at most {SLOTS} instances of its steps")
+        self._key, self._epoch_at = bytes(self._words[_KEY]), 0
+
+    @classmethod
+    def of_server(cls, pid: int, prefix: str = "") -> list[InFlight]:
+        """Return the counts of each pipeline of the server with this process id, to be read.
+
+        `prefix` is the one in the server's environment, if it differs from this process.
+        """
+        name = f"{prefix or _prefix()}in_flight.{FORMAT}.{_identify(pid)}.*"
+        found = []
+        for path in sorted(SHARED_MEMORY.glob(name)):
+            counts = cls.__new__(cls)
+            counts._open(path)
+            found.append(counts)
+        return found
+
+    def _open(self, path: Path) -> None:
+        self.path = path
+        path.touch(0o600)
+        with path.open("r+b") as file:
+            os.ftruncate(file.fileno(), 8 * (_HEADER + SLOTS * (_SLOT + PLACES)))
+            self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+        self._places = self._words[_HEADER + SLOTS * _SLOT :]
+        # The same word of all slots.
+        slots = self._words[_HEADER : _HEADER + SLOTS * _SLOT]
+        self._columns = [slots[word::_SLOT] for word in range(_SLOT)]
+
+    def admit(self, rows: int, payload: bytes = b"") -> tuple[int, int, int, int]:
+        """Count a request and its model rows as forwarded to the core.
+
+        Returns:
+            The ticket: epoch, rows, the slot and number of the request, and a message
+            authentication code of these and the payload, which only this server makes.
+        """
+        is_newest = self._own[_SENT_EPOCH] == max(self._columns[_SENT_EPOCH])
+        if not is_newest or time.monotonic_ns() - self._epoch_at > EPOCH_NS:
+            self.start_epoch(int(is_newest), EPOCHS // 2)
+        epoch = self._own[_SENT_EPOCH]
+        self._count(epoch, 1, rows)
+        self._own[_NEWEST] += 1
+        numbers = epoch, rows, self.slot << SLOT_BITS | self._own[_NEWEST]
+        return *numbers, self._make_mac(*numbers, payload)
+
+    def start_epoch(self, later: int, limit: int = EPOCHS - 2) -> int:
+        """Count further requests in a later epoch, at most `limit` after that of the last answer.
+
+        Returns:
+            The epoch.
+        """
+        newest, done = max(self._columns[_SENT_EPOCH]), max(self._columns[_DONE_EPOCH])
+        self._own[_SENT_EPOCH] = newest + (later if newest + later - done <= limit else 0)
+        self._epoch_at = time.monotonic_ns()
+        return self._own[_SENT_EPOCH]
+
+    def is_valid(self, ticket: Sequence[int], payload: bytes = b"") -> bool:
+        """Whether this server made the ticket with this payload."""
+        epoch, rows, name, mac = ticket
+        return mac == self._make_mac(epoch, rows, name, payload)
+
+    def is_awaited(self, ticket: Sequence[int], rows: int) -> bool:
+        """Whether a valid ticket has this number of model rows, and is not answered yet."""
+        return ticket[1] == rows and self._places[_find_place(ticket[2])] < ticket[2]
+
+    def done(self, ticket: Sequence[int]) -> None:
+        """Count a request with a valid ticket as answered."""
+        epoch, rows, name, _ = ticket
+        place = _find_place(name)
+        if self._places[place] >= name:
+            return
+        self._places[place] = name
+        self._count(epoch, -1, -rows)
+        self._own[_DONE_AT] = time.monotonic_ns()
+        self._own[_DONE_ROWS] += rows
+        self._own[_DONE_EPOCH] = max(self._own[_DONE_EPOCH], epoch)
+
+    def wait(self, requests: int, rows: int) -> None:
+        """Add to the requests and rows of this process that wait for the core."""
+        self._own[_WAITING] += requests
+        self._own[_WAITING_ROWS] += rows
+
+    def acknowledge(self, slot: int, number: int) -> None:
+        """Note that the chunks of a generation core have arrived up to `number`."""
+        self._columns[_ACKNOWLEDGED][slot] = number
+
+    def acknowledged(self) -> int:
+        """Return the number of the last chunk of this process that has arrived, or 0."""
+        return self._own[_ACKNOWLEDGED]
+
+    def load(self) -> Load:
+        """Return what is in flight, without the requests that are known to be lost."""
+        columns, requests, rows = self._columns, 0, 0
+        newest, done = max(columns[_SENT_EPOCH]), max(columns[_DONE_EPOCH])
+        for epoch in range(max(done - 1, newest - EPOCHS + 1, 1), newest + 1):
+            cell = _CELLS + 3 * (epoch % EPOCHS)
+            for each, slot_requests, slot_rows in zip(
+                *(column.tolist() for column in columns[cell : cell + 3]), strict=True
+            ):
+                if each == epoch:
+                    requests, rows = requests + slot_requests, rows + slot_rows
+        waiting, waiting_rows = sum(columns[_WAITING]), sum(columns[_WAITING_ROWS])
+        return Load(requests + waiting, rows + waiting_rows, requests, rows)
+
+    def answered(self) -> tuple[int, float, int]:
+        """Return the rows answered so far, and the time and newest epoch of the answers."""
+        rows, times, epochs = (self._columns[word] for word in (_DONE_ROWS, _DONE_AT, _DONE_EPOCH))
+        return sum(rows), max(times) / 1e9, max(epochs)
+
+    def stop_admitting(self) -> None:
+        """Make preprocess reject all further requests."""
+        self._words[_CLOSED_AT] = time.monotonic_ns()
+
+    @property
+    def closed_at(self) -> float:
+        """Time of `stop_admitting`, by `time.monotonic`; 0 before."""
+        return self._words[_CLOSED_AT] / 1e9
+
+    def _count(self, epoch: int, requests: int, rows: int) -> None:
+        own, cell = self._own, _CELLS + 3 * (epoch % EPOCHS)
+        if own[cell] < epoch:
+            own[cell + 1] = own[cell + 2] = 0
+            own[cell] = epoch
+        if own[cell] == epoch:  # otherwise all of the epoch is forgotten
+            own[cell + 1] += requests
+            own[cell + 2] += rows
+
+    def _make_mac(self, epoch: int, rows: int, name: int, payload: bytes) -> int:
+        data = _TICKET.pack(epoch, rows, name) + payload
+        digest = hashlib.blake2b(data, key=self._key, digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
+
+def _find_place(name: int) -> int:
+    return (name >> SLOT_BITS) * PLACES + name % PLACES
+
+
+def _prefix() -> str:
+    return os.environ.get(PREFIX_VARIABLE, "triptych_")
+
+
+def _namespace() -> int:
+    """Return the number of the PID namespace: containers may share /dev/shm but not process ids."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def _identify(pid: int) -> str:
+    """Return the namespace of a process id, the id and its start time, because ids are reused."""
+    try:
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        started = "dead"
+    return f"{_namespace()}-{pid}-{started}"
+
+
+BUDGET_S = 0.25
+"""Seconds of work that the core holds at a time."""
+SILENCE_S = 0.25
+"""Seconds without an answer after which a request is forwarded as a probe."""
+DEADLINE_SHARE = 0.7
+"""Share of a request's time that it may wait. The measured rate may be a little too high, and a
+result that comes too late wastes the work for all clients."""
 MIN_REQUESTS = 8
 """Number of requests that may always be in flight: one call of the client sends this many."""
-
-RATE_VALID_UP_TO = 2.0
-"""Multiple of the measured number of rows up to which the rate is valid. Additional rows may form
-larger batches, which take less time per row, so they add no time until that is measured."""
-
-DEADLINE_SHARE = 0.7
-"""Share of a request's remaining time that it may wait behind other requests. The measured rate may
-be a little too high, and a result that comes too late wastes the work for all clients."""
-
+HALF_LIFE_S = 1.0
+"""Seconds after which answers have half of their weight in the rate."""
 SHUTDOWN_GRACE_S = 0.05
 """Seconds after the stop signal in which requests are still admitted: they were sent before it."""
-
-MIN_HINT_MS = 20
-
-
-class Admission:
-    """Admission of requests, and the count of those admitted.
-
-    Args:
-        in_flight: Counts of the pipeline.
-        max_requests: Maximum number of requests in flight.
-        max_wait_s: Maximum time that the requests in flight may take at the measured rate.
-        window_rows: Minimum number of rows that the core holds while requests wait.
-
-    Attributes:
-        slot: Slot of `in_flight` that belongs to this instance.
-    """
-
-    def __init__(
-        self, in_flight: InFlight, max_requests: int, max_wait_s: float, window_rows: int = 0
-    ) -> None:
-        self._in_flight = in_flight
-        self._window_rows = window_rows
-        self.slot = in_flight.take_slot()
-        self._max_requests = max_requests
-        self._max_wait_s = max_wait_s
-        self._began_at = self._ended_at = 0.0
-        self._requests = 0
-        self._rows = self._rows_in_core = self._rows_per_request = 0.0
-        self._row_s = self._known_rows = 0.0
-
-    def begin(self) -> None:
-        """Read the counts once for all requests that are checked together."""
-        self._began_at, before, ended_at = time.monotonic(), self._began_at, self._ended_at
-        counts = self._in_flight
-        self._closed = False
-        if closed_at := counts.closed_at:
-            # Requests that waited while the previous ones were processed were also sent before.
-            waited = before <= closed_at < ended_at
-            self._closed = not waited and self._began_at > closed_at + SHUTDOWN_GRACE_S
-        self._requests, self._rows, self._rows_in_core = counts.load(self._began_at)
-        self._rows_per_request = counts.rows_per_request()
-        self._row_s, self._known_rows = counts.row_s, RATE_VALID_UP_TO * counts.depth
-
-    def check(self, left_s: float | None) -> None:
-        """Admit the next request.
-
-        Args:
-            left_s: Seconds until the deadline of the request; None if it has none.
-
-        Raises:
-            Overloaded: A limit is reached.
-            Stopping: The server is stopping.
-        """
-        if self._closed:
-            raise Stopping
-        own_s = None if left_s is None else DEADLINE_SHARE * left_s
-        limit_s = self._max_wait_s if own_s is None else min(self._max_wait_s, own_s)
-        wait_s = self._wait_s()
-        late = self._requests >= MIN_REQUESTS and wait_s > self._max_wait_s
-        late = late or (self._requests > 0 and own_s is not None and wait_s > own_s)
-        if late or self._requests >= self._max_requests:
-            hint_ms = max(1e3 * (wait_s - 0.5 * limit_s), MIN_HINT_MS)
-            again = f"Try again in {hint_ms:.0f} ms"
-            if late:
-                whose = ", by the deadline of the request" if limit_s == own_s else ""
-                raise Overloaded(
-                    f"The requests in flight take {1e3 * wait_s:.0f} ms; the limit is "
-                    f"{1e3 * limit_s:.0f} ms{whose}. {again}, or raise "
-                    "serving.queue.max_backlog_ms in the pipeline.",
-                    hint_ms,
-                )
-            raise Overloaded(
-                f"The limit of {self._max_requests} requests in flight is reached. {again}, or "
-                "raise serving.queue.max_in_flight in the pipeline.",
-                hint_ms,
-            )
-        self._requests += 1
-        self._rows += self._rows_per_request
-        self._rows_in_core += self._rows_per_request
-
-    def admit(self, rows: int, payload: bytes = b"") -> Ticket:
-        """Return the ticket of an admitted request with this number of model rows."""
-        return self._in_flight.admit(self.slot, rows, payload)
-
-    def end(self) -> None:
-        """Note that the requests that were checked together have been forwarded."""
-        self._ended_at = time.monotonic()
-
-    def _wait_s(self) -> float:
-        """Return the seconds that all rows in flight take; rows beyond the known depth add none."""
-        depth = max(self._rows_in_core, min(self._rows, self._window_rows), 1.0)
-        known = min(self._known_rows / depth, 1.0)
-        return max(self._rows, 0.0) * self._row_s * known
-
-
-WINDOW_S = 0.25
-"""Seconds of work that the core holds at a time, at the measured rate."""
-WINDOW_BATCHES = 2
-"""Minimum number of largest batches per core instance: one is computed, one is queued."""
-RATE_S = 0.05
-"""Seconds over which the rate is estimated until it has been measured."""
-MAX_WINDOWS = 8
-"""Number of windows to forward once the core is silent. The clients of all waiting requests may
-have left, and Triton then drops the requests; a core without CPU for a while looks the same."""
+MIN_RETRY_MS = 20
 POLL_S = 0.002
-"""Seconds between two checks for free capacity while requests wait."""
+"""Seconds between two looks at the counts while requests wait."""
 
 
-class Ready(NamedTuple):
-    """A request whose model rows are ready.
-
-    Attributes:
-        request: Triton's request.
-        rows: Number of model rows.
-        left_s: Seconds until the deadline; None if there is none.
-        respond: Function that makes the response for the core, with a ticket.
-    """
-
-    request: Any
-    rows: int
-    left_s: float | None
-    respond: Callable[[], Any]
-
-
-class QueuedRequest(NamedTuple):
-    """A request that waits in preprocess.
+class Queued(NamedTuple):
+    """A request that waits.
 
     Attributes:
-        sender: Triton's sender of its one response.
+        job: The request for the functions of `FlowControl`.
         since: Start of the wait, by `time.monotonic`.
-        until: Deadline, by `time.monotonic`; infinite if there is none.
+        limit_s: Maximum wait in seconds.
+        proof: Number of answered rows beyond which the core is known to work.
     """
 
-    sender: Any
-    ready: Ready
+    job: Any
     since: float
-    until: float
+    limit_s: float
+    proof: int
 
 
-class Backlog:
-    """The waiting requests of one preprocess instance, first in, first out.
+class FlowControl:
+    """Flow control of one preprocess instance, by the settings of its step.
+
+    A job has the attributes `request`, `rows` (the estimated number of model rows), `left_s` (the
+    seconds until the deadline, or None) and `sender`, which is set if the job waits.
 
     Args:
-        in_flight: Counts of the pipeline.
-        slot: Slot of this instance in `in_flight`.
-        batch_rows: Number of rows that the core's instances compute at once.
-        max_wait_s: Maximum wait; afterwards a request is rejected.
+        settings: Settings of the step.
+        make: Function that makes the responses of jobs for the core; it calls `admit` for each of
+            them. It returns pairs of a job and its response or error, in the order in which to send
+            them. Only one thread calls it at a time.
+        send: Function that sends the response or error of a job that waited.
     """
 
     def __init__(
         self,
-        in_flight: InFlight,
-        slot: int,
-        *,
-        batch_rows: int,
-        max_wait_s: float,
+        settings: Mapping[str, Any],
+        make: Callable[[list[Any]], list[tuple[Any, Any]]],
+        send: Callable[[Any, Any], None],
     ) -> None:
-        self._in_flight = in_flight
-        self._slot = slot
-        self._min_rows = WINDOW_BATCHES * batch_rows
-        self._max_wait_s = max_wait_s
-        self._waiting: deque[QueuedRequest] = deque()
+        self._counts, self._make, self._send = InFlight(settings["pipeline"]), make, send
+        self.admit = self._counts.admit
+        self._max_requests: int = settings["max_requests"]
+        self._max_wait_s = settings["max_wait_ms"] / 1e3
+        self._silence_s = min(SILENCE_S, self._max_wait_s / 2)
+        self._core_rows: int = settings["core_rows"]
+        self._began_at = self._ended_at = self._busy_since = self._forwarded_at = 0.0
+        # The rate is the rows that were answered while requests waited, by the seconds of that.
+        self._answered, self._measured_at, self._rate_rows, self._rate_s = 0, 0.0, 0.0, 0.0
+        # Requests whose wait is known to be short enough, and those that came later.
+        self._accepted: deque[Queued] = deque()
+        self._undecided: deque[Queued] = deque()
+        self._probes: deque[tuple[int, float]] = deque()
         self._changed = threading.Condition()
-        self._rate_at, self._rate_rows, self._rate = 0.0, 0, 0.0
         threading.Thread(target=self._run, daemon=True).start()
 
-    def take(
-        self, requests: Sequence[tuple[Any, int, float | None, Callable[[], Any]]]
-    ) -> list[Any]:
-        """Return the response of each request for the core at once; None for one that waits.
-
-        Each request has the fields of `Ready`.
-
-        Only one thread makes responses at a time.
-        """
-        responses: list[Any] = []
-        now = time.monotonic()
+    def take(self, jobs: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Return the jobs that need not wait, as `make` does. Others may be rejected for them."""
+        began_at, self._began_at = self._began_at, time.monotonic()
+        closed_at, grace_ends_at = self._counts.closed_at, self._began_at - SHUTDOWN_GRACE_S
+        # Requests that waited while the previous ones were processed were sent before, too.
+        if 0 < closed_at < grace_ends_at and not began_at <= closed_at < self._ended_at:
+            return [(job, Stopping()) for job in jobs]
         with self._changed:
-            room = 0.0
-            if not self._waiting:
-                room = self._window_rows(now) - self._in_flight.load(now).rows_in_core
-            for ready in map(Ready._make, requests):
-                if room > 0 and not self._waiting:
-                    room -= ready.rows
-                    responses.append(self._respond(ready))
-                    continue
-                until = now + (float("inf") if ready.left_s is None else ready.left_s)
-                sender = ready.request.get_response_sender()
-                self._waiting.append(QueuedRequest(sender, ready, now, until))
-                self._in_flight.wait(self._slot, 1, ready.rows)
-                responses.append(None)
-            if self._waiting:
-                self._changed.notify()
-        return responses
+            now, load, forwarded = time.monotonic(), self._counts.load(), list[Any]()
+            answered, answered_at, _ = self._counts.answered()
+            if not load.requests or now - max(answered_at, self._forwarded_at) > self._silence_s:
+                self._busy_since = now
+            (places, room), core_rows = self._room(load), load.core_rows
+            for job in jobs:
+                if not self._accepted and not self._undecided:
+                    if places > 0 and room > 0:
+                        places, room = places - 1, room - job.rows
+                        core_rows += job.rows
+                        forwarded.append(job)
+                        continue
+                    self._answered, self._measured_at = answered, max(answered_at, self._busy_since)
+                    self._changed.notify()
+                limit_s = min(self._max_wait_s, DEADLINE_SHARE * (job.left_s or math.inf))
+                proof = answered + min(self._core_rows, core_rows)
+                self._undecided.append(Queued(job, now, limit_s, proof))
+                self._counts.wait(1, job.rows)
+                job.sender = job.request.get_response_sender()
+            results = self._forward(forwarded)
+            beyond = load.requests + len(jobs) - self._max_requests - MIN_REQUESTS
+            for _ in range(min(beyond, len(self._undecided) - MIN_REQUESTS)):
+                queued = self._undecided[-MIN_REQUESTS - 1]
+                del self._undecided[-MIN_REQUESTS - 1]
+                results.append(self._reject(queued, queued.limit_s))
+            self._ended_at = time.monotonic()
+        return results
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._waiting:
+                while not self._accepted and not self._undecided:
                     self._changed.wait()
-                responses = list(self._release())
-            for sender, response in responses:
+                results = self._look(time.monotonic())
+            for job, result in results:
                 # Triton may have dropped a request whose client has left; the others must continue.
                 with contextlib.suppress(Exception):
-                    send(sender, response)
+                    self._send(job, result)
             time.sleep(POLL_S)
 
-    def _release(self) -> Iterator[tuple[Any, Any]]:
-        """Yield sender and response of each request whose wait is over."""
-        now, counts = time.monotonic(), self._in_flight
-        is_silent = counts.is_silent(now)
-        windows = MAX_WINDOWS if is_silent else 1
-        room = windows * self._window_rows(now) - counts.load(now).rows_in_core
-        while self._waiting:
-            queued = self._waiting[0]
-            if now > queued.until or (room > 0 and now - queued.since > self._max_wait_s):
-                response = self._make_rejection(queued, now)
-            elif room <= 0:
-                return
+    def _look(self, now: float) -> list[tuple[Any, Any]]:
+        """Return the jobs whose wait is over, as `make` does."""
+        load, (answered, answered_at, epoch) = self._counts.load(), self._counts.answered()
+        self._measure(answered, answered_at, epoch)
+        results, forwarded = list[tuple[Any, Any]](), list[Any]()
+        requests = load.requests - len(self._undecided)
+        rows = load.rows - sum(queued.job.rows for queued in self._undecided)
+        while self._undecided and answered > self._undecided[0].proof:
+            queued = self._undecided.popleft()
+            wait_s = now - queued.since + rows * self._rate_s / self._rate_rows
+            is_late = requests >= MIN_REQUESTS and wait_s > queued.limit_s
+            if is_late or requests >= self._max_requests:
+                results.append(self._reject(queued, wait_s))
             else:
-                room -= queued.ready.rows
-                response = self._respond(queued.ready)
-            self._waiting.popleft()
-            counts.wait(self._slot, -1, -queued.ready.rows)
-            yield queued.sender, response
-        if is_silent:  # their clients have probably left as well
-            counts.forget(self._slot)
+                self._accepted.append(queued)
+                requests, rows = requests + 1, rows + queued.job.rows
+        places, room = self._room(load)
+        silent_s = now - max(answered_at, self._forwarded_at)
+        waiting = self._undecided or self._accepted
+        if waiting and (places <= 0 or room <= 0) and silent_s > self._silence_s:
+            self._probes.append((self._counts.start_epoch(2), now))
+            forwarded.append(waiting.pop().job)
+        for queue in (self._accepted, self._undecided):
+            while queue:
+                waited_s = now - queue[0].since
+                if waited_s > queue[0].limit_s:
+                    results.append(self._reject(queue.popleft(), waited_s))
+                elif places > 0 and room > 0:
+                    places, room = places - 1, room - queue[0].job.rows
+                    forwarded.append(queue.popleft().job)
+                else:
+                    break
+        for job in forwarded:
+            self._counts.wait(-1, -job.rows)
+        return results + self._forward(forwarded)
 
-    def _window_rows(self, now: float) -> float:
-        """Return the rows that the core may hold; requests are forwarded while it holds fewer."""
-        row_s = self._in_flight.row_s
-        rows_per_s = 1 / row_s if row_s else self._recent_rows_per_s(now)
-        return max(WINDOW_S * rows_per_s, self._min_rows)
+    def _measure(self, answered: int, answered_at: float, epoch: int) -> None:
+        """Add the newest answers to the rate."""
+        while self._probes and self._probes[0][0] <= epoch:  # the core was idle before the probe
+            self._measured_at = max(self._measured_at, self._probes.popleft()[1])
+        if answered > self._answered:
+            taken_s = answered_at - self._measured_at
+            weight = 0.5 ** (taken_s / HALF_LIFE_S)
+            self._rate_rows = weight * self._rate_rows + answered - self._answered
+            self._rate_s = weight * self._rate_s + taken_s
+            self._answered, self._measured_at = answered, answered_at
 
-    def _recent_rows_per_s(self, now: float) -> float:
-        """Return the recent rows per second, a lower bound before the pipeline is busy."""
-        settled = self._in_flight.rows_settled()
-        if now - self._rate_at >= RATE_S:
-            self._rate = (settled - self._rate_rows) / (now - self._rate_at)
-            self._rate_at, self._rate_rows = now, settled
-        return self._rate
+    def _room(self, load: Load) -> tuple[int, float]:
+        """Return the numbers of requests and of rows that the core may get now."""
+        rate = self._rate_rows / self._rate_s if self._rate_s else 0.0
+        budget = max(BUDGET_S * rate, 2 * self._core_rows)
+        return self._max_requests - load.core_requests, budget - load.core_rows
 
-    def _respond(self, ready: Ready) -> Any:
+    def _forward(self, jobs: list[Any]) -> list[tuple[Any, Any]]:
+        if not jobs:
+            return []
+        self._forwarded_at = time.monotonic()
         try:
-            return ready.respond()
+            return self._make(jobs)
         except Exception as error:
-            return error_response(error)
+            return [(job, error) for job in jobs]
 
-    def _make_rejection(self, queued: QueuedRequest, now: float) -> Any:
-        again_ms = 500 * self._max_wait_s
-        return error_response(
-            Overloaded(
-                f"The request waited for {1e3 * (now - queued.since):.0f} ms; the limit is "
-                f"{1e3 * self._max_wait_s:.0f} ms, or the deadline of the request. Try again in "
-                f"{again_ms:.0f} ms, or raise serving.queue.max_backlog_ms in the pipeline.",
-                again_ms,
-            )
+    def _reject(self, queued: Queued, wait_s: float) -> tuple[Any, Overloaded]:
+        """Return a job that must not wait as long as `wait_s`, with its error."""
+        self._counts.wait(-1, -queued.job.rows)
+        again_ms = max(1e3 * (wait_s - queued.limit_s / 2), MIN_RETRY_MS)
+        why, field = f"The limit of {self._max_requests} requests in flight is reached", "in_flight"
+        if wait_s > queued.limit_s:
+            by = "" if queued.limit_s == self._max_wait_s else ", by the deadline of the request"
+            why = f"The request would wait for {1e3 * wait_s:.0f} ms; the limit is "
+            why, field = f"{why}{1e3 * queued.limit_s:.0f} ms{by}", "backlog_ms"
+        again = (
+            f"Try again in {again_ms:.0f} ms, or raise serving.queue.max_{field} in the pipeline"
         )
-
-
-class FlowControl:
-    """Admission and backlog of one preprocess instance, by the settings of its step."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        in_flight, max_wait_s = InFlight(settings["pipeline"]), settings["max_wait_ms"] / 1e3
-        batch_rows = settings["core_rows"]
-        self.admission = Admission(
-            in_flight, settings["max_requests"], max_wait_s, WINDOW_BATCHES * batch_rows
-        )
-        self.backlog = Backlog(
-            in_flight, self.admission.slot, batch_rows=batch_rows, max_wait_s=max_wait_s
-        )
+        return queued.job, Overloaded(f"{why}. {again}.", again_ms)

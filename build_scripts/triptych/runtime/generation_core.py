@@ -16,6 +16,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from .engine import Engine
+from .flow_control import InFlight
 from .generation_messages import (
     CANCELLED,
     MIN_NAME,
@@ -32,7 +33,6 @@ from .generation_messages import (
     Place,
 )
 from .generation_metrics import GenerationMetrics, RequestClock
-from .in_flight import InFlight
 from .overflow import survive_overflow
 from .request_errors import EngineFailed, Overloaded, RequestError, Stopping
 from .sampling_parameters import FIELD
@@ -110,7 +110,6 @@ class TritonPythonModel:
         self._context_tokens: int = settings["context_tokens"]
         self._stream_interval: int = settings["stream_interval"]
         self._in_flight = InFlight(settings["pipeline"])
-        self._slot = self._in_flight.take_slot()
         self._sent = 0  # number of chunks of all requests
         self._unsettled = 0  # number of requests whose end postprocess has not acknowledged
         self._load = EngineLoad()
@@ -156,7 +155,7 @@ class TritonPythonModel:
                     sender, opening, self._inbox.name, request.request_id(), tokens
                 )
                 self._streams[stream.key] = stream
-                self._in_flight.wait(self._slot, 1, 1)
+                self._in_flight.wait(1, 1)
                 self._loop.call_soon_threadsafe(self._begin, stream, prompt, order)
             except Exception as error:
                 self._outbox.put((sender, error_response(error)))
@@ -242,7 +241,7 @@ class TritonPythonModel:
         """Count a request as answered once postprocess has its end; a shutdown waits for that."""
         if self._is_clear(stream):
             self._unsettled -= 1
-            self._in_flight.wait(self._slot, -1, -1)
+            self._in_flight.wait(-1, -1)
         else:
             self._loop.call_later(SETTLE_S, self._settle, stream)
 
@@ -277,14 +276,14 @@ class TritonPythonModel:
 
     def _is_clear(self, stream: _RequestStream) -> bool:
         """Whether postprocess has acknowledged the last chunk, or the chunk counts as lost."""
-        is_acknowledged = self._in_flight.acknowledged(self._slot) >= stream.number
+        is_acknowledged = self._in_flight.acknowledged() >= stream.number
         return is_acknowledged or time.monotonic() - stream.sent_at > LOST_S
 
     def _send(
         self, stream: _RequestStream, delta: Delta = NOTHING, *, finish: str = "", error: str = ""
     ) -> None:
         self._sent += 1
-        place = Place(self._slot, self._sent)
+        place = Place(self._in_flight.slot, self._sent)
         response = stream.chunk(place, delta, finish=finish, error=error)
         self._outbox.put((stream.sender, response))
 

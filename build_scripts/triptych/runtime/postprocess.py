@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -53,7 +52,8 @@ class TritonPythonModel:
         self._counts: Any = None
         # Otherwise the module is not installed.
         if settings["flow_control"] == "triptych" or "sample" in settings:
-            self._counts = import_module(".in_flight", __package__).InFlight(settings["pipeline"])
+            module = import_module(".flow_control", __package__)
+            self._counts = module.InFlight(settings["pipeline"])
         make_private()
         survive_overflow(args["model_config"])
         self._samples: Any = None
@@ -70,18 +70,19 @@ class TritonPythonModel:
         return [self._respond(request) for request in requests]
 
     def _respond(self, request: Any) -> Any:
-        came_at, payload = time.monotonic(), b""
-        numbers: Sequence[int] = NO_TICKET
+        ticket: Sequence[int] = NO_TICKET
         try:
             inputs, options, sample = read_inputs(request), "", b""
             if "request_ticket" in inputs:
                 sent = read_bytes(inputs, "request_ticket")
+                numbers: Sequence[int] = NO_TICKET
                 try:
                     numbers, payload = read_ticket(sent)
                     options, sample = read_payload(payload)
                 except (ValueError, struct.error) as error:
                     raise _refused(numbers) from error
                 sample = self._check(numbers, payload, sample, len(sent))
+                ticket = numbers
             parameters = check_parameters(
                 options or request.parameters(), self._rules, self._defaults
             )
@@ -108,8 +109,8 @@ class TritonPythonModel:
         except Exception as error:
             return error_response(error)
         finally:
-            if self._counts and numbers != NO_TICKET:  # a shutdown waits for this
-                self._counts.mark_finished(numbers, came_at, payload)
+            if self._counts and ticket != NO_TICKET:  # a shutdown waits for this
+                self._counts.done(ticket)
 
     def _check(self, numbers: Sequence[int], payload: bytes, sample: bytes, count: int) -> bytes:
         """Return the sample of a ticket with `count` model rows; empty if it must not be used.

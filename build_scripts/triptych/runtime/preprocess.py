@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +35,35 @@ from .triton_io import (
     refuse_options,
     send,
 )
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way through the step.
+
+    Attributes:
+        request: Triton's request.
+        index: Its place in the batch.
+        inputs: The request for the row maker.
+        options: Parameters of the request as JSON, if some came as tensors.
+        sample: Sample payload.
+        rows: Estimated number of model rows.
+        is_counted: Whether flow control applies to the request.
+        left_s: Seconds until the deadline; None if there is none.
+        sender: Triton's sender of the response, if the response is not returned with the batch.
+        width: Width of the model rows.
+    """
+
+    request: Any
+    index: int
+    inputs: RowInputs
+    options: str
+    sample: bytes
+    rows: int
+    is_counted: bool
+    left_s: float | None
+    sender: Any = None
+    width: int = 0
 
 
 class TritonPythonModel:
@@ -78,8 +108,9 @@ class TritonPythonModel:
         self._flow: Any = None
         self._admit: Callable[..., Sequence[int]]
         if settings["flow_control"] == "triptych":
-            self._flow = import_module(".flow_control", __package__).FlowControl(settings)
-            self._admit = self._flow.admission.admit
+            module = import_module(".flow_control", __package__)
+            self._flow = module.FlowControl(settings, self._make, _send)
+            self._admit = self._flow.admit
         make_private()
         survive_overflow(args["model_config"])
         self._sampler: Any = None
@@ -87,56 +118,48 @@ class TritonPythonModel:
             sampling = import_module(".sampling", __package__)
             self._sampler = sampling.RowSampler(settings["sample"]["rate"])
             if self._flow is None:  # a sampled request needs a ticket
-                counts = import_module(".in_flight", __package__).InFlight(settings["pipeline"])
-                self._admit = partial(counts.admit, counts.take_slot())
+                module = import_module(".flow_control", __package__)
+                self._admit = module.InFlight(settings["pipeline"]).admit
         self._row_tokens = RowTokens(settings)
+        self._rows_read = self._rows_made = 1  # in all requests so far
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Return a response to every request; an invalid request gets its own error."""
         responses: list[Any] = [None] * len(requests)
-        row_inputs: dict[int, RowInputs] = {}
-        payloads: dict[int, tuple[str, bytes]] = {}
-        # Triton's timeout of a request is in microseconds, and 0 without one.
-        left_s = [request.timeout() / 1e6 or None for request in requests]
-        counted: set[int] = set()
-        if self._flow is not None:
-            counted = {i for i, request in enumerate(requests) if _is_of_ensemble(request)}
-            self._flow.admission.begin()
+        jobs: list[Job] = []
         for index, request in enumerate(requests):
             try:
-                if index in counted:
-                    self._flow.admission.check(left_s[index])
-                row_inputs[index], payloads[index] = self._read(request)
+                jobs.append(self._read(index, request))
             except Exception as error:
                 responses[index] = error_response(error)
-        made = self._maker.make(list(row_inputs.values())) if row_inputs else []
-        answered: dict[int, CoreRows] = {}
-        for index, core_rows in zip(row_inputs, made, strict=True):
-            if isinstance(core_rows, Exception):
-                responses[index] = error_response(core_rows)
-            else:
-                answered[index] = core_rows
-        order = self._order(answered)
-        respond = {
-            i: partial(self._respond, answered[i], row_inputs[i], *payloads[i], i in counted)
-            for i in order
-        }
-        held = [i for i in order if i in counted]
-        ready = [(requests[i], answered[i].row_count, left_s[i], respond[i]) for i in held]
-        taken = dict(zip(held, self._flow.backlog.take(ready) if held else (), strict=True))
-        last_width = answered[order[-1]].width if order else 0
-        for index in order:
-            response = taken[index] if index in counted else respond[index]()
-            if self._by_width and response is not None and answered[index].width != last_width:
+        results = self._make([job for job in jobs if not job.is_counted])
+        if counted := [job for job in jobs if job.is_counted]:
+            results += self._flow.take(counted)
+        last_width = results[-1][0].width if results else 0
+        for job, result in results:
+            if self._by_width and job.sender is None and job.width != last_width:
                 # Triton batches only adjacent requests of equal shape. A send takes a round trip,
                 # so the most frequent shape is returned instead, after all others.
-                send(requests[index].get_response_sender(), response)
+                job.sender = job.request.get_response_sender()
+            if job.sender is None:
+                responses[job.index] = _response(result)
             else:
-                responses[index] = response
-        self._count_tokens(answered)
-        if counted:
-            self._flow.admission.end()
+                _send(job, result)
         return responses
+
+    def _make(self, jobs: Sequence[Job]) -> list[tuple[Job, Any]]:
+        """Return each job with its response for the core or its error, in the order to send."""
+        made = self._maker.make([job.inputs for job in jobs]) if jobs else []
+        results: list[tuple[Job, Any]] = []
+        rows: dict[int, CoreRows] = {}
+        for index, core_rows in enumerate(made):
+            if isinstance(core_rows, Exception):
+                results.append((jobs[index], core_rows))
+            else:
+                rows[index], jobs[index].width = core_rows, core_rows.width
+        results += [(jobs[i], self._respond(jobs[i], rows[i])) for i in self._order(rows)]
+        self._count_tokens(rows)
+        return results
 
     def _count_tokens(self, answered: Mapping[int, CoreRows]) -> None:
         tensors = [rows.tensors for rows in answered.values()]
@@ -146,11 +169,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._row_tokens.flush()
 
-    def _read(self, request: Any) -> tuple[RowInputs, tuple[str, bytes]]:
-        """Return the request for the row maker, and the payload of its ticket.
-
-        The payload is the parameters, if some came as tensors, and the sample payload.
-        """
+    def _read(self, index: int, request: Any) -> Job:
         inputs, given, options = read_inputs(request), request.parameters(), ""
         if self._refuses_parameters:
             refuse_options(given, self._rules)
@@ -164,31 +183,47 @@ class TritonPythonModel:
             for field in self._fields
         }
         sample = b""
-        if self._sampler is not None and _is_of_ensemble(request):
+        names = request.requested_output_names()
+        is_whole = "request_ticket" in names and "direct_call" not in names
+        if self._sampler is not None and is_whole:
             sample = self._sampler.draw(columns, given)
         if self._before is not None:
             columns = self._before(columns)
-        return RowInputs(columns, parameters), (options, sample)
+        count = len(columns[self._fields[0]])
+        return Job(
+            request,
+            index,
+            RowInputs(columns, parameters),
+            options,
+            sample,
+            rows=count * self._rows_made // self._rows_read or 1,
+            is_counted=self._flow is not None and is_whole,
+            left_s=request.timeout() / 1e6 or None,  # in microseconds, and 0 without a deadline
+        )
 
-    def _respond(
-        self, core_rows: CoreRows, inputs: RowInputs, options: str, sample: bytes, counted: bool
-    ) -> Any:
+    def _respond(self, job: Job, core_rows: CoreRows) -> Any:
         count = core_rows.row_count
+        self._rows_read += len(job.inputs.columns[self._fields[0]])
+        self._rows_made += count
         tensors = [pb_utils.Tensor(name, value) for name, value in core_rows.tensors.items()]
         if self._has_row_metadata:
             metadata = np.array(core_rows.metadata, dtype=np.object_).reshape(-1, 1)
             tensors.append(pb_utils.Tensor("row_metadata", metadata))
         if self._make_forwarded is not None:
-            forwarded = self._make_forwarded(inputs.columns, count)
+            forwarded = self._make_forwarded(job.inputs.columns, count)
             tensors += [pb_utils.Tensor(name, value) for name, value in forwarded.items()]
-        payload = make_payload(options, sample)
-        numbers = self._admit(count, payload) if counted or sample else NO_TICKET
-        if not counted:
+        payload = make_payload(job.options, job.sample)
+        is_admitted = job.is_counted or job.sample
+        numbers = self._admit(count, payload) if is_admitted else NO_TICKET
+        if not job.is_counted:
             tensors.append(pb_utils.Tensor("direct_call", np.ones((count, 1), np.bool_)))
         tensors.append(pb_utils.Tensor("request_ticket", write_ticket(numbers, payload, count)))
         return pb_utils.InferenceResponse(tensors)
 
 
-def _is_of_ensemble(request: Any) -> bool:
-    names = request.requested_output_names()
-    return "request_ticket" in names and "direct_call" not in names
+def _response(result: Any) -> Any:
+    return error_response(result) if isinstance(result, Exception) else result
+
+
+def _send(job: Job, result: Any) -> None:
+    send(job.sender, _response(result))

@@ -100,7 +100,7 @@ Parameters = Mapping[str, Any]
 
 
 NO_TICKET = (0, 0, 0, 0)
-"""Numbers of the ticket of a request that is not counted; otherwise those of `in_flight.Ticket`."""
+"""Numbers of the ticket of a request that is not counted; otherwise see `flow_control`."""
 _NUMBERS = struct.Struct("<4q")
 _SIZE = struct.Struct("<i")
 

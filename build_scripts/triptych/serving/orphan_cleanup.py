@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 # Variable of the server's environment, which its stubs and their child processes inherit.
-PROCESS_TAG_VARIABLE = "TRIPTYCH_SERVER_MARK"  # `runtime.in_flight` reads it
+PROCESS_TAG_VARIABLE = "TRIPTYCH_SERVER_MARK"  # `runtime.flow_control` reads it
 SHM = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02

@@ -242,9 +242,18 @@ def describe_plan(plan: Plan) -> Described:
 
 
 def _describe_serving(plan: Plan) -> Described:
-    """Return the settings of Triton that differ from the defaults, with their effect."""
+    """Return the flow control, and the settings of Triton that differ from the defaults."""
     serving, session = plan.spec.serving, plan.spec.core.session
-    described: Described = {}
+    limit_ms = serving.queue.timeout_ms or round(serving.longest_wait_ms)
+    effects = {
+        "triptych": f"preprocess rejects a request that would wait for more than "
+        f"{serving.longest_wait_ms:.0f} ms, or for 70 % of the time to its deadline",
+        "triton": f"the queue of the core rejects a request that waits for more than {limit_ms} ms",
+        "none": "no request is rejected under overload",
+    }
+    described: Described = {
+        "flow_control": f"{serving.flow_control}: {effects[serving.flow_control]}"
+    }
     if serving.response_cache:
         described["response_cache"] = (
             "repeated requests are answered by the server, without the steps; options are inputs"
