@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx
 
-from fake_tensorrt.records import typed
+from fake_tensorrt.records import Fake, typed
 from fake_tensorrt.runtime import pack_plan
 from triptych.base.onnx_graph import value_types
 
@@ -18,9 +18,7 @@ TYPES |= {16: "BF16", 17: "FP8"}
 Dims = tuple[int, ...]
 
 
-class IHostMemory:
-    _trt: Any
-
+class IHostMemory(Fake):
     def __init__(self, data: bytes) -> None:
         self._data = data
 
@@ -28,9 +26,7 @@ class IHostMemory:
         return self._data
 
 
-class ITimingCache:
-    _trt: Any
-
+class ITimingCache(Fake):
     def __init__(self, version: str, times: set[str]) -> None:
         self._version = version
         self._times = times
@@ -46,9 +42,7 @@ class ITimingCache:
         return self._trt.IHostMemory(TIMES + text.encode())
 
 
-class IOptimizationProfile:
-    _trt: Any
-
+class IOptimizationProfile(Fake):
     def __init__(self) -> None:
         self._shapes: dict[str, list[Dims]] = {}
 
@@ -58,9 +52,7 @@ class IOptimizationProfile:
         self._shapes[input] = [tuple(min), tuple(opt), tuple(max)]
 
 
-class IBuilderConfig:
-    _trt: Any
-
+class IBuilderConfig(Fake):
     def __init__(self) -> None:
         self._flags = {self._trt.BuilderFlag.TF32}
         self._limits: dict[str, int] = {}
@@ -105,14 +97,12 @@ class IBuilderConfig:
         return name in {flag.name for flag in self._flags}
 
 
-class IProgressMonitor:
-    _trt: Any
+class IProgressMonitor(Fake):
+    pass
 
 
-class INetworkDefinition:
+class INetworkDefinition(Fake):
     """A parsed graph: its inputs and outputs (name -> type and dims) and its matrix products."""
-
-    _trt: Any
 
     def __init__(self, flags: int) -> None:
         self._flags = flags
@@ -131,9 +121,7 @@ class INetworkDefinition:
         return is_11 or "STRONGLY_TYPED" in self._names_of_flags()
 
 
-class ParserError:
-    _trt: Any
-
+class ParserError(Fake):
     def __init__(self, fields: dict[str, Any]) -> None:
         self._fields = fields
 
@@ -153,9 +141,7 @@ class ParserError:
         return str(self._fields["node_operator"])
 
 
-class OnnxParser:
-    _trt: Any
-
+class OnnxParser(Fake):
     def __init__(self, network: Any, logger: Any) -> None:
         self._network = network
         self._logger = logger
@@ -203,9 +189,7 @@ class OnnxParser:
                 )
 
 
-class Builder:
-    _trt: Any
-
+class Builder(Fake):
     def __init__(self, logger: Any) -> None:
         self._logger = logger
         if self._trt._play.no_gpu:

@@ -32,11 +32,14 @@ def make_enum(name: str, members: dict[str, int]) -> Any:
     return make(name, members)
 
 
-def limited(cls: type, name: str, members: set[str], module: ModuleType) -> type:
-    """`cls` as one release has it: a public name it lacks raises AttributeError, set or read.
+class Fake:
+    """A class of the fake; its objects know their module."""
 
-    Objects know their module as ``_trt``.
-    """
+    _trt: Any
+
+
+def limited(cls: type, name: str, members: set[str], module: ModuleType) -> type:
+    """`cls` as one release has it: a public name it lacks raises AttributeError, set or read."""
 
     def refuse(attribute: str) -> None:
         if not attribute.startswith("_") and attribute not in members:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx as onnx_pb
 
-from fake_tensorrt.records import typed
+from fake_tensorrt.records import Fake, typed
 
 TAG = b"FAKE-TENSORRT-PLAN\n"
 NUMPY = {
@@ -85,9 +85,7 @@ class ILogger:
         raise NotImplementedError
 
 
-class Runtime:
-    _trt: Any
-
+class Runtime(Fake):
     def __init__(self, logger: ILogger) -> None:
         self._logger = logger
         self.engine_host_code_allowed = False
@@ -120,9 +118,7 @@ class Runtime:
         return version_compatible and self.engine_host_code_allowed and ages[0] <= ages[1]
 
 
-class ICudaEngine:
-    _trt: Any
-
+class ICudaEngine(Fake):
     def __init__(self, header: Mapping[str, Any], onnx: bytes) -> None:
         self._header = header
         self._onnx = onnx
@@ -153,9 +149,7 @@ class ICudaEngine:
         return self._trt.EngineInspector(self)
 
 
-class IExecutionContext:
-    _trt: Any
-
+class IExecutionContext(Fake):
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self._profile = 0
@@ -241,10 +235,8 @@ class IExecutionContext:
         return self._session
 
 
-class EngineInspector:
+class EngineInspector(Fake):
     """What each release tells of layers, in its own form."""
-
-    _trt: Any
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
