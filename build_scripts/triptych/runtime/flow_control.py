@@ -150,11 +150,7 @@ class InFlight:
         return *numbers, self._make_mac(*numbers, payload)
 
     def start_epoch(self, later: int, limit: int = EPOCHS - 2) -> int:
-        """Count further requests in a later epoch, at most `limit` after that of the last answer.
-
-        Returns:
-            The epoch.
-        """
+        """Begin a later epoch, at most `limit` after that of the last answer, and return it."""
         newest, done = max(self._columns[_SENT_EPOCH]), max(self._columns[_DONE_EPOCH])
         self._own[_SENT_EPOCH] = newest + (later if newest + later - done <= limit else 0)
         self._epoch_at = time.monotonic_ns()
@@ -177,9 +173,10 @@ class InFlight:
             return
         self._places[place] = name
         self._count(epoch, -1, -rows)
+        # In this order: who reads the rows must find their time and their epoch.
+        self._own[_DONE_EPOCH] = max(self._own[_DONE_EPOCH], epoch)
         self._own[_DONE_AT] = time.monotonic_ns()
         self._own[_DONE_ROWS] += rows
-        self._own[_DONE_EPOCH] = max(self._own[_DONE_EPOCH], epoch)
 
     def wait(self, requests: int, rows: int) -> None:
         """Add to the requests and rows of this process that wait for the core."""
@@ -278,14 +275,7 @@ POLL_S = 0.002
 
 
 class Queued(NamedTuple):
-    """A request that waits.
-
-    Attributes:
-        job: The request for the functions of `FlowControl`.
-        since: Start of the wait, by `time.monotonic`.
-        limit_s: Maximum wait in seconds.
-        proof: Number of answered rows beyond which the core is known to work.
-    """
+    """A request that waits; more than `proof` answered rows show that the core works."""
 
     job: Any
     since: float
@@ -442,13 +432,11 @@ class FlowControl:
     def _reject(self, queued: Queued, wait_s: float) -> tuple[Any, Overloaded]:
         """Return a job that must not wait as long as `wait_s`, with its error."""
         self._counts.wait(-1, -queued.job.rows)
-        again_ms = max(1e3 * (wait_s - queued.limit_s / 2), MIN_RETRY_MS)
         why, field = f"The limit of {self._max_requests} requests in flight is reached", "in_flight"
-        if wait_s > queued.limit_s:
-            by = "" if queued.limit_s == self._max_wait_s else ", by the deadline of the request"
-            why = f"The request would wait for {1e3 * wait_s:.0f} ms; the limit is "
-            why, field = f"{why}{1e3 * queued.limit_s:.0f} ms{by}", "backlog_ms"
-        again = (
-            f"Try again in {again_ms:.0f} ms, or raise serving.queue.max_{field} in the pipeline"
-        )
-        return queued.job, Overloaded(f"{why}. {again}.", again_ms)
+        if wait_s > (limit_s := queued.limit_s):
+            by = "" if limit_s == self._max_wait_s else ", by the deadline of the request"
+            waits = f"The request would wait for {1e3 * wait_s:.0f} ms"
+            why, field = f"{waits}; the limit is {1e3 * limit_s:.0f} ms{by}", "backlog_ms"
+        again_ms = max(1e3 * (wait_s - limit_s / 2), MIN_RETRY_MS)
+        remedy = f"Try again in {again_ms:.0f} ms, or raise serving.queue.max_{field}"
+        return queued.job, Overloaded(f"{why}. {remedy} in the pipeline.", again_ms)

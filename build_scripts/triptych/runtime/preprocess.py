@@ -42,16 +42,12 @@ class Job:
     """A request on its way through the step.
 
     Attributes:
-        request: Triton's request.
-        index: Its place in the batch.
-        inputs: The request for the row maker.
+        index: Place in the batch.
         options: Parameters of the request as JSON, if some came as tensors.
-        sample: Sample payload.
         rows: Estimated number of model rows.
         is_counted: Whether flow control applies to the request.
         left_s: Seconds until the deadline; None if there is none.
         sender: Triton's sender of the response, if the response is not returned with the batch.
-        width: Width of the model rows.
     """
 
     request: Any
