@@ -88,55 +88,30 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Name in the tests to transformers' name of the model type and settings beside `SIZES`."""
 
+
+def make_core(auto_class: str, reads: Any, returns: Any, *outputs: str) -> Core:
+    """Return a core whose outputs are given as name, type and dimensions of a row."""
+    tensors = []
+    for name, dtype, *dims in map(str.split, outputs):
+        sizes = tuple(int(dim) if dim.isdigit() else dim for dim in dims)
+        tensors.append(Tensor(name, dtype, sizes))  # type: ignore[arg-type]
+    return Core(f"AutoModel{auto_class}", reads, returns, tuple(tensors))
+
+
+ROWS, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+CHOICES = ("class_id INT32 2", "class_score FP32 2")
+TOKEN_CHOICES = ("token_class INT32 tokens", "token_score FP32 tokens")
+SPANS = ("start_logit FP32 tokens", "end_logit FP32 tokens")
+MASK_CHOICES = ("class_id INT32 8", "class_score FP32 8")
 HEADS: Mapping[str, Core] = {
-    "embedding": Core(
-        "AutoModel", "pooled", "vector", (Tensor("sentence_embedding", "FP32", (32,)),)
-    ),
-    "classification": Core(
-        "AutoModelForSequenceClassification",
-        "row",
-        "choices",
-        (Tensor("class_id", "INT32", (2,)), Tensor("class_score", "FP32", (2,))),
-    ),
-    "scores": Core(
-        "AutoModelForSequenceClassification",
-        "row",
-        "scores",
-        (Tensor("relevance", "FP32", (3,)),),
-    ),
-    "logits": Core(
-        "AutoModelForSequenceClassification",
-        "row",
-        "logits",
-        (Tensor("inference_logits", "FP32", (3,)),),
-    ),
-    "tokens": Core(
-        "AutoModelForTokenClassification",
-        "tokens",
-        "token_choices",
-        (
-            Tensor("token_class", "INT32", ("tokens",)),
-            Tensor("token_score", "FP32", ("tokens",)),
-        ),
-    ),
-    "token-scores": Core(
-        "AutoModelForTokenClassification",
-        "tokens",
-        "token_scores",
-        (Tensor("token_scores", "FP32", ("tokens", 3)),),
-    ),
-    "spans": Core(
-        "AutoModelForQuestionAnswering",
-        "tokens",
-        "spans",
-        (Tensor("start_logit", "FP32", ("tokens",)), Tensor("end_logit", "FP32", ("tokens",))),
-    ),
-    "mask": Core(
-        "AutoModelForMaskedLM",
-        "mask",
-        "choices",
-        (Tensor("class_id", "INT32", (8,)), Tensor("class_score", "FP32", (8,))),
-    ),
+    "embedding": make_core("", "pooled", "vector", "sentence_embedding FP32 32"),
+    "classification": make_core(ROWS, "row", "choices", *CHOICES),
+    "scores": make_core(ROWS, "row", "scores", "relevance FP32 3"),
+    "logits": make_core(ROWS, "row", "logits", "inference_logits FP32 3"),
+    "tokens": make_core(TOKENS, "tokens", "token_choices", *TOKEN_CHOICES),
+    "token-scores": make_core(TOKENS, "tokens", "token_scores", "token_scores FP32 tokens 3"),
+    "spans": make_core("ForQuestionAnswering", "tokens", "spans", *SPANS),
+    "mask": make_core("ForMaskedLM", "mask", "choices", *MASK_CHOICES),
 }
 """One core for each thing a core can return."""
 
