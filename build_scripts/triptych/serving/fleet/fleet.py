@@ -250,7 +250,7 @@ class CandidateServer:
 
 
 _HEALTH_INTERVAL_S = 2.0
-"""As the health check of the image. Each check is a request of one row to each pipeline."""
+"""The interval of the image's health check. Each check is a request of one row to each pipeline."""
 _REPLACED_AFTER, _REPLACED_ALONE_AFTER = 3, 10
 """Failed checks in a row until a replica is replaced, and until one is if no other is healthy."""
 _PROXY_INTERVAL_S = 0.5
