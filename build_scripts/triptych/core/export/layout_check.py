@@ -320,7 +320,10 @@ def _distance(result: Tensor, expected: Tensor | None, scale: float = 0.0) -> fl
 
 def _counting(encoder: Any, ids: Tensor) -> PositionIds:
     """Return the numbering of a row's tokens, from the encoder's lookups in its position table."""
-    pad = getattr(encoder.config, "pad_token_id", None)
+    # MPNet skips the id of its embeddings' padding, whatever the config says.
+    pad = getattr(encoder.get_input_embeddings(), "padding_idx", None)
+    if pad is None:
+        pad = getattr(encoder.config, "pad_token_id", None)
     row = ids.clone()
     if pad is not None:
         row[1] = pad
