@@ -333,7 +333,8 @@ def measure(family: str, task: str, folder: Path) -> Result:
         wanted = list(reference(task, folder / "model", pipeline))
     except Exception as error:  # a family may raise anything for sizes that do not fit
         fault = f"transformers cannot run it: {type(error).__name__}: {error}"
-        return Result(family, task, "not built", message=short(fault))
+        fault = short(fault.replace(str(folder / "model"), "MODEL"))
+        return Result(family, task, "not built", message=fault)
     if max(distance(want, other) for want in wanted for other in wanted) < BLIND:
         blind = "the reference has the same result for rows of different texts"
         return Result(family, task, "not built", message=blind)
