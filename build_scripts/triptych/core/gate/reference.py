@@ -8,7 +8,7 @@ The module also measures PyTorch's rounding: the difference of fp32 from fp64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,10 @@ OVERRIDES = {
     "max_seq_length": "tokenizer.max_length of the pipeline shortens rows before they come here",
 }
 """Differences from a user's call, each with its reason."""
-TYPES = "token_type_ids"
-"""Fed also for a single text if the tokenizer makes them, as pipelines do: some models without
-``type_vocab_size`` add the vector of token 0, or a bias, for tokens of type 0."""
+MASK, TYPES = "attention_mask", "token_type_ids"
+"""Fed also for a single text if the tokenizer makes them, as pipelines do: XLM masks the padding
+token within a text unless it gets a mask, and some models without ``type_vocab_size`` add the
+vector of token 0, or a bias, for tokens of type 0."""
 
 
 def reference_outputs(
@@ -53,7 +54,7 @@ def reference_outputs(
 ) -> list[Expected]:
     """Return the core's expected outputs for each sample, in fp32, or in fp64 if `double`.
 
-    Each row runs alone and unpadded, so masks, other rows and padding have no effect. Pixel values
+    Each row runs alone and unpadded, so other rows and padding have no effect. Pixel values
     are written here a second time, independent of the exported code that they check.
 
     Raises:
@@ -71,13 +72,15 @@ def reference_outputs(
     dtype = torch.float64 if double else torch.float32
     if double:
         model.double()
-    tokens = any(isinstance(sample, TokenRow) for sample in samples)
-    typed = tokens and takes(model, TYPES) and TYPES in read_tokenizer_outputs(folder)
+    made: Collection[str] = ()
+    if any(isinstance(sample, TokenRow) for sample in samples):
+        # The model gets what its pipeline in transformers gives it.
+        made = [name for name in read_tokenizer_outputs(folder) if takes(model, name)]
     expected = []
     with torch.inference_mode():
         for sample in samples:
             if isinstance(sample, TokenRow):
-                output = model(**_token_inputs(sample, typed))
+                output = model(**_token_inputs(sample, made))
             else:
                 pixels = torch.from_numpy(pixel_values(sample, info))
                 output = model(pixel_values=pixels[None].to(dtype))
@@ -105,11 +108,14 @@ def pixel_values(pixels: NDArray[np.uint8], info: ModelInfo) -> NDArray[np.float
     return np.ascontiguousarray(values.transpose(2, 0, 1))
 
 
-def _token_inputs(row: TokenRow, typed: bool) -> dict[str, Any]:
+def _token_inputs(row: TokenRow, made: Collection[str]) -> dict[str, Any]:
+    """Return a model's inputs for a row, with those that its tokenizer has `made`."""
     import torch
 
     inputs = {"input_ids": torch.tensor([row.ids])}
-    if typed or row.first_segment < len(row.ids):
+    if MASK in made:
+        inputs[MASK] = torch.ones_like(inputs["input_ids"])
+    if TYPES in made or row.first_segment < len(row.ids):
         types = [0] * row.first_segment + [1] * (len(row.ids) - row.first_segment)
         inputs[TYPES] = torch.tensor([types])
     return inputs
@@ -180,8 +186,7 @@ def _sentence_outputs(
         for row in samples:
             if not isinstance(row, TokenRow):
                 raise ValueError("sentence-transformers is the reference of texts alone")
-            features = _token_inputs(row, TYPES in model.tokenizer.model_input_names)
-            features["attention_mask"] = torch.ones_like(features["input_ids"])
+            features = _token_inputs(row, {MASK, *model.tokenizer.model_input_names})
             if row.prompt:
                 features["prompt_length"] = row.prompt
             output = model(features)
