@@ -24,7 +24,8 @@ from triptych.core.export.to_onnx import (
     compute_from_values,
 )
 from triptych.core.requests import core_feed, row_starts
-from triptych.runtime.row_types import MULTIPLE, make_row_span, pack_rows, unpack_rows
+from triptych.runtime.packing import MULTIPLE, make_row_span, pack_rows
+from triptych.runtime.row_metadata import unpack_rows
 
 pytestmark = pytest.mark.build
 
@@ -44,18 +45,18 @@ def token_rows(lengths: Sequence[int]) -> list[TokenRow]:
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_rows_of_a_request_come_end_to_end_and_results_go_back(lengths: list[int]) -> None:
     rows = [list(row.ids) for row in token_rows(lengths)]
-    packed = pack_rows(rows, 0)
-    count, stride = packed.ids.shape
-    assert 0 <= packed.ids.size - sum(lengths) < count
-    flat = packed.ids.reshape(-1)
+    ids, offset = pack_rows(rows, 0)
+    count, stride = ids.shape
+    assert 0 <= ids.size - sum(lengths) < count
+    flat = ids.reshape(-1)
     for index, row in enumerate(rows):
-        start = index * stride + int(packed.offset[index, 0])
+        start = index * stride + int(offset[index, 0])
         assert flat[start : start + len(row)].tolist() == row
-    back = unpack_rows(packed.ids[..., None], lengths)
+    back = unpack_rows(ids[..., None], lengths)
     assert back.shape == (count, max(lengths), 1)
     for slots, row in zip(back[..., 0], rows, strict=True):
         assert slots.tolist() == row + [0] * (max(lengths) - len(row))
-    span = make_row_span(np.array(lengths, np.int32)[:, None])
+    span = make_row_span(lengths)
     longest = -(-max(lengths) // MULTIPLE) * MULTIPLE
     assert longest <= span.size < longest + count
 

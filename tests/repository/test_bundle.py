@@ -10,7 +10,7 @@ import pytest
 
 from triptych.building.generation.render import ENGINES
 from triptych.repository.bundle import RUNTIME, Link, bundle
-from triptych.repository.render import step_roots
+from triptych.repository.render import PARTS, step_roots
 from triptych.spec.tasks.catalog import TASKS
 
 RUFF = Path(sys.executable).with_name("ruff")
@@ -35,7 +35,7 @@ def write(folder: Path, files: dict[str, bytes | Link]) -> None:
 def test_no_file_lacks_or_has_a_name_that_it_uses(tmp_path: Path) -> None:
     for task in TASKS:
         write(tmp_path, bundle(encoder(task)))
-    for part in ("hooks", "forwarded inputs", "samples", "bucketed layout", "flow control"):
+    for part in PARTS:
         write(tmp_path / part, bundle(encoder("text-embedding", part)))
     for name, engine in ENGINES.items():
         roots = {f"{name}_{step}/1": [f"generation_{step}.TritonPythonModel"] for step in STEPS}

@@ -19,6 +19,7 @@ from triptych.client import Client, InvalidRequestError
 from triptych.core.inputs import read_inputs
 from triptych.operate.tune.drift import check_drift
 from triptych.operate.tune.new_traffic import count_page
+from triptych.repository.render import make_token_bounds
 from triptych.runtime.counters import FLUSH_S, RowTokens
 from triptych.serving.bench.resources import fetch_metrics
 from triptych.serving.server import Server
@@ -82,11 +83,13 @@ output {{ name: "pid" data_type: TYPE_STRING dims: [1] }}
 instance_group {{ kind: KIND_CPU count: {instances} }}
 """
 
-SETTINGS = {"pipeline": "counted", "max_length": 64, "bucket_edges": [20, 64]}
+SETTINGS: dict[str, object] = {
+    "pipeline": "counted",
+    "token_bounds": make_token_bounds(64, [20, 64]),
+}
 WHOLE = "pb_utils.MetricFamily"
 MODELS: dict[str, tuple[int, dict[str, object], str]] = {
     "counted": (2, SETTINGS, WHOLE),
-    "images": (1, {"pipeline": "images"}, WHOLE),
     "refused": (1, {**SETTINGS, "pipeline": "refused"}, "refuse"),
     "broken": (1, {**SETTINGS, "pipeline": "broken"}, "Broken"),
     "old": (1, {**SETTINGS, "pipeline": "old"}, "None"),
@@ -168,7 +171,7 @@ def test_a_batch_flushes_what_has_waited(monkeypatch: pytest.MonkeyPatch) -> Non
     increment.assert_called_with(6 + 7 + 7)
 
 
-@pytest.mark.parametrize("model", ["images", "refused", "broken", "old"])
+@pytest.mark.parametrize("model", ["refused", "broken", "old"])
 def test_without_counters_requests_are_answered_all_the_same(server: Server, model: str) -> None:
     assert ask(server, model, [3], [4])
     assert ask(server, model, [3], [4])

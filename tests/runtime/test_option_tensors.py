@@ -10,8 +10,9 @@ import pytest
 
 from triptych.client import InvalidRequestError
 from triptych.client.wire import Parameter, infer_request
+from triptych.runtime.cached_options import refuse_options
 from triptych.runtime.request_errors import RequestError
-from triptych.runtime.triton_io import add_options, check_parameters, refuse_options
+from triptych.runtime.triton_io import add_options, check_parameters
 
 RULES: dict[str, dict[str, Any]] = {
     "top_k": {"type": "int", "min": 1, "max": 9},

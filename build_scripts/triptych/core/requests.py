@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import LONGEST, ROW_OFFSET, ROW_STRIDE, Tensor, TokenRow, made_by_server
-from triptych.runtime.row_types import RowInputs, make_row_span, pack_rows
+from triptych.runtime.packing import make_row_span, pack_rows
+from triptych.runtime.row_types import RowInputs
 
 MAX_SHOWN = 80
 MIN_RECOMMENDED_ROWS = 200
@@ -178,7 +179,7 @@ def core_feed(
             "input_ids": ids.reshape(-1) if ROW_OFFSET in inputs else ids,
             "row_offset": np.zeros_like(lengths),
             ROW_STRIDE.name: np.full(len(rows), width, np.int32),
-            "row_span": make_row_span(np.array([[width]])).reshape(-1),
+            "row_span": make_row_span([width]).reshape(-1),
         }
         feed[LONGEST.name] = feed["row_span"]
     names = [tensor.name for tensor in (*inputs, *made_by_server(inputs))]
@@ -205,11 +206,11 @@ def _packed(rows: Sequence[TokenRow], pad_token_id: int) -> Feed:
     ends = list(accumulate(sizes))
     requests = [rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     packed = [pack_rows([row.ids for row in request], pad_token_id) for request in requests]
-    spans = [make_row_span(np.array([[len(row.ids)] for row in request])) for request in requests]
-    strides = [np.full(len(each.ids), each.ids.shape[1], np.int32) for each in packed]
+    spans = [make_row_span([len(row.ids) for row in request]) for request in requests]
+    strides = [np.full(len(ids), ids.shape[1], np.int32) for ids, _ in packed]
     return {
-        "input_ids": np.concatenate([each.ids.reshape(-1) for each in packed]),
-        "row_offset": np.concatenate([each.offset for each in packed]),
+        "input_ids": np.concatenate([ids.reshape(-1) for ids, _ in packed]),
+        "row_offset": np.concatenate([offset for _, offset in packed]),
         "row_span": np.concatenate([span.reshape(-1) for span in spans]),
         ROW_STRIDE.name: np.concatenate(strides),
         LONGEST.name: max(spans, key=np.size).reshape(-1),

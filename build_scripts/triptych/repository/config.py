@@ -16,7 +16,7 @@ from typing import Any
 from triptych.base.errors import UserError
 from triptych.base.releases import CONTEXT_MEMORY, Release, first_release, parse_release
 from triptych.base.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
-from triptych.runtime.row_types import count_slots
+from triptych.runtime.packing import count_slots
 from triptych.spec.engine_plan import EnginePlan
 from triptych.spec.fields import SessionOptions
 from triptych.spec.plan import Plan

@@ -34,6 +34,8 @@ BATCH_TOKENS = {"cpu": 0, "gpu": 512}
 """Fixed cost of a batch of the core, as a number of tokens in another batch. It is almost nothing
 on a processor. For BERT-base on an A100 it is 0.55 ms, compared with 0.95 us per token (NVIDIA's
 TensorRT demo/BERT)."""
+MIN_TOKEN_BOUND, TOKEN_BOUNDS_PER_OCTAVE = 4, 3
+"""Buckets of the histogram of row lengths."""
 BATCH_TOKENS_HIDDEN = 768
 """Hidden size that `BATCH_TOKENS` was measured with (BERT-base). The cost of a batch depends on the
 number of layers, the cost of a token also on more than the width. In narrower models a batch costs
@@ -51,6 +53,14 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     },
     "tickets": {"preprocess": "flow_control.InFlight", "postprocess": "flow_control.InFlight"},
     "bucketed layout": {"preprocess": "bucketing.order_by_length"},
+    "padded rows": {"preprocess": "bucketing.PaddedLayout"},
+    "packed rows": {"preprocess": "packing.PackedLayout"},
+    "packed rows with spans": {"preprocess": "packing.SpannedLayout"},
+    "row lengths": {"preprocess": "counters.RowTokens"},
+    "response cache": {"preprocess": "cached_options.refuse_options"},
+    "lists": {"preprocess": "option_lists.read_list", "postprocess": "option_lists.read_list"},
+    "prompts": {"preprocess": "text_prompts.TextPrompts"},
+    "results of tokens": {"postprocess": "row_metadata.unpack_rows"},
     "pairs": {"preprocess": "rows_pairs.PairEncoder"},
     "row metadata": {"postprocess": "row_metadata.unpack_metadata"},
 }
@@ -76,6 +86,19 @@ class Ranges(NamedTuple):
 
     file: Path
     sizes: tuple[int, ...]
+
+
+def make_token_bounds(max_length: int, bucket_edges: Sequence[int] = ()) -> list[int]:
+    """Return the upper bounds of the histogram of row lengths, in tokens, ascending.
+
+    The bounds are 1.26 times apart and equal in all pipelines, except for the padded lengths of
+    the pipeline and the last two, ``max_length - 1`` and `max_length`. Rows between these two are
+    those that were truncated, and the few that have this length by themselves.
+    """
+    steps = range(TOKEN_BOUNDS_PER_OCTAVE * max_length.bit_length())
+    common = (round(MIN_TOKEN_BOUND * 2 ** (step / TOKEN_BOUNDS_PER_OCTAVE)) for step in steps)
+    bounds = {*common, *bucket_edges, max_length - 1, max_length}
+    return sorted(bound for bound in bounds if 0 < bound <= max_length)
 
 
 def batch_tokens(device: str, hidden_size: int) -> int:
@@ -125,6 +148,8 @@ def render(
         **plan.row_settings,
         "bucket_edges": list(plan.bucket_edges),
     }
+    if plan.lengths is not None:
+        rows["token_bounds"] = make_token_bounds(plan.max_length, plan.bucket_edges)
     outputs = [tensor.name for tensor in plan.core.outputs]
     answers = {
         "core_outputs": outputs,
@@ -198,6 +223,14 @@ def _python_files(
         "samples": samples,
         "tickets": samples and plan.spec.serving.flow_control != "triptych",
         "bucketed layout": plan.layout == "bucketed",
+        "padded rows": plan.layout == "bucketed",
+        "packed rows": plan.packed and ROW_SPAN not in plan.core_inputs,
+        "packed rows with spans": ROW_SPAN in plan.core_inputs,
+        "row lengths": plan.lengths is not None,
+        "response cache": plan.spec.serving.response_cache,
+        "prompts": bool(plan.info.prompts or plan.info.free_prompt),
+        "lists": any(rule.type == "list" for rule in plan.task.parameters(plan.info).values()),
+        "results of tokens": plan.packed and plan.core.per_token,
     }
     roots = step_roots(plan.task, [name for name, is_used in parts.items() if is_used])
     files: dict[str, Content] = {

@@ -1,13 +1,43 @@
-"""Order of requests in the bucketed layout, and rows padded further to share a batch."""
+"""Bucketed layout: rows padded to planned lengths, and requests ordered to share a batch."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .row_types import CoreRows
+
+
+class PaddedLayout:
+    """Input tensors of the core from rows of token ids: padded to a planned length."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._pad_token_id: int = settings["pad_token_id"]
+        self._edges: list[int] = settings["bucket_edges"]
+
+    def tensors(self, rows: Sequence[Sequence[int]]) -> dict[str, NDArray[np.int32]]:
+        """Return ``input_ids`` INT32 ``[n, length]``; without planned lengths, of the longest row.
+
+        A tensor needs one slot even where a tokenizer makes no token.
+        """
+        width = max(1, *map(len, rows))
+        if self._edges:
+            width = next(edge for edge in self._edges if edge >= width)
+        return {"input_ids": pad_rows(rows, width, self._pad_token_id)}
+
+
+def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> NDArray[np.int32]:
+    """Return lists of int as INT32 ``[len(rows), width]``, padded on the right with `fill`."""
+    if len(rows) == 1 and len(rows[0]) == width:
+        return np.array(rows, dtype=np.int32)
+    padded = np.full((len(rows), width), fill, dtype=np.int32)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return padded
 
 
 def order_by_length(

@@ -8,38 +8,21 @@ few seconds. No failure of the metrics may fail a request.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 ROW_TOKENS = "triptych_row_tokens"
 FLUSH_S = 2.0
-MIN_BOUND = 4
-BOUNDS_PER_OCTAVE = 3
 
 Series = tuple[str, str]
 """Name of a metric and the value of its one own label; an empty value if it has none."""
 
 
-class Deprecated(NamedTuple):
-    """Former name of a metric, under which it is exported for one more minor release.
-
-    Attributes:
-        name: Former name.
-        label: Former name of its label; empty if the label has kept its name.
-        factor: Former unit relative to the unit of today; applies to values and to ``le``.
-    """
-
-    name: str
-    label: str = ""
-    factor: float = 1.0
-
-
-class MetricSet:
-    """The metrics of one step, each labeled with the name of the pipeline.
+class CounterSet:
+    """The counters of one step, each labeled with the name of the pipeline.
 
     Triton removes a metric together with its family, so this object holds both.
     """
@@ -47,68 +30,41 @@ class MetricSet:
     def __init__(self, pipeline: str) -> None:
         self._pipeline = pipeline
         self._families: list[Any] = []
-        self._metrics: dict[Series, list[tuple[Any, float]]] = {}
-        self._gauges: set[str] = set()
+        self._metrics: dict[Series, Any] = {}
 
     def add(
-        self,
-        name: str,
-        description: str,
-        *,
-        label: str = "",
-        values: Sequence[str] = ("",),
-        gauge: bool = False,
-        deprecated: Deprecated | None = None,
+        self, name: str, description: str, *, label: str = "", values: Sequence[str] = ("",)
     ) -> None:
         """Put one metric on the page, with one series for each of the label's `values`.
 
         Raises:
             Exception: The server has no custom metrics.
         """
-        if gauge:
-            self._gauges.add(name)
-        self._add(name, name, description, label, {value: value for value in values}, 1.0)
-        if deprecated is not None:
-            old_label, factor = deprecated.label or label, deprecated.factor
-            old_values = {value: _scale_bound(value, factor) for value in values}
-            if name.endswith(("_bucket", "_count")):
-                factor = 1.0
-            description = f"Deprecated: use {name}"
-            self._add(name, deprecated.name, description, old_label, old_values, factor)
+        for value, metric in self._make(name, description, label, values).items():
+            self._metrics[name, value] = metric
 
-    def _add(
-        self,
-        name: str,
-        exported: str,
-        description: str,
-        label: str,
-        values: Mapping[str, str],
-        factor: float,
-    ) -> None:
+    def _make(
+        self, name: str, description: str, label: str, values: Sequence[str], kind: str = "COUNTER"
+    ) -> dict[str, Any]:
+        """Return a new metric for each value of its label."""
         # Imported here because the names in this module are also used where there is no server.
-        import triton_python_backend_utils as pb_utils
+        from triton_python_backend_utils import MetricFamily
 
-        kinds = pb_utils.MetricFamily
-        kind = kinds.GAUGE if name in self._gauges else kinds.COUNTER
-        family = kinds(name=exported, description=description, kind=kind)
+        family = MetricFamily(name=name, description=description, kind=getattr(MetricFamily, kind))
         self._families.append(family)
-        for value, exported_value in values.items():
-            labels = {"pipeline": self._pipeline, **({label: exported_value} if label else {})}
-            metric = family.Metric(labels=labels)
-            self._metrics.setdefault((name, value), []).append((metric, factor))
+        own = {"pipeline": self._pipeline}
+        return {
+            value: family.Metric(labels=own | ({label: value} if label else {})) for value in values
+        }
 
     def update(self, values: Mapping[Series, float]) -> None:
-        """Set gauges and increment counters, in the order of `values`.
+        """Increment the counters, in the order of `values`.
 
         Raises:
             Exception: The server has no such metrics any more.
         """
-        for (name, value), number in values.items():
-            for metric, factor in self._metrics[name, value]:
-                if name in self._gauges:
-                    metric.set(number * factor)
-                else:
-                    metric.increment(number * factor)
+        for series, value in values.items():
+            self._metrics[series].increment(value)
 
     def clear(self) -> None:
         """Take all metrics off the page, each before its family."""
@@ -124,39 +80,22 @@ class Histogram:
         name: Name of the metric without suffix.
         description: Description of one value.
         bounds: Upper bounds of the buckets, ascending.
-        deprecated: Former name of the metric, without suffix.
     """
 
-    def __init__(
-        self,
-        name: str,
-        description: str,
-        bounds: Sequence[float],
-        deprecated: Deprecated | None = None,
-    ) -> None:
-        self._name, self._description, self._deprecated = name, description, deprecated
-        self._sorted_bounds = list(bounds)
+    def __init__(self, name: str, description: str, bounds: Sequence[float]) -> None:
+        self._name, self._description = name, description
         self._bounds = np.array(bounds)
-        self._labels = [*(format_bound(bound) for bound in bounds), "+Inf"]
+        self._labels = [*map(format_bound, bounds), "+Inf"]
         self._buckets = np.zeros(len(self._labels), np.int64)
         self._sum = 0.0
 
-    def add_to(self, metrics: MetricSet) -> None:
+    def add_to(self, metrics: CounterSet) -> None:
         """Put the three counters of the histogram on the page."""
-        for suffix, values in (("bucket", self._labels), ("count", [""]), ("sum", [""])):
-            old = self._deprecated
-            metrics.add(
-                f"{self._name}_{suffix}",
-                f"{self._description} ({suffix})",
-                label="le" if suffix == "bucket" else "",
-                values=values[::-1],
-                deprecated=old and old._replace(name=f"{old.name}_{suffix}"),
-            )
-
-    def observe_one(self, value: float) -> None:
-        """Add one value to its bucket; for a single value, NumPy takes far longer than a search."""
-        self._buckets[bisect_left(self._sorted_bounds, value)] += 1
-        self._sum += value
+        name, description = self._name, self._description
+        bounds = self._labels[::-1]
+        metrics.add(f"{name}_bucket", f"{description} (bucket)", label="le", values=bounds)
+        metrics.add(f"{name}_count", f"{description} (count)")
+        metrics.add(f"{name}_sum", f"{description} (sum)")
 
     def observe(self, values: NDArray[Any]) -> None:
         """Add values to their buckets."""
@@ -171,14 +110,9 @@ class Histogram:
         above a later one, and no larger sum than its rows can have.
         """
         totals = self._buckets.cumsum()[::-1].tolist()
-        values = {
-            **{
-                (f"{self._name}_bucket", label): total
-                for label, total in zip(self._labels[::-1], totals, strict=True)
-            },
-            (f"{self._name}_count", ""): totals[0],
-            (f"{self._name}_sum", ""): self._sum,
-        }
+        buckets = [(f"{self._name}_bucket", label) for label in self._labels[::-1]]
+        values: dict[Series, float] = dict(zip(buckets, totals, strict=True))
+        values |= {(f"{self._name}_count", ""): totals[0], (f"{self._name}_sum", ""): self._sum}
         self._buckets[:] = 0
         self._sum = 0.0
         yield from ((series, value) for series, value in values.items() if value)
@@ -192,19 +126,15 @@ class RowTokens:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Put the counters on the page, if the server supports custom metrics."""
-        self._metrics: MetricSet | None = None
-        if "max_length" not in settings:  # images: all rows have one size
-            return
-        bounds = make_token_bounds(settings["max_length"], settings["bucket_edges"])
-        self._histogram = Histogram(ROW_TOKENS, "Tokens of a row of the model", bounds)
+        description, bounds = "Tokens of a row of the model", settings["token_bounds"]
+        self._histogram = Histogram(ROW_TOKENS, description, bounds)
         self._lengths: list[NDArray[Any]] = []
         self._due_at = 0.0
+        self._metrics: CounterSet | None = CounterSet(settings["pipeline"])
         try:
-            metrics = MetricSet(settings["pipeline"])
-            self._histogram.add_to(metrics)
-            self._metrics = metrics
+            self._histogram.add_to(self._metrics)
         except Exception:
-            return
+            self._metrics = None
 
     def count(self, lengths: Sequence[NDArray[Any]]) -> None:
         """Count the token lengths of rows, one array for each request."""
@@ -228,27 +158,6 @@ class RowTokens:
             self._metrics = None
 
 
-def make_token_bounds(max_length: int, bucket_edges: Sequence[int] = ()) -> list[int]:
-    """Return the upper bounds of the histogram of row lengths, in tokens, ascending.
-
-    The bounds are 1.26 times apart and equal in all pipelines, except for the padded lengths of
-    the pipeline and the last two, ``max_length - 1`` and `max_length`. Rows between these two are
-    those that were truncated, and the few that have this length by themselves.
-    """
-    steps = range(BOUNDS_PER_OCTAVE * max_length.bit_length())
-    common = (round(MIN_BOUND * 2 ** (step / BOUNDS_PER_OCTAVE)) for step in steps)
-    bounds = {*common, *bucket_edges, max_length - 1, max_length}
-    return sorted(bound for bound in bounds if 0 < bound <= max_length)
-
-
 def format_bound(bound: float) -> str:
     """Return the value of Prometheus' label ``le`` for a bucket."""
     return f"{bound:.15g}"
-
-
-def _scale_bound(value: str, factor: float) -> str:
-    """Return the ``le`` of a bucket in a former unit; other values stay."""
-    try:
-        return value if factor == 1.0 or value == "+Inf" else format_bound(float(value) * factor)
-    except ValueError:
-        return value

@@ -6,12 +6,14 @@ All methods but `GenerationMetrics.send` are called on one thread.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from .counters import Deprecated, Histogram, MetricSet, Series
+from .counters import CounterSet, Histogram, Series
 from .generation_messages import Delta, EngineLoad
+from .metric_set import Deprecated, MetricSet
 
 FLUSH_S, GAUGES_S = 5.0, 0.2
 """Seconds between two updates of counters, and of gauges."""
@@ -39,14 +41,8 @@ LATENCY_METRICS = {
 OUTCOMES = ("stop", "length", "cancelled", "refused", "overloaded", "error")
 """Outcomes of a request. ``refused``: invalid request; ``overloaded``: no capacity, or the server
 is stopping; ``cancelled``: the client has left, or a stop string was found."""
-OLD_NAMES = {
-    "in_flight": "under_way",
-    "kv_cache_usage_ratio": "kv_cache_share",
-    "requests_total": "ended",
-    "preprocess_errors_total": "unprepared",
-    **{f"{metric}_seconds": f"{metric}_ms" for metric in LATENCY_METRICS},
-}
-"""Former names, exported for one more minor release. The label ``outcome`` was ``how``."""
+PARTS = ("bucket", "count", "sum")
+"""Suffixes of the counters of a histogram."""
 
 _BOUNDS_MS: Mapping[str, tuple[float, ...]] = {
     "ttft": (50, 200, 500, 1000, 5000, 20_000),
@@ -56,18 +52,30 @@ _BOUNDS_MS: Mapping[str, tuple[float, ...]] = {
 
 
 def _list_names() -> tuple[str, ...]:
-    names = [*GAUGES, *COUNTERS]
+    parts = [f"{each}_seconds_{part}" for each in LATENCY_METRICS for part in PARTS]
+    return tuple(f"{PREFIX}_{name}" for name in (*GAUGES, *COUNTERS, *parts))
+
+
+def _former() -> dict[str, Deprecated]:
+    former = {
+        "in_flight": Deprecated("under_way"),
+        "kv_cache_usage_ratio": Deprecated("kv_cache_share"),
+        "requests_total": Deprecated("ended", "how"),
+        "preprocess_errors_total": Deprecated("unprepared", "how"),
+    }
     for metric in LATENCY_METRICS:
-        names += [f"{metric}_seconds_{part}" for part in ("bucket", "count", "sum")]
-    old = []
-    for name in names:
-        base = name if name in OLD_NAMES else name.rpartition("_")[0]
-        if base in OLD_NAMES:
-            old.append(name.replace(base, OLD_NAMES[base], 1))
-    return tuple(f"{PREFIX}_{name}" for name in (*names, *old))
+        for part in PARTS:
+            former[f"{metric}_seconds_{part}"] = Deprecated(f"{metric}_ms_{part}", factor=1e3)
+    return {
+        f"{PREFIX}_{name}": old._replace(name=f"{PREFIX}_{old.name}")
+        for name, old in former.items()
+    }
 
 
-NAMES = _list_names()
+FORMER = _former()
+"""Former names, exported for one more minor release."""
+
+NAMES = (*_list_names(), *(old.name for old in FORMER.values()))
 """Names of all series, old ones included."""
 
 
@@ -93,7 +101,7 @@ class PreprocessErrors:
     """
 
     def __init__(self, pipeline: str) -> None:
-        self._metrics = MetricSet(pipeline)
+        self._metrics = MetricSet(pipeline, FORMER)
         with suppress(Exception):  # a server without custom metrics
             _add(self._metrics, "preprocess_errors_total", "outcome", ("refused", "error"))
 
@@ -114,6 +122,19 @@ class RequestClock:
         self.streamed = streamed
 
 
+class LatencyHistogram(Histogram):
+    """Histogram of values that are added one by one."""
+
+    def __init__(self, name: str, description: str, bounds: Sequence[float]) -> None:
+        super().__init__(name, description, bounds)
+        self._sorted_bounds = list(bounds)
+
+    def observe_one(self, value: float) -> None:
+        """Add one value to its bucket; for a single value, NumPy takes far longer than a search."""
+        self._buckets[bisect_left(self._sorted_bounds, value)] += 1
+        self._sum += value
+
+
 class GenerationMetrics:
     """The metrics of one core.
 
@@ -124,18 +145,17 @@ class GenerationMetrics:
 
     def __init__(self, pipeline: str, bounds_ms: Mapping[str, Sequence[float]]) -> None:
         self._histograms = {
-            metric: Histogram(
+            metric: LatencyHistogram(
                 f"{PREFIX}_{metric}_seconds",
                 description,
                 [bound / 1e3 for bound in bounds_ms[metric]],
-                Deprecated(f"{PREFIX}_{metric}_ms", factor=1e3),
             )
             for metric, description in LATENCY_METRICS.items()
         }
         self._counted: Counter[Series] = Counter()
         self._shown: dict[str, float] = {}
         self._flush_at = self._gauges_at = 0.0
-        self._metrics = MetricSet(pipeline)
+        self._metrics = MetricSet(pipeline, FORMER, {f"{PREFIX}_{name}" for name in GAUGES})
         self._has_metrics: bool | None = None
 
     def count_delta(self, clock: RequestClock, delta: Delta, prompt_tokens: int) -> None:
@@ -220,13 +240,6 @@ class GenerationMetrics:
         _add(self._metrics, "requests_total", "outcome", OUTCOMES)
 
 
-def _add(metrics: MetricSet, name: str, label: str = "", values: Sequence[str] = ("",)) -> None:
-    old = OLD_NAMES.get(name)
-    metrics.add(
-        f"{PREFIX}_{name}",
-        GAUGES.get(name) or COUNTERS[name],
-        label=label,
-        values=values,
-        gauge=name in GAUGES,
-        deprecated=Deprecated(f"{PREFIX}_{old}", "how" if label else "") if old else None,
-    )
+def _add(metrics: CounterSet, name: str, label: str = "", values: Sequence[str] = ("",)) -> None:
+    description = GAUGES.get(name) or COUNTERS[name]
+    metrics.add(f"{PREFIX}_{name}", description, label=label, values=values)

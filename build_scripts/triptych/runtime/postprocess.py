@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from .overflow import survive_overflow
 from .request_errors import RequestError
-from .row_types import NO_TICKET, find_class, read_payload, read_ticket, unpack_rows
+from .row_types import NO_TICKET, find_class, read_payload, read_ticket
 from .triton_io import (
     Inputs,
     check_parameters,
@@ -44,9 +44,9 @@ class TritonPythonModel:
         self._after: Any = None
         if (folder / "hooks.py").is_file():
             self._after = import_module(".hooking", __package__).find_after(folder, settings)
-        self._unpack_metadata: Any = None
+        self._metadata: Any = None
         if settings["has_row_metadata"]:
-            self._unpack_metadata = import_module(".row_metadata", __package__).unpack_metadata
+            self._metadata = import_module(".row_metadata", __package__)
         self._names = [each["name"] for each in settings["outputs"]]
         self._optional = {each["name"] for each in settings["outputs"] if each["optional"]}
         self._counts: Any = None
@@ -88,12 +88,13 @@ class TritonPythonModel:
             )
             outputs = {name: _read_output(inputs, name) for name in self._core_outputs}
             metadata: list[Any] = []
-            if self._unpack_metadata is not None:
+            if self._metadata is not None:
                 packed = read_bytes(inputs, "row_metadata")
-                metadata = [self._unpack_metadata(data) for data in packed]
+                metadata = [self._metadata.unpack_metadata(data) for data in packed]
             if self._unpacks:
                 lengths = [len(row_metadata.kinds) for row_metadata in metadata]
-                outputs = {name: unpack_rows(value, lengths) for name, value in outputs.items()}
+                unpack = self._metadata.unpack_rows
+                outputs = {name: unpack(value, lengths) for name, value in outputs.items()}
             result = self._decoder.decode(outputs, metadata, parameters)
             if self._after is not None:
                 result = self._after(result, partial(read_bytes, inputs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from .counters import RowTokens
 from .overflow import survive_overflow
 from .row_types import (
     NO_TICKET,
@@ -32,7 +31,6 @@ from .triton_io import (
     read_inputs,
     read_settings,
     read_texts,
-    refuse_options,
     send,
 )
 
@@ -82,7 +80,6 @@ class TritonPythonModel:
         self._max_text_bytes = settings["max_text_bytes"]
         self._rules = settings["request_parameters"]
         self._defaults = settings["parameters"]
-        self._refuses_parameters = settings["refuses_parameters"]
         self._by_width = settings["layout"] == "bucketed"
         self._has_row_metadata = settings["has_row_metadata"]
         self._maker: RowMaker = find_class(settings["row_maker"])(settings, folder)
@@ -94,6 +91,9 @@ class TritonPythonModel:
             self._before = hooking.find_before(folder, self._fields, self._encoded)
             if "forwarded_inputs" in settings:
                 self._make_forwarded = hooking.make_forwarded
+        self._refuse: Any = None
+        if settings["refuses_parameters"]:
+            self._refuse = import_module(".cached_options", __package__).refuse_options
         self._order: Callable[[dict[int, CoreRows]], list[int]] = list
         if self._by_width:
             self._order = partial(
@@ -116,7 +116,9 @@ class TritonPythonModel:
             if self._flow is None:  # a sampled request needs a ticket
                 module = import_module(".flow_control", __package__)
                 self._admit = module.InFlight(settings["pipeline"]).admit
-        self._row_tokens = RowTokens(settings)
+        self._row_tokens: Any = None
+        if "token_bounds" in settings:  # rows of images have no length
+            self._row_tokens = find_class("counters.RowTokens")(settings)
         self._rows_read = self._rows_made = 1  # in all requests so far
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
@@ -154,21 +156,21 @@ class TritonPythonModel:
             else:
                 rows[index], jobs[index].width = core_rows, core_rows.width
         results += [(jobs[i], self._respond(jobs[i], rows[i])) for i in self._order(rows)]
-        self._count_tokens(rows)
+        self._count_tokens(rows.values())
         return results
 
-    def _count_tokens(self, answered: Mapping[int, CoreRows]) -> None:
-        tensors = [rows.tensors for rows in answered.values()]
-        # Rows of images have no length.
-        self._row_tokens.count([each["row_length"] for each in tensors if "row_length" in each])
+    def _count_tokens(self, answered: Iterable[CoreRows]) -> None:
+        if self._row_tokens is not None:
+            self._row_tokens.count([rows.tensors["row_length"] for rows in answered])
 
     def finalize(self) -> None:
-        self._row_tokens.flush()
+        if self._row_tokens is not None:
+            self._row_tokens.flush()
 
     def _read(self, index: int, request: Any) -> Job:
         inputs, given, options = read_inputs(request), request.parameters(), ""
-        if self._refuses_parameters:
-            refuse_options(given, self._rules)
+        if self._refuse is not None:
+            self._refuse(given, self._rules)
         if len(inputs) > len(self._fields):
             given = options = add_options(given, inputs, self._rules)
         parameters = check_parameters(given, self._rules, self._defaults)

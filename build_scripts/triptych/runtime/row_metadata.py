@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,3 +48,17 @@ def unpack_metadata(data: bytes) -> RowMetadata:
     kinds = np.frombuffer(data, np.uint8, tokens, start + 8 * tokens)
     end = start + 9 * tokens
     return RowMetadata(row, data[end : end + size].decode("utf-8"), offsets, kinds)
+
+
+def unpack_rows(values: NDArray[Any], lengths: Sequence[int]) -> NDArray[Any]:
+    """Return the core's results for each token, ``[n, stride, ...]``, as ``[n, longest, ...]``.
+
+    Slots beyond a row are 0.
+    """
+    if len(values) == 1:
+        return values[:, : lengths[0]]
+    sizes = np.asarray(lengths)
+    flat = values.reshape(-1, *values.shape[2:])[: sizes.sum()]
+    rows = np.zeros((len(sizes), sizes.max(initial=0), *values.shape[2:]), values.dtype)
+    rows[np.arange(rows.shape[1]) < sizes[:, None]] = flat
+    return rows

@@ -1,4 +1,4 @@
-"""Rows between preprocess, the core and postprocess; the packed layout.
+"""Rows between preprocess, the core and postprocess.
 
 A request's rows become rows of the model (`CoreRows`). Metadata of each model row
 (`row_metadata`) and forwarded inputs go past the core to postprocess.
@@ -139,64 +139,3 @@ def read_ticket(values: Sequence[bytes]) -> tuple[tuple[int, ...], bytes]:
     """
     data = values[0]
     return _NUMBERS.unpack_from(data), data[_NUMBERS.size :]
-
-
-MULTIPLE = 16
-"""The core rounds the longest row of a batch up to a multiple of this number of tokens. Matrix
-kernels and softmax then handle a row's keys in the same order alone and in any batch, so that its
-result has the same bits."""
-
-
-class PackedRows(NamedTuple):
-    """Rows of one request end to end in one tensor, as the packed layout sends them to the core.
-
-    Attributes:
-        ids: Token ids, INT32 ``[n, stride]``; fewer than n ids at the end are padding.
-        offset: Distance in tokens of each row's start from its index times `stride`, INT32
-            ``[n, 1]``.
-    """
-
-    ids: NDArray[np.int32]
-    offset: NDArray[np.int32]
-
-
-def pack_rows(rows: Sequence[Sequence[int]], fill: int) -> PackedRows:
-    """Return one or more rows of token ids end to end; `fill` is the id of the padding."""
-    count = len(rows)
-    lengths = np.fromiter(map(len, rows), np.int32, count)
-    stride = max(1, -(-int(lengths.sum()) // count))
-    ids = np.full(count * stride, fill, np.int32)
-    start = 0
-    for row in rows:
-        ids[start : start + len(row)] = row
-        start += len(row)
-    offset = np.cumsum(lengths) - lengths - stride * np.arange(count)
-    return PackedRows(ids.reshape(count, stride), offset.astype(np.int32)[:, None])
-
-
-def unpack_rows(values: NDArray[Any], lengths: Sequence[int]) -> NDArray[Any]:
-    """Return the core's results for each token, ``[n, stride, ...]``, as ``[n, longest, ...]``.
-
-    Slots beyond a row are 0.
-    """
-    if len(values) == 1:
-        return values[:, : lengths[0]]
-    sizes = np.asarray(lengths)
-    flat = values.reshape(-1, *values.shape[2:])[: sizes.sum()]
-    rows = np.zeros((len(sizes), sizes.max(initial=0), *values.shape[2:]), values.dtype)
-    rows[np.arange(rows.shape[1]) < sizes[:, None]] = flat
-    return rows
-
-
-def count_slots(tokens: int) -> int:
-    """Return the padded length in the core of a row of `tokens` tokens."""
-    return -(-tokens // MULTIPLE) * MULTIPLE
-
-
-def make_row_span(lengths: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return a tensor of zeros ``[n, s]`` whose size is that of the longest row, rounded up.
-
-    A TensorRT core takes the size of its padded rows from the largest such tensor of a batch.
-    """
-    longest = count_slots(max(int(lengths.max()), 1))
-    return np.zeros((len(lengths), -(-longest // len(lengths))), np.int32)

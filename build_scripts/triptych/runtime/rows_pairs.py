@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from .request_errors import RequestError
-from .row_types import Row
+from .row_types import Row, RowInputs
 
 if TYPE_CHECKING:
     from .rows_text import TokenRowMaker
+
+
+def check_filled(request: RowInputs, fields: Sequence[str]) -> None:
+    """Raise `RequestError` if a text in one of `fields` is empty or blank."""
+    for field in fields:
+        for number, text in enumerate(request.columns[field]):
+            if not text.strip():
+                raise RequestError(
+                    field, "must not be empty", repr(text)[:40], "Send both halves", number
+                )
 
 
 class PairForm:
@@ -77,6 +87,15 @@ class PairEncoder:
     def __init__(self, maker: TokenRowMaker) -> None:
         self._maker = maker
         self._form = PairForm(maker.tokenizer)
+
+    def inputs(self, request: RowInputs, texts: Sequence[str]) -> list[tuple[str, str]]:
+        """Return the pairs of a request, whose first texts are `texts`.
+
+        Raises:
+            RequestError: A text is empty or blank.
+        """
+        check_filled(request, self._maker.fields)
+        return list(zip(texts, request.columns["text_pair"], strict=True))
 
     def encode(self, pairs: Sequence[tuple[str, str]]) -> list[Row | RequestError]:
         """Return the model row of each pair, or its error."""

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from .request_errors import RequestError
 from .row_metadata import OUTSIDE, WORD_INSIDE, WORD_START, RowMetadata, pack_metadata
 from .row_types import Row, RowInputs
-from .rows_pairs import PairForm
-from .rows_text import Input, TokenRowMaker, check_filled
+from .rows_pairs import PairForm, check_filled
+from .rows_text import Input, TokenRowMaker
 
 
 def make_kinds(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, normalizers
 
 from .request_errors import RequestError
-from .row_types import CoreRows, Row, RowInputs, make_row_span, pack_rows
+from .row_types import CoreRows, Row, RowInputs, find_class
 
 Input = str | tuple[str, str]
 
@@ -37,10 +36,10 @@ class TokenRowMaker(ABC):
         self.max_length: int = settings["max_length"]
         self.truncates = settings["overflow"] == "truncate"
         self.max_core_rows: int = settings["max_core_rows"]
-        self._pad_token_id: int = settings["pad_token_id"]
-        self._edges: list[int] = settings["bucket_edges"]
-        self._packs: bool = settings.get("layout") == "packed"
-        self._spans: bool = settings.get("row_span", False)
+        layout = "bucketing.PaddedLayout"
+        if settings.get("layout") == "packed":
+            layout = "packing.SpannedLayout" if settings.get("row_span") else "packing.PackedLayout"
+        self._layout = find_class(layout)(settings)
         self.segments: bool = settings["segments"]
         self.prompt_end_ids: list[int] | None = settings.get("prompt_end_ids")
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -49,8 +48,7 @@ class TokenRowMaker(ABC):
         self.configure()
         self._pairs: Any = None
         if settings["pairs"] and not self.offsets:  # other pipelines do not have the module
-            pairs = import_module(".rows_pairs", __package__)
-            self._pairs = pairs.PairEncoder(self)
+            self._pairs = find_class("rows_pairs.PairEncoder")(self)
         known = settings["vocabulary"]
         unknown = known is not None and self.tokenizer.get_vocab_size() > known
         self._vocabulary: int | None = known if unknown else None
@@ -172,45 +170,14 @@ class TokenRowMaker(ABC):
 
     def _tensors(self, rows: Sequence[Row]) -> CoreRows:
         ids = [row.ids for row in rows]
-        lengths = np.array([[len(row)] for row in ids], dtype=np.int32)
-        tensors: dict[str, NDArray[Any]] = {"row_length": lengths}
-        if self._packs:
-            packed = pack_rows(ids, self._pad_token_id)
-            tensors |= {"input_ids": packed.ids, "row_offset": packed.offset}
-            if self._spans:
-                tensors["row_span"] = make_row_span(lengths)
-        else:
-            # A tensor needs one slot even where a tokenizer makes no token.
-            width = max(1, int(lengths.max()))
-            if self._edges:
-                width = next(edge for edge in self._edges if edge >= width)
-            tensors["input_ids"] = pad_rows(ids, width, self._pad_token_id)
+        tensors: dict[str, NDArray[Any]] = self._layout.tensors(ids)
+        tensors["row_length"] = np.array([[len(row)] for row in ids], dtype=np.int32)
         if self.segments:
             tensors["first_segment"] = np.array([[r.first_segment] for r in rows], dtype=np.int32)
         if self.prompt_end_ids is not None:
             tensors["prompt_length"] = np.array([[row.prompt] for row in rows], dtype=np.int32)
         width = tensors["input_ids"].shape[1]
         return CoreRows(tensors, [row.metadata for row in rows], width)
-
-
-def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> NDArray[np.int32]:
-    """Return lists of int as INT32 ``[len(rows), width]``, padded on the right with `fill`."""
-    if len(rows) == 1 and len(rows[0]) == width:
-        return np.array(rows, dtype=np.int32)
-    padded = np.full((len(rows), width), fill, dtype=np.int32)
-    for target, row in zip(padded, rows, strict=True):
-        target[: len(row)] = row
-    return padded
-
-
-def check_filled(request: RowInputs, fields: Sequence[str]) -> None:
-    """Raise `RequestError` if a text in one of `fields` is empty or blank."""
-    for field in fields:
-        for number, text in enumerate(request.columns[field]):
-            if not text.strip():
-                raise RequestError(
-                    field, "must not be empty", repr(text)[:40], "Send both halves", number
-                )
 
 
 def _attempt(function: Any, *arguments: Any) -> Any:
@@ -224,11 +191,10 @@ class PlainTextRowMaker(TokenRowMaker):
     """Row maker of texts, with the model's prompt before them if it has one, and of pairs."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        self._prompts: Mapping[str, str] = settings.get("prompts", {})
-        self._free_prompt: bool = settings.get("free_prompt", False)
         super().__init__(settings, folder)
-        for prompt in self._prompts.values():
-            self._check_prompt(prompt)
+        self._prompts: Any = None
+        if settings.get("prompts") or settings.get("free_prompt"):
+            self._prompts = find_class("text_prompts.TextPrompts")(self)
 
     def configure(self) -> None:
         super().configure()
@@ -240,53 +206,13 @@ class PlainTextRowMaker(TokenRowMaker):
 
     def inputs(self, request: RowInputs) -> list[Input]:
         texts: list[str] = request.columns["text"]
-        prompt = self._prompt_of(request)
-        if self._free_prompt:
-            self._check_prompt(prompt)
-        if prompt:
-            texts = [prompt + text for text in texts]
-        if len(self.fields) == 1:
-            return list(texts)
-        check_filled(request, self.fields)
-        return list(zip(texts, request.columns["text_pair"], strict=True))
+        if self._prompts is not None:
+            texts = self._prompts.add(request, texts)
+        return list(texts) if self._pairs is None else self._pairs.inputs(request, texts)
 
     def token_rows(self, requests: Sequence[RowInputs]) -> list[list[Row] | Exception]:
         made = super().token_rows(requests)
-        if self.prompt_end_ids is None:
-            return made
-        return [
-            rows if isinstance(rows, Exception) else [row._replace(prompt=length) for row in rows]
-            for rows, length in zip(made, map(self._prompt_length, requests), strict=True)
-        ]
-
-    def _prompt_of(self, request: RowInputs) -> str:
-        chosen = request.parameters.get("prompt", "")
-        return self._prompts.get(chosen, chosen if self._free_prompt else "")
-
-    def _prompt_length(self, request: RowInputs) -> int:
-        """Return the number of tokens left out of pooling, as sentence-transformers counts them.
-
-        A special token at the end of the prompt belongs to the text.
-        """
-        prompt = self._prompt_of(request)
-        ids = self.tokenizer.encode(prompt).ids if prompt else []
-        return len(ids) - bool(ids and ids[-1] in (self.prompt_end_ids or ()))
-
-    def _check_prompt(self, prompt: str) -> None:
-        """Raise a `RequestError` if a prompt leaves no space for a text."""
-        limit: int = self.settings["max_text_bytes"]
-        size = len(prompt.encode())
-        if size > limit:
-            raise RequestError(
-                "prompt", f"must have at most {limit} bytes", f"{size} bytes", "Shorten it"
-            )
-        if prompt and len(self.tokenizer.encode(prompt).ids) >= self.max_length:
-            raise RequestError(
-                "prompt",
-                f"must leave space for the text within {self.max_length} tokens",
-                f"{prompt!r:.80}",
-                "Shorten it",
-            )
+        return made if self._prompts is None else self._prompts.mark(requests, made)
 
 
 class MaskRowMaker(TokenRowMaker):

@@ -23,8 +23,9 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from .counters import Deprecated, MetricSet, Series
+from .counters import Series
 from .hooking import REDACT, RowForm, load_hooks
+from .metric_set import Deprecated, MetricSet
 from .sampling import (
     FOLDER_VARIABLE,
     SampledRows,
@@ -117,8 +118,12 @@ class SampleWriter:
         self._counts: Counter[Series] = Counter()
         self._metrics: MetricSet | None = None
         with suppress(Exception):  # a server without custom metrics
-            metrics = MetricSet(self._pipeline)
-            _add_metrics(metrics)
+            metrics = MetricSet(
+                self._pipeline, {name: Deprecated(old) for name, old, *_ in METRICS}
+            )
+            for name, _, description, values in METRICS:
+                label = "reason" if len(values) > 1 else ""
+                metrics.add(name, description, label=label, values=values)
             self._metrics = metrics
         folder = os.environ.get(FOLDER_VARIABLE)
         self._folder = Path(folder) / self._pipeline if folder else None
@@ -346,14 +351,3 @@ def _plain_array(array: NDArray[Any]) -> dict[str, Any]:
         return {"shape": shape, "texts": [item.decode() for item in array.flat]}
     data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
     return {"shape": shape, "dtype": array.dtype.name, "base64": data}
-
-
-def _add_metrics(metrics: MetricSet) -> None:
-    for name, old, description, values in METRICS:
-        metrics.add(
-            name,
-            description,
-            label="reason" if len(values) > 1 else "",
-            values=values,
-            deprecated=Deprecated(old),
-        )

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Container, Mapping
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -187,22 +188,6 @@ def add_options(text: str, inputs: Inputs, rules: Mapping[str, Mapping[str, Any]
     return json.dumps(parameters)
 
 
-def refuse_options(text: str, rules: Container[str]) -> None:
-    """Raise a `RequestError` if a request (JSON text) has one of the parameters in `rules`.
-
-    A response cache ignores parameters, so that later requests would get this request's response.
-    """
-    for name, value in own_parameters(text, rules).items() if len(text) > 2 else ():
-        known = FORMER_NAMES.get(name, name)
-        if known in rules:
-            raise RequestError(
-                f"parameter {name}",
-                "is not accepted by a pipeline with a response cache, which ignores parameters",
-                f"{value!r:.80}",
-                f"Send it as the input tensor {known}",
-            )
-
-
 def _read_option(field: str, rows: list[list[Any]]) -> Any:
     """Return the value in every row of an option; several elements as a JSON list."""
     if not rows:  # see `overflow`
@@ -257,27 +242,9 @@ def _checked(field: str, value: Any, rule: Mapping[str, Any]) -> Any:
         raise RequestError(
             field, f"must be {words}", repr(value)[:80], f"Correct or leave out the {field}"
         )
-    return _names(field, value) if kind == "list" else value
-
-
-def _names(field: str, text: str) -> list[str]:
-    """Return the list in `text`: JSON if it begins with ``[``, otherwise split at commas."""
-    if not text.lstrip().startswith("["):
-        names = [part.strip() for part in text.split(",") if part.strip()]
-    else:
-        try:
-            names = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(
-                field, f"must be {WORDS['list']}", str(error), "Correct the JSON"
-            ) from error
-        if not all(isinstance(part, str) and part.strip() for part in names):
-            raise RequestError(
-                field, f"must be {WORDS['list']}", repr(text)[:80], "Correct the list"
-            )
-    if not names:
-        raise RequestError(field, "must not be empty", "an empty list", "Name at least one item")
-    return names
+    if kind == "list":  # other pipelines do not have the module
+        return import_module(".option_lists", __package__).read_list(field, value, WORDS[kind])
+    return value
 
 
 FOLDER = "/dev/shm/"

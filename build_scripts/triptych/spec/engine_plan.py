@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from triptych.base.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
-from triptych.runtime.row_types import count_slots
+from triptych.runtime.packing import count_slots
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.traffic import Lengths

@@ -26,7 +26,7 @@ from triptych.base.tensors import (
     Tensor,
 )
 from triptych.runtime.hooking import FORWARDED_PREFIX
-from triptych.runtime.row_types import count_slots
+from triptych.runtime.packing import count_slots
 from triptych.spec.engine_plan import (
     USUAL_HEAD_SIZE,
     USUAL_WIDENING,

@@ -37,7 +37,7 @@ from triptych.core.export.packing import (
     last_picked,
     takes,
 )
-from triptych.runtime.row_types import MULTIPLE, count_slots
+from triptych.runtime.packing import MULTIPLE, count_slots
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.tasks.task import Core
 

@@ -22,7 +22,7 @@ from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import MODEL_FILE, hashes_of_graph, save_onnx
 from triptych.base.tensors import LONGEST, ROW_OFFSET, ROW_SPAN, Tensor, made_by_server
 from triptych.core.export.model_checks import check_model
-from triptych.runtime.row_types import MULTIPLE
+from triptych.runtime.packing import MULTIPLE
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import CODE as MODEL_CODE
 from triptych.spec.plan import Plan
