@@ -43,7 +43,8 @@ def server(
         ("topics", "text-classification", topics),
         ("vectors", "text-embedding", tiny_model),
     ):
-        serving = {"response_cache": True, "class_scores": name == "topics"}
+        serving: dict[str, Any] = {"response_cache": True, "class_scores": name == "topics"}
+        serving["versions"] = [7, 6] if name == "vectors" else [1]
         spec = {"task": task, "model": {"source": str(model)}, "serving": serving}
         build_into(write_pipeline(base / "pipelines" / name, **spec), base / "repository")
     repository = base / "repository"
@@ -63,8 +64,10 @@ def lookups(raw: Any) -> Callable[[str], tuple[int, int]]:
     before: dict[str, tuple[int, int]] = {}
 
     def count(pipeline: str) -> tuple[int, int]:
-        found = raw.get_inference_statistics(pipeline).model_stats[0].inference_stats
-        now = found.cache_hit.count, found.cache_miss.count
+        found = [
+            each.inference_stats for each in raw.get_inference_statistics(pipeline).model_stats
+        ]
+        now = sum(s.cache_hit.count for s in found), sum(s.cache_miss.count for s in found)
         hits, misses = before.get(pipeline, now)
         before[pipeline] = now
         return now[0] - hits, now[1] - misses
@@ -105,6 +108,20 @@ def test_options_are_optional_inputs_in_the_metadata(raw: Any) -> None:
     config = raw.get_model_config("vectors").config
     assert {each.name for each in config.input if each.optional} == found.keys() - {"text"}
     assert config.response_cache.enable
+
+
+def test_a_client_may_ask_for_a_version_of_the_pipeline(
+    server: Server, raw: Any, lookups: Callable[[str], tuple[int, int]]
+) -> None:
+    row = text("a request of each version")
+    for version, answered in (("", "7"), ("7", "7"), ("6", "6"), ("6", "6")):
+        answer = raw.infer("vectors", [row], model_version=version)
+        assert answer.get_response().model_version == answered
+    assert lookups("vectors") == (2, 2)  # a version has answers of its own in the cache
+    with pytest.raises(InferenceServerException, match="version 1"):
+        raw.infer("vectors", [row], model_version="1")
+    config = (server.repository / "vectors/config.pbtxt").read_text()
+    assert "# serving.versions.\nversion_policy { specific { versions: [6, 7] } }" in config
 
 
 def test_a_cached_answer_is_that_of_the_same_options(

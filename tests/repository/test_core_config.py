@@ -84,7 +84,7 @@ def test_all_gpus_are_those_that_the_server_sees(tmp_path: Path) -> None:
 def test_priorities_and_session_options_are_in_the_config_and_in_inspect(tmp_path: Path) -> None:
     given = ["serving.priority={levels: 3, default: 2}", "core.threads=3", "core.session="]
     given[-1] += "{inter_threads: 2, memory_arena: none, memory_pattern: true}"
-    plan = plan_of(tmp_path, [*given, "serving.response_cache=true"])
+    plan = plan_of(tmp_path, [*given, "serving.response_cache=true", "serving.versions=[6, 7]"])
     config = core_config(plan)
     assert {key: value.string_value for key, value in config.parameters.items()} == {
         "intra_op_thread_count": "3",
@@ -98,10 +98,11 @@ def test_priorities_and_session_options_are_in_the_config_and_in_inspect(tmp_pat
     assert "# serving.priority.levels." in print_config(config, explain(plan, "core"))
     described = describe_plan(plan)["batching"]
     assert described["response_cache"].startswith("repeated requests")
+    assert described["versions"] == "6, 7: 7 answers requests that name none"
     assert described["priority"].startswith("3 levels, 2 by default")
     assert described["session"] == "2 operators at a time, memory arena none, memory pattern yes"
     others = describe_plan(plan_of(tmp_path / "other", []))["batching"]
-    assert not {"response_cache", "priority", "session"} & set(others)
+    assert not {"response_cache", "priority", "session", "versions"} & set(others)
 
 
 def test_inspect_tells_the_flow_control_and_its_limit(tmp_path: Path) -> None:

@@ -339,6 +339,11 @@ def declare_input(tensor: Tensor) -> dict[str, Any]:
     return {**declare(tensor), "optional": tensor.optional}
 
 
+def version_policy(versions: Sequence[int]) -> dict[str, Any] | None:
+    """Return the policy that serves these versions; None for one version, as Triton's default."""
+    return {"specific": {"versions": sorted(set(versions))}} if len(versions) > 1 else None
+
+
 HISTOGRAM = "nv_inference_first_response_histogram_ms"
 DEFAULT_BOUNDS_MS = (100.0, 500.0, 2000.0, 5000.0)
 """Default bucket upper bounds of Triton in ms: src/metric_model_reporter.h of its core."""

@@ -40,6 +40,7 @@ def explain(plan: Plan, step: str) -> dict[str, str]:
     comments = {"name": written_by(plan.spec.name)}
     if step == "ensemble":
         comments |= {
+            "version_policy": "serving.versions.",
             "max_batch_size": _sentence(reasons["request_rows"]),
             "ensemble_scheduling.max_inflight_requests": "serving.max_inflight_requests.",
             "response_cache": "serving.response_cache.",

@@ -19,6 +19,7 @@ from triptych.repository.config import (
     latency_buckets,
     new_config,
     print_config,
+    version_policy,
     warm_up_file,
 )
 from triptych.repository.config_comments import explain
@@ -178,7 +179,7 @@ def render(
     for step, config in configs.items():
         files |= _config_files(plan, step, config)
     # Triton needs a version folder for an ensemble, too; git and archives drop empty folders.
-    files[f"{name}/1/.keep"] = b""
+    files |= {f"{name}/{version}/.keep": b"" for version in plan.spec.serving.versions}
     files[f"{name}/{QUESTION_FILE}"] = _request(question)
     if plan.spec.serving.class_scores:
         lines = [" ".join(label.split()) for label in plan.info.labels]
@@ -299,6 +300,7 @@ def _ensemble(plan: Plan) -> Any:
     return new_config(
         name=plan.spec.name,
         platform="ensemble",
+        version_policy=version_policy(plan.spec.serving.versions),
         max_batch_size=plan.request_rows,
         input=[declare_input(tensor) for tensor in plan.request_inputs],
         output=[

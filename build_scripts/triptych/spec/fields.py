@@ -342,6 +342,10 @@ ConfigTexts = dict[Annotated[str, Field(pattern="^(ensemble|preprocess|core|post
 """Text in the format of ``config.pbtxt`` by step, merged into the generated config."""
 
 
+Versions = Annotated[list[Annotated[int, Field(ge=1, le=2**31 - 1)]], Field(min_length=1)]
+"""Version numbers under which the ensemble of a build answers."""
+
+
 class Serving(Frozen):
     """Options of the steps on the server.
 
@@ -358,6 +362,8 @@ class Serving(Frozen):
         slo: SLO that `bench` and `tune` use unless their options give one.
         sample: Rows that are sampled for monitoring; None for none.
         config: Further settings of Triton by step, see `ConfigTexts`.
+        versions: Version numbers of the ensemble. The largest answers requests that name none. The
+            steps have version 1.
         flow_control: Choice of the requests that are rejected under overload. ``triptych``: those
             that would be answered too late, see `runtime.flow_control`. ``triton``: those that
             exceed `queue.max_in_flight` in the core's queue, or wait there for longer than
@@ -382,6 +388,7 @@ class Serving(Frozen):
     slo: Slo = Slo()
     sample: SamplingSettings | None = None
     config: ConfigTexts = Field(default_factory=dict)
+    versions: Versions = Field(default_factory=lambda: [1])
     flow_control: Literal["triptych", "triton", "none"] = "triptych"
     response_cache: bool = False
     class_scores: bool = False

@@ -15,7 +15,14 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from triptych.base.errors import UserError, closest
 from triptych.base.releases import OLDEST
 from triptych.runtime.sampling_parameters import ADAPTER, MAX_NAME_CHARACTERS, find_fault
-from triptych.spec.fields import ConfigTexts, Frozen, ModelSource, Positive, check_release
+from triptych.spec.fields import (
+    ConfigTexts,
+    Frozen,
+    ModelSource,
+    Positive,
+    Versions,
+    check_release,
+)
 from triptych.spec.kind import Kind
 from triptych.spec.slo import GenerationSlo
 from triptych.spec.spec import load_as, with_present_names
@@ -130,6 +137,7 @@ class GenerationServing(Frozen):
         gpus: GPUs of the engine, by number or UUID. None: all GPUs that the server sees.
         slo: SLO that `bench` and `tune` use unless their options give one.
         config: Further settings of Triton by step, see `ConfigTexts`.
+        versions: Version numbers of the ensemble, as in `fields.Serving`.
     """
 
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
@@ -139,6 +147,7 @@ class GenerationServing(Frozen):
     gpus: list[Annotated[int, Field(ge=0)] | Device] | None = None
     slo: GenerationSlo = GenerationSlo()
     config: ConfigTexts = Field(default_factory=dict)
+    versions: Versions = Field(default_factory=lambda: [1])
 
     @model_validator(mode="after")
     def _is_supported(self) -> GenerationServing:

@@ -11,7 +11,13 @@ from triptych.base.tensors import Tensor
 from triptych.building.generation.inputs import GeneratingInputs
 from triptych.building.generation.quantizing import engine_weights
 from triptych.repository.bundle import RUNTIME, bundle
-from triptych.repository.config import CONFIG_FILE, declare, new_config, print_config
+from triptych.repository.config import (
+    CONFIG_FILE,
+    declare,
+    new_config,
+    print_config,
+    version_policy,
+)
 from triptych.repository.config_comments import own_comments, written_by
 from triptych.repository.config_text import merge_config_text
 from triptych.repository.render import Content, print_settings
@@ -112,7 +118,7 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
     spec = inputs.spec
     name, step = spec.name, f"{spec.name}_{{}}".format
     configs = {
-        "ensemble": _ensemble(name),
+        "ensemble": _ensemble(name, spec.serving.versions),
         "preprocess": _python_step(
             step("preprocess"),
             [*INPUTS, *OPENAI_INPUTS],
@@ -157,7 +163,7 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
         )
         files[f"{config.name}/{CONFIG_FILE}"] = print_config(merged, comments).encode()
     # Triton requires a version folder for an ensemble, and git and archives drop empty folders.
-    files[f"{name}/1/.keep"] = b""
+    files |= {f"{name}/{version}/.keep": b"" for version in spec.serving.versions}
     engine_module = ENGINES[spec.core.backend]
     roots = {which: [f"generation_{which}.TritonPythonModel"] for which in settings}
     roots["core"].append("engine.Engine")
@@ -206,7 +212,7 @@ def _core_settings(inputs: GeneratingInputs) -> dict[str, object]:
     }
 
 
-def _ensemble(name: str) -> Any:
+def _ensemble(name: str, versions: Sequence[int]) -> Any:
     steps = [
         ("preprocess", [*INPUTS, *OPENAI_INPUTS], TO_CORE),
         ("core", TO_CORE, FROM_CORE),
@@ -217,6 +223,7 @@ def _ensemble(name: str) -> Any:
     return new_config(
         name=name,
         platform="ensemble",
+        version_policy=version_policy(versions),
         input=[{**declare(tensor), "optional": True} for tensor in (*INPUTS, *OPENAI_INPUTS)],
         output=[declare(tensor) for tensor in OUTPUTS],
         ensemble_scheduling={

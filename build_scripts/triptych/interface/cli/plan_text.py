@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -241,6 +242,14 @@ def describe_plan(plan: Plan) -> Described:
     }
 
 
+def describe_versions(versions: Sequence[int]) -> Described:
+    """Return the versions of the ensemble, if they differ from the default."""
+    if versions == [1]:
+        return {}
+    numbers = ", ".join(map(str, sorted(set(versions))))
+    return {"versions": f"{numbers}: {max(versions)} answers requests that name none"}
+
+
 def _describe_serving(plan: Plan) -> Described:
     """Return the flow control, and the settings of Triton that differ from the defaults."""
     serving, session = plan.spec.serving, plan.spec.core.session
@@ -252,7 +261,8 @@ def _describe_serving(plan: Plan) -> Described:
         "none": "no request is rejected under overload",
     }
     described: Described = {
-        "flow_control": f"{serving.flow_control}: {effects[serving.flow_control]}"
+        **describe_versions(serving.versions),
+        "flow_control": f"{serving.flow_control}: {effects[serving.flow_control]}",
     }
     if serving.response_cache:
         described["response_cache"] = (
@@ -400,6 +410,7 @@ def _describe_generating(
             **limits,
             "engine": inputs.engine_settings,
         },
+        **describe_versions(spec.serving.versions),
         "stream_interval": f"{amount(spec.serving.stream_interval, 'token')} per streamed response",
         "queue": f"{spec.serving.queue.max_in_flight} requests in flight at most",
         "sampling_parameters": {
