@@ -234,6 +234,8 @@ def test_the_key_comes_from_its_file(tmp_path: Path) -> None:
         ("TRIPTYCH_STEP_SHM_GROWTH_MIB", "1GB"),
         ("TRIPTYCH_CORE_THREADS", "-1"),
         ("TRIPTYCH_FORWARD_HEADERS", "x-("),
+        ("TRIPTYCH_FORWARD_HEADERS", "x-(?!secret).*"),
+        ("TRIPTYCH_FORWARD_HEADERS", r"(a|b)-\1"),
         ("TRIPTYCH_RESPONSE_CACHE", "redis"),
         ("TRIPTYCH_RESPONSE_CACHE", "redis,host"),
         ("TRIPTYCH_GRPC_TLS_CERTIFICATE_FILE", "/nowhere/cert.pem"),

@@ -34,8 +34,9 @@ from triptych.base.explained import plain, reasons_of, yaml_of
 from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
-from triptych.deploy.options import parse_mebibytes
+from triptych.deploy.options import TARGETS, parse_mebibytes
 from triptych.deploy.targets import make_manifests
+from triptych.deploy.variables import ALLOWED, REFUSED
 from triptych.interface.cli import app
 from triptych.repository.manifest import TextManifest, read_manifest
 from triptych.spec.generation_fields import Text2TextSpec
@@ -159,6 +160,56 @@ def test_a_response_cache_is_part_of_the_memory(tmp_path: Path) -> None:
     assert int(more["value"][:-2]) == int(plain_memory["value"][:-2]) + 256
     assert "256 MiB of response cache" in more["reason"]
     assert "response cache" not in plain_memory["reason"]
+
+
+def test_variables_of_the_server_are_in_the_manifests_of_every_target(tmp_path: Path) -> None:
+    repository = write_built(tmp_path, serving={"slo": PROMISE, "response_cache": True})
+    reports = write_bench(tmp_path / "reports")
+    given = {
+        "TRIPTYCH_CORE_THREADS": "8",
+        "TRIPTYCH_FORWARD_HEADERS": "tenant|x-.*$",
+        "TRIPTYCH_STEP_SHM_MIB": "128",
+        "TRIPTYCH_RESPONSE_CACHE_MIB": "512",
+    }
+    wanted = {"variables": [f"{name}={value}" for name, value in given.items()]}
+    for target in TARGETS:
+        made = make_manifests(repository, "minilm", options(target=target, **wanted), reports)
+        text = json.dumps([plain(each) for each in made.files.values()])
+        for name, value in given.items():
+            shown = value.replace("$", "$$") if target == "compose" else value
+            pairs = [f'"name": "{name}", "value": "{shown}"', f'"{name}": "{shown}"']
+            assert any(pair in text for pair in pairs), (target, name)
+        numbers = made.as_dict()["numbers"]
+        assert [n["reason"] for n in numbers].count("given by the user (--variable)") >= len(given)
+    usual, made = (
+        make_manifests(repository, "minilm", options(**own), reports) for own in ({}, wanted)
+    )
+    pod = document(made, "deployment.yaml")["spec"]["template"]["spec"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["shm"]["emptyDir"]["sizeLimit"] == f"{2 * (128 + 64)}Mi"
+    before, after = (
+        document(each, "resources.yaml")["spec"]["template"]["spec"]["containers"][0]
+        for each in (usual, made)
+    )
+    memory = [int(each["resources"]["limits"]["memory"][:-2]) for each in (before, after)]
+    assert memory[1] - memory[0] == 2 * 64 + 256
+    for wrong, said in (
+        ("TRIPTYCH_CORE_THREADS=none", "must be a whole number"),
+        ("TRIPTYCH_CORE_THREAD=8", "Did you mean"),
+        ("TRIPTYCH_HTTP_PORT=80", "the manifests decide it"),
+        ("TRIPTYCH_RESTRICTED_KEY=abc", "no place for a secret"),
+        ("TRIPTYCH_GRPC_TLS_KEY_FILE=/key", "end TLS there"),
+        ("HOME=/tmp", "no such variable"),
+    ):
+        check_refused(
+            said, make_manifests, repository, "minilm", options(variables=[wrong]), reports
+        )
+
+
+def test_every_variable_of_the_guide_can_be_set_or_is_refused_with_a_reason() -> None:
+    guide = (ROOT / "docker/README.md").read_text().split("## Variables")[1].split("\n## ")[0]
+    names = set(re.findall(r"(?m)^\| `(TRIPTYCH_[A-Z_]+)` \|", guide))
+    assert names == {*ALLOWED, *REFUSED}
 
 
 def test_the_guide_has_every_option_with_its_help() -> None:

@@ -160,6 +160,9 @@ def test_settings_of_deploy_stand_in_a_file(tmp_path: Path) -> None:
     settings = read_settings(path, context)
     options = DeployOptions(**settings)
     assert (options.peak_rps, options.baseline, options.replicas) == (200.0, Path("active"), 2)
+    path.write_text("variable: {TRIPTYCH_CORE_THREADS: 8, TRIPTYCH_LOCK_HASHES: false}\n")
+    options = DeployOptions(**read_settings(path, context))
+    assert options.variables == ["TRIPTYCH_CORE_THREADS=8", "TRIPTYCH_LOCK_HASHES=false"]
     for text, field, said in (
         ("peak_rate: 200", ": peak_rate", "is not an option of `triptych deploy`. Given: 200."),
         ("peak_rps: many", ": peak_rps", "the option accepts. Given: many"),

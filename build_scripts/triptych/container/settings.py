@@ -27,6 +27,9 @@ _TLS_FILES = (
     "TRIPTYCH_GRPC_TLS_KEY_FILE",
     "TRIPTYCH_GRPC_TLS_CLIENT_CA_FILE",
 )
+# Escaped characters and sets of characters, which cannot begin an assertion.
+_LITERAL = re.compile(r"\\[^1-9]|\[\^?\]?(\\.|[^\]])*\]")
+_NOT_IN_RE2 = re.compile(r"\(\?(<?[=!]|P=|>|\()|\\[1-9]|[*+?}]\+")
 # A cache and its settings, as in `redis,host=cache,port=6379`.
 _CACHE = re.compile(r"[a-z0-9_]+(,[a-z0-9_]+=[^,\s]+)+")
 
@@ -182,13 +185,19 @@ def _pem_file(given: Mapping[str, str], name: str) -> str | None:
 def _read_pattern(given: Mapping[str, str]) -> str | None:
     name = "TRIPTYCH_FORWARD_HEADERS"
     pattern = given.get(name)
-    if pattern is not None:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise UserError(
-                name, f"must be a regular expression ({error})", given=pattern
-            ) from error
+    if pattern is None:
+        return None
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(name, f"must be a regular expression ({error})", given=pattern) from error
+    if found := _NOT_IN_RE2.search(_LITERAL.sub("x", pattern)):
+        raise UserError(
+            name,
+            f"must be a regular expression of RE2, which Triton uses: it has no {found[0]}",
+            given=pattern,
+            remedy="Write it without lookahead, lookbehind, references and possessive repetition",
+        )
     return pattern
 
 

@@ -37,7 +37,12 @@ def make_files(c: DeploymentContext) -> Manifests:
         "drain": _escape(drain_script(1, int(c.sizes.exit_timeout_s.value))),
         "ready": _escape(ready_script()),
     }
+    environment = {
+        name: ExplainedValue(_escape(each.value), each.reason)
+        for name, each in c.environment.items()
+    }
     values |= {
+        "environment": environment,
         "servers": servers,
         "replicas": replicas,
         "folder": f"${{TRIPTYCH_REPOSITORY:-{_escape(os.fspath(c.repository.resolve()))}}}",

@@ -185,6 +185,7 @@ def read_context(
         gpus=build.spec.serving.gpus_of_replica if build.spec.core.device == "gpu" else 0,
         cores=ExplainedValue(measured.cpu_cores.value, "at capacity"),
         limits_ms=list(build.spec.serving.slo.limits_ms.values()),
+        environment=options.environment,
         sample=build.spec.serving.sample,
         candidate=candidate,
         baseline=baseline,

@@ -25,6 +25,7 @@ from triptych.deploy.numbers import MIN_REPLICAS, Sizes, delay, pre_stop, stable
 from triptych.deploy.options import DeployOptions, complete_options
 from triptych.deploy.rules import TextSpec, generation_objectives, generation_rule_values
 from triptych.deploy.scaling import generation_triggers
+from triptych.deploy.variables import step_shm_mib
 from triptych.repository.manifest import TextManifest, build_id, read_manifest
 from triptych.runtime.generation_messages import MODEL_FOLDER
 from triptych.runtime.sampling_parameters import DEFAULTS
@@ -102,7 +103,8 @@ def read_generation_context(
         environment={
             "HOME": ExplainedValue(
                 "/tmp", "engines store compiled code below it, and the file system is read-only"
-            )
+            ),
+            **options.environment,
         },
         concurrency=ExplainedValue(max(1, math.floor(float(threshold.value))), threshold.reason),
     )
@@ -166,7 +168,8 @@ def _sizes(repository: Path, spec: TextSpec, options: DeployOptions) -> Sizes:
             remedy="Give more, or build with a lower parameters.max_tokens",
         )
     grace_s = options.max_grace_seconds or drain_s + _END_MARGIN_S
-    gpus, shm_mib = spec.gpus_per_copy, generation_shm_mib(repository, spec)
+    gpus, own_mib = spec.gpus_per_copy, step_shm_mib(options.server_variables)
+    shm_mib = generation_shm_mib(repository, spec) + _processes(spec) * (own_mib - STEP_SHM_MIB)
     memory_mib = options.memory_mib or math.ceil(2 * weights_mib) + _ENGINE_MIB + shm_mib
     cores = options.cpu_cores or _STEPS_CPU + max(1, gpus)
     at_once = spec.core.max_num_seqs
@@ -189,7 +192,7 @@ def _sizes(repository: Path, spec: TextSpec, options: DeployOptions) -> Sizes:
         ),
         shm_mib=ExplainedValue(
             shm_mib,
-            f"{_processes(spec)} Python processes x ({STEP_SHM_MIB} MiB + "
+            f"{_processes(spec)} Python processes x ({own_mib} MiB + "
             f"{largest_request_mib(repository)} MiB, the largest request)"
             + (
                 f"; {_PARTS_SHM_MIB} MiB for communication between the parts of the model"

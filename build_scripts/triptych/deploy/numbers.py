@@ -17,6 +17,7 @@ from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.container.manifests import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
 from triptych.deploy.options import DeployOptions
+from triptych.deploy.variables import CACHE, CACHE_SIZE, step_shm_mib
 from triptych.repository.manifest import EncoderManifest
 from triptych.serving.bench.results import BenchResult, Measurement, Resources, read_result
 
@@ -297,7 +298,7 @@ def compute_sizes(
     fewest = _fewest(build, threshold)
     exit_timeout = _exit_timeout(build)
     before_end = pre_stop(options)
-    shm = _shm(build, repository)
+    shm = _shm(build, options, repository)
     return Sizes(
         start_s=_start(measured),
         pre_stop_s=before_end,
@@ -444,12 +445,13 @@ def _step_processes(build: EncoderManifest) -> int:
     return instances.preprocess + instances.postprocess
 
 
-def _shm(build: EncoderManifest, repository: Path) -> ExplainedValue:
+def _shm(build: EncoderManifest, options: DeployOptions, repository: Path) -> ExplainedValue:
     processes = _step_processes(build)
     request_mib = largest_request_mib(repository)
+    own_mib = step_shm_mib(options.server_variables)
     return ExplainedValue(
-        shm_mib(build, repository),
-        f"{processes} Python processes (instances of preprocess and postprocess) x ({STEP_SHM_MIB} "
+        shm_mib(build, repository) + processes * (own_mib - STEP_SHM_MIB),
+        f"{processes} Python processes (instances of preprocess and postprocess) x ({own_mib} "
         f"MiB + {request_mib} MiB, the largest request of the pipeline): tensors pass between "
         "Triton and its steps here, and steps die with the default of 64 MiB",
     )
@@ -471,7 +473,9 @@ def _memory(
         )
     instances = build.spec.serving.instances.core
     batch_mib = math.ceil((build.plan.batch_mib or 0) * instances)
-    cache_mib = CACHE_MIB if build.spec.serving.response_cache else 0
+    variables, cache_mib = options.server_variables, 0
+    if build.spec.serving.response_cache and CACHE not in variables:
+        cache_mib = int(variables.get(CACHE_SIZE, CACHE_MIB))
     needed = measured.memory_mib.value + batch_mib + cache_mib + shm_mib
     rounded = math.ceil(needed / _MEMORY_STEP_MIB) * _MEMORY_STEP_MIB
     return ExplainedValue(

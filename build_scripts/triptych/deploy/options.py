@@ -12,7 +12,9 @@ from urllib.parse import urlsplit
 import typer
 
 from triptych.base.errors import Formerly, UserError
+from triptych.base.explained import ExplainedValue
 from triptych.base.releases import Release, parse_release
+from triptych.deploy.variables import OPTION, read_variables
 from triptych.serving.fleet.mirror import MirrorOption, parse_mirror
 
 if TYPE_CHECKING:
@@ -203,6 +205,15 @@ class DeployOptions:
             "Default: no candidate.",
         ),
     ] = None
+    variables: Annotated[
+        list[str] | None,
+        typer.Option(
+            OPTION,
+            metavar="NAME=VALUE",
+            help="Variable of the server, such as TRIPTYCH_CORE_THREADS=8; can be repeated. "
+            "docker/README.md lists them.",
+        ),
+    ] = None
     baseline: Annotated[
         Path | None,
         typer.Option(
@@ -217,6 +228,19 @@ class DeployOptions:
     def release(self) -> Release:
         """Triton release in the image."""
         return parse_release(self.triton)
+
+    @property
+    def server_variables(self) -> dict[str, str]:
+        """Variables of the server that the user gives, by name."""
+        return read_variables(self.variables)
+
+    @property
+    def environment(self) -> dict[str, ExplainedValue]:
+        """Variables of the server that the user gives, as values of a manifest."""
+        reason = f"given by the user ({OPTION})"
+        return {
+            name: ExplainedValue(value, reason) for name, value in self.server_variables.items()
+        }
 
     @property
     def envoy(self) -> str | None:
@@ -265,6 +289,7 @@ def complete_options(options: DeployOptions, spec: AnySpec) -> DeployOptions:
         triton=triton,
     )
     parse_release(triton)
+    read_variables(options.variables)
     for option, is_met, rule, given, remedy in _rules(options):
         if not is_met:
             raise UserError(option, rule, given=given, remedy=remedy)

@@ -69,11 +69,19 @@ def deploy(
     output.print(manifests.command(folder), markup=False)
 
 
+def _as_given(value: object) -> str | list[str]:
+    """Return a value of the file as on the command line; a mapping as ``NAME=VALUE`` texts."""
+    if isinstance(value, dict):
+        return [f"{name}={_as_given(each)}" for name, each in value.items()]
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def read_settings(path: Path, context: typer.Context) -> dict[str, Any]:
     """Return the fields of `DeployOptions` that a file sets; {} without a file.
 
     Args:
-        path: YAML file with values by the names of options: ``peak_rps: 200``.
+        path: YAML file with values by the names of options: ``peak_rps: 200``. That of
+            ``--variable`` is a mapping.
         context: Context of the verb, with the names and types of its options.
 
     Raises:
@@ -111,7 +119,7 @@ def read_settings(path: Path, context: typer.Context) -> dict[str, Any]:
             )
         parameter = known[key]
         try:
-            values[str(parameter.name)] = parameter.process_value(context, str(value))
+            values[str(parameter.name)] = parameter.process_value(context, _as_given(value))
         except typer.BadParameter as error:
             raise UserError(
                 f"{path}: {key}",
