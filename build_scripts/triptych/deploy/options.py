@@ -211,7 +211,7 @@ class DeployOptions:
             OPTION,
             metavar="NAME=VALUE",
             help="Variable of the server, such as TRIPTYCH_CORE_THREADS=8; can be repeated. "
-            "docker/README.md lists them.",
+            "Default: none.",
         ),
     ] = None
     baseline: Annotated[

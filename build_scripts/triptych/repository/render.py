@@ -60,6 +60,10 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "row lengths": {"preprocess": "counters.RowTokens"},
     "response cache": {"preprocess": "cached_options.refuse_options"},
     "lists": {"preprocess": "option_lists.read_list", "postprocess": "option_lists.read_list"},
+    "free dimensions": {
+        "preprocess": "overflow.survive_overflow",
+        "postprocess": "overflow.survive_overflow",
+    },
     "prompts": {"preprocess": "text_prompts.TextPrompts"},
     "results of tokens": {"postprocess": "row_metadata.unpack_rows"},
     "pairs": {"preprocess": "rows_pairs.PairEncoder"},
@@ -230,6 +234,7 @@ def _python_files(
         "row lengths": plan.lengths is not None,
         "response cache": plan.spec.serving.response_cache,
         "prompts": bool(plan.info.prompts or plan.info.free_prompt),
+        "free dimensions": _has_free_dimensions(plan),
         "lists": any(rule.type == "list" for rule in plan.task.parameters(plan.info).values()),
         "results of tokens": plan.packed and plan.core.per_token,
     }
@@ -243,6 +248,12 @@ def _python_files(
         if tokenizer_file is not None and (step == "preprocess" or plan.task.decodes_tokens):
             files[f"{plan.step(step)}/1/tokenizer.json"] = tokenizer_file
     return files
+
+
+def _has_free_dimensions(plan: Plan) -> bool:
+    """Return whether a Python step has an input whose rows may differ in shape."""
+    tensors = (*plan.request_inputs, *plan.core.outputs, *plan.past_core)
+    return any(-1 in tensor.config_dims for tensor in tensors)
 
 
 def _core_files(plan: Plan, core_file: Path, warm_ups: Path) -> dict[str, Content]:
@@ -340,6 +351,7 @@ def _settings(plan: Plan) -> dict[str, object]:
     settings: dict[str, object] = {
         **plan.task.settings(plan.info),
         "has_row_metadata": plan.task.has_row_metadata,
+        "free_dimensions": _has_free_dimensions(plan),
         "parameters": dict(plan.parameters),
         "pipeline": plan.spec.name,
         "flow_control": plan.spec.serving.flow_control,

@@ -12,7 +12,6 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from .overflow import survive_overflow
 from .request_errors import RequestError
 from .row_types import NO_TICKET, find_class, read_payload, read_ticket
 from .triton_io import (
@@ -55,7 +54,8 @@ class TritonPythonModel:
             module = import_module(".flow_control", __package__)
             self._counts = module.InFlight(settings["pipeline"])
         make_private()
-        survive_overflow(args["model_config"])
+        if settings["free_dimensions"]:
+            import_module(".overflow", __package__).survive_overflow(args["model_config"])
         self._samples: Any = None
         if "sample" in settings:
             writing = import_module(".sample_writer", __package__)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from .overflow import survive_overflow
 from .row_types import (
     NO_TICKET,
     CoreRows,
@@ -108,7 +107,8 @@ class TritonPythonModel:
             self._flow = module.FlowControl(settings, self._make, _send)
             self._admit = self._flow.admit
         make_private()
-        survive_overflow(args["model_config"])
+        if settings["free_dimensions"]:
+            import_module(".overflow", __package__).survive_overflow(args["model_config"])
         self._sampler: Any = None
         if "sample" in settings:
             sampling = import_module(".sampling", __package__)
