@@ -170,7 +170,7 @@ def live_fleet(
     folder.mkdir()
     numbers = range(max_replicas)
     names = [f"{name}_{number}" for number in numbers for name in _PORTS]
-    wanted = dict.fromkeys((*_PORTS, *names, "admin_port", "prometheus"), 0)
+    wanted = dict.fromkeys((*_PORTS, *names, "prometheus"), 0)
     ports = reserve_ports(_LOOPBACK, wanted)
     servers = [
         Server(
@@ -184,7 +184,7 @@ def live_fleet(
     pods = {f"{PIPELINE.name}-{n}": ports[f"metrics_port_{n}"] for n in numbers}
     pods[f"{PIPELINE.name}-envoy-0"] = ports["metrics_port"]
     (folder / "prometheus.json").write_text(json.dumps(_make_scrape_config(pods, scrape_s)))
-    listen = Listen(_LOOPBACK, **{name: ports[name] for name in (*_PORTS, "admin_port")})
+    listen = Listen(_LOOPBACK, **{name: ports[name] for name in _PORTS})
     settings = proxy_settings(
         replicas=max_replicas,
         max_request_mib=largest_request_mib(repository),

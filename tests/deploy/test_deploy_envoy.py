@@ -20,7 +20,7 @@ from deploy_cases import (
 from http_pages import comes_true, page
 from triptych.base.explained import plain
 from triptych.deploy.context import Manifests
-from triptych.deploy.kubernetes import ADMIN_PORT, PORTS
+from triptych.deploy.kubernetes import DRAIN_PORT, PORTS
 from triptych.deploy.targets import make_manifests
 from triptych.serving.fleet.proxy import envoy_command, find_envoy
 from triptych.serving.ports import reserve_ports
@@ -79,13 +79,13 @@ def test_envoy_counts_drains_and_says_so(tmp_path: Path) -> None:
     command = container["lifecycle"]["preStop"]["exec"]["command"]
     composed = plain(manifests(tmp_path / "compose", target="compose").files["compose.yaml"])
     healthy = composed["services"]["envoy"]["healthcheck"]["test"][1:]
-    names = [*PORTS.values(), ADMIN_PORT]
+    names = [*PORTS.values(), DRAIN_PORT]
     ports = dict(
         zip(names, reserve_ports("127.0.0.1", dict.fromkeys("abcd", 0)).values(), strict=True)
     )
 
     def run(words: list[str]) -> subprocess.Popen[bytes]:
-        words = [word.replace(str(ADMIN_PORT), str(ports[ADMIN_PORT])) for word in words]
+        words = [word.replace(str(DRAIN_PORT), str(ports[DRAIN_PORT])) for word in words]
         words = [word.replace("$$", "$").replace("sleep 10", "sleep 0.2") for word in words]
         return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 

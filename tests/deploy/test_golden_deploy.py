@@ -220,7 +220,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
 
 def fleets() -> dict[str, str]:
     """Return the bootstraps of `serve --replicas` and of manifests by file name."""
-    listen = Listen("127.0.0.1", 8001, 8000, 8002, 9901)
+    listen = Listen("127.0.0.1", 8001, 8000, 8002)
     texts = {}
     for case, (endpoints, mirror, fields) in FLEETS.items():
         settings = proxy_settings(**{"replicas": 3, "max_request_mib": 5, **fields})

@@ -199,7 +199,7 @@ class Watched:
 def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watched]:
     """An Envoy in front of the server, a Prometheus that scrapes both, an Alertmanager."""
     told = Told()
-    own = ("grpc_port", "http_port", "metrics_port", "admin_port")
+    own = ("grpc_port", "http_port", "metrics_port")
     ports = reserve_ports(LOOPBACK, dict.fromkeys((*own, "prometheus", "alerts"), 0))
     addresses = {name: f"{LOOPBACK}:{port}" for name, port in ports.items()}
     with ExitStack() as stack:

@@ -16,6 +16,7 @@ from triptych.base.errors import UserError
 from triptych.base.explained import plain, reasons_of, yaml_of
 from triptych.repository.store import locked, write_models
 from triptych.serving.fleet.envoy import (
+    ADMIN_SOCKET,
     GRPC,
     HTTP,
     EndpointFiles,
@@ -41,7 +42,7 @@ from triptych.serving.fleet.serve import (
 from triptych.serving.server import Server
 
 PIPELINES = ["tickets"]
-LISTEN = Listen("127.0.0.1", 8001, 8000, 8002, 9901)
+LISTEN = Listen("127.0.0.1", 8001, 8000, 8002)
 NAMES = EndpointNames("triton.default.svc", 8001, 8000)
 MIRROR = Mirror(0.05, EndpointNames("candidate.default.svc", 8001, 8000))
 
@@ -142,11 +143,13 @@ def test_streams_are_neither_held_nor_sent_again_and_no_time_is_cut() -> None:
         assert is_stream == (route.get("request_headers_to_remove") == ["triton_grpc_error"])
         assert route["route"]["timeout"] == "0s"
         if route["route"]["cluster"] == GRPC.cluster:
-            assert route["route"]["max_stream_duration"] == {"grpc_timeout_header_max": "0s"}
+            limit = {} if is_stream else {"max_stream_duration": "600s"}
+            duration = {"grpc_timeout_header_max": "0s", **limit}
+            assert route["route"]["max_stream_duration"] == duration
     assert values(data, "max_request_bytes") == [5 << 20, 5 << 20]
     # Envoy's own page can end it: only these two of it are shown.
     assert values(data, "prefix_rewrite") == ["/stats/prometheus", "/ready"]
-    assert data["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"
+    assert data["admin"]["address"] == {"pipe": {"path": ADMIN_SOCKET}}
 
 
 def test_each_replica_has_a_gpu_of_its_own(tmp_path: Path) -> None:

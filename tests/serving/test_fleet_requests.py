@@ -41,7 +41,7 @@ COMPRESSED = "send it without compression"
 @pytest.fixture(scope="module")
 def proxy(minilm_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     """Envoy before the server, which forwards requests for one of its two pipelines."""
-    names = ("grpc_port", "http_port", "metrics_port", "admin_port")
+    names = ("grpc_port", "http_port", "metrics_port")
     proxy = Proxy(
         proxy_settings(replicas=1, max_request_mib=MAX_MIB),
         Listen(LOOPBACK, **reserve_ports(LOOPBACK, dict.fromkeys(names, 0))),

@@ -82,7 +82,7 @@ def minimal_server() -> Iterator[MinimalServer]:
 @contextmanager
 def envoy(folder: Path, live: int, candidate: int) -> Iterator[Listen]:
     """The proxy of a fleet, in front of the HTTP ports of a replica and of a candidate."""
-    names = ("grpc_port", "http_port", "metrics_port", "admin_port")
+    names = ("grpc_port", "http_port", "metrics_port")
     listen = Listen(LOOPBACK, **reserve_ports(LOOPBACK, dict.fromkeys(names, 0)))
     made = bootstrap(
         settings(),

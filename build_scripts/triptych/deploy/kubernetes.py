@@ -43,7 +43,7 @@ USER = 1000
 """User ID of the containers, called triton-server in NVIDIA's images."""
 ENVOY_USER = 101
 """User ID of Envoy's containers, called envoy in its images."""
-ADMIN_PORT = 9901
+DRAIN_PORT = 9901
 CONFIG_FOLDER = "/etc/envoy-config"
 SAMPLES = "/samples"
 MONITOR_ENVIRONMENT = {
@@ -62,7 +62,7 @@ PORTS = {"http": _IMAGE.http_port, "grpc": _IMAGE.grpc_port, "metrics": _IMAGE.m
 _MIB, _STEP_MIB = 2**20, 64
 _MONITOR_MIB, _MONITOR_CORE_FACTOR = 1024, 4
 _SAMPLE_FOLDERS, _SAMPLE_CACHE_MIB = 2, 256
-_ENVOY_MIB, _ENVOY_REQUESTS = 128, 8
+_ENVOY_MIB, _ENVOY_REQUESTS, _HEAP_RATIO = 128, 8, 0.8
 _SETTLE_S, _MARGIN_S = 1, 5
 _BURN = BURNS[1]
 _STEP_PERCENT = 5
@@ -204,9 +204,13 @@ def envoy_configuration(c: DeploymentContext, host: str) -> Any:
         max_request_mib=largest_request_mib(c.repository),
         limits_ms=c.limits_ms,
         affinity=c.options.affinity_header,
+        max_heap_mib=ExplainedValue(
+            math.floor(_HEAP_RATIO * envoy_memory(c).value),
+            f"MiB, {_HEAP_RATIO:.0%} of the container's memory; the rest is for what is no heap",
+        ),
         hedges=kind_of_build(c.repository, c.pipeline) is Kind.ENCODER,
     )
-    listen = Listen("0.0.0.0", PORTS["grpc"], PORTS["http"], PORTS["metrics"], ADMIN_PORT)
+    listen = Listen("0.0.0.0", PORTS["grpc"], PORTS["http"], PORTS["metrics"], DRAIN_PORT)
     mirror = None
     if c.options.mirrored is not None:
         at = EndpointNames(f"{c.options.name}-candidate", PORTS["grpc"], PORTS["http"])
@@ -238,7 +242,7 @@ def drain_script(settle_s: int, max_s: int) -> str:
     again. The image has no curl.
     """
     return (
-        "ask() { exec 3<>/dev/tcp/127.0.0.1/" + str(ADMIN_PORT) + " && "
+        "ask() { exec 3<>/dev/tcp/127.0.0.1/" + str(DRAIN_PORT) + " && "
         r"printf '%s HTTP/1.1\r\nhost: envoy\r\nconnection: close\r\ncontent-length: 0\r\n\r\n'"
         ' "$1" >&3 && cat <&3; }\n'
         "ask 'POST /healthcheck/fail'\n"
@@ -253,7 +257,7 @@ def drain_script(settle_s: int, max_s: int) -> str:
 def ready_script() -> str:
     """Return a script for bash beside Envoy that succeeds if it takes requests."""
     return (
-        f"exec 3<>/dev/tcp/127.0.0.1/{ADMIN_PORT} && "
+        f"exec 3<>/dev/tcp/127.0.0.1/{DRAIN_PORT} && "
         r"printf 'GET /ready HTTP/1.1\r\nhost: envoy\r\nconnection: close\r\n\r\n' >&3 && "
         "grep -q LIVE <&3"
     )

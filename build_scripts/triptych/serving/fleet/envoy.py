@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from triptych.base.explained import ExplainedValue, render_yaml
 
 _TEMPLATES = Path(__file__).with_name("templates")
+_HEAP_MIB, _HEAP_REQUESTS = 512, 64
 _BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000)
 
 
@@ -31,6 +32,7 @@ class ProxySettings:
     max_request_mib: ExplainedValue
     retry_percent: ExplainedValue
     latency_buckets_ms: ExplainedValue
+    max_heap_mib: ExplainedValue
     affinity: ExplainedValue | None = None
     hedge_s: ExplainedValue | None = None
     retries: ExplainedValue = ExplainedValue(
@@ -90,6 +92,44 @@ class ProxySettings:
         60, "same as the servers: connections of clients that vanished are closed"
     )
     keepalive_timeout_s: ExplainedValue = ExplainedValue(20, "see the interval")
+    headers_timeout_s: ExplainedValue = ExplainedValue(
+        10, "clients send the headers of a request at once"
+    )
+    request_timeout_s: ExplainedValue = ExplainedValue(
+        60,
+        "time to receive a request, until it is complete or answered: the largest one of most "
+        "pipelines takes 60 s at 1 Mbit/s. Without it, unfinished requests are held for ever",
+    )
+    idle_request_s: ExplainedValue = ExplainedValue(
+        600,
+        "a request on which nothing was sent or received for this time was abandoned. The deadline "
+        "of the client is usually shorter",
+    )
+    idle_stream_s: ExplainedValue = ExplainedValue(
+        3600, "clients keep streams open between their requests, and a stream of text may pause"
+    )
+    idle_connection_s: ExplainedValue = ExplainedValue(
+        600, "a connection without a request for this time; clients connect again"
+    )
+    max_client_connections: ExplainedValue = ExplainedValue(
+        10_000,
+        "connections of clients; further ones are refused, since each takes memory and a "
+        "descriptor",
+    )
+    shrink_heap_ratio: ExplainedValue = ExplainedValue(
+        0.7, "of the heap's limit, from which free memory is returned to the system"
+    )
+    min_idle_s: ExplainedValue = ExplainedValue(
+        5, "time without a byte, after which a request is ended when the heap is full"
+    )
+    reset_streams_ratio: ExplainedValue = ExplainedValue(
+        0.85,
+        "of the heap's limit, from which the requests over HTTP/2 that hold most memory are ended: "
+        "clients that send large requests slowly would use up all memory",
+    )
+    reject_ratio: ExplainedValue = ExplainedValue(
+        0.95, "of the heap's limit, from which new requests are rejected as unavailable"
+    )
     max_concurrent: ExplainedValue = ExplainedValue(
         1_000_000,
         "requests, pending requests and connections: the pipelines limit requests by what they can "
@@ -113,6 +153,7 @@ def proxy_settings(
     limits_ms: Iterable[float] = (),
     affinity: str | None = None,
     hedges: bool = True,
+    max_heap_mib: ExplainedValue | None = None,
 ) -> ProxySettings:
     """Return the settings of a fleet.
 
@@ -123,6 +164,7 @@ def proxy_settings(
         affinity: Header of streams; streams with the same value go to the same replica.
         hedges: Whether a request without an answer is also sent to another replica; False for
             pipelines that generate text, whose answers may take long.
+        max_heap_mib: Maximum heap of Envoy in MiB; None for one by `max_request_mib`.
     """
     limits = sorted(set(limits_ms))
     slo_text = ", ".join(f"{limit:g}" for limit in limits)
@@ -133,6 +175,12 @@ def proxy_settings(
             affinity,
             "streams with the same value share a prompt prefix, which one replica then caches. "
             "Streams without the header go to any replica",
+        ),
+        max_heap_mib=max_heap_mib
+        or ExplainedValue(
+            _HEAP_MIB + _HEAP_REQUESTS * max_request_mib,
+            f"MiB: {_HEAP_MIB} for connections and short requests, and {_HEAP_REQUESTS} of the "
+            "largest requests",
         ),
         hedge_s=ExplainedValue(
             3,
@@ -232,16 +280,17 @@ def assigned(cluster: str, addresses: Iterable[tuple[str, int]]) -> dict[str, An
 
 @dataclass(frozen=True)
 class Listen:
-    """Address and ports of Envoy; the admin page always listens on loopback.
+    """Address and ports of Envoy.
 
-    The metrics port serves only ``/metrics`` and ``/ready`` of the admin page.
+    The metrics port serves only ``/metrics`` and ``/ready`` of the admin page. The drain port, on
+    loopback, serves the pages with which a script drains Envoy; None for no such port.
     """
 
     host: str
     grpc_port: int
     http_port: int
     metrics_port: int
-    admin_port: int
+    drain_port: int | None = None
 
 
 class Route(NamedTuple):
@@ -278,12 +327,18 @@ def _http_routes(pipelines: Sequence[str]) -> tuple[Route, ...]:
     )
 
 
+ADMIN_SOCKET = "@triptych-envoy-admin"
+"""Name of the socket of Envoy's admin page in a container, whose network is its own."""
+
+
 def bootstrap(
     settings: ProxySettings,
     listen: Listen,
     endpoints: Endpoints,
     pipelines: Sequence[str],
     mirror: Mirror | None = None,
+    *,
+    admin_socket: str = ADMIN_SOCKET,
 ) -> Any:
     """Return the configuration, with the reasons of its numbers (see `base.explained`).
 
@@ -293,6 +348,7 @@ def bootstrap(
         endpoints: Replicas; files also have the routes (see `route_file`).
         pipelines: Names that requests may address. Steps of pipelines are not among them.
         mirror: Candidate that gets copies of requests; None without one.
+        admin_socket: Path of the Unix socket of Envoy's admin page.
     """
     clusters = [_cluster(service, service.cluster, endpoints) for service in (GRPC, HTTP)]
     if mirror is not None:
@@ -326,8 +382,18 @@ def bootstrap(
         listeners=listeners,
         clusters=clusters,
         error_texts=error_texts,
-        admin=assigned("admin", [("127.0.0.1", listen.admin_port)]),
+        admin_pages=list(_admin_pages(listen)),
+        admin_socket=admin_socket,
     )
+
+
+def _admin_pages(listen: Listen) -> Iterator[dict[str, Any]]:
+    """Yield the template's data of the listeners for pages of the admin interface."""
+    pages = {"/metrics": "/stats/prometheus", "/ready": "/ready"}
+    yield {"name": "metrics", "host": listen.host, "port": listen.metrics_port, "paths": pages}
+    if listen.drain_port is not None:
+        pages = {path: path for path in ("/ready", "/stats", "/healthcheck/fail")}
+        yield {"name": "drain", "host": "127.0.0.1", "port": listen.drain_port, "paths": pages}
 
 
 def route_file(

@@ -250,9 +250,9 @@ class CandidateServer:
 
 
 _HEALTH_INTERVAL_S = 2.0
-"""The interval of the image's health check. Each check is a request of one row to each pipeline."""
+"""Interval of the health check, as in the image: a request of one row to each pipeline."""
 _REPLACED_AFTER, _REPLACED_ALONE_AFTER = 3, 10
-"""Failed checks in a row until a replica is replaced, and until one is if no other is healthy."""
+"""Number of failed checks in a row until a replica is replaced; the second, if it is the last."""
 _PROXY_INTERVAL_S = 0.5
 _DRAIN_TIMEOUT_S = 10.0
 _HEALTHY_TIMEOUT_S = 30.0

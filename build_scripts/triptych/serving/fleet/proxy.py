@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -31,12 +32,11 @@ from triptych.serving.fleet.envoy import (
 )
 from triptych.serving.orphan_cleanup import new_process_tag
 from triptych.serving.process import ServerProcess
-from triptych.serving.readiness import responds_ok
 from triptych.serving.server import Server, new_shell_safe_dir
 
 INSTALL_FLEET = "pip install -e .[fleet]"
 _LOOPBACK = "127.0.0.1"
-_GRPC_FILE, _HTTP_FILE = "grpc.json", "http.json"
+_GRPC_FILE, _HTTP_FILE, _ADMIN_SOCKET = "grpc.json", "http.json", "admin.sock"
 _POLL_S = 0.02
 _START_S = 30.0
 _END_S = 5.0
@@ -87,11 +87,6 @@ class Proxy:
         return f"http://{self._url(self._listen.metrics_port)}/metrics"
 
     @property
-    def admin_url(self) -> str:
-        """Address of Envoy's admin page, ``host:port`` on loopback."""
-        return f"{_LOOPBACK}:{self._listen.admin_port}"
-
-    @property
     def _files(self) -> EndpointFiles:
         return EndpointFiles(self._folder / _GRPC_FILE, self._folder / _HTTP_FILE)
 
@@ -106,7 +101,14 @@ class Proxy:
             files = self._files
             self.route_to(servers, pipelines)
             config = self._folder / "envoy.yaml"
-            data = bootstrap(self._settings, self._listen, files, pipelines, self._mirror)
+            data = bootstrap(
+                self._settings,
+                self._listen,
+                files,
+                pipelines,
+                self._mirror,
+                admin_socket=str(self._folder / _ADMIN_SOCKET),
+            )
             write_files(self._folder, {config.name: yaml_of(data)})
             self._process = ServerProcess(
                 [*envoy_command(find_envoy(), config), "--concurrency", str(_WORKERS)],
@@ -119,7 +121,7 @@ class Proxy:
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        if not self._wait_for(lambda: responds_ok(self.admin_url, "/ready"), _START_S):
+        if not self._wait_for(lambda: self.find_fault() is None, _START_S):
             raise self.failure("does not start")
 
     def route_to(self, servers: Iterable[Server], pipelines: Sequence[str]) -> None:
@@ -177,7 +179,11 @@ class Proxy:
 
     def find_fault(self) -> str | None:
         """Return why Envoy does not answer; None if it does."""
-        return None if responds_ok(self.admin_url, "/ready") else "it does not answer"
+        try:
+            self._read_admin("/ready")
+        except (OSError, http.client.HTTPException) as error:
+            return f"it does not answer ({error})"
+        return None
 
     def stop(self, grace_s: float = _END_S) -> None:
         """Stop Envoy within `grace_s` seconds; it can be called at any time and repeatedly."""
@@ -187,13 +193,7 @@ class Proxy:
 
     def _healthy(self, service: Service) -> set[tuple[str, int]]:
         """Return the addresses of healthy replicas; HTTP errors are raised."""
-        host, port = _address(self.admin_url)
-        connection = http.client.HTTPConnection(host, port, timeout=_ADMIN_S)
-        try:
-            connection.request("GET", "/clusters?format=json")
-            page = json.loads(connection.getresponse().read())
-        finally:
-            connection.close()
+        page = json.loads(self._read_admin("/clusters?format=json"))
         found = set()
         for cluster in page["cluster_statuses"]:
             hosts = cluster.get("host_statuses", ()) if cluster["name"] == service.cluster else ()
@@ -202,6 +202,21 @@ class Proxy:
                     at = status["address"]["socket_address"]
                     found.add((at["address"], at["port_value"]))
         return found
+
+    def _read_admin(self, path: str) -> bytes:
+        """Return a page of Envoy's admin interface; errors of the socket and HTTP are raised."""
+        connection = http.client.HTTPConnection(_LOOPBACK, timeout=_ADMIN_S)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        try:
+            connection.sock.settimeout(_ADMIN_S)
+            connection.sock.connect(str(self._folder / _ADMIN_SOCKET))
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            if answer.status != http.client.OK:
+                raise http.client.HTTPException(f"HTTP {answer.status}")
+            return answer.read()
+        finally:
+            connection.close()
 
     def _wait_for(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s

@@ -146,7 +146,7 @@ def new_fleet(
     servers = replicas + (mirrored is not None)
     own = [f"{name}_{number}" for number in range(servers) for name in wanted]
     # Reserved together, so that no two replicas pick the same port.
-    ports = reserve_ports(host, {**wanted, **dict.fromkeys(["admin_port", *own], 0)})
+    ports = reserve_ports(host, {**wanted, **dict.fromkeys(own, 0)})
 
     def new_server(build: Path, number: int) -> Server:
         variables = {**(environment or {}), **gpu_variables(gpus, number)}
@@ -193,7 +193,7 @@ def new_fleet(
             )
         proxy = Proxy(
             settings,
-            Listen(host, **{name: ports[name] for name in (*wanted, "admin_port")}),
+            Listen(host, **{name: ports[name] for name in wanted}),
             log_file=_sibling_log(log_file, "envoy") or folder / "envoy.log",
             mirror=mirror,
             orphan_paths=[folder],
