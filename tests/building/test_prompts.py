@@ -138,7 +138,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"prompts": "some"}, ["prompts", "'any'"]),
     ({"prompts": PROMPTS, "parameters": {"prompt": "x"}}, ["one of none, passage, query"]),
     ({"prompts": {"long": "word " * 600}}, ["leave space for the text"]),
-    ({"prompts": PROMPTS, "task": "fill-mask"}, ["prompts", "text-embedding only"]),
+    ({"prompts": PROMPTS, "task": "fill-mask"}, ["prompts", "text-embedding and reranking only"]),
 ]
 
 

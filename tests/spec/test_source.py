@@ -131,10 +131,13 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
         "mine.Identity",
     ),
     (
-        cross_encoder({"idx": 1, "path": "1", "type": "sentence_transformers.LogitScore"}),
+        cross_encoder({"idx": 1, "path": "1", "type": "sentence_transformers.Dense"}),
         "Transformer alone",
     ),
-    (cross_encoder(prompts={"a": "b: "}, default_prompt_name="a"), "default_prompt_name"),
+    (
+        cross_encoder({"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.LogitScore"}),
+        "true_token_id",
+    ),
     (
         {
             "modules.json": [TRANSFORMER],

@@ -334,9 +334,16 @@ def answer(
 
 
 def rerank(
-    query: str | bytes, passages: Texts, *, timeout_s: float | None = None
+    query: str | bytes,
+    passages: Texts,
+    *,
+    prompt: str | None = None,
+    timeout_s: float | None = None,
 ) -> TaskCall[list[Ranked], Ranked]:
     """Sort passages by how well they answer a query.
+
+    `prompt` names the prompt of the model or pipeline, such as an instruction, or is its text in a
+    pipeline with `prompts: any`.
 
     Returns:
         All passages, best first; `rerank_each` keeps their order.
@@ -351,7 +358,7 @@ def rerank(
         return sorted(in_order(outputs), key=lambda ranked: -ranked.score)
 
     inputs = {"text": [query] * len(passages), "text_pair": passages}
-    return TaskCall(inputs, {}, ("score",), read, read_row, timeout_s)
+    return TaskCall(inputs, _given(prompt=prompt), ("score",), read, read_row, timeout_s)
 
 
 def _choices(

@@ -19,7 +19,12 @@ from triptych.spec.model_source import locate, read_model
 from triptych.spec.plan import Layout, Plan, make_plan
 from triptych.spec.spec import SPEC_FILE, PipelineSpec
 from triptych.spec.tasks import Task, find_task
-from triptych.spec.tasks.catalog import PAIR_CLASSIFICATION, PROMPT, TEXT_CLASSIFICATION
+from triptych.spec.tasks.catalog import (
+    PAIR_CLASSIFICATION,
+    PROMPT,
+    TEXT_CLASSIFICATION,
+    with_logit_score,
+)
 from triptych.spec.tasks.custom import custom_task
 from triptych.spec.tasks.eval_file import EVAL_FILE, first_rows, read_labels
 from triptych.spec.tasks.labeled import LabeledRow
@@ -155,6 +160,7 @@ def read_inputs(
     info = _with_prompts(info, spec, task)
     progress("source", f"{info.architecture}, from {spec.model.source}")
     task.check(info)
+    task, info = with_logit_score(task, info)
     _warn_of_labels(info, task, progress)
     if spec.serving.class_scores:
         task = with_class_scores(task, info)
@@ -241,7 +247,7 @@ def _with_prompts(info: ModelInfo, spec: PipelineSpec, task: Task) -> ModelInfo:
     if spec.prompts and PROMPT not in task.parameters(info):
         raise UserError(
             "prompts",
-            "is supported for text-embedding only",
+            "is supported for text-embedding and reranking only",
             given=f"task {spec.task}",
             remedy="Remove `prompts`",
         )

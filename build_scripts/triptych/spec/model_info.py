@@ -74,6 +74,14 @@ class Truncate:
 
 
 @dataclass(frozen=True)
+class LogitScore:
+    """Logit of a token, less that of another one if it is given, of a model that generates text."""
+
+    true_id: int
+    false_id: int | None = None
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """Information about a model; None for values that its config does not give.
 
@@ -95,6 +103,9 @@ class ModelInfo:
         activation: Function from logits to scores, as transformers' pipelines choose it.
         relevance: Function from the one logit of a cross-encoder to its score, as
             sentence-transformers chooses it.
+        logit_score: Score of a reranker that generates text; None for other models.
+        pair_template: Rendered chat template of such a reranker, without a prompt and with one; see
+            `runtime.rows_template`. Empty without a template, None for one of another form.
         segments: Number of token types that the model distinguishes; 1 for none.
         mask_token: Token for the word to be filled in; None if the tokenizer has none.
         vocabulary: Number of tokens in the vocabulary.
@@ -113,7 +124,7 @@ class ModelInfo:
     pad_token_id: int
     lowercase: bool = False
     pooling: tuple[str, ...] = ("mean",)
-    head: tuple[Dense | Normalize | Truncate, ...] = ()
+    head: tuple[Dense | Normalize | Truncate | LogitScore, ...] = ()
     include_prompt: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
@@ -121,6 +132,8 @@ class ModelInfo:
     labels: tuple[str, ...] = ()
     activation: Activation = "softmax"
     relevance: Activation = "sigmoid"
+    logit_score: LogitScore | None = None
+    pair_template: tuple[tuple[str, ...], ...] | None = ()
     segments: int = 1
     mask_token: str | None = None
     mask_token_id: int | None = None
@@ -135,7 +148,7 @@ class ModelInfo:
     @property
     def of_core(self) -> dict[str, Any]:
         """Fields that affect the core, as plain data, without prompts and estimates of cost."""
-        aside = {"prompts", "default_prompt", "free_prompt", "special_ids"}
+        aside = {"prompts", "default_prompt", "free_prompt", "special_ids", "pair_template"}
         aside |= {"layers", "heads", "intermediate_size"}
         return {key: value for key, value in asdict(self).items() if key not in aside}
 

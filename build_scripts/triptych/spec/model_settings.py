@@ -36,8 +36,11 @@ WITHOUT_EFFECT = {
 }
 """Settings that do not change a result in fp32, with the reason."""
 
-TASKS = ("feature-extraction", "sequence-classification")
-"""Values of ``transformer_task`` that read token vectors, or logits of a classifying head."""
+TASKS = ("feature-extraction", "sequence-classification", "text-generation")
+"""Values of ``transformer_task`` that read token vectors, or logits of a head."""
+
+OUTPUT_NAMES = ("token_embeddings", "scores", "causal_logits")
+"""Values of ``module_output_name`` that the modules after the Transformer read."""
 
 PLAIN = ("last_hidden_state", "logits")
 """Outputs of a model that the modules after the Transformer can read."""
@@ -101,5 +104,5 @@ def _is_plain(key: str, value: Any) -> bool:
     return (
         key in ("max_seq_length", "do_lower_case")
         or (key == "transformer_task" and value in TASKS)
-        or (key == "module_output_name" and value in ("token_embeddings", "scores"))
+        or (key == "module_output_name" and value in OUTPUT_NAMES)
     )

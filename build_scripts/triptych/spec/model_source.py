@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from triptych.base.cache import cached_stage, code_hash, sha256_of, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.files import parse_yaml
 from triptych.spec.fields import ModelSource
-from triptych.spec.model_info import ImageInfo, ModelInfo
+from triptych.spec.model_info import ImageInfo, LogitScore, ModelInfo
 from triptych.spec.model_settings import TransformerSettings, read_transformer_settings
 from triptych.spec.model_text import (
     ModelConfig,
@@ -29,8 +30,10 @@ from triptych.spec.model_text import (
     read_activation,
     read_json,
     read_labels,
+    read_logit_score,
     read_module_list,
     read_modules,
+    read_pair_template,
     read_relevance,
 )
 
@@ -52,7 +55,7 @@ def read_license(folder: Path) -> str:
 
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-FILES = ("*.json", "*.txt", "*.model", "*.spm", "*.safetensors")
+FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.spm", "*.safetensors")
 FOREIGN = ("onnx/*", "openvino/*", "*.onnx")
 
 
@@ -344,7 +347,9 @@ def read_model_info(
         default_prompt=default_prompt,
         labels=labels,
         activation=read_activation(config, len(labels)),
-        relevance=read_relevance(config, sentence, len(labels)),
+        relevance=read_relevance(config, sentence, 1 if texts.logit_score else len(labels)),
+        logit_score=texts.logit_score,
+        pair_template=texts.pair_template,
         segments=texts.segments,
         mask_token=texts.mask_token,
         mask_token_id=texts.mask_token_id,
@@ -388,10 +393,16 @@ class _TextInfo(NamedTuple):
     unk_token_id: int | None = None
     special_ids: tuple[int, ...] = ()
     lowercase: bool = False
+    logit_score: LogitScore | None = None
+    pair_template: tuple[tuple[str, ...], ...] | None = ()
 
 
 def _read_texts(folder: Path, config: ModelConfig) -> _TextInfo:
     tokenizer = _load_tokenizer(folder)
+    logit_score = read_logit_score(folder, config, tokenizer.convert_tokens_to_ids)
+    template: tuple[tuple[str, ...], ...] | None = ()
+    if logit_score is not None and tokenizer.chat_template:
+        template = read_pair_template(partial(tokenizer.apply_chat_template, tokenize=False))
     return _TextInfo(
         segments=_segments(tokenizer, _setting(folder, config, "type_vocab_size") or 1),
         mask_token=tokenizer.mask_token,
@@ -399,6 +410,8 @@ def _read_texts(folder: Path, config: ModelConfig) -> _TextInfo:
         unk_token_id=tokenizer.unk_token_id,
         special_ids=tuple(tokenizer.all_special_ids),
         lowercase=_lowers(tokenizer.backend_tokenizer.normalizer),
+        logit_score=logit_score,
+        pair_template=template,
     )
 
 

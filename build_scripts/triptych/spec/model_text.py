@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
 from triptych.base.errors import UserError
-from triptych.spec.model_info import Activation, Dense, Normalize, Truncate
+from triptych.spec.model_info import Activation, Dense, LogitScore, Normalize, Truncate
 
 CLASSIFIES = "Classification"
 """Part of the class name of every transformers model with a classifying head."""
@@ -17,6 +18,9 @@ LABELS_BY_DEFAULT = 2
 """Number of classes if the config gives none: transformers does not write this default."""
 
 CROSS_ENCODER = "CrossEncoder"
+
+LOGIT_SCORE = "LogitScore"
+"""Module of sentence-transformers that scores by the logit of a token."""
 
 CROSS_ENCODER_ACTIVATIONS: Mapping[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid"}
 
@@ -256,24 +260,101 @@ def read_json(path: Path, default: Any = None, kind: type = dict) -> Any:
     return content
 
 
+def read_logit_score(
+    folder: Path, config: ModelConfig, find_id: Callable[[str], int | None]
+) -> LogitScore | None:
+    """Return the score of a reranker that generates text; None for other models.
+
+    As in sentence-transformers, a model without ``modules.json`` is scored by ``yes`` and ``no``.
+
+    Args:
+        find_id: Function that returns the id of a token; None if there is no such token.
+    """
+    modules = read_module_list(folder)
+    for module in modules:
+        if module["type"].rsplit(".", 1)[-1] == LOGIT_SCORE:
+            settings = read_json(folder / module["path"] / "config.json")
+            ids = settings.get("true_token_id"), settings.get("false_token_id")
+            if not isinstance(ids[0], int):
+                raise UserError(
+                    str(folder / module["path"] / "config.json"),
+                    "must give `true_token_id` as an integer",
+                    given=ids[0],
+                    remedy="Download the model again",
+                )
+            return LogitScore(*ids)
+    true_id, false_id = find_id("yes"), find_id("no")
+    if modules or not _is_causal(config) or true_id is None or false_id is None:
+        return None
+    return LogitScore(true_id, false_id)
+
+
+SLOTS = {"prompt": "system", "text": "query", "text_pair": "document"}
+"""Inputs of a pair to the roles of their messages."""
+
+
+def read_pair_template(
+    render: Callable[[Sequence[Mapping[str, object]]], str],
+) -> tuple[tuple[str, ...], ...] | None:
+    """Return a chat template rendered without a prompt and with one, split at its slots.
+
+    None if the template leaves out or changes a text.
+
+    Args:
+        render: Function that renders messages. Those of a pair have the roles ``system`` (the
+            prompt), ``query`` and ``document``, as in sentence-transformers.
+    """
+    forms = [_split_template(render, slots) for slots in (list(SLOTS)[1:], list(SLOTS))]
+    return None if None in forms else tuple(form for form in forms if form)
+
+
+def _split_template(
+    render: Callable[[Sequence[Mapping[str, object]]], str], slots: Sequence[str]
+) -> tuple[str, ...] | None:
+    """Return the template's own texts; every second one is the name of a slot."""
+    before, after = "\n ", " \n"  # a template may strip texts
+    for structured in (False, True):
+        found = []
+        for around in (("", ""), (before, after)):
+            messages = []
+            for slot in slots:
+                text = f"{around[0]}\ue000{slot}\ue001{around[1]}"
+                content = [{"type": "text", "text": text}] if structured else text
+                messages.append({"role": SLOTS[slot], "content": content})
+            try:
+                found.append(re.split("\ue000(.*?)\ue001", render(messages)))
+            except Exception:  # the template is the model's own and may raise anything
+                break
+        else:
+            parts, spaced = found
+            # As in the reference, a template may do without the prompt.
+            if {*parts[1::2], "prompt"} == {*slots, "prompt"} and spaced == _spaced(
+                parts, before, after
+            ):
+                return tuple(parts)
+    return None
+
+
+def _spaced(parts: Sequence[str], before: str, after: str) -> list[str]:
+    """Return the parts with `before` and `after` around each slot."""
+    last = len(parts) - 1
+    return [
+        part if place % 2 else after * (place > 0) + part + before * (place < last)
+        for place, part in enumerate(parts)
+    ]
+
+
 def _check_cross_encoder(
     folder: Path, modules: Sequence[_Module], sentence: SentenceConfig
 ) -> None:
     """Check that nothing but the classifying head affects a cross-encoder's scores."""
     kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
-    if kinds not in ([], ["Transformer"]):
+    if kinds not in ([], ["Transformer"], ["Transformer", LOGIT_SCORE]):
         raise UserError(
             str(folder / "modules.json"),
-            "must be the Transformer alone for a cross-encoder",
+            "must be the Transformer alone, or with a LogitScore, for a cross-encoder",
             given=", ".join(kinds),
             remedy="Choose a cross-encoder whose scores come from its classifying head",
-        )
-    if sentence.get("default_prompt_name"):
-        raise UserError(
-            str(folder / "config_sentence_transformers.json"),
-            "must not put a prompt before a cross-encoder's texts (default_prompt_name)",
-            given=sentence["default_prompt_name"],
-            remedy="Choose a cross-encoder without prompts",
         )
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from triptych.base.errors import UserError
 from triptych.core.export.model_checks import check_finite
-from triptych.spec.model_info import Activation, Dense, ModelInfo, Normalize, Truncate
+from triptych.spec.model_info import Activation, Dense, LogitScore, ModelInfo, Normalize, Truncate
 from triptych.spec.tasks.task import Returns
 
 Reading = Literal["cls", "mean", "lasttoken", "lastword", "max", "mask", "all"]
@@ -90,14 +90,7 @@ class SentenceHead(nn.Module):
     def __init__(self, info: ModelInfo, folder: Path) -> None:
         super().__init__()
         self.pooling = info.pooling
-        self.after = nn.ModuleList(
-            _UnitLength()
-            if isinstance(module, Normalize)
-            else _First(module.size)
-            if isinstance(module, Truncate)
-            else load_dense(module, folder)
-            for module in info.head
-        )
+        self.after = nn.ModuleList(_load_module(module, folder) for module in info.head)
 
     def forward(self, hidden: Tensor, rows: RowMembership) -> Tensor:
         """Return FP32 ``[B, dim]`` for FP32 ``[R, N, H]``."""
@@ -106,6 +99,39 @@ class SentenceHead(nn.Module):
         for module in self.after:
             vector = module(vector)
         return vector
+
+
+def _load_module(module: Dense | Normalize | Truncate | LogitScore, folder: Path) -> nn.Module:
+    if isinstance(module, Normalize):
+        return _UnitLength()
+    if isinstance(module, Truncate):
+        return _First(module.size)
+    return (
+        _TokenLogit(module, folder)
+        if isinstance(module, LogitScore)
+        else load_dense(module, folder)
+    )
+
+
+class _TokenLogit(nn.Module):
+    """Logit of a token of the vocabulary, less that of another one: FP32 ``[B, 1]``."""
+
+    def __init__(self, score: LogitScore, folder: Path) -> None:
+        super().__init__()
+        from triptych.core.export.to_onnx import load_model
+
+        head = load_model(folder, "AutoModelForCausalLM").get_output_embeddings()
+        ids = [score.true_id] if score.false_id is None else [score.true_id, score.false_id]
+        bias = getattr(head, "bias", None)
+        self.logits = nn.Linear(head.in_features, len(ids), bias=bias is not None)
+        with torch.no_grad():
+            self.logits.weight.copy_(head.weight[ids])
+            if bias is not None:
+                self.logits.bias.copy_(bias[ids])
+
+    def forward(self, vector: Tensor) -> Tensor:
+        logits: Tensor = self.logits(vector)
+        return logits[:, :1] - logits[:, 1:] if logits.shape[1] > 1 else logits
 
 
 class _UnitLength(nn.Module):

@@ -64,10 +64,19 @@ def _text_embedding_parameters(info: ModelInfo) -> Mapping[str, Rule]:
         "normalize_embeddings": Rule("bool"),
         "encoding": Rule("str", default="float", choices=ENCODINGS),
     }
-    if info.prompts or info.free_prompt:
-        names = () if info.free_prompt else tuple(sorted(info.prompts))
-        rules[PROMPT] = Rule("str", default=info.default_prompt, choices=names)
-    return rules
+    return {**rules, **_prompt_rule(info)}
+
+
+def _prompt_rule(info: ModelInfo) -> Mapping[str, Rule]:
+    if not info.prompts and not info.free_prompt:
+        return {}
+    names = () if info.free_prompt else tuple(sorted(info.prompts))
+    return {PROMPT: Rule("str", default=info.default_prompt, choices=names)}
+
+
+def _prompt_settings(info: ModelInfo) -> Mapping[str, object]:
+    free = {"free_prompt": True} if info.free_prompt else {}
+    return {"prompts": dict(info.prompts), **free}
 
 
 TEXT_EMBEDDING = Task(
@@ -88,10 +97,7 @@ TEXT_EMBEDDING = Task(
     labeled=SIMILARITY_CORRELATION,
     parameters=_text_embedding_parameters,
     view=View("vectors"),
-    settings=lambda info: {
-        "prompts": dict(info.prompts),
-        **({"free_prompt": True} if info.free_prompt else {}),
-    },
+    settings=_prompt_settings,
 )
 
 
@@ -187,7 +193,15 @@ _RELEVANCE = Tensor("relevance", "FP32", (1,))
 
 
 def _check_reranking(info: ModelInfo) -> None:
-    if len(info.labels) != 1:
+    if info.pair_template is None:
+        raise UserError(
+            "chat_template of the model",
+            "must write the texts of the roles `query`, `document` and `system` unchanged",
+            given="a template that leaves out or changes one of them",
+            remedy="Put the chat_template.jinja for sentence-transformers' CrossEncoder into the "
+            "model's folder",
+        )
+    if len(info.labels) != 1 and info.logit_score is None:
         raise UserError(
             "model.source",
             "must be a cross-encoder with a single output (num_labels 1)",
@@ -208,8 +222,30 @@ RERANKING = Task(
     metrics=("rank_correlation", "top1_agreement"),
     compare_outputs=compare_scores,
     labeled=RECIPROCAL_RANK,
+    parameters=_prompt_rule,
+    settings=_prompt_settings,
     check=_check_reranking,
 )
+
+
+def with_logit_score(task: Task, info: ModelInfo) -> tuple[Task, ModelInfo]:
+    """Return the task of a reranker that generates text, and its head: the logit of a token."""
+    if task.name != RERANKING.name or info.logit_score is None:
+        return task, info
+
+    def core(info: ModelInfo, parameters: Parameters) -> Core:
+        return Core("AutoModel", "pooled", "scores", (_RELEVANCE,), info.relevance)
+
+    task = replace(task, core=core)
+    if info.pair_template:
+        template = [list(form) for form in info.pair_template]
+        task = replace(
+            task,
+            rows="rows_template.TemplateRowMaker",
+            pairs=False,
+            settings=lambda info: {**_prompt_settings(info), "pair_template": template},
+        )
+    return task, replace(info, pooling=("lasttoken",), head=(info.logit_score,))
 
 
 def _check_fill_mask(info: ModelInfo) -> None:
