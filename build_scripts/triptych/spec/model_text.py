@@ -273,7 +273,7 @@ def read_logit_score(
     modules = read_module_list(folder)
     for module in modules:
         if module["type"].rsplit(".", 1)[-1] == LOGIT_SCORE:
-            settings = read_json(folder / module["path"] / "config.json")
+            settings = read_json(folder / module["path"] / "config.json", default={})
             ids = settings.get("true_token_id"), settings.get("false_token_id")
             if not isinstance(ids[0], int):
                 raise UserError(
