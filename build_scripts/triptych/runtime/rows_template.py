@@ -9,7 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from .row_types import Row, RowInputs
-from .rows_text import Input, PlainTextRowMaker, check_filled
+from .rows_pairs import check_filled
+from .rows_text import Input, PlainTextRowMaker
 
 FILLERS = ("0", "1 2 3 4")
 """Texts whose tokens differ from the first to the last, as sentence-transformers has them."""
@@ -35,8 +36,6 @@ class TemplateRowMaker(PlainTextRowMaker):
 
     def inputs(self, request: RowInputs) -> list[Input]:
         prompt = self._prompt_of(request)
-        if self._free_prompt:
-            self._check_prompt(prompt)
         check_filled(request, self.fields)
         columns = request.columns
         return [
@@ -53,6 +52,9 @@ class TemplateRowMaker(PlainTextRowMaker):
                     ids = [*row.ids[: max(0, len(row.ids) - len(end))], *end]
                     rows[place] = row._replace(ids=ids[-len(row.ids) :])
         return made
+
+    def _prompt_of(self, request: RowInputs) -> str:
+        return "" if self._prompts is None else str(self._prompts.chosen(request))
 
     def _render(self, prompt: str, text: str, other: str) -> str:
         values = {"prompt": prompt, "text": text, "text_pair": other}

@@ -33,10 +33,19 @@ class TextPrompts:
         Raises:
             RequestError: The prompt leaves no space for a text.
         """
+        prompt = self.chosen(request)
+        return [prompt + text for text in texts] if prompt else texts
+
+    def chosen(self, request: RowInputs) -> str:
+        """Return the text of the request's prompt; empty for none.
+
+        Raises:
+            RequestError: The prompt leaves no space for a text.
+        """
         prompt = self._of(request)
         if self._is_free:
             self._check(prompt)
-        return [prompt + text for text in texts] if prompt else texts
+        return prompt
 
     def mark(
         self, requests: Sequence[RowInputs], made: Sequence[list[Row] | Exception]
