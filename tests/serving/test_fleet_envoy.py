@@ -6,12 +6,14 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from processes import eventually
 from triptych.base.errors import UserError
 from triptych.base.explained import plain, reasons_of, yaml_of
 from triptych.repository.store import locked, write_models
@@ -31,6 +33,7 @@ from triptych.serving.fleet.envoy import (
     route_file,
 )
 from triptych.serving.fleet.fleet import Replica, ReplicaBuild, link_build
+from triptych.serving.fleet.periodic import PeriodicCheck
 from triptych.serving.fleet.proxy import find_envoy, validate
 from triptych.serving.fleet.serve import (
     capacity_warnings,
@@ -209,6 +212,18 @@ def test_what_fails_at_each_start_is_given_up_and_what_dies_later_is_not(tmp_pat
         lived.ready()
         assert lived.failed() == pause_s
     assert not lived.has_failed_for_good
+
+
+def test_failed_checks_in_a_row_are_counted_and_a_reset_forgets_a_run() -> None:
+    found = iter(["frozen", "frozen", None, "dead"])
+    with ThreadPoolExecutor(1) as pool:
+        check = PeriodicCheck(pool, lambda: next(found), interval_s=0.0)
+        for failures, fault in ((1, "frozen"), (2, "frozen"), (0, "")):
+            assert eventually(check.has_result)
+            assert (check.failures, check.fault) == (failures, fault)
+        assert not check.has_result()  # it starts the next run
+        check.reset()
+        assert (check.failures, check.fault) == (0, "")
 
 
 def test_a_kept_build_stays_as_it_was(tmp_path: Path) -> None:

@@ -133,7 +133,11 @@ def test_a_step_cannot_be_addressed(channel: grpc.Channel) -> None:
         message = pb.ModelReadyRequest(name=STEP).SerializeToString()
         assert send(channel, message, method).startswith(unknown)
     assert send(channel, b"", "ServerReady") == "OK"
-    assert send(channel, b"", "ModelStatistics").startswith("UNIMPLEMENTED")
+    for message in (b"", pb.ModelReadyRequest(name=NAME).SerializeToString()):
+        assert send(channel, message, "ModelStatistics").endswith("to the address of one server")
+    assert (
+        send(channel, pb.ModelInferRequest(model_name="*").SerializeToString())[:9] == "NOT_FOUND"
+    )
 
 
 def test_a_step_cannot_be_hidden_in_a_message(channel: grpc.Channel) -> None:

@@ -183,10 +183,11 @@ def proxy_settings(
             "largest requests",
         ),
         hedge_s=ExplainedValue(
-            3,
-            "s without an answer, after which a request also goes to another replica. A step may "
-            "be frozen while its server runs on, and HTTP/1 does not tell a frozen server from a "
-            "slow one. Requests in a queue are rejected earlier",
+            max([3, *(math.ceil(limit / 1e3) for limit in limits)]),
+            "s without an answer, at least the limits of serving.slo, after which a request also "
+            "goes to another replica. A step may be frozen while its server runs on, and "
+            "HTTP/1 does not tell a frozen server from a slow one. A replica whose queue is full "
+            "refuses the copy",
         )
         if hedges
         else None,
@@ -378,7 +379,7 @@ def bootstrap(
         s=settings,
         listen=listen,
         mirror=mirror,
-        names=dict.fromkeys(sorted(pipelines), True),
+        names=_names(pipelines),
         listeners=listeners,
         clusters=clusters,
         error_texts=error_texts,
@@ -404,11 +405,16 @@ def route_file(
         _TEMPLATES / "routes.yaml.j2",
         s=settings,
         mirror=mirror,
-        names=dict.fromkeys(sorted(pipelines), True),
+        names=_names(pipelines),
         listener=_listener(service, pipelines),
     )
     kind = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration"
     return {"resources": [{"@type": kind, **found}]}
+
+
+def _names(pipelines: Sequence[str]) -> dict[str, bool]:
+    """Return the names that requests may address; ``*`` shows that a request has a route."""
+    return dict.fromkeys(["*", *sorted(pipelines)], True)
 
 
 def _listener(service: Service, pipelines: Sequence[str]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 -- pipeline, and those with a BYTES tensor whose string lengths do not fit its data. Triton would
 -- fail all requests of a batch with such a tensor.
 -- `IS_GRPC` and `MAX_BYTES`, the maximum size of a message, are set above. The context of the
--- route has the names of the pipelines as keys; each wait for the body ends what it returned. A Lua error would let the request pass, so that
--- every check runs in `pcall`.
+-- route has the names of the pipelines and `*` as keys; each wait for the body ends what it
+-- returned. A Lua error would let the request pass, so that every check runs in `pcall`.
 
 local byte, find, match, sub = string.byte, string.find, string.match, string.sub
 local MAX_FIELDS = 4096
@@ -102,7 +102,7 @@ local function check_strings(name, count, data, at, last)
 end
 
 local function check_name(name, handle)
-  if name == "" or not handle:filterContext():get(name) then
+  if name == "*" or not handle:filterContext():get(name) then
     -- The second half is read by clients of Triton.
     local text = "This proxy only forwards requests for pipelines. Request for unknown model: '"
     fault(NOT_FOUND, text .. match(name, "^[%w_.%-]*") .. "' is not found")
@@ -347,6 +347,9 @@ function envoy_on_request(handle)
   end
   local found
   if IS_GRPC then
+    if not handle:filterContext():get("*") then
+      return -- It has no route, so that it is not forwarded.
+    end
     if find(headers:get(":path"), "Stream", 1, true) then
       return check_stream(handle)
     end
