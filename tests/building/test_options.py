@@ -380,21 +380,32 @@ def test_every_documented_client_sends_options(
     documented = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
     section = documented.partition("### Options as inputs")[2].partition("###")[0]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines()]
-    assert [row for row in rows if row in {*CLIENTS, ANALYZER}] == [*CLIENTS, ANALYZER]
+    assert [row for row in rows if row in {*CLIENTS, *ANALYZERS}] == [*CLIENTS, *ANALYZERS]
 
 
-ANALYZER = "`perf_analyzer`"
+ANALYZERS = {
+    "`perf_analyzer`": (
+        "-m topics -u {url} -i grpc --input-data={data} --request-count=40 --concurrency-range=1"
+    ),
+    "Model Analyzer (`perf_analyzer_flags`)": (
+        "-m topics -b 1 -u {url} -i grpc -f {data}.csv --verbose-csv --concurrency-range=1 "
+        "--input-data={data} --measurement-mode=count_windows"
+    ),
+}
+"""Options of perf_analyzer; the second ones are those of `PerfAnalyzerConfig.to_cli_string` of
+triton-model-analyzer 1.58.0."""
 
 
+@pytest.mark.parametrize("client", ANALYZERS)
 def test_perf_analyzer_sends_options(
-    server: Server, tmp_path: Path, lookups: Callable[[str], tuple[int, int]]
+    client: str, server: Server, tmp_path: Path, lookups: Callable[[str], tuple[int, int]]
 ) -> None:
     data = tmp_path / "data.json"
-    rows = [{"text": ["analyzed"], "top_k": [3]}, {"text": ["analyzed"], "top_k": [2]}]
+    rows = [{"text": [client], "top_k": [3]}, {"text": [client], "top_k": [2]}]
     data.write_text(json.dumps({"data": rows}))
     analyzer = find_perf_analyzer()
-    command = [str(analyzer.binary.resolve()), "-m", "topics", "-u", server.grpc_url, "-i", "grpc"]
-    command += [f"--input-data={data}", "--request-count=40", "--concurrency-range=1"]
+    words = ANALYZERS[client].format(url=server.grpc_url, data=data).split()
+    command = [str(analyzer.binary.resolve()), *words]
     done = subprocess.run(
         command,
         env={**analyzer.environment(), "no_grpc_proxy": "127.0.0.1"},

@@ -80,7 +80,13 @@ def test_code_of_two_steps_is_one_file() -> None:
         "text-embedding_preprocess/1/triton_io.py"
     )
     assert all(isinstance(files[path], bytes) for path in links.values())
-    assert len(files) - len(links) <= 12
+
+
+def test_an_embedding_can_be_read_in_ten_minutes() -> None:
+    files = bundle(encoder("text-embedding", "packed rows", "row lengths"))
+    texts = [content for content in files.values() if isinstance(content, bytes)]
+    assert len(texts) <= 12
+    assert sum(text.count(b"\n") for text in texts) <= 1400
 
 
 def test_an_import_that_cannot_be_followed_is_refused(tmp_path: Path) -> None:
