@@ -14,6 +14,7 @@ import pytest
 from checkpoint_files import change, write
 from conftest import build_into, quiet, write_pipeline
 from mistakes import check_refused
+from triptych.core.gate.cached import GateFailure
 from triptych.core.gate.reference import check_tokens, reference_outputs
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.requests import rows_of
@@ -240,6 +241,47 @@ def test_models_that_a_row_of_tokens_does_not_decide_are_refused(tmp_path: Path)
         check_refused(words, load_model, folder, "AutoModel")
     change(tmp_path / "0/config.json", attention_type="original_full")
     assert load_model(tmp_path / "0", "AutoModel").config.attention_type == "original_full"
+
+
+def test_inputs_that_the_tokenizer_makes_and_no_core_has_are_refused(
+    sentences: Path, model: Path, tmp_path: Path
+) -> None:
+    import transformers
+
+    config = transformers.BertConfig.from_pretrained(model, num_labels=3)
+    transformers.BertForSequenceClassification(config).save_pretrained(model)
+    own = ["input_ids", "attention_mask", "position_ids"]
+    for task, folder in (("text-embedding", sentences), ("text-classification", model)):
+        inputs = inputs_of(tmp_path / task, folder, task)
+        change(folder / "tokenizer_config.json", model_input_names=own)
+        check_refused("also reads `position_ids`", found_by, inputs)
+
+
+def test_a_model_that_computes_long_texts_in_another_way_is_found(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class of BigBird's block-sparse attention, by a branch on the length of a batch."""
+    import torch
+    from transformers.models.bert.modeling_bert import BertEncoder
+
+    plain = BertEncoder.forward
+
+    def branching(self: Any, hidden: Any, *rest: Any, **named: Any) -> Any:
+        out = plain(self, hidden, *rest, **named)
+        if not torch.compiler.is_exporting() and 100 < hidden.shape[1] < 140:
+            out.last_hidden_state = out.last_hidden_state.flip(-1)
+        return out
+
+    monkeypatch.setattr(BertEncoder, "forward", branching)
+    change(model / "config.json", classifier_dropout=0.375)  # no other test has its results cached
+    folder = write_pipeline(
+        tmp_path / "p", model={"source": str(model)}, tokenizer={"max_length": 200}
+    )
+    (folder / "traffic.jsonl").write_text('{"text": "a short one"}')
+    with pytest.raises(GateFailure) as refused:
+        build_into(folder, tmp_path / "r")
+    found = {verdict.metric: verdict.value for verdict in refused.value.gate.verdicts}
+    assert found["max_difference"] > 0.1
 
 
 def test_pairs_are_classified_as_in_the_pipeline(model: Path, tmp_path: Path) -> None:

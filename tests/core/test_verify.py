@@ -178,8 +178,8 @@ def test_what_the_spec_refuses_is_refused(
 
 def test_hooks_are_applied_once_and_what_they_hide_is_said(passing: dict[str, GateResult]) -> None:
     result = passing["hooked"]
-    # With those about the limit, and [PAD], [UNK], [CLS], [SEP] and [MASK].
-    assert result.edge_case_rows == len(EDGE_TEXTS) + 3 + 5
+    # With those up to and about the limit, and [PAD], [UNK], [CLS], [SEP] and [MASK].
+    assert result.edge_case_rows == len(EDGE_TEXTS) + 5 + 5
     shown = {row.actual for row in result.worst}
     assert shown
     assert all(re.fullmatch(r"[A-Z]+ 0\.\d{4}", got) for got in shown), shown

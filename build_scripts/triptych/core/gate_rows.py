@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import yaml
@@ -50,7 +51,13 @@ SPECIAL_TOKENS = 12
 FAR = 3
 """Length of a text far over the limit, as a multiple of the limit."""
 
-_WORDS = ("a", "the", "x", "1", ".")
+BETWEEN = 32, 4
+"""Length of the shortest text between a few tokens and the limit, and the factor to the next one. A
+model may compute longer texts in another way, which an export with short rows does not show."""
+
+_WORDS = ("a", "the", "x", "1", ".", "in", "2", "of", "b", "and", "7")
+MIXED = 13
+"""Number of words after which a text of a given length repeats itself."""
 
 
 def edge_images(reader: RequestReader, example: GateRequest) -> list[GateRequest]:
@@ -101,6 +108,12 @@ def _around_the_limit(
     if text_of is None:
         return
     limit = reader.max_length
+    tokens, factor = BETWEEN
+    while tokens < limit:
+        request = put("between", text_of(tokens))
+        if length(request) == tokens:
+            yield request
+        tokens *= factor
     for kind, tokens in (
         ("at the limit", limit),
         ("one over the limit", limit + 1),
@@ -112,14 +125,25 @@ def _around_the_limit(
 
 
 def _text_of_length(length: Callable[[str], int]) -> Callable[[int], str] | None:
-    """Return a function that makes a text whose longest core row has a given number of tokens."""
-    for word in _WORDS:
-        for unit in (f"{word} ", word):
-            first, second, third = (length((unit * n).strip()) for n in (1, 2, 3))
-            if first and second == first + 1 and third == first + 2:
-                return lambda tokens, unit=unit, first=first: (  # type: ignore[misc]
-                    (unit * max(1, tokens - first + 1)).strip()
-                )
+    """Return a function that makes a text whose longest core row has a given number of tokens.
+
+    The text has several words if possible, because equal tokens show few errors of attention.
+    """
+
+    def grows(units: Sequence[str]) -> bool:
+        """Check that each unit after the first adds one token."""
+        sizes = [length("".join(units[:count]).strip()) for count in range(1, len(units) + 1)]
+        return sizes[0] > 0 and sizes == list(range(sizes[0], sizes[0] + len(units)))
+
+    single = [unit for word in _WORDS for unit in (f"{word} ", word) if grows([unit] * 3)]
+    spaced = [unit for unit in single if unit.endswith(" ")]
+    mixed = Random(0).choices(spaced, k=MIXED) if spaced else []
+    for units in (mixed, single[:1]):
+        if units and grows([*units, *units, *units[:1]]):
+            first = length(units[0].strip())
+            return lambda tokens, units=units, first=first: (  # type: ignore[misc]
+                "".join(islice(cycle(units), max(1, tokens - first + 1))).strip()
+            )
     return None
 
 

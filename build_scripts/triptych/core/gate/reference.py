@@ -42,6 +42,8 @@ MASK, TYPES = "attention_mask", "token_type_ids"
 """Fed also for a single text if the tokenizer makes them, as pipelines do: XLM masks the padding
 token within a text unless it gets a mask, and some models without ``type_vocab_size`` add the
 vector of token 0, or a bias, for tokens of type 0."""
+FED = "input_ids", MASK, TYPES
+"""Inputs of a model of texts that a core has or computes."""
 
 
 def reference_outputs(
@@ -76,6 +78,7 @@ def reference_outputs(
     if any(isinstance(sample, TokenRow) for sample in samples):
         # The model gets what its pipeline in transformers gives it.
         made = [name for name in read_tokenizer_outputs(folder) if takes(model, name)]
+        _check_fed(made, model)
     expected = []
     with torch.inference_mode():
         for sample in samples:
@@ -93,6 +96,20 @@ def reference_outputs(
             activation = _activation(info, core)
             expected.append(tuple(_activated(result, activation).numpy() for result in results))
     return expected
+
+
+def _check_fed(made: Collection[str], model: Any) -> None:
+    """Check that `FED` has every input that the tokenizer makes and the model takes."""
+    from triptych.core.export.packing import takes
+
+    for name in made:
+        if name not in FED and takes(model, name):
+            raise UserError(
+                "model.source",
+                f"must read only {', '.join(FED)} of what its tokenizer makes",
+                given=f"{type(model).__name__}, which also reads `{name}`",
+                remedy="Choose another model",
+            )
 
 
 def pixel_values(pixels: NDArray[np.uint8], info: ModelInfo) -> NDArray[np.float32]:
@@ -179,6 +196,8 @@ def _sentence_outputs(
     model = load_as_user(folder, pairs=core.activation is not None)
     if any(isinstance(row, TokenRow) and row.prompt for row in samples):
         model.set_pooling_include_prompt(False)
+    if model.transformers_model is not None:
+        _check_fed(model.tokenizer.model_input_names, model.transformers_model)
     if double:
         model.double()
     expected: list[Expected] = []
