@@ -444,6 +444,23 @@ def test_a_silence_is_not_part_of_the_rate(pipeline: Any, burst: int, silent_s: 
     assert set(jobs) <= set(served.ended)
 
 
+def test_an_answer_that_is_counted_late_does_not_stop_flow_control(pipeline: Any) -> None:
+    """Postprocess may be stopped for any time between two words that it writes."""
+    served = pipeline(max_wait_s=1e6)
+    jobs = served.send(*(Job() for _ in range(300)))
+    served.compute(0.1)
+    stopped_at, served.clock.now = served.clock.now, 1.0
+    served.counts.done(served.core.popleft()[1])
+    served.counts._own[module._DONE_AT] = 1
+    served.clock.now = stopped_at + 5000.0
+    served.flow._measured_at = served.clock.now
+    served.look()
+    while served.core:
+        served.compute(0.1)
+    assert len(set(jobs) & set(served.ended)) == 299
+    assert not served.rejected(jobs)
+
+
 def test_a_core_that_is_silent_gets_a_probe_at_a_time(pipeline: Any) -> None:
     """It may also be slow, or have no CPU: then all that it is given comes too late."""
     served = pipeline(max_wait_s=60.0)

@@ -408,7 +408,7 @@ class FlowControl:
         while self._probes and self._probes[0][0] <= epoch:  # the core was idle before the probe
             self._measured_at = max(self._measured_at, self._probes.popleft()[1])
         if answered > self._answered:
-            taken_s = answered_at - self._measured_at
+            taken_s = max(answered_at - self._measured_at, 0.0)
             weight = 0.5 ** (taken_s / HALF_LIFE_S)
             self._rate_rows = weight * self._rate_rows + answered - self._answered
             self._rate_s = weight * self._rate_s + taken_s
