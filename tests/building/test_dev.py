@@ -131,6 +131,36 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
 
 
 @pytest.mark.server
+def test_builds_of_other_wiring_replace_each_other_without_a_failed_request(
+    pipelines: Path, tmp_path: Path
+) -> None:
+    """A hook that gains or loses `inputs` changes the tensors from preprocess to postprocess."""
+    folder, repository = pipelines / "tickets", tmp_path / "repository"
+    (folder / "hooks.py").write_text(hooks("FIRST"))
+    build_into(folder, repository)
+    with Server(repository, models=["tickets"]) as server, Asker(server.grpc_url, 4) as asker:
+        told: list[str] = []
+        exchange = HotReload(server, on_reload=told.append, on_problem=told.append)
+        asker.wait_for("FIRST")
+        text = hooks("SECOND").replace("after(rows)", "after(rows, inputs)")
+        (folder / "hooks.py").write_text(text)
+        build_into(folder, repository)
+        exchange.poll()
+        asker.wait_for("SECOND", more=20)
+        rollback(repository, "tickets", None)
+        exchange.poll()
+        asker.wait_for("FIRST", more=20)
+        assert len(told) == 2
+        assert all("was rebuilt and reloaded" in line for line in told)
+        assert set(server.living_steps().values()) == {
+            f"tickets_{step}" for step in ("preprocess", "core", "postprocess")
+        }
+        assert server.find_crash(within_s=0.5) is None
+    assert asker.failures == []
+    assert set(asker.labels) == {"FIRST", "SECOND"}
+
+
+@pytest.mark.server
 def test_a_step_that_would_load_for_ever_is_loaded_again(pipelines: Path, tmp_path: Path) -> None:
     """Stopped while it loads, as one without CPU; the one before answers all the time."""
     folder, repository = pipelines / "tickets", tmp_path / "repository"

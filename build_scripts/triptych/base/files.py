@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +132,15 @@ _Loader.add_implicit_resolver(
 
 
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key) for key, _ in node.value]
-    for index, key in enumerate(keys):
-        if key in keys[:index]:
-            mark = node.value[index][0].start_mark
+    known = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)
+        if not isinstance(key, Hashable):
+            continue  # refused below
+        if key in known:
+            mark = key_node.start_mark
             raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", mark)
+        known.add(key)
     return loader.construct_mapping(node, deep=True)
 
 

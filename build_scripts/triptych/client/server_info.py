@@ -13,10 +13,16 @@ _TIMEOUT_S = 120.0
 _CONFIG_TIMEOUT_S = 10.0
 
 
-def reload_pipeline(url: str, pipeline: str, headers: Mapping[str, str]) -> None:
-    """Load a pipeline again; the server loads each changed step once and swaps all at the end.
+def reload_pipeline(
+    url: str, pipeline: str, headers: Mapping[str, str], config: str | None = None
+) -> None:
+    """Load a pipeline again; the server loads each changed step once, and the ensemble at the end.
 
-    `headers` are those that the server requires for loading models.
+    Args:
+        url: Address of the gRPC service.
+        pipeline: Name of the ensemble.
+        headers: Headers that the server requires for loading models.
+        config: Config of the ensemble as JSON; None for that of the repository.
 
     Raises:
         UserError: A model does not load.
@@ -26,7 +32,9 @@ def reload_pipeline(url: str, pipeline: str, headers: Mapping[str, str]) -> None
 
     with InferenceServerClient(url) as client:
         try:
-            client.load_model(pipeline, headers=dict(headers), client_timeout=_TIMEOUT_S)
+            client.load_model(
+                pipeline, headers=dict(headers), config=config, client_timeout=_TIMEOUT_S
+            )
         except InferenceServerException as error:
             raise UserError(
                 pipeline, "must load", given=error.message(), remedy="See the server's log"

@@ -25,6 +25,7 @@ from triptych.container.manifests import (
 from triptych.container.supervisor import EndlessLoad
 from triptych.repository.store import is_being_written
 from triptych.serving.readiness import read_load_state
+from triptych.serving.rewiring import is_rewired, other_steps
 from triptych.serving.server import Server
 
 Models = Mapping[str, Mapping[str, str]]
@@ -122,19 +123,28 @@ def reload(server: Server, pipeline: str) -> None:
     remove_byte_code(server.repository)
     with server.log_file.open("rb") as log, _kill_stuck_steps(server) as ended:
         try:
-            _load(server, pipeline, log)
+            _load_any(server, pipeline, log)
         except UserError:
             if not ended:
                 raise
-            _load(server, pipeline, log)
+            _load_any(server, pipeline, log)
     remove_byte_code(server.repository)
 
 
-def _load(server: Server, pipeline: str, log: BinaryIO) -> None:
+def _load_any(server: Server, pipeline: str, log: BinaryIO) -> None:
+    """Load a pipeline, by way of steps of other names if its wiring has changed."""
+    if not is_rewired(server, pipeline):
+        _load(server, pipeline, log)
+        return
+    with other_steps(server, pipeline) as config:
+        _load(server, pipeline, log, config)
+
+
+def _load(server: Server, pipeline: str, log: BinaryIO, config: str | None = None) -> None:
     before = Counter(server.living_steps().values())
     log.seek(0, 2)
     try:
-        reload_pipeline(server.grpc_url, pipeline, server.operator_headers)
+        reload_pipeline(server.grpc_url, pipeline, server.operator_headers, config)
     finally:  # until the old steps have ended, `find_crash` would report them
         deadline = time.monotonic() + _LAST_ANSWERS_S
         while Counter(server.living_steps().values()) > before and time.monotonic() < deadline:

@@ -220,6 +220,7 @@ class Server:
         self._process: ServerProcess | None = None
         self._own_log = log_file is not None
         self._tag = ""
+        self.second_repository = Path()
         self._steps: dict[int, str] = {}
 
     @property
@@ -276,7 +277,9 @@ class Server:
         self._picked += [self._ports[name] for name, port in self._wanted_ports.items() if not port]
         tag = self._tag = new_process_tag()
         private = new_shell_safe_dir()
+        self.second_repository = private / "second"
         try:
+            self.second_repository.mkdir()
             if not is_plain(self.repository):
                 self._served = private / "repository"
                 self._served.symlink_to(self.repository, target_is_directory=True)
@@ -430,8 +433,9 @@ class Server:
             self.log_file = Path(name)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         # What an earlier server wrote would be taken for this one's; steps may log what users sent.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        os.close(os.open(self.log_file, flags, mode=0o600))
+        handle = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode=0o600)
+        os.fchmod(handle, 0o600)  # the file may have existed
+        os.close(handle)
         return self.log_file
 
     def _command(self, installation: Installation, mark: str) -> list[str]:
@@ -458,6 +462,7 @@ class Server:
             command.append("--disable-auto-complete-config")
         if self._models or self._exchanges:
             command.append("--model-control-mode=explicit")
+            command.append(f"--model-repository={self.second_repository}")
             command += [f"--load-model={name}" for name in self._wanted_models()]
         if self._client_shm:
             embedded = installation.backend_directory is not None

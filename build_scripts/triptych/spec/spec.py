@@ -288,10 +288,18 @@ def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None
     node[last] = value
 
 
+_MAX_DETAILS = 200
+"""Maximum number of reported problems; a field of several types has one for each type."""
+
+
 def _problems(model: type[BaseModel], error: ValidationError) -> list[UserError]:
     """Return one error for each wrong field: unknown fields first, missing fields last."""
     by_field: dict[str, list[ErrorDetails]] = {}
-    for detail in error.errors(include_url=False):
+    order = {"extra_forbidden": 0, "missing": 2}
+    found = error.errors(include_url=False)
+    if len(found) > _MAX_DETAILS:
+        found = sorted(found, key=lambda detail: order.get(detail["type"], 1))[:_MAX_DETAILS]
+    for detail in found:
         first, *rest = map(str, detail["loc"])
         parts = [first, *(part for part in rest[:-1] if not _MAPPING_BRANCH.fullmatch(part))]
         parts += [part for part in rest[-1:] if not _UNION_BRANCH.fullmatch(part)]
@@ -299,7 +307,6 @@ def _problems(model: type[BaseModel], error: ValidationError) -> list[UserError]
     for field in [*by_field]:  # of the types of a field, the one whose entry is wrong was meant
         if any(other.startswith(f"{field}.") for other in by_field):
             del by_field[field]
-    order = {"extra_forbidden": 0, "missing": 2}
     fields = sorted(by_field.items(), key=lambda item: order.get(item[1][0]["type"], 1))
     return [_problem(model, field, details) for field, details in fields]
 

@@ -107,6 +107,13 @@ class Parts:
                 given=self._out,
                 remedy="Give another file, or remove it",
             )
+        if self.folder.is_symlink():
+            raise UserError(
+                "--out",
+                "has a folder of parts that is a symbolic link, so that parts would be elsewhere",
+                given=self.folder,
+                remedy="Remove the link, or give another file",
+            )
         with os_errors_as_user_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / ".lock").open("w") as lock:
