@@ -197,6 +197,17 @@ def test_parts_are_of_one_run_and_no_row_is_in_two(tmp_path: Path) -> None:
         pass
 
 
+def test_a_folder_of_parts_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out.csv.parts").symlink_to(tmp_path / "elsewhere")
+    with (
+        pytest.raises(UserError, match="is a symbolic link"),
+        Parts(tmp_path / "out.csv").locked({}),
+    ):
+        pass
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
 def test_the_size_of_requests_is_that_of_the_best_trial() -> None:
     batch_sizes, now, tried = BatchSizeTuner(32), 0.0, []
     while batch_sizes.chosen is None:

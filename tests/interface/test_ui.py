@@ -23,6 +23,7 @@ from triptych.base.formatting import figure
 from triptych.client import Client, StepStatistics
 from triptych.interface.page.demo import DemoPage, RequestTimes, open_pipeline
 from triptych.interface.page.form import SECOND, Form, ScoreBar, TextPiece, mark_spans, view_answer
+from triptych.interface.page.web import _read as read_form
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks import TASKS
 
@@ -75,6 +76,15 @@ def test_a_form_has_what_a_task_takes_and_sends_what_is_typed() -> None:
     kinds = {name: [f.kind for f in Form.of(task, {}, {}).fields] for name, task in TASKS.items()}
     assert kinds["image-classification"] == ["image"]
     assert kinds["reranking"] == kinds["question-answering"] == ["text", "text"]
+
+
+def test_a_form_of_many_parts_or_of_none_is_refused() -> None:
+    part = b'--x\r\nContent-Disposition: form-data; name="text"\r\n\r\nhello\r\n'
+    kind = "multipart/form-data; boundary=x"
+    assert read_form(kind, part + b"--x--\r\n") == {"text": b"hello"}
+    assert read_form(kind, part * 100_000 + b"--x--\r\n") is None
+    for malformed in ("", "text/plain", "multipart/form-data", 'multipart/form-data; boundary="'):
+        assert not read_form(malformed, part)
 
 
 def test_answers_are_shown_as_their_tasks_have_them() -> None:
