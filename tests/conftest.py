@@ -1,7 +1,5 @@
 """Shared by all tests: the project's root, small models, and one real server with MiniLM."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import json

@@ -8,8 +8,6 @@ goes on where it stopped; a changed test or a changed module is tried again. Cac
 run `make test` first. A fault that no test finds may be one that changes nothing: judge it.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import functools

@@ -1,7 +1,5 @@
 """Cached stages: keys that change with the code that a stage runs, and entries that hold."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil

@@ -1,7 +1,5 @@
 """YAML with reasons: read from templates, and written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

@@ -1,7 +1,5 @@
 """The table of Triton releases: what is inside each, and the fields and flags that it knows."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

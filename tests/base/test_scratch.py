@@ -1,7 +1,5 @@
 """Folders for the time of some work: gone at its end, or with the next work of that kind."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

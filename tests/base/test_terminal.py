@@ -1,7 +1,5 @@
 """What reaches a terminal: words of models, users and servers, never commands or a crash."""
 
-from __future__ import annotations
-
 import io
 import json
 import socket

@@ -1,7 +1,5 @@
 """Wheels that the package index does not have are an error in pip's words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from triptych.base.wheels import download_wheels

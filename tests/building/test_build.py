@@ -1,7 +1,5 @@
 """`build`: cached, atomic, reproducible, and nothing written unless every check passed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

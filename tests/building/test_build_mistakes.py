@@ -1,7 +1,5 @@
 """What a careless user writes is named, and a build takes nothing from other pipelines."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

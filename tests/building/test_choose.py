@@ -1,7 +1,5 @@
 """`core.precision: auto`: real builds, real servers, real load; the fastest that passes ships."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`triptych dev` and `serve` while a pipeline is built anew: exchanged, and nobody is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

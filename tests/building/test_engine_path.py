@@ -1,7 +1,5 @@
 """From a pipeline to answers of its engine, in one go, on a machine with a fake GPU."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

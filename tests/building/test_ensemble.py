@@ -1,7 +1,5 @@
 """The served ensembles, both layouts, on a real tritonserver: right, fair, and hard to break."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

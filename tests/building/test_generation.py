@@ -1,7 +1,5 @@
 """A pipeline that generates text: its streams, `verify`, page, metrics and `bench`, on a server."""
 
-from __future__ import annotations
-
 import asyncio
 import html
 import json

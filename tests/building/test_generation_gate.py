@@ -1,7 +1,5 @@
 """The verdict on generated text: scores, limits, each adapter by itself."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from dataclasses import replace

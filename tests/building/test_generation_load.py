@@ -1,7 +1,5 @@
 """Load on streamed answers, without a server: promises, perf_analyzer's export, what is shown."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """`triptych test`: hooks that break a rule are found, and those that break none are not."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

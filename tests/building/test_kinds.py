@@ -4,8 +4,6 @@ One tiny pipeline of each kind is built into a repository of its own and served,
 special to a kind has tests of its own.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import math

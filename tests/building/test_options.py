@@ -1,7 +1,5 @@
 """Options as input tensors on a real server with a response cache, from each documented client."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import urllib.error

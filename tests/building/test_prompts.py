@@ -1,7 +1,5 @@
 """Prompts of the spec and of requests, against sentence-transformers with the same prompts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights of fewer bits: made of a model's own, and read back from the layouts of others."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Architectures with tokenizers of their own kind, built, served and asked: as transformers."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Iterator

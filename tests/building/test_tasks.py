@@ -1,7 +1,5 @@
 """Every task on a real tritonserver, in one layout or both: equal to transformers' pipelines."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

@@ -1,7 +1,5 @@
 """Summarizing and translating: random T5, BART and Marian, as transformers has them, and served."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """`triptych infer --file --out` against a real server: whole files, failed rows, breaks."""
 
-from __future__ import annotations
-
 import csv
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Rows that break a step, asked for by chunks side by side; the server is a fake that fails all."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path

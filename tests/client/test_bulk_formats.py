@@ -1,7 +1,5 @@
 """Files of rows: what is read as a row, what is written beside it, and what a break leaves."""
 
-from __future__ import annotations
-
 import csv
 import datetime
 import decimal

@@ -1,7 +1,5 @@
 """The client against a real tritonserver: results, order, splitting, refused rows, settings."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

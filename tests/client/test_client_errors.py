@@ -1,7 +1,5 @@
 """The client when something is wrong: deadlines, cancellation, overload, every kind of error."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

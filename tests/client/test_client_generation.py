@@ -1,7 +1,5 @@
 """`Client.generate` and `Client.chat`: chunks and the whole, many at once, cancelled, refused."""
 
-from __future__ import annotations
-
 import asyncio
 import csv
 import json

@@ -1,7 +1,5 @@
 """The typed call of every task, against a real server that plays the tasks."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import math

@@ -1,7 +1,5 @@
 """The client and a guarded server: TLS, the client's own certificate, restricted protocols."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The production flags and the settings behind them, and that the image's few files are enough."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """The start-up check: engines that fit this machine pass, others are refused in one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

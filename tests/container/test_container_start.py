@@ -1,7 +1,5 @@
 """The image's whole start-up with a real server: check, flags, readiness, answers, SIGTERM."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

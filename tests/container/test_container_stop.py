@@ -1,7 +1,5 @@
 """How a container ends: told to stop it loses nothing; with a dead step it ends by itself."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import shutil

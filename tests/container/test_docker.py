@@ -1,7 +1,5 @@
 """The images, as far as they can be judged without docker: lint, pins, sources, versions."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

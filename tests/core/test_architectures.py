@@ -1,7 +1,5 @@
 """Exported cores of many architectures, every head and both layouts, against transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

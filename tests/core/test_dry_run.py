@@ -1,7 +1,5 @@
 """A dry run builds an engine with NVIDIA's own parser and builder, which need no GPU."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`triptych engine`: one code path builds, inspects, checks and writes with every TensorRT."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

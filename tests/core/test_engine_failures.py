@@ -1,7 +1,5 @@
 """Whatever keeps an engine from being built or trusted: one message, and nothing written."""
 
-from __future__ import annotations
-
 import errno
 import json
 import subprocess

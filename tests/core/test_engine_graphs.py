@@ -3,8 +3,6 @@
 The graphs are those that `build` ships for TensorRT.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

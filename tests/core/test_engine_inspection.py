@@ -5,8 +5,6 @@ a ResNet of 10 (issue 4020), a product of 8 (pytorch pull request 66683), and NV
 moving to 11.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

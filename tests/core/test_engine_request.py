@@ -1,7 +1,5 @@
 """What is asked of TensorRT is checked before it is asked, and fits the release that is there."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Running engines, on a fake TensorRT over a fake GPU that computes with ONNX Runtime."""
 
-from __future__ import annotations
-
 import struct
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The exported graphs, both layouts, against sentence-transformers and against themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

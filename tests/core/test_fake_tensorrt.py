@@ -1,7 +1,5 @@
 """The fake TensorRT shows what the real bindings were recorded to show, and nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

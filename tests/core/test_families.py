@@ -4,8 +4,6 @@
 ``pipelines/families.md`` shows.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

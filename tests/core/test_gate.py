@@ -1,7 +1,5 @@
 """The accuracy gate: what is right passes, and each way of being wrong is stopped."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

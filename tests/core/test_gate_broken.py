@@ -1,7 +1,5 @@
 """Deliberately broken cores: the gate catches each."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The gate's rows: how the traffic is split, and that the made-up ones are what they say."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Responses of a served pipeline held to the reference: what fails, what passes, what is said."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

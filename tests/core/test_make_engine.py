@@ -1,7 +1,5 @@
 """The engine is made by NVIDIA's own parser and builder: TensorRT for RTX needs no GPU for that."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The packed layout: indices, sizes, and operations that compute on packed tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

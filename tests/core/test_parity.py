@@ -1,7 +1,5 @@
 """An engine against its graph: every task's outputs, in the shapes that the engine takes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lower precision in a build: which layers stay, what is remembered, what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

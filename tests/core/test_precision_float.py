@@ -1,7 +1,5 @@
 """fp16 and bf16: what is converted, what stays fp32, and how right the results are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """fp8: what is quantized, exactly how, and how right the results are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

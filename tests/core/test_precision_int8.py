@@ -1,7 +1,5 @@
 """int8 graphs: right, the same whatever the neighbors, and in a form both runtimes take."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lower precision of every task's core, of odd graphs, and of models beside their weights."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

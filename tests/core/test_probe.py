@@ -1,7 +1,5 @@
 """The general probe: its texts, the verdict on a core that runs on them, how varied traffic is."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import unicodedata

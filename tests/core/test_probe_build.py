@@ -1,7 +1,5 @@
 """Builds that the general probe, PyTorch's own rounding and narrow traffic decide."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

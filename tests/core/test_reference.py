@@ -1,7 +1,5 @@
 """What the gate compares: the reference against transformers' pipelines, and a run of a graph."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rounding weights together, smoothing inputs: each must be better than doing without."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The file of core rows: what goes in comes out, in the same bytes each time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

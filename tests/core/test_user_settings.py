@@ -1,7 +1,5 @@
 """Settings in a checkpoint's own files: rows and results are those of sentence-transformers."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`triptych verify` on a real tritonserver: what is right passes, what is broken fails by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """When the alerts of a deployment rise and clear, by promtool on made-up series."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

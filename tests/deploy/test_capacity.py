@@ -1,7 +1,5 @@
 """What a measured capacity becomes when a request takes more work, and where it was measured."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What people are shown of a deployment: its dashboard, the runbook, who is told of an alert."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`triptych deploy`: what it writes is what clusters take, from what was measured, with reasons."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

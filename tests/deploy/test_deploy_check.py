@@ -1,7 +1,5 @@
 """`triptych lint` of manifests: each check finds its mistake, and nothing in what is fine."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Envoy of manifests, as they configure, check and stop it: a real one in front of a server."""
 
-from __future__ import annotations
-
 import http.client
 import http.server
 import json

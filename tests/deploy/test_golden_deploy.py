@@ -6,8 +6,6 @@ After an intended change, ``pytest tests/deploy/test_golden_deploy.py --rewrite`
 versions of builds and folders of the machine, which differ from run to run.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

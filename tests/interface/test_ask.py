@@ -1,7 +1,5 @@
 """`triptych infer`: the command line's words to rows, and answers to JSON or readable lines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

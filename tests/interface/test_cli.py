@@ -1,7 +1,5 @@
 """Each verb at the command line: results, ``--json``, exit codes, and messages without traces."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Help, version, former names and settings of the command line."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every report page and terminal table of made-up results: as on record, and fit to be shown."""
 
-from __future__ import annotations
-
 import difflib
 import io
 import math

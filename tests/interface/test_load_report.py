@@ -1,7 +1,5 @@
 """The report of a bench: every figure is there, it stands alone, and no result can break it."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import replace

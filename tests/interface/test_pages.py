@@ -1,7 +1,5 @@
 """The pieces of every page: texts and numbers, plots of curves and bars, files written whole."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report of a gate: it says what the gate found, stands alone, and no text can break it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

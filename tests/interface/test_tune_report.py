@@ -1,7 +1,5 @@
 """The report of a tuning: every trial with its evidence, the front, what it was worth."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The demo page: forms and answers of every task, its guards, and all of it in a real browser."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

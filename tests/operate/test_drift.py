@@ -1,7 +1,5 @@
 """New traffic against that a pipeline was built for: what moved, its cost, what to do about it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """New traffic as it is read: what a server counted, and samples of requests."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -3,8 +3,6 @@
 Its answers are looked at by nobody here: the gauges of the watch are of made-up looks.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import threading

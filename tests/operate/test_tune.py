@@ -1,7 +1,5 @@
 """`triptych tune` for real: a tiny model, two real servers, and what a stopped run leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Which settings tuning tries: by what was measured, and with the reason."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tuning of text generation: goodput, its fields, what lint refuses, and one search on a server."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tuning's numbers: the score of a setting, and whether one is better than another."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Tuning's sequence of trials, on made-up scores: what is found, and when it ends."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path

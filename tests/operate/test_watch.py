@@ -1,7 +1,5 @@
 """The watch without a server: evidence that may be looked at, mixes, timelines, what is read."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -1,7 +1,5 @@
 """The harness of the benchmarks: rounds, medians, tables, the page of results."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import count

@@ -1,7 +1,5 @@
 """The README tells the truth: its commands run, in its order, and every verb is in it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The example pipelines: their data is what their READMEs say, and training them is repeatable."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The page of model families shows the results on record."""
 
-from __future__ import annotations
-
 from family_table import LIMIT, OUTCOMES, PAGE, read_record, render_page, turn
 
 

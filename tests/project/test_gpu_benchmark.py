@@ -1,7 +1,5 @@
 """The GPU test's arithmetic on values: medians, budgets, targets, exit codes, the page."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections.abc import Iterator

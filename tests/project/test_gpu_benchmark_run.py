@@ -1,7 +1,5 @@
 """The GPU test run: what it says where there is no GPU, and in whole over the fakes of one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The report of the package's coverage: what a process executed, and what no process did."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

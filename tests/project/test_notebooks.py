@@ -3,8 +3,6 @@
 After a change, ``pytest tests/project/test_notebooks.py --rewrite`` stores their new outputs.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """The faults that `tests/planted_faults.py` plants: their number, their places, their text."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from code_faults import MIN_FAULTS, PACKAGE, chosen_faults, compiles

@@ -1,7 +1,5 @@
 """The simulation of a fleet: the autoscaler's formula, and replicas that batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Structure of the package: imports run downward, heavy libraries stay with their owners."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

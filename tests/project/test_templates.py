@@ -1,7 +1,5 @@
 """`new`, `build`, `serve`, `infer`: every template answers the command that its own file names."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

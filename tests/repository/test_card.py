@@ -1,7 +1,5 @@
 """The card that a build writes for people: what it says, and which license it finds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from conftest import lock_data

@@ -1,7 +1,5 @@
 """Text of config.pbtxt in a spec is merged into the generated configs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

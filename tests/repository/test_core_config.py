@@ -1,7 +1,5 @@
 """The config of a GPU core, held against files that were read and found right once."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -5,8 +5,6 @@ the hashes of binary files. After an intended change, ``pytest tests/repository/
 --rewrite`` writes it again, and the diff shows what changed for which kind of pipeline.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

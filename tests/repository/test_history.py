@@ -1,7 +1,5 @@
 """Builds that were replaced: kept, listed, put back as they were; shared cores; bad input."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Lint finds every planted fault with the check it belongs to, and nothing where all is well."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lint names the defects and changes of a release of Triton that a repository meets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import get_args
 

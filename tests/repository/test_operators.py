@@ -1,7 +1,5 @@
 """What the ONNX parser of each TensorRT takes, and which of the project's own graphs it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

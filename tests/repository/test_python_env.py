@@ -1,7 +1,5 @@
 """The archive of packages with which images without them run the steps."""
 
-from __future__ import annotations
-
 import io
 import sys
 import tarfile

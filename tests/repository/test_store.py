@@ -1,7 +1,5 @@
 """The writer of a repository: killed at any moment, and where the disk has no room or no leave."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which requests are admitted: counts shared by processes, and no rejection without an answer."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Core outputs to answers in process: the runtime's own decoders, and ties that are no mistake."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

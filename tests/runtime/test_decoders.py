@@ -1,7 +1,5 @@
 """Decoders of vectors, labels and tokens, against sentence-transformers and transformers."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

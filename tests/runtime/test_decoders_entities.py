@@ -1,7 +1,5 @@
 """Entities of token-classification, against transformers' own pipeline on the same models."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import warnings

@@ -1,7 +1,5 @@
 """Answers of question-answering, against what transformers 4's own pipeline made of the logits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines that generate text, without a model: batches, and room for adapters."""
 
-from __future__ import annotations
-
 from triptych.runtime import engine_vllm
 from triptych.runtime.engine_ctranslate2 import next_batch
 

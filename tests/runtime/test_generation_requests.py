@@ -1,7 +1,5 @@
 """What a request for generated text says: its parameters, its prompt, its way between the steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Generated text as it is streamed: whole characters, stop strings, how tokens share responses."""
 
-from __future__ import annotations
-
 import random
 
 from generation_cases import TEXTS, byte_pairs, metaspace

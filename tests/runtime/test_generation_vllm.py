@@ -3,8 +3,6 @@
 It needs the environment of `make setup-generation`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A pipeline's own functions, custom tasks and shared cores, served, and what goes wrong there."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

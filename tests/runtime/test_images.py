@@ -1,7 +1,5 @@
 """Encoded images to pixels to logits, against transformers' own; and every kind of bad image."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

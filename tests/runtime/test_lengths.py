@@ -1,7 +1,5 @@
 """The counters of row lengths on a real metrics page: right, additive, never in the way."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Pieces of sampling, without a server: what is drawn, how it travels, the folder of files."""
 
-from __future__ import annotations
-
 import importlib
 import random
 import signal

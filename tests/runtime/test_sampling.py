@@ -1,7 +1,5 @@
 """What a server keeps of its requests: uniform, bounded, private, and never in the way."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """The codes of the steps' errors: what a step sends, and what a client and a health check read."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

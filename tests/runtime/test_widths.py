@@ -1,7 +1,5 @@
 """Which requests of a bucketed batch are padded further, to share a batch of the core."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

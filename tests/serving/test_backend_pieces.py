@@ -1,7 +1,5 @@
 """Tests of the emulated backends without a server: refusals, feeds, sessions and settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace

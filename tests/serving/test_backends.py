@@ -3,8 +3,6 @@
 TensorRT and the GPU are fakes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Baselines: the model's right results, real workers measured in turns, and what can go wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

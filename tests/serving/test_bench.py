@@ -1,7 +1,5 @@
 """`triptych bench` through the command line: a real server, a real load, files that can be read."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two results side by side: what is a change, what is noise, what cannot be told."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

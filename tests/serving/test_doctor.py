@@ -1,7 +1,5 @@
 """What `doctor` says about this machine, and about broken ones."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Envoy's configuration, judged by Envoy itself; what a fleet decides without servers."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

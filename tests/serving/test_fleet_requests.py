@@ -1,7 +1,5 @@
 """Requests that no server may get, sent to a real Envoy before a real server."""
 
-from __future__ import annotations
-
 import gzip
 import http.client
 import json

@@ -1,7 +1,5 @@
 """What a hostile or careless user sends: refused at once, and nobody else notices."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Load on real servers: what a measurement holds, and what it names as the bottleneck."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Load, the parts without a server: what is read from text, and what is concluded from figures."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

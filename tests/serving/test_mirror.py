@@ -1,7 +1,5 @@
 """Copies of requests for a candidate, by a real Envoy in front of minimal HTTP servers."""
 
-from __future__ import annotations
-
 import http.client
 import http.server
 import json

@@ -1,7 +1,5 @@
 """More work than a server can do, neighbors that lie, steps that die: the others do not pay."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import os

@@ -1,7 +1,5 @@
 """Load on a real server: what the numbers mean, what is sent, and how failures are told."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real servers: started, asked, stopped, killed, and nothing of them left behind."""
 
-from __future__ import annotations
-
 import http.client
 import marshal
 import os

@@ -1,7 +1,5 @@
 """What is said when a model or the server dies: which one, why, and where in its code."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import socket

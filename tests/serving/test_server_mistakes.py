@@ -1,7 +1,5 @@
 """What a user can get wrong before a server starts, and which server is taken."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from typing import Any

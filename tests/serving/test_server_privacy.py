@@ -1,7 +1,5 @@
 """What a server keeps from other users of its machine, from its clients and from a shell."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import stat

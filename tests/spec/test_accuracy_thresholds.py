@@ -1,7 +1,5 @@
 """What the accuracy gate demands by default, and what a spec may override."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise, product
 from typing import get_args

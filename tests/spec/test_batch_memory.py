@@ -1,7 +1,5 @@
 """Memory of a batch: the prediction of the plan, against a run of that batch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The estimate that `layout: auto` goes by: it moves as arithmetic says, and no further."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

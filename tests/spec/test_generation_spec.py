@@ -1,7 +1,5 @@
 """What a user writes of a pipeline that generates text: its spec, its adapters, its folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

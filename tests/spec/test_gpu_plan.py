@@ -1,7 +1,5 @@
 """What a GPU core is planned with: profiles, CUDA graphs, limits; all from one traffic."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Labeled rows: read with care, and judged so that noise is no loss and a loss is no noise."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

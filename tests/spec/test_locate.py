@@ -1,7 +1,5 @@
 """Where models come from: packages, folders, the Hub and its cache."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tasks' own metrics against values worked out by hand, and what no candidate may hide."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A model's folder may bring code of its own: it is refused, and never runs."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import suppress
 from functools import partial

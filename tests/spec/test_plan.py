@@ -1,7 +1,5 @@
 """The plan: bucket edges are optimal, and every number follows from its inputs alone."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from pathlib import Path

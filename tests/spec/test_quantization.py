@@ -1,7 +1,5 @@
 """Which precision suits which model: what its files say of quantized weights, and the limits."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`triptych new`: whole folders or none, and templates that are pipelines as they stand."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Pooling, heads, limits and prompts as the files of a model state them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

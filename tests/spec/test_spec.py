@@ -1,7 +1,5 @@
 """Bad specs end in field, rule, given, remedy; good ones have every default."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

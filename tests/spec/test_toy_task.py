@@ -1,7 +1,5 @@
 """A task is one value: its metrics, limits and labeled rows follow from it alone."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`tuned.yaml` is read after the spec, wins over it, and says no to what it may not set."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Deployments with their rules and dashboards: one for each promise and source of latencies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Random-weight models of many architectures, and what transformers itself makes of a row."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 A model of `SHARED` is written for both backends; its name then ends in the name of the backend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Copies of a built repository in which one thing is wrong, as a faulty deployment has it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

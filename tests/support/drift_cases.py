@@ -1,7 +1,5 @@
 """A pipeline as if built for rows of other lengths, and such rows."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

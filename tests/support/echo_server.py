@@ -1,7 +1,5 @@
 """A Triton model that repeats its input, and a client that sends it one text."""
 
-from __future__ import annotations
-
 import http.client
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Built repositories of TensorRT cores, and a machine with a fake GPU to build their engines on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

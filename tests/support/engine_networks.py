@@ -1,7 +1,5 @@
 """Small ONNX graphs, and profiles and options of engine plans for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Triton models that stop, fail or die at a chosen place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 CONFIG = """backend: "python"

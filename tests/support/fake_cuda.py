@@ -4,8 +4,6 @@ Device addresses are numbers that no host code can read, fresh memory holds garb
 on a stream happens when the stream is waited for: so a missing copy or wait shows.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -5,8 +5,6 @@ An adapter, which it does not read, makes it repeat them backwards. A request wi
 gets no more than `FIRST` tokens, and ends when it is canceled.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The results of families on record, and the page of documentation that shows them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections import Counter

@@ -1,7 +1,5 @@
 """Artifacts for the gate, by what they return: right ones, and a way to damage a row of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A tiny model that generates text, and raw streams to a server: a call each, as many as wanted."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

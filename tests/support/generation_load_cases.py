@@ -1,7 +1,5 @@
 """Results of `bench` on streamed text, worked out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

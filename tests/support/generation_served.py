@@ -1,7 +1,5 @@
 """Two small pipelines of the fake engine, and what the metrics page tells of them."""
 
-from __future__ import annotations
-
 import re
 import time
 import urllib.request

@@ -1,7 +1,5 @@
 """Requests to pages of a local HTTP server, and a wait for a condition."""
 
-from __future__ import annotations
-
 import http.client
 import http.server
 import time

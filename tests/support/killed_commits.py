@@ -4,8 +4,6 @@ Usage: ``python killed_commits.py FOLDER TIMED exchange|renames``. It kills a co
 operation on files, then TIMED commits at random times. It runs in its own process because it forks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A Triton model that takes a known time for each request."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 CONFIG = """

@@ -6,8 +6,6 @@ commands, and steps of a tritonserver, whose files are parts of `runtime/`. A pr
 killed, or that starts without PYTHONPATH, is not recorded.
 """
 
-from __future__ import annotations
-
 import ast
 import atexit
 import difflib

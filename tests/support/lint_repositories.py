@@ -1,7 +1,5 @@
 """Model repositories for the tests of lint: good ones, and the edits of tests/data/lint/*.yaml."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

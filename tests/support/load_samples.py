@@ -1,7 +1,5 @@
 """Results to report on: a usual one, and all that a report must also bear."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mistakes of a user, and the errors that name them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A monitoring run and a replay on two builds, with evidence worked out by hand."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Model information for plans of GPU cores."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from triptych.spec.model_info import ModelInfo

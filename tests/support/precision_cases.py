@@ -1,7 +1,5 @@
 """Graphs for the converters: exported ones of several architectures, and small ones by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

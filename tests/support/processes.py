@@ -1,7 +1,5 @@
 """Marks that identify the processes and shared-memory regions of a test, and a bounded wait."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Requests to a single model of a server, alone or at the same time."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

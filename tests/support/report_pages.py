@@ -1,7 +1,5 @@
 """Gates and candidates to report on, and a reader that takes a report's page apart."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

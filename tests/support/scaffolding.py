@@ -1,7 +1,5 @@
 """Scaffolded pipelines for tests, and the command as a user runs it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The `triptych serve` command as a process, and the addresses that it prints."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Repositories of TensorRT cores on this machine: fake plans, and stubs that import the fakes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Small random models of many architectures with tokenizers of their own kind, to be served."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

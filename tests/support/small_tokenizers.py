@@ -1,7 +1,5 @@
 """Small tokenizers without a class of transformers, trained on some texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers

@@ -1,7 +1,5 @@
 """Conversions of a core to each precision, and synthetic traffic for each task."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

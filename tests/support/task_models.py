@@ -3,8 +3,6 @@
 Heads are scaled, so that labels and spans vary from text to text.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Answers of the client held to transformers' pipelines, and images to classify."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from pathlib import Path

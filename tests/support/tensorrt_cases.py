@@ -1,7 +1,5 @@
 """Fake plans for the tests that run engines, and the graphs in them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

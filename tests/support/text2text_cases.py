@@ -1,7 +1,5 @@
 """Small encoder-decoder models with random weights, as `save_pretrained` writes them."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

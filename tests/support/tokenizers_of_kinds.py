@@ -1,7 +1,5 @@
 """Small tokenizers, each of the class and pipeline its architecture has, trained on some texts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Made-up measurements, a pipeline's evidence with them, and a search for the highest rate."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ release has. Building (`builder`) writes a fake plan around the ONNX graph; runn
 executes that graph with ONNX Runtime. What goes wrong is set in `Play`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field

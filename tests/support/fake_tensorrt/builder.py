@@ -1,7 +1,5 @@
 """The building half of the fake TensorRT: networks, the parser, configs, timing caches, plans."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """What each TensorRT release has: recorded from the real bindings; a fake may show nothing else."""
 
-from __future__ import annotations
-
 import json
 from enum import Enum
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The running half of the fake TensorRT: plans, engines, contexts over the fake CUDA, inspector."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import zlib
