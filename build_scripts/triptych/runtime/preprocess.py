@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -120,6 +121,7 @@ class TritonPythonModel:
         if "token_bounds" in settings:  # rows of images have no length
             self._row_tokens = find_class("counters.RowTokens")(settings)
         self._rows_read = self._rows_made = 1  # in all requests so far
+        self._making = threading.Lock()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Return a response to every request; an invalid request gets its own error."""
@@ -130,7 +132,8 @@ class TritonPythonModel:
                 jobs.append(self._read(index, request))
             except Exception as error:
                 responses[index] = error_response(error)
-        results = self._make([job for job in jobs if not job.is_counted])
+        direct = [job for job in jobs if not job.is_counted]
+        results = self._make(direct) if direct else []
         if counted := [job for job in jobs if job.is_counted]:
             results += self._flow.take(counted)
         last_width = results[-1][0].width if results else 0
@@ -147,21 +150,18 @@ class TritonPythonModel:
 
     def _make(self, jobs: Sequence[Job]) -> list[tuple[Job, Any]]:
         """Return each job with its response for the core or its error, in the order to send."""
-        made = self._maker.make([job.inputs for job in jobs]) if jobs else []
         results: list[tuple[Job, Any]] = []
         rows: dict[int, CoreRows] = {}
-        for index, core_rows in enumerate(made):
-            if isinstance(core_rows, Exception):
-                results.append((jobs[index], core_rows))
-            else:
-                rows[index], jobs[index].width = core_rows, core_rows.width
-        results += [(jobs[i], self._respond(jobs[i], rows[i])) for i in self._order(rows)]
-        self._count_tokens(rows.values())
+        with self._making:  # flow control has a thread of its own
+            for index, made in enumerate(self._maker.make([job.inputs for job in jobs])):
+                if isinstance(made, Exception):
+                    results.append((jobs[index], made))
+                else:
+                    rows[index], jobs[index].width = made, made.width
+            results += [(jobs[i], self._respond(jobs[i], rows[i])) for i in self._order(rows)]
+            if self._row_tokens is not None:
+                self._row_tokens.count([made.tensors["row_length"] for made in rows.values()])
         return results
-
-    def _count_tokens(self, answered: Iterable[CoreRows]) -> None:
-        if self._row_tokens is not None:
-            self._row_tokens.count([rows.tensors["row_length"] for rows in answered])
 
     def finalize(self) -> None:
         if self._row_tokens is not None:
