@@ -92,6 +92,9 @@ def test_a_folder_is_checked_without_a_model(tmp_path: Path) -> None:
     for row in ("{}", '{"text_input": "a"}', '{"text_input": "a", "answers": []}'):
         (folder / "eval.jsonl").write_text(row)
         check_refused("eval.jsonl:1", check_folder, folder)
+    (folder / "eval.jsonl").unlink()
+    (folder / "traffic.jsonl").write_text('{"text_input": "a", "max_tokens": 5}')
+    check_refused("traffic.jsonl:1: max_tokens` is no part", check_folder, folder)
 
 
 def test_the_example_is_one() -> None:

@@ -97,6 +97,7 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("text-classification", {"text": None}, "must have a string as `text`"),
     ("text-classification", {"text": "\ud800"}, "must be a JSON object"),
     ("text-classification", {"parameters": []}, "must have an object as `parameters`"),
+    ("text-classification", {"text_pair": "b"}, "must not have `text_pair`"),
     ("fill-mask", {"token": None}, "must have a token as `token`"),
     ("token-classification", {"entities": {}}, "must have a list of entities"),
     ("token-classification", {"entities": [3]}, "must have a list of entities"),

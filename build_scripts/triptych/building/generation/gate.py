@@ -91,7 +91,7 @@ def read_rows(path: Path) -> list[LabeledRow]:
         UserError: A line is not a prompt with correct answers, or the file is empty.
     """
     rows = []
-    for number, sent, line in read_prompt_lines(path):
+    for number, sent, line in read_prompt_lines(path, TEXTS.key):
         try:
             truth = TEXTS.read(line.get(TEXTS.key), "")
         except ValueError as error:

@@ -375,11 +375,11 @@ def _check_kv_cache(inputs: GenerationInputs) -> None:
         )
 
 
-def read_prompt_lines(path: Path) -> list[PromptLine]:
-    """Read the lines of a file of requests.
+def read_prompt_lines(path: Path, truth: str | None = None) -> list[PromptLine]:
+    """Read the lines of a file of requests, which may also have the key `truth`.
 
     Raises:
-        UserError: The file is missing or empty, or a line is not a request.
+        UserError: The file is missing or empty, or a line is not a request or has other keys.
     """
     form = '{"messages": [{"role": "user", "content": "…"}]} or {"text_input": "…"}'
     lines: list[PromptLine] = []
@@ -397,6 +397,13 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
                 "must be a JSON object with either text_input or messages",
                 given=repr(line[:80]),
                 remedy=f"Write {form}",
+            )
+        for unknown in sorted(row.keys() - {"text_input", "messages", FIELD, truth}):
+            raise UserError(
+                f"{path}:{number}: {unknown}",
+                "is no part of a request",
+                given=f"{row[unknown]!r:.80}",
+                remedy=f"Remove it, or write {form}; `{FIELD}` has the parameters of sampling",
             )
         if FIELD in row:
             lines[-1][1][FIELD] = json.dumps(row[FIELD])

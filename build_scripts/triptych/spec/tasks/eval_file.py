@@ -77,6 +77,8 @@ def _read_row(
     for name in _inputs(truth, fields):
         if not isinstance(row.get(name), str):
             raise refuse(f"must have a string as `{name}`", row.get(name))
+    for unknown in sorted(row.keys() - {*_inputs(truth, fields), truth.key, PARAMETERS}):
+        raise refuse(f"must not have `{unknown}`, which is no input of the task", row[unknown])
     parameters = row.get(PARAMETERS, {})
     if not isinstance(parameters, dict):
         raise refuse("must have an object as `parameters`", parameters)
