@@ -20,6 +20,7 @@ from triptych.base.explained import plain
 from triptych.deploy.context import Manifests
 from triptych.deploy.kubernetes import DRAIN_PORT, PORTS
 from triptych.deploy.targets import make_manifests
+from triptych.serving.fleet.envoy import ADMIN_SOCKET
 from triptych.serving.fleet.proxy import envoy_command, find_envoy
 from triptych.serving.ports import reserve_ports
 
@@ -90,9 +91,9 @@ def test_envoy_counts_drains_and_says_so(tmp_path: Path) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         config = tmp_path / "envoy.json"
-        config.write_text(
-            json.dumps(on_loopback(document(made, "envoy.yaml"), ports, server.server_port))
-        )
+        text = json.dumps(on_loopback(document(made, "envoy.yaml"), ports, server.server_port))
+        # Other Envoys run on this machine.
+        config.write_text(text.replace(ADMIN_SOCKET, str(tmp_path / "admin.sock")))
         running = subprocess.Popen(envoy_command(find_envoy(), config), stderr=subprocess.DEVNULL)
         try:
             metrics = ports[PORTS["metrics"]]

@@ -88,6 +88,7 @@ def envoy(folder: Path, live: int, candidate: int) -> Iterator[Listen]:
         EndpointNames(LOOPBACK, 1, live),
         ["minilm"],
         Mirror(SHARE, EndpointNames(LOOPBACK, 1, candidate)),
+        admin_socket=str(folder / "admin.sock"),
     )
     config = folder / "envoy.json"
     config.write_text(json.dumps(plain(made)))
