@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,11 @@ def survive_overflow(model_config: str) -> None:
 def _check_shapes_of_numbers() -> None:
     table = ctypes.pythonapi.PyCapsule_GetPointer
     table.restype, table.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    core = getattr(np, "_core", None) or np.core
-    address = table(core.multiarray._ARRAY_API, None) + NEW_ARRAY * ctypes.sizeof(ctypes.c_void_p)
+    try:
+        core = import_module("numpy._core.multiarray")
+    except ImportError:  # its name before numpy 1.26
+        core = import_module("numpy.core.multiarray")
+    address = table(core._ARRAY_API, None) + NEW_ARRAY * ctypes.sizeof(ctypes.c_void_p)
     entry = ctypes.c_void_p.from_address(address)
     original = entry.value
     make = _FUNCTION(original or 0)
