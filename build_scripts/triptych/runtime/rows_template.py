@@ -46,11 +46,14 @@ class TemplateRowMaker(PlainTextRowMaker):
     def token_rows(self, requests: Sequence[RowInputs]) -> list[list[Row] | Exception]:
         made = super().token_rows(requests)
         for rows, request in zip(made, requests, strict=True):
-            for place, row in enumerate([] if isinstance(rows, Exception) else rows):
-                if len(row.ids) >= self.max_length and isinstance(rows, list):
-                    end = self._end(self._prompt_of(request))
-                    ids = [*row.ids[: max(0, len(row.ids) - len(end))], *end]
-                    rows[place] = row._replace(ids=ids[-len(row.ids) :])
+            if isinstance(rows, Exception):
+                continue
+            full = [place for place, row in enumerate(rows) if len(row.ids) >= self.max_length]
+            end = self._end(self._prompt_of(request)) if full else []
+            for place in full:
+                ids = rows[place].ids
+                whole = [*ids[: max(0, len(ids) - len(end))], *end]
+                rows[place] = rows[place]._replace(ids=whole[-len(ids) :])
         return made
 
     def _prompt_of(self, request: RowInputs) -> str:

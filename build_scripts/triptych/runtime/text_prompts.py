@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from .request_errors import RequestError
@@ -10,6 +11,10 @@ from .row_types import Row, RowInputs
 
 if TYPE_CHECKING:
     from .rows_text import TokenRowMaker
+
+
+_KEPT = 64
+"""Maximum number of prompts whose tokens are not counted again."""
 
 
 class TextPrompts:
@@ -24,6 +29,7 @@ class TextPrompts:
         self._maker = maker
         self._prompts: Mapping[str, str] = maker.settings.get("prompts", {})
         self._is_free: bool = maker.settings.get("free_prompt", False)
+        self._encoded = lru_cache(_KEPT)(self._encode)
         for prompt in self._prompts.values():
             self._check(prompt)
 
@@ -68,8 +74,13 @@ class TextPrompts:
         A special token at the end of the prompt belongs to the text.
         """
         prompt = self._of(request)
-        ids = self._maker.tokenizer.encode(prompt).ids if prompt else []
-        return len(ids) - bool(ids and ids[-1] in (self._maker.prompt_end_ids or ()))
+        size, last = self._encoded(prompt) if prompt else (0, None)
+        return size - (last in (self._maker.prompt_end_ids or ()))
+
+    def _encode(self, prompt: str) -> tuple[int, int | None]:
+        """Return the number of tokens of a prompt, and the last one."""
+        ids = self._maker.tokenizer.encode(prompt).ids
+        return len(ids), ids[-1] if ids else None
 
     def _check(self, prompt: str) -> None:
         maker, size = self._maker, len(prompt.encode())
@@ -78,7 +89,7 @@ class TextPrompts:
             raise RequestError(
                 "prompt", f"must have at most {limit} bytes", f"{size} bytes", "Shorten it"
             )
-        if prompt and len(maker.tokenizer.encode(prompt).ids) >= maker.max_length:
+        if prompt and self._encoded(prompt)[0] >= maker.max_length:
             raise RequestError(
                 "prompt",
                 f"must leave space for the text within {maker.max_length} tokens",
