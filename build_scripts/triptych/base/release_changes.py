@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from triptych.base.releases import Release
+from triptych.base.releases import OVERFLOW_CHECKED, Release
 
 Feature = Literal[
     "any server",
@@ -112,7 +112,7 @@ KNOWN_DEFECTS: tuple[KnownDefect, ...] = (
         "python step",
         "a request whose shape overflows 64 bits ends the process of a step that has an input with "
         "a free dimension",
-        Release(26, 4),
+        OVERFLOW_CHECKED,
         "core pull request 475",
         "Steps of Triptych survive it; give inputs of your own steps fixed dimensions.",
     ),

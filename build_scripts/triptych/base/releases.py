@@ -113,10 +113,10 @@ BACKEND_PARAMETERS: Mapping[str, tuple[Since, ...]] = {
 # First and last release whose dynamic batcher answers in completion order in spite of
 # `preserve_ordering` (core #449, mended by core #520).
 PRESERVE_ORDERING_BROKEN = (Release(25, 9), Release(26, 7))
-# Before it, a request hangs for ever when one step refuses it for `max_queue_size` while another
-# step of it runs (core #466).
 OVERFLOW_CHECKED = Release(26, 4)
 """First release that refuses a request whose shape overflows 64 bits (core pull request 475)."""
+# Before it, a request hangs for ever when one step refuses it for `max_queue_size` while another
+# step of it runs (core #466).
 STEP_QUEUE_LIMIT_SAFE = Release(26, 2)
 
 

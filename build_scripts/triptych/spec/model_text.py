@@ -141,6 +141,11 @@ class _Module(TypedDict):
     path: str
 
 
+def _kind(module: _Module) -> str:
+    """Return the name of a module's class without its package."""
+    return module["type"].rsplit(".", 1)[-1]
+
+
 class _DenseConfig(TypedDict, total=False):
     in_features: int
     out_features: int
@@ -169,7 +174,7 @@ def read_modules(
     include_prompt = True
     head: list[Dense | Normalize | Truncate] = []
     for index, module in enumerate(modules):
-        kind, path = module["type"].rsplit(".", 1)[-1], folder / module["path"]
+        kind, path = _kind(module), folder / module["path"]
         settings = read_json(path / "config.json", default={})
         # Newer files name the tensors a module reads and writes; only vectors are expected here.
         named = ("module_input_name", "module_output_name")
@@ -272,7 +277,7 @@ def read_logit_score(
     """
     modules = read_module_list(folder)
     for module in modules:
-        if module["type"].rsplit(".", 1)[-1] == LOGIT_SCORE:
+        if _kind(module) == LOGIT_SCORE:
             settings = read_json(folder / module["path"] / "config.json", default={})
             ids = settings.get("true_token_id"), settings.get("false_token_id")
             if not isinstance(ids[0], int):
@@ -348,7 +353,7 @@ def _check_cross_encoder(
     folder: Path, modules: Sequence[_Module], sentence: SentenceConfig
 ) -> None:
     """Check that nothing but the classifying head affects a cross-encoder's scores."""
-    kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
+    kinds = [_kind(module) for module in modules]
     if kinds not in ([], ["Transformer"], ["Transformer", LOGIT_SCORE]):
         raise UserError(
             str(folder / "modules.json"),

@@ -106,11 +106,9 @@ def _load_module(module: Dense | Normalize | Truncate | LogitScore, folder: Path
         return _UnitLength()
     if isinstance(module, Truncate):
         return _First(module.size)
-    return (
-        _TokenLogit(module, folder)
-        if isinstance(module, LogitScore)
-        else load_dense(module, folder)
-    )
+    if isinstance(module, LogitScore):
+        return _TokenLogit(module, folder)
+    return load_dense(module, folder)
 
 
 class _TokenLogit(nn.Module):

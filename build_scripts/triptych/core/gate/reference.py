@@ -65,7 +65,6 @@ def reference_outputs(
     """
     import torch
 
-    from triptych.core.export.packing import takes
     from triptych.core.export.to_onnx import load_model
 
     if core.reads == "pooled" or core.activation is not None:
@@ -77,8 +76,7 @@ def reference_outputs(
     made: Collection[str] = ()
     if any(isinstance(sample, TokenRow) for sample in samples):
         # The model gets what its pipeline in transformers gives it.
-        made = [name for name in read_tokenizer_outputs(folder) if takes(model, name)]
-        _check_fed(made, model)
+        made = _read_by(model, read_tokenizer_outputs(folder))
     expected = []
     with torch.inference_mode():
         for sample in samples:
@@ -98,18 +96,24 @@ def reference_outputs(
     return expected
 
 
-def _check_fed(made: Collection[str], model: Any) -> None:
-    """Check that `FED` has every input that the tokenizer makes and the model takes."""
+def _read_by(model: Any, names: Collection[str]) -> list[str]:
+    """Return which of its tokenizer's outputs a model reads.
+
+    Raises:
+        UserError: `FED` does not have one of them.
+    """
     from triptych.core.export.packing import takes
 
-    for name in made:
-        if name not in FED and takes(model, name):
+    read = [name for name in names if takes(model, name)]
+    for name in read:
+        if name not in FED:
             raise UserError(
                 "model.source",
                 f"must read only {', '.join(FED)} of what its tokenizer makes",
                 given=f"{type(model).__name__}, which also reads `{name}`",
                 remedy="Choose another model",
             )
+    return read
 
 
 def pixel_values(pixels: NDArray[np.uint8], info: ModelInfo) -> NDArray[np.float32]:
@@ -197,7 +201,7 @@ def _sentence_outputs(
     if any(isinstance(row, TokenRow) and row.prompt for row in samples):
         model.set_pooling_include_prompt(False)
     if model.transformers_model is not None:
-        _check_fed(model.tokenizer.model_input_names, model.transformers_model)
+        _read_by(model.transformers_model, model.tokenizer.model_input_names)
     if double:
         model.double()
     expected: list[Expected] = []

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ class ReplicaBuild:
 
     number: int
     folder: Path
+
+    @cached_property
+    def pipelines(self) -> list[ServedPipeline]:
+        """All pipelines of the build, whose files do not change."""
+        return find_pipelines(self.folder)
 
 
 def link_build(repository: Path, home: Path, number: int) -> ReplicaBuild:
@@ -103,7 +109,7 @@ class Replica:
         """Pipelines of its build that it serves."""
         return [
             pipeline
-            for pipeline in find_pipelines(self.build.folder)
+            for pipeline in self.build.pipelines
             if not self._models or pipeline.name in self._models
         ]
 
