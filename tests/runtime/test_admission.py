@@ -134,6 +134,13 @@ class Pipeline:
         self.look()
         return [job for job, _ in batch]
 
+    def compute_only(self, jobs: list[Any], seconds: float, *, batches: int) -> None:
+        """Compute batches of these requests alone, as if the clients of all others had left."""
+        for _ in range(batches):
+            self.core = deque(each for each in self.core if each[0] in jobs)
+            self.compute(seconds) if self.core else self.look()
+            self.clock.now += 0.01
+
     def leave(self) -> None:
         """Drop the requests in the core, as Triton does when their clients have left."""
         self.core.clear()
@@ -414,10 +421,7 @@ def test_clients_that_come_after_an_abandoned_burst_are_served(pipeline: Any) ->
     served.compute(0.1)
     served.leave()
     jobs = served.send(*(Job() for _ in range(MIN_REQUESTS)))
-    for _ in range(300):
-        served.core = deque(each for each in served.core if each[0] in jobs)
-        served.compute(0.01) if served.core else served.look()
-        served.clock.now += 0.01
+    served.compute_only(jobs, 0.01, batches=300)
     assert not served.rejected(jobs)
     assert set(jobs) <= set(served.ended)
 
@@ -434,10 +438,7 @@ def test_a_silence_is_not_part_of_the_rate(pipeline: Any, burst: int, silent_s: 
         served.look()
         served.leave()
     jobs = served.send(*(Job() for _ in range(300)))
-    for _ in range(200):
-        served.core = deque(each for each in served.core if each[0] in jobs)
-        served.compute(0.05) if served.core else served.look()
-        served.clock.now += 0.01
+    served.compute_only(jobs, 0.05, batches=200)
     assert not served.rejected(jobs)
     assert set(jobs) <= set(served.ended)
 

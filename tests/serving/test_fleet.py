@@ -226,25 +226,8 @@ def test_a_replica_that_ends_politely_and_one_that_is_killed_fail_nobody(watched
     assert set(asker.labels) == {"FIRST"}
 
 
-class HttpAsker:
+class HttpAsker(Asker):
     """Asks over HTTP/1 all the time, each client with a connection of its own."""
-
-    def __init__(self, url: str, clients: int) -> None:
-        self._url = url
-        self._stop = threading.Event()
-        self.failures: list[str] = []
-        self.answers = [0] * clients
-        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(clients)]
-
-    def __enter__(self) -> HttpAsker:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(30)
 
     def _ask(self, number: int) -> None:
         tensor = {"name": "text", "datatype": "BYTES", "shape": [1, 1], "data": ["where is it"]}
