@@ -401,9 +401,10 @@ def test_a_page_streams_a_chat_and_leaving_it_ends_the_answer(
     assert post(chat_page.url, {"messages": "{", "say": "Hi"})[0] == 422
     assert post(chat_page.url, {"say": "Hi"}, Origin="https://else.where")[0] == 404
     wait_until(server, "slow", running=0)
-    reply = urllib.request.urlopen(form(chat_page.url, {"messages": "[]", "say": LONG}))
-    wait_until(server, "slow", running=1)
-    reply.close()
+    with urllib.request.urlopen(form(chat_page.url, {"messages": "[]", "say": LONG})) as reply:
+        text = ""
+        while 'id="answer"' not in text:
+            text += reply.read1(65536).decode()
     wait_until(server, "slow", running=0, kv_cache_share=0)
 
 
@@ -566,8 +567,11 @@ def test_a_full_queue_refuses_and_a_stopping_server_answers(server: Server, slow
         assert all("The limit of 12 requests in flight is reached" in error for error in refused)
         assert all(one.text == TEXTS[0] for one in answers if not one.error)
         wait_until(server, "slow", running=0, waiting=0)
-        last = pool.submit(slow.ask, text_input=LONG)
-        wait_until(server, "slow", running=1)
-        server.stop()
-        answer = last.result()
+        responses = responses_of(slow.open({"text_input": LONG}))
+        answer = Answer()
+        take(answer, next(responses))  # the request is in flight
+        stopping = pool.submit(server.stop)
+        for response in responses:
+            take(answer, response)
+        stopping.result()
         assert (answer.error, answer.text) == ("", LONG)
