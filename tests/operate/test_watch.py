@@ -186,13 +186,17 @@ def test_verdict_on_a_candidate() -> None:
     near = replace(WRONG, candidate=0.02, low=0.01, high=0.03, more_low=0.01, more_high=0.03)
     same, slow = rounds(0.99, 1.0, 1.01), rounds(0.79, 0.8, 0.81)
     little, steady = rounds(0.979, 0.98, 0.981), rounds(0.999, 1.0, 1.001)
+    noisy = rounds(0.99, 0.6, 1.01)
     refused = [measurement(8, errors={"queue is full": 2})]
     for found, speeds, word, reason in (
         (answers(), (same, same), "promote", "no difference in the answers"),
         (answers(), (slow, same), "promote", "p50 ms"),
         (answers(better), (same, same), "promote", "or better"),
-        (answers(), (same, slow), "reject", "more than the rounds vary"),
-        (answers(), (steady, little), "promote", "significantly higher by 5.0"),
+        (answers(), (same, slow), "reject", "more than 10\xa0% higher"),
+        (answers(), (steady, little), "promote", "10\xa0% higher, with 95 % confidence"),
+        (answers(), (noisy, slow), "inconclusive", "rounds (2 minutes) are needed"),
+        (answers(), (same, noisy), "inconclusive", "may be more than 10\xa0% higher"),
+        (answers(), (refused, same), "inconclusive", "the active build failed under load"),
         (answers(WRONG), ([], []), "reject", "worse than the active build"),
         (answers(WRONG, 9), ([], []), "reject", "worse than the active build"),
         (answers(replace(WRONG, more_low=-0.01)), ([], []), "reject", "no better"),
@@ -204,8 +208,8 @@ def test_verdict_on_a_candidate() -> None:
         (answers(reference=False), (same, same), "promote", "compared with the active build"),
         (answers(), (same[:1], same[:1]), "inconclusive", "one round"),
     ):
-        errors = [kind for one in speeds[1] for kind in one.errors]
-        said, reasons = judge(found, compare_speeds(*speeds), errors)
+        errors = [[kind for one in side for kind in one.errors] for side in speeds]
+        said, reasons = judge(found, compare_speeds(*speeds), (errors[0], errors[1]), 1.0)
         assert said == word, (reasons, word)
         assert reason in "; ".join(reasons)
     cost = next(one for one in compare_speeds(same, slow) if one.name == "core ms per request")

@@ -77,9 +77,9 @@ def {name}(rows, inputs=None):
 SAMPLE = {"rate": 1.0, "window_s": 0.2, "redact": "hooks.redact"}
 
 
-def write_sampling(folder: Path, model: Path) -> Path:
+def write_sampling(folder: Path, model: Path, **queue: int) -> Path:
     """A pipeline of the tiny classifier that samples every row."""
-    serving = {"sample": SAMPLE}
+    serving = {"sample": SAMPLE, "queue": queue}
     fields = {"task": "text-classification", "model": {"source": str(model)}, "serving": serving}
     made = write_pipeline(folder, **fields)
     (made / "hooks.py").write_text(HOOKS, encoding="utf-8")
@@ -337,6 +337,8 @@ def test_a_candidate_is_taken_where_it_answers_as_well(
     swapped = write_sampling(built / "swapped/sampled", model)
     (swapped / "hooks.py").write_text(HOOKS + AFTER, encoding="utf-8")
     build_into(swapped, built / "other")
+    held = write_sampling(built / "held/sampled", model, max_delay_us=15_000)
+    build_into(held, built / "delayed")
     folder = built / "samples/sampled"
     before = len(records(folder)) + 250
     with Client("sampled", server.grpc_url) as client:
@@ -349,21 +351,30 @@ def test_a_candidate_is_taken_where_it_answers_as_well(
         assert done.exit_code == (0 if found["verdict"] == "promote" else 1), done.output
         return found
 
-    found = shadow(built / "alike", "--rounds", "0")
+    found = shadow(built / "alike", "--max-rounds", "0")
     assert found["verdict"] == "promote", found
     assert "no difference in the answers" in found["reasons"][0]
     assert {test["state"] for test in found["answers"]["tests"]} == {"within limit"}
     assert (found["source"], found["speeds"], found["notes"]) == ("sample", [], [])
 
-    found = shadow(built / "other", "--rounds", "1", "--window-seconds", "0.6")
+    found = shadow(built / "other", "--max-rounds", "0")
     assert found["verdict"] == "reject", found
     assert "label_agreement" in found["reasons"][0]
     agreement = next(one for one in found["answers"]["metrics"] if "agreement" in one["metric"])
     assert (agreement["active"], agreement["candidate"], agreement["between"]) == (1, 0, 0)
-    assert {"p50 ms", "p99 ms", "core ms per request"} <= {one["name"] for one in found["speeds"]}
-    assert all(min(one["active"] + one["candidate"]) > 0 for one in found["speeds"])
     assert "built with another hooks.py" in str(found["notes"])
     assert not any(text in json.dumps(found) for text in (*TEXTS, SECRET))
+
+    few = ("--max-rounds", "3", "--window-seconds", "0.6", "--clients", "1")
+    found = shadow(built / "delayed", *few)  # a queue delay of 15 ms is planted
+    assert found["verdict"] != "promote", found
+    assert found["answers"]["unanswered"] == [0, 0]
+    assert "p50 ms" in str(found["reasons"])
+    speeds = {one["name"]: one for one in found["speeds"]}
+    assert {"p50 ms", "p99 ms", "core ms per request"} <= speeds.keys()
+    assert all(min(one["active"] + one["candidate"]) > 0 for one in speeds.values())
+    assert min(speeds["p50 ms"]["candidate"]) > 15
+    assert 1 <= found["rounds"] <= 3
     assert len(records(folder)) == before  # what is replayed is not sampled
 
     lock["spec"]["task"] = "token-classification"

@@ -108,7 +108,7 @@ def test_a_missed_promise_ends_with_1_and_a_comparison_tells_what_changed(
     files = [str(home / reports / "tiny" / "bench" / "bench.json") for reports in "ab"]
     compared = triptych("bench-diff", *files)
     assert "4 clients" in compared
-    assert "one round: cannot tell" in compared
+    assert "cannot tell at 4 clients: one round does not show the noise" in compared
     assert json.loads(triptych("bench-diff", *files, "--json"))
 
 

@@ -1,7 +1,10 @@
 """Two results side by side: what is a change, what is noise, what cannot be told."""
 
 import json
+import random
+from collections import Counter
 from dataclasses import replace
+from math import exp
 from pathlib import Path
 
 import pytest
@@ -31,11 +34,14 @@ def change(before: BenchResult, after: BenchResult, name: str) -> MetricChange:
     [
         ((100, 101, 102), (110, 111, 112), "better"),
         ((110, 111, 112), (100, 101, 102), "worse"),
-        ((100, 101, 102), (101, 102, 103), "within noise"),  # they overlap
-        ((90, 100, 101), (102, 103, 104), "within noise"),  # apart, but by less than a spread
+        ((100, 101, 102), (101, 102, 103), "within 10 %"),  # they overlap
+        ((100, 100.1, 100.2), (103, 103.1, 103.2), "within 10 %"),  # apart, but by 3 %
+        ((90, 100, 101), (102, 103, 104), "cannot tell"),  # apart, with a noisy round
+        ((60, 100, 140), (70, 110, 150), "cannot tell"),
         ((100, 101, 102), (100, 101, 102), "same"),
-        ((100,), (200, 201), "one round: cannot tell"),
-        ((100, 101), (200,), "one round: cannot tell"),
+        ((100,), (200, 201), "cannot tell"),
+        ((100, 101), (200,), "cannot tell"),
+        ((100,), (100,), "cannot tell"),
     ],
     ids=str,
 )
@@ -46,11 +52,49 @@ def test_a_change_is_more_than_the_noise_or_not(
     assert found.weight == weight
 
 
+def test_unstable_rounds_prove_nothing() -> None:
+    """One build, measured twice on a busy machine: the rounds of each run agree by chance."""
+    usual = rounds(100, 101, 102)
+    for unstable in (0, 2):
+        measured = [
+            measurement(8, throughput_per_s=rate, is_stable=index != unstable)
+            for index, rate in enumerate((189, 190, 191))
+        ]
+        one = LoadPoint("minilm", OfferedLoad("concurrency", 8), tuple(measured))
+        other = bench(points=(one,), baselines=(), rate=None, cost=None)
+        for before, after in ((usual, other), (other, usual)):
+            found = compare_results(before, after)
+            changed = [each for each in found.pairs[0].changes if each.weight != "same"]
+            assert {each.weight for each in changed} == {"cannot tell"}
+            assert "8 clients: rounds were unstable; use a quiet machine" in found.warnings[0]
+
+
+def test_equal_builds_are_seldom_called_faster_and_a_tenth_is_found_in_little_noise() -> None:
+    for noise in (0.01, 0.1):
+        rng, found = random.Random(4), Counter[tuple[float, str]]()
+        for truth in (1.0, 1.2):
+            for _ in range(200):
+                before, after = (
+                    rounds(*(each * exp(rng.gauss(0, noise)) for _ in range(3)))
+                    for each in (100, 100 * truth)
+                )
+                found[truth, change(before, after, "requests/s").weight] += 1
+        assert found[1.0, "better"] <= 15, found
+        assert found[1.0, "worse"] <= 15, found
+        assert found[1.2, "worse"] + found[1.2, "within 10 %"] <= 15, found
+        if noise < 0.05:
+            assert found[1.2, "better"] > 190, found
+            assert found[1.0, "within 10 %"] > 190, found
+
+
 def test_changes_have_a_direction() -> None:
     faster = compare_results(bench(), bench(drift=1.2))
     assert [pair.load.value for pair in faster.pairs[:6]] == [1, 2, 4, 8, 16, 32]
     of_four = {one.name: one for one in faster.pairs[2].changes}
-    assert of_four["requests/s"].relative == pytest.approx(0.2)
+    ratio = of_four["requests/s"].ratio
+    assert ratio is not None
+    assert ratio.value == pytest.approx(1.2)
+    assert 1.1 < ratio.low < 1.2 < ratio.high < 1.3
     assert of_four["p99 ms"].weight == "better"
     assert of_four["p99 ms"].before == pytest.approx(50.5, abs=0.1)
     assert of_four["core queue ms"].weight == "better"
@@ -65,10 +109,10 @@ def test_errors_are_compared_where_there_are_any() -> None:
     failing = bench(points=(one,), baselines=())
     clean = bench(points=(point(8),), baselines=())
     found = change(clean, failing, "errors %")
-    assert (found.before, found.after, found.relative, found.weight) == (0, 10, None, "worse")
+    assert (found.before, found.after, found.ratio, found.weight) == (0, 10, None, "worse")
     silent = bench(points=(point(8, **NOTHING_ANSWERED),), baselines=())
     assert change(clean, silent, "errors %").after == 100
-    assert change(silent, clean, "requests/s").relative is None
+    assert change(silent, clean, "requests/s").ratio is None
 
 
 def test_loads_of_one_side_are_named() -> None:
@@ -119,7 +163,9 @@ def test_rates_and_cost_are_compared_under_the_same_promise() -> None:
     ]
     # 150 held and 165 broke: 160 is within what the search left open.
     near = replace(before.rate, highest_per_s=160.0, lowest_broken_per_s=170.0)
-    assert compare_results(before, bench(rate=near)).totals[0].weight == "within noise"
+    assert compare_results(before, bench(rate=near)).totals[0].weight == "cannot tell"
+    endless = replace(faster, lowest_broken_per_s=None)
+    assert compare_results(before, bench(rate=endless)).totals[0].weight == "cannot tell"
     other = replace(before.rate, slo=before.slo.model_copy(update={"p99_ms": 5.0}))
     dearer = replace(before.cost, price_per_hour=9.0)
     assert compare_results(before, bench(rate=other, cost=dearer)).totals == ()

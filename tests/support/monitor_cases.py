@@ -71,6 +71,8 @@ def replayed() -> ReplayComparison:
         precisions=("fp32", "int8"),
         source="sample",
         load="8 clients",
+        rounds=3,
+        seconds=25.0,
         verdict="reject",
         reasons=("label_agreement is lower",),
         answers=replace(answers(WRONG), left_out=3, metrics=(metric,)),

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from triptych.base.formatting import milliseconds, percent, rounded, signed_percent
+from triptych.base.confidence import CONFIDENCE
+from triptych.base.formatting import milliseconds, percent, rounded
 from triptych.interface.cli.options import (
     STYLES,
     Row,
@@ -71,10 +72,13 @@ def print_comparison(console: Console, comparison: BenchComparison) -> None:
     for title, changes in _groups(comparison):
         rows += [None, [Text(title, "bold")]]
         for one in changes:
-            change = "-" if one.relative is None else signed_percent(one.relative)
+            change = "-" if one.ratio is None else one.ratio.brief
             weight = Text(one.weight, STYLES.get(one.weight, ""))
             rows.append([f"  {one.name}", rounded(one.before), rounded(one.after), change, weight])
-    print_table(console, "Changes", ("", "before", "after", "change", ""), rows)
+    heads = ("", "before", "after", f"times, {100 * CONFIDENCE:g} % confidence", "")
+    print_table(console, "Changes", heads, rows)
+    say(console, "A change of the machine between the two measurements is not covered.")
+    say(console, "  -> `triptych shadow` measures two builds in turns.")
     for when, names in (("before", comparison.only_before), ("after", comparison.only_after)):
         for name in names:
             say(console, f"  only {when}: {name}")

@@ -308,14 +308,16 @@ def shadow(
             help="Requests/s sent without waiting for responses. Default: the load of --clients."
         ),
     ] = None,
-    rounds: Annotated[
+    max_rounds: Annotated[
         int,
         typer.Option(
             min=0,
-            max=100,
-            help="Number of rounds under load on each build; 0 compares the answers only.",
+            max=1000,
+            help="Maximum number of rounds under load on each build. Rounds end when their noise "
+            "allows a difference of 10 % to be detected; 0 compares the answers only.",
         ),
-    ] = 5,
+        Formerly("--rounds"),
+    ] = 30,
     window_seconds: Annotated[
         float,
         typer.Option(min=0.3, help="Duration of each measurement, in seconds."),
@@ -347,7 +349,7 @@ def shadow(
         keep_hours = spec.serving.sample.retention_hours
         sample = read_sample(samples, name, progress, keep_hours=keep_hours)
     replay = ReplayOptions(
-        max_rows=max_rows, clients=clients, load=load, rounds=rounds, seconds=window_seconds
+        max_rows=max_rows, clients=clients, load=load, rounds=max_rounds, seconds=window_seconds
     )
     with sigterm_as_interrupt(), _candidate(name, folders.repository, candidate) as other:
         found = compare_candidate(inputs, folders.repository, other, sample, replay, progress)

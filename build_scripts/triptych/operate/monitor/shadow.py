@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from triptych.operate.monitor.sample import (
 )
 from triptych.operate.monitor.shadow_verdict import (
     ReplayComparison,
+    Speed,
     compare_answers,
     compare_speeds,
     judge,
@@ -41,6 +43,8 @@ TIMEOUT_S = 60.0
 """Deadline of each request, in seconds."""
 
 SIDES = ("active", "candidate")
+FIRST_ROUNDS = 5
+"""Number of rounds whose noise decides how many are measured."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class ReplayOptions:
         max_rows: Maximum number of requests; of more, evenly spaced ones are taken.
         clients: Number of requests in flight while answers are compared.
         load: Load of the measurements of latency and cost.
-        rounds: Number of measurements per build, in turns; 0 compares only answers.
+        rounds: Maximum number of measurements per build, in turns; 0 compares only answers.
         seconds: Duration of each measurement.
     """
 
@@ -103,7 +107,9 @@ def compare_candidate(
         responses = [
             _send_all(inputs, endpoint, requests, options, progress) for endpoint in endpoints
         ]
+        began = time.monotonic()
         rounds = _load(name, endpoints, [request.sent for request in requests], options, progress)
+        seconds = time.monotonic() - began
     new = manifests[1].gate
     compared = compare_answers(
         rules_of(inputs, new.precision, new.rounding),
@@ -118,13 +124,16 @@ def compare_candidate(
         dict.fromkeys(kind for measurement in side for kind in measurement.errors)
         for side in rounds
     )
-    decision, reasons = judge(compared, speeds, [*errors])
+    count = len(rounds[0])
+    decision, reasons = judge(compared, speeds, ([*failed], [*errors]), seconds / max(count, 1))
     return ReplayComparison(
         pipeline=name,
         builds=(build_id(repository, name), build_id(candidate, name)),
         precisions=(manifests[0].gate.precision, new.precision),
         source="traffic" if sample is None else "sample",
         load=str(options.load) if options.rounds else "",
+        rounds=count,
+        seconds=seconds if count else 0.0,
         verdict=decision,
         reasons=tuple(reasons),
         answers=compared,
@@ -217,20 +226,49 @@ def _load(
     options: ReplayOptions,
     progress: Progress,
 ) -> tuple[list[Measurement], list[Measurement]]:
-    """Measure both builds in each round; the order alternates."""
+    def measure_side(side: int, number: int) -> Measurement:
+        endpoint = endpoints[side]
+        target = BenchTarget(endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid)
+        warm_up = 0 if number else WARM_UP_REQUESTS
+        result = measure(
+            target, sent, options.load, seconds=options.seconds, warmup_requests=warm_up
+        )
+        text = f"{SIDES[side]}, {options.load}: {result}"
+        progress("load", f"round {number + 1}, at most {options.rounds}: {text}")
+        return result
+
+    return measure_in_turns(measure_side, options.rounds)
+
+
+def measure_in_turns(
+    measure_side: Callable[[int, int], Measurement], max_rounds: int
+) -> tuple[list[Measurement], list[Measurement]]:
+    """Measure both builds in each round until the noise allows a verdict; the order alternates.
+
+    Args:
+        measure_side: Function that measures a side of `SIDES`, by its index and the round's.
+        max_rounds: Maximum number of rounds.
+    """
     measurements: tuple[list[Measurement], list[Measurement]] = ([], [])
-    for number in range(options.rounds):
+    for number in range(max_rounds):
         for side in (0, 1) if number % 2 == 0 else (1, 0):
-            endpoint = endpoints[side]
-            target = BenchTarget(endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid)
-            warm_up = 0 if number else WARM_UP_REQUESTS
-            result = measure(
-                target, sent, options.load, seconds=options.seconds, warmup_requests=warm_up
-            )
-            measurements[side].append(result)
-            text = f"{SIDES[side]}, {options.load}: {result}"
-            progress("load", f"round {number + 1}/{options.rounds}: {text}")
+            measurements[side].append(measure_side(side, number))
+        if _has_enough_rounds(compare_speeds(*measurements), number + 1):
+            break
     return measurements
+
+
+def _has_enough_rounds(speeds: Sequence[Speed], rounds: int) -> bool:
+    """Return whether the rounds suffice to detect a difference, or one has errors.
+
+    Except for a clear regression in the first rounds, only the noise decides.
+    """
+    if not speeds:
+        return True
+    if rounds == FIRST_ROUNDS and any(speed.state == "over limit" for speed in speeds):
+        return True
+    needed = [speed.ratio.rounds_needed() or FIRST_ROUNDS for speed in speeds]
+    return rounds >= max(FIRST_ROUNDS, *needed)
 
 
 def _make_notes(

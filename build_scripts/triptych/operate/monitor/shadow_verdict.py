@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
+from statistics import median
 from typing import Any, Literal
 
 import numpy as np
 
-from triptych.base.formatting import percent, rounded, signed_percent
+from triptych.base.confidence import MARGIN, Ratio, paired_ratio
+from triptych.base.formatting import amount, percent, rounded
 from triptych.core.gate.live import AnswerRules, LiveResponse
 from triptych.core.requests import MIN_RECOMMENDED_ROWS
 from triptych.operate.monitor.scores import (
@@ -20,12 +23,7 @@ from triptych.operate.monitor.scores import (
     score_rows,
 )
 from triptych.repository.records import GateResult, plain_data
-from triptych.serving.bench.comparison import (
-    Significance,
-    compare_metric,
-    core_ms_per_request,
-    gpu_ms_per_request,
-)
+from triptych.serving.bench.comparison import core_ms_per_request, gpu_ms_per_request
 from triptych.serving.bench.results import Measurement
 from triptych.spec.tasks.compare import Outputs
 from triptych.spec.tasks.labeled import difference_interval, ratio
@@ -204,25 +202,35 @@ def _score(
 
 Decision = Literal["promote", "reject", "inconclusive"]
 
-MIN_REGRESSION_RATIO = 0.05
-"""Minimum relative increase in latency or cost that rejects a candidate."""
-
 
 @dataclass(frozen=True)
 class Speed:
-    """A latency or cost of both builds, in every round; lower is better.
+    """A latency or cost of both builds, measured in turns in every round; lower is better.
 
     Attributes:
-        relative: Difference of the candidate's median, as a share of the active build's.
-        weight: Significance of the difference; see `bench.comparison.MetricChange`.
+        ratio: Candidate over active build.
     """
 
     name: str
     active: tuple[float, ...]
     candidate: tuple[float, ...]
-    medians: tuple[float, float]
-    relative: float
-    weight: Significance
+    ratio: Ratio
+
+    @property
+    def medians(self) -> tuple[float, float]:
+        return median(self.active), median(self.candidate)
+
+    @property
+    def state(self) -> State:
+        """State of the candidate, whose latencies and costs may be `MARGIN` higher."""
+        if self.ratio.high < 1:
+            return "better"
+        sides: dict[str, State] = {"below": "within limit", "above": "over limit"}
+        return sides.get(self.ratio.side_of(1 + MARGIN), "inconclusive")
+
+    def __str__(self) -> str:
+        """Return text such as ``p50 ms 1.02 times (0.97 to 1.08 with 95 % confidence)``."""
+        return f"{self.name} {self.ratio}"
 
 
 @dataclass(frozen=True)
@@ -234,6 +242,8 @@ class ReplayComparison:
         precisions: Precisions of the active build and the candidate.
         source: Source of the requests: ``sample`` or ``traffic``.
         load: Load of the measurements; empty without measurements.
+        rounds: Number of measurements per build.
+        seconds: Duration of all measurements.
         reasons: Reasons for the verdict.
         errors: Errors under load of the active build and the candidate. With errors, `speeds` is
             empty.
@@ -245,6 +255,8 @@ class ReplayComparison:
     precisions: tuple[str, str]
     source: str
     load: str
+    rounds: int
+    seconds: float
     verdict: Decision
     reasons: tuple[str, ...]
     answers: Answers
@@ -262,6 +274,8 @@ class ReplayComparison:
         states = [test.state for test in self.answers.tests]
         for test, state in zip(fields["answers"]["tests"], states, strict=True):
             test["state"] = state
+        for fields_of_speed, speed in zip(fields["speeds"], self.speeds, strict=True):
+            fields_of_speed |= {"state": speed.state, "medians": speed.medians}
         plain: dict[str, Any] = plain_data(fields)
         return plain
 
@@ -282,38 +296,46 @@ def compare_speeds(
         return ()
     speeds = []
     for name, read in _SPEED_METRICS:
-        old = [value for result in before if (value := read(result)) is not None]
-        new = [value for result in after if (value := read(result)) is not None]
+        old, new = (
+            tuple(value for result in side if (value := read(result))) for side in (before, after)
+        )
         if len(old) == len(before) and len(new) == len(after):
-            change = compare_metric(name, old, new, "lower")
-            medians, relative = (change.before, change.after), change.relative or 0.0
-            speeds.append(Speed(name, tuple(old), tuple(new), medians, relative, change.weight))
+            speeds.append(Speed(name, old, new, paired_ratio(old, new)))
     return tuple(speeds)
 
 
 def judge(
-    answers: Answers, speeds: Sequence[Speed], errors: Sequence[str]
+    answers: Answers,
+    speeds: Sequence[Speed],
+    errors: tuple[Sequence[str], Sequence[str]],
+    round_s: float = 0.0,
 ) -> tuple[Decision, list[str]]:
     """Return the verdict and its reasons.
 
-    A candidate is promoted if its answers are within the limits and nothing is significantly worse.
+    A candidate is promoted if its answers are within the limits and no latency or cost is more than
+    `MARGIN` higher, each with 95 % confidence. It is rejected if one of these is disproved.
 
     Args:
         answers: Compared answers.
         speeds: Latency and cost; empty if not measured.
-        errors: Errors of the candidate under load.
+        errors: Errors under load of the active build and the candidate.
+        round_s: Duration of a round of both builds, in seconds.
     """
-    against = [*_find_losses(answers), *(f"failed under load: {kind}" for kind in errors)]
-    against += [
-        f"{speed.name}: {_format_change(speed)}, more than the rounds vary"
-        for speed in speeds
-        if speed.weight == "worse" and speed.relative > MIN_REGRESSION_RATIO
-    ]
+    against = [*_find_losses(answers), *(f"failed under load: {kind}" for kind in errors[1])]
+    limit = percent(MARGIN)
+    against += [f"{speed}: more than {limit} higher" for speed in speeds if _is_over(speed)]
     if against:
         return "reject", against
-    if doubts := [*_find_doubts(answers, speeds)]:
+    doubts = [*_find_doubts(answers), *_find_slow_doubts(speeds, round_s)]
+    if errors[0]:
+        doubts.append("the active build failed under load, so latency and cost were not compared")
+    if doubts:
         return "inconclusive", doubts
     return "promote", [*_find_advantages(answers, speeds)]
+
+
+def _is_over(speed: Speed) -> bool:
+    return speed.state == "over limit"
 
 
 def _find_losses(answers: Answers) -> Iterator[str]:
@@ -327,7 +349,7 @@ def _find_losses(answers: Answers) -> Iterator[str]:
         yield f"{new} of {answers.rows} requests failed; {old} failed on the active build"
 
 
-def _find_doubts(answers: Answers, speeds: Sequence[Speed]) -> Iterator[str]:
+def _find_doubts(answers: Answers) -> Iterator[str]:
     if answers.rows < MIN_RECOMMENDED_ROWS:
         yield f"{answers.rows} rows are too few: at least {MIN_RECOMMENDED_ROWS} are needed"
     for test in answers.tests:
@@ -337,8 +359,23 @@ def _find_doubts(answers: Answers, speeds: Sequence[Speed]) -> Iterator[str]:
             yield f"{_format_loss(test)}: more rows are needed"
         else:
             yield f"{_format_loss(test)}: the models differ, so only labeled rows can decide"
-    if any(speed.weight == "one round: cannot tell" for speed in speeds):
-        yield "one round does not show the noise of latency and cost: use more --rounds, or 0"
+
+
+def _find_slow_doubts(speeds: Sequence[Speed], round_s: float) -> Iterator[str]:
+    """Yield each latency or cost that may be over the limit, and what it takes to know."""
+    for speed in speeds:
+        if speed.state != "inconclusive":
+            continue
+        needed = speed.ratio.rounds_needed()
+        if needed is None:
+            yield "one round does not show the noise of latency and cost: use --max-rounds 30, or 0"
+            return
+        doubt = f"{speed} may be more than {percent(MARGIN)} higher"
+        if needed <= speed.ratio.rounds:
+            yield f"{doubt}: the difference is close to the limit"
+        else:
+            time = f" ({amount(ceil(needed * round_s / 60), 'minute')})" if round_s else ""
+            yield f"{doubt}: about {needed} rounds{time} are needed, use --max-rounds {needed}"
 
 
 def _find_advantages(answers: Answers, speeds: Sequence[Speed]) -> Iterator[str]:
@@ -348,11 +385,8 @@ def _find_advantages(answers: Answers, speeds: Sequence[Speed]) -> Iterator[str]
     else:
         yield f"{answers.rows} rows are within the limits or better, compared with {base}"
     if speeds:
-        better = [
-            f"{each.name} {_format_change(each)}" for each in speeds if each.weight == "better"
-        ]
-        limit = percent(MIN_REGRESSION_RATIO)
-        yield "; ".join(better) or f"no latency or cost is significantly higher by {limit}"
+        yield f"no latency or cost is more than {percent(MARGIN)} higher, with 95 % confidence"
+    yield from (f"{speed}: better" for speed in speeds if speed.state == "better")
 
 
 def _format_loss(test: PairTest) -> str:
@@ -360,11 +394,6 @@ def _format_loss(test: PairTest) -> str:
         f"{test.name}: mean loss {test.candidate:.4g} ({test.low:.4g} to {test.high:.4g}),"
         f" active build {test.active:.4g}, limit {test.allowed:.2g}"
     )
-
-
-def _format_change(speed: Speed) -> str:
-    old, new = speed.medians
-    return f"{rounded(new)} instead of {rounded(old)} ({signed_percent(speed.relative)})"
 
 
 def format_comparison(result: ReplayComparison) -> Iterator[tuple[str, str]]:
@@ -384,13 +413,19 @@ def format_comparison(result: ReplayComparison) -> Iterator[tuple[str, str]]:
     for test in answers.tests:
         style = {"worse": "red", "over limit": "red", "inconclusive": "yellow"}.get(test.state, "")
         yield f"  {_format_loss(test)}: {test.state}", style
+    if result.rounds:
+        load = f"{amount(result.rounds, 'round')} of {result.load} on each build"
+        yield f"  {load}, {result.seconds:.0f} s", ""
     for speed in result.speeds:
         spans = [
             f"{rounded(middle)} ({rounded(min(values))} to {rounded(max(values))})"
             for middle, values in zip(speed.medians, (speed.active, speed.candidate), strict=True)
         ]
-        change = f"{signed_percent(speed.relative)}, {speed.weight}"
-        yield f"  {speed.name:18} {spans[0]:>28} {spans[1]:>28}  {change}", ""
+        style = {"over limit": "red", "inconclusive": "yellow"}.get(speed.state, "")
+        yield (
+            f"  {speed.name:18} {spans[0]:>24} {spans[1]:>24}  {speed.ratio}, {speed.state}",
+            style,
+        )
     if answers.left_out:
         yield f"  excluded: {answers.left_out} rows without an answer to compare with", "yellow"
     for kind in result.errors[0]:

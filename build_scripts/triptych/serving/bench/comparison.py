@@ -1,8 +1,8 @@
-"""Compare two results of bench with the noise of their rounds, and compute costs of inference."""
+"""Compare two results of bench by the confidence intervals of their rounds, and compute costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from math import ceil, isfinite
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
+from triptych.base.confidence import MARGIN, Ratio, separate_ratio
 from triptych.base.errors import UserError
 from triptych.serving.bench.results import (
     BenchResult,
@@ -18,14 +19,13 @@ from triptych.serving.bench.results import (
     LoadPoint,
     Measurement,
     OfferedLoad,
+    RateSearch,
     StepUse,
     read_result,
     to_json,
 )
 
-Significance = Literal[
-    "better", "worse", "changed", "within noise", "same", "one round: cannot tell", "cannot tell"
-]
+Significance = Literal["better", "worse", "changed", "within 10 %", "same", "cannot tell"]
 Better = Literal["higher", "lower", ""]
 _SUBJECT = ("pipeline", "task", "architecture", "precision", "layout", "server", "requests")
 
@@ -35,13 +35,13 @@ class MetricChange:
     """Medians of a metric before and after.
 
     The weight is ``better`` or ``worse`` (``changed`` for metrics without a direction) only if the
-    ranges of the rounds do not overlap and the medians differ by more than each range.
+    confidence interval of the ratio excludes 1, and ``within 10 %`` only if the whole interval is.
     """
 
     name: str  # name with unit, such as `p99 ms`
     before: float
     after: float
-    relative: float | None  # relative change; None if `before` is 0
+    ratio: Ratio | None  # ratio of `after` to `before`; None if a value is 0
     weight: Significance
     of_step: bool = False  # whether it is a server-side metric of a step
 
@@ -65,7 +65,7 @@ class BenchComparison:
     only_before: tuple[str, ...]  # points of the first result only
     only_after: tuple[str, ...]
     differences: dict[str, tuple[str, str]]  # differences of the subjects, before and after
-    warnings: tuple[str, ...]  # other reasons for changes than the pipeline
+    warnings: tuple[str, ...]  # other reasons for changes than the pipeline, and missing evidence
 
     def as_dict(self) -> JsonValue:
         return to_json(self)
@@ -95,7 +95,10 @@ def compare_results(before: BenchResult, after: BenchResult) -> BenchComparison:
         only_before=tuple(_named(key, before) for key in first if key not in second),
         only_after=tuple(_named(key, after) for key in second if key not in first),
         differences=_differences(before, after),
-        warnings=_warnings(before, after),
+        warnings=(
+            *_warnings(before, after),
+            *_missing_evidence([(first[key], second[key]) for key in both]),
+        ),
     )
 
 
@@ -127,8 +130,9 @@ def _changes(before: LoadPoint, after: LoadPoint) -> tuple[MetricChange, ...]:
         ]
     if before.errors or after.errors:
         figures.append(("errors %", _failed, "lower"))
+    stable = _is_stable_pair(before, after)
     found = [
-        compare_metric(name, [*map(read, before.rounds)], [*map(read, after.rounds)], up)
+        _compare([*map(read, before.rounds)], [*map(read, after.rounds)], name, up, stable=stable)
         for name, read, up in figures
     ]
     for step in dict.fromkeys(use.step for one in before.rounds for use in one.steps):
@@ -137,7 +141,8 @@ def _changes(before: LoadPoint, after: LoadPoint) -> tuple[MetricChange, ...]:
             for point in (before, after)
         )
         for name, of, up in _STEP_FIGURES if theirs else ():
-            change = compare_metric(f"{step} {name}", [*map(of, ours)], [*map(of, theirs)], up)
+            values = [*map(of, ours)], [*map(of, theirs)]
+            change = _compare(*values, f"{step} {name}", up, stable=stable)
             found.append(replace(change, of_step=True))
     return tuple(found)
 
@@ -155,41 +160,57 @@ def _failed(one: Measurement) -> float:
     return 100 * failed / (failed + one.requests) if failed else 0.0
 
 
-def compare_metric(
-    name: str, before: Sequence[float], after: Sequence[float], better: Better
+def _compare(
+    before: Sequence[float], after: Sequence[float], name: str, better: Better, *, stable: bool
 ) -> MetricChange:
     """Compare a metric of all rounds before and after."""
-    old, new = float(median(before)), float(median(after))
-    relative = new / old - 1 if old else None
-    return MetricChange(name, old, new, relative, _weight(before, after, better))
+    ratio = separate_ratio(before, after) if min(*before, *after) > 0 else None
+    if min(len(before), len(after)) > 1 and sorted(before) == sorted(after):
+        weight: Significance = "same"
+    elif not stable:
+        weight = "cannot tell"
+    elif ratio is not None:
+        weight = _weigh(ratio, better)
+    else:
+        weight = _weigh_zeros(before, after, better)
+    return MetricChange(name, float(median(before)), float(median(after)), ratio, weight)
 
 
-def _weight(before: Sequence[float], after: Sequence[float], better: Better) -> Significance:
-    if min(len(before), len(after)) < 2:
-        return "one round: cannot tell"
-    grown = median(after) - median(before)
-    if not grown:
-        return "same"
-    apart = min(after) > max(before) or max(after) < min(before)
-    spread = max(max(before) - min(before), max(after) - min(after))
-    if not apart or abs(grown) <= spread:
-        return "within noise"
+def _weigh(ratio: Ratio, better: Better) -> Significance:
+    if ratio.is_between(1 / (1 + MARGIN), 1 + MARGIN):
+        return "within 10 %"
+    side = ratio.side_of(1.0)
+    return "cannot tell" if side == "open" else _direction(better, is_higher=side == "above")
+
+
+def _direction(better: Better, *, is_higher: bool) -> Significance:
     if not better:
         return "changed"
-    return "better" if (grown > 0) == (better == "higher") else "worse"
+    return "better" if is_higher == (better == "higher") else "worse"
+
+
+MIN_SEPARATE_ROUNDS = 3
+"""Minimum number of rounds of each side that are all lower or all higher than the other side's.
+
+By chance, the three highest of six rounds are of one given side with a probability of 5 %."""
+
+
+def _weigh_zeros(before: Sequence[float], after: Sequence[float], better: Better) -> Significance:
+    """Return the weight of a metric that may be 0, such as the errors."""
+    if min(len(before), len(after)) < MIN_SEPARATE_ROUNDS:
+        return "cannot tell"
+    if min(after) > max(before):
+        return _direction(better, is_higher=True)
+    return _direction(better, is_higher=False) if max(after) < min(before) else "cannot tell"
 
 
 def _totals(before: BenchResult, after: BenchResult) -> tuple[MetricChange, ...]:
     found = []
     if before.rate and after.rate and before.rate.slo == after.rate.slo:
-        # A search yields an interval of the rate, which is its noise.
-        old, new = (
-            (rate.highest_per_s, rate.lowest_broken_per_s or rate.highest_per_s)
-            for rate in (before.rate, after.rate)
-        )
-        relative = new[0] / old[0] - 1 if old[0] else None
-        weight = _weight(old, new, "higher")
-        found.append(MetricChange("highest rate/s", old[0], new[0], relative, weight))
+        ratio = _compare_rates(before.rate, after.rate)
+        weight: Significance = "cannot tell" if ratio is None else _weigh(ratio, "higher")
+        old, new = before.rate.highest_per_s, after.rate.highest_per_s
+        found.append(MetricChange("highest rate/s", old, new, ratio, weight))
     first, last = before.cost, after.cost
     if (
         first
@@ -203,8 +224,19 @@ def _totals(before: BenchResult, after: BenchResult) -> tuple[MetricChange, ...]
         was, now = first.per_million, last.per_million
         # The cost derives from the rate, so it has the same significance.
         weight = found[0].weight if found else "cannot tell"
-        found.append(MetricChange(f"{last.currency} a million", was, now, now / was - 1, weight))
+        found.append(MetricChange(f"{last.currency} a million", was, now, None, weight))
     return tuple(found)
+
+
+def _compare_rates(before: RateSearch, after: RateSearch) -> Ratio | None:
+    """Return the ratio of the highest rates, each between its highest met and lowest missed."""
+    old, new = before.highest_per_s, after.highest_per_s
+    if not old or not new:
+        return None
+    if before.lowest_broken_per_s is None or after.lowest_broken_per_s is None:
+        return Ratio(new / old, None, 1, None)
+    bounds = new / before.lowest_broken_per_s, after.lowest_broken_per_s / old
+    return Ratio(new / old, bounds, 1, None)
 
 
 def _conditions(result: BenchResult) -> dict[str, str]:
@@ -233,6 +265,24 @@ def _warnings(before: BenchResult, after: BenchResult) -> tuple[str, ...]:
     if ours.server != theirs.server:
         found.append("the servers differ, which affects every change")
     return tuple(found)
+
+
+def _missing_evidence(pairs: Sequence[tuple[LoadPoint, LoadPoint]]) -> Iterator[str]:
+    """Yield why nothing is said about some loads, and what it takes."""
+    unstable = [str(after.load) for before, after in pairs if not _is_stable_pair(before, after)]
+    if unstable:
+        yield (
+            f"cannot tell at {', '.join(unstable)}: rounds were unstable; use a quiet machine or"
+            " longer --window-seconds"
+        )
+    few = [str(two.load) for one, two in pairs if min(len(one.rounds), len(two.rounds)) < 2]
+    if few:
+        yield f"cannot tell at {', '.join(few)}: one round does not show the noise; use --rounds 3"
+
+
+def _is_stable_pair(before: LoadPoint, after: LoadPoint) -> bool:
+    """Return whether no round of either result was marked unstable."""
+    return all(one.is_stable is not False for one in (*before.rounds, *after.rounds))
 
 
 HOURS_A_MONTH = 365 / 12 * 24  # 730

@@ -1,0 +1,162 @@
+"""Ratios of repeated measurements with confidence intervals, and the verdicts that they allow.
+
+Measurements vary by factors, so the logarithms of the rounds are averaged. The interval of their
+mean is Student's t: of the differences of rounds that were measured in turns, or of two separate
+samples (B. L. Welch, "The generalization of 'Student's' problem when several different population
+variances are involved", Biometrika 34, 1947).
+
+A verdict needs the whole interval on one side of a limit, as in a test of non-inferiority
+(D. J. Schuirmann, "A comparison of the two one-sided tests procedure and the power approach",
+J. Pharmacokinet. Biopharm. 15, 1987). An interval across the limit proves neither side. A wrong
+verdict has a probability of at most 2.5 % each time that rounds are evaluated.
+
+The number of rounds is chosen by the noise of the first ones and not by their mean, so that it
+does not favor a verdict (C. Stein, "A two-sample test for a linear hypothesis whose power is
+independent of the variance", Ann. Math. Stat. 16, 1945).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import atan, ceil, cos, exp, inf, log, pi, sin, sqrt
+from statistics import NormalDist, fmean, variance
+from typing import Literal
+
+from triptych.base.formatting import amount, rounded
+
+CONFIDENCE = 0.95
+MARGIN = 0.10
+"""Relative increase of a latency or cost that a comparison of two builds must be able to detect."""
+
+POWER = 0.8
+"""Probability with which the recommended number of rounds decides about equal builds."""
+
+MIN_NOISE = 0.01
+"""Minimum assumed standard deviation of a round, because a few rounds may agree by chance."""
+
+Side = Literal["below", "above", "open"]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Ratio of a metric to another, or to a limit.
+
+    Attributes:
+        value: Geometric mean over the rounds.
+        bounds: Bounds of the 95 % confidence interval; None after a single round.
+        rounds: Number of rounds, the smaller one of two samples.
+        noise: Standard deviation of the logarithm of one round; None after a single round.
+    """
+
+    value: float
+    bounds: tuple[float, float] | None
+    rounds: int
+    noise: float | None
+
+    @property
+    def low(self) -> float:
+        """Lower bound of the interval; 0 after a single round."""
+        return 0.0 if self.bounds is None else self.bounds[0]
+
+    @property
+    def high(self) -> float:
+        """Upper bound of the interval; infinite after a single round."""
+        return inf if self.bounds is None else self.bounds[1]
+
+    def __str__(self) -> str:
+        """Return text such as ``1.02 times (0.97 to 1.08 with 95 % confidence)``."""
+        if self.bounds is None:
+            return f"{rounded(self.value)} times in {amount(self.rounds, 'round')}"
+        interval = f"{rounded(self.low)} to {rounded(self.high)}"
+        return f"{rounded(self.value)} times ({interval} with {100 * CONFIDENCE:g} % confidence)"
+
+    @property
+    def brief(self) -> str:
+        """Text such as ``1.02 (0.97 to 1.08)``, for a column whose head names the confidence."""
+        if self.bounds is None:
+            return f"{rounded(self.value)} ({amount(self.rounds, 'round')})"
+        return f"{rounded(self.value)} ({rounded(self.low)} to {rounded(self.high)})"
+
+    def side_of(self, limit: float) -> Side:
+        """Return the side of `limit` on which the whole interval lies; `open` if on both."""
+        if self.high <= limit:
+            return "below"
+        return "above" if self.low > limit else "open"
+
+    def is_between(self, low: float, high: float) -> bool:
+        return low <= self.low and self.high <= high
+
+    def rounds_needed(self, margin: float = MARGIN) -> int | None:
+        """Return how many rounds detect a change by `margin`; None after a single round."""
+        if self.noise is None:
+            return None
+        deviations = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) + NormalDist().inv_cdf(POWER)
+        return max(2, ceil((deviations * self.noise / log(1 + margin)) ** 2))
+
+
+def paired_ratio(before: Sequence[float], after: Sequence[float]) -> Ratio:
+    """Return `after` over `before`, measured in turns in the same rounds.
+
+    Raises:
+        ValueError: A value is not above 0, or the numbers of rounds differ or are 0.
+    """
+    return limit_ratio([log(new) - log(old) for old, new in zip(before, after, strict=True)])
+
+
+def limit_ratio(logarithms: Sequence[float]) -> Ratio:
+    """Return the ratio with the given logarithm in each round, at least one."""
+    mean, rounds = fmean(logarithms), len(logarithms)
+    if rounds < 2:
+        return Ratio(exp(mean), None, rounds, None)
+    noise = max(sqrt(variance(logarithms)), MIN_NOISE)
+    half = student_quantile(rounds - 1) * noise / sqrt(rounds)
+    return Ratio(exp(mean), (exp(mean - half), exp(mean + half)), rounds, noise)
+
+
+def separate_ratio(before: Sequence[float], after: Sequence[float]) -> Ratio:
+    """Return `after` over `before`, measured in separate runs.
+
+    The interval covers the noise within the runs, not a change of the machine between them.
+
+    Raises:
+        ValueError: A value is not above 0, or a side has no rounds.
+    """
+    sides = [[log(value) for value in values] for values in (before, after)]
+    rounds = min(map(len, sides))
+    mean = fmean(sides[1]) - fmean(sides[0])
+    if rounds < 2:
+        return Ratio(exp(mean), None, rounds, None)
+    variances = [max(variance(side), MIN_NOISE**2 / 2) for side in sides]
+    parts = [spread / len(side) for spread, side in zip(variances, sides, strict=True)]
+    freedom = sum(parts) ** 2 / sum(
+        part**2 / (len(side) - 1) for part, side in zip(parts, sides, strict=True)
+    )
+    half = student_quantile(int(freedom)) * sqrt(sum(parts))
+    noise = sqrt(sum(variances))
+    return Ratio(exp(mean), (exp(mean - half), exp(mean + half)), rounds, noise)
+
+
+@cache
+def student_quantile(freedom: int) -> float:
+    """Return the two-sided 95 % quantile of Student's t with `freedom` degrees, at least 1."""
+    low, high = 0.0, 16.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _central(middle, freedom) < CONFIDENCE else (low, middle)
+    return high
+
+
+def _central(value: float, freedom: int) -> float:
+    """Return the probability of Student's t between -`value` and `value`.
+
+    Source: Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.7.3 and 26.7.4.
+    """
+    angle = atan(value / sqrt(freedom))
+    odd = freedom % 2
+    term, total = (cos(angle) if odd else 1.0), 0.0
+    for step in range(1 + odd, freedom, 2):
+        total += term
+        term *= cos(angle) ** 2 * step / (step + 1)
+    return 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
