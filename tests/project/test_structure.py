@@ -60,6 +60,7 @@ HEAVY = {
         "spec/image_source.py",
         "spec/model_source.py",
     },
+    "copier": {"spec/template.py"},
     "vllm": {"runtime/engine_vllm.py"},
     "tensorrt_llm": {"runtime/engine_tensorrt_llm.py"},
     "ctranslate2": {"building/generation/text2text.py", "runtime/engine_ctranslate2.py"},

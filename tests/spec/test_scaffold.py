@@ -28,9 +28,10 @@ from triptych.runtime.rows_image import Limits, open_image
 from triptych.spec.generation_fields import load_generation_spec, load_text2text_spec
 from triptych.spec.kind import GENERATING, GENERATION, TEXT2TEXT
 from triptych.spec.model_info import ModelInfo
-from triptych.spec.scaffold import TEMPLATES, Scaffold, scaffold, tasks
+from triptych.spec.scaffold import Scaffold, scaffold, tasks
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks import TASKS
+from triptych.spec.template import BUILT_IN
 from triptych.spec.traffic import read_traffic
 
 ENCODERS = [task for task in tasks() if task not in GENERATING]
@@ -141,7 +142,7 @@ def test_custom_is_shown_in_the_readme_as_it_is_scaffolded(tmp_path: Path) -> No
 
 def test_the_samples_are_images_that_a_server_takes() -> None:
     sizes = set()
-    for path in TEMPLATES.rglob("*.png"):
+    for path in BUILT_IN.rglob("*.png"):
         data = path.read_bytes()
         with Image.open(BytesIO(data)) as image:
             image.verify()
@@ -310,6 +311,6 @@ def test_scaffolded_hooks_take_what_the_server_gives_them(tmp_path: Path, task: 
 
 
 def test_templates_are_packed_with_the_package() -> None:
-    files = [str(path) for path in TEMPLATES.rglob("*") if path.is_file()]
+    files = [str(path) for path in BUILT_IN.rglob("*") if path.is_file()]
     ignored = subprocess.run(["git", "check-ignore", *files], cwd=ROOT, capture_output=True)
     assert ignored.returncode == 1, ignored.stdout  # hatchling leaves out what git ignores

@@ -95,20 +95,46 @@ class ServerHandle:
 
 def new(
     name: str,
-    task: str,
+    task: str | None = None,
     *,
+    template: str | None = None,
+    answers: Mapping[str, str] | None = None,
+    ref: str | None = None,
+    trust: bool = False,
     model: str | None = None,
     hooks: bool = False,
     pipelines: Path | str = PIPELINES,
 ) -> Path:
     """Write the folder of a new pipeline, as `triptych new` does, and return its path.
 
+    Args:
+        name: Name of the pipeline.
+        task: Task, or another built-in template; None with `template`.
+        template: Name of a built-in template, a folder, or address of a git repository.
+        answers: Answers to the questions of the template.
+        ref: Tag, branch or commit of the template in git. None: its latest tag.
+        trust: Whether tasks and Jinja extensions of the template may run.
+        model: A Hub id, ``package:NAME`` or a folder. None: an example for the task.
+        hooks: Whether to add ``hooks.py`` and its tests.
+        pipelines: Folder of the pipelines.
+
     Raises:
-        UserError: The name or task is invalid, or the pipeline exists.
+        UserError: The name, task or template is invalid, or the pipeline exists.
     """
     from triptych.spec.scaffold import scaffold
+    from triptych.spec.template import TemplateChoice
 
-    made = scaffold(name, task=task, model=model, with_hooks=hooks, pipelines=Path(pipelines))
+    choice = None
+    if template is not None:
+        choice = TemplateChoice(template=template, answers=answers or {}, ref=ref, trust=trust)
+    made = scaffold(
+        name,
+        task=task,
+        model=model,
+        with_hooks=hooks,
+        pipelines=Path(pipelines),
+        choice=choice,
+    )
     return Path(made.folder)
 
 

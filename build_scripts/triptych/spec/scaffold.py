@@ -1,7 +1,8 @@
-"""Create new pipelines from the templates of a task, atomically.
+"""Create new pipelines from templates, atomically.
 
-``templates/TASK/`` has the files of a new folder, ``templates/TASK/hooks/`` those added with
-hooks. Python files there end in ``.txt``, so that they are not modules of this package.
+A built-in template ``templates/NAME/`` has the files of a new folder, ``templates/NAME/hooks/``
+those added with hooks. Python files there end in ``.txt``, so that they are not modules of this
+package.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from triptych.base.files import parse_yaml
 from triptych.spec.kind import GENERATING, GENERATION
 from triptych.spec.model_source import check_model_files
 from triptych.spec.spec import SPEC_FILE, check_folder
+from triptych.spec.template import BUILT_IN, TemplateChoice, find_template, render
 from triptych.spec.traffic import TRAFFIC_FILE
 
-TEMPLATES = Path(__file__).parent / "templates"
 HOOKS = "hooks"
 STAGING = ".new"
 MASK_TOKEN = "<mask>"
@@ -53,20 +54,28 @@ class Scaffold:
 
 
 def scaffold(
-    name: str, *, task: str | None, model: str | None, with_hooks: bool, pipelines: Path
+    name: str,
+    *,
+    task: str | None,
+    model: str | None,
+    with_hooks: bool,
+    pipelines: Path,
+    choice: TemplateChoice | None = None,
 ) -> Scaffold:
     """Create the folder ``pipelines/name`` with a spec, traffic and, optionally, hooks.
 
     Args:
         name: Name of the pipeline.
-        task: Task whose templates are used.
+        task: Name of the built-in template: a task, for most of them.
         model: Source of the model: a Hub id, ``package:…``, or a folder relative to the working
             directory. None: a public model for the task.
         with_hooks: Whether to add ``hooks.py`` and its tests if the task does not need them.
         pipelines: Folder of the pipelines; created if missing.
+        choice: Template in place of `task`: a built-in one, a folder or a git repository.
 
     Raises:
-        UserError: The name or task is invalid, the model folder is missing, or the pipeline exists.
+        UserError: The name, task or template is invalid, the model folder is missing, or the
+            pipeline exists.
     """
     folder = pipelines / name
     if folder.name != name:
@@ -76,54 +85,112 @@ def scaffold(
             given=name,
             remedy="Give the parent folder with --pipelines",
         )
-    if task is None or task not in tasks():
-        raise UserError(
-            "TASK",
-            "is not a known task" if task else "is required",
-            given=task or "nothing",
-            remedy=f"{closest(task or '', tasks())}Choose one of: {', '.join(tasks())}",
-        )
-    # The spec does not exist yet: the template's spec takes its place in the check.
-    check_folder(folder, TEMPLATES / task / SPEC_FILE)
+    template = _choose(task, choice, with_hooks)
+    # The spec does not exist yet: the built-in spec of a task takes its place in the check.
+    check_folder(folder, BUILT_IN / GENERATION / SPEC_FILE)
     local = None if model is None else _local_folder(model)
     if local is not None:
         check_model_files(local, "--model", str(model))
-    marks = {
-        "@name@": name,
-        "@folder@": shlex.quote(str(folder)),
-        "@mask@": _mask_token(local) or MASK_TOKEN,
-    }
-    contents = _fill(TEMPLATES / task, with_hooks=with_hooks, marks=marks)
-    if task == GENERATION and local is not None:
-        _fit_model(contents, local)
-    spec = contents[SPEC_FILE].decode()
-    if model is not None:
-        source = model
-        if local is not None and Path(model).expanduser().is_absolute():
-            source = str(local)
-        elif local is not None:
-            # `..` of a linked folder is not its parent in the path, so links are resolved.
-            source = os.path.relpath(local.resolve(), pipelines.resolve() / name)
-        line = f"  source: {_yaml_scalar(source)}"
-        spec = re.sub(r"(?m)^  source: \S+", lambda _: line, spec, count=1)
-        contents[SPEC_FILE] = spec.encode()
-    _write_whole(folder, contents)
+    with _new_folder(folder) as staging:
+        if isinstance(template, Path):
+            marks = {
+                "@name@": name,
+                "@folder@": shlex.quote(str(folder)),
+                "@mask@": _mask_token(local) or MASK_TOKEN,
+            }
+            _fill(template, staging, with_hooks=with_hooks, marks=marks)
+        else:
+            render(template, name, folder, staging)
+        spec = (staging / SPEC_FILE).read_text(encoding="utf-8")
+        task = "".join(re.findall(r"(?m)^task: *(\S+)", spec)[:1])
+        if model is not None:
+            spec = _with_source(spec, _written_source(model, local, folder))
+        if task == GENERATION and local is not None:
+            spec = _fit_model(spec, staging, local)
+        (staging / SPEC_FILE).write_text(spec, encoding="utf-8")
+        files = sorted(
+            path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()
+        )
     where = "" if pipelines == Path("pipelines") else f" --pipelines {shlex.quote(str(pipelines))}"
     example = re.findall(r"(?m)^# Try it: (.+)$", spec)
     commands = [f"triptych build {name}{where}", "triptych serve"]
     if task not in GENERATING:
         commands.insert(0, f"triptych test {name}{where}")
-    return Scaffold(str(folder), sorted(contents), commands + example[:1])
+    return Scaffold(str(folder), files, commands + example[:1])
 
 
 def tasks() -> list[str]:
-    """Return the tasks that have templates."""
-    return sorted(path.parent.name for path in TEMPLATES.glob(f"*/{SPEC_FILE}"))
+    """Return the names of the built-in templates."""
+    return sorted(path.parent.name for path in BUILT_IN.glob(f"*/{SPEC_FILE}"))
 
 
-def _fill(template: Path, *, with_hooks: bool, marks: Mapping[str, str]) -> dict[str, bytes]:
-    """Return path and content of each new file, with the template's placeholders replaced."""
-    files = {}
+def _choose(
+    task: str | None, choice: TemplateChoice | None, with_hooks: bool
+) -> Path | TemplateChoice:
+    """Return the folder of a built-in template, or a template that copier renders."""
+    if choice is None:
+        if task is None or task not in tasks():
+            raise UserError(
+                "TASK",
+                "is not a known task" if task else "is required",
+                given=task or "nothing",
+                remedy=f"{closest(task or '', tasks())}Choose one of: {', '.join(tasks())}",
+            )
+        return BUILT_IN / task
+    if task is not None:
+        raise UserError(
+            "--template",
+            "takes the place of TASK",
+            given=f"{task} and {choice.template}",
+            remedy="Omit one of them",
+        )
+    found = find_template(choice)
+    if isinstance(found, Path) and found.parent == BUILT_IN:
+        options = {"--answer": choice.answers, "--ref": choice.ref, "--trust": choice.trust}
+        for option in (name for name, value in options.items() if value):
+            raise UserError(
+                option,
+                "is only supported for a template that is not built in",
+                given=choice.template,
+                remedy="Omit the option",
+            )
+        return found
+    if with_hooks:
+        raise UserError(
+            "--hooks",
+            "is only supported for a built-in template",
+            given=choice.template,
+            remedy="Omit the option: the template itself has its functions",
+        )
+    return choice
+
+
+def _with_source(spec: str, source: str) -> str:
+    """Return the text of a spec with another source of the model."""
+    line = f"  source: {_yaml_scalar(source)}"
+    spec, count = re.subn(r"(?m)^  source: \S+", lambda _: line, spec, count=1)
+    if not count:
+        raise UserError(
+            "--model",
+            "is not supported by this template",
+            given=source,
+            remedy=f"Omit the option and edit the {SPEC_FILE} of the new folder",
+        )
+    return spec
+
+
+def _written_source(model: str, local: Path | None, folder: Path) -> str:
+    """Return the source of a model as the spec in `folder` has it."""
+    if local is None:
+        return model
+    if Path(model).expanduser().is_absolute():
+        return str(local)
+    # `..` of a linked folder is not its parent in the path, so links are resolved.
+    return os.path.relpath(local.resolve(), folder.parent.resolve() / folder.name)
+
+
+def _fill(template: Path, target: Path, *, with_hooks: bool, marks: Mapping[str, str]) -> None:
+    """Write the files of a built-in template into `target`, with its placeholders replaced."""
     for source in sorted(path for path in template.rglob("*") if path.is_file()):
         path, content = source.relative_to(template), source.read_bytes()
         if path.parts[0] == HOOKS:
@@ -133,8 +200,9 @@ def _fill(template: Path, *, with_hooks: bool, marks: Mapping[str, str]) -> dict
         if path.suffix != ".png":
             for mark, value in marks.items():
                 content = content.replace(mark.encode(), value.encode())
-        files[path.as_posix().removesuffix(".txt")] = content
-    return files
+        file = target / path.as_posix().removesuffix(".txt")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
 
 
 def _local_folder(model: str) -> Path | None:
@@ -173,9 +241,9 @@ def _mask_token(folder: Path | None) -> str | None:
     return None
 
 
-def _fit_model(contents: dict[str, bytes], folder: Path) -> None:
-    """Lower `max_model_len` to the model's limit; remove chats where it has no chat template."""
-    spec, config = contents[SPEC_FILE].decode(), _read_object(folder / "config.json")
+def _fit_model(spec: str, target: Path, folder: Path) -> str:
+    """Return the spec with the model's limit of tokens; remove chats where it has no template."""
+    config = _read_object(folder / "config.json")
     config = {**config, **(config.get("text_config") or {})}
     limits = [config[name] for name in LIMITS if isinstance(config.get(name), int)]
     spec = re.sub(
@@ -186,11 +254,12 @@ def _fit_model(contents: dict[str, bytes], folder: Path) -> None:
     tokenizer = _read_object(folder / TOKENIZER_FILES[0])
     if not ("chat_template" in tokenizer or (folder / "chat_template.jinja").is_file()):
         spec = spec.replace("--chat", "--prompt")
-        rows = map(json.loads, contents[TRAFFIC_FILE].decode().splitlines())
+        traffic = target / TRAFFIC_FILE
+        rows = map(json.loads, traffic.read_text(encoding="utf-8").splitlines())
         texts = [row.get("text_input") or row["messages"][-1]["content"] for row in rows]
         lines = [json.dumps({"text_input": text}, ensure_ascii=False) for text in texts]
-        contents[TRAFFIC_FILE] = "\n".join([*lines, ""]).encode()
-    contents[SPEC_FILE] = spec.encode()
+        traffic.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return spec
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -201,8 +270,9 @@ def _read_object(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write `contents`, bytes by path, into a temporary folder and rename it to `folder`."""
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to `folder` if the block raises no error."""
     try:
         with _only_writer(folder.parent) as staging:
             if folder.exists() or folder.is_symlink():
@@ -212,9 +282,8 @@ def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
                     given="a folder of that name",
                     remedy="Choose another name, or remove the folder",
                 )
-            for path, content in contents.items():
-                (staging / path).parent.mkdir(parents=True, exist_ok=True)
-                (staging / path).write_bytes(content)
+            staging.mkdir()
+            yield staging
             staging.rename(folder)
     except OSError as error:
         raise UserError(

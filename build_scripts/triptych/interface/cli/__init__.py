@@ -21,6 +21,7 @@ from triptych.interface.cli import (  # noqa: F401  (their verbs)
     monitor,
     pipelines,
     serve,
+    templates,
 )
 from triptych.interface.cli.command import app
 from triptych.interface.cli.options import EXIT_MISTAKE, status

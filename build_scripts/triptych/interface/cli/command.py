@@ -19,7 +19,10 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 from triptych.base.errors import Formerly, describe_renamed
 
 VERBS = {
-    "Build": ("new", "test", "inspect", "build", "engine", "lint", "history", "rollback"),
+    "Build": (
+        *("new", "templates", "update", "test", "inspect", "build", "engine", "lint"),
+        *("history", "rollback"),
+    ),
     "Serve": ("serve", "dev", "ui", "infer", "doctor"),
     "Measure": ("verify", "bench", "bench-diff", "tune", "shadow"),
     "Operate": ("deploy", "monitor", "traffic", "drift"),

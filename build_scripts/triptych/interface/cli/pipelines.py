@@ -1,4 +1,4 @@
-"""Verbs that make and check pipelines and repositories: new, test, inspect, build, engine, lint."""
+"""Verbs that check pipelines and build repositories: test, inspect, build, engine, lint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ from triptych.interface.cli.tables import (
     print_failed_gate,
     print_tree,
 )
-from triptych.spec.scaffold import tasks
 
 if TYPE_CHECKING:
     from triptych.repository.records import GateResult
@@ -96,41 +95,6 @@ def _dry_run(names: list[str], repository: Path, *, as_json: bool) -> None:
 
 
 @verb()
-def new(
-    name: Name,
-    task: Annotated[
-        str | None,
-        typer.Argument(help=f"Task of the pipeline (required): {', '.join(tasks())}."),
-        Formerly("--task"),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Model: a Hub id, package:NAME or a folder. Default: an example for the task."
-        ),
-    ] = None,
-    hooks: Annotated[
-        bool, typer.Option("--hooks", help="Add hooks.py for your own functions, with its tests.")
-    ] = False,
-    pipelines: Pipelines = PIPELINES,
-    as_json: Json = False,
-) -> None:
-    """Write the folder of a new pipeline, and change no existing file."""
-    from triptych.spec.scaffold import scaffold
-
-    made = scaffold(name, task=task, model=model, with_hooks=hooks, pipelines=pipelines)
-    if as_json:
-        print_json(made.as_dict())
-        return
-    output.print(made.folder, style="bold", markup=False)
-    for file in made.files:
-        output.print(f"  {file}", markup=False)
-    output.print("Edit pipeline.yaml and traffic.jsonl, then:")
-    for command in made.commands:
-        output.print(f"  {command}", markup=False)
-
-
-@verb()
 def test(  # a verb, not a test
     name: Name,
     pipelines: Pipelines = PIPELINES,  # noqa: PT028
@@ -160,7 +124,7 @@ def test(  # a verb, not a test
 def inspect(
     name: Name, folders: Folders, overrides: Overrides = None, as_json: Json = False
 ) -> None:
-    """Print the plan of a build (models, shapes, limits) with its reasons."""
+    """Print the plan of a build (models, shapes, limits) with reasons."""
     from triptych.building.kinds import STEPS
     from triptych.interface.kinds import FACES
     from triptych.spec.any_spec import load_any_spec
