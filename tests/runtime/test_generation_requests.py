@@ -19,6 +19,9 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
     assert set(DEFAULTS) == {*NUMBERS, *FLAGS, "stop", "json_schema", "adapter"}
     named = check_sampling('{"adapter": "b"}', DEFAULTS, room=10, adapters=["a", "b"])
     assert named["adapter"] == "b"
+    assert check_sampling('{"priority": 3}', DEFAULTS, room=10, levels=3)["priority"] == 3
+    with pytest.raises(RequestError, match=r"`sampling_parameters: priority` must be at most 3"):
+        check_sampling('{"priority": 4}', DEFAULTS, room=10, levels=3)
     # Triton's own parameters, as vLLM's backend takes them; what is for others is left alone.
     beside = '{"max_tokens": 3, "top_k": 4, "triton_enable_empty_final_response": true, "x-a": ""}'
     given = check_sampling('{"top_k": 5}', DEFAULTS, room=10, parameters=beside)
@@ -46,6 +49,7 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
         ),
         ('{"adapter": 1}', "must be a name of at most 64 characters"),
         ('{"adapter": "a"}', "must be left out, because the pipeline has no adapters"),
+        ('{"priority": 1}', "must be left out, because the pipeline has no priority levels"),
         ('{"max_token": 3}', "is not known; known parameters: adapter, frequency_penalty"),
     ):
         with pytest.raises(RequestError) as caught:

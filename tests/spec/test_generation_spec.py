@@ -28,12 +28,19 @@ def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
         ("adapters={a/b: x}", "should match pattern"),
         ("adapters={a: {source: x, rank: 8}}", "Given: rank. Remove it"),
         ("parameters.adapter=a", "is not an adapter of the pipeline. Given: a"),
+        ("parameters.priority=2", "is the level of requests that give none"),
+        ("serving.priority={levels: 2, default: 3}", "default must be at most levels (2)"),
         ("serving.triton='24.01'", "serving.triton must be 24.10 or later"),
     ):
         check_refused(said, load_generation_spec, folder, [override])
     both = ["core.backend=tensorrt_llm", "adapters={a: x}"]
     words = "`adapters` are only supported for core.backend vllm"
     check_refused(words, load_generation_spec, folder, both)
+    both = ["core.backend=tensorrt_llm", "serving.priority={levels: 2}"]
+    words = "`serving.priority` is only supported for core.backend vllm"
+    check_refused(words, load_generation_spec, folder, both)
+    levels = load_generation_spec(folder, ["serving.priority={levels: 3}"])
+    assert (levels.priority_levels, levels.own_parameters["priority"]) == (3, 3)
     check_refused("Given: text-generation. Use test, inspect, build", load_spec, folder)
 
 

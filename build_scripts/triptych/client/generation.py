@@ -41,6 +41,7 @@ class Sampling(TypedDict, total=False):
         logprobs: Number of most probable tokens reported with each token.
         json_schema: JSON schema that the response satisfies.
         adapter: LoRA adapter of the pipeline; empty for the model itself.
+        priority: Priority level, if the pipeline has levels (`serving.priority`); 1 goes first.
     """
 
     max_tokens: int
@@ -56,6 +57,7 @@ class Sampling(TypedDict, total=False):
     logprobs: int
     json_schema: Mapping[str, Any]
     adapter: str
+    priority: int
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .generation_messages import Delta, EngineLoad, OnLoad
-from .sampling_parameters import DEFAULTS, SCHEMA
+from .sampling_parameters import DEFAULTS, PRIORITY, SCHEMA
 
 
 def next_batch(lengths: Sequence[int], kinds: Sequence[Hashable], *, max_prompts: int) -> list[int]:
@@ -53,6 +53,7 @@ UNKNOWN = (
     "frequency_penalty",
     "min_tokens",
     "ignore_eos",
+    PRIORITY,
     SCHEMA,
 )
 """Sampling parameters that CTranslate2 does not support, or not per request."""

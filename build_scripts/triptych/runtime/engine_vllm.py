@@ -18,7 +18,7 @@ from .generation_messages import (
     OnLoad,
     plain_logprobs,
 )
-from .sampling_parameters import ADAPTER, SCHEMA
+from .sampling_parameters import ADAPTER, PRIORITY, SCHEMA
 
 PACKAGES_VARIABLE = "TRIPTYCH_GENERATION_PACKAGES"
 """Variable for a folder with vLLM and its dependencies, if the step's Python lacks them."""
@@ -68,6 +68,7 @@ class Engine:
             kv_cache_memory_bytes=settings["kv_cache_mib"] << 20,
             kv_cache_dtype=settings["kv_cache_precision"],
             enable_prefix_caching=settings["prefix_caching"],
+            scheduling_policy="priority" if settings["priority_levels"] else "fcfs",
             tensor_parallel_size=settings["tensor_parallel"],
             pipeline_parallel_size=settings["pipeline_parallel"],
             # The engine works on token ids, so only a schema needs the tokenizer.
@@ -101,7 +102,7 @@ class Engine:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-        own = ("stop", SCHEMA, ADAPTER)
+        own = ("stop", SCHEMA, ADAPTER, PRIORITY)
         given = {name: value for name, value in sampling.items() if name not in own}
         schema = sampling[SCHEMA]
         parameters = SamplingParams(
@@ -113,7 +114,9 @@ class Engine:
         )
         tokens = TokensPrompt(prompt_token_ids=list(prompt))
         adapter = self._adapters.get(sampling[ADAPTER])
-        outputs = self._engine.generate(tokens, parameters, key, lora_request=adapter)
+        outputs = self._engine.generate(
+            tokens, parameters, key, lora_request=adapter, priority=sampling[PRIORITY] or 0
+        )
         try:
             async for output in outputs:
                 answer = output.outputs[0]

@@ -35,6 +35,7 @@ class TritonPythonModel:
         self._max_answer: int | None = settings["max_answer"]
         self._max_text_bytes: int = settings["max_text_bytes"]
         self._adapters: list[str] = settings["adapters"]
+        self._levels: int = settings["priority_levels"]
         self._errors = PreprocessErrors(settings["pipeline"])
         make_private()
 
@@ -69,6 +70,7 @@ class TritonPythonModel:
             self._defaults,
             room=room,
             adapters=self._adapters,
+            levels=self._levels,
             parameters=parameters,
         )
         if not _flag(inputs, ECHO, True):

@@ -18,6 +18,7 @@ MAX_SCHEMA_LEVELS = 200
 """Maximum levels of a schema: three times the levels of JSON that xgrammar accepts. A schema has
 about two levels for each level of the JSON."""
 ADAPTER = "adapter"
+PRIORITY = "priority"
 MAX_NAME_CHARACTERS = 64
 
 
@@ -57,6 +58,7 @@ NUMBERS = {
     "frequency_penalty": Number(-2, 2),
     "logprobs": Number(0, 20, whole=True),
     "n": Number(1, 1, whole=True),
+    PRIORITY: Number(1, 1000, whole=True),
 }
 DEFAULTS: Mapping[str, Any] = {
     "max_tokens": 256,
@@ -74,12 +76,13 @@ DEFAULTS: Mapping[str, Any] = {
     "logprobs": None,
     SCHEMA: None,
     ADAPTER: "",
+    PRIORITY: None,
     "n": 1,
 }
 """Default of each parameter. `logprobs` None: none are returned. `json_schema` None: any text.
-`adapter` empty: the model itself. `top_k` 0: all tokens. `temperature` 0: greedy. Triton's OpenAI
-frontend always sends `n`, the number of answers, and `ignore_eos`, which continues after the tokens
-that end an answer."""
+`adapter` empty: the model itself. `priority` None: no level. `top_k` 0: all tokens. `temperature`
+0: greedy. Triton's OpenAI frontend always sends `n`, the number of answers, and `ignore_eos`, which
+continues after the tokens that end an answer."""
 
 
 def check_sampling(
@@ -88,6 +91,7 @@ def check_sampling(
     *,
     room: int,
     adapters: Collection[str] = (),
+    levels: int = 0,
     parameters: str = "{}",
 ) -> dict[str, Any]:
     """Return all sampling parameters of a request, with defaults.
@@ -97,6 +101,7 @@ def check_sampling(
         defaults: Value of each parameter, such as `DEFAULTS`.
         room: Maximum number of tokens of the answer.
         adapters: Names of the pipeline's adapters.
+        levels: Number of the pipeline's priority levels; 0 if it has none.
         parameters: JSON parameters of Triton's request, as for Triton's vLLM backend (over HTTP,
             fields next to the inputs). Values in `text` take precedence.
 
@@ -129,6 +134,15 @@ def check_sampling(
             f"must be {known}",
             repr(sampling[ADAPTER]),
             "Correct the name, or leave it out to use the model itself",
+        )
+    if PRIORITY in given and given[PRIORITY] > levels:
+        raise RequestError(
+            f"{FIELD}: {PRIORITY}",
+            f"must be at most {levels}"
+            if levels
+            else "must be left out, because the pipeline has no priority levels",
+            given[PRIORITY],
+            "Correct it, or raise serving.priority.levels in the pipeline",
         )
     sampling["max_tokens"] = min(sampling["max_tokens"], room)
     if isinstance(sampling["stop"], str):

@@ -14,12 +14,18 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from triptych.base.errors import UserError, closest
 from triptych.base.releases import OLDEST
-from triptych.runtime.sampling_parameters import ADAPTER, MAX_NAME_CHARACTERS, find_fault
+from triptych.runtime.sampling_parameters import (
+    ADAPTER,
+    MAX_NAME_CHARACTERS,
+    PRIORITY,
+    find_fault,
+)
 from triptych.spec.fields import (
     ConfigTexts,
     Frozen,
     ModelSource,
     Positive,
+    PriorityLevels,
     Versions,
     check_release,
 )
@@ -138,6 +144,8 @@ class GenerationServing(Frozen):
         slo: SLO that `bench` and `tune` use unless their options give one.
         config: Further settings of Triton by step, see `ConfigTexts`.
         versions: Version numbers of the ensemble, as in `fields.Serving`.
+        priority: Priority levels of requests that wait for a place in the engine's batch. None for
+            none: first come, first served.
     """
 
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
@@ -148,6 +156,7 @@ class GenerationServing(Frozen):
     slo: GenerationSlo = GenerationSlo()
     config: ConfigTexts = Field(default_factory=dict)
     versions: Versions = Field(default_factory=lambda: [1])
+    priority: PriorityLevels | None = None
 
     @model_validator(mode="after")
     def _is_supported(self) -> GenerationServing:
@@ -194,9 +203,16 @@ class GeneratingSpec(Frozen):
         return ()
 
     @property
+    def priority_levels(self) -> int:
+        """Number of priority levels; 0 if there are none."""
+        return self.serving.priority.levels if self.serving.priority else 0
+
+    @property
     def own_parameters(self) -> dict[str, Any]:
         """Sampling parameters whose defaults are not those of every pipeline."""
-        return self.parameters
+        if (priority := self.serving.priority) is None:
+            return self.parameters
+        return {**self.parameters, PRIORITY: priority.default or priority.levels}
 
     @property
     def has_kv_cache(self) -> bool:
@@ -276,7 +292,31 @@ def load_generation_spec(
             remedy="Use vllm, or merge the adapter into the model",
         )
     check_chosen_adapter(spec)
+    check_priority(spec, spec.core.backend)
     return spec
+
+
+def check_priority(spec: GeneratingSpec, backend: str) -> None:
+    """Raise a `UserError` if the engine has no priorities, or `parameters` set one.
+
+    Args:
+        spec: Spec of the pipeline.
+        backend: Name of its engine.
+    """
+    if spec.serving.priority is not None and backend in ("tensorrt_llm", "ctranslate2"):
+        raise UserError(
+            "serving.priority",
+            "is only supported for core.backend vllm",
+            given=f"{spec.priority_levels} levels, with {backend}",
+            remedy="Remove the field",
+        )
+    if PRIORITY in spec.parameters:
+        raise UserError(
+            f"parameters.{PRIORITY}",
+            "is the level of requests that give none, which is serving.priority.default",
+            given=str(spec.parameters[PRIORITY]),
+            remedy="Set serving.priority: {levels: …, default: …} instead",
+        )
 
 
 def check_chosen_adapter(spec: GeneratingSpec) -> None:
@@ -361,4 +401,5 @@ def load_text2text_spec(
     """
     spec = load_as(Text2TextSpec, folder, overrides, {}, {})
     check_chosen_adapter(spec)
+    check_priority(spec, spec.core.backend)
     return spec

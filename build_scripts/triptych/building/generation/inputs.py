@@ -227,6 +227,7 @@ class GenerationInputs(GeneratingInputs):
             "gpus": self.spec.serving.gpus,
             "stop_token_ids": list(self.model.info.stop_token_ids),
             "adapters": {adapter.name: adapter.rank for adapter in self.adapters},
+            "priority_levels": self.spec.priority_levels,
         }
 
     @property
@@ -418,6 +419,7 @@ def _with_adapter(inputs: GeneratingInputs, prompt: Prompt, place: str) -> Promp
             {**DEFAULTS, **inputs.spec.parameters},
             room=inputs.prompt_settings["max_answer"] or inputs.max_length - len(prompt.ids),
             adapters=inputs.spec.adapter_names,
+            levels=inputs.spec.priority_levels,
         )
     except RequestError as error:
         raise _rejected(place, error) from error

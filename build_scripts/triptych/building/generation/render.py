@@ -147,6 +147,7 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
             "parameters": spec.own_parameters,
             "max_text_bytes": spec.max_text_bytes,
             "adapters": spec.adapter_names,
+            "priority_levels": spec.priority_levels,
         },
         "core": _core_settings(inputs),
         "postprocess": {"pipeline": name},

@@ -20,7 +20,7 @@ from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.runtime.engine_ctranslate2 import UNKNOWN
 from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
-from triptych.spec.fields import SessionOptions
+from triptych.spec.fields import PriorityLevels, SessionOptions
 from triptych.spec.model_source import OUT_OF_REACH
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.task import LABELS_FILE
@@ -250,6 +250,15 @@ def describe_versions(versions: Sequence[int]) -> Described:
     return {"versions": f"{numbers}: {max(versions)} answers requests that name none"}
 
 
+def describe_priority(priority: PriorityLevels | None) -> Described:
+    """Return the priority levels of requests, if there are any."""
+    if priority is None:
+        return {}
+    default = priority.default or priority.levels
+    order = "level 1 goes first among requests that wait for the core"
+    return {"priority": f"{priority.levels} levels, {default} by default: {order}"}
+
+
 def _describe_serving(plan: Plan) -> Described:
     """Return the flow control, and the settings of Triton that differ from the defaults."""
     serving, session = plan.spec.serving, plan.spec.core.session
@@ -270,11 +279,7 @@ def _describe_serving(plan: Plan) -> Described:
         )
     if serving.class_scores:
         described["class_scores"] = f"{len(plan.info.labels)} scores a row, in {LABELS_FILE}"
-    if (priority := serving.priority) is not None:
-        described["priority"] = (
-            f"{priority.levels} levels, {priority.default or priority.levels} by default: "
-            "level 1 goes first among requests that wait for the core"
-        )
+    described |= describe_priority(serving.priority)
     if session != SessionOptions():
         described["session"] = (
             f"{amount(session.inter_threads, 'operator')} at a time, memory arena "
@@ -411,6 +416,7 @@ def _describe_generating(
             "engine": inputs.engine_settings,
         },
         **describe_versions(spec.serving.versions),
+        **describe_priority(spec.serving.priority),
         "stream_interval": f"{amount(spec.serving.stream_interval, 'token')} per streamed response",
         "queue": f"{spec.serving.queue.max_in_flight} requests in flight at most",
         "sampling_parameters": {
