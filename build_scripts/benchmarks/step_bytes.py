@@ -49,12 +49,16 @@ def count_bytes(
             for step, total in zip(steps, sums, strict=True):
                 inputs = []
                 for name, source in step.input_map.items():
+                    if source not in known:  # an optional input of the pipeline
+                        continue
                     array = known[source]
                     kind = np_to_triton_dtype(array.dtype)
                     inputs.append(grpc.InferInput(name, array.shape, kind))
                     inputs[-1].set_data_from_numpy(array)
                     total.inputs[name] += _count(array)
-                response = client.infer(step.model_name, inputs, client_timeout=30.0)
+                # Without a list, a step also returns outputs that the ensemble does not use.
+                outputs = [grpc.InferRequestedOutput(name) for name in step.output_map]
+                response = client.infer(step.model_name, inputs, outputs=outputs)
                 for output in response.get_response().outputs:
                     array = response.as_numpy(output.name)
                     total.outputs[output.name] += _count(array)

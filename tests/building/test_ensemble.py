@@ -14,6 +14,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+from benchmarks.step_bytes import count_bytes
 from checkpoint_files import write
 from conftest import LAYOUTS, build_into, set_setting, traffic_texts, write_pipeline
 from processes import eventually
@@ -107,6 +108,16 @@ def test_alone_equals_in_batch(raw: Any, pipeline: str) -> None:
         beside = np.concatenate(list(pool.map(lambda row: ask(raw, pipeline, [row]), rows)))
     assert np.abs(alone - together).max() < 1e-6
     assert np.abs(alone - beside).max() < 1e-6
+
+
+def test_the_bytes_of_each_step_are_counted(pipeline: str, minilm_server: Any) -> None:
+    """The steps are called one by one, without the optional inputs of the pipeline."""
+    counted = count_bytes(minilm_server.grpc_url, pipeline, ["a text", "another", "the last"], 2)
+    assert [one.step for one in counted] == [
+        f"{pipeline}_{step}" for step in ("preprocess", "core", "postprocess")
+    ]
+    assert counted[0].inputs == {"text": len("a text" + "another" + "the last") + 3 * 4}
+    assert counted[2].outputs == {"embedding": 3 * 384 * 4}
 
 
 def test_requests_really_share_batches(pipeline: str, minilm_server: Any) -> None:

@@ -5,6 +5,7 @@ the hashes of binary files. After an intended change, ``pytest tests/repository/
 --rewrite`` writes it again, and the diff shows what changed for which kind of pipeline.
 """
 
+import ast
 import hashlib
 import json
 import shutil
@@ -74,8 +75,30 @@ def describe(repository: Path) -> dict[str, str]:
     return described
 
 
+def settings_read(folder: Path) -> set[str]:
+    """The names that the code of a step reads from anything named settings."""
+    found: set[Any] = set()
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case (
+                    ast.Subscript(value=source, slice=ast.Constant(value=name))
+                    | ast.Call(
+                        func=ast.Attribute(value=source, attr="get"),
+                        args=[ast.Constant(value=name), *_],
+                    )
+                    | ast.Compare(left=ast.Constant(value=name), comparators=[source])
+                ) if ast.unparse(source).endswith("settings"):
+                    found.add(name)
+    return found
+
+
 def test_repositories_are_as_on_record(tmp_path: Path, minilm_folder: Path, rewrite: bool) -> None:
-    found = describe(build_all(tmp_path, minilm_folder))
+    repository = build_all(tmp_path, minilm_folder)
+    for file in repository.glob("*/1/settings.json"):
+        unused = set(json.loads(file.read_text(encoding="utf-8"))) - settings_read(file.parent)
+        assert not unused, f"{file.parent.parent.name} does not read {unused}"
+    found = describe(repository)
     if rewrite:
         shutil.rmtree(GOLDEN, ignore_errors=True)
         for name, text in found.items():

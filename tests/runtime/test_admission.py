@@ -511,9 +511,27 @@ def test_requests_before_the_stop_are_admitted(pipeline: Any, in_flight: InFligh
     busy.flow._make = make_slowly
     assert not is_stopped(busy)
     busy.flow._make = make
+    for served in (busy, idle):
+        served.compute(0.0)
     assert is_stopped(idle)
     assert not is_stopped(busy)  # it has waited in the queue of this instance
     assert is_stopped(busy)
+
+
+def test_a_stopping_server_forwards_one_request_when_the_core_is_silent(pipeline: Any) -> None:
+    served = pipeline()
+    served.send(*(Job() for _ in range(40)))
+    served.leave()
+    served.counts.stop_admitting()
+    for pause_s, forwarded in ((2 * SHUTDOWN_GRACE_S, 0), (SILENCE_S, 1), (0.1, 0)):
+        served.clock.now += pause_s
+        jobs = served.send(Job(), Job())
+        assert len(served.rejected(jobs)) == 2 - forwarded, pause_s
+    assert requests_of(served.counts) == 41
+    served.compute(0.1)
+    assert requests_of(served.counts) == 0
+    served.clock.now += 10 * SILENCE_S
+    assert served.rejected(served.send(Job()))  # no request is in flight
 
 
 def test_an_error_of_the_step_reaches_the_request_that_waited(pipeline: Any) -> None:

@@ -323,6 +323,15 @@ def test_a_request_after_an_abandoned_burst_is_answered(slow: Server, closed: Pa
     # because a machine that stands still may lose one.
     rounds = (abandon(slow, "minilm_bucketed", closed) for _ in range(5))
     assert any(left > 200 and computed < 0.6 * left for left, computed in rounds)
+    # A stop right after such a burst does not wait for it until its grace ends.
+    counts = counts_of(slow, "minilm_bucketed")
+    closed.touch()
+    calls = flood(slow.grpc_url, "minilm_bucketed")
+    assert eventually(lambda: counts.load().requests > 300)
+    assert sum(call.cancel() for call in calls) > 300
+    closed.unlink()
+    slow.stop(grace_s=ANSWERS_WITHIN_S)
+    assert counts.load().requests == 0
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from triptych.base.errors import UserError, escape_for_terminal
 from triptych.base.release_changes import defects_of
 from triptych.base.releases import Release, parse_release
 from triptych.container.flags import ServerFlags, cache_flags, production_flags, uses_rate_limiter
-from triptych.container.health import find_server_fault
+from triptych.container.health import ask_pipelines, find_server_fault
 from triptych.container.lock_check import (
     EXIT_MISTAKE,
     EXIT_REFUSED,
@@ -28,7 +28,7 @@ from triptych.container.lock_check import (
     has_version_compatible_plans,
 )
 from triptych.container.machine import Machine, read_machine
-from triptych.container.manifests import largest_request_mib
+from triptych.container.manifests import find_pipelines, largest_request_mib
 from triptych.container.settings import KEY_VARIABLE, Settings, read_settings
 from triptych.container.supervisor import supervise
 
@@ -161,6 +161,7 @@ def main(arguments: Sequence[str]) -> int:
         words,
         server_variables(os.environ),
         is_ready=lambda: find_server_fault(settings.health_url) is None,
+        ask=lambda: ask_pipelines(settings.health_url, find_pipelines(settings.repository)),
         grace_s=settings.options.exit_timeout_s,
     )
 

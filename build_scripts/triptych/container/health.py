@@ -39,9 +39,12 @@ def find_fault(url: str, pipelines: list[ServedPipeline]) -> str | None:
     fault = find_server_fault(url)
     for name in models:
         fault = fault or _fault(name, f"{url}/v2/models/{name}/ready")
-    if fault:
-        return fault
-    with ThreadPoolExecutor(len(pipelines)) as pool:
+    return fault or ask_pipelines(url, pipelines)
+
+
+def ask_pipelines(url: str, pipelines: list[ServedPipeline]) -> str | None:
+    """Send each pipeline the request of its health check; return the first fault, if any."""
+    with ThreadPoolExecutor(len(pipelines) or 1) as pool:
         return next(filter(None, pool.map(lambda pipeline: _ask(url, pipeline), pipelines)), None)
 
 

@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
-from triptych.runtime.flow_control import InFlight
+from triptych.runtime.flow_control import SILENCE_S, InFlight
 
 _KEY = re.compile(rb"(?<=-restricted-)(protocol|api)([=\0][^=\0]*=)([^\0]+)")
 _ARGUMENTS_START = 45  # of what follows the program's name in /proc/PID/stat
@@ -145,7 +146,7 @@ def _is_child(pid: int, parent: int) -> bool:
     return fields[0] != "Z" and int(fields[1]) == parent
 
 
-def drain(server: int, grace_s: float, prefix: str = "") -> bool:
+def drain(server: int, grace_s: float, ask: Callable[[], object], prefix: str = "") -> bool:
     """Stop admission to the pipelines of a server and wait until all requests are answered.
 
     After a stop signal Triton itself rejects the next step of requests in flight.
@@ -153,6 +154,8 @@ def drain(server: int, grace_s: float, prefix: str = "") -> bool:
     Args:
         server: Process id of the server.
         grace_s: Maximum wait in seconds.
+        ask: Function that sends a request to each pipeline. While nothing is answered it is called
+            repeatedly, in a thread, because a pipeline forgets abandoned requests with an answer.
         prefix: Prefix of the server's files in shared memory, if it differs from this process.
 
     Returns:
@@ -162,11 +165,19 @@ def drain(server: int, grace_s: float, prefix: str = "") -> bool:
     pipelines = InFlight.of_server(server, prefix)
     for pipeline in pipelines:
         pipeline.stop_admitting()
-    quiet_until = time.monotonic() + _QUIET_S
-    while time.monotonic() < quiet_until:
+    asking = Thread()
+    quiet_until = silent_until = time.monotonic() + _QUIET_S
+    answered = 0
+    while (now := time.monotonic()) < quiet_until:
         if any(pipeline.load().requests > 0 for pipeline in pipelines):
-            quiet_until = time.monotonic() + _LAST_WRITE_S
-        if time.monotonic() > deadline:
+            quiet_until = now + _LAST_WRITE_S
+            before, answered = answered, sum(pipeline.answered()[0] for pipeline in pipelines)
+            if answered != before:
+                silent_until = now + 2 * SILENCE_S
+            elif now > silent_until and not asking.is_alive():
+                asking = Thread(target=ask, daemon=True)
+                asking.start()
+        if now > deadline:
             return False
         time.sleep(_DRAIN_POLL_S)
     return True
@@ -192,6 +203,7 @@ def supervise(
     variables: Mapping[str, str],
     *,
     is_ready: Callable[[], bool],
+    ask: Callable[[], object],
     grace_s: float,
 ) -> int:
     """Run a server until SIGTERM, SIGINT or the first death of the server or one of its steps.
@@ -200,6 +212,7 @@ def supervise(
         command: Command line of tritonserver.
         variables: Environment of the server.
         is_ready: Whether the server has loaded all of its models.
+        ask: Function that sends a request to each pipeline; see `drain`.
         grace_s: Maximum time of an orderly stop, in seconds.
 
     Returns:
@@ -232,7 +245,7 @@ def supervise(
             _kill(server)
             return EXIT_DEAD
         time.sleep(_POLL_S)
-    return _stop(server, grace_s)
+    return _stop(server, grace_s, ask)
 
 
 def _kill(server: subprocess.Popen[bytes]) -> None:
@@ -240,9 +253,9 @@ def _kill(server: subprocess.Popen[bytes]) -> None:
     server.wait()
 
 
-def _stop(server: subprocess.Popen[bytes], grace_s: float) -> int:
+def _stop(server: subprocess.Popen[bytes], grace_s: float, ask: Callable[[], object]) -> int:
     deadline = time.monotonic() + grace_s
-    drained = drain(server.pid, grace_s)
+    drained = drain(server.pid, grace_s, ask)
     server.terminate()
     left_s = max(deadline - time.monotonic(), EXIT_S)
     try:

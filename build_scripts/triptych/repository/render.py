@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,8 +54,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
         "postprocess": "sample_writer.SampleWriter",
     },
     "tickets": {"preprocess": "flow_control.InFlight", "postprocess": "flow_control.InFlight"},
-    "bucketed layout": {"preprocess": "bucketing.order_by_length"},
-    "padded rows": {"preprocess": "bucketing.PaddedLayout"},
+    "bucketed layout": {"preprocess": "bucketing.PaddedLayout bucketing.order_by_length"},
     "packed rows": {"preprocess": "packing.PackedLayout"},
     "packed rows with spans": {"preprocess": "packing.SpannedLayout"},
     "row lengths": {"preprocess": "counters.RowTokens"},
@@ -69,7 +69,9 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "pairs": {"preprocess": "rows_pairs.PairEncoder"},
     "row metadata": {"postprocess": "row_metadata.unpack_metadata"},
 }
-"""Definitions of the runtime that a step imports by name where its pipeline uses them."""
+"""Definitions of the runtime, separated by spaces, that a step imports by name where its pipeline
+uses them."""
+_SETTING = re.compile(r'settings(?:\.get\(|\[)"(\w+)"|"(\w+)" in settings')
 Content = bytes | Path | Link
 """Content of a file: its bytes, the file to copy, or a link to another file of the repository."""
 
@@ -140,21 +142,6 @@ def render(
         plan: Plan of the pipeline.
     """
     name, task = plan.spec.name, plan.task
-    rows = {
-        "encoded_inputs": [tensor.name for tensor in task.inputs if tensor.content == "image"],
-        "layout": plan.layout,
-        "row_maker": task.rows,
-        "row_span": ROW_SPAN in plan.core_inputs,
-        "core_rows": plan.rows_at_once,
-        "refuses_parameters": plan.spec.serving.response_cache,
-        "batch_tokens": batch_tokens(plan.spec.core.device, plan.info.hidden_size),
-        "max_requests": plan.spec.serving.queue.max_in_flight,
-        "max_wait_ms": plan.spec.serving.longest_wait_ms,
-        **plan.row_settings,
-        "bucket_edges": list(plan.bucket_edges),
-    }
-    if plan.lengths is not None:
-        rows["token_bounds"] = make_token_bounds(plan.max_length, plan.bucket_edges)
     outputs = [tensor.name for tensor in plan.core.outputs]
     answers = {
         "core_outputs": outputs,
@@ -172,10 +159,12 @@ def render(
         ),
         "postprocess": _python_step(plan, "postprocess", from_core, task.outputs),
     }
-    files: dict[str, Content] = {
-        f"{plan.step(step)}/1/{SETTINGS_FILE}": print_settings({**_settings(plan), **own})
-        for step, own in (("preprocess", rows), ("postprocess", answers))
-    }
+    files = _python_files(plan, tokenizer_file, hooks)
+    for step, own in (("preprocess", _row_settings(plan)), ("postprocess", answers)):
+        folder = f"{plan.step(step)}/1"
+        names = _find_settings_read(files, folder)
+        used = {name: value for name, value in {**_settings(plan), **own}.items() if name in names}
+        files[f"{folder}/{SETTINGS_FILE}"] = print_settings(used)
     if python_env is not None:
         for step in ("preprocess", "postprocess"):
             configs[step].parameters[ENV_PARAMETER].string_value = ENV_PATH
@@ -192,7 +181,6 @@ def render(
         files[f"{plan.step('postprocess')}/1/{RANGES_FILE}"] = ranges.file
     if samples is not None:
         files[f"{name}/{SAMPLES_FILE}"] = samples
-    files |= _python_files(plan, tokenizer_file, hooks)
     if warm_ups is not None:
         files |= _core_files(plan, core_file, warm_ups)
     return files
@@ -211,8 +199,8 @@ def step_roots(task: Task, parts: Iterable[str]) -> dict[str, list[str]]:
     }
     of_task = [("pairs", task.pairs), ("row metadata", task.has_row_metadata)]
     for name in [*parts, *(name for name, is_used in of_task if is_used)]:
-        for step, root in PARTS[name].items():
-            roots[step].append(root)
+        for step, used in PARTS[name].items():
+            roots[step] += used.split()
     return roots
 
 
@@ -228,7 +216,6 @@ def _python_files(
         "samples": samples,
         "tickets": samples and plan.spec.serving.flow_control != "triptych",
         "bucketed layout": plan.layout == "bucketed",
-        "padded rows": plan.layout == "bucketed",
         "packed rows": plan.packed and ROW_SPAN not in plan.core_inputs,
         "packed rows with spans": ROW_SPAN in plan.core_inputs,
         "row lengths": plan.lengths is not None,
@@ -335,6 +322,17 @@ def _ensemble(plan: Plan) -> Any:
     )
 
 
+def _find_settings_read(files: Mapping[str, Content], folder: str) -> set[str]:
+    """Return the names of the settings that the Python files in a step's folder read."""
+    found: set[str] = set()
+    for path, content in files.items():
+        if path.startswith(f"{folder}/") and path.endswith(".py"):
+            code = files[content.path] if isinstance(content, Link) else content
+            if isinstance(code, bytes):
+                found.update(*_SETTING.findall(code.decode()))
+    return found
+
+
 def print_settings(settings: Mapping[str, object]) -> bytes:
     """Return the content of a step's ``settings.json``, with a line for each setting."""
     lines = [
@@ -342,6 +340,28 @@ def print_settings(settings: Mapping[str, object]) -> bytes:
         for name, value in sorted(settings.items())
     ]
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def _row_settings(plan: Plan) -> dict[str, object]:
+    """Return the settings of preprocess alone."""
+    rows: dict[str, object] = {
+        "encoded_inputs": [tensor.name for tensor in plan.task.inputs if tensor.content == "image"],
+        "layout": plan.layout,
+        "row_maker": plan.task.rows,
+        "core_rows": plan.rows_at_once,
+        "refuses_parameters": plan.spec.serving.response_cache,
+        "max_requests": plan.spec.serving.queue.max_in_flight,
+        "max_wait_ms": plan.spec.serving.longest_wait_ms,
+        **plan.row_settings,
+    }
+    if ROW_SPAN in plan.core_inputs:
+        rows["row_span"] = True
+    if plan.layout == "bucketed":
+        rows["bucket_edges"] = list(plan.bucket_edges)
+        rows["batch_tokens"] = batch_tokens(plan.spec.core.device, plan.info.hidden_size)
+    if plan.lengths is not None:
+        rows["token_bounds"] = make_token_bounds(plan.max_length, plan.bucket_edges)
+    return rows
 
 
 def _settings(plan: Plan) -> dict[str, object]:

@@ -12,11 +12,12 @@ time to its own deadline, or if they are ``serving.queue.max_in_flight`` or more
 once more rows have been answered during its wait than the core computes at once: such answers prove
 that the core works and that clients still wait for it, and they give the rate. Without them a
 request is rejected only when its own wait has reached the limit, or when more requests wait beyond
-``max_in_flight`` than `MIN_REQUESTS`. A server that is stopping rejects all requests.
+``max_in_flight`` than `MIN_REQUESTS`. A server that is stopping rejects all requests but probes.
 
 **Probes.** Requests whose clients left are never answered, so the core seems full. Once nothing has
 been answered for `SILENCE_S`, the newest request that waits is forwarded. Its answer proves that
-the requests before it are lost, and they no longer count.
+the requests before it are lost, and they no longer count. While a server is stopping, the next
+request that comes is forwarded then: the process that stops it sends some.
 
 **Counts.** A ticket goes with each forwarded request past the core to postprocess, in any order. A
 request sent to a step itself has no ticket: it is answered, not counted and not limited. All steps
@@ -46,7 +47,7 @@ from .request_errors import Overloaded, Stopping
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX_VARIABLE = "TRIPTYCH_SERVER_MARK"
 """Variable with a prefix for the files in shared memory, so that they can be removed later."""
-FORMAT = 4
+FORMAT = 5
 """Version of the layout of the file. While a pipeline is replaced, its old steps and its new ones
 may have different versions, and then use different files."""
 SLOTS = 64
@@ -60,7 +61,7 @@ EPOCH_NS = 50_000_000
 one that was forwarded two epochs later is answered: Triton has kept no order between steps since
 25.06, but the core takes requests from its queue in order."""
 
-_KEY, _CLOSED_AT, _HEADER = slice(0, 2), 2, 3
+_KEY, _CLOSED_AT, _USED, _HEADER = slice(0, 2), 2, 3, 4
 _HOLDER, _WAITING, _WAITING_ROWS, _ACKNOWLEDGED = range(4)
 _SENT_EPOCH, _DONE_EPOCH, _DONE_ROWS, _DONE_AT, _NEWEST = range(4, 9)
 _CELLS = 9  # of each epoch: its number, its requests, their rows
@@ -98,9 +99,11 @@ class InFlight:
             fcntl.flock(file, fcntl.LOCK_EX)
             if not any(self._words[_KEY]):
                 self._words[_KEY] = memoryview(os.urandom(16)).cast("q")
-            for slot, holder in enumerate(self._columns[_HOLDER]):
+            for slot in range(SLOTS):
+                self.slot, self._own = slot, self._slots[slot * _SLOT :][:_SLOT]
+                holder = self._own[_HOLDER]
                 if not holder or not Path(f"/proc/{holder}").exists():
-                    self.slot, self._own = slot, self._words[_HEADER + slot * _SLOT :][:_SLOT]
+                    self._words[_USED] = max(self._words[_USED], slot + 1)
                     self._own[_WAITING] = self._own[_WAITING_ROWS] = self._own[_ACKNOWLEDGED] = 0
                     self._own[_HOLDER] = os.getpid()
                     break
@@ -128,10 +131,18 @@ class InFlight:
         with path.open("r+b") as file:
             os.ftruncate(file.fileno(), 8 * (_HEADER + SLOTS * (_SLOT + PLACES)))
             self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+        self._slots = self._words[_HEADER : _HEADER + SLOTS * _SLOT]
         self._places = self._words[_HEADER + SLOTS * _SLOT :]
-        # The same word of all slots.
-        slots = self._words[_HEADER : _HEADER + SLOTS * _SLOT]
-        self._columns = [slots[word::_SLOT] for word in range(_SLOT)]
+        self._columns: list[Any] = []
+        self._viewed = 0  # slots
+
+    def _words_of_slots(self) -> list[Any]:
+        """Return the same word of all slots in use, for each word of a slot."""
+        used = self._words[_USED] or 1
+        if self._viewed != used:
+            slots = self._slots[: used * _SLOT]
+            self._columns, self._viewed = [slots[word::_SLOT] for word in range(_SLOT)], used
+        return self._columns
 
     def admit(self, rows: int, payload: bytes = b"") -> tuple[int, int, int, int]:
         """Count a request and its model rows as forwarded to the core.
@@ -140,7 +151,7 @@ class InFlight:
             The ticket: epoch, rows, the slot and number of the request, and a message
             authentication code of these and the payload, which only this server makes.
         """
-        is_newest = self._own[_SENT_EPOCH] == max(self._columns[_SENT_EPOCH])
+        is_newest = self._own[_SENT_EPOCH] == max(self._words_of_slots()[_SENT_EPOCH])
         if not is_newest or time.monotonic_ns() - self._epoch_at > EPOCH_NS:
             self.start_epoch(int(is_newest), EPOCHS // 2)
         epoch = self._own[_SENT_EPOCH]
@@ -151,7 +162,8 @@ class InFlight:
 
     def start_epoch(self, later: int, limit: int = EPOCHS - 2) -> int:
         """Begin a later epoch, at most `limit` after that of the last answer, and return it."""
-        newest, done = max(self._columns[_SENT_EPOCH]), max(self._columns[_DONE_EPOCH])
+        columns = self._words_of_slots()
+        newest, done = max(columns[_SENT_EPOCH]), max(columns[_DONE_EPOCH])
         self._own[_SENT_EPOCH] = newest + (later if newest + later - done <= limit else 0)
         self._epoch_at = time.monotonic_ns()
         return self._own[_SENT_EPOCH]
@@ -185,7 +197,7 @@ class InFlight:
 
     def acknowledge(self, slot: int, number: int) -> None:
         """Note that the chunks of a generation core have arrived up to `number`."""
-        self._columns[_ACKNOWLEDGED][slot] = number
+        self._words_of_slots()[_ACKNOWLEDGED][slot] = number
 
     def acknowledged(self) -> int:
         """Return the number of the last chunk of this process that has arrived, or 0."""
@@ -193,13 +205,11 @@ class InFlight:
 
     def load(self) -> Load:
         """Return what is in flight, without the requests that are known to be lost."""
-        columns, requests, rows = self._columns, 0, 0
+        columns, requests, rows = self._words_of_slots(), 0, 0
         newest, done = max(columns[_SENT_EPOCH]), max(columns[_DONE_EPOCH])
         for epoch in range(max(done - 1, newest - EPOCHS + 1, 1), newest + 1):
             cell = _CELLS + 3 * (epoch % EPOCHS)
-            for each, slot_requests, slot_rows in zip(
-                *(column.tolist() for column in columns[cell : cell + 3]), strict=True
-            ):
+            for each, slot_requests, slot_rows in zip(*columns[cell : cell + 3], strict=True):
                 if each == epoch:
                     requests, rows = requests + slot_requests, rows + slot_rows
         waiting, waiting_rows = sum(columns[_WAITING]), sum(columns[_WAITING_ROWS])
@@ -207,8 +217,8 @@ class InFlight:
 
     def answered(self) -> tuple[int, float, int]:
         """Return the rows answered so far, and the time and newest epoch of the answers."""
-        rows, times, epochs = (self._columns[word] for word in (_DONE_ROWS, _DONE_AT, _DONE_EPOCH))
-        return sum(rows), max(times) / 1e9, max(epochs)
+        columns = self._words_of_slots()
+        return sum(columns[_DONE_ROWS]), max(columns[_DONE_AT]) / 1e9, max(columns[_DONE_EPOCH])
 
     def stop_admitting(self) -> None:
         """Make preprocess reject all further requests."""
@@ -309,7 +319,8 @@ class FlowControl:
         self._max_wait_s = settings["max_wait_ms"] / 1e3
         self._silence_s = min(SILENCE_S, self._max_wait_s / 2)
         self._core_rows: int = settings["core_rows"]
-        self._began_at = self._ended_at = self._busy_since = self._forwarded_at = 0.0
+        self._began_at = self._ended_at = self._busy_since = 0.0
+        self._forwarded_at = self._probed_at = 0.0
         # The rate is the rows that were answered while requests waited, by the seconds of that.
         self._answered, self._measured_at, self._rate_rows, self._rate_s = 0, 0.0, 0.0, 0.0
         # Requests whose wait is known to be short enough, and those that came later.
@@ -325,7 +336,7 @@ class FlowControl:
         closed_at, grace_ends_at = self._counts.closed_at, self._began_at - SHUTDOWN_GRACE_S
         # Requests that waited while the previous ones were processed were sent before, too.
         if 0 < closed_at < grace_ends_at and not began_at <= closed_at < self._ended_at:
-            return [(job, Stopping()) for job in jobs]
+            return self._take_at_stop(jobs)
         with self._changed:
             now, load, forwarded = time.monotonic(), self._counts.load(), list[Any]()
             answered, answered_at, _ = self._counts.answered()
@@ -354,6 +365,18 @@ class FlowControl:
                 results.append(self._reject(queued, queued.limit_s))
             self._ended_at = time.monotonic()
         return results
+
+    def _take_at_stop(self, jobs: Sequence[Any]) -> list[tuple[Any, Any]]:
+        with self._changed:
+            now, answered_at = time.monotonic(), self._counts.answered()[1]
+            # Not since the last forwarded request: clients of those that waited may have left, too.
+            silent_s = now - max(answered_at, self._probed_at, self._counts.closed_at)
+            probe = list[Any]()
+            if self._counts.load().core_requests and silent_s > self._silence_s:
+                self._probed_at = now
+                self._probes.append((self._counts.start_epoch(2), now))
+                probe = [jobs[0]]
+            return self._forward(probe) + [(job, Stopping()) for job in jobs[len(probe) :]]
 
     def _run(self) -> None:
         while True:

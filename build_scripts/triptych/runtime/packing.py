@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import numpy as np
@@ -46,16 +47,13 @@ def pack_rows(
         Token ids, INT32 ``[n, stride]``, of which fewer than n at the end are padding; and the
         distance in tokens of each row's start from its index times `stride`, INT32 ``[n, 1]``.
     """
-    count = len(rows)
-    lengths = np.fromiter(map(len, rows), np.int32, count)
-    stride = max(1, -(-int(lengths.sum()) // count))
-    ids = np.full(count * stride, fill, np.int32)
-    start = 0
-    for row in rows:
-        ids[start : start + len(row)] = row
-        start += len(row)
-    offset = np.cumsum(lengths) - lengths - stride * np.arange(count)
-    return ids.reshape(count, stride), offset.astype(np.int32)[:, None]
+    count, lengths = len(rows), list(map(len, rows))
+    total = sum(lengths)
+    stride = max(1, -(-total // count))
+    ids = np.array([*chain.from_iterable(rows), *repeat(fill, count * stride - total)], np.int32)
+    starts = accumulate(lengths[:-1], initial=0)
+    offset = [[start - index * stride] for index, start in enumerate(starts)]
+    return ids.reshape(count, stride), np.array(offset, np.int32)
 
 
 def count_slots(tokens: int) -> int:

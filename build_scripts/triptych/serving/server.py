@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from triptych.base.errors import UserError
@@ -31,6 +32,7 @@ from triptych.container.flags import (
     SHARED_MEMORY,
     restricted_flags,
 )
+from triptych.container.health import ask_pipelines
 from triptych.container.lock_check import enforce
 from triptych.container.machine import read_machine
 from triptych.container.manifests import find_pipelines, remove_byte_code
@@ -397,7 +399,9 @@ class Server:
         try:
             grace_s = grace_s if is_serving else min(grace_s, _LOADING_GRACE_S)
             if is_serving and grace_s:
-                drained = drain(self.pid, grace_s, self._tag)
+                url, pipelines = f"http://{self.http_url}", find_pipelines(self.repository)
+                ask = partial(ask_pipelines, url, pipelines)
+                drained = drain(self.pid, grace_s, ask, self._tag)
                 if drained and self._holds_pipelines_only() and not self._traces():
                     grace_s = 0.0  # Triton would wait for seconds, and for idle connections longer
             self._process.end(grace_s)
