@@ -53,7 +53,8 @@ def test_the_example_passes_its_gate_streams_and_gives_up(
     shutil.copytree(ROOT / "pipelines/chat", folder)
     inputs = read_generation(load_generation_spec(folder), quiet)
     write_adapter(tmp_path / "pirate", inputs.weights, rank=8)
-    inputs = read_generation(load_generation_spec(folder, ["adapters.pirate=../pirate"]), quiet)
+    words = ["adapters.pirate=../pirate", "serving.priority={levels: 3}", "core.max_num_seqs=4"]
+    inputs = read_generation(load_generation_spec(folder, words), quiet)
     build(inputs, repository, quiet)
     server = Server(repository)
     try:
@@ -78,6 +79,19 @@ def test_the_example_passes_its_gate_streams_and_gives_up(
         wait_until(server, "chat", running=1)
         calls[1].cancel()
         wait_until(server, "chat", running=0, kv_cache_share=0)
+        calls = [chat.open(long) for _ in range(4)]
+        for call in calls:
+            next(call)
+        calls.append(chat.open(long))
+        wait_until(server, "chat", running=4, waiting=1)
+        urgent = chat.open({**long, "sampling_parameters": {"max_tokens": 1500, "priority": 1}})
+        wait_until(server, "chat", running=4, waiting=2)
+        calls[0].cancel()
+        next(urgent)  # before the request of level 3 that came earlier
+        wait_until(server, "chat", running=4, waiting=1)
+        for call in (*calls, urgent):
+            call.cancel()
+        wait_until(server, "chat", running=0, waiting=0)
         chat.close()
     finally:
         server.stop()
