@@ -362,7 +362,7 @@ def measure(family: str, task: str, folder: Path) -> Result:
 def read_rows(inputs: PipelineInputs, pipeline: Path) -> list[GateRequest]:
     """Return the requests of the traffic, as the preprocess step makes rows of them."""
     plan = inputs.plan
-    reader = RequestReader(plan.spec, plan.task, plan.info, inputs.tokenizer_folder, None)
+    reader = RequestReader(plan.encoder_spec, plan.task, plan.info, inputs.tokenizer_folder, None)
     names = [tensor.name for tensor in plan.task.inputs]
     return list(reader.read(TRAFFIC_FILE, read_traffic(pipeline, names, file=TRAFFIC_FILE)))
 

@@ -170,7 +170,7 @@ def test_labeled_rows_show_offsets_that_both_sides_have_wrong(
     expected = [row for i in kept for row in every[i]]
     answers = decode(decoding, requests, reference_row_outputs(bench.inputs.plan.core, expected))
     labels = tuple(
-        LabeledRow(i, (dict(request.inputs),), {}, read_entities(answer).spans)  # type: ignore[arg-type]
+        LabeledRow(i, (dict(request.inputs),), {}, read_entities(answer).spans)
         for i, (request, answer) in enumerate(zip(requests, answers, strict=True))
     )
     right = bench.check(bench.open(), labeled=GateLabels(labels, tuple(requests), expected, 0.0))

@@ -203,6 +203,13 @@ def test_make_targets_of_the_readme_exist() -> None:
 
 
 def test_every_field_of_the_spec_is_documented() -> None:
+    from triptych.spec.model_fields import (
+        InputField,
+        ModelSpec,
+        OutputField,
+        OwnModel,
+        ParameterField,
+    )
     from triptych.spec.spec import RESERVED, PipelineSpec
 
     def names(schema: dict[str, object], definitions: dict[str, dict[str, object]]) -> set[str]:
@@ -218,6 +225,10 @@ def test_every_field_of_the_spec_is_documented() -> None:
     schema = PipelineSpec.model_json_schema()
     for name in names(schema, schema["$defs"]) - set(RESERVED):
         assert name in PIPELINES, name
+    own = (ROOT / "pipelines/own_models.md").read_text(encoding="utf-8")
+    for fields in (ModelSpec, OwnModel, InputField, ParameterField, OutputField):
+        for name in set(fields.model_fields) - set(RESERVED) - {"accuracy"}:
+            assert name in own, name
 
 
 LABELS = ("text-classification", "zero-shot-classification", "image-classification")

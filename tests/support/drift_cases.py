@@ -40,7 +40,7 @@ def built_for(inputs: PipelineInputs, lengths: Sequence[int], layout: Layout) ->
     """As if the pipeline's traffic had been of these lengths."""
     old = inputs.plan
     counted = Lengths.of(lengths, max_length=MAX_LENGTH)
-    plan = make_plan(old.spec, old.info, old.task, old.parameters, counted, layout=layout)
+    plan = make_plan(old.encoder_spec, old.info, old.task, old.parameters, counted, layout=layout)
     return replace(inputs, plan=plan, traffic=({"text": ""},) * len(lengths))
 
 

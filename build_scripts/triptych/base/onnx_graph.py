@@ -343,3 +343,14 @@ def _cast(source: str, target: str, kind: int) -> Any:
     import onnx
 
     return onnx.helper.make_node("Cast", [source], [target], name=f"{target}/cast", to=kind)
+
+
+def open_original(path: Path, *, optimize: bool) -> Any:
+    """Open an `onnxruntime.InferenceSession` of a graph as it is, on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if not optimize:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-DType = Literal["BYTES", "BOOL", "UINT8", "UINT32", "INT8", "INT32", "INT64", "FP32"]
+DType = Literal[
+    "BYTES", "BOOL", "UINT8", "UINT32", "INT8", "INT32", "INT64", "FP16", "FP32", "FP64"
+]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Tensor:
     name: str
     dtype: DType
     dims: tuple[int | str, ...]
-    content: Literal["text", "json", "image"] = "text"
+    content: Literal["text", "json", "image", "bytes"] = "text"
     optional: bool = False
 
     @property

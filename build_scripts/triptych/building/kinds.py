@@ -19,10 +19,12 @@ from triptych.building.generation.build import (
 from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.live import verify_generation
 from triptych.building.generation.text2text import read_text2text
+from triptych.building.own_checks import check_own_pipeline
 from triptych.building.pipeline_checks import Check, check_pipeline
 from triptych.core.gate.answers import check_hooks
 from triptych.core.gate.verify import verify_pipeline
 from triptych.core.inputs import read_inputs
+from triptych.core.own_inputs import read_own_inputs
 from triptych.repository.records import GateResult
 from triptych.repository.render import Rendered
 from triptych.serving.bench.bench import bench_pipeline
@@ -76,6 +78,16 @@ STEPS: Mapping[Kind, Steps] = {
     Kind.ENCODER: Steps(
         read=read_inputs,
         check_folder=check_pipeline,
+        check=check_hooks,
+        make_core=make_encoder_core,
+        render=render_encoder,
+        build_engine=build_encoder_engine,
+        verify=verify_pipeline,
+        bench=bench_pipeline,
+    ),
+    Kind.MODEL: Steps(
+        read=read_own_inputs,
+        check_folder=check_own_pipeline,
         check=check_hooks,
         make_core=make_encoder_core,
         render=render_encoder,

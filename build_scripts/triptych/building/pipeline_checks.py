@@ -116,9 +116,9 @@ def check_pipeline(folder: Path) -> list[Check]:
     needed = ("decode",) if spec.custom is not None else ()
     if (folder / HOOKS_FILE).is_file():
         # Hooks may print, but stdout is reserved for results.
-        with redirect_stdout(sys.stderr), _no_bytecode():
+        with redirect_stdout(sys.stderr), without_bytecode():
             checks += _check_hooks(folder, task, kinds, rows, needed)
-        checks.append(_run_tests(folder))
+        checks.append(run_tests(folder))
     elif needed:
         note = f"{HOOKS_FILE} with a function `decode` is what a custom task is made of"
         checks.append(Check("hooks-load", "error", note))
@@ -155,7 +155,7 @@ def _check_hooks(
 ) -> list[Check]:
     try:
         module = load_hooks(folder)
-        imports = _check_imports(folder)
+        imports = check_imports(folder)
     except (Exception, SystemExit) as error:
         return [Check("hooks-load", "error", f"{HOOKS_FILE}: {type(error).__name__}: {error}")]
     if module is None:
@@ -174,7 +174,7 @@ def _check_hooks(
     return checks
 
 
-def _check_imports(folder: Path) -> Check:
+def check_imports(folder: Path) -> Check:
     tree = ast.parse((folder / HOOKS_FILE).read_bytes())
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -320,7 +320,7 @@ def _first_difference(lines: Iterable[int], first: list[Row], second: list[Row])
     return None
 
 
-def _run_tests(folder: Path) -> Check:
+def run_tests(folder: Path) -> Check:
     """Run ``test_hooks.py`` with pytest in a subprocess."""
     if not (folder / TESTS_FILE).is_file():
         return Check("tests", "warning", f"there is no {TESTS_FILE}: the hooks are not tested")
@@ -353,7 +353,7 @@ def _run_tests(folder: Path) -> Check:
 
 
 @contextmanager
-def _no_bytecode() -> Iterator[None]:
+def without_bytecode() -> Iterator[None]:
     """Keep Python from writing ``__pycache__`` to the user's folder while the block runs."""
     before = sys.dont_write_bytecode
     sys.dont_write_bytecode = True

@@ -42,6 +42,7 @@ from triptych.client.wire import (
     PipelineConfig,
     Rows,
     encode_rows,
+    has_typed_rows,
     read_config,
 )
 from triptych.client.work import Work
@@ -289,7 +290,9 @@ def infer(
 ) -> Flow[dict[str, NDArray[Any]]]:
     """Send rows of any inputs and return every output.
 
-    `inputs` has a list per input name, all of the same length, with one element per row. The
+    `inputs` has a list per input name, all of the same length, with one element per row: text or
+    bytes, or a number, a list or an array for a typed input. Rows of an output of variable size are
+    filled up with 0, false or an empty text. The
     `parameters` `priority` and `timeout` are Triton's own; a `priority` needs a pipeline with
     priority levels. `timeout_s` is the deadline of the whole
     call; None takes the client's own.
@@ -300,7 +303,11 @@ def infer(
     Raises:
         InferenceError: See its subclasses; `row` of an `InvalidRequestError` is the faulty row.
     """
-    encoded, deadline = encode_rows(inputs), self._deadline(timeout_s)
+    deadline = self._deadline(timeout_s)
+    config = self._config
+    if config is None and has_typed_rows(inputs):
+        config = yield from self._known_config(deadline)
+    encoded = encode_rows(inputs, config)
     return (yield from self._perform(encoded, parameters, deadline, keep_going=False)).outputs()
 
 
@@ -316,7 +323,11 @@ def infer_each(
     Arguments and errors are those of `infer`, but a rejected row does not raise: the other rows of
     its request are sent again without it.
     """
-    encoded, deadline = encode_rows(inputs), self._deadline(timeout_s)
+    deadline = self._deadline(timeout_s)
+    config = self._config
+    if config is None and has_typed_rows(inputs):
+        config = yield from self._known_config(deadline)
+    encoded = encode_rows(inputs, config)
     return (yield from self._perform(encoded, parameters, deadline, keep_going=True)).each()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,14 @@ from numpy.typing import NDArray
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from triptych.client.errors import InvalidRequestError, PipelineFailedError
+from triptych.runtime.own_model import cast_numbers
 
 Parameter = bool | int | float | str
-Rows = Mapping[str, Sequence["str | bytes"]]
+Rows = Mapping[str, Sequence[Any] | NDArray[Any]]
+"""One value per row for each input: text or bytes, or numbers, lists or arrays if it is typed."""
+InputType = tuple[str, tuple[int, ...]]
+"""Datatype of an input and the sizes of its axes in a row, 0 for a variable size."""
+TEXT_INPUT: InputType = ("BYTES", (1,))
 
 _LENGTH = struct.Struct("<I")
 _DTYPES: dict[str, type[np.generic]] = {
@@ -32,11 +37,23 @@ class EncodedRows:
         columns: One element per row by input name; empty for a rejected row.
         count: Number of rows.
         refused: Error of each row that cannot be sent.
+        types: Datatype of each typed input, whose elements are complete tensors.
+        shapes: Shape of each row of a typed input.
     """
 
     columns: dict[str, list[bytes]]
     count: int
     refused: dict[int, InvalidRequestError]
+    types: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+
+    def by_shape(self, rows: Iterable[int]) -> list[list[int]]:
+        """Return rows in groups that can be in one request, because their shapes are equal."""
+        groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for row in rows:
+            key = tuple(shapes[row] for shapes in self.shapes.values())
+            groups.setdefault(key, []).append(row)
+        return list(groups.values())
 
 
 _PROMPT = "text_input"
@@ -53,6 +70,7 @@ class PipelineConfig:
         caches: Whether the server answers repeated requests from its response cache.
         outputs: dtype and shape of one row by output name; 0 for a variable size.
         steps: Models of the ensemble in order; the model itself if it is not an ensemble.
+        input_types: Datatype and sizes of each input by name.
     """
 
     max_batch_size: int
@@ -61,6 +79,7 @@ class PipelineConfig:
     steps: tuple[str, ...]
     options: Mapping[str, str] = field(default_factory=dict)
     caches: bool = False
+    input_types: Mapping[str, InputType] = field(default_factory=dict)
 
     @property
     def generates(self) -> bool:
@@ -80,15 +99,27 @@ class PipelineConfig:
         return {name: np.empty((0, *row), dtype) for name, (dtype, row) in self.outputs.items()}
 
 
-def encode_rows(inputs: Rows) -> EncodedRows:
+def has_typed_rows(inputs: Rows) -> bool:
+    """Return whether a row is neither text nor bytes, so that its encoding depends on the input."""
+    values = [column[0] for column in inputs.values() if len(column)]
+    return not all(isinstance(value, str | bytes) for value in values)
+
+
+def encode_rows(inputs: Rows, config: PipelineConfig | None = None) -> EncodedRows:
     """Check and encode the rows of every input.
+
+    Without `config`, every input has one text per row.
 
     Raises:
         InvalidRequestError: An input is no list, or the inputs differ in length. A row that cannot
             be sent does not raise; it is reported in `refused`.
     """
+    if config is not None and any(config.input_types[n] != TEXT_INPUT for n in config.inputs):
+        _check_names(inputs, config)
     refused: dict[int, InvalidRequestError] = {}
     columns: dict[str, list[bytes]] = {}
+    types: dict[str, str] = {}
+    shapes: dict[str, list[tuple[int, ...]]] = {}
     for name, values in inputs.items():
         if isinstance(values, str | bytes):
             raise InvalidRequestError(
@@ -96,6 +127,20 @@ def encode_rows(inputs: Rows) -> EncodedRows:
                 f"Given: one {type(values).__name__}. Put it into a list."
             )
         column = columns[name] = []
+        kind = TEXT_INPUT if config is None else config.input_types.get(name, TEXT_INPUT)
+        if kind != TEXT_INPUT:
+            types[name], shapes[name] = kind[0], []
+            for row, value in enumerate(values):
+                shape: tuple[int, ...] = ()
+                data = b""
+                try:
+                    shape, data = _encode_value(value, *kind)
+                except (UnicodeEncodeError, TypeError, ValueError) as error:
+                    told = f"`{name}` {error}. Given: {value!r:.80}. Convert it."
+                    refused.setdefault(row, InvalidRequestError(told, row))
+                column.append(data)
+                shapes[name].append(shape)
+            continue
         for row, value in enumerate(values):
             try:
                 column.append(value.encode() if isinstance(value, str) else _check_bytes(value))
@@ -106,7 +151,43 @@ def encode_rows(inputs: Rows) -> EncodedRows:
     if len(set(lengths.values())) != 1:
         given = ", ".join(f"`{name}` {length}" for name, length in lengths.items()) or "no input"
         raise InvalidRequestError(f"The inputs must have the same number of rows. Given: {given}.")
-    return EncodedRows(columns, next(iter(lengths.values())), refused)
+    return EncodedRows(columns, next(iter(lengths.values())), refused, types, shapes)
+
+
+def _check_names(inputs: Rows, config: PipelineConfig) -> None:
+    """Raise `InvalidRequestError` if an input is missing or unknown."""
+    known = ", ".join(config.input_types)
+    for name in config.inputs:
+        if name not in inputs:
+            given = ", ".join(inputs) or "none"
+            raise InvalidRequestError(f"`{name}` is required. Given: {given}. Send it, too.")
+    for name in inputs:
+        if name not in config.input_types:
+            raise InvalidRequestError(
+                f"`{name}` is not an input of the pipeline. Given: {name}. Inputs: {known}."
+            )
+
+
+def _encode_value(
+    value: Any, datatype: str, dims: tuple[int, ...]
+) -> tuple[tuple[int, ...], bytes]:
+    """Return the shape and the bytes of one row of a typed input."""
+    dtype = _DTYPES[datatype]
+    array = np.asarray(value, dtype=dtype if dtype is np.object_ else None)
+    if not array.ndim and dims == (1,):
+        array = array.reshape(1)
+    if len(dims) != array.ndim or any(d and d != n for d, n in zip(dims, array.shape, strict=True)):
+        wanted = [size or "any" for size in dims]
+        raise ValueError(f"must have the shape {wanted} in each row, not {list(array.shape)}")
+    if dtype is not np.object_:
+        return array.shape, cast_numbers(array, dtype).tobytes()
+    parts: list[bytes] = []
+    for each in array.ravel():
+        data = each.encode() if isinstance(each, str) else each
+        if not isinstance(data, bytes):
+            raise TypeError("must have elements of str or bytes")
+        parts += (_LENGTH.pack(len(data)), data)
+    return array.shape, b"".join(parts)
 
 
 def _check_bytes(value: object) -> bytes:
@@ -131,16 +212,23 @@ def infer_request(
     rows: Sequence[int],
     parameters: Mapping[str, Parameter],
     options: Mapping[str, str],
+    encoded: EncodedRows | None = None,
 ) -> Any:
     """Return the ``ModelInferRequest`` with these rows of `columns`, each input of shape [rows, 1].
 
-    Those `parameters` that are `options` (name to datatype) are sent as inputs, too.
+    Those `parameters` that are `options` (name to datatype) are sent as inputs, too. Typed inputs
+    have the datatype and the shape of the first row in `encoded`.
     """
     request = service_pb2.ModelInferRequest(model_name=pipeline)
     for name, value in parameters.items():
         if name not in options:
             _set_parameter(request.parameters[name], name, value)
     for name, column in columns.items():
+        if encoded is not None and name in encoded.types:
+            shape = (len(rows), *encoded.shapes[name][rows[0]])
+            request.inputs.add(name=name, datatype=encoded.types[name], shape=shape)
+            request.raw_input_contents.append(b"".join(column[row] for row in rows))
+            continue
         tensor = request.inputs.add(name=name, datatype="BYTES")
         tensor.shape.extend((len(rows), 1))
         parts: list[bytes] = []
@@ -295,6 +383,7 @@ def read_config(response: Any) -> PipelineConfig:
         steps or (config.name,),
         options,
         config.response_cache.enable,
+        {t.name: (_datatype(t), tuple(max(size, 0) for size in t.dims)) for t in config.input},
     )
 
 

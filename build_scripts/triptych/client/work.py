@@ -78,6 +78,13 @@ def split_rows(rows: Sequence[int], sizes: Sequence[int], limit: int) -> list[tu
     return [tuple(request) for request in requests]
 
 
+def _fill(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return an array filled up with 0, false or an empty text, as a step does for its rows."""
+    filled = np.full(shape, b"" if array.dtype == np.object_ else 0, array.dtype)
+    filled[tuple(map(slice, array.shape))] = array
+    return filled
+
+
 class Work:
     """State of one call.
 
@@ -127,7 +134,10 @@ class Work:
         # that they batch with each other and need little padding.
         limit = 1 if config is None else config.max_batch_size
         most = min(limit, rows_per_request or math.ceil(limit / 4))
-        self._waiting = deque(Portion(part) for part in split_rows(rows, sizes, most))
+        groups = encoded.by_shape(rows) if encoded.shapes else [rows]
+        self._waiting = deque(
+            Portion(part) for group in groups for part in split_rows(group, sizes, most)
+        )
 
     @property
     def waiting(self) -> int:
@@ -163,7 +173,9 @@ class Work:
             # deadline, so that the caller's own deadline ends the call.
             parameters.setdefault("timeout", int((remaining_s + _QUEUE_GRACE_S) * 1e6))
         columns = self._encoded.columns
-        request = infer_request(self._pipeline, columns, portion.rows, parameters, self._options)
+        request = infer_request(
+            self._pipeline, columns, portion.rows, parameters, self._options, self._encoded
+        )
         return request, remaining_s
 
     def answered(self, portion: Portion, response: Any) -> None:
@@ -185,10 +197,15 @@ class Work:
                 shape = (self._encoded.count, *array.shape[1:])
                 result = self._outputs[name] = np.empty(shape, array.dtype)
             if result.shape[1:] != array.shape[1:]:
-                raise PipelineFailedError(
-                    f"Output `{name}` must have one shape for all rows. Given: "
-                    f"{list(result.shape[1:])} and {list(array.shape[1:])}. Send fewer rows a call."
-                )
+                if result.ndim != array.ndim:
+                    raise PipelineFailedError(
+                        f"Output `{name}` must have the same number of axes for all rows. Given: "
+                        f"{list(result.shape[1:])} and {list(array.shape[1:])}. This is a bug of "
+                        "the pipeline."
+                    )
+                sizes = np.maximum(result.shape[1:], array.shape[1:])
+                result = self._outputs[name] = _fill(result, (len(result), *sizes))
+                array = _fill(array, (len(array), *sizes))
             result[rows] = array
         self._rows_answered += len(rows)
 

@@ -69,10 +69,13 @@ def _ask(url: str, pipeline: ServedPipeline) -> str | None:
 def make_unique(body: bytes) -> bytes:
     """Return a request that no response cache has answered: white space follows its last value.
 
-    Tokenizers drop the white space, and decoders of images ignore what follows an image.
+    Tokenizers drop the white space, and decoders of images ignore what follows an image. A request
+    whose last input has numbers is not changed.
     """
     head, _, values = body.partition(b"\n")
     request = json.loads(head)
+    if request["inputs"][-1]["datatype"] != "BYTES":
+        return body
     parameters = request["inputs"][-1]["parameters"]
     size = parameters["binary_data_size"]
     value = values[len(values) - size + _LENGTH_BYTES :]

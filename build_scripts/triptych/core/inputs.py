@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from triptych.base.errors import Progress, UserError
 from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, gate_rows
@@ -14,6 +15,7 @@ from triptych.core.requests import GateRequest, Sample
 from triptych.repository.config_text import check_config_texts
 from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.runtime.hooking import HOOKS_FILE, REDACT, load_hooks, takes_inputs
+from triptych.spec.model_fields import CompiledSpec
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import locate, read_model
 from triptych.spec.plan import Layout, Plan, make_plan
@@ -28,6 +30,7 @@ from triptych.spec.tasks.catalog import (
 from triptych.spec.tasks.custom import custom_task
 from triptych.spec.tasks.eval_file import EVAL_FILE, first_rows, read_labels
 from triptych.spec.tasks.labeled import LabeledRow
+from triptych.spec.tasks.own import own_task
 from triptych.spec.tasks.task import with_class_scores
 from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
@@ -79,10 +82,10 @@ class PipelineInputs:
     probe: tuple[GateRequest, ...]
     hooks: bytes | None
     labeled: LabeledRequests = field(default_factory=LabeledRequests)
-    traffic: tuple[Mapping[str, str | bytes], ...] = ()
+    traffic: tuple[Mapping[str, Any], ...] = ()
 
     @property
-    def spec(self) -> PipelineSpec:
+    def spec(self) -> CompiledSpec:
         return self.plan.spec
 
     @property
@@ -91,13 +94,15 @@ class PipelineInputs:
         return self.model_folder if self.tokenizer_file is None else self.tokenizer_file.parent
 
     @property
-    def shortest_row(self) -> Mapping[str, str | bytes]:
+    def shortest_row(self) -> Mapping[str, Any]:
         """Request of the traffic with the smallest number of characters or bytes."""
-        return min(self.traffic, key=lambda row: sum(map(len, row.values())))
+        return min(self.traffic, key=_size_of)
 
     def replanned(self, layout: Layout) -> PipelineInputs:
         """Return the inputs with a plan for another layout."""
         old = self.plan
+        if not isinstance(old.spec, PipelineSpec):
+            return self  # rows of equal shape have one layout
         plan = make_plan(old.spec, old.info, old.task, old.parameters, old.lengths, layout=layout)
         return replace(self, plan=replace(plan, gives_inputs=old.gives_inputs))
 
@@ -109,12 +114,18 @@ class PipelineInputs:
         return self.replanned(manifest.plan.layout)
 
 
-def task_of(spec: PipelineSpec) -> Task:
-    """Return the task of `spec`, one of the package's or a custom one.
+def _size_of(row: Mapping[str, Any]) -> int:
+    return sum(len(v if isinstance(v, str | bytes) else repr(v)) for v in row.values())
+
+
+def task_of(spec: CompiledSpec) -> Task:
+    """Return the task of `spec`: one of the package's, a custom one, or that of an own model.
 
     Raises:
         UserError: There is no such task.
     """
+    if not isinstance(spec, PipelineSpec):
+        return own_task(spec)
     if (spec.task == "custom") != (spec.custom is not None):
         raise UserError(
             "custom",
@@ -151,7 +162,7 @@ def read_inputs(
     """
     task = task_of(spec)
     check_config_texts(spec.serving.config, shares_core=spec.core.shared_from is not None)
-    _report_tuned(spec, progress)
+    report_tuned(spec, progress)
     file = traffic or spec.folder / TRAFFIC_FILE
     lines = read_traffic(file.parent, [tensor.name for tensor in task.inputs], file=file.name)
     folder = locate(spec.model, spec.folder)
@@ -212,7 +223,7 @@ def _warn_of_labels(info: ModelInfo, task: Task, progress: Progress) -> None:
         )
 
 
-def _report_tuned(spec: PipelineSpec, progress: Progress) -> None:
+def report_tuned(spec: CompiledSpec, progress: Progress) -> None:
     """Report the settings from ``tuned.yaml``, and whether they were measured for another spec."""
     tuned = read_tuned(spec.folder) if spec.tuned else None
     if tuned is None:
@@ -265,17 +276,26 @@ def _check_max_length(spec: PipelineSpec, info: ModelInfo) -> None:
         )
 
 
-def _load_hooks(spec: PipelineSpec) -> ModuleType | None:
-    path = spec.folder / HOOKS_FILE
+def load_own_hooks(folder: Path) -> ModuleType | None:
+    """Return the pipeline's ``hooks.py``; None if it has none.
+
+    Raises:
+        UserError: The file cannot be loaded.
+    """
     try:
-        hooks = load_hooks(spec.folder)
+        return load_hooks(folder)
     except (Exception, SystemExit) as error:
         raise UserError(
-            str(path),
+            str(folder / HOOKS_FILE),
             "cannot be loaded",
             given=f"{type(error).__name__}: {error}",
             remedy="Correct the file",
         ) from error
+
+
+def _load_hooks(spec: PipelineSpec) -> ModuleType | None:
+    path = spec.folder / HOOKS_FILE
+    hooks = load_own_hooks(spec.folder)
     sample = spec.serving.sample
     if sample is not None and sample.redact and not callable(getattr(hooks, REDACT, None)):
         raise UserError(

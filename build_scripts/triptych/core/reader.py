@@ -69,7 +69,7 @@ class RequestReader:
             for name, rule in known.items()
             if rule.default is not None
         }
-        self.parameters = _checked("parameters", spec.parameters, self._rules, defaults)
+        self.parameters = check_line("parameters", spec.parameters, self._rules, defaults)
         self.max_length = max_length_of(spec, info, task)
         most = core_rows_of(spec, info, task)
         settings = row_settings(spec, info, task, max_core_rows=most)
@@ -138,7 +138,7 @@ class RequestReader:
     ) -> GateRequest | None:
         """Return a request that a server received, without core rows; None if it is rejected."""
         try:
-            checked = _checked(preview, parameters, self._rules, self.parameters)
+            checked = check_line(preview, parameters, self._rules, self.parameters)
             return GateRequest(sent, self._after_hook(sent), checked, (), (), False, preview)
         except Exception:  # the user's own function may raise anything
             return None
@@ -187,7 +187,7 @@ class RequestReader:
                     given=f"{line.inputs[name]!r:.100}: {error!s:.100}",
                     remedy="Use a path relative to the pipeline's folder",
                 ) from error
-        parameters = _checked(where, line.parameters, self._rules, self.parameters)
+        parameters = check_line(where, line.parameters, self._rules, self.parameters)
         preview = line.inputs[self._images[0]] if self._images else preview_text(sent)
         try:
             inputs = self._after_hook(sent)
@@ -234,9 +234,20 @@ def _is_filled(row: Any) -> bool:
     return not isinstance(row, TokenRow) or bool(row.ids)
 
 
-def _checked(
+def check_line(
     where: str, given: Mapping[str, Any], rules: Rules, defaults: Mapping[str, Any]
 ) -> Mapping[str, Any]:
+    """Return the parameters of a line of a file, with defaults.
+
+    Args:
+        where: Name of the line or field, for errors.
+        given: Parameters of the line.
+        rules: Rules of all parameters.
+        defaults: Defaults of all parameters.
+
+    Raises:
+        UserError: A parameter is unknown or invalid.
+    """
     sent = {}
     for name, value in given.items():
         if name in FORMER_NAMES:

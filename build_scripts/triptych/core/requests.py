@@ -12,7 +12,7 @@ import io
 import json
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
@@ -50,19 +50,25 @@ class GateRequest:
         metadata: Packed metadata of each core row; empty if the task has none.
         edge: Whether it is an edge case: empty, blank, at the length limit and similar.
         preview: Preview for tables.
+        columns: Columns of a batch encoder with typed inputs; None for texts and images.
+        past_core: Tensors of the user's own model that go past the core, ``[core rows, ...]`` each.
     """
 
-    sent: Mapping[str, str | bytes]
-    inputs: Mapping[str, str | bytes]
+    sent: Mapping[str, Any]
+    inputs: Mapping[str, Any]
     parameters: Mapping[str, Any]
     rows: tuple[Sample, ...]
     metadata: tuple[bytes, ...]
     edge: bool
     preview: str
+    columns: Mapping[str, Any] | None = None
+    past_core: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @property
     def row_inputs(self) -> RowInputs:
         """Inputs of a batch encoder: `inputs` as columns of one row."""
+        if self.columns is not None:
+            return RowInputs(self.columns, self.parameters)
         return RowInputs({name: [value] for name, value in self.inputs.items()}, self.parameters)
 
     @property
@@ -92,6 +98,7 @@ def hash_rows(rows: Iterable[Sample]) -> str:
     for row in rows:
         pixels = row if isinstance(row, np.ndarray) else None
         head = json.dumps(row) if pixels is None else f"{pixels.shape}"
+        head += f"{pixels.dtype}" if pixels is not None and pixels.dtype.names else ""
         digest.update(f"{len(head)} {head}".encode())
         digest.update(b"" if pixels is None else pixels.tobytes())
     return digest.hexdigest()
@@ -108,19 +115,20 @@ def hash_requests(requests: Iterable[GateRequest]) -> str:
     return digest.hexdigest()
 
 
-def hash_inputs(inputs: Mapping[str, str | bytes]) -> str:
+def hash_inputs(inputs: Mapping[str, Any]) -> str:
     """Return the hash of a client's inputs, in hex; equal inputs have equal hashes."""
     digest = hashlib.sha256()
     for name, value in sorted(inputs.items()):
-        data = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
+        text = value if isinstance(value, str) else f"{value!r}"
+        data = value if isinstance(value, bytes) else text.encode("utf-8", "surrogatepass")
         digest.update(f"{name} {len(data)} ".encode() + data)
     return digest.hexdigest()
 
 
-def preview_text(inputs: Mapping[str, str | bytes]) -> str:
+def preview_text(inputs: Mapping[str, Any]) -> str:
     """Return a preview of the inputs for tables."""
     texts = [
-        f"{len(value)} bytes" if isinstance(value, bytes) else " ".join(value.split())
+        f"{len(value)} bytes" if isinstance(value, bytes) else " ".join(str(value).split())
         for value in inputs.values()
     ]
     return shorten(" | ".join(texts), MAX_SHOWN)
@@ -134,8 +142,24 @@ def shorten(text: str, most: int) -> str:
     )
 
 
-Sample = TokenRow | NDArray[np.uint8]
-"""A row of the core: tokens, or the pixels of an image, UINT8 ``[height, width, channels]``."""
+Sample = TokenRow | NDArray[Any]
+"""A row of the core: tokens, the pixels of an image, UINT8 ``[height, width, channels]``, or a
+record with the inputs of the user's own model."""
+
+
+def make_record(tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+    """Return the inputs of a core row, without the batch, as a structured array ``[]``."""
+    fields = [(name, array.dtype, array.shape) for name, array in tensors.items()]
+    record = np.empty((), np.dtype(fields))
+    for name, array in tensors.items():
+        record[name] = array
+    return record
+
+
+def is_record(sample: Sample) -> bool:
+    """Return whether a row is of the user's own model; see `make_record`."""
+    return isinstance(sample, np.ndarray) and sample.dtype.names is not None
+
 
 Feed = dict[str, NDArray[Any]]
 """The graph's inputs for one batch, by name."""
@@ -161,6 +185,9 @@ def core_feed(
             feed: padded to the longest row, or packed, in requests of `REQUEST_SIZES`.
     """
     rows = [sample for sample in samples if isinstance(sample, TokenRow)]
+    records = [np.asarray(sample) for sample in samples if is_record(sample)]
+    if records:
+        return {each.name: np.stack([row[each.name] for row in records]) for each in inputs}
     if not rows:
         return {inputs[0].name: np.stack([np.asarray(sample) for sample in samples])}
     lengths = np.array([[len(row.ids)] for row in rows], dtype=np.int32)
@@ -245,7 +272,7 @@ def write_samples(path: Path, rows: Sequence[Sample]) -> None:
         if any(row.prompt for row in tokens):
             arrays[_PROMPTS] = np.array([row.prompt for row in tokens], np.int32)
     else:
-        arrays[_PIXELS] = np.stack([np.asarray(row, np.uint8) for row in rows])
+        arrays[_PIXELS] = np.stack([np.asarray(row) for row in rows])
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
             content = io.BytesIO()

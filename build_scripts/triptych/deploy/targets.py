@@ -31,6 +31,7 @@ class DeployedKind:
 
 KINDS: Mapping[Kind, DeployedKind] = {
     Kind.ENCODER: DeployedKind(read_context, known_encoder),
+    Kind.MODEL: DeployedKind(read_context, known_encoder),
     Kind.TEXT_GENERATION: DeployedKind(read_generation_context, known_generating),
     Kind.TEXT2TEXT: DeployedKind(read_generation_context, known_generating),
 }

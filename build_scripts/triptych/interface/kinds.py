@@ -43,6 +43,7 @@ def _open_chat(
 
 FACES: Mapping[Kind, Face] = {
     Kind.ENCODER: Face(describe_encoder, open_demo_page),
+    Kind.MODEL: Face(describe_encoder, open_demo_page),
     Kind.TEXT_GENERATION: Face(describe_text_generation, partial(_open_chat, ChatPage)),
     Kind.TEXT2TEXT: Face(describe_text2text, partial(_open_chat, TextPage)),
 }

@@ -6,6 +6,7 @@ from triptych.base.formatting import amount, figures
 from triptych.repository.manifest import FIGURES_FILE
 from triptych.repository.records import GateResult
 from triptych.spec.plan import Plan
+from triptych.spec.spec import PipelineSpec
 
 CARD_FILE = "README.md"
 _SPEED = (
@@ -39,17 +40,17 @@ def render_card(plan: Plan, gate: GateResult, *, license: str, unpacked: str) ->
     }
     lines = [f"# {spec.name}", "", "| | |", "| --- | --- |"]
     lines += [f"| {name} | {_cell(value)} |" for name, value in about.items()]
-    lines += ["", "## Accuracy", "", *_accuracy(gate), "", "## Speed", "", _SPEED]
+    lines += ["", "## Accuracy", "", *_accuracy(gate, plan.original), "", "## Speed", "", _SPEED]
     lines += ["", "## Limits", "", *_limits(plan)]
     return ("\n".join(lines) + "\n").encode()
 
 
-def _accuracy(gate: GateResult) -> list[str]:
+def _accuracy(gate: GateResult, original: str) -> list[str]:
     outcome = "passed" if gate.passed else f"failed, and accepted: {_cell(gate.accepted)}"
     compared = f"{amount(gate.rows, 'request')} of the traffic and {gate.edge_case_rows} edge cases"
     lines = [
-        f"The accuracy gate {outcome}. It compared {compared} with the original model in PyTorch "
-        "fp32.",
+        f"The accuracy gate {outcome}. It compared {compared} with the original model in "
+        f"{original} fp32.",
         "",
         "| metric | measured | limit |",
         "| --- | --- | --- |",
@@ -64,7 +65,12 @@ def _accuracy(gate: GateResult) -> list[str]:
 def _limits(plan: Plan) -> list[str]:
     spec = plan.spec
     lines = [f"- At most {amount(plan.request_rows, 'row')} per request."]
-    if plan.lengths is None:
+    if not isinstance(spec, PipelineSpec):
+        lines += [
+            f"- A value of `{name}` of at most {field.max_bytes:,} bytes."
+            for name, field in spec.inputs.items()
+        ]
+    elif plan.lengths is None:
         lines.append(
             f"- An image of at most {spec.image.max_bytes:,} bytes and {spec.image.max_pixels:,} "
             "pixels."

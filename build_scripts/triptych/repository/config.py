@@ -19,9 +19,9 @@ from triptych.base.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tens
 from triptych.runtime.packing import count_slots
 from triptych.spec.engine_plan import EnginePlan
 from triptych.spec.fields import SessionOptions
+from triptych.spec.model_fields import CompiledSpec
 from triptych.spec.plan import Plan
 from triptych.spec.slo import Slo
-from triptych.spec.spec import PipelineSpec
 
 CONFIG_FILE = "config.pbtxt"
 
@@ -364,7 +364,7 @@ def latency_buckets(slo: Slo) -> dict[str, Any]:
     }
 
 
-def has_bucket_bound(spec: PipelineSpec, limit_ms: float, release: Release) -> bool:
+def has_bucket_bound(spec: CompiledSpec, limit_ms: float, release: Release) -> bool:
     """Return whether the histogram of a server of `release` counts the requests within a limit."""
     in_slo = (
         parse_release(spec.serving.triton) >= first_release("model_metrics")

@@ -11,7 +11,16 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import (
+    AliasChoices,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
 
 from triptych.base.errors import UserError
 from triptych.container.manifests import MANIFEST_FILE as MANIFEST_FILE
@@ -21,7 +30,8 @@ from triptych.runtime.triton_io import read_settings
 from triptych.spec.any_spec import AnySpec
 from triptych.spec.engine_plan import EnginePlan
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
-from triptych.spec.kind import Kind, kind_of_task
+from triptych.spec.kind import MODEL, Kind, kind_of_task
+from triptych.spec.model_fields import ModelSpec
 from triptych.spec.plan import Layout, Plan
 from triptych.spec.spec import PipelineSpec, not_known_here
 from triptych.spec.tasks.task import Core
@@ -111,9 +121,14 @@ class BuildManifest:
         return (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+def _kind_name(spec: Any) -> str:
+    task = spec.get("task") if isinstance(spec, dict) else spec.task
+    return (Kind.MODEL if task == MODEL else Kind.ENCODER).name
+
+
 @dataclass(frozen=True, kw_only=True)
 class EncoderManifest(BuildManifest):
-    """The record of one build of an encoder.
+    """The record of one build with a compiled graph as its core.
 
     Attributes:
         core_key: Hash of everything that decided the core.
@@ -123,7 +138,11 @@ class EncoderManifest(BuildManifest):
             ``rehearsal``.
     """
 
-    spec: PipelineSpec
+    spec: Annotated[
+        Annotated[PipelineSpec, Tag(Kind.ENCODER.name)]
+        | Annotated[ModelSpec, Tag(Kind.MODEL.name)],
+        Discriminator(_kind_name),
+    ]
     core_key: str
     source_key: str
     plan: PlanRecord
@@ -281,7 +300,7 @@ def read_manifest(repository: Path, pipeline: str, expected: type[Manifest]) -> 
 
 @cache
 def _adapter(kind: Kind) -> TypeAdapter[BuildManifest]:
-    return TypeAdapter(EncoderManifest if kind is Kind.ENCODER else TextManifest)
+    return TypeAdapter(EncoderManifest if kind.is_compiled else TextManifest)
 
 
 def find_manifest(repository: Path, pipeline: str, expected: type[Manifest]) -> Manifest | None:

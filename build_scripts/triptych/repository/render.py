@@ -28,8 +28,10 @@ from triptych.repository.config_text import merge_config_text
 from triptych.repository.manifest import SAMPLES_FILE
 from triptych.repository.python_env import ENV_FILE, ENV_PARAMETER, ENV_PATH
 from triptych.runtime.decode_rows import RANGES_FILE
+from triptych.runtime.own_model import FILES_FOLDER, make_array
 from triptych.runtime.triton_io import SETTINGS_FILE
 from triptych.spec.plan import Plan
+from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks.task import CLASS_SCORES, LABELS_FILE, Task
 
 BATCH_TOKENS = {"cpu": 0, "gpu": 512}
@@ -68,6 +70,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "results of tokens": {"postprocess": "row_metadata.unpack_rows"},
     "pairs": {"preprocess": "rows_pairs.PairEncoder"},
     "row metadata": {"postprocess": "row_metadata.unpack_metadata"},
+    "own inputs": {"preprocess": "own_model.OwnInputs"},
 }
 """Definitions of the runtime, separated by spaces, that a step imports by name where its pipeline
 uses them."""
@@ -119,7 +122,7 @@ def render(
     core_file: Path,
     tokenizer_file: Path | None,
     hooks: bytes | None,
-    question: Mapping[str, str | bytes],
+    question: Mapping[str, Any],
     warm_ups: Path | None,
     samples: Path | None = None,
     python_env: Path | None = None,
@@ -142,7 +145,8 @@ def render(
         plan: Plan of the pipeline.
     """
     name, task = plan.spec.name, plan.task
-    outputs = [tensor.name for tensor in plan.core.outputs]
+    beside = () if plan.info.own is None else plan.info.own.past_core
+    outputs = [tensor.name for tensor in (*plan.core.outputs, *beside)]
     answers = {
         "core_outputs": outputs,
         "decoder": task.decode,
@@ -173,7 +177,7 @@ def render(
         files |= _config_files(plan, step, config)
     # Triton needs a version folder for an ensemble, too; git and archives drop empty folders.
     files |= {f"{name}/{version}/.keep": b"" for version in plan.spec.serving.versions}
-    files[f"{name}/{QUESTION_FILE}"] = _request(question)
+    files[f"{name}/{QUESTION_FILE}"] = _request(plan, question)
     if plan.spec.serving.class_scores:
         lines = [" ".join(label.split()) for label in plan.info.labels]
         files[f"{name}/{LABELS_FILE}"] = ("\n".join(lines) + "\n").encode()
@@ -224,14 +228,19 @@ def _python_files(
         "free dimensions": _has_free_dimensions(plan),
         "lists": any(rule.type == "list" for rule in plan.task.parameters(plan.info).values()),
         "results of tokens": plan.packed and plan.core.per_token,
+        "own inputs": plan.info.own is not None,
     }
     roots = step_roots(plan.task, [name for name, is_used in parts.items() if is_used])
     files: dict[str, Content] = {
         **bundle({f"{plan.step(step)}/1": own for step, own in roots.items()})
     }
     for step in roots:
+        folder = f"{plan.step(step)}/1"
         if hooks is not None:
-            files[f"{plan.step(step)}/1/hooks.py"] = hooks
+            files[f"{folder}/hooks.py"] = hooks
+        if not isinstance(plan.spec, PipelineSpec):
+            own = plan.spec.own_files()
+            files |= {f"{folder}/{FILES_FOLDER}/{path}": file for path, file in own}
         if tokenizer_file is not None and (step == "preprocess" or plan.task.decodes_tokens):
             files[f"{plan.step(step)}/1/tokenizer.json"] = tokenizer_file
     return files
@@ -274,26 +283,43 @@ def _config_files(plan: Plan, step: str, config: Any) -> dict[str, Content]:
     return files
 
 
-def _request(values: Mapping[str, str | bytes]) -> bytes:
+def _request(plan: Plan, values: Mapping[str, Any]) -> bytes:
     """Return one row as a Triton HTTP request: one line of JSON, then the values."""
     parts, inputs = [], []
+    own = {} if isinstance(plan.spec, PipelineSpec) else plan.spec.inputs
     for name, value in values.items():
-        data = value.encode() if isinstance(value, str) else value
-        parts.append(len(data).to_bytes(4, "little") + data)
-        size = {"binary_data_size": len(parts[-1])}
-        inputs.append({"name": name, "shape": [1, 1], "datatype": "BYTES", "parameters": size})
+        field = own[name].as_dict() if name in own else _TEXT_FIELD
+        array = make_array(field, [value])
+        data = array.tobytes()
+        if array.dtype == object:
+            data = b"".join(len(each).to_bytes(4, "little") + each for each in array.ravel())
+        parts.append(data)
+        size, datatype = {"binary_data_size": len(data)}, field["dtype"]
+        shape = list(array.shape)
+        inputs.append({"name": name, "shape": shape, "datatype": datatype, "parameters": size})
     return json.dumps({"inputs": inputs}).encode() + b"\n" + b"".join(parts)
 
 
-def _ensemble(plan: Plan) -> Any:
-    def wire(tensors: tuple[Tensor, ...]) -> dict[str, str]:
-        return {tensor.name: tensor.name for tensor in tensors}
+CORE_TENSOR_PREFIX = "core."
+"""Prefix of the names of an own graph's tensors between the steps of the ensemble."""
+_TEXT_FIELD = {"type": "text", "dtype": "BYTES", "shape": []}
+"""Form of the inputs of other tasks, as `make_array` takes it."""
 
-    outputs, slo = plan.core.outputs, plan.spec.serving.slo
+
+def _ensemble(plan: Plan) -> Any:
+    # Tensors of the user's own graph may have the names of the ensemble's inputs and outputs.
+    inner = "" if plan.info.own is None else CORE_TENSOR_PREFIX
+
+    def wire(tensors: tuple[Tensor, ...], prefix: str = "") -> dict[str, str]:
+        return {tensor.name: prefix + tensor.name for tensor in tensors}
+
+    own = () if plan.info.own is None else plan.info.own.past_core
+    slo, past_core = plan.spec.serving.slo, {**wire(plan.past_core), **wire(own, inner)}
+    to_core, from_core = wire(plan.core_inputs, inner), wire(plan.core.outputs, inner)
     steps = [
-        ("preprocess", plan.request_inputs, (*plan.core_inputs, *plan.past_core)),
-        ("core", plan.core_inputs, outputs),
-        ("postprocess", (*outputs, *plan.past_core), plan.task.outputs),
+        ("preprocess", wire(plan.request_inputs), {**to_core, **past_core}),
+        ("core", to_core, from_core),
+        ("postprocess", {**from_core, **past_core}, wire(plan.task.outputs)),
     ]
     return new_config(
         name=plan.spec.name,
@@ -313,8 +339,8 @@ def _ensemble(plan: Plan) -> Any:
                 {
                     "model_name": plan.step(step),
                     "model_version": -1,
-                    "input_map": wire(read),
-                    "output_map": wire(written),
+                    "input_map": read,
+                    "output_map": written,
                 }
                 for step, read, written in steps
             ],

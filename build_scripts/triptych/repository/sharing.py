@@ -8,10 +8,10 @@ from pathlib import Path
 from triptych.base.errors import UserError
 from triptych.repository.manifest import MANIFEST_FILE, EncoderManifest, find_manifest
 from triptych.spec.fields import Precision
-from triptych.spec.spec import PipelineSpec
+from triptych.spec.model_fields import CompiledSpec
 
 
-def owner_of_core(repository: Path, spec: PipelineSpec) -> EncoderManifest:
+def owner_of_core(repository: Path, spec: CompiledSpec) -> EncoderManifest:
     """Return the manifest of the pipeline whose core `spec` shares.
 
     Raises:
@@ -36,7 +36,7 @@ def owner_of_core(repository: Path, spec: PipelineSpec) -> EncoderManifest:
     return manifest
 
 
-def check_shareable(spec: PipelineSpec, source_key: str, owner: EncoderManifest) -> Precision:
+def check_shareable(spec: CompiledSpec, source_key: str, owner: EncoderManifest) -> Precision:
     """Return the precision of the owner's core, if the core can serve `spec`.
 
     `source_key` is the key of the fp32 core of `spec`.

@@ -27,9 +27,12 @@ Hook = Callable[..., list[Row]]
 Outputs = Mapping[str, NDArray[Any]]
 After = Callable[[Outputs, Callable[[str], list[bytes]]], Outputs]
 NUMPY_TYPES: dict[str, type[np.generic]] = {
+    "FP16": np.float16,
     "FP32": np.float32,
+    "FP64": np.float64,
     "INT8": np.int8,
     "UINT8": np.uint8,
+    "UINT32": np.uint32,
     "INT32": np.int32,
     "INT64": np.int64,
     "BOOL": np.bool_,

@@ -23,6 +23,7 @@ from .row_types import (
     write_ticket,
 )
 from .triton_io import (
+    Inputs,
     add_options,
     check_parameters,
     error_response,
@@ -78,6 +79,11 @@ class TritonPythonModel:
         self._fields = settings["inputs"]
         self._encoded = settings["encoded_inputs"]
         self._max_text_bytes = settings["max_text_bytes"]
+        self._required = settings.get("required_inputs", len(self._fields))
+        is_own = "own_inputs" in settings
+        self._read_columns: Callable[[Inputs], dict[str, Any]] = (
+            find_class("own_model.OwnInputs")(settings).read if is_own else self._read_texts
+        )
         self._rules = settings["request_parameters"]
         self._defaults = settings["parameters"]
         self._by_width = settings["layout"] == "bucketed"
@@ -171,15 +177,10 @@ class TritonPythonModel:
         inputs, given, options = read_inputs(request), request.parameters(), ""
         if self._refuse is not None:
             self._refuse(given, self._rules)
-        if len(inputs) > len(self._fields):
+        if len(inputs) > self._required:
             given = options = add_options(given, inputs, self._rules)
         parameters = check_parameters(given, self._rules, self._defaults)
-        columns: dict[str, list[Any]] = {
-            field: read_bytes(inputs, field)
-            if field in self._encoded
-            else read_texts(inputs, field, self._max_text_bytes)
-            for field in self._fields
-        }
+        columns = self._read_columns(inputs)
         sample = b""
         names = request.requested_output_names()
         is_whole = "request_ticket" in names and "direct_call" not in names
@@ -198,6 +199,14 @@ class TritonPythonModel:
             is_counted=self._flow is not None and is_whole,
             left_s=request.timeout() / 1e6 or None,  # in microseconds, and 0 without a deadline
         )
+
+    def _read_texts(self, inputs: Inputs) -> dict[str, Any]:
+        return {
+            field: read_bytes(inputs, field)
+            if field in self._encoded
+            else read_texts(inputs, field, self._max_text_bytes)
+            for field in self._fields
+        }
 
     def _respond(self, job: Job, core_rows: CoreRows) -> Any:
         count = core_rows.row_count

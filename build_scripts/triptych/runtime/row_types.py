@@ -28,11 +28,12 @@ class RowInputs(NamedTuple):
     """Inputs and parameters of one request, ready for a row maker.
 
     Attributes:
-        columns: One value per row for each input: `str` for texts, `bytes` for images.
+        columns: One value per row for each input: `str` for texts, `bytes` for images; of the
+            user's own model also arrays.
         parameters: Checked parameters with defaults.
     """
 
-    columns: Mapping[str, list[Any]]
+    columns: Mapping[str, Any]
     parameters: Mapping[str, Any]
 
 

@@ -14,10 +14,11 @@ from triptych.spec.generation_fields import (
     load_text2text_spec,
 )
 from triptych.spec.kind import Kind, kind_of_task
+from triptych.spec.model_fields import ModelSpec, load_model_spec
 from triptych.spec.slo import AnySlo, parse_generation_slo, parse_slo
 from triptych.spec.spec import PipelineSpec, load_spec, task_of
 
-AnySpec = PipelineSpec | GenerationSpec | Text2TextSpec
+AnySpec = PipelineSpec | GenerationSpec | Text2TextSpec | ModelSpec
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ READERS: Mapping[Kind, SpecReader] = {
     Kind.ENCODER: SpecReader(PipelineSpec, load_spec, parse_slo),
     Kind.TEXT_GENERATION: SpecReader(GenerationSpec, load_generation_spec, parse_generation_slo),
     Kind.TEXT2TEXT: SpecReader(Text2TextSpec, load_text2text_spec, parse_generation_slo),
+    Kind.MODEL: SpecReader(ModelSpec, load_model_spec, parse_slo),
 }
 
 

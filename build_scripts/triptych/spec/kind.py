@@ -11,17 +11,31 @@ TEXT2TEXT = "text2text-generation"
 """Name of the task whose specs are `generation_fields.Text2TextSpec`."""
 
 
+MODEL = "model"
+"""Name of the task whose specs are `model_fields.ModelSpec`."""
+
+
 class Kind(Enum):
     """Kind of a pipeline: how its model computes, and so how it is built, checked and served."""
 
     ENCODER = "encoder"
     TEXT_GENERATION = "text generation"
     TEXT2TEXT = "text2text"
+    MODEL = "own model"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the core is a compiled graph, and a request is a batch of rows."""
+        return self in (Kind.ENCODER, Kind.MODEL)
 
 
-_BY_TASK = {GENERATION: Kind.TEXT_GENERATION, TEXT2TEXT: Kind.TEXT2TEXT}
+_BY_TASK = {
+    GENERATION: Kind.TEXT_GENERATION,
+    TEXT2TEXT: Kind.TEXT2TEXT,
+    MODEL: Kind.MODEL,
+}
 
-GENERATING = tuple(_BY_TASK)
+GENERATING = (GENERATION, TEXT2TEXT)
 """Names of the tasks that generate text."""
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from triptych.base.tensors import Tensor
+
 Activation = Literal["softmax", "sigmoid", "none"]
 Resize = Literal["none", "exact", "shorter"]
 
@@ -82,6 +84,25 @@ class LogitScore:
 
 
 @dataclass(frozen=True)
+class OwnInterface:
+    """Tensors of the user's own model and of the functions around it, without the batch dimension.
+
+    Attributes:
+        inputs: Inputs of the core.
+        outputs: Outputs of the core.
+        past_core: Tensors that `preprocess` or the step sends to postprocess past the core.
+        has_counts: Whether `preprocess` returns the number of core rows of each row.
+        takes_rows: Whether `postprocess` takes the inputs of the request.
+    """
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    past_core: tuple[Tensor, ...] = ()
+    has_counts: bool = False
+    takes_rows: bool = False
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """Information about a model; None for values that its config does not give.
 
@@ -115,6 +136,7 @@ class ModelInfo:
         layers: Number of layers in the encoder.
         heads: Number of attention heads in a layer.
         intermediate_size: Size between the two feed-forward products of a layer.
+        own: Tensors of the user's own model; None for models of transformers.
     """
 
     sha256: str
@@ -144,12 +166,14 @@ class ModelInfo:
     layers: int | None = None
     heads: int | None = None
     intermediate_size: int | None = None
+    own: OwnInterface | None = None
 
     @property
     def of_core(self) -> dict[str, Any]:
         """Fields that affect the core, as plain data, without prompts and estimates of cost."""
         aside = {"prompts", "default_prompt", "free_prompt", "special_ids", "pair_template"}
         aside |= {"layers", "heads", "intermediate_size"}
+        aside |= {"own"} if self.own is None else set()
         return {key: value for key, value in asdict(self).items() if key not in aside}
 
     @property

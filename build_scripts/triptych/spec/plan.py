@@ -36,6 +36,7 @@ from triptych.spec.engine_plan import (
     graph_sizes,
     row_cost,
 )
+from triptych.spec.model_fields import CompiledSpec
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks import Core, Task
@@ -128,7 +129,7 @@ class Plan:
         gives_inputs: Whether the request's inputs are forwarded to postprocess, for `hooks.after`.
     """
 
-    spec: PipelineSpec
+    spec: CompiledSpec
     info: ModelInfo
     task: Task
     parameters: Mapping[str, Any]
@@ -146,6 +147,22 @@ class Plan:
     gives_inputs: bool = False
 
     @property
+    def encoder_spec(self) -> PipelineSpec:
+        """Spec of an encoder.
+
+        Raises:
+            TypeError: The model is the user's own.
+        """
+        if not isinstance(self.spec, PipelineSpec):
+            raise TypeError(f"{self.spec.name} is no encoder")
+        return self.spec
+
+    @property
+    def original(self) -> str:
+        """Name of the library that runs the original model, with which the gate compares."""
+        return "PyTorch" if self.info.own is None else "ONNX Runtime"
+
+    @property
     def packed(self) -> bool:
         return self.layout == "packed"
 
@@ -160,10 +177,12 @@ class Plan:
         """Tensors that preprocess sends to postprocess without passing through the core."""
         row_metadata = (ROW_METADATA,) if self.task.has_row_metadata else ()
         inputs = self.task.inputs if self.gives_inputs else ()
+        own = () if self.info.own is None else self.info.own.past_core
         return (
             REQUEST_TICKET,
             *row_metadata,
             *(replace(t, name=FORWARDED_PREFIX + t.name) for t in inputs),
+            *own,
         )
 
     @property
@@ -217,7 +236,7 @@ class Plan:
     def reasons(self) -> dict[str, str]:
         """Reason of each number, for `inspect`."""
         spec, task, allowed = self.spec, self.task, self.info.max_length
-        own = spec.tokenizer.max_length
+        own = spec.tokenizer.max_length if isinstance(spec, PipelineSpec) else None
         if own is not None and own < allowed:
             limit = f"tokenizer.max_length in the spec (the model allows {allowed})"
         elif self.max_length < allowed:
@@ -316,7 +335,7 @@ def inputs_of(info: ModelInfo, task: Task) -> tuple[Tensor, ...]:
 
 
 def row_settings(
-    spec: PipelineSpec, info: ModelInfo, task: Task, *, max_core_rows: int
+    spec: CompiledSpec, info: ModelInfo, task: Task, *, max_core_rows: int
 ) -> dict[str, object]:
     """Return the settings of the task's batch encoder, except the padded lengths.
 
@@ -325,9 +344,11 @@ def row_settings(
     settings: dict[str, object] = {
         "inputs": [tensor.name for tensor in task.inputs],
         "max_core_rows": max_core_rows,
-        "max_text_bytes": spec.tokenizer.max_text_bytes,
+        "max_text_bytes": spec.max_text_bytes,
         **task.settings(info),
     }
+    if not isinstance(spec, PipelineSpec):
+        return settings
     if info.image is not None:
         return settings | {
             "image": asdict(info.image),

@@ -52,6 +52,7 @@ _FORMER: Mapping[Kind, Mapping[str, str]] = {
     Kind.ENCODER: _ENCODER,
     Kind.TEXT_GENERATION: _GENERATION,
     Kind.TEXT2TEXT: _TEXT2TEXT,
+    Kind.MODEL: {},
 }
 
 

@@ -26,7 +26,7 @@ from triptych.spec.fields import (
     Serving,
     Tokenizer,
 )
-from triptych.spec.kind import GENERATING, GENERATION, TEXT2TEXT, Kind
+from triptych.spec.kind import GENERATION, MODEL, TEXT2TEXT, Kind, kind_of_task
 from triptych.spec.renamed import former_fields, rename_fields
 from triptych.spec.tuned import TUNED_FILE, read_tuned
 
@@ -34,6 +34,7 @@ SPEC_FILE = "pipeline.yaml"
 _REMEDIES = {
     GENERATION: "Use test, inspect, build, lint, serve, verify, infer, bench, tune or deploy",
     TEXT2TEXT: "Use test, inspect, build, lint, serve, verify, infer, bench or deploy",
+    MODEL: "Use test, inspect, build, lint, serve, verify, infer, bench or deploy",
 }
 
 _UNION_BRANCH = re.compile(r"(bool|int|float|str|list|dict|literal|function-.*)(\[.*\])?")
@@ -81,6 +82,15 @@ class PipelineSpec(BaseModel):
     def kind(self) -> Kind:
         return Kind.ENCODER
 
+    @property
+    def makes_outputs(self) -> bool:
+        """Whether a function of the pipeline makes the outputs from those of the core."""
+        return self.custom is not None
+
+    @property
+    def max_text_bytes(self) -> int:
+        return self.tokenizer.max_text_bytes
+
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, given: Any) -> Any:
@@ -123,10 +133,10 @@ def load_spec(
 
     Raises:
         UserError: The file is missing or not YAML, a key is unknown or a value out of range; or the
-            pipeline generates text.
+            pipeline is no encoder.
     """
     task = task_of(folder)
-    if task in GENERATING:
+    if kind_of_task(task) is not Kind.ENCODER:
         raise not_known_here(f"{folder / SPEC_FILE}: task", task)
     if tuned is None:
         found = None if untuned else read_tuned(folder)
@@ -135,7 +145,7 @@ def load_spec(
 
 
 def not_known_here(field: str, task: str) -> UserError:
-    """Return the error of a command that does not support pipelines for text generation."""
+    """Return the error of a command that does not support the pipelines of a task."""
     return UserError(
         field,
         "is not supported by this command",

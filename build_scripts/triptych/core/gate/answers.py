@@ -58,7 +58,7 @@ def check_hooks(inputs: PipelineInputs, progress: Progress) -> None:
     """
     plan = inputs.plan
     after = find_hook(plan.spec.folder, "after")
-    if after is None and plan.spec.custom is None:
+    if after is None and not plan.spec.makes_outputs:
         return
     decoded = _decode(inputs, progress)
     if after is not None:

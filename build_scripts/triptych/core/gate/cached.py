@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from triptych.base.cache import cached_stage, code_hash, key_of, versions_of
+from triptych.base.cache import cached_stage, code_hash, key_of, sha256_of, versions_of
 from triptych.base.errors import Progress
 from triptych.core.gate.check import GateLabels, check, describe_probe, judge_probe
 from triptych.core.gate.reference import check_tokens, measure_rounding, reference_of
@@ -17,6 +17,7 @@ from triptych.core.requests import hash_requests, rows_of
 from triptych.repository.records import GateResult, read_record
 from triptych.spec.fields import Precision
 from triptych.spec.plan import Plan
+from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks.accuracy import above_rounding, metrics_of, probe_limits, thresholds
 
 CODE = (
@@ -101,6 +102,8 @@ class Gate:
             "onnxruntime": versions_of("onnxruntime"),
             "code": code_hash(*CODE),
         }
+        if plan.info.own is not None:  # the functions make the outputs that the gate compares
+            key |= {"hooks": hash_hooks(inputs), "outputs": plan.task.metrics}
         self.judged_by = key_of("gate", key)
 
     def run(self, artifact: Path, files: Mapping[str, str]) -> GateResult:
@@ -113,7 +116,7 @@ class Gate:
 
         def work(target: Path) -> None:
             rows = len(self._inputs.requests)
-            self._progress("gate", f"{rows} requests against PyTorch fp32 ...")
+            self._progress("gate", f"{rows} requests against {self._inputs.plan.original} fp32 ...")
             check_tokens(self._inputs)
             result = self._check(artifact)
             if not result.passed:
@@ -191,11 +194,10 @@ def limits_of(inputs: PipelineInputs, precision: Precision) -> dict[str, float]:
 def decoding_of(inputs: PipelineInputs) -> Decoding:
     """Return the decoder of core outputs, without `hooks.after`."""
     plan = inputs.plan
-    custom = plan.spec.custom is not None
     return Decoding(
         task=plan.task,
         settings={**plan.task.settings(plan.info), "outputs": plan.task.output_settings},
-        folder=plan.spec.folder if custom else inputs.tokenizer_folder,
+        folder=plan.spec.folder if plan.spec.makes_outputs else inputs.tokenizer_folder,
     )
 
 
@@ -208,9 +210,17 @@ def _probe_limits(inputs: PipelineInputs, precision: Precision) -> dict[str, flo
 
 def overrides_of(inputs: PipelineInputs) -> dict[str, float]:
     """Return the limits that the spec sets, by metric."""
-    accuracy = inputs.plan.spec.accuracy
-    limits: dict[str, float] = accuracy.model_dump(exclude={"max_drop"}, exclude_none=True)
-    return limits
+    spec = inputs.plan.spec
+    limits: dict[str, float] = spec.accuracy.model_dump(exclude={"max_drop"}, exclude_none=True)
+    return limits if isinstance(spec, PipelineSpec) else {**limits, **spec.output_limits}
+
+
+def hash_hooks(inputs: PipelineInputs) -> str:
+    """Return the hash of the pipeline's functions and of the files that they read, in hex."""
+    spec = inputs.plan.spec
+    files = [] if isinstance(spec, PipelineSpec) else spec.own_files()
+    parts = [f"{path} {sha256_of(file)}" for path, file in sorted(files)]
+    return key_of("hooks", {"hooks": repr(inputs.hooks), "files": parts})
 
 
 def _notes(
@@ -224,7 +234,7 @@ def _notes(
     names = [name for name in limits if raised[name] > limits[name]]
     if names:
         yield (
-            f"PyTorch's own rounding (fp32 against fp64) is {rounding:.2e}:"
+            f"{inputs.plan.original}'s own rounding is {rounding:.2e}:"
             f" the limit is raised to {raised[names[0]]:.2e} for {', '.join(names)}"
         )
     if precision != "fp32" and not inputs.probe:

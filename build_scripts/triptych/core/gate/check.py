@@ -46,7 +46,7 @@ from triptych.core.requests import (
 )
 from triptych.repository.records import GateResult, ProbeResult, Verdict, WorstRow
 from triptych.spec.fields import Precision
-from triptych.spec.tasks.accuracy import METRICS
+from triptych.spec.tasks.accuracy import METRICS, OWN_METRICS, find_metric
 from triptych.spec.tasks.labeled import LabeledResult, LabeledRow, compare_labeled
 from triptych.spec.tasks.task import Core
 
@@ -67,7 +67,9 @@ def judge_metrics(
             fails; else it gets no verdict.
     """
     verdicts = []
-    for name, metric in METRICS.items():
+    names = [name for name in {**values, **limits} if "." in name]
+    own = {name: OWN_METRICS[name.rpartition(".")[2]] for name in names}
+    for name, metric in {**METRICS, **own}.items():
         limit = limits.get(name)
         if name not in values and (limit is None or complete):
             continue
@@ -86,7 +88,8 @@ def failure_messages(
         if messages.get(verdict.metric):
             yield from messages[verdict.metric]
         else:
-            side = "above" if METRICS[verdict.metric].better == "lower" else "below"
+            metric = find_metric(verdict.metric)
+            side = "above" if metric and metric.better == "lower" else "below"
             yield f"{verdict.metric} is {verdict.value:.6g}, {side} {verdict.limit}"
 
 

@@ -173,6 +173,8 @@ def _pairs(
 
 
 def _distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    if one.dtype == np.bool_:
+        return float((one != other).any())
     return float(np.abs(one - other).max(initial=0))
 
 

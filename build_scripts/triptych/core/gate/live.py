@@ -246,7 +246,7 @@ def refusals(
     settings = {**plan.row_settings, "bucket_edges": []}
     maker: RowMaker = find_class(plan.task.rows)(settings, folder)
     row_inputs = [request.row_inputs for request in requests]
-    limit = plan.spec.tokenizer.max_text_bytes
+    limit = plan.spec.max_text_bytes
     found = []
     for live, rows in zip(sent, maker.make(row_inputs), strict=True):
         # A server checks the size of a text before it tokenizes the text.
@@ -323,7 +323,7 @@ def check_interface(plan: Plan, config: PipelineConfig, url: str) -> None:
         for tensor in plan.task.outputs
     }
     found = {name: (dtype, tuple(dims)) for name, (dtype, dims) in config.outputs.items()}
-    inputs = sorted(tensor.name for tensor in plan.task.inputs)
+    inputs = sorted(tensor.name for tensor in plan.task.inputs if not tensor.optional)
     for kind, want, have in (
         ("inputs", inputs, sorted(config.inputs)),
         ("outputs", _shown(wanted), _shown(found)),

@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.tensors import TokenRow
+from triptych.core.export.own_graph import open_graph
 from triptych.core.inputs import PipelineInputs
-from triptych.core.requests import Expected, Sample, hash_rows, rows_of
+from triptych.core.requests import Expected, Sample, core_feed, hash_rows, rows_of
 from triptych.spec.model_info import Activation, ModelInfo
 from triptych.spec.model_source import CODE as MODEL_CODE
 from triptych.spec.model_source import read_tokenizer_outputs
+from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks.catalog import PROMPT
 from triptych.spec.tasks.task import Core
 
@@ -260,6 +262,29 @@ def check_tokens(inputs: PipelineInputs) -> None:
             )
 
 
+def _graph_outputs(
+    inputs: PipelineInputs, samples: Sequence[Sample], *, double: bool
+) -> list[Expected]:
+    """Return the outputs of the user's own graph for each row alone.
+
+    Args:
+        inputs: Inputs of the pipeline.
+        samples: Rows of the core.
+        double: Whether the operators run one by one as in the file. The difference shows how much
+            the order of additions matters, because a graph cannot run in fp64.
+    """
+    spec = inputs.plan.spec
+    if isinstance(spec, PipelineSpec):
+        raise ValueError(f"{spec.name} has a model of transformers")
+    run = open_graph(spec.model_file, optimize=not double)
+    names = [tensor.name for tensor in inputs.plan.core.outputs]
+    expected = []
+    for sample in samples:
+        outputs = run(core_feed([sample], inputs.plan.core_inputs, pad_token_id=0))
+        expected.append(tuple(outputs[name][0] for name in names))
+    return expected
+
+
 FILE = "expected.npz"
 CODE = ("core/gate/reference.py", "core/export/to_onnx.py", "core/export/heads.py")
 
@@ -284,7 +309,8 @@ def reference_of(
     plan = inputs.plan
 
     def run() -> list[Expected]:
-
+        if plan.info.own is not None:
+            return _graph_outputs(inputs, samples, double=double)
         return reference_outputs(inputs.model_folder, plan.info, plan.core, samples, double=double)
 
     if not keep:

@@ -26,6 +26,7 @@ from triptych.core.requests import (
     by_request,
     core_feed,
     hash_rows,
+    is_record,
     row_starts,
     rows_of,
 )
@@ -231,6 +232,8 @@ def _fault(row: RowOutputs, sample: Sample, expected: Expected, core: Core) -> s
         if tensor.name not in row:
             return f"{tensor.name} is missing"
         shape = tuple(tokens_of(sample) if isinstance(dim, str) else dim for dim in tensor.dims)
+        if is_record(sample):
+            shape = expected[core.outputs.index(tensor)].shape
         if row[tensor.name].shape != shape:
             return f"{tensor.name} has the shape {list(row[tensor.name].shape)}, not {list(shape)}"
     if not core.chooses:
@@ -297,6 +300,7 @@ def decode(
     for request, rows in zip(requests, by_request(requests, outputs), strict=True):
         columns = {name: _stack([row[name] for row in rows]) for name in rows[0]}
         metadata = [unpack_metadata(row_metadata) for row_metadata in request.metadata]
+        columns |= request.past_core
         answers.append(decoder.decode(columns, metadata, as_floats(request.parameters)))
     return answers
 

@@ -48,7 +48,7 @@ from triptych.repository.records import GateResult, LiveRun, Verdict, WorstRow
 from triptych.runtime.hooking import find_hook
 from triptych.spec.fields import Precision
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.accuracy import METRICS, Tolerance, above_rounding
+from triptych.spec.tasks.accuracy import Tolerance, above_rounding, find_metric
 from triptych.spec.tasks.compare import Outputs
 from triptych.spec.tasks.labeled import describe_labeled
 
@@ -148,7 +148,9 @@ class _LiveReference:
         self.readable = tuple(
             name
             for name, value in found.items()
-            if name not in rules.limits or METRICS[name].meets(value, rules.limits[name])
+            if name not in rules.limits
+            or (metric := find_metric(name)) is None
+            or metric.meets(value, rules.limits[name])
         )
 
     def figures(self, view: SortedResponses, *, edge: bool = False) -> _Figures:
@@ -191,7 +193,8 @@ def _worst_values(ways: Sequence[Mapping[str, float]]) -> dict[str, float]:
     worst: dict[str, float] = {}
     for values in ways:
         for name, value in values.items():
-            lower = name in METRICS and METRICS[name].better == "lower"
+            metric = find_metric(name)
+            lower = metric is not None and metric.better == "lower"
             pick = max if lower else min
             worst[name] = pick(worst.get(name, value), value)
     return worst
@@ -289,7 +292,7 @@ def verify_pipeline(
     precision = _precision(plan, repository, manifest)
     rules = rules_of(inputs, precision, None if manifest is None else manifest.gate.rounding)
     sent = live_requests(plan, inputs.requests)
-    progress("verify", f"{len(inputs.requests)} requests in PyTorch fp32 ...")
+    progress("verify", f"{len(inputs.requests)} requests in {plan.original} fp32 ...")
     wanted = reference_answers(inputs, progress)
     refused = refusals(plan, inputs.tokenizer_folder, inputs.requests, sent)
     cases = [
@@ -380,7 +383,7 @@ def rules_of(inputs: PipelineInputs, precision: Precision, rounding: float | Non
         task=plan.task,
         precision=precision,
         limits=above_rounding(limits_of(inputs, precision), rounding, overrides_of(inputs)),
-        hooked=plan.spec.custom is not None or find_hook(plan.spec.folder, "after") is not None,
+        hooked=plan.spec.makes_outputs or find_hook(plan.spec.folder, "after") is not None,
     )
 
 

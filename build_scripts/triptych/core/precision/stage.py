@@ -9,6 +9,7 @@ from pathlib import Path
 from triptych.base.cache import sha256_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import MODEL_FILE
+from triptych.core.export.own_graph import export_graph
 from triptych.core.export.to_onnx import export_model
 from triptych.core.gate.cached import Gate, GateFailure
 from triptych.core.inputs import PipelineInputs
@@ -18,6 +19,7 @@ from triptych.repository.records import GateResult
 from triptych.repository.sharing import check_shareable
 from triptych.spec.fields import Precision
 from triptych.spec.plan import Plan
+from triptych.spec.spec import PipelineSpec
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,10 @@ def full_precision(inputs: PipelineInputs, progress: Progress, accept: str) -> C
         UserError: The model cannot be exported.
     """
     plan = inputs.plan
-    exported = export_model(plan, inputs.model_folder, progress)
+    if isinstance(plan.spec, PipelineSpec):
+        exported = export_model(plan, inputs.model_folder, progress)
+    else:
+        exported = export_graph(plan, plan.spec, progress)
     core = None
     refusal = exported.refusal
     if not refusal:

@@ -12,7 +12,7 @@ from triptych.base.formatting import NOTHING, code, figure, number
 from triptych.interface.report import plots
 from triptych.interface.report.pages import render, write_report
 from triptych.repository.records import GateResult, PrecisionTrial, json_text
-from triptych.spec.tasks.accuracy import METRICS
+from triptych.spec.tasks.accuracy import find_metric
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def page(gate: GateResult, about: GateHeader) -> str:
         failures=failures,
         bound=len(bound),
         broken=sum(not verdict.passed for verdict in bound),
-        metrics=METRICS,
+        find_metric=find_metric,
         differences=sorted(max(value, 0.0) for value in differences),
         difference_limit=number(limits[0]) if limits else None,
         interval=_interval(gate),
@@ -147,7 +147,8 @@ def _scatter(gate: GateResult) -> _Scatter | None:
 
 
 def _is_better_low(metric: str) -> bool:
-    return metric in METRICS and METRICS[metric].better == "lower"
+    found = find_metric(metric)
+    return found is not None and found.better == "lower"
 
 
 def _tightest(gate: GateResult, metrics: Sequence[str]) -> tuple[str, float | None]:

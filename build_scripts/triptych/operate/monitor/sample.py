@@ -157,7 +157,7 @@ def _read_array(data: Mapping[str, Any]) -> NDArray[Any]:
 def make_reader(inputs: PipelineInputs) -> RequestReader:
     plan = inputs.plan
     before = find_hook(plan.spec.folder, "before")
-    return RequestReader(plan.spec, plan.task, plan.info, inputs.tokenizer_folder, before)
+    return RequestReader(plan.encoder_spec, plan.task, plan.info, inputs.tokenizer_folder, before)
 
 
 def read_requests(reader: RequestReader, rows: Sequence[SampledRow]) -> list[GateRequest | None]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from triptych.core.gate.live import AnswerRules, differences, is_finite, same, shape_fault
 from triptych.core.gate.verify import ANSWER_AGREEMENT, MIN_ANSWER_AGREEMENT
 from triptych.repository.records import GateResult
-from triptych.spec.tasks.accuracy import METRICS
+from triptych.spec.tasks.accuracy import find_metric
 from triptych.spec.tasks.compare import Outputs
 from triptych.spec.tasks.labeled import difference_interval, ratio
 
@@ -213,9 +213,10 @@ def mean_interval(losses: Sequence[float]) -> tuple[float, float]:
 
 def is_worse(metric: MetricValue) -> bool:
     """Return whether a metric misses its limit."""
-    if metric.limit is None or metric.metric not in METRICS:
-        return False
-    return not METRICS[metric.metric].meets(metric.value, metric.limit)
+    found = find_metric(metric.metric)
+    return metric.limit is not None and not (
+        found is None or found.meets(metric.value, metric.limit)
+    )
 
 
 BET_SIZES = 40

@@ -124,7 +124,7 @@ def check_drift(
     if plan.lengths is None:
         raise ValueError("images have no lengths")
     best = make_plan(
-        plan.spec, plan.info, plan.task, plan.parameters, new.lengths, layout=plan.layout
+        plan.encoder_spec, plan.info, plan.task, plan.parameters, new.lengths, layout=plan.layout
     )
     computed = _computed(plan.bucket_edges, new.lengths, new.mean)
     before = _computed(plan.bucket_edges, plan.lengths, plan.lengths.mean)

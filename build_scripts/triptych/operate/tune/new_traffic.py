@@ -85,7 +85,7 @@ def tokenize_sample(inputs: PipelineInputs, path: Path) -> NewTraffic:
     names = [tensor.name for tensor in plan.task.inputs]
     rows = read_traffic(path.parent, names, file=path.name)
     before = find_hook(plan.spec.folder, "before")
-    reader = RequestReader(plan.spec, plan.task, plan.info, inputs.tokenizer_folder, before)
+    reader = RequestReader(plan.encoder_spec, plan.task, plan.info, inputs.tokenizer_folder, before)
     lengths = reader.lengths(reader.read(str(path.resolve()), rows))
     return NewTraffic(f"{len(rows)} requests of {path}", lengths, lengths.mean)
 

@@ -29,7 +29,6 @@ from triptych.operate.tune.results import TuneResult
 from triptych.serving.bench.results import BenchResult, LoadPoint, RateSearch, Subject, read_result
 from triptych.spec.plan import Plan, expected_cost, make_plan
 from triptych.spec.slo import PERCENTILES, AnySlo
-from triptych.spec.spec import PipelineSpec
 from triptych.spec.traffic import Lengths
 from triptych.spec.tuned import TUNED_FILE
 
@@ -249,7 +248,7 @@ def propose_settings(
 
 def _cost(plan: Plan, lengths: Lengths, edges: tuple[int, ...]) -> float:
     """Return the device time per row of `lengths` in the plan's layout, in microseconds."""
-    cost = expected_cost(plan.spec, plan.info, lengths, edges, plan.max_length)
+    cost = expected_cost(plan.encoder_spec, plan.info, lengths, edges, plan.max_length)
     return cost.packed if plan.packed else cost.bucketed
 
 
@@ -257,7 +256,7 @@ def _replan(plan: Plan, change: Mapping[str, JsonValue], lengths: Lengths) -> Pl
     """Return the plan for new lengths with changed fields of `core`."""
     fields = {key.removeprefix("core."): value for key, value in change.items()}
     core = plan.spec.core.model_copy(update=fields)
-    spec: PipelineSpec = plan.spec.model_copy(update={"core": core})
+    spec = plan.encoder_spec.model_copy(update={"core": core})
     chosen: Any = fields.get("layout", plan.layout)
     return make_plan(spec, plan.info, plan.task, plan.parameters, lengths, layout=chosen)
 

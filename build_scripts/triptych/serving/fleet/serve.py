@@ -22,7 +22,6 @@ from triptych.serving.fleet.mirror import MirrorOption
 from triptych.serving.fleet.proxy import Proxy, find_envoy
 from triptych.serving.ports import reserve_ports
 from triptych.serving.server import Server
-from triptych.spec.kind import Kind
 
 _MIB = 2**20
 
@@ -172,7 +171,7 @@ def new_fleet(
             max_request_mib=largest_request_mib(repository),
             limits_ms=_slo_limits_ms(repository),
             hedges=all(
-                kind_of_build(repository, pipeline.name) is Kind.ENCODER
+                kind_of_build(repository, pipeline.name).is_compiled
                 for pipeline in find_pipelines(repository)
             ),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -78,6 +79,26 @@ METRICS: dict[str, Metric] = {
     )
 }
 
+OWN_METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric("exact", "higher", "rows with the values of the reference"),
+        Metric("max_difference", "lower", "largest difference relative to the largest value"),
+        Metric("cosine", "higher", "lowest cosine with the reference"),
+        Metric("top1", "higher", "rows with the largest element of the reference"),
+        Metric("iou", "higher", "mean overlap of the boxes with those of the reference"),
+        Metric("function", "higher", "lowest result of the pipeline's own comparison"),
+    )
+}
+"""Metrics of an output that a pipeline declares; the name in a result is ``OUTPUT.METRIC``."""
+
+
+def find_metric(name: str) -> Metric | None:
+    """Return the metric with a name, which may begin with the name of an output."""
+    output, _, kind = name.rpartition(".")
+    return (OWN_METRICS if output else METRICS).get(kind)
+
+
 CORE_METRICS = ("max_difference", "batch_sensitivity", "edge_error")
 _LIMITS: dict[str, tuple[float, float, float | None]] = {
     "max_difference": (1e-5, 0.05, None),
@@ -98,8 +119,15 @@ _LIMITS: dict[str, tuple[float, float, float | None]] = {
     "rank_correlation": (0.9999, 0.999, 0.99),
     "top1_agreement": (1.0, 0.98, 0.95),
     "top_k_overlap": (1.0, 0.95, 0.9),
+    ".exact": (1.0, 0.99, 0.98),
+    ".max_difference": (1e-4, 0.05, 0.2),
+    ".cosine": (0.99999, 0.999, 0.97),
+    ".top1": (1.0, 0.99, 0.98),
+    ".iou": (0.999, 0.98, 0.95),
+    ".function": (-math.inf, -math.inf, -math.inf),
 }
 """Limits by metric for the tolerances exact, close and quantized; None for no default limit.
+Names that begin with a point are those of `OWN_METRICS`.
 
 `max_difference` and `batch_sensitivity` are relative to the reference's largest element if that
 is above 1. Batches of another shape add numbers in another order, which changes fp32 by 2e-7;
@@ -164,7 +192,8 @@ def metrics_of(task: Task) -> tuple[str, ...]:
 def default_limits(metrics: Iterable[str], precision: str) -> dict[str, float]:
     """Return the default limit of each metric that has one for a precision."""
     column = _COLUMNS[TOLERANCES[precision]]
-    limits = {name: _LIMITS[name][column] for name in metrics}
+    keys = {name: f".{name.rpartition('.')[2]}" if "." in name else name for name in metrics}
+    limits = {name: _LIMITS[key][column] for name, key in keys.items()}
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 

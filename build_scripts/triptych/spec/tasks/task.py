@@ -12,16 +12,19 @@ from triptych.spec.model_info import Activation, ModelInfo
 from triptych.spec.tasks.compare import Compare, Comparison, Outputs
 from triptych.spec.tasks.labeled import LabeledMetric
 
-Reads = Literal["pooled", "row", "mask", "tokens", "image"]
+Reads = Literal["pooled", "row", "mask", "tokens", "image", "graph"]
 """Input of the head: the vector pooled as sentence-transformers files describe (``pooled``), what
 the model's own head reads of a row, such as its first token (``row``), the mask token, every
-token, or an image.
+token, an image, or the inputs of the user's own graph.
 """
 
-Returns = Literal["vector", "logits", "scores", "choices", "token_choices", "token_scores", "spans"]
+Returns = Literal[
+    "vector", "logits", "scores", "choices", "token_choices", "token_scores", "spans", "arrays"
+]
 """Output of the core per row: a vector; logits; scores (activated logits); the best classes with
 scores, best first (``choices``). Per token: the best class with its score (``token_choices``);
-scores of all classes (``token_scores``); logits of a span's start and end (``spans``).
+scores of all classes (``token_scores``); logits of a span's start and end (``spans``). For the
+user's own graph: its outputs (``arrays``).
 """
 
 Parameters = Mapping[str, Any]

@@ -1,0 +1,220 @@
+"""Read the user's own ONNX file, run it as it is, and write it as the core of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.base.cache import cached_stage, code_hash, key_of, sha256_of, versions_of
+from triptych.base.errors import Progress, UserError
+from triptych.base.onnx_graph import (
+    MODEL_FILE,
+    hashes_of_graph,
+    open_original,
+    read_model,
+    save_onnx,
+)
+from triptych.base.tensors import DType, Tensor
+from triptych.core.export.to_onnx import Exported
+from triptych.spec.model_fields import ModelSpec
+from triptych.spec.plan import Plan
+
+CODE = ("core/export/own_graph.py", "base/onnx_graph.py")
+_DTYPES: Mapping[str, DType] = {
+    "FLOAT": "FP32",
+    "FLOAT16": "FP16",
+    "DOUBLE": "FP64",
+    "INT64": "INT64",
+    "INT32": "INT32",
+    "INT8": "INT8",
+    "UINT8": "UINT8",
+    "UINT32": "UINT32",
+    "BOOL": "BOOL",
+}
+"""Triton's data type by that of ONNX."""
+
+RunGraph = Callable[[Mapping[str, NDArray[Any]]], dict[str, NDArray[Any]]]
+"""Function from the inputs of a graph, ``[rows, ...]`` each, to its outputs by name."""
+
+
+@dataclass(frozen=True)
+class OwnGraph:
+    """Interface of the user's graph.
+
+    Attributes:
+        file: Path of the ONNX file.
+        sha256: Hash of the file and of the weights beside it, in hex.
+        inputs: Inputs without the batch axis.
+        outputs: Outputs without the batch axis.
+    """
+
+    file: Path
+    sha256: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+def read_graph(spec: ModelSpec) -> OwnGraph:
+    """Read the interface of the graph that a spec names.
+
+    Raises:
+        UserError: The file cannot be read, or its graph has no batch axis or unsupported types.
+    """
+    import onnx
+
+    file = spec.model_file
+    try:
+        model = onnx.load(file, load_external_data=False)
+    except Exception as error:  # protobuf's error, or that of the file
+        raise UserError(
+            "model.onnx",
+            "must be a readable ONNX file",
+            given=f"{file}: {' '.join(str(error).split())[:200]}",
+            remedy="Correct the path, which is relative to the folder of the pipeline",
+        ) from error
+    graph = model.graph
+    weights = {tensor.name for tensor in graph.initializer}
+    inputs = [value for value in graph.input if value.name not in weights]
+    if not inputs:
+        raise UserError(
+            "model.onnx", "must have an input", given="none", remedy="Export it with its inputs"
+        )
+    beside = {
+        entry.value
+        for tensor in graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    missing = [name for name in sorted(beside) if not (file.parent / name).is_file()]
+    if missing:
+        raise UserError(
+            "model.onnx",
+            "must have its weights beside it",
+            given=f"no file {missing[0]} in {file.parent}",
+            remedy="Copy the file that the export wrote beside the graph",
+        )
+    hashes = [sha256_of(path) for path in (file, *(file.parent / name for name in sorted(beside)))]
+    return OwnGraph(
+        file,
+        key_of("own_graph", {"files": hashes}),
+        tuple(_read_tensor(value, "input") for value in inputs),
+        tuple(_read_tensor(value, "output") for value in graph.output),
+    )
+
+
+def _read_tensor(value: Any, kind: str) -> Tensor:
+    import onnx
+
+    name, found = value.name, value.type.tensor_type
+    type_name = onnx.TensorProto.DataType.Name(found.elem_type)
+    dtype = _DTYPES.get(type_name)
+    if dtype is None:
+        raise UserError(
+            "model.onnx",
+            f"has an {kind} `{name}` of an unsupported type",
+            given=type_name,
+            remedy=f"Export it with one of {', '.join(_DTYPES)}",
+        )
+    axes = list(found.shape.dim)
+    batch = axes[0] if axes else None
+    if batch is None or batch.HasField("dim_value"):
+        given = "no axis" if batch is None else f"a first axis of {batch.dim_value}"
+        raise UserError(
+            "model.onnx",
+            f"must have a batch axis of variable size as the first axis of its {kind} `{name}`",
+            given=given,
+            remedy="Export it with this axis dynamic (torch.onnx.export: dynamic_shapes, or "
+            "dynamic_axes), so that Triton can batch requests",
+        )
+    dims: list[int | str] = [
+        axis.dim_value if axis.HasField("dim_value") else axis.dim_param or f"{name}_{index}"
+        for index, axis in enumerate(axes)
+    ][1:]
+    return Tensor(name, dtype, tuple(dims) or (1,))
+
+
+def open_graph(file: Path, *, optimize: bool = True) -> RunGraph:
+    """Return a function that runs the user's graph as it is, with ONNX Runtime on the CPU.
+
+    Without `optimize`, its operators run one by one as they stand in the file.
+
+    Raises:
+        UserError: ONNX Runtime cannot open the file.
+    """
+    try:
+        session = open_original(file, optimize=optimize)
+    except Exception as error:  # ONNX Runtime has an exception class for each reason
+        raise UserError(
+            "model.onnx",
+            "must be a graph that ONNX Runtime can run on a CPU",
+            given=" ".join(str(error).split())[:300],
+            remedy="Export it again with operators and an opset that ONNX Runtime supports",
+        ) from error
+    names = [output.name for output in session.get_outputs()]
+
+    def run(feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        return dict(zip(names, session.run(None, dict(feed)), strict=True))
+
+    return run
+
+
+def check_rows_apart(run: RunGraph, feed: Mapping[str, NDArray[Any]], limit: float) -> None:
+    """Check that each row of a batch gives the same result as alone.
+
+    Args:
+        run: Runs the graph.
+        feed: Inputs of two or more different rows.
+        limit: Largest difference, relative to the largest result above 1.
+
+    Raises:
+        UserError: A row depends on the other rows, or the graph does not run them in a batch.
+    """
+    count = len(next(iter(feed.values())))
+    alone = [run({name: value[i : i + 1] for name, value in feed.items()}) for i in range(count)]
+    try:
+        batched = run(feed)
+    except Exception as error:
+        raise _mixes(
+            f"a batch of {count} rows fails: {' '.join(str(error).split())[:200]}"
+        ) from error
+    for name, values in batched.items():
+        wanted = [each[name] for each in alone]
+        if values.shape[0] != count or any(len(each) != 1 for each in wanted):
+            raise _mixes(f"`{name}` has the shape {list(values.shape)} for {count} rows")
+        right = np.concatenate(wanted).astype(np.float64)
+        apart = np.abs(values - right).max(initial=0.0) / max(1.0, np.abs(right).max(initial=0.0))
+        if not apart <= limit:
+            raise _mixes(f"`{name}` differs by {apart:.2g} between a row in a batch and alone")
+
+
+def _mixes(given: str) -> UserError:
+    return UserError(
+        "model.onnx",
+        "must compute each row of a batch by itself",
+        given=given,
+        remedy="Export the model in evaluation mode with a dynamic batch axis, and without "
+        "operations across rows",
+    )
+
+
+def export_graph(plan: Plan, spec: ModelSpec, progress: Progress) -> Exported:
+    """Return the user's graph as the fp32 core of a pipeline, cached."""
+    stage: dict[str, object] = {
+        "model": plan.info.sha256,
+        "versions": versions_of("onnx"),
+        "code": code_hash(*CODE),
+    }
+
+    def work(target: Path) -> None:
+        save_onnx(read_model(spec.model_file), target / MODEL_FILE)
+
+    folder, cached, files = cached_stage("own_graph", stage, work, progress)
+    graph = hashes_of_graph(files)
+    size = sum((folder / name).stat().st_size for name in graph) / 1e6
+    progress("export", f"{spec.model.onnx}, {size:.1f} MB{' (cached)' if cached else ''}")
+    return Exported(folder / MODEL_FILE, key_of("own_graph", stage), files=graph)

@@ -1,0 +1,408 @@
+"""Call the functions of a pipeline around the user's own model, with typed rows.
+
+`preprocess` makes the core's inputs from the rows of a request, and `postprocess` makes the outputs
+from those of the core. Without a function, tensors of the same name are passed on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .hooking import FORWARDED_PREFIX, NUMPY_TYPES, load_hooks
+from .request_errors import RequestError, StepError
+from .row_types import Arrays, CoreRows, Metadata, Parameters, RowInputs
+
+FILES_FOLDER = "files"
+ROW_COUNTS = "row_counts"
+"""Tensor INT32 ``[core rows, 1]``: the number of core rows of each row, then zeros."""
+
+Column = list[Any] | NDArray[Any]
+"""One value per row: a list of `str` or `bytes`, or an array ``[rows, ...]``."""
+
+
+class Context(NamedTuple):
+    """Argument of `setup`, which is called once in each process.
+
+    Attributes:
+        folder: Folder with the pipeline's `files`.
+    """
+
+    folder: Path
+
+
+class OwnInputs:
+    """Reader of the inputs of a request by their declared types.
+
+    Args:
+        settings: Settings of the step; ``own_inputs`` has type, dtype, shape, default, allow_nan
+            and max_bytes of each input.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._fields: Mapping[str, Mapping[str, Any]] = settings["own_inputs"]
+
+    def read(self, inputs: Mapping[str, Any]) -> dict[str, Column]:
+        """Return the columns of a request, with defaults, from its tensors by name.
+
+        Raises:
+            RequestError: A value breaks the rules of its input.
+        """
+        return self.columns({n: inputs[n].as_numpy() for n in self._fields if n in inputs})
+
+    def columns(self, arrays: Arrays) -> dict[str, Column]:
+        """Return the columns of arrays ``[rows, ...]``; see `read`."""
+        given = {name: self._column(name, array) for name, array in arrays.items()}
+        count = len(next(iter(given.values())))
+        return {
+            name: given[name] if name in given else self._default(name, count)
+            for name in self._fields
+        }
+
+    def _default(self, name: str, count: int) -> Column:
+        field = self._fields[name]
+        value = make_array(field, [field["default"]] * count)
+        return self._column(name, value)
+
+    def _column(self, name: str, array: NDArray[Any]) -> Column:
+        field = self._fields[name]
+        if not array.size:  # see `overflow`
+            raise RequestError(name, "must have elements", "none", "Correct the shape of the input")
+        if array.dtype == np.object_:
+            return _read_elements(name, array, field)
+        if array[0].nbytes > field["max_bytes"]:
+            raise _too_large(name, field, array[0].nbytes, 0)
+        if field["type"] == "float" and not field["allow_nan"]:
+            bad = ~np.isfinite(array).reshape(len(array), -1)
+            if bad.any():
+                row = int(bad.any(axis=1).argmax())
+                value = array.reshape(len(array), -1)[row][bad[row]][0]
+                remedy = "Send a number, or set allow_nan for the input in the pipeline"
+                raise RequestError(name, "must have finite numbers", value, remedy, row)
+        return array if field["shape"] else array.reshape(-1)
+
+
+def _read_elements(name: str, array: NDArray[Any], field: Mapping[str, Any]) -> Column:
+    """Return the elements of a BYTES input: bytes, or texts that are valid UTF-8."""
+    count = len(array)
+    for row, values in enumerate(array.reshape(count, -1)):
+        size = sum(map(len, values))
+        if size > field["max_bytes"]:
+            raise _too_large(name, field, size, row)
+    if field["type"] == "bytes":
+        return array if field["shape"] else array.ravel().tolist()
+    texts = np.empty(array.size, np.object_)
+    for index, data in enumerate(array.ravel()):
+        try:
+            texts[index] = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            given = f"byte 0x{data[error.start]:02x} at position {error.start}"
+            row = index * count // array.size
+            remedy = "Encode the text as UTF-8"
+            raise RequestError(name, "must be valid UTF-8", given, remedy, row) from error
+    return texts.reshape(array.shape) if field["shape"] else texts.tolist()
+
+
+def _too_large(name: str, field: Mapping[str, Any], size: int, row: int) -> RequestError:
+    rule = f"must have at most {field['max_bytes']} bytes"
+    remedy = "Send a smaller value, or raise max_bytes of the input in the pipeline"
+    return RequestError(name, rule, f"{size} bytes", remedy, row)
+
+
+def make_array(field: Mapping[str, Any], values: Sequence[Any] | Column) -> NDArray[Any]:
+    """Return one value per row as the tensor of an input or output, ``[rows, ...]``.
+
+    Rows of unequal size are filled up with 0, false or an empty text.
+
+    Args:
+        field: Declaration of the input or output, with ``type``, ``dtype`` and ``shape``.
+        values: Plain values, lists or arrays.
+
+    Raises:
+        TypeError: An element has another type.
+        ValueError: A value has another shape, or an element is out of range.
+    """
+    shape, is_text = field["shape"], field["dtype"] == "BYTES"
+    dtype = NUMPY_TYPES[field["dtype"]]
+    if isinstance(values, np.ndarray) and values.ndim == 1 + len(shape) and not is_text:
+        array = cast_numbers(values, dtype)
+        _check_shape(array.shape[1:], shape)
+    else:
+        rows = [_row_array(value, field, dtype) for value in values]
+        sizes = tuple(max(row.shape[axis] for row in rows) for axis in range(len(shape)))
+        array = np.full((len(rows), *sizes), b"" if is_text else 0, dtype)
+        for target, row in zip(array, rows, strict=True) if shape else ():
+            target[tuple(slice(size) for size in row.shape)] = row
+        if not shape:
+            array[:] = [row[()] for row in rows]
+    return np.ascontiguousarray(array) if shape else array.reshape(-1, 1)
+
+
+def _row_array(value: Any, field: Mapping[str, Any], dtype: type[np.generic]) -> NDArray[Any]:
+    shape = field["shape"]
+    if field["dtype"] == "BYTES":
+        if not shape:
+            array = np.empty((), np.object_)
+            array[()] = _encode(value, field["type"])
+            return array
+        array = np.array(value, dtype=np.object_)
+        if not array.size:
+            return np.empty([0 if isinstance(size, str) else size for size in shape], np.object_)
+        encoded = [_encode(item, field["type"]) for item in array.ravel()]
+        flat = np.empty(array.size, np.object_)
+        flat[:] = encoded
+        _check_shape(array.shape, shape)
+        return flat.reshape(array.shape)
+    array = np.asarray(value)
+    if not array.size and array.ndim < len(shape):
+        array = np.empty([0 if isinstance(size, str) else size for size in shape], dtype)
+    array = cast_numbers(array, dtype)
+    _check_shape(array.shape, shape)
+    return array
+
+
+def _encode(item: Any, kind: str) -> bytes:
+    if isinstance(item, str) and kind == "text":
+        return item.encode("utf-8")
+    if isinstance(item, bytes):
+        return item
+    raise TypeError(f"must have elements of type {kind}, not {type(item).__name__} {item!r:.40}")
+
+
+def _check_shape(found: Sequence[int], wanted: Sequence[int | str]) -> None:
+    fits = len(found) == len(wanted) and all(
+        isinstance(want, str) or want == has for want, has in zip(wanted, found, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"must have the shape {list(wanted)} in each row, it has {list(found)}")
+
+
+def cast_numbers(array: NDArray[Any], dtype: type[np.generic]) -> NDArray[Any]:
+    """Return numbers as `dtype`.
+
+    Raises:
+        TypeError: The elements are of another kind, such as floats for integers.
+        ValueError: An integer is out of the range of `dtype`.
+    """
+    if array.dtype == dtype:
+        return array
+    same = np.can_cast(array.dtype, dtype, "same_kind")
+    is_int = np.issubdtype(dtype, np.integer) and array.dtype.kind in "iu"
+    is_float = np.issubdtype(dtype, np.floating) and array.dtype.kind in "iu"
+    if array.size and not (same or is_int or is_float):
+        raise TypeError(f"must have elements of type {dtype.__name__}, not {array.dtype}")
+    result = array.astype(dtype)
+    if is_int and (result != array).any():
+        raise ValueError(f"must have elements of type {dtype.__name__}, {array.max()} is too large")
+    return result
+
+
+Function = Callable[..., Any]
+
+
+def load_functions(folder: Path, names: Sequence[str]) -> list[Function | None]:
+    """Load ``hooks.py`` of `folder`, call its `setup`, and return functions by name."""
+    hooks: ModuleType | None = load_hooks(folder)
+    setup = getattr(hooks, "setup", None)
+    if setup is not None:
+        files = folder / FILES_FOLDER
+        setup(Context(files if files.is_dir() else folder))
+    return [getattr(hooks, name, None) for name in names]
+
+
+def call_function(name: str, function: Function, arguments: Mapping[str, Any]) -> Any:
+    """Return the result of a function of the user, called with the arguments that it takes.
+
+    Raises:
+        RequestError: The function raised ValueError with a message and, optionally, the row.
+        RuntimeError: The function raised another exception.
+    """
+    taken = inspect.signature(function).parameters
+    try:
+        return function(**{key: value for key, value in arguments.items() if key in taken})
+    except StepError:
+        raise
+    except ValueError as error:
+        message = str(error.args[0]) if error.args else "no reason given"
+        is_row = len(error.args) == 2 and isinstance(error.args[1], int)
+        row = max(0, error.args[1]) if is_row else None
+        raise RequestError(
+            f"hooks.{name}", "rejected the request", message, "Correct the request", row
+        ) from error
+    except BaseException as error:  # sys.exit() in a function must not end the step
+        raise RuntimeError(f"hooks.{name} raised {type(error).__name__}: {error}") from error
+
+
+class OwnRowMaker:
+    """Batch encoder that calls `preprocess` for each request.
+
+    Args:
+        settings: Settings of the step; ``core_inputs`` and ``past_core`` have the dtype and dims of
+            each tensor. Without ``past_core``, all further arrays of `preprocess` are returned.
+        folder: Folder of ``hooks.py``.
+
+    Attributes:
+        core_inputs: The dtype and dims of each input of the core.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
+        (self._function,) = load_functions(folder, ["preprocess"])
+        self.core_inputs: Mapping[str, Mapping[str, Any]] = settings["core_inputs"]
+        self._past_core: Mapping[str, Mapping[str, Any]] | None = settings.get("past_core")
+        self._fields: Mapping[str, Mapping[str, Any]] = settings["own_inputs"]
+        self._max_rows: int = settings["max_core_rows"]
+        self._has_counts: bool = settings["has_counts"]
+        self._takes_rows: bool = settings["takes_rows"]
+
+    def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
+        """Return the core's tensors of each request, or its error."""
+        made: list[CoreRows | Exception] = []
+        for request in requests:
+            try:
+                made.append(self._make(request))
+            except Exception as error:
+                made.append(error)
+        return made
+
+    def _make(self, request: RowInputs) -> CoreRows:
+        rows = request.columns
+        count = len(next(iter(rows.values())))
+        result, counts = self._call(rows, request.parameters, count)
+        if not isinstance(result, dict):
+            found = type(result).__name__
+            raise RuntimeError(f"hooks.preprocess must return a dict of arrays, returned {found}")
+        if (counts is not None) is not self._has_counts and self._past_core is not None:
+            raise RuntimeError("hooks.preprocess must return counts always or never")
+        total = count if counts is None else sum(counts)
+        if total > self._max_rows:
+            raise RequestError(
+                next(iter(rows)),
+                f"must become at most {self._max_rows} rows of the core in one request",
+                total,
+                "Send fewer or smaller rows in one request",
+            )
+        tensors = self._check(result, total)
+        if counts is not None:
+            rest = [0] * (total - count)
+            tensors[ROW_COUNTS] = np.array([*counts, *rest], np.int32).reshape(-1, 1)
+        if self._takes_rows:
+            tensors |= self._forwarded(rows, total - count)
+        return CoreRows(tensors, [], 0)
+
+    def _call(
+        self, rows: Mapping[str, Column], parameters: Parameters, count: int
+    ) -> tuple[Any, list[int] | None]:
+        """Return the arrays of `preprocess`, and the number of core rows of each row if given."""
+        if self._function is None:
+            known = [name for name in self.core_inputs if name in rows]
+            return {name: make_array(self._fields[name], rows[name]) for name in known}, None
+        arguments = {"rows": rows, "parameters": parameters}
+        result = call_function("preprocess", self._function, arguments)
+        if not isinstance(result, tuple) or len(result) != 2:
+            return result, None
+        counts = [int(each) for each in result[1]]
+        if len(counts) != count or min(counts) < 1:
+            raise RuntimeError(
+                f"hooks.preprocess must return a count of at least 1 for each of {count} rows, "
+                f"returned {counts!r:.80}"
+            )
+        return result[0], counts
+
+    def _forwarded(self, rows: Mapping[str, Column], missing: int) -> dict[str, NDArray[Any]]:
+        """Return the inputs as tensors, with `missing` empty rows at the end."""
+        tensors = {}
+        for name, values in rows.items():
+            array = make_array(self._fields[name], values)
+            fill = b"" if array.dtype == np.object_ else 0
+            rest = np.full((missing, *array.shape[1:]), fill, array.dtype)
+            tensors[FORWARDED_PREFIX + name] = np.concatenate([array, rest])
+        return tensors
+
+    def _check(self, result: Mapping[str, Any], total: int) -> dict[str, NDArray[Any]]:
+        """Return the arrays in the form of their tensors, ``[total, ...]`` each."""
+        known = {**self.core_inputs, **(self._past_core or {})}
+        made = {ROW_COUNTS, *(FORWARDED_PREFIX + name for name in self._fields)}
+        wanted = [name for name in known if name not in made]
+        missing = [name for name in wanted if name not in result]
+        strange = [n for n in result if n not in known] if self._past_core is not None else []
+        if missing or strange:
+            raise RuntimeError(
+                f"hooks.preprocess must return arrays with the names {', '.join(wanted)}, returned "
+                f"{', '.join(map(str, result)) or 'none'}"
+            )
+        tensors = {}
+        for name, value in result.items():
+            array = np.asarray(value)
+            if name in known:
+                dims = known[name]["dims"]
+                fits = array.ndim == 1 + len(dims) and all(
+                    want in (-1, has) for want, has in zip(dims, array.shape[1:], strict=True)
+                )
+                if not fits or len(array) != total:
+                    raise RuntimeError(
+                        f"hooks.preprocess: `{name}` must have the shape {[total, *dims]}, it has "
+                        f"{list(array.shape)}"
+                    )
+                try:
+                    array = cast_numbers(array, NUMPY_TYPES[known[name]["dtype"]])
+                except (TypeError, ValueError) as error:
+                    raise RuntimeError(f"hooks.preprocess: `{name}` {error}") from error
+            elif len(array) != total:
+                raise RuntimeError(
+                    f"hooks.preprocess: `{name}` must have {total} rows, it has {list(array.shape)}"
+                )
+            tensors[name] = np.ascontiguousarray(array)
+        return tensors
+
+
+class OwnDecoder:
+    """Decoder that calls `postprocess` for each request.
+
+    Args:
+        settings: Settings of the step; see `OwnRowMaker`. ``own_outputs`` declares the outputs.
+        folder: Folder of ``hooks.py``.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
+        (self._function,) = load_functions(folder, ["postprocess"])
+        self._fields: Mapping[str, Mapping[str, Any]] = settings["own_outputs"]
+        self._reader = OwnInputs(settings) if settings["takes_rows"] else None
+
+    def decode(self, outputs: Arrays, metadata: Metadata, parameters: Parameters) -> Arrays:
+        """Return the declared outputs, ``[rows, ...]`` each."""
+        arrays = dict(outputs)
+        count, arguments = len(next(iter(arrays.values()))), {"parameters": parameters}
+        if ROW_COUNTS in arrays:
+            counts = arrays.pop(ROW_COUNTS).ravel()
+            count = int(np.count_nonzero(counts))
+            arguments["counts"] = counts[:count].tolist()
+        forwarded = [name for name in arrays if name.startswith(FORWARDED_PREFIX)]
+        sent = {n.removeprefix(FORWARDED_PREFIX): arrays.pop(n)[:count] for n in forwarded}
+        result: Any = arrays
+        if self._function is not None:
+            arguments["arrays"] = arrays
+            if self._reader is not None:
+                arguments["rows"] = self._reader.columns(sent)
+            result = call_function("postprocess", self._function, arguments)
+        if not isinstance(result, dict) or (
+            self._function is not None and result.keys() != self._fields.keys()
+        ):
+            found = sorted(map(str, result)) if isinstance(result, dict) else type(result).__name__
+            raise RuntimeError(
+                f"hooks.postprocess must return a dict with {list(self._fields)}, returned {found}"
+            )
+        return {name: self._output(name, result[name], count) for name in self._fields}
+
+    def _output(self, name: str, values: Any, count: int) -> NDArray[Any]:
+        try:
+            if len(values) != count:
+                raise ValueError(f"must have {count} rows, it has {len(values)}")
+            return make_array(self._fields[name], values)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RuntimeError(f"hooks.postprocess: `{name}` {error}") from error

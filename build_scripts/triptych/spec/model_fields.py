@@ -1,0 +1,308 @@
+"""Spec of a pipeline around the user's own model: ``task: model``.
+
+>>> spec = load_model_spec(Path("pipelines/detector"))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from triptych.base.errors import UserError
+from triptych.base.tensors import DType, Tensor
+from triptych.spec.fields import Accuracy, CoreSettings, Distance, Frozen, Positive, Serving
+from triptych.spec.kind import Kind
+from triptych.spec.spec import PipelineSpec, load_as
+from triptych.spec.tasks.task import Rule
+from triptych.spec.tuned import read_tuned
+
+ValueType = Literal["text", "bytes", "int", "float", "bool"]
+MetricKind = Literal["exact", "max_difference", "cosine", "top1", "iou", "function"]
+DTYPES: dict[ValueType, DType] = {
+    "text": "BYTES",
+    "bytes": "BYTES",
+    "int": "INT64",
+    "float": "FP32",
+    "bool": "BOOL",
+}
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+Axis = Annotated[int, Field(ge=1, le=100_000_000)] | Name
+"""Size of an axis, or the name of an axis of variable size."""
+
+RESERVED_PREFIXES = ("forwarded_", "triton_")
+RESERVED_NAMES = ("request_ticket", "direct_call", "row_metadata", "row_counts", "priority")
+"""Names of tensors between the steps and of Triton's parameters."""
+
+
+class OwnModel(Frozen):
+    """Location of the model.
+
+    Attributes:
+        onnx: ONNX file, relative to the folder of the pipeline; its weights may be in a file beside
+            it. The first axis of each input and output is the batch.
+    """
+
+    onnx: str
+
+    @property
+    def source(self) -> str:
+        """The file as the spec names it."""
+        return self.onnx
+
+    @property
+    def revision(self) -> str | None:
+        """None, because a file has no revision."""
+        return None
+
+
+class InputField(Frozen):
+    """An input of a request, with one value per row.
+
+    Attributes:
+        type: Type of the value, or of each element if it has a shape. ``bytes`` is the content of a
+            file.
+        shape: Size of each axis of a value; a name for a variable size. Empty for a single value.
+        default: Value for requests without the input. None: the input is required.
+        allow_nan: Whether numbers may be NaN or infinite.
+        max_bytes: Maximum size of a value in bytes.
+    """
+
+    type: ValueType
+    shape: list[Axis] = Field(default_factory=list)
+    default: bool | int | float | str | list[Any] | None = None
+    allow_nan: bool = False
+    max_bytes: Positive = 20_000_000
+
+    @model_validator(mode="after")
+    def _fits(self) -> InputField:
+        if self.type == "bytes" and self.default is not None:
+            raise ValueError("an input of type bytes cannot have a default")
+        return self
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the input of the ensemble."""
+        content: Literal["text", "bytes"] = "bytes" if self.type == "bytes" else "text"
+        is_optional = self.default is not None
+        return Tensor(name, DTYPES[self.type], _dims(self.shape), content, is_optional)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return data for the settings of a step."""
+        return {**self.model_dump(mode="json"), "dtype": DTYPES[self.type]}
+
+
+class ParameterField(Frozen):
+    """A parameter of a request, which applies to all of its rows.
+
+    Attributes:
+        type: Type of the value.
+        default: Value for requests without the parameter.
+        min: Smallest number.
+        max: Largest number.
+        choices: Allowed texts.
+    """
+
+    type: Literal["text", "int", "float", "bool"]
+    default: bool | int | float | str
+    min: float | None = None
+    max: float | None = None
+    choices: list[str] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _fits(self) -> ParameterField:
+        kinds: dict[str, Any] = {"text": str, "int": int, "float": (int, float), "bool": bool}
+        is_number = self.type in ("int", "float")
+        fits = isinstance(self.default, kinds[self.type])
+        if not fits or (isinstance(self.default, bool) and self.type != "bool"):
+            raise ValueError(f"the default must be of type {self.type}")
+        if not is_number and (self.min is not None or self.max is not None):
+            raise ValueError("min and max are only supported for numbers")
+        if self.choices and self.type != "text":
+            raise ValueError("choices are only supported for text")
+        low = -math.inf if self.min is None else self.min
+        high = math.inf if self.max is None else self.max
+        if is_number and not low <= float(self.default) <= high:
+            raise ValueError("the default must be between min and max")
+        if self.choices and self.default not in self.choices:
+            raise ValueError("the default must be one of the choices")
+        return self
+
+    @property
+    def rule(self) -> Rule:
+        kind = "str" if self.type == "text" else self.type
+        return Rule(kind, self.default, self.min, self.max, tuple(self.choices))
+
+
+class OutputField(Frozen):
+    """An output of the pipeline, with one value per row.
+
+    Attributes:
+        type: Type of the value, or of each element if it has a shape.
+        shape: Size of each axis of a value; a name for a variable size. Empty for a single value.
+        metric: Comparison of the accuracy gate. ``exact``: fraction of rows with equal values;
+            ``max_difference``: largest difference, relative to the largest value above 1;
+            ``cosine``: lowest cosine; ``top1``: fraction of rows with the same largest element;
+            ``iou``: mean overlap of boxes ``[x1, y1, x2, y2]``; ``function``: lowest result of
+            ``compare_NAME(actual, expected)`` in ``hooks.py``. None: ``max_difference`` for float,
+            ``exact`` otherwise.
+        limit: Worst allowed value of the metric. None: by the precision of the core.
+    """
+
+    type: Literal["text", "int", "float", "bool"]
+    shape: list[Axis] = Field(default_factory=list)
+    metric: MetricKind | None = None
+    limit: Distance | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> OutputField:
+        kind = self.compared_by
+        if self.type == "text" and kind not in ("exact", "function"):
+            raise ValueError(f"metric {kind} is not supported for text")
+        if kind == "iou" and self.shape[-1:] != [4]:
+            raise ValueError("metric iou is only supported for a shape that ends with 4")
+        if kind in ("cosine", "top1") and not self.shape:
+            raise ValueError(f"metric {kind} is only supported for outputs with a shape")
+        if kind == "function" and self.limit is None:
+            raise ValueError("metric function requires a limit")
+        return self
+
+    @property
+    def compared_by(self) -> MetricKind:
+        return self.metric or ("max_difference" if self.type == "float" else "exact")
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the output of the ensemble."""
+        return Tensor(name, DTYPES[self.type], _dims(self.shape))
+
+    def as_dict(self) -> dict[str, object]:
+        """Return data for the settings of a step."""
+        return {"type": self.type, "shape": self.shape, "dtype": DTYPES[self.type]}
+
+
+def _dims(shape: Sequence[int | str]) -> tuple[int | str, ...]:
+    return tuple(shape) or (1,)
+
+
+class ModelSpec(BaseModel):
+    """Spec of a pipeline around the user's own model.
+
+    Attributes:
+        folder: Folder of the pipeline; not part of a build manifest.
+        tuned: Fields whose values come from ``tuned.yaml``.
+        inputs: Inputs of a request by name.
+        parameters: Request parameters by name.
+        outputs: Outputs of the pipeline by name.
+        files: Files or folders of the pipeline that ``hooks.py`` reads while serving, relative to
+            the pipeline's folder.
+    """
+
+    model_config = Frozen.model_config
+
+    name: str
+    folder: Path = Path()
+    tuned: dict[str, bool | int | float | str | None] = {}
+    task: Literal["model"]
+    model: OwnModel
+    inputs: Annotated[dict[Name, InputField], Field(min_length=1)]
+    parameters: dict[Name, ParameterField] = {}
+    outputs: Annotated[dict[Name, OutputField], Field(min_length=1)]
+    files: list[str] = []
+    core: CoreSettings = CoreSettings()
+    serving: Serving = Serving()
+    accuracy: Accuracy = Accuracy()
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.MODEL
+
+    @property
+    def makes_outputs(self) -> bool:
+        """Whether a function of the pipeline makes the outputs from those of the core."""
+        return True
+
+    @property
+    def max_text_bytes(self) -> int:
+        """Maximum size of any text in bytes."""
+        return max(field.max_bytes for field in self.inputs.values())
+
+    @property
+    def model_file(self) -> Path:
+        """Path of the ONNX file."""
+        return self.folder / self.model.onnx
+
+    @property
+    def output_limits(self) -> dict[str, float]:
+        """Limits that the outputs declare, by metric as a result of the gate names it."""
+        return {
+            f"{name}.{output.compared_by}": output.limit
+            for name, output in self.outputs.items()
+            if output.limit is not None
+        }
+
+    def own_files(self) -> list[tuple[str, Path]]:
+        """Return each file of `files`: its path relative to the pipeline's folder, and the file.
+
+        Raises:
+            UserError: A file does not exist, or is outside of the folder.
+        """
+        found: list[tuple[str, Path]] = []
+        root = self.folder.resolve()
+        for name in self.files:
+            path = (self.folder / name).resolve()
+            if not path.exists() or not path.is_relative_to(root) or path == root:
+                rule = "must name a file or folder in the folder of the pipeline"
+                raise _refused("files", rule, name, "Correct the path")
+            files = sorted(path.rglob("*")) if path.is_dir() else [path]
+            found += [(f.relative_to(root).as_posix(), f) for f in files if f.is_file()]
+        return found
+
+    @model_validator(mode="after")
+    def _fits(self) -> ModelSpec:
+        names = [*self.inputs, *self.parameters, *self.outputs]
+        for name in names:
+            if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
+                raise _refused(name, "is the name of a tensor between the steps", name, "Rename it")
+        if twice := [name for name in names if names.count(name) > 1]:
+            rule = "must be the name of one input, parameter or output alone"
+            raise _refused(twice[0], rule, "it is declared twice", "Rename one of them")
+        if next(iter(self.inputs.values())).default is not None:
+            rule = "must begin with an input without a default, which gives the number of rows"
+            raise _refused("inputs", rule, next(iter(self.inputs)), "Move it down")
+        unsupported = {
+            "core.shared_from": self.core.shared_from,
+            "serving.sample": self.serving.sample,
+            "serving.class_scores": self.serving.class_scores or None,
+        }
+        for field, value in unsupported.items():
+            if value is not None:
+                raise _refused(field, "is not supported for task: model", value, "Remove it")
+        return self
+
+
+def _refused(field: str, rule: str, given: object, remedy: str) -> UserError:
+    return UserError(field, rule, given=given, remedy=remedy)
+
+
+CompiledSpec = PipelineSpec | ModelSpec
+"""Spec of a pipeline whose core is a compiled graph."""
+
+
+def load_model_spec(
+    folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False
+) -> ModelSpec:
+    """Read ``folder/pipeline.yaml``, then ``tuned.yaml`` if it exists, then the overrides.
+
+    Args:
+        folder: Folder of the pipeline.
+        overrides: ``KEY=VALUE`` each: dotted keys, YAML values.
+        untuned: Whether to ignore ``tuned.yaml``.
+
+    Raises:
+        UserError: The file is missing or not YAML, a key is unknown or a value out of range.
+    """
+    found = None if untuned else read_tuned(folder)
+    tuned = {} if found is None else found.overrides
+    return load_as(ModelSpec, folder, overrides, tuned, {"tuned": tuned})

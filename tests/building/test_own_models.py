@@ -1,0 +1,220 @@
+"""Pipelines around own models, from an ONNX file to answers of a real tritonserver."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from conftest import quiet
+from own_models import PICTURES, picture, write_detector, write_rows, write_table
+from triptych.base.errors import UserError
+from triptych.building.own_checks import check_own_pipeline
+from triptych.client import Client, InvalidRequestError
+from triptych.container.health import QUESTION_FILE, find_fault
+from triptych.container.manifests import find_pipelines
+from triptych.serving.server import Server
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with pipelines and their repository."""
+    base = tmp_path_factory.mktemp("own")
+    write_detector(base / "pipelines/detector")
+    write_table(base / "pipelines/table")
+    for name in ("detector", "table"):
+        build(base, name)
+    return base
+
+
+def build(base: Path, name: str, *overrides: str) -> Any:
+    from triptych.building.build import build as build_pipeline
+    from triptych.core.own_inputs import read_own_inputs
+    from triptych.spec.model_fields import load_model_spec
+
+    inputs = read_own_inputs(load_model_spec(base / "pipelines" / name, overrides), quiet)
+    return build_pipeline(inputs, base / "repository", quiet)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Any]:
+    with Server(folder / "repository") as server:
+        yield server
+
+
+def test_a_detector_finds_the_rectangles(server: Any) -> None:
+    images = [picture(boxes, size) for size, boxes in PICTURES]
+    with Client("detector", server.grpc_url) as client:
+        found = client.infer({"image": images})
+        for row, (_, boxes) in enumerate(PICTURES):
+            labels = [label.decode() for label in found["label"][row] if label]
+            assert labels == ["bright"] * len(boxes)
+            got = found["box"][row][: len(boxes)]
+            assert not found["box"][row][len(boxes) :].any()
+            for box in boxes:
+                assert np.abs(got - box).max(axis=1).min(initial=np.inf) <= 8, (row, got, box)
+        strict = client.infer({"image": images[:1]}, parameters={"threshold": 1.0})
+        assert strict["label"].shape == (1, 0)
+        first, second, third = client.infer_each({"image": [images[0], b"no image", images[2]]})
+    assert isinstance(second, InvalidRequestError)
+    assert "cannot be decoded" in str(second)
+    assert not isinstance(first, InvalidRequestError)
+    assert not isinstance(third, InvalidRequestError)
+    assert [label.decode() for label in first["label"] if label] == ["bright"]
+    assert not any(third["label"])
+
+
+def test_a_table_answers_as_its_graph(folder: Path, server: Any) -> None:
+    session = onnxruntime.InferenceSession(folder / "pipelines/table/table.onnx")
+    features = np.random.default_rng(1).normal(size=(70, 4)).astype(np.float32)
+    bias = np.linspace(-1, 1, 70, dtype=np.float32)
+    (wanted,) = session.run(None, {"features": features, "bias": bias[:, None]})
+    (usual,) = session.run(None, {"features": features, "bias": np.full((70, 1), 0.5, np.float32)})
+    with Client("table", server.grpc_url) as client:
+        got = client.infer({"features": features, "bias": bias})
+        np.testing.assert_allclose(got["risk"], wanted, atol=1e-5)
+        got = client.infer({"features": features.tolist()})
+        np.testing.assert_allclose(got["risk"], usual, atol=1e-5)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"features": [[1, 2, 3, 4], [1, float("nan"), 3, 4]]}, "row 1: `features` must have finite"),
+    ({"features": [[1, 2, 3]]}, "must have the shape [4]"),
+    ({"features": ["text"]}, "must have the shape [4]"),
+    ({"features": [["a", "b", "c", "d"]]}, "must have elements of type float32"),
+    ({"bias": [1.0]}, "`features` is required"),
+    ({"features": [[1, 2, 3, 4]], "bias": [float("inf")]}, "`bias` must have finite"),
+    ({"features": [[1, 2, 3, 4]], "bais": [1.0]}, "`bais` is not an input"),
+]
+
+
+def test_a_bad_row_is_named_with_its_input(server: Any) -> None:
+    with Client("table", server.grpc_url) as client:
+        for inputs, message in BAD:
+            with pytest.raises(InvalidRequestError, match="`") as refused:
+                client.infer(inputs)
+            assert message in str(refused.value)
+        (good, bad) = client.infer_each({"features": [[0, 0, 0, 0], [0, 0, 0, float("inf")]]})
+        assert isinstance(bad, InvalidRequestError)
+        assert not isinstance(good, InvalidRequestError)
+    with (
+        Client("detector", server.grpc_url) as client,
+        pytest.raises(InvalidRequestError, match="threshold` must be a number from 0"),
+    ):
+        client.infer({"image": [picture([], (8, 8))]}, parameters={"threshold": 2.0})
+
+
+def test_health_and_the_live_gate_ask_in_the_types_of_the_inputs(folder: Path, server: Any) -> None:
+    from contextlib import nullcontext
+
+    from triptych.core.gate.verify import verify_pipeline
+    from triptych.core.own_inputs import read_own_inputs
+    from triptych.spec.model_fields import load_model_spec
+
+    repository = folder / "repository"
+    assert find_fault(f"http://{server.http_url}", find_pipelines(repository)) is None
+    for name in ("detector", "table"):
+        assert (repository / name / QUESTION_FILE).is_file()
+        inputs = read_own_inputs(load_model_spec(folder / "pipelines" / name), quiet)
+        result = verify_pipeline(
+            inputs, repository, nullcontext(server), quiet, clients=4, timeout_s=30.0
+        )
+        assert result.passed, result.failures
+        assert {verdict.metric for verdict in result.verdicts} >= set(inputs.plan.task.metrics)
+
+
+def test_the_gate_finds_a_fault_in_the_core(folder: Path) -> None:
+    from triptych.core.gate.cached import Gate
+    from triptych.core.own_inputs import read_own_inputs
+    from triptych.spec.model_fields import load_model_spec
+
+    inputs = read_own_inputs(load_model_spec(folder / "pipelines/detector"), quiet)
+    model = onnx.load(folder / "pipelines/detector/detector.onnx")
+    (bias,) = [tensor for tensor in model.graph.initializer if tensor.dims == [9]]
+    faulty = onnx.numpy_helper.to_array(bias).copy()
+    faulty[4] += 40.0  # one of nine sizes of boxes is found everywhere
+    bias.CopyFrom(onnx.numpy_helper.from_array(faulty, bias.name))
+    onnx.save(model, folder / "model.onnx")
+    result = Gate(inputs, "fp32", quiet).run(folder / "model.onnx", {"model.onnx": "faulty"})
+    assert not result.passed
+    failed = {verdict.metric for verdict in result.verdicts if not verdict.passed}
+    assert {"max_difference", "box.iou", "label.exact", "score.max_difference"} <= failed
+
+
+def graph(*nodes: Any, batch: int | str = "n", kind: int = onnx.TensorProto.FLOAT) -> Any:
+    """Return a graph from ``x [batch, 4]`` to ``y [batch, 4]``."""
+    make = onnx.helper.make_tensor_value_info
+    made = onnx.helper.make_graph(
+        nodes, "graph", [make("x", kind, [batch, 4])], [make("y", kind, [batch, 4])]
+    )
+    opset = onnx.helper.make_opsetid("", 18)
+    return onnx.helper.make_model(made, opset_imports=[opset], ir_version=9)
+
+
+NODE = onnx.helper.make_node
+REFUSED: list[tuple[Any, str]] = [
+    (graph(NODE("Relu", ["x"], ["y"]), batch=1), "batch axis of variable size"),
+    (
+        graph(
+            NODE("ReduceMean", ["x"], ["mean"], keepdims=1),
+            NODE("Sub", ["x", "mean"], ["y"]),
+        ),
+        "must compute each row of a batch by itself",
+    ),
+    (graph(NODE("Nonsense", ["x"], ["y"])), "ONNX Runtime can run"),
+    (graph(NODE("Identity", ["x"], ["y"]), kind=onnx.TensorProto.STRING), "unsupported type"),
+]
+
+
+def test_a_graph_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    for number, (model, message) in enumerate(REFUSED):
+        folder = tmp_path / "pipelines" / f"p{number}"
+        folder.mkdir(parents=True)
+        onnx.save(model, folder / "model.onnx")
+        spec = {
+            "task": "model",
+            "model": {"onnx": "model.onnx"},
+            "inputs": {"x": {"type": "float", "shape": [4]}},
+            "outputs": {"y": {"type": "float", "shape": [4]}},
+        }
+        (folder / "pipeline.yaml").write_text(json.dumps(spec))
+        write_rows(folder, [{"x": [1.0, 2.0, 3.0, 4.0]}, {"x": [5.0, 1.0, 0.0, 2.0]}])
+        with pytest.raises(UserError, match=message):
+            build(tmp_path, f"p{number}")
+
+
+RETURNED = 'return {"images": pixels, "scale"'
+WRITTEN = "pixels[row, :, :height, :width] = small"
+MISTAKES: list[tuple[str, str, str]] = [
+    (RETURNED, RETURNED.replace("pixels", "pixels[:, :2]"), "`images` must have the shape"),
+    (RETURNED, RETURNED.replace("images", "image"), "names images"),
+    ('"score": scores}', '"scores": scores}', "must return a dict with"),
+    ("boxes.append(found[kept] / scale)", "boxes.append(kept)", "`box` must have the shape"),
+    ("labels.append([LABELS[0]]", "labels.append([0]", "`label` must have elements of type text"),
+    ('return {"box": boxes,', 'return {"box": boxes[:-1],', "`box` must have 1 rows"),
+    ("postprocess(arrays,", "postprocess(array,", "argument `array`"),
+    ("_suppress(", "suppress(", "called by nobody"),
+    ("pixels = np.zeros(", "pixels = np.ones(", ""),
+    (WRITTEN, WRITTEN.replace("[row,", "[:,"), "depends on the other rows"),
+]
+
+
+def test_the_check_without_a_server_finds_mistakes_in_functions(folder: Path) -> None:
+    hooks = folder / "pipelines/detector/hooks.py"
+    right = hooks.read_text()
+    try:
+        for old, new, message in MISTAKES:
+            assert old in right, old
+            hooks.write_text(right.replace(old, new))
+            checks = check_own_pipeline(hooks.parent)
+            errors = [check.note for check in checks if check.severity == "error"]
+            assert len(errors) == bool(message), (new, errors)
+            assert message in "".join(errors), (new, errors)
+    finally:
+        hooks.write_text(right)

@@ -1,0 +1,231 @@
+"""Pipelines around own models: a detector of bright rectangles, and a network for tables."""
+
+import io
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from PIL import Image, ImageDraw
+
+SIZE = 64
+"""Height and width of the detector's input."""
+STRIDE = 2
+SIDES = (12, 20, 28)
+"""Heights and widths of the boxes that the detector knows."""
+RING = 4
+"""Width of the dark frame around a bright rectangle."""
+
+HOOKS = '''
+"""Letterbox before the detector, and non-maximum suppression behind it."""
+
+import io
+
+import numpy as np
+import onnx
+from PIL import Image
+
+SIZE = 64
+
+
+def setup(context):
+    global LABELS
+    LABELS = (context.folder / "labels.txt").read_text().split()
+
+
+def preprocess(rows, parameters):
+    pixels = np.zeros((len(rows["image"]), 3, SIZE, SIZE), np.float32)
+    scale = np.zeros((len(pixels), 1), np.float32)
+    for row, data in enumerate(rows["image"]):
+        try:
+            image = Image.open(io.BytesIO(data)).convert("RGB")
+        except OSError as error:
+            raise ValueError(f"the image cannot be decoded: {error}", row) from error
+        scale[row] = SIZE / max(image.size)
+        width, height = (max(1, round(side * scale[row, 0])) for side in image.size)
+        small = np.asarray(image.resize((width, height)), np.float32) / 255
+        pixels[row, :, :height, :width] = small.transpose(2, 0, 1)
+    return {"images": pixels, "scale": scale}
+
+
+def postprocess(arrays, parameters):
+    boxes, labels, scores = [], [], []
+    for found, score, scale in zip(arrays["boxes"], arrays["scores"], arrays["scale"]):
+        kept = _suppress(found, score, parameters["threshold"], parameters["overlap"])
+        boxes.append(found[kept] / scale)
+        labels.append([LABELS[0]] * len(kept))
+        scores.append(score[kept])
+    return {"box": boxes, "label": labels, "score": scores}
+
+
+def _suppress(boxes, scores, least, overlap):
+    order = np.flatnonzero(scores >= least)
+    order = order[np.argsort(-scores[order], kind="stable")]
+    kept = []
+    while len(order):
+        first, order = order[0], order[1:]
+        kept.append(first)
+        low = np.maximum(boxes[first, :2], boxes[order, :2])
+        high = np.minimum(boxes[first, 2:], boxes[order, 2:])
+        shared = np.prod(np.clip(high - low, 0, None), axis=1)
+        areas = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
+        order = order[shared / (areas[first] + areas[order] - shared) < overlap]
+    return kept
+'''
+
+SPEC: dict[str, Any] = {
+    "task": "model",
+    "model": {"onnx": "detector.onnx"},
+    "files": ["labels.txt"],
+    "inputs": {"image": {"type": "bytes"}},
+    "parameters": {
+        "threshold": {"type": "float", "default": 0.5, "min": 0, "max": 1},
+        "overlap": {"type": "float", "default": 0.1, "min": 0, "max": 1},
+    },
+    "outputs": {
+        "box": {"type": "float", "shape": ["detections", 4], "metric": "iou"},
+        "label": {"type": "text", "shape": ["detections"]},
+        "score": {"type": "float", "shape": ["detections"]},
+    },
+}
+
+
+FLOAT = onnx.TensorProto.FLOAT
+MAKE, NODE = onnx.helper.make_tensor_value_info, onnx.helper.make_node
+
+
+def save_graph(
+    path: Path,
+    nodes: Sequence[Any],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    weights: Mapping[str, Any],
+) -> None:
+    """Write an ONNX file."""
+    initializers = [onnx.numpy_helper.from_array(value, name) for name, value in weights.items()]
+    graph = onnx.helper.make_graph(nodes, "graph", inputs, outputs, initializers)
+    opset = onnx.helper.make_opsetid("", 18)
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=9), path)
+
+
+def save_detector(path: Path) -> None:
+    """Write a network whose weights, made by hand, find bright rectangles on a dark ground.
+
+    A kernel for each size of box is the mean brightness inside less that of the frame around.
+    """
+    largest = max(SIDES) + 2 * RING
+    shapes = [(height, width) for height in SIDES for width in SIDES]
+    weight = np.zeros((len(shapes), 3, largest, largest), np.float32)
+    for kernel, (height, width) in zip(weight, shapes, strict=True):
+        inner, outer = np.zeros((2, largest, largest), np.float32)
+        top, left = (largest - height) // 2, (largest - width) // 2
+        outer[top - RING : top + height + RING, left - RING : left + width + RING] = 1
+        inner[top : top + height, left : left + width] = 1
+        outer -= inner
+        kernel[:] = 16 * (inner / inner.sum() - outer / outer.sum()) / 3
+    y, x = np.meshgrid(*[np.arange(SIZE // STRIDE + 1) * STRIDE] * 2, indexing="ij")
+    anchors = [
+        np.stack([x - w / 2, y - h / 2, x + w / 2, y + h / 2], axis=-1).reshape(-1, 4)
+        for h, w in shapes
+    ]
+    pad = largest // 2
+    nodes = [
+        NODE("Conv", ["images", "weight", "bias"], ["maps"], strides=[2, 2], pads=[pad] * 4),
+        NODE("Flatten", ["maps"], ["logits"], axis=1),
+        NODE("Sigmoid", ["logits"], ["scores"]),
+        NODE("Shape", ["images"], ["rows"], start=0, end=1),
+        NODE("Concat", ["rows", "ones"], ["shape"], axis=0),
+        NODE("Expand", ["anchors", "shape"], ["boxes"]),
+    ]
+    weights = {
+        "weight": weight,
+        "bias": np.full(len(shapes), -11.0, np.float32),
+        "anchors": np.concatenate(anchors).clip(0, SIZE).astype(np.float32),
+        "ones": np.ones(2, np.int64),
+    }
+    count = len(weights["anchors"])
+    save_graph(
+        path,
+        nodes,
+        [MAKE("images", FLOAT, ["n", 3, SIZE, SIZE])],
+        [MAKE("boxes", FLOAT, ["n", count, 4]), MAKE("scores", FLOAT, ["n", count])],
+        weights,
+    )
+
+
+def picture(boxes: Sequence[tuple[int, int, int, int]], size: tuple[int, int]) -> bytes:
+    """Return a PNG file with bright rectangles ``x1, y1, x2, y2`` on a dark ground."""
+    image = Image.new("RGB", size, (20, 20, 24))
+    for x1, y1, x2, y2 in boxes:
+        ImageDraw.Draw(image).rectangle((x1, y1, x2 - 1, y2 - 1), fill=(235, 230, 240))
+    data = io.BytesIO()
+    image.save(data, "PNG")
+    return data.getvalue()
+
+
+PICTURES: Sequence[tuple[tuple[int, int], list[tuple[int, int, int, int]]]] = (
+    ((64, 64), [(10, 10, 30, 22)]),
+    ((128, 128), [(20, 20, 44, 60), (76, 80, 116, 104)]),
+    ((96, 64), []),
+    ((256, 128), [(40, 40, 88, 88)]),
+    ((64, 128), [(12, 12, 52, 36), (8, 72, 48, 112)]),
+)
+"""Size of each picture, and its rectangles."""
+
+
+def write_detector(folder: Path, **fields: Any) -> Path:
+    """Write a pipeline that detects bright rectangles; `fields` override its spec."""
+    folder.mkdir(parents=True)
+    save_detector(folder / "detector.onnx")
+    (folder / "labels.txt").write_text("bright\n")
+    (folder / "hooks.py").write_text(textwrap.dedent(HOOKS).lstrip())
+    rows = []
+    for number, (size, boxes) in enumerate(PICTURES):
+        (folder / f"{number}.png").write_bytes(picture(boxes, size))
+        rows.append({"image": f"{number}.png"})
+    write_rows(folder, rows)
+    (folder / "pipeline.yaml").write_text(json.dumps({**SPEC, **fields}))
+    return folder
+
+
+TABLE: dict[str, Any] = {
+    "task": "model",
+    "model": {"onnx": "table.onnx"},
+    "inputs": {
+        "features": {"type": "float", "shape": [4]},
+        "bias": {"type": "float", "default": 0.5},
+    },
+    "outputs": {"risk": {"type": "float", "shape": [2]}},
+}
+
+
+def write_table(folder: Path, **fields: Any) -> Path:
+    """Write a pipeline without functions: a network with random weights for four features."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    shapes = {"w1": (4, 16), "b1": (16,), "w2": (16, 2)}
+    nodes = [
+        NODE("Gemm", ["features", "w1", "b1"], ["hidden"]),
+        NODE("Relu", ["hidden"], ["positive"]),
+        NODE("MatMul", ["positive", "w2"], ["result"]),
+        NODE("Add", ["result", "bias"], ["risk"]),
+    ]
+    save_graph(
+        folder / "table.onnx",
+        nodes,
+        [MAKE("features", FLOAT, ["n", 4]), MAKE("bias", FLOAT, ["n", 1])],
+        [MAKE("risk", FLOAT, ["n", 2])],
+        {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()},
+    )
+    write_rows(folder, [{"features": row} for row in random.normal(size=(40, 4)).tolist()])
+    (folder / "pipeline.yaml").write_text(json.dumps({**TABLE, **fields}))
+    return folder
+
+
+def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the traffic of a pipeline."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "traffic.jsonl").write_text(text, encoding="utf-8")
