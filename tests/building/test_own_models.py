@@ -1,7 +1,9 @@
 """Pipelines around own models, from an ONNX file to answers of a real tritonserver."""
 
+import csv
 import json
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,16 @@ import pytest
 
 from conftest import quiet
 from own_models import PICTURES, picture, write_detector, write_rows, write_table
+from scaffolding import run
 from triptych.base.errors import UserError
 from triptych.building.own_checks import check_own_pipeline
 from triptych.client import Client, InvalidRequestError
 from triptych.container.health import QUESTION_FILE, find_fault
 from triptych.container.manifests import find_pipelines
+from triptych.core.own_inputs import read_own_inputs
+from triptych.interface.page.demo import answer, open_pipeline
 from triptych.serving.server import Server
+from triptych.spec.model_fields import load_model_spec
 
 pytestmark = pytest.mark.server
 
@@ -35,8 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(base: Path, name: str, *overrides: str) -> Any:
     from triptych.building.build import build as build_pipeline
-    from triptych.core.own_inputs import read_own_inputs
-    from triptych.spec.model_fields import load_model_spec
 
     inputs = read_own_inputs(load_model_spec(base / "pipelines" / name, overrides), quiet)
     return build_pipeline(inputs, base / "repository", quiet)
@@ -114,8 +118,6 @@ def test_health_and_the_live_gate_ask_in_the_types_of_the_inputs(folder: Path, s
     from contextlib import nullcontext
 
     from triptych.core.gate.verify import verify_pipeline
-    from triptych.core.own_inputs import read_own_inputs
-    from triptych.spec.model_fields import load_model_spec
 
     repository = folder / "repository"
     assert find_fault(f"http://{server.http_url}", find_pipelines(repository)) is None
@@ -131,8 +133,6 @@ def test_health_and_the_live_gate_ask_in_the_types_of_the_inputs(folder: Path, s
 
 def test_the_gate_finds_a_fault_in_the_core(folder: Path) -> None:
     from triptych.core.gate.cached import Gate
-    from triptych.core.own_inputs import read_own_inputs
-    from triptych.spec.model_fields import load_model_spec
 
     inputs = read_own_inputs(load_model_spec(folder / "pipelines/detector"), quiet)
     model = onnx.load(folder / "pipelines/detector/detector.onnx")
@@ -218,3 +218,59 @@ def test_the_check_without_a_server_finds_mistakes_in_functions(folder: Path) ->
             assert message in "".join(errors), (new, errors)
     finally:
         hooks.write_text(right)
+
+
+def test_the_command_sends_typed_rows(folder: Path, server: Any, tmp_path: Path) -> None:
+    url = ["--url", server.grpc_url]
+    pictures = folder / "pipelines/detector"
+    told = run("infer", "detector", *url, "-i", f"image={pictures}/1.png", "--json")
+    (answer,) = json.loads(told.stdout)
+    assert answer["label"] == ["bright", "bright"]
+    assert sorted(map(sum, answer["box"])) == [144.0, 376.0]
+    told = run("infer", "detector", *url, "--file", pictures / "traffic.jsonl", "--json")
+    found = [len(row["label"]) for row in json.loads(told.stdout)]
+    assert found == [len(boxes) for _, boxes in PICTURES]
+    out = tmp_path / "found.jsonl"
+    told = run("infer", "detector", *url, "--file", pictures / "traffic.jsonl", "--out", out)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [len(row["label"]) for row in rows] == found
+    table = tmp_path / "table.csv"
+    table.write_text('features,bias\n"[1, 2, 3, 4]",0.25\n"[0, 0, 0, 0]",\n"[1, 2]",1\n')
+    run("infer", "table", *url, "--file", table, "--out", tmp_path / "risks.csv")
+    answers = list(csv.DictReader((tmp_path / "risks.csv").read_text().splitlines()))
+    with Client("table", server.grpc_url) as client:
+        wanted = client.infer({"features": [[1, 2, 3, 4]], "bias": [0.25]})["risk"][0]
+        usual = client.infer({"features": [[0, 0, 0, 0]]})["risk"][0]
+    np.testing.assert_allclose(json.loads(answers[0]["risk"]), wanted, atol=1e-6)
+    np.testing.assert_allclose(json.loads(answers[1]["risk"]), usual, atol=1e-6)
+    assert "must have the shape [4]" in answers[2]["error"]
+
+
+def test_the_page_has_a_field_for_each_input(folder: Path, server: Any) -> None:
+    forms: list[tuple[str, dict[str, bytes], str]] = [
+        ("detector", {"image": picture(PICTURES[0][1], PICTURES[0][0])}, "bright"),
+        ("table", {"features": b"[1, 2, 3, 4]", "bias": b"0.25"}, "risk: ["),
+        ("table", {"features": b"[0, 0, 0, 0]", "bias": b""}, "risk: ["),
+        ("table", {"features": b"[1, 2]"}, "must have the shape [4]"),
+    ]
+    for name, sent, message in forms:
+        pipeline = folder / "pipelines" / name
+        spec = load_model_spec(pipeline)
+        page = open_pipeline(spec, pipeline, folder / "repository", server.grpc_url, 30.0)
+        try:
+            assert page.examples
+            status, text = answer(page, sent)
+            assert message in unescape(text), text
+            assert (status == 200) is (not message.startswith("must"))
+        finally:
+            page.client.close()
+
+
+def test_a_load_test_sends_numbers(folder: Path, server: Any) -> None:
+    from triptych.serving.bench import perf_analyzer
+
+    inputs = read_own_inputs(load_model_spec(folder / "pipelines/table"), quiet)
+    result = perf_analyzer.run(
+        server.grpc_url, "table", inputs.traffic, concurrency=2, request_count=40
+    )
+    assert result.requests >= 40

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -38,9 +39,9 @@ _MAX_NUMBERS = 6
 
 @dataclass(frozen=True)
 class InputRow:
-    """A row to send: text, or the bytes of an image, by input."""
+    """A row to send: text, the bytes of a file, or a number or list of a typed input."""
 
-    inputs: dict[str, str | bytes]
+    inputs: dict[str, Any]
     shown: str
     """Inputs as the user gave them; an image by its path."""
     source: str = ""
@@ -50,18 +51,28 @@ class InputRow:
 
 
 def read_input_rows(
-    texts: Sequence[str], pairs: Sequence[str], images: Sequence[Path], file: Path | None
+    texts: Sequence[str],
+    pairs: Sequence[str],
+    images: Sequence[Path],
+    file: Path | None,
+    *,
+    values: Sequence[str] = (),
+    types: Mapping[str, str] = {},
 ) -> list[InputRow]:
     """Return the rows of ``--text``, ``--text-pair``, ``--image`` and ``--file``, in this order.
 
     A ``.jsonl`` file has a JSON object of inputs per line, with image paths relative to the file,
     and may have `parameters` as traffic does. A file of plain text has a text per line. An option
-    that is given once applies to every row.
+    that is given once applies to every row. `values` are the ``INPUT=VALUE`` of one row,
+    and `types` the declared types of the inputs of a pipeline around an own model.
 
     Raises:
         UserError: Nothing is given, inputs differ in number, or a file cannot be read.
     """
     columns = _columns(texts, pairs, images)
+    if values:
+        row = _parse_pairs(values, lambda text: text, "must be INPUT=VALUE", "image=street.jpg")
+        return [_input_row(_typed_values(row, types, "--input"), Path(), "", types)]
     if file is not None:
         table = open_rows(file)
         if not isinstance(table, JsonLines):
@@ -72,7 +83,7 @@ def read_input_rows(
                 remedy=f"Write for example --out {file.stem}.answers{file.suffix}",
             )
         if not isinstance(table, PlainText):
-            return _read_objects(table, _single_values(columns))
+            return _read_objects(table, _single_values(columns), types)
         columns["text"] += [line for _, line in table.lines()]
     columns = {name: values for name, values in columns.items() if values}
     if not columns:
@@ -192,7 +203,7 @@ def send_rows(
         with Client(pipeline, url, timeout_s=timeout_s) as client:
             config = client.interface()
             config.check_takes_rows(pipeline)
-            _check_inputs(pipeline, config.inputs, rows)
+            _check_inputs(pipeline, config, rows)
             return _send(client, config, rows, parameters)
     except InferenceError as error:
         raise request_failure(pipeline, url, error) from error
@@ -285,13 +296,17 @@ def _send(
 ) -> list[PlainOutputs]:
     groups: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
-        key = json.dumps({**parameters, **row.parameters}, sort_keys=True)
+        own = {**parameters, **row.parameters}
+        key = json.dumps([own, sorted(row.inputs)], sort_keys=True)
+        if config.row_types:  # rows of one request would have outputs of one size
+            key = json.dumps([own, index], sort_keys=True)
         groups.setdefault(key, []).append(index)
     answers: list[PlainOutputs] = [{}] * len(rows)
     for key, indexes in groups.items():
-        inputs = {name: [rows[index].inputs[name] for index in indexes] for name in config.inputs}
+        names = rows[indexes[0]].inputs
+        inputs = {name: [rows[index].inputs[name] for index in indexes] for name in names}
         try:
-            outputs = client.infer(inputs, parameters=json.loads(key))
+            outputs = client.infer(inputs, parameters=json.loads(key)[0])
         except InvalidRequestError as error:
             faulty = None if error.row is None else indexes[error.row]
             raise InvalidRequestError(error.message, faulty) from error
@@ -301,10 +316,11 @@ def _send(
     return answers
 
 
-def _check_inputs(pipeline: str, inputs: Sequence[str], rows: Sequence[InputRow]) -> None:
+def _check_inputs(pipeline: str, config: PipelineConfig, rows: Sequence[InputRow]) -> None:
+    inputs = config.inputs
     for row in rows:
         missing = [name for name in inputs if name not in row.inputs]
-        extra = [name for name in row.inputs if name not in inputs]
+        extra = [name for name in row.inputs if name not in (*inputs, *config.row_types)]
         if not missing and not extra:
             continue
         name = (missing or extra)[0]
@@ -320,13 +336,49 @@ def _check_inputs(pipeline: str, inputs: Sequence[str], rows: Sequence[InputRow]
         )
 
 
-def _read_objects(table: JsonLines, constants: Mapping[str, str]) -> list[InputRow]:
+def _typed_values(row: Mapping[str, str], types: Mapping[str, str], source: str) -> dict[str, Any]:
+    """Return the values of options or of cells, with numbers and lists of typed inputs as YAML.
+
+    Raises:
+        UserError: A value is not YAML.
+    """
+    typed = {}
+    for name, text in row.items():
+        try:
+            typed[name] = parse_value(text, types.get(name, "text"))
+        except ValueError as error:
+            raise UserError(
+                f"{source} {name}", "must have a YAML value", given=error, remedy="Quote the value"
+            ) from error
+    return typed
+
+
+def parse_value(text: str, kind: str) -> Any:
+    """Return the value of an option or of a cell for an input of a declared type.
+
+    Raises:
+        ValueError: A number or list is not YAML.
+    """
+    is_plain = kind == "bytes" or (kind == "text" and not text.startswith("["))
+    return text if is_plain else parse_yaml(text)
+
+
+def find_row_types(pipeline: str, url: str, timeout_s: float) -> Mapping[str, str]:
+    """Return `PipelineConfig.row_types`; empty if the server is not reached."""
+    with suppress(InferenceError), Client(pipeline, url, timeout_s=timeout_s) as client:
+        return client.interface().row_types
+    return {}
+
+
+def _read_objects(
+    table: JsonLines, constants: Mapping[str, str], types: Mapping[str, str]
+) -> list[InputRow]:
     # The path of an image on the command line is relative to the current folder.
     common = _input_row(constants, Path())
     rows = []
     for number, line in table.lines():
         source = f"{table.path}:{number}"
-        values, parameters = _parse_object(table, line, source)
+        values, parameters = _parse_object(table, line, source, types)
         if twice := sorted(constants.keys() & values.keys()):
             raise UserError(
                 _option(twice[0]),
@@ -334,7 +386,7 @@ def _read_objects(table: JsonLines, constants: Mapping[str, str]) -> list[InputR
                 given=source,
                 remedy="Remove the option, or the input from the lines",
             )
-        own = _input_row(values, table.path.parent, source)
+        own = _input_row(values, table.path.parent, source, types)
         shown = " | ".join(part for part in (common.shown, own.shown) if part)
         rows.append(InputRow({**common.inputs, **own.inputs}, shown, source, parameters))
     if not rows:
@@ -348,8 +400,8 @@ def _read_objects(table: JsonLines, constants: Mapping[str, str]) -> list[InputR
 
 
 def _parse_object(
-    table: JsonLines, line: str, source: str
-) -> tuple[dict[str, str], dict[str, Parameter]]:
+    table: JsonLines, line: str, source: str, types: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, Parameter]]:
     try:
         row = table.parse(line)
     except ValueError as error:
@@ -361,7 +413,8 @@ def _parse_object(
         ) from error
     own = row.pop(PARAMETERS, {})
     for name, value in {**row, PARAMETERS: own}.items():
-        if not isinstance(value, dict if name == PARAMETERS else str):
+        is_typed = types.get(name, "bytes") != "bytes"
+        if not is_typed and not isinstance(value, dict if name == PARAMETERS else str):
             raise UserError(
                 f"{source}: {name}",
                 f"must be {'an object' if name == PARAMETERS else 'a string'}",
@@ -381,19 +434,23 @@ def _parse_object(
     return row, parameters
 
 
-def _input_row(row: Mapping[str, str], folder: Path, source: str = "") -> InputRow:
-    inputs: dict[str, str | bytes] = dict(row)
-    if _IMAGE in row:
+def _input_row(
+    row: Mapping[str, Any], folder: Path, source: str = "", types: Mapping[str, str] | None = None
+) -> InputRow:
+    inputs = dict(row)
+    for name in row:
+        if (types or {_IMAGE: "bytes"}).get(name) != "bytes":
+            continue
         try:
-            inputs[_IMAGE] = (folder / row[_IMAGE]).read_bytes()
+            inputs[name] = (folder / row[name]).read_bytes()
         except (OSError, ValueError) as error:
             raise UserError(
-                source or _option(_IMAGE),
+                source or _option(name),
                 "must be a readable file",
-                given=f"{row[_IMAGE]} ({getattr(error, 'strerror', None) or error})",
+                given=f"{row[name]} ({getattr(error, 'strerror', None) or error})",
                 remedy="Check the path and its permissions",
             ) from error
-    return InputRow(inputs, " | ".join(row.values()), source)
+    return InputRow(inputs, " | ".join(map(str, row.values())), source)
 
 
 def request_parameter(value: object) -> Parameter | None:

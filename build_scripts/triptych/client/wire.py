@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from triptych.client.errors import InvalidRequestError, PipelineFailedError
-from triptych.runtime.own_model import cast_numbers
+from triptych.runtime.own_model import ROW_TYPES, cast_numbers
 
 Parameter = bool | int | float | str
 Rows = Mapping[str, Sequence[Any] | NDArray[Any]]
@@ -71,6 +72,8 @@ class PipelineConfig:
         outputs: dtype and shape of one row by output name; 0 for a variable size.
         steps: Models of the ensemble in order; the model itself if it is not an ensemble.
         input_types: Datatype and sizes of each input by name.
+        row_types: Declared type of each input of a pipeline around an own model, also of those that
+            a request may leave out: text, bytes, int, float or bool.
     """
 
     max_batch_size: int
@@ -80,11 +83,19 @@ class PipelineConfig:
     options: Mapping[str, str] = field(default_factory=dict)
     caches: bool = False
     input_types: Mapping[str, InputType] = field(default_factory=dict)
+    row_types: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def generates(self) -> bool:
         """Whether the pipeline generates text, for one prompt per request."""
         return _PROMPT in self.inputs
+
+    @property
+    def free_outputs(self) -> tuple[str, ...]:
+        """Outputs of a pipeline around an own model whose rows may differ in size."""
+        if not self.row_types:
+            return ()
+        return tuple(name for name, (_, dims) in self.outputs.items() if 0 in dims)
 
     def check_takes_rows(self, pipeline: str) -> None:
         """Raise `InvalidRequestError` if the pipeline generates text."""
@@ -384,6 +395,7 @@ def read_config(response: Any) -> PipelineConfig:
         options,
         config.response_cache.enable,
         {t.name: (_datatype(t), tuple(max(size, 0) for size in t.dims)) for t in config.input},
+        json.loads(config.parameters[ROW_TYPES].string_value or "{}"),
     )
 
 

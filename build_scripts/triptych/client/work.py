@@ -133,6 +133,10 @@ class Work:
         # A call of one row needs no config. Requests have a quarter of the pipeline's limit, so
         # that they batch with each other and need little padding.
         limit = 1 if config is None else config.max_batch_size
+        self._free = () if config is None else config.free_outputs
+        self._shapes: dict[tuple[str, int], tuple[int, ...]] = {}
+        if keep_going and self._free:
+            rows_per_request = 1  # rows of one request have outputs of one size
         most = min(limit, rows_per_request or math.ceil(limit / 4))
         groups = encoded.by_shape(rows) if encoded.shapes else [rows]
         self._waiting = deque(
@@ -192,10 +196,10 @@ class Work:
                     f"Output `{name}` must have one result a row. Given: shape "
                     f"{list(array.shape)} for {len(rows)} rows. This is a bug of the pipeline."
                 )
-            result = self._outputs.get(name)
+            result, shape = self._outputs.get(name), array.shape[1:]
             if result is None:
-                shape = (self._encoded.count, *array.shape[1:])
-                result = self._outputs[name] = np.empty(shape, array.dtype)
+                whole = (self._encoded.count, *shape)
+                result = self._outputs[name] = np.empty(whole, array.dtype)
             if result.shape[1:] != array.shape[1:]:
                 if result.ndim != array.ndim:
                     raise PipelineFailedError(
@@ -207,6 +211,8 @@ class Work:
                 result = self._outputs[name] = _fill(result, (len(result), *sizes))
                 array = _fill(array, (len(array), *sizes))
             result[rows] = array
+            if name in self._free:
+                self._shapes |= dict.fromkeys([(name, row) for row in rows], shape)
         self._rows_answered += len(rows)
 
     def failed(self, portion: Portion, error: InferenceError) -> None:
@@ -264,9 +270,15 @@ class Work:
         return [
             self.refused[row]
             if row in self.refused
-            else {name: array[row] for name, array in outputs.items()}
+            else {name: self._row(name, array, row) for name, array in outputs.items()}
             for row in range(self._encoded.count)
         ]
+
+    def _row(self, name: str, array: NDArray[Any], row: int) -> NDArray[Any]:
+        """Return the output of a row without what other rows of the call filled up."""
+        shape = self._shapes.get((name, row), array.shape[1:])
+        part: NDArray[Any] = array[row][tuple(map(slice, shape))]
+        return part
 
     def _deadline_error(self) -> DeadlineExceededError:
         return self._deadline.exceeded_error(answered=(self._rows_answered, self._encoded.count))

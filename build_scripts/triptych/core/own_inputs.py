@@ -111,7 +111,7 @@ def read_own_inputs(
         calibration=tuple(islice(calibration, CALIBRATION_ROWS)),
         probe=(),
         hooks=None if hooks is None else (spec.folder / HOOKS_FILE).read_bytes(),
-        traffic=tuple(request.sent for request in requests),
+        traffic=tuple(reader.encode(request.sent) for request in requests),
     )
 
 
@@ -192,6 +192,15 @@ class OwnReader:
                 raise type(error)(f"`{name}` {error}") from error
         columns = self._reader.columns({n: arrays[n] for n in self._fields if n in arrays})
         return GateRequest(sent, sent, parameters, (), (), edge, preview, columns)
+
+    def encode(self, sent: Mapping[str, Any]) -> dict[str, Any]:
+        """Return inputs with numbers and lists as arrays without the batch, for load tests."""
+        return {
+            name: value
+            if isinstance(value, str | bytes)
+            else make_array(self._fields[name], [value])[0]
+            for name, value in sent.items()
+        }
 
     def join(self, requests: Sequence[GateRequest]) -> RowInputs:
         """Return the inputs of one request with the rows of several that have equal parameters."""

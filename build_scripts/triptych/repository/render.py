@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from triptych.base.releases import OLDEST, fields_newer_than, parse_release, without_newer_fields
 from triptych.base.tensors import ROW_SPAN, Tensor
 from triptych.container.health import QUESTION_FILE
@@ -28,7 +30,7 @@ from triptych.repository.config_text import merge_config_text
 from triptych.repository.manifest import SAMPLES_FILE
 from triptych.repository.python_env import ENV_FILE, ENV_PARAMETER, ENV_PATH
 from triptych.runtime.decode_rows import RANGES_FILE
-from triptych.runtime.own_model import FILES_FOLDER, make_array
+from triptych.runtime.own_model import FILES_FOLDER, ROW_TYPES, make_array
 from triptych.runtime.triton_io import SETTINGS_FILE
 from triptych.spec.plan import Plan
 from triptych.spec.spec import PipelineSpec
@@ -289,7 +291,7 @@ def _request(plan: Plan, values: Mapping[str, Any]) -> bytes:
     own = {} if isinstance(plan.spec, PipelineSpec) else plan.spec.inputs
     for name, value in values.items():
         field = own[name].as_dict() if name in own else _TEXT_FIELD
-        array = make_array(field, [value])
+        array = value[None] if isinstance(value, np.ndarray) else make_array(field, [value])
         data = array.tobytes()
         if array.dtype == object:
             data = b"".join(len(each).to_bytes(4, "little") + each for each in array.ravel())
@@ -302,6 +304,16 @@ def _request(plan: Plan, values: Mapping[str, Any]) -> bytes:
 
 CORE_TENSOR_PREFIX = "core."
 """Prefix of the names of an own graph's tensors between the steps of the ensemble."""
+
+
+def _row_types(plan: Plan) -> dict[str, Any] | None:
+    """Return the parameter of the ensemble that tells clients the declared types of its inputs."""
+    if isinstance(plan.spec, PipelineSpec):
+        return None
+    types = {name: field.type for name, field in plan.spec.inputs.items()}
+    return {ROW_TYPES: {"string_value": json.dumps(types)}}
+
+
 _TEXT_FIELD = {"type": "text", "dtype": "BYTES", "shape": []}
 """Form of the inputs of other tasks, as `make_array` takes it."""
 
@@ -332,6 +344,7 @@ def _ensemble(plan: Plan) -> Any:
             for tensor in plan.task.outputs
         ],
         response_cache={"enable": True} if plan.spec.serving.response_cache else None,
+        parameters=_row_types(plan),
         model_metrics={"metric_control": [latency_buckets(slo)]} if slo.limits_ms else None,
         ensemble_scheduling={
             "max_inflight_requests": plan.spec.serving.max_inflight_requests or 0,

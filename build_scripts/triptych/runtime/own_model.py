@@ -20,6 +20,8 @@ from .request_errors import RequestError, StepError
 from .row_types import Arrays, CoreRows, Metadata, Parameters, RowInputs
 
 FILES_FOLDER = "files"
+ROW_TYPES = "row_types"
+"""Parameter of the ensemble's config: the declared type of each input, as JSON."""
 ROW_COUNTS = "row_counts"
 """Tensor INT32 ``[core rows, 1]``: the number of core rows of each row, then zeros."""
 

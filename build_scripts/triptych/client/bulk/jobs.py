@@ -35,6 +35,7 @@ from triptych.client.rows import (
     TIMEOUT_S,
     parse_parameters,
     parse_sampling,
+    parse_value,
     plain_outputs,
     request_parameter,
 )
@@ -255,13 +256,14 @@ class TensorSender:
                 if prompt:
                     own[_PROMPT] = prompt
                 try:
-                    groups.setdefault(self._key(own), []).append(row)
+                    groups.setdefault(self._key(own, rows[row]), []).append(row)
                 except ValueError as error:
                     errors[row] = str(error)
         answers: dict[str, list[Any]] = {name: [None] * chunk.count for name in self.config.outputs}
         sent, first_error = 0, None
         for key, indexes in groups.items():
-            results = await self._send_with_retries([rows[row] for row in indexes], json.loads(key))
+            parameters = json.loads(key)[0]
+            results = await self._send_with_retries([rows[row] for row in indexes], parameters)
             sent += len(indexes)
             for row, result in zip(indexes, results, strict=True):
                 if isinstance(result, InferenceError):
@@ -273,32 +275,41 @@ class TensorSender:
             raise first_error
         return {**answers, ERROR: errors}
 
-    def _read(self, chunk: RowChunk, errors: list[str | None]) -> list[dict[str, str | bytes]]:
-        rows: list[dict[str, str | bytes]] = []
+    def _read(self, chunk: RowChunk, errors: list[str | None]) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
         for row in range(chunk.count):
             own = dict(self.constants)
             try:
                 if errors[row] is None:
                     for name, column in chunk.columns.items():
-                        if name in self.config.inputs:
+                        is_given = column[row] not in (None, "") and name in self.config.row_types
+                        if name in self.config.inputs or is_given:
                             own[name] = self._value(name, column[row])
             except ValueError as error:
                 errors[row] = str(error)
             rows.append(own)
         return rows
 
-    def _value(self, name: str, value: object) -> str | bytes:
+    def _value(self, name: str, value: object) -> Any:
+        kind = self.config.row_types.get(name)
+        if kind not in (None, "bytes"):
+            return parse_value(value, kind) if isinstance(value, str) else value
+        if kind is not None and isinstance(value, str):
+            return self._read_file(name, value)
         if isinstance(value, bytes) or (isinstance(value, str) and name != "image"):
             return value
         if not isinstance(value, str):
             given = "nothing" if value is None else f"{value!r:.80}"
             raise ValueError(f"`{name}` must be text. Given: {given}")
+        return self._read_file(name, value)
+
+    def _read_file(self, name: str, path: str) -> bytes:
         try:
-            return (self.folder / value).read_bytes()
+            return (self.folder / path).read_bytes()
         except (OSError, ValueError) as error:
             raise ValueError(f"`{name}` must be a readable file. Given: {error}") from None
 
-    def _key(self, own: Mapping[str, Any]) -> str:
+    def _key(self, own: Mapping[str, Any], inputs: Mapping[str, Any]) -> str:
         parameters = dict(self.parameters)
         for name, value in own.items():
             if (parameter := request_parameter(value)) is None:
@@ -307,10 +318,10 @@ class TensorSender:
                     f"Given: {value!r:.80}"
                 )
             parameters[name] = parameter
-        return json.dumps(parameters, sort_keys=True)
+        return json.dumps([parameters, sorted(inputs)], sort_keys=True)
 
     async def _send_with_retries(
-        self, rows: Sequence[Mapping[str, str | bytes]], parameters: Mapping[str, Parameter]
+        self, rows: Sequence[Mapping[str, Any]], parameters: Mapping[str, Parameter]
     ) -> list[RowResult]:
         try:
             async with self.lock.shared():
@@ -335,9 +346,9 @@ class TensorSender:
         return results
 
     async def _send(
-        self, rows: Sequence[Mapping[str, str | bytes]], parameters: Mapping[str, Parameter]
+        self, rows: Sequence[Mapping[str, Any]], parameters: Mapping[str, Parameter]
     ) -> list[RowResult]:
-        inputs = {name: [row[name] for row in rows] for name in self.config.inputs}
+        inputs = {name: [row[name] for row in rows] for name in rows[0]}
         # Allow for the requests running one after the other, because others are in flight too.
         timeout_s = self.timeout_s * ceil(len(rows) / ceil(self.config.max_batch_size / 4))
         rows_found = await _retry_unreachable(
@@ -372,9 +383,10 @@ class TensorJob:
         self._columns = _wanted(options, config)
         self._parameters = parse_parameters(options.pairs)
         self._lock = BatchLock()
-        self.inputs = list(self._columns.values())
-        if _PROMPT in config.options:
-            self.inputs.append(_PROMPT)
+        self._optional = [name for name in config.row_types if name in config.options]
+        if _PROMPT in config.options and not config.row_types:
+            self._optional.append(_PROMPT)
+        self.inputs = [*self._columns.values(), *self._optional]
         self.outputs = [
             AnswerColumn(name, name, dtype, dims) for name, (dtype, dims) in config.outputs.items()
         ]
@@ -382,10 +394,9 @@ class TensorJob:
         self.chunk_rows = _CHUNK_BATCHES * config.max_batch_size
 
     def wanted(self, scan: Scan) -> dict[str, str]:
-        """Return the column by input that is read of a row; `prompt` if the file has one."""
-        if _PROMPT in self._config.options and _PROMPT in scan.names:
-            return {**self._columns, _PROMPT: _PROMPT}
-        return self._columns
+        """Return the column by input that is read of a row, with the optional ones of the file."""
+        found = [name for name in self._optional if name in scan.names]
+        return {**self._columns, **dict(zip(found, found, strict=True))}
 
     async def open_sender(self, size: int, stack: AsyncExitStack) -> TensorSender:
         """Return a sender of requests of `size` rows; `stack` closes it."""

@@ -74,6 +74,16 @@ def infer(
         str | None,
         typer.Option(help="Column of images in --file, as paths or bytes. Default: image."),
     ] = None,
+    values: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="INPUT=VALUE",
+            help="Value of an input of one row, for task: model; a path for the type bytes; may be "
+            "repeated. Default: no input.",
+        ),
+    ] = None,
     chat: Annotated[
         str | None,
         typer.Option(help="Message of a user; the answer is streamed. Default: no message."),
@@ -112,6 +122,7 @@ def infer(
     from triptych.client.rows import (
         TIMEOUT_S,
         describe_answer,
+        find_row_types,
         parse_parameters,
         read_input_rows,
         send_rows,
@@ -154,8 +165,11 @@ def infer(
             given="nothing",
             remedy="Add --out FILE",
         )
-    rows = read_input_rows(text or (), text_pair or (), image or (), file)
     limit_s = TIMEOUT_S if timeout_s is None else timeout_s
+    types = find_row_types(name, url, limit_s) if values or file is not None else {}
+    rows = read_input_rows(
+        text or (), text_pair or (), image or (), file, values=values or (), types=types
+    )
     parsed = parse_parameters(parameters or ())
     answers = send_rows(name, rows, url=url, parameters=parsed, timeout_s=limit_s)
     if as_json:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,26 @@ from triptych.base.errors import UserError
 from triptych.client import Client, InferenceError, StepStatistics
 from triptych.client.rows import plain_outputs
 from triptych.core.inputs import task_of
-from triptych.interface.page.form import SECOND, AnswerView, Form, FormRequest, view_answer
+from triptych.interface.page.form import (
+    SECOND,
+    AnswerView,
+    Form,
+    FormRequest,
+    is_file,
+    view_answer,
+)
 from triptych.interface.page.web import EXAMPLE, MAX_EXAMPLES, PageServer, read_text
 from triptych.interface.report.pages import render
 from triptych.repository.manifest import find_settings
+from triptych.spec.model_fields import CompiledSpec
 from triptych.spec.spec import PipelineSpec
-from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
+from triptych.spec.traffic import (
+    PARAMETERS,
+    TRAFFIC_FILE,
+    TrafficRow,
+    read_lines,
+    read_traffic,
+)
 
 _COUNTED_WITHIN_S = 0.5
 """Maximum delay until Triton's statistics include an answered request, in seconds."""
@@ -85,12 +101,13 @@ class PageClient:
         self._turn = threading.Lock()
 
     def options(self) -> dict[str, str]:
-        """Return the datatype of each optional input of the pipeline.
+        """Return the datatype of each parameter of the pipeline that can be an input.
 
         Raises:
             InferenceError: The pipeline is not available at the address.
         """
-        return dict(self._client.interface().options)
+        config = self._client.interface()
+        return {n: kind for n, kind in config.options.items() if n not in config.row_types}
 
     def send(self, request: FormRequest) -> TimedAnswer:
         """Send a request and return its answer.
@@ -146,7 +163,7 @@ class PagePipeline:
         folder: Folder of the images of `examples`.
     """
 
-    spec: PipelineSpec
+    spec: CompiledSpec
     form: Form
     client: PageClient
     examples: tuple[TrafficRow, ...]
@@ -154,7 +171,7 @@ class PagePipeline:
 
 
 def open_pipeline(
-    spec: PipelineSpec, folder: Path, repository: Path, url: str, timeout_s: float
+    spec: CompiledSpec, folder: Path, repository: Path, url: str, timeout_s: float
 ) -> PagePipeline:
     """Return a served pipeline with the form of its page.
 
@@ -181,8 +198,21 @@ def open_pipeline(
             remedy=f"Start it with `triptych serve {spec.name}`, or pass --url",
         ) from error
     names = [tensor.name for tensor in task.inputs]
-    rows = read_traffic(folder, names) if (folder / TRAFFIC_FILE).is_file() else []
+    rows: Sequence[TrafficRow] = ()
+    if (folder / TRAFFIC_FILE).is_file():
+        is_own = not isinstance(spec, PipelineSpec)
+        rows = _typed_rows(folder) if is_own else read_traffic(folder, names)
     return PagePipeline(spec, form, client, tuple(rows[:MAX_EXAMPLES]), folder)
+
+
+def _typed_rows(folder: Path) -> list[TrafficRow]:
+    """Return the traffic of a pipeline with typed inputs, with numbers and lists as text."""
+    rows = []
+    for number, _, row in islice(read_lines(folder / TRAFFIC_FILE), MAX_EXAMPLES):
+        parameters = (row or {}).pop(PARAMETERS, {})
+        inputs = {n: v if isinstance(v, str) else json.dumps(v) for n, v in (row or {}).items()}
+        rows.append(TrafficRow(number, inputs, parameters))
+    return rows
 
 
 class DemoPage(PageServer):
@@ -210,7 +240,7 @@ class DemoPage(PageServer):
 
 
 def open_demo_page(
-    spec: PipelineSpec,
+    spec: CompiledSpec,
     folder: Path,
     repository: Path,
     url: str,
@@ -229,7 +259,7 @@ def _chosen(pipeline: PagePipeline, number: str) -> TrafficRow | None:
 
 def answer(pipeline: PagePipeline, sent: Mapping[str, bytes]) -> tuple[HTTPStatus, str]:
     """Return the HTTP status and the page for a submitted form, with the content of each field."""
-    images = [tensor.name for tensor in pipeline.form.inputs if tensor.content == "image"]
+    images = [tensor.name for tensor in pipeline.form.inputs if is_file(tensor)]
     given: dict[str, str | bytes] = {
         name: content if name in images else read_text(content) for name, content in sent.items()
     }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from triptych.base.files import parse_yaml
 from triptych.base.tensors import Tensor
 from triptych.client.rows import describe_answer, request_parameter
 from triptych.client.wire import Parameter
@@ -50,7 +51,7 @@ class Field:
 class FormRequest:
     """Request of a submitted form: rows of inputs by name, and parameters."""
 
-    rows: tuple[Mapping[str, str | bytes], ...]
+    rows: tuple[Mapping[str, Any], ...]
     parameters: Mapping[str, Parameter]
 
 
@@ -88,7 +89,7 @@ class Form:
     @property
     def fields(self) -> list[Field]:
         found = [
-            Field(tensor.name, tensor.name, "image" if tensor.content == "image" else "text")
+            Field(tensor.name, tensor.name, "image" if is_file(tensor) else "text")
             for tensor in self.inputs
         ]
         if self.compares:
@@ -114,7 +115,11 @@ class Form:
 
         Invalid parameters are passed on as text, because the pipeline's error explains them.
         """
-        row = {tensor.name: given.get(tensor.name, "") for tensor in self.inputs}
+        row = {
+            tensor.name: _typed_input(tensor, given.get(tensor.name, ""))
+            for tensor in self.inputs
+            if given.get(tensor.name) or not tensor.optional
+        }
         rows = [row]
         if self.compares and (second := given.get(SECOND)):
             rows.append({**row, self.inputs[0].name: second})
@@ -130,6 +135,21 @@ class Form:
         kind = "choice" if choices else _KINDS.get(rule["type"], "line")
         hint = _as_text(request_parameter(self.defaults.get(name)))
         return Field(_PARAMETER + name, name, kind, tuple(choices), hint)
+
+
+def is_file(tensor: Tensor) -> bool:
+    """Return whether the value of an input is the content of a file."""
+    return tensor.content in ("image", "bytes")
+
+
+def _typed_input(tensor: Tensor, value: str | bytes) -> Any:
+    """Return the value of an input; a wrong number stays text, because the error explains it."""
+    if isinstance(value, bytes) or (tensor.dtype == "BYTES" and tensor.dims == (1,)):
+        return value
+    try:
+        return parse_yaml(value)
+    except ValueError:
+        return value
 
 
 def _as_text(value: Parameter | None) -> str:

@@ -94,6 +94,13 @@ def bench_pipeline(
     if url is None:
         check_built(repository, inputs.plan.spec.name)
     core = repository / inputs.plan.step("core") / "1" / "model.onnx"
+    if bench.baselines and inputs.plan.info.own is not None:
+        raise UserError(
+            "--baselines",
+            "is not supported for task: model",
+            given=inputs.plan.spec.name,
+            remedy="Remove it",
+        )
     names = ALL if bench.baselines else ()
     subject = describe_target(
         inputs, repository, server=describe_server(url, inputs.plan.spec.core.backend)

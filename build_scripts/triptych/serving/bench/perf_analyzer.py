@@ -23,7 +23,9 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from triptych.base.errors import UserError
 from triptych.base.files import scratch_folder
@@ -179,7 +181,7 @@ _NOTHING_ANSWERED = ("No valid requests recorded", "failed to find the requested
 
 _DELAYED = re.compile(r"[\d.]+% of the requests were delayed")
 
-Request = str | Mapping[str, str | bytes]
+Request = str | Mapping[str, Any]
 Distribution = Literal["poisson", "constant", "burst"]
 
 
@@ -359,6 +361,10 @@ def _row(request: Request) -> dict[str, object]:
     tensors = {"text": request} if isinstance(request, str) else request
     row: dict[str, object] = {}
     for name, value in tensors.items():
+        if isinstance(value, np.ndarray):
+            content = {"b64": base64.b64encode(value.tobytes()).decode("ascii")}
+            row[name] = {"content": content, "shape": list(value.shape)}
+            continue
         raw = value.encode() if isinstance(value, str) else value
         wire = base64.b64encode(struct.pack("<I", len(raw)) + raw).decode("ascii")
         row[name] = {"content": {"b64": wire}, "shape": [1]}
