@@ -24,7 +24,7 @@ $(INSTALLED): pyproject.toml build_scripts/constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing pinned dependencies into $(VENV) (a minute or two) ..."
 	$(BIN)/python -m pip install --quiet --no-compile --constraint build_scripts/constraints.txt \
-	  --editable ".[build,local,fleet,parquet,templates,tensorrt,text2text,demo,dev]"
+	  --editable ".[build,local,fleet,gateway,parquet,templates,tensorrt,text2text,demo,dev]"
 	@touch $@
 
 # Beside .venv, whose packages it sees but for those it has itself: torch is not installed twice.

@@ -16,6 +16,7 @@ LAYERS = (
     "interface",
     "deploy",
     "operate",
+    "gateway",
     "building",
     "serving",
     "core",
@@ -72,6 +73,8 @@ HEAVY = {
     "huggingface_hub": {"spec/model_source.py"},
     "pyarrow": {"client/bulk/parquet.py"},
     "sentence_transformers": {"core/gate/reference.py"},
+    "starlette": {"gateway/app.py", "gateway/http.py"},
+    "uvicorn": {"gateway/serve.py"},
 }
 RUNTIME_MAY_IMPORT = {
     *("numpy", "tokenizers", "triton_python_backend_utils", "PIL"),
@@ -159,7 +162,8 @@ import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {"torch", "transformers", "onnx", "onnxruntime", "onnxscript",
-                                      "huggingface_hub", "safetensors", "pytriton"}:
+                                      "huggingface_hub", "safetensors", "pytriton",
+                                      "starlette", "uvicorn"}:
             raise ImportError(name + " is not installed here")
 sys.meta_path.insert(0, Refuse())
 from triptych.interface.cli import app

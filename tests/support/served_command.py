@@ -12,11 +12,11 @@ TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 
 
 @contextlib.contextmanager
-def serving(repository: Path) -> Iterator[subprocess.Popen[str]]:
+def serving(repository: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """`triptych serve --json` on free ports; killed at the end if a test left it running."""
     ports = [f"--{kind}-port=0" for kind in ("grpc", "http", "metrics")]
     with subprocess.Popen(
-        [TRIPTYCH, "serve", str(repository), "--json", *ports],
+        [TRIPTYCH, "serve", str(repository), "--json", *ports, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -31,6 +31,20 @@ def endpoints_of(server: subprocess.Popen[str]) -> dict[str, Any]:
     """What it printed when it was ready."""
     assert server.stdout is not None
     line = server.stdout.readline()
-    assert line, server.communicate()[1]
+    assert line, server.stderr and server.stderr.read()
     endpoints: dict[str, Any] = json.loads(line)
     return endpoints
+
+
+@contextlib.contextmanager
+def gateway(*words: str) -> Iterator[str]:
+    """The address of a `triptych gateway` on a free port, which ends without an error."""
+    command = [TRIPTYCH, "gateway", *words, "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            address: str = endpoints_of(process)["http"]
+            yield address
+            process.terminate()
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()

@@ -67,7 +67,8 @@ class AsyncClient(PipelineClient):
     answer, answer_each = _awaited_task(tasks.answer)
     rerank, rerank_each = _awaited_task(tasks.rerank)
     infer, infer_each = _awaited(flows.infer), _awaited(flows.infer_each)
-    interface, step_statistics = _awaited(flows.interface), _awaited(flows.step_statistics)
+    interface, ready = _awaited(flows.interface), _awaited(flows.ready)
+    step_statistics = _awaited(flows.step_statistics)
 
     def generate(
         self, prompt: str, *, timeout_s: float | None = None, **sampling: Unpack[Sampling]

@@ -340,6 +340,17 @@ def interface(self: PipelineClient, *, timeout_s: float | None = None) -> Flow[P
     return (yield from self._known_config(self._deadline(timeout_s)))
 
 
+def ready(self: PipelineClient, *, timeout_s: float | None = None) -> Flow[bool]:
+    """Return whether the server has loaded all models of the pipeline.
+
+    Raises:
+        InferenceError: See its subclasses.
+    """
+    request = service_pb2.ModelReadyRequest(name=self.pipeline)
+    answer = yield from self._request("ModelReady", request, self._deadline(timeout_s))
+    return bool(answer.ready)
+
+
 def step_statistics(
     self: PipelineClient, *, timeout_s: float | None = None
 ) -> Flow[list[StepStatistics]]:

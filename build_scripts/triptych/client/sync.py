@@ -70,7 +70,8 @@ class Client(PipelineClient):
     answer, answer_each = _blocking_task(tasks.answer)
     rerank, rerank_each = _blocking_task(tasks.rerank)
     infer, infer_each = _blocking(flows.infer), _blocking(flows.infer_each)
-    interface, step_statistics = _blocking(flows.interface), _blocking(flows.step_statistics)
+    interface, ready = _blocking(flows.interface), _blocking(flows.ready)
+    step_statistics = _blocking(flows.step_statistics)
 
     def generate(
         self, prompt: str, *, timeout_s: float | None = None, **sampling: Unpack[Sampling]

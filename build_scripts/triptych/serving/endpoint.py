@@ -137,6 +137,18 @@ def until_signal(stop: Callable[[], None]) -> Iterator[list[str]]:
             signal.signal(number, handler)
 
 
+def in_order(first: Callable[[], None], last: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls both, `last` even if `first` raises an error."""
+
+    def both() -> None:
+        try:
+            first()
+        finally:
+            last()
+
+    return both
+
+
 def serve_until_signal(
     server: Server,
     *,
@@ -145,6 +157,7 @@ def serve_until_signal(
     on_ready: Callable[[], None],
     on_crash: Callable[[str], None],
     meanwhile: Callable[[], None] = lambda: None,
+    before_stop: Callable[[], None] = lambda: None,
 ) -> str:
     """Start `server`, call `on_ready` once every model is, and stop it at the first signal.
 
@@ -159,6 +172,7 @@ def serve_until_signal(
         on_ready: Called after each start, when every model is ready.
         on_crash: Called with a message after each crash.
         meanwhile: Called about three times per second while the server is ready.
+        before_stop: Called before the server stops.
 
     Returns:
         The signal's name.
@@ -166,7 +180,7 @@ def serve_until_signal(
     Raises:
         ServerError: A step did not load at the first start.
     """
-    with until_signal(server.stop) as signals:
+    with until_signal(in_order(before_stop, server.stop)) as signals:
         server.start()
         server.wait_ready(timeout_s, on_progress=on_progress)
         on_ready()

@@ -19,6 +19,16 @@ _GUARD = Path(orphan_cleanup.__file__)
 _ISOLATED = (sys.executable, "-I")
 
 
+def launched(command: Sequence[str]) -> list[str]:
+    """Return a command that runs `command` and dies with this process.
+
+    The thread that starts it must live as long as the process.
+    """
+    stack_bytes, _ = stack_limits()
+    # Without site: only the standard library is needed, and the start takes 20 ms.
+    return [*_ISOLATED, "-S", str(_LAUNCHER), str(os.getpid()), str(stack_bytes), *command]
+
+
 class ServerProcess:
     """A running tritonserver with its guard.
 
@@ -121,11 +131,9 @@ class ServerProcess:
     def _start_server(
         self, command: Sequence[str], variables: Mapping[str, str], log_file: Path
     ) -> subprocess.Popen[bytes]:
-        stack_bytes, _ = stack_limits()
         with log_file.open("ab") as log:
             return subprocess.Popen(
-                # Without site: only the standard library is needed, and the start takes 20 ms.
-                [*_ISOLATED, "-S", str(_LAUNCHER), str(os.getpid()), str(stack_bytes), *command],
+                launched(command),
                 env={**variables, PROCESS_TAG_VARIABLE: self._tag},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -15,6 +15,7 @@ from typing import TextIO
 from triptych.base.errors import RenamedWarning, UserError
 from triptych.interface.cli import (  # noqa: F401  (their verbs)
     deploy,
+    gateway,
     history,
     infer,
     measure,

@@ -14,6 +14,7 @@ import typer
 
 from triptych.base.errors import UserError
 from triptych.interface.cli.command import verb
+from triptych.interface.cli.gateway import Aliases, GatewayProcess
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
     REPOSITORY,
@@ -50,7 +51,12 @@ if TYPE_CHECKING:
 
 
 def run(
-    server: Server, announce: Callable[[], None], *, timeout_s: float, meanwhile: Callable[[], None]
+    server: Server,
+    announce: Callable[[], None],
+    *,
+    timeout_s: float,
+    meanwhile: Callable[[], None],
+    before_stop: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a server until it is interrupted.
 
@@ -59,6 +65,7 @@ def run(
         announce: Called each time the server is ready.
         timeout_s: Maximum time to load the models, in seconds.
         meanwhile: Called regularly while the server runs.
+        before_stop: Called before the server stops.
 
     Raises:
         UserError: The server does not become ready.
@@ -72,6 +79,7 @@ def run(
         on_ready=announce,
         on_crash=lambda line: status.print(f"error: {line}", style="red", markup=False),
         meanwhile=meanwhile,
+        before_stop=before_stop,
     )
     status.print(f"stopped ({asked})", markup=False)
 
@@ -190,6 +198,18 @@ class ServeOptions:
             "development profile and one server.",
         ),
     ] = False
+    http_api: Annotated[
+        int | None,
+        typer.Option(
+            "--http-api",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Port of a gateway with the HTTP APIs of OpenAI, Cohere, Jina and TEI, in a "
+            "process of its own; 0 picks a free port. Default: no gateway.",
+        ),
+    ] = None
+    aliases: Aliases = None
     samples: Samples = SAMPLES
     as_json: Json = False
 
@@ -286,14 +306,19 @@ def serve(
         "production_flags": flags,
         **vars(ports),
     }
+    beside = GatewayProcess(options.http_api, options.host, repository, models, options.aliases)
     if count == 1:
-        _serve_one(repository, options, named, same)
+        _serve_one(repository, options, named, beside, same)
     else:
-        _serve_fleet(repository, options, count, mirrored, {"gpus": named, **same})
+        _serve_fleet(repository, options, count, mirrored, beside, {"gpus": named, **same})
 
 
 def _serve_one(
-    repository: Path, options: ServeOptions, gpus: list[str], same: Mapping[str, Any]
+    repository: Path,
+    options: ServeOptions,
+    gpus: list[str],
+    beside: GatewayProcess,
+    same: Mapping[str, Any],
 ) -> None:
     """Run one server until interrupted; `same` are arguments that a fleet takes as well."""
     from triptych.serving.fleet.serve import gpu_variables
@@ -311,10 +336,15 @@ def _serve_one(
             "grpc": server.grpc_url,
             "http": server.http_url,
             "metrics": server.metrics_url,
+            **beside.start(server.grpc_url),
         }
         _announce(endpoints, {"pid": server.pid}, as_json=options.as_json)
 
-    run(server, announce, timeout_s=options.timeout_s, meanwhile=exchange.poll)
+    def poll() -> None:
+        exchange.poll()
+        beside.poll()
+
+    run(server, announce, timeout_s=options.timeout_s, meanwhile=poll, before_stop=beside.end)
 
 
 def _serve_fleet(
@@ -322,6 +352,7 @@ def _serve_fleet(
     options: ServeOptions,
     replicas: int,
     mirrored: MirrorOption | None,
+    beside: GatewayProcess,
     same: Mapping[str, Any],
 ) -> None:
     """Run several servers behind Envoy until interrupted."""
@@ -349,9 +380,10 @@ def _serve_fleet(
             described = fleet.described()
             for line in find_capacity_warnings(replica["pid"] for replica in described):
                 warn(line)
-            _announce(fleet.endpoints, {"replicas": described}, as_json=options.as_json)
+            endpoints = {**fleet.endpoints, **beside.start(fleet.endpoints["grpc"])}
+            _announce(endpoints, {"replicas": described}, as_json=options.as_json)
 
-        asked = serve_until_signal(fleet, announce)
+        asked = serve_until_signal(fleet, announce, meanwhile=beside.poll, before_stop=beside.end)
     status.print(f"stopped ({asked})", markup=False)
 
 

@@ -15,7 +15,7 @@ from triptych.base.files import os_errors_as_user_errors
 from triptych.container.manifests import find_pipelines, largest_request_mib
 from triptych.repository.manifest import EncoderManifest, find_manifest, kind_of_build
 from triptych.repository.store import sibling_work_dir
-from triptych.serving.endpoint import until_signal
+from triptych.serving.endpoint import in_order, until_signal
 from triptych.serving.fleet.envoy import EndpointNames, Listen, Mirror, proxy_settings
 from triptych.serving.fleet.fleet import CandidateServer, Fleet, Replica, ReplicaBuild
 from triptych.serving.fleet.mirror import MirrorOption
@@ -212,18 +212,27 @@ def new_fleet(
         )
 
 
-def serve_until_signal(fleet: Fleet, on_ready: Callable[[], None]) -> str:
+def serve_until_signal(
+    fleet: Fleet,
+    on_ready: Callable[[], None],
+    *,
+    meanwhile: Callable[[], None] = lambda: None,
+    before_stop: Callable[[], None] = lambda: None,
+) -> str:
     """Start a fleet and reconcile it until SIGTERM or SIGINT; return the signal's name.
+
+    `meanwhile` is called after each look at the fleet, and `before_stop` before it stops.
 
     Raises:
         UserError: A replica does not load at the start, or all replicas fail for good.
     """
-    with until_signal(fleet.stop) as signals:
+    with until_signal(in_order(before_stop, fleet.stop)) as signals:
         fleet.start()
         on_ready()
         while True:
             time.sleep(_POLL_S)
             fleet.reconcile()
+            meanwhile()
     return signals[0]
 
 

@@ -1,0 +1,154 @@
+"""The ASGI application: table of operations, OpenAPI document, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic.json_schema import models_json_schema
+from pydantic_core import to_json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from triptych.client import InferenceError
+from triptych.gateway.errors import OPENAI, TEI, ApiError
+from triptych.gateway.http import EndpointApp, GatewayMetrics, Operation, Reply, RequestLimits
+from triptych.gateway.openai import OpenAi
+from triptych.gateway.pipelines import Pipelines
+from triptych.gateway.rerank import Rerank
+from triptych.gateway.tasks import Tasks
+from triptych.gateway.tei import Tei
+
+_SCHEMAS = "#/components/schemas/"
+_HEALTH_TIMEOUT_S = 5.0
+
+
+class Operator:
+    """Endpoints for operators: health, metrics, and the OpenAPI document."""
+
+    def __init__(self, pipelines: Pipelines, metrics: GatewayMetrics) -> None:
+        self._pipelines = pipelines
+        self._metrics = metrics
+        self.document = b""
+
+    def operations(self) -> list[Operation]:
+        """Return the operations for the table of the application."""
+        return [
+            Operation("/health", "Check all pipelines.", "Operation", self.health, TEI),
+            Operation("/metrics", "Return Prometheus metrics.", "Operation", self.metrics, TEI),
+            Operation("/openapi.json", "Return this document.", "Operation", self.openapi, OPENAI),
+        ]
+
+    async def health(self) -> Reply:
+        """Return 200 if the server has all pipelines.
+
+        Raises:
+            ApiError: A pipeline is not ready.
+        """
+        names = self._pipelines.names()
+        calls = [
+            self._pipelines.find(name).client.ready(timeout_s=_HEALTH_TIMEOUT_S) for name in names
+        ]
+        for name, ready in zip(
+            names, await asyncio.gather(*calls, return_exceptions=True), strict=True
+        ):
+            if isinstance(ready, BaseException) and not isinstance(ready, InferenceError):
+                raise ready
+            if ready is not True:
+                raise ApiError(
+                    503, "pipeline_not_ready", f"`{name}` is not ready.", retry_after_s=1.0
+                )
+        return Reply(b"{}")
+
+    async def metrics(self) -> Reply:
+        """Return the metrics page."""
+        return Reply(generate_latest(self._metrics.registry), CONTENT_TYPE_LATEST)
+
+    async def openapi(self) -> Reply:
+        """Return the OpenAPI document."""
+        return Reply(self.document)
+
+
+def make_app(pipelines: Pipelines, limits: RequestLimits) -> Starlette:
+    """Return the application; its lifespan closes the connections of `pipelines`."""
+    metrics = GatewayMetrics()
+    operator = Operator(pipelines, metrics)
+    operations = [
+        *OpenAi(pipelines, limits, metrics).operations(),
+        *Rerank(pipelines, limits, metrics).operations(),
+        *Tasks(pipelines, limits, metrics).operations(),
+        *Tei(pipelines, limits, metrics).operations(),
+        *operator.operations(),
+    ]
+    operator.document = to_json(describe(operations))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await pipelines.close()
+
+    routes = [
+        Route(each.path, EndpointApp(each, limits, metrics), methods=[each.method])
+        for each in operations
+    ]
+    return Starlette(
+        routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route}
+    )
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """Answer a request for an unknown path or method."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    known = "method" if status == 405 else "path"
+    message = f"`{request.method} {request.url.path[:200]}` is no {known} of this gateway."
+    made = ApiError(status, f"unknown_{known}", f"{message} See /openapi.json.")
+    headers = getattr(error, "headers", None)
+    return Response(to_json(OPENAI.body(made)), status, headers, "application/json")
+
+
+def describe(operations: Sequence[Operation]) -> dict[str, Any]:
+    """Return the OpenAPI document of operations."""
+    types = {
+        (each, mode)
+        for operation in operations
+        for each, mode in ((operation.body, "validation"), (operation.result, "serialization"))
+        if each is not None
+    }
+    ordered = sorted(types, key=lambda pair: (pair[0].__module__, pair[0].__name__, pair[1]))
+    references, schemas = models_json_schema(ordered, ref_template=_SCHEMAS + "{model}")  # type: ignore[arg-type]
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        described: dict[str, Any] = {
+            "summary": operation.summary,
+            "tags": [operation.tag],
+            "parameters": [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in re.findall(r"\{(\w+)\}", operation.path)
+            ],
+            "responses": {"200": {"description": "Result"}, "default": {"description": "Error"}},
+        }
+        if operation.body is not None:
+            schema = references[operation.body, "validation"]
+            content = {"schema": schema, "example": operation.example}
+            described["requestBody"] = {
+                "required": True,
+                "content": {"application/json": content},
+            }
+        if operation.result is not None:
+            schema = references[operation.result, "serialization"]
+            described["responses"]["200"]["content"] = {"application/json": {"schema": schema}}
+        paths.setdefault(operation.path, {})[operation.method.lower()] = described
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Triptych gateway", "version": version("triptych")},
+        "paths": paths,
+        "components": {"schemas": schemas["$defs"]},
+    }

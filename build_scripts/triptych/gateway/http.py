@@ -1,0 +1,266 @@
+"""ASGI endpoints with JSON bodies: limits, deadlines, cancellation of abandoned work, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
+
+from triptych.client import InferenceError
+from triptych.gateway.errors import (
+    CLIENT_CLOSED,
+    ApiError,
+    ErrorFormat,
+    from_inference,
+    from_validation,
+)
+
+
+class Body(BaseModel):
+    """Body of a request. An unknown field is an error, because it would have no effect."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """RequestLimits of one request.
+
+    Attributes:
+        body_bytes: Maximum size of a body.
+        body_s: Maximum time to receive a body, in seconds.
+        items: Maximum number of texts, pairs or images.
+    """
+
+    body_bytes: int = 8 << 20
+    body_s: float = 30.0
+    items: int = 10_000
+
+    def check_items(self, field_name: str, count: int) -> None:
+        """Raise `ApiError` if a request has no item or too many."""
+        if not 1 <= count <= self.items:
+            raise ApiError(
+                413 if count else 422,
+                "invalid_value",
+                f"`{field_name}` must have 1 to {self.items} elements. Given: {count}. "
+                + ("Send several requests." if count else "Send at least one."),
+                param=field_name,
+            )
+
+
+class GatewayMetrics:
+    """Prometheus metrics of the gateway, without texts and without names of clients."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "triptych_gateway_requests",
+            "Requests by endpoint and HTTP status; 499: the client disconnected.",
+            ("endpoint", "status"),
+            registry=self.registry,
+        )
+        self.seconds = Histogram(
+            "triptych_gateway_request_seconds",
+            "Time from the first byte of a request to the last of its response.",
+            ("endpoint",),
+            registry=self.registry,
+        )
+        self.in_flight = Gauge(
+            "triptych_gateway_in_flight", "Requests in flight.", registry=self.registry
+        )
+        self.items = Counter(
+            "triptych_gateway_items",
+            "Texts, pairs and images answered, by pipeline.",
+            ("pipeline",),
+            registry=self.registry,
+        )
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Content of a response that is not JSON of plain data, or has another status."""
+
+    content: bytes
+    media_type: str = "application/json"
+    status: int = 200
+
+
+Handler = Callable[..., Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One method of one path.
+
+    Attributes:
+        path: Path with the names of its parameters in braces.
+        handler: Called with the body, if there is one, and the parameters of the path.
+        errors: Format of errors.
+        body: Type of the body; None for GET.
+        result: Type of the result, for the OpenAPI document.
+        rows: Name of the field with the rows, to which the row of an error refers.
+        example: Example of a body.
+    """
+
+    path: str
+    summary: str
+    tag: str
+    handler: Handler
+    errors: ErrorFormat
+    body: type[BaseModel] | None = None
+    result: Any = None
+    rows: str = ""
+    example: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def method(self) -> str:
+        return "GET" if self.body is None else "POST"
+
+
+class EndpointApp:
+    """ASGI application of one operation."""
+
+    def __init__(
+        self, operation: Operation, limits: RequestLimits, metrics: GatewayMetrics
+    ) -> None:
+        self._operation = operation
+        self._limits = limits
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = time.perf_counter()
+        self._metrics.in_flight.inc()
+        status = CLIENT_CLOSED
+        try:
+            reply, headers = await self._reply(scope, receive)
+            if reply is not None:
+                await self._send(send, reply, headers)
+                status = reply.status
+        finally:
+            self._metrics.in_flight.dec()
+            self._metrics.requests.labels(self._operation.path, status).inc()
+            self._metrics.seconds.labels(self._operation.path).observe(time.perf_counter() - began)
+
+    async def _reply(self, scope: Scope, receive: Receive) -> tuple[Reply | None, dict[str, str]]:
+        """Return the response and its own headers; no response if the client disconnected."""
+        operation = self._operation
+        try:
+            arguments: list[Any] = []
+            if operation.body is not None:
+                raw = await self._read(scope, receive)
+                if raw is None:
+                    return None, {}
+                arguments.append(operation.body.model_validate_json(raw))
+            result = await _unless_disconnected(
+                operation.handler(*arguments, **scope.get("path_params", {})), receive
+            )
+            if result is None:
+                return None, {}
+            return (result if isinstance(result, Reply) else Reply(to_json(result))), {}
+        except ApiError as caught:
+            error = caught
+        except ValidationError as caught:
+            error = from_validation(caught)
+        except InferenceError as caught:
+            error = from_inference(caught, operation.rows)
+        except asyncio.CancelledError:
+            raise
+        except Exception as caught:
+            error = ApiError(
+                500,
+                "internal",
+                f"{type(caught).__name__} in the gateway. This is a bug of the gateway.",
+            )
+        body = to_json(operation.errors.body(error))
+        return Reply(body, status=operation.errors.status(error)), error.headers
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """Return the body; None if the client disconnected.
+
+        Raises:
+            ApiError: The body is too large or too slow, or its media type is not JSON.
+        """
+        headers = dict(scope["headers"])
+        limit = self._limits.body_bytes
+        kind = headers.get(b"content-type", b"application/json").partition(b";")[0].strip()
+        if kind.lower() != b"application/json":
+            raise ApiError(
+                415,
+                "unsupported_media_type",
+                f"`content-type` must be application/json. Given: {kind!r:.80}. Send JSON.",
+                closes=True,
+            )
+        stated = headers.get(b"content-length", b"0")
+        size = int(stated) if stated.isdigit() else 0
+        if size <= limit:
+            try:
+                body = await asyncio.wait_for(_receive(receive, limit), self._limits.body_s)
+            except asyncio.TimeoutError:
+                raise ApiError(
+                    408,
+                    "body_too_slow",
+                    f"The body must arrive within {self._limits.body_s:g} s. Send it faster.",
+                    closes=True,
+                ) from None
+            if body is None or len(body) <= limit:
+                return body
+            size = len(body)
+        raise ApiError(
+            413,
+            "body_too_large",
+            f"The body must have at most {limit} bytes. Given: {size} or more. "
+            "Send several requests.",
+            closes=True,
+        )
+
+    async def _send(self, send: Send, reply: Reply, headers: dict[str, str]) -> None:
+        sent = {
+            "content-type": reply.media_type,
+            "content-length": str(len(reply.content)),
+            "x-content-type-options": "nosniff",
+            **headers,
+        }
+        pairs = [(name.encode(), value.encode()) for name, value in sent.items()]
+        await send({"type": "http.response.start", "status": reply.status, "headers": pairs})
+        await send({"type": "http.response.body", "body": reply.content})
+
+
+async def _receive(receive: Receive, limit: int) -> bytes | None:
+    """Return the body, or its beginning if it has over `limit` bytes; None if the client left."""
+    parts: list[bytes] = []
+    size = 0
+    while size <= limit:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if not message.get("more_body"):
+            break
+    return b"".join(parts)
+
+
+async def _unless_disconnected(work: Awaitable[Any], receive: Receive) -> Any:
+    """Return the result of `work`; cancel it and return None if the client disconnects."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,212 @@
+"""OpenAI's API: embeddings and models."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field
+
+from triptych.client import InferenceError
+from triptych.gateway.errors import OPENAI, from_inference, invalid
+from triptych.gateway.http import Body, GatewayMetrics, Operation, RequestLimits
+from triptych.gateway.pipelines import EMBEDDING, Pipelines, not_found
+
+Texts = Annotated[list[str], Field(fail_fast=True)]
+_Tokens = Annotated[list[int], Field(fail_fast=True)]
+
+
+class EmbeddingRequest(Body):
+    """Request for embeddings.
+
+    Attributes:
+        model: Name of a pipeline, or an alias.
+        input: A text, or a list of texts of any length up to the limit of the gateway.
+        dimensions: Number of leading numbers of each vector that are returned.
+        encoding_format: ``base64`` is the little-endian float32 numbers of a vector.
+        user: Ignored.
+        input_type: Kind of the texts, such as query or passage; chooses the prompt of this name.
+        prompt: Name of a prompt of the pipeline, or its text if the pipeline takes any.
+    """
+
+    model: str
+    input: str | Texts | _Tokens | Annotated[list[_Tokens], Field(fail_fast=True)]
+    dimensions: int | None = Field(default=None, ge=1)
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None
+    input_type: str | None = None
+    prompt: str | None = None
+
+
+class TokenUsage(BaseModel):
+    """Number of tokens as the model counts them."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(BaseModel):
+    """Vector of the text at `index`."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingResponse(BaseModel):
+    """Vectors in the order of the texts; no usage without the repository of the pipeline."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: TokenUsage | None = None
+
+
+class ModelEntry(BaseModel):
+    """A pipeline, or an alias, whose `root` is the pipeline."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "triptych"
+    root: str
+
+
+class ModelList(BaseModel):
+    """All pipelines and aliases."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelEntry]
+
+
+def encode_vectors(vectors: NDArray[Any], encoding: str | None) -> list[Any]:
+    """Return vectors [n, dimensions] as lists of numbers or base64 of little-endian float32."""
+    if encoding != "base64":
+        plain: list[Any] = vectors.tolist()
+        return plain
+    rows = np.ascontiguousarray(vectors, "<f4")
+    return [base64.b64encode(row.data).decode() for row in rows]
+
+
+class OpenAi:
+    """Endpoints of OpenAI's API."""
+
+    def __init__(
+        self, pipelines: Pipelines, limits: RequestLimits, metrics: GatewayMetrics
+    ) -> None:
+        self._pipelines = pipelines
+        self._limits = limits
+        self._items = metrics.items
+        self._created = int(time.time())
+
+    def operations(self) -> list[Operation]:
+        """Return the operations for the table of the application."""
+        example = {"model": "minilm", "input": ["my delivery is late", "where is my parcel?"]}
+        return [
+            Operation(
+                "/v1/embeddings",
+                "Return an embedding of each text.",
+                "OpenAI",
+                self.embeddings,
+                OPENAI,
+                EmbeddingRequest,
+                EmbeddingResponse,
+                rows="input",
+                example=example,
+            ),
+            Operation(
+                "/v1/models", "List pipelines.", "OpenAI", self.models, OPENAI, result=ModelList
+            ),
+            Operation(
+                "/v1/models/{model}",
+                "Return a pipeline by its name or alias.",
+                "OpenAI",
+                self.model,
+                OPENAI,
+                result=ModelEntry,
+            ),
+        ]
+
+    async def embeddings(self, body: EmbeddingRequest) -> dict[str, Any]:
+        """Return an embedding of each text.
+
+        Raises:
+            ApiError: The request is invalid.
+            InferenceError: The pipeline does not answer.
+        """
+        texts = self._texts(body)
+        pipeline = self._pipelines.find(body.model)
+        config = await pipeline.require(EMBEDDING)
+        prompt = await pipeline.prompt(body.input_type, body.prompt)
+        parameters = {} if prompt is None else {"prompt": prompt}
+        try:
+            vectors, tokens = await asyncio.gather(
+                pipeline.client.embed(
+                    texts,
+                    dimensions=body.dimensions,
+                    encoding="float" if "encoding" in config.options else None,
+                    prompt=prompt,
+                ),
+                pipeline.count_tokens({"text": texts}, parameters),
+            )
+        except InferenceError as error:
+            if isinstance(body.input, str):
+                raise from_inference(error, lambda _: "input") from error
+            raise
+        self._items.labels(pipeline.name).inc(len(texts))
+        encoded = encode_vectors(vectors, body.encoding_format)
+        response: dict[str, Any] = {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": vector}
+                for index, vector in enumerate(encoded)
+            ],
+            "model": body.model,
+        }
+        if tokens is not None:
+            response["usage"] = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return response
+
+    def _texts(self, body: EmbeddingRequest) -> list[str]:
+        if isinstance(body.input, str):
+            return [body.input]
+        self._limits.check_items("input", len(body.input))
+        if not isinstance(body.input[0], str):
+            raise invalid(
+                "input",
+                "must be a text or a list of texts",
+                "token ids, which are those of another tokenizer than that of the pipeline",
+                "Send texts; for LangChain set check_embedding_ctx_length=False",
+            )
+        return [str(text) for text in body.input]
+
+    async def models(self) -> dict[str, Any]:
+        """Return all pipelines and aliases."""
+        names = self._pipelines.names()
+        listed = [self._model(name) for name in (*names, *self._pipelines.aliases)]
+        return {"object": "list", "data": listed}
+
+    async def model(self, model: str) -> dict[str, Any]:
+        """Return a pipeline by its name or alias.
+
+        Raises:
+            ApiError: There is none.
+        """
+        names = self._pipelines.names()
+        if model not in names and model not in self._pipelines.aliases:
+            raise not_found(model, [*names, *self._pipelines.aliases])
+        return self._model(model)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        root = self._pipelines.aliases.get(name, name)
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "triptych",
+            "root": root,
+        }

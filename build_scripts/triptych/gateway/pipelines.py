@@ -1,0 +1,333 @@
+"""Pipelines that a gateway serves: names, aliases, clients, and tokens of texts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from triptych.base.errors import UserError, closest
+from triptych.client import AsyncClient, Client, PipelineConfig
+from triptych.container.manifests import MANIFEST_FILE
+from triptych.gateway.errors import ApiError, invalid
+from triptych.runtime.row_types import RowInputs, TextRowMaker, find_class
+from triptych.runtime.triton_io import read_settings
+
+_MAX_INLINE_BYTES = 8192
+"""Maximum size of texts that are tokenized on the event loop: about a millisecond."""
+_SAME_PROMPTS = {
+    "query": ("query", "search_query"),
+    "passage": ("passage", "document", "search_document"),
+    "document": ("document", "passage", "search_document"),
+    "search_query": ("search_query", "query"),
+    "search_document": ("search_document", "document", "passage"),
+}
+"""Names of the same prompt, by the value of `input_type` in the APIs of NVIDIA and Cohere."""
+
+EMBEDDING, RERANKING, CLASSIFICATION = "text-embedding", "reranking", "text-classification"
+FITS: Mapping[str, Callable[[Set[str]], bool]] = {
+    EMBEDDING: lambda outputs: "embedding" in outputs,
+    RERANKING: lambda outputs: outputs == {"score"},
+    CLASSIFICATION: lambda outputs: outputs >= {"label", "score"},
+}
+"""Whether a pipeline with these outputs has a task."""
+
+
+class PreprocessFiles:
+    """Files of a pipeline's preprocess step: its settings, and its tokenizer.
+
+    The tokenizer counts tokens exactly as the server does, with prompt and truncation, unless a
+    function of the pipeline changes the texts first.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.settings: Mapping[str, Any] = read_settings(folder)
+        self._has_hooks = (folder / "hooks.py").is_file()
+        self._folder = folder
+        self._maker: TextRowMaker | None = None
+        self._lock = threading.Lock()
+
+    def maker(self) -> TextRowMaker | None:
+        """Return the batch encoder of the pipeline; None if its rows are no texts."""
+        has_rows = "row_maker" in self.settings and "image" not in self.settings["inputs"]
+        if self._maker is None and has_rows:
+            made: TextRowMaker = find_class(self.settings["row_maker"])(self.settings, self._folder)
+            self._maker = made
+        return self._maker
+
+    def count(
+        self, columns: Mapping[str, list[str]], parameters: Mapping[str, Any]
+    ) -> list[int] | None:
+        """Return the number of tokens of each row; None if it is not known."""
+        if self._has_hooks:
+            return None
+        rows = len(next(iter(columns.values())))
+        most = self.settings["max_core_rows"]
+        given = {**self.settings["parameters"], **parameters}
+        requests = [
+            RowInputs({name: column[at : at + most] for name, column in columns.items()}, given)
+            for at in range(0, rows, most)
+        ]
+        with self._lock:
+            maker = self.maker()
+            made = [] if maker is None else maker.token_rows(requests)
+        counts: list[int] = []
+        for each in made:
+            if isinstance(each, Exception):
+                return None
+            counts += [len(row.ids) for row in each]
+        return counts or None
+
+    def tokenize(
+        self, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> list[list[dict[str, Any]]] | None:
+        """Return the tokens of each text without truncation; None if the rows are no texts."""
+        with self._lock:
+            maker = self.maker()
+            if maker is None:
+                return None
+            tokenizer = Tokenizer.from_str(maker.tokenizer.to_str())
+        tokenizer.no_truncation()
+        special = {
+            number
+            for number, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        return [
+            [
+                {
+                    "id": number,
+                    "text": token if number in special else text[start:end],
+                    "special": number in special,
+                    "start": None if number in special else start,
+                    "stop": None if number in special else end,
+                }
+                for number, token, (start, end) in zip(
+                    encoding.ids, encoding.tokens, encoding.offsets, strict=True
+                )
+            ]
+            for text, encoding in zip(
+                texts,
+                tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens),
+                strict=True,
+            )
+        ]
+
+
+class Pipeline:
+    """One pipeline behind the gateway.
+
+    Attributes:
+        name: Name on the server.
+        client: Client of the pipeline.
+    """
+
+    def __init__(self, name: str, client: AsyncClient, repository: Path | None) -> None:
+        self.name = name
+        self.client = client
+        self._repository = repository
+        self._step: tuple[Path, int, PreprocessFiles] | None = None
+
+    async def config(self) -> PipelineConfig:
+        """Return the interface of the pipeline.
+
+        Raises:
+            ApiError: The server has a model of this name that is no pipeline, such as a step.
+            InferenceError: The server has no model of this name, or does not answer.
+        """
+        config = await self.client.interface()
+        if config.steps == (self.name,):
+            raise not_found(self.name, ())
+        return config
+
+    async def require(self, task: str) -> PipelineConfig:
+        """Return the interface of the pipeline if it has this task, one of `FITS`.
+
+        Raises:
+            ApiError: The pipeline has another task.
+        """
+        config = await self.config()
+        if not FITS[task](config.outputs.keys()):
+            raise ApiError(
+                400,
+                "unsupported_task",
+                f"`model` must name a pipeline for {task}. Given: {self.name}, with the outputs "
+                f"{', '.join(config.outputs)}. Call /v1/pipelines/{self.name}.",
+                param="model",
+            )
+        return config
+
+    async def step(self) -> PreprocessFiles | None:
+        """Return the files of the preprocess step; None without a repository."""
+        if self._repository is None:
+            return None
+        folder = self._repository / (await self.config()).steps[0] / "1"
+        try:
+            changed = (folder / "settings.json").stat().st_mtime_ns
+            if self._step is None or self._step[:2] != (folder, changed):
+                self._step = (folder, changed, PreprocessFiles(folder))
+        except OSError:  # the repository has another build than the server
+            return None
+        return self._step[2]
+
+    async def labels(self) -> list[str]:
+        """Return the labels of a classification in the order of their ids; empty if not known."""
+        if self._repository is None:
+            return []
+        folder = self._repository / (await self.config()).steps[-1] / "1"
+        try:
+            return list(read_settings(folder).get("labels", ()))
+        except OSError:
+            return []
+
+    async def count_tokens(
+        self, columns: Mapping[str, list[str]], parameters: Mapping[str, Any]
+    ) -> int | None:
+        """Return the number of tokens of all rows; None without the files of the pipeline."""
+        step = await self.step()
+        if step is None:
+            return None
+        size = sum(len(text) for column in columns.values() for text in column)
+        if size <= _MAX_INLINE_BYTES:
+            counts = step.count(columns, parameters)
+        else:
+            counts = await asyncio.to_thread(step.count, columns, parameters)
+        return None if counts is None else sum(counts)
+
+    async def prompt(self, input_type: str | None, named: str | None) -> str | None:
+        """Return the prompt for a request; None for the default of the pipeline.
+
+        Args:
+            input_type: Kind of the texts, such as ``query``; has no effect on a pipeline without
+                prompts.
+            named: Name or text of a prompt, which wins.
+
+        Raises:
+            ApiError: The pipeline has prompts, and none for this kind of text.
+        """
+        if named is not None or input_type is None:
+            return named
+        step = await self.step()
+        if step is None:
+            return None
+        prompts = step.settings.get("prompts") or {}
+        if not prompts:
+            return None
+        for name in _SAME_PROMPTS.get(input_type, (input_type,)):
+            if name in prompts:
+                return name
+        remedy = f"Choose one of: {', '.join(prompts)}"
+        raise invalid("input_type", "is no prompt of the pipeline", repr(input_type), remedy)
+
+
+class Pipelines:
+    """All pipelines of a gateway.
+
+    Args:
+        names: Names of the pipelines; empty for all that `repository` has.
+        aliases: Name of a pipeline by another name for it.
+        repository: Repository that the server serves, for names, tokens and information.
+        options: Arguments of each `AsyncClient`.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        aliases: Mapping[str, str],
+        repository: Path | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._names = tuple(names)
+        self.aliases = dict(aliases)
+        self._repository = repository
+        self._options = dict(options)
+        self._opened: dict[str, Pipeline] = {}
+        if not self.names():
+            raise UserError(
+                "NAME",
+                "is required where no repository is given",
+                given=f"no built pipelines in {repository}" if repository else "nothing",
+                remedy="Name the pipelines of the server, or its --repository",
+            )
+        for alias, name in self.aliases.items():
+            if name not in self.names():
+                raise UserError(
+                    "--alias",
+                    "must name a pipeline of the gateway",
+                    given=f"{alias}={name}",
+                    remedy=f"Choose one of: {', '.join(self.names())}",
+                )
+        # Reads the files of `tls`, and checks `url` and headers, before a request comes.
+        Client(self.names()[0], **self._options).close()
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the pipelines, without aliases."""
+        if self._names or self._repository is None:
+            return self._names
+        found = self._repository.glob(f"*/{MANIFEST_FILE}")
+        return tuple(sorted(path.parent.name for path in found))
+
+    def find(self, name: str | None) -> Pipeline:
+        """Return the pipeline with this name or alias; the only pipeline without a name.
+
+        Raises:
+            ApiError: There is no such pipeline.
+        """
+        if name is None:
+            names = self.names()
+            if len(names) != 1:
+                raise not_found("nothing", names)
+            name = names[0]
+        name = self.aliases.get(name, name)
+        found = self._opened.get(name)
+        if found is None:
+            if name not in self.names():
+                raise not_found(name, [*self.names(), *self.aliases])
+            client = AsyncClient(name, **self._options)
+            found = self._opened[name] = Pipeline(name, client, self._repository)
+        return found
+
+    async def only(self, task: str) -> Pipeline:
+        """Return the only pipeline with this task, one of `FITS`.
+
+        Raises:
+            ApiError: None has, or several have.
+        """
+        found = []
+        for name in self.names():
+            pipeline = self.find(name)
+            try:
+                await pipeline.require(task)
+            except ApiError:
+                continue
+            found.append(pipeline)
+        if len(found) == 1:
+            return found[0]
+        names = ", ".join(pipeline.name for pipeline in found) or "none"
+        raise ApiError(
+            404,
+            "model_not_found",
+            f"This path is for a gateway with one pipeline for {task}. Given: {names}. Put the "
+            "name in front of the path, such as /tei/NAME/info.",
+        )
+
+    async def close(self) -> None:
+        """Close all connections; calls in flight end with an error."""
+        await asyncio.gather(*(pipeline.client.close() for pipeline in self._opened.values()))
+
+
+def not_found(name: str, known: Sequence[str]) -> ApiError:
+    """Return the error for a name that is no pipeline of the gateway."""
+    shown = f"{name[:80]!r}"
+    names = f"Choose one of: {', '.join(known)}." if known else "See /v1/models."
+    return ApiError(
+        404,
+        "model_not_found",
+        f"`model` must name a pipeline of this gateway. Given: {shown}. "
+        f"{closest(name, known)}{names}",
+        param="model",
+    )

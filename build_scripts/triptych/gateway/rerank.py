@@ -1,0 +1,139 @@
+"""Rerank APIs of Cohere (v1, v2) and Jina."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, Field
+
+from triptych.client import Ranked
+from triptych.gateway.errors import COHERE
+from triptych.gateway.http import Body, GatewayMetrics, Operation, RequestLimits
+from triptych.gateway.pipelines import RERANKING, Pipeline, Pipelines
+
+
+class Document(Body):
+    """A document as an object."""
+
+    text: str
+
+
+class RerankRequest(Body):
+    """Request to sort documents by how well they answer a query.
+
+    Attributes:
+        model: Name of a pipeline, or an alias.
+        documents: Texts, or objects with a text.
+        top_n: Maximum number of results; all by default.
+        return_documents: Whether the results contain the texts of their documents.
+        prompt: Name of a prompt of the pipeline, or its text if the pipeline takes any.
+    """
+
+    model: str
+    query: str
+    documents: Annotated[list[str | Document], Field(fail_fast=True)]
+    top_n: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("top_n", "top_k"))
+    return_documents: bool | None = None
+    prompt: str | None = None
+
+
+class RerankResult(BaseModel):
+    """Document at `index` of the request."""
+
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class RerankResponse(BaseModel):
+    """Documents, best first."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: dict[str, int] | None = None
+    meta: dict[str, Any]
+
+
+async def rank(
+    pipeline: Pipeline, query: str, texts: list[str], prompt: str | None
+) -> tuple[list[Ranked], int | None]:
+    """Return the texts, best first, and their number of tokens, if it is known.
+
+    Raises:
+        ApiError: The pipeline has another task.
+        InferenceError: The pipeline does not answer.
+    """
+    await pipeline.require(RERANKING)
+    columns = {"text": [query] * len(texts), "text_pair": texts}
+    ranked, tokens = await asyncio.gather(
+        pipeline.client.rerank(query, texts, prompt=prompt),
+        pipeline.count_tokens(columns, {} if prompt is None else {"prompt": prompt}),
+    )
+    return ranked, tokens
+
+
+class Rerank:
+    """Endpoints that sort documents."""
+
+    def __init__(
+        self, pipelines: Pipelines, limits: RequestLimits, metrics: GatewayMetrics
+    ) -> None:
+        self._pipelines = pipelines
+        self._limits = limits
+        self._items = metrics.items
+
+    def operations(self) -> list[Operation]:
+        """Return the operations for the table of the application."""
+        example = {
+            "model": "reranker",
+            "query": "where is my parcel?",
+            "documents": ["parcels arrive on Tuesday", "refunds take a week"],
+        }
+        return [
+            Operation(
+                path,
+                f"Sort documents by how well they answer a query ({vendor}).",
+                "Rerank",
+                self.rerank,
+                COHERE,
+                RerankRequest,
+                RerankResponse,
+                rows="documents",
+                example=example,
+            )
+            for path, vendor in (
+                ("/v2/rerank", "Cohere v2"),
+                ("/v1/rerank", "Jina and Cohere v1"),
+            )
+        ]
+
+    async def rerank(self, body: RerankRequest) -> dict[str, Any]:
+        """Return documents, best first.
+
+        Raises:
+            ApiError: The request is invalid.
+            InferenceError: The pipeline does not answer.
+        """
+        self._limits.check_items("documents", len(body.documents))
+        texts = [each if isinstance(each, str) else each.text for each in body.documents]
+        pipeline = self._pipelines.find(body.model)
+        ranked, tokens = await rank(pipeline, body.query, texts, body.prompt)
+        self._items.labels(pipeline.name).inc(len(texts))
+        results: list[dict[str, Any]] = [
+            {"index": each.index, "relevance_score": each.score} for each in ranked[: body.top_n]
+        ]
+        if body.return_documents:
+            for result in results:
+                result["document"] = {"text": texts[result["index"]]}
+        response: dict[str, Any] = {
+            "id": str(uuid.uuid4()),
+            "model": body.model,
+            "results": results,
+            "meta": {"api_version": {"version": "2"}},
+        }
+        if tokens is not None:
+            response["usage"] = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return response

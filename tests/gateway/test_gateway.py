@@ -1,0 +1,304 @@
+"""The gateway beside a real server, with the unchanged `openai` client and plain HTTP."""
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+from client_toy import Toy, wait_until
+from conftest import ROOT, build_into, traffic_texts, write_pipeline
+from served_command import endpoints_of, gateway, serving
+from task_models import MODELS
+from triptych.client import Client
+
+pytestmark = pytest.mark.server
+TEXTS = traffic_texts()[:300]
+PROMPTS = {"query": "query: ", "passage": "passage: "}
+NAMES = {"minilm": "text-embedding", "ranks": "reranking", "topics": "text-classification"}
+RESTATED = "127.0.0.1:8080"
+"""Address of the gateway in the documents."""
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
+    """MiniLM with prompts, a reranker and a classifier."""
+    base = tmp_path_factory.mktemp("gateway")
+    for name, task in NAMES.items():
+        spec: dict[str, Any] = {"prompts": PROMPTS} if name == "minilm" else {"task": task}
+        if name in MODELS:
+            made = MODELS[name][1](base / "models" / name, minilm_folder, traffic_texts())
+            spec["model"] = {"source": str(made)}
+            spec["core"] = {"layout": {"ranks": "bucketed", "topics": "packed"}[name]}
+        folder = write_pipeline(base / "pipelines" / name, **spec)
+        if name == "ranks":
+            rows = [{"text": "refund", "text_pair": text} for text in TEXTS[:40]]
+            (folder / "traffic.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        build_into(folder, base / "repository")
+    return base / "repository"
+
+
+@pytest.fixture(scope="module")
+def served(repository: Path) -> Iterator[dict[str, Any]]:
+    """Addresses of `triptych serve --http-api`, which ends its gateway with its server."""
+    with serving(repository, "--http-api", "0", "--alias", "text-embedding-3-small=minilm") as run:
+        endpoints = endpoints_of(run)
+        (beside,) = [
+            child
+            for child in psutil.Process(run.pid).children()
+            if "triptych.interface.cli" in child.cmdline()
+        ]
+        yield {**endpoints, "gateway_pid": beside.pid}
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(timeout=60) == 0
+        assert not psutil.pid_exists(beside.pid)
+
+
+@pytest.fixture(scope="module")
+def api(served: dict[str, Any]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{served['api']}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http(served: dict[str, Any]) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=served["api"], timeout=60) as client:
+        yield client
+
+
+def test_the_openai_client_embeds_as_the_grpc_client_does(
+    served: dict[str, Any], api: openai.OpenAI, repository: Path
+) -> None:
+    with Client("minilm", served["grpc"]) as client:
+        wanted = client.embed(TEXTS)
+        queries = client.embed(TEXTS[:3], prompt="query", dimensions=64)
+    made = api.embeddings.create(model="text-embedding-3-small", input=TEXTS)
+    assert [each.index for each in made.data] == list(range(len(TEXTS)))
+    given = np.array([each.embedding for each in made.data], np.float32)
+    assert np.abs(given - wanted).max() < 1e-5
+    assert made.model == "text-embedding-3-small"
+    tokenizer = Tokenizer.from_file(str(repository / "minilm_preprocess/1/tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(256)
+    tokens = sum(len(each.ids) for each in tokenizer.encode_batch(TEXTS))
+    assert made.usage.prompt_tokens == made.usage.total_tokens == tokens
+    for kind, same in (("query", True), ("passage", False)):
+        made = api.embeddings.create(
+            model="minilm",
+            input=TEXTS[:3],
+            dimensions=64,
+            encoding_format="float",
+            extra_body={"input_type": kind},
+        )
+        given = np.array([each.embedding for each in made.data], np.float32)
+        assert given.shape == (3, 64)
+        assert bool(np.abs(given - queries).max() < 1e-5) is same
+    one = api.embeddings.create(model="minilm", input=TEXTS[0])
+    assert np.abs(np.array(one.data[0].embedding) - wanted[0]).max() < 1e-5
+
+
+def test_the_openai_client_raises_its_own_errors(api: openai.OpenAI) -> None:
+    cases: list[tuple[type[openai.APIStatusError], str, str | None, dict[str, Any]]] = [
+        (openai.NotFoundError, "model_not_found", "model", {"model": "minilm_core"}),
+        (openai.BadRequestError, "unsupported_task", "model", {"model": "ranks"}),
+        (openai.BadRequestError, "invalid_value", "input", {"input": [[1, 2]]}),
+        (openai.BadRequestError, "invalid_value", "input[2]", {"input": ["a", "b", "c" * 200_000]}),
+        (openai.BadRequestError, "invalid_value", "input", {"input": "c" * 200_000}),
+        (openai.BadRequestError, "invalid_value", None, {"dimensions": 9999}),
+        (
+            openai.BadRequestError,
+            "invalid_value",
+            "input_type",
+            {"extra_body": {"input_type": "poem"}},
+        ),
+    ]
+    for kind, code, param, words in cases:
+        with pytest.raises(kind) as caught:
+            api.embeddings.create(**{"model": "minilm", "input": "a", **words})
+        assert (caught.value.code, caught.value.param) == (code, param), caught.value
+    assert [each.id for each in api.models.list()] == [*NAMES, "text-embedding-3-small"]
+    assert api.models.retrieve("text-embedding-3-small").id == "text-embedding-3-small"
+    with pytest.raises(openai.NotFoundError):
+        api.models.retrieve("gpt-4")
+
+
+def test_an_invalid_text_fails_its_own_request_only(served: dict[str, Any]) -> None:
+    async def send() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{served['api']}/v1", api_key="none") as client:
+            inputs = [["a good text", "x" * 200_000 if i % 2 else "another"] for i in range(16)]
+            calls = [client.embeddings.create(model="minilm", input=each) for each in inputs]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    for index, result in enumerate(asyncio.run(send())):
+        assert isinstance(result, openai.BadRequestError) is bool(index % 2), result
+
+
+def test_rerank_apis_sort_as_the_grpc_client_does(
+    served: dict[str, Any], http: httpx2.Client
+) -> None:
+    documents = TEXTS[:50]
+    with Client("ranks", served["grpc"]) as client:
+        wanted = client.rerank("refund", documents)
+    body = {"model": "ranks", "query": "refund", "documents": documents}
+    for path in ("/v1/rerank", "/v2/rerank"):
+        made = http.post(path, json={**body, "top_n": 7}).json()
+        assert [each["index"] for each in made["results"]] == [each.index for each in wanted[:7]]
+        assert made["results"][0]["relevance_score"] == pytest.approx(wanted[0].score, abs=1e-5)
+        assert made["usage"]["total_tokens"] > 50 * 4
+    objects = [{"text": text} for text in documents]
+    made = http.post("/v1/rerank", json={**body, "documents": objects, "return_documents": True})
+    best = made.json()["results"][0]
+    assert best["document"]["text"] == documents[best["index"]]
+    ranks = http.post("/rerank", json={"query": "refund", "texts": documents, "return_text": True})
+    assert [each["index"] for each in ranks.json()] == [each.index for each in wanted]
+    assert ranks.json()[0]["text"] == documents[wanted[0].index]
+    wrong = http.post("/v2/rerank", json={**body, "documents": ["a", "b" * 200_000]})
+    assert wrong.status_code == 400
+    assert wrong.json()["message"].startswith("documents[1]: ")
+
+
+def test_tei_endpoints_answer_as_the_grpc_client_does(
+    served: dict[str, Any], http: httpx2.Client
+) -> None:
+    with Client("minilm", served["grpc"]) as client:
+        vectors = client.embed(TEXTS[:5])
+    for path in ("/embed", "/", "/tei/minilm/embed", "/tei/minilm"):
+        made = http.post(path, json={"inputs": TEXTS[:5], "truncate": True}).json()
+        assert np.abs(np.array(made) - vectors).max() < 1e-5
+    assert len(http.post("/embed", json={"inputs": TEXTS[0]}).json()) == 1
+    with Client("topics", served["grpc"]) as client:
+        choices = client.classify(TEXTS[:2], top_k=5)
+    one = http.post("/predict", json={"inputs": TEXTS[0]}).json()
+    assert [each["label"] for each in one] == [each.label for each in choices[0]]
+    batch = http.post("/predict", json={"inputs": [[text] for text in TEXTS[:2]]}).json()
+    assert batch[0] == one
+    assert [[each["label"] for each in row] for row in batch] == [
+        [each.label for each in row] for row in choices
+    ]
+    (tokens,) = http.post("/tei/minilm/tokenize", json={"inputs": "Ünïcode text"}).json()
+    assert [each["text"] for each in tokens if not each["special"]][-1] == "text"
+    assert [each["special"] for each in tokens][:: len(tokens) - 1] == [True, True]
+    info = http.get("/tei/topics/info").json()
+    assert info["model_type"]["classifier"]["id2label"]["1"] == "delivery"
+    assert info["max_input_length"] == 512
+    assert http.get("/health").status_code == 200
+    ambiguous = http.get("/info")
+    assert (ambiguous.status_code, ambiguous.json()["error_type"]) == (404, "Validation")
+    wrong = http.post("/embed", json={"inputs": ["a", "b" * 200_000]})
+    assert (wrong.status_code, wrong.json()["error_type"]) == (422, "Validation")
+
+
+def test_every_pipeline_has_an_endpoint_with_its_own_inputs(http: httpx2.Client) -> None:
+    described = http.get("/v1/pipelines/topics").json()
+    assert described["inputs"] == ["text"]
+    assert described["parameters"]["top_k"]["max"] == 5
+    rows = [{"text": text} for text in TEXTS[:40]]
+    made = http.post("/v1/pipelines/topics", json={"rows": rows, "parameters": {"top_k": 2}})
+    answers = made.json()["rows"]
+    assert len(answers) == 40
+    assert all(len(each["label"]) == len(each["score"]) == 2 for each in answers)
+    wrong = http.post("/v1/pipelines/topics", json={"rows": [rows[0], {"texts": "a"}]})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "rows[1]")
+
+
+def test_the_commands_of_the_document_run(served: dict[str, Any]) -> None:
+    text = (ROOT / "pipelines/gateway.md").read_text(encoding="utf-8")
+    address = served["api"].removeprefix("http://")
+    commands = [
+        command
+        for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+        for command in re.sub(r"\\\n\s*", "", block).splitlines()
+        if command.startswith("curl")
+    ]
+    assert len(commands) >= 4
+    for command in commands:
+        stated = command.replace(RESTATED, address)
+        done = subprocess.run(
+            stated, shell=True, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert "error" not in json.loads(done.stdout), done.stdout
+    for snippet in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        space: dict[str, Any] = {}
+        exec(snippet.replace(RESTATED, address), space)
+        assert len(space["vectors"]) == 2
+
+
+def test_the_examples_of_the_openapi_document_are_answered(http: httpx2.Client) -> None:
+    document = http.get("/openapi.json").json()
+    names = {"/v2/rerank": "ranks", "/v1/rerank": "ranks"}
+    for path, methods in document["paths"].items():
+        name = {"rerank": "ranks", "predict": "topics"}.get(path.rpartition("/")[2], "minilm")
+        called = "topics" if path.startswith("/v1/pipelines") else name
+        address = re.sub(r"\{\w+\}", called, path)
+        if "post" in methods and path not in ("/tokenize", "/info"):
+            (content,) = methods["post"]["requestBody"]["content"].values()
+            body = content["example"]
+            if "model" in body:
+                body["model"] = names.get(path, "minilm")
+            response = http.post(address, json=body)
+            assert response.status_code == 200, (path, response.text)
+
+
+def test_the_gateway_of_serve_is_started_again(served: dict[str, Any], http: httpx2.Client) -> None:
+    psutil.Process(served["gateway_pid"]).kill()
+
+    def answers() -> bool:
+        try:
+            return bool(http.get("/health").status_code == 200)
+        except httpx2.TransportError:
+            return False
+
+    wait_until(answers, "the gateway is started again")
+
+
+def test_limits_of_the_server_are_errors_of_the_api(toy: Toy) -> None:
+    words = ("toy", "single", "narrow", "--url", toy.url, "--timeout-s", "4")
+    with gateway(*words) as address:
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.APIStatusError) as caught:
+                client.embeddings.create(model="single", input="sleep:60 late")
+            assert caught.value.status_code == 504
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.embeddings.create(model="single", input="break")
+            assert caught.value.status_code == 500
+            without = client.embeddings.create(model="toy", input=["a", "b"])
+            assert len(without.data) == 2  # without a repository there is no usage
+
+        async def overload() -> list[Any]:
+            async with openai.AsyncOpenAI(
+                base_url=f"{address}/v1", api_key="none", max_retries=0
+            ) as client:
+                texts = [f"sleep:3 {number}" for number in range(8)]
+                calls = [client.embeddings.create(model="narrow", input=text) for text in texts]
+                return await asyncio.gather(*calls, return_exceptions=True)
+
+        ended = asyncio.run(overload())
+        refused = [each for each in ended if isinstance(each, openai.RateLimitError)]
+        assert refused, ended
+        assert all(int(each.response.headers["retry-after"]) >= 1 for each in refused)
+
+
+def test_a_client_that_disconnects_cancels_its_work(toy: Toy) -> None:
+    """Triton finishes what a step executes; what waits is dropped, and the rest is never sent."""
+    with gateway("single", "--url", toy.url) as address:
+        body = {"model": "single", "input": ["hold:abandoned"] * 40}
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(f"{address}/v1/embeddings", json=body, timeout=2)
+        left = 'endpoint="/v1/embeddings",status="499"} 1.0'
+        wait_until(lambda: left in httpx2.get(f"{address}/metrics").text, "the work is canceled")
+        toy.release("abandoned", "single_step")
+        after = {"model": "single", "input": ["after"] * 2}
+        assert httpx2.post(f"{address}/v1/embeddings", json=after, timeout=60).status_code == 200
+    assert 1 <= len(toy.seen("abandoned", "single_step")) <= 8

@@ -1,0 +1,174 @@
+"""Hostile and malformed HTTP against a gateway: each gets a clear error, and others are served."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from triptych.gateway import serve
+from triptych.gateway.http import RequestLimits
+from triptych.gateway.pipelines import Pipelines
+
+LIMITS = RequestLimits(body_bytes=200_000, body_s=0.5, items=100)
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[tuple[str, int]]:
+    """A gateway in this process in front of a port where no server answers."""
+    ready: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve, "HEADERS_S", 0.5)
+        patch.setattr(serve, "MAX_CONNECTIONS", 20)
+        pipelines = Pipelines(["minilm"], {"small": "minilm"}, None, {"url": "127.0.0.1:1"})
+        server = serve.make_server(
+            pipelines, LIMITS, host="127.0.0.1", port=0, on_ready=ready.append
+        )
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        while not ready:
+            time.sleep(0.01)
+        yield "127.0.0.1", ready[0]
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def client(address: tuple[str, int]) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url="http://{}:{}".format(*address)) as client:
+        yield client
+
+
+def send(address: tuple[str, int], data: bytes) -> bytes:
+    """Send bytes and return all that comes back until the gateway closes the connection."""
+    with socket.create_connection(address, timeout=30) as connection:
+        connection.sendall(data)
+        received = b""
+        while part := connection.recv(65536):
+            received += part
+    return received
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(address: tuple[str, int]) -> None:
+    head = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    for rest in (
+        b"content-length: 300000\r\n\r\n",
+        b"content-length: 300000\r\nexpect: 100-continue\r\n\r\n",
+        b"transfer-encoding: chunked\r\n\r\n" + b"10000\r\n" + b"x" * 65536 + b"\r\n"
+        b"30000\r\n" + b"x" * 190_000,
+    ):
+        received = send(address, head + rest)
+        assert received.startswith(b"HTTP/1.1 413"), received[:200]
+        assert b"connection: close" in received
+        assert b"at most 200000 bytes" in received
+        assert b"100 Continue" not in received
+
+
+def test_slow_headers_and_slow_bodies_end(address: tuple[str, int]) -> None:
+    assert send(address, b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\n") == b""
+    slow = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
+    received = send(address, slow)
+    assert received.startswith(b"HTTP/1.1 408"), received[:200]
+    assert json.loads(received.partition(b"\r\n\r\n")[2])["error_type"] == "Validation"
+
+
+def test_malformed_bodies_are_refused_and_named(client: httpx2.Client) -> None:
+    cases: list[tuple[bytes, int, str]] = [
+        (b"", 400, "body"),
+        (b"{", 400, "body"),
+        (b"\xff\xfe", 400, "body"),
+        (b'{"model": "minilm", "input": "\xff"}', 400, "body"),
+        (b'{"model": "minilm", "input": ' + b"[" * 90_000 + b"]" * 90_000 + b"}", 400, "body"),
+        (b'{"model": "minilm", "input": "' + b'\\ud800"}', 400, "body"),
+        (b"[]", 400, "body"),
+        (b'{"model": "minilm"}', 400, "input"),
+        (b'{"model": 3, "input": "a"}', 400, "model"),
+        (b'{"model": "minilm", "input": []}', 400, "input"),
+        (b'{"model": "minilm", "input": [1, 2]}', 400, "input"),
+        (b'{"model": "minilm", "input": ["a", 2]}', 400, "input[1]"),
+        (b'{"model": "minilm", "input": [' + b'"a",' * 100 + b'"a"]}', 413, "input"),
+        (b'{"model": "minilm", "input": [' + b"1," * 90_000 + b"1]}", 413, "input"),
+        (b'{"model": "minilm", "input": [' + b"{}," * 60_000 + b"1]}", 400, "input[0]"),
+        (b'{"model": "minilm", "input": "a", "encoding_format": "hex"}', 400, "encoding_format"),
+        (b'{"model": "minilm", "input": "a", "dimensions": 0}', 400, "dimensions"),
+        (b'{"model": "minilm", "input": "a", "temperature": 1}', 400, "temperature"),
+        (b'{"model": "minilm_core", "input": "a"}', 404, "model"),
+        (b'{"model": "' + b"x" * 100_000 + b'", "input": "a"}', 404, "model"),
+    ]
+    for body, status, param in cases:
+        response = client.post("/v1/embeddings", content=body, headers=JSON)
+        shown = f"{body[:60]!r}: {response.text[:300]}"
+        assert response.status_code == status, shown
+        error = response.json()["error"]
+        assert error["param"] == param, shown
+        assert error["type"] == "invalid_request_error", shown
+        assert len(error["message"]) < 1000, shown
+
+
+def test_each_api_has_its_own_error_format(client: httpx2.Client) -> None:
+    wrong: dict[str, Any] = {"inputs": 1, "documents": 1, "input": 1, "rows": 1}
+    formats = {"/v1/embeddings": "error", "/v2/rerank": "message", "/embed": "error_type"}
+    for path, key in formats.items():
+        response = client.post(path, json=wrong)
+        assert response.status_code == (400 if key == "error" else 422)
+        assert key in response.json()
+    for method, path, status in (
+        ("GET", "/v2/nothing", 404),
+        ("GET", "/v1/embeddings", 405),
+        ("DELETE", "/v1/models", 405),
+        ("GET", "/v1/models/minilm%2f..%2fx", 404),
+    ):
+        response = client.request(method, path)
+        assert (response.status_code, response.json()["error"]["param"]) in (
+            (status, None),
+            (status, "model"),
+        )
+    form = client.post("/v1/embeddings", data={"model": "minilm"})
+    assert form.status_code == 415
+
+
+def test_a_server_that_does_not_answer_is_a_503_with_a_time_to_retry(
+    client: httpx2.Client,
+) -> None:
+    body = {"model": "small", "input": "a private text"}
+    response = client.post("/v1/embeddings", json=body)
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    assert response.json()["error"]["code"] == "server_unreachable"
+    assert "127.0.0.1" not in response.text
+    assert client.get("/health").status_code == 503
+    page = client.get("/metrics").text
+    assert 'triptych_gateway_requests_total{endpoint="/v1/embeddings",status="503"}' in page
+    assert "private" not in page
+
+
+def test_a_flood_of_connections_is_refused_and_ends(
+    address: tuple[str, int], client: httpx2.Client
+) -> None:
+    flood = [socket.create_connection(address, timeout=30) for _ in range(60)]
+    try:
+        time.sleep(0.1)  # idle connections end after the limit for headers
+        assert all(each.recv(10) == b"" for each in flood)
+    finally:
+        for each in flood:
+            each.close()
+    assert client.get("/v1/models").status_code == 200
+
+
+def test_the_openapi_document_names_each_type(client: httpx2.Client) -> None:
+    document = client.get("/openapi.json").json()
+    known = document["components"]["schemas"]
+    text = json.dumps(document)
+    references = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert references <= known.keys()
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            if method == "post":
+                (content,) = operation["requestBody"]["content"].values()
+                required = known[content["schema"]["$ref"].rpartition("/")[2]]["required"]
+                assert content["example"].keys() >= set(required), path
