@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
@@ -13,7 +14,7 @@ import onnxruntime
 import pytest
 
 from conftest import quiet
-from own_models import PICTURES, picture, write_detector, write_rows, write_table
+from own_models import PICTURES, picture, write_detector, write_module, write_rows, write_table
 from scaffolding import run
 from triptych.base.errors import UserError
 from triptych.building.own_checks import check_own_pipeline
@@ -34,7 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("own")
     write_detector(base / "pipelines/detector")
     write_table(base / "pipelines/table")
-    for name in ("detector", "table"):
+    write_module(base / "pipelines/levels")
+    for name in ("detector", "table", "levels"):
         build(base, name)
     return base
 
@@ -121,7 +123,7 @@ def test_health_and_the_live_gate_ask_in_the_types_of_the_inputs(folder: Path, s
 
     repository = folder / "repository"
     assert find_fault(f"http://{server.http_url}", find_pipelines(repository)) is None
-    for name in ("detector", "table"):
+    for name in ("detector", "table", "levels"):
         assert (repository / name / QUESTION_FILE).is_file()
         inputs = read_own_inputs(load_model_spec(folder / "pipelines" / name), quiet)
         result = verify_pipeline(
@@ -274,3 +276,42 @@ def test_a_load_test_sends_numbers(folder: Path, server: Any) -> None:
         server.grpc_url, "table", inputs.traffic, concurrency=2, request_count=40
     )
     assert result.requests >= 40
+
+
+def test_a_module_answers_as_in_torch(folder: Path, server: Any) -> None:
+    import torch
+
+    from triptych.core.export.own_module import load_module
+
+    module = load_module(load_model_spec(folder / "pipelines/levels"))
+    features = np.random.default_rng(2).normal(size=(9, 4)).astype(np.float32)
+    ages = np.arange(9) * 11
+    with torch.inference_mode():
+        wanted = module(torch.from_numpy(features), torch.from_numpy(ages[:, None]).float())
+    best = wanted["logits"].argmax(1).numpy()
+    with Client("levels", server.grpc_url) as client:
+        got = client.infer({"features": features, "age": ages, "customer": list("abcdefghi")})
+        assert got["best"].ravel().tolist() == best.tolist()
+        assert b"".join(got["customer_id"].ravel()) == b"abcdefghi"
+        assert set(got["level"].ravel()) <= {b"low", b"middle", b"high"}
+        usual = client.infer({"features": features[:1], "age": [0]})
+        assert usual["customer_id"].tolist() == [[b"unknown"]]
+
+
+def test_a_module_with_a_mistake_is_refused(folder: Path, tmp_path: Path) -> None:
+    right = folder / "pipelines/levels"
+    mistakes = [
+        ("net.py", "Linear(4, 8)", "Linear(4, 9)", "weights of the module"),
+        ("net.py", "features, ages)", "features, years)", "`forward` takes years"),
+        ("net.py", "class Net(", "class Other(", "must name a function or class"),
+        ("net.py", "self.first(features)", "self.first(features.T)", "must run on the arrays"),
+        ("pipeline.yaml", '"net.py:Net"', '"net.py"', "must have the form FILE.py:NAME"),
+        ("net.py", "+ ages / 100", "+ ages.mean()", "must compute each row of a batch"),
+    ]
+    for number, (file, old, new, message) in enumerate(mistakes):
+        copy = Path(shutil.copytree(right, tmp_path / f"pipelines/m{number}"))
+        text = (copy / file).read_text()
+        assert old in text
+        (copy / file).write_text(text.replace(old, new))
+        with pytest.raises(UserError, match=message):
+            build(tmp_path, copy.name)

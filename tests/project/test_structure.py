@@ -38,6 +38,7 @@ HEAVY = {
         "core/export/packing.py",
         "core/export/layout_check.py",
         "core/export/model_checks.py",
+        "core/export/own_module.py",
         "core/export/to_onnx.py",
         "core/gate/reference.py",
         "building/generation/adapters.py",

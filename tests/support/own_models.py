@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 from PIL import Image, ImageDraw
+from safetensors.numpy import save_file
 
 SIZE = 64
 """Height and width of the detector's input."""
@@ -229,3 +230,69 @@ def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write the traffic of a pipeline."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "traffic.jsonl").write_text(text, encoding="utf-8")
+
+
+NET = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(4, 8)
+        self.second = torch.nn.Linear(8, 3)
+
+    def forward(self, features, ages):
+        hidden = torch.relu(self.first(features)) + ages / 100
+        return {"logits": self.second(hidden)}
+"""
+
+NET_HOOKS = """
+import numpy as np
+
+
+def preprocess(rows, parameters):
+    return {"features": rows["features"], "ages": rows["age"][:, None].astype(np.float32)}
+
+
+def postprocess(arrays, rows, parameters):
+    best = arrays["logits"].argmax(axis=1)
+    names = np.array(["low", "middle", "high"])[best]
+    return {"level": names.tolist(), "customer_id": rows["customer"], "best": best}
+"""
+
+
+def write_module(folder: Path, **fields: Any) -> Path:
+    """Write a pipeline around a PyTorch module with random weights in a safetensors file."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    shapes = {"first": (8, 4), "second": (3, 8)}
+    weights = {}
+    for name, shape in shapes.items():
+        weights[f"{name}.weight"] = random.normal(size=shape).astype(np.float32)
+        weights[f"{name}.bias"] = random.normal(size=shape[:1]).astype(np.float32)
+    save_file(weights, folder / "net.safetensors")
+    (folder / "net.py").write_text(NET.lstrip())
+    (folder / "hooks.py").write_text(NET_HOOKS.lstrip())
+    rows = [
+        {"features": features, "age": number, "customer": f"c{number}"}
+        for number, features in enumerate(random.normal(size=(30, 4)).tolist())
+    ]
+    write_rows(folder, rows)
+    spec = {
+        "task": "model",
+        "model": {"module": "net.py:Net", "weights": "net.safetensors"},
+        "inputs": {
+            "features": {"type": "float", "shape": [4]},
+            "age": {"type": "int"},
+            "customer": {"type": "text", "default": "unknown"},
+        },
+        "outputs": {
+            "level": {"type": "text"},
+            "customer_id": {"type": "text"},
+            "best": {"type": "int"},
+        },
+        **fields,
+    }
+    (folder / "pipeline.yaml").write_text(json.dumps(spec))
+    return folder

@@ -27,8 +27,8 @@ from triptych.building.pipeline_checks import (
     run_tests,
     without_bytecode,
 )
-from triptych.core.export.own_graph import RunGraph, read_graph
-from triptych.core.own_inputs import OwnReader, find_interface
+from triptych.core.export.own_graph import RunGraph, open_own_model
+from triptych.core.own_inputs import OwnReader, find_interface, read_interface
 from triptych.core.requests import GateRequest
 from triptych.runtime.hooking import HOOKS_FILE, MODULE_NAME, NUMPY_TYPES, REDACT, load_hooks
 from triptych.runtime.own_model import OwnDecoder, OwnRowMaker
@@ -60,13 +60,9 @@ def check_own_pipeline(folder: Path) -> list[Check]:
     """
     spec = load_model_spec(folder)
     spec.own_files()
-    graph = read_graph(spec)
-    shown = ", ".join(tensor.name for tensor in (*graph.inputs, *graph.outputs))
-    checks = [Check("spec"), Check("graph", note=shown)]
-    task = own_task(spec)
-    reader = OwnReader(spec, task)
+    reader = OwnReader(spec, own_task(spec))
     requests = reader.read(folder / TRAFFIC_FILE)
-    checks.append(Check("traffic", note=f"{len(requests)} rows"))
+    checks = [Check("spec"), Check("traffic", note=f"{len(requests)} rows")]
     # Functions may print, but stdout is reserved for results.
     with redirect_stdout(sys.stderr), without_bytecode():
         if (folder / HOOKS_FILE).is_file():
@@ -81,8 +77,7 @@ def check_own_pipeline(folder: Path) -> list[Check]:
             hooks = None
             checks.append(Check("hooks", note="none: tensors of the same name are passed on"))
         if checks[-1].severity != "error":
-            own = OwnInterface(graph.inputs, graph.outputs, takes_rows=_takes_rows(hooks))
-            checks += _run_functions(spec, reader, own, requests)
+            checks += _run_functions(spec, reader, requests, takes_rows=_takes_rows(hooks))
     if hooks is not None:
         checks.append(run_tests(folder))
     return checks
@@ -139,10 +134,17 @@ class _Chunk(NamedTuple):
 
 
 def _run_functions(
-    spec: ModelSpec, reader: OwnReader, own: OwnInterface, requests: Sequence[GateRequest]
+    spec: ModelSpec, reader: OwnReader, requests: Sequence[GateRequest], *, takes_rows: bool
 ) -> list[Check]:
-    run = synthetic_graph(own)
+    # A module shows its outputs by its results alone.
+    original = synthetic_graph(()) if spec.model.onnx is not None else open_own_model(spec)
     try:
+        graph = read_interface(spec, reader, requests, original)
+    except UserError as error:
+        return [Check("model", "error", str(error))]
+    try:
+        own = OwnInterface(graph.inputs, graph.outputs, takes_rows=takes_rows)
+        run = synthetic_graph(own.outputs)
         own = find_interface(own, reader.discover(own, requests), spec, run)
     except UserError as error:
         return [Check("preprocess", "error", str(error))]
@@ -157,7 +159,12 @@ def _run_functions(
     # A core returns for a row in a batch what it returns alone.
     feeds = [{t.name: each.tensors[t.name] for t in own.inputs} for each in made]
     outputs = [run(feed) for feed in feeds]
-    return [preprocess, _check_postprocess(decoder, own, requests, made, outputs)]
+    shown = ", ".join(tensor.name for tensor in (*own.inputs, *own.outputs))
+    return [
+        Check("model", note=shown),
+        preprocess,
+        _check_postprocess(decoder, own, requests, made, outputs),
+    ]
 
 
 def _joined(reader: OwnReader, requests: Sequence[GateRequest]) -> list[_Chunk]:
@@ -235,24 +242,19 @@ def _equal(one: NDArray[Any], other: NDArray[Any]) -> bool:
     return np.allclose(one, other, rtol=ROUNDING, atol=ROUNDING, equal_nan=True)
 
 
-def synthetic_graph(own: OwnInterface) -> RunGraph:
+def synthetic_graph(outputs: Sequence[Tensor]) -> RunGraph:
     """Return a function with random outputs of the declared shapes, from 0 to 1, mostly small.
 
-    A free axis has the size of the input's axis of the same name, or `VARIABLE`.
+    A free axis has the size `VARIABLE`.
     """
     random = np.random.default_rng(0)
 
     def run(feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        sizes: dict[str, int] = {}
-        count = 1
-        for tensor in own.inputs:
-            count, *dims = feed[tensor.name].shape
-            named = zip(tensor.dims, dims, strict=False)
-            sizes |= {axis: size for axis, size in named if isinstance(axis, str)}
-        return {tensor.name: make(tensor, count, sizes) for tensor in own.outputs}
+        count = len(next(iter(feed.values())))
+        return {tensor.name: make(tensor, count) for tensor in outputs}
 
-    def make(tensor: Tensor, count: int, sizes: Mapping[str, int]) -> NDArray[Any]:
-        dims = [sizes.get(a, VARIABLE) if isinstance(a, str) else a for a in tensor.dims]
+    def make(tensor: Tensor, count: int) -> NDArray[Any]:
+        dims = [VARIABLE if isinstance(axis, str) else axis for axis in tensor.dims]
         return (random.random((count, *dims)) ** 8).astype(NUMPY_TYPES[tensor.dtype])
 
     return run

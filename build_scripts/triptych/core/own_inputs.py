@@ -17,8 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.errors import Progress, UserError, closest
-from triptych.base.tensors import DType, Tensor
-from triptych.core.export.own_graph import RunGraph, check_rows_apart, open_graph, read_graph
+from triptych.base.tensors import Tensor
+from triptych.core.export.own_graph import (
+    OwnGraph,
+    RunGraph,
+    check_rows_apart,
+    open_own_model,
+    read_graph,
+    triton_type,
+)
 from triptych.core.gate_rows import (
     CALIBRATION_ROWS,
     EDGE_TEXTS,
@@ -50,17 +57,6 @@ APART_ROWS = 4
 MAX_APART = 1e-3
 """Largest difference of a row in a batch, by another order of additions; the gate has the limits.
 """
-_TRITON_TYPES: Mapping[str, DType] = {
-    "bool": "BOOL",
-    "uint8": "UINT8",
-    "uint32": "UINT32",
-    "int8": "INT8",
-    "int32": "INT32",
-    "int64": "INT64",
-    "float16": "FP16",
-    "float32": "FP32",
-    "float64": "FP64",
-}
 
 
 def read_own_inputs(
@@ -79,18 +75,19 @@ def read_own_inputs(
     check_config_texts(spec.serving.config, shares_core=False)
     report_tuned(spec, progress)
     spec.own_files()
-    graph = read_graph(spec)
-    progress("source", f"{spec.model.source}: {_shown(graph.inputs)} to {_shown(graph.outputs)}")
     task = own_task(spec)
     hooks = load_own_hooks(spec.folder)
     reader = OwnReader(spec, task)
     requests = reader.read(traffic or spec.folder / TRAFFIC_FILE)
-    run = open_graph(graph.file)
+    run = open_own_model(spec)
+    graph = read_interface(spec, reader, requests, run)
+    progress("source", f"{spec.model.source}: {_shown(graph.inputs)} to {_shown(graph.outputs)}")
     postprocess = getattr(hooks, "postprocess", None)
     takes_rows = callable(postprocess) and "rows" in inspect.signature(postprocess).parameters
     own = OwnInterface(graph.inputs, graph.outputs, takes_rows=takes_rows)
     own = find_interface(own, reader.discover(own, requests[:KNOWN_ROWS]), spec, run)
-    info = ModelInfo(graph.sha256, f"ONNX graph {spec.model.source}", 0, 0, 0, own=own)
+    kind = "PyTorch module" if spec.model.onnx is None else "ONNX graph"
+    info = ModelInfo(graph.sha256, f"{kind} {spec.model.source}", 0, 0, 0, own=own)
     plan = make_own_plan(spec, info, task, reader.parameters)
     maker = reader.maker(info)
     requests = reader.with_rows(maker, requests)
@@ -105,7 +102,7 @@ def read_own_inputs(
     progress("traffic", f"{len(requests)} rows: {len(gate)} for the gate, {len(edges)} edge cases")
     return PipelineInputs(
         plan=plan,
-        model_folder=graph.file.parent,
+        model_folder=spec.folder,
         tokenizer_file=None,
         requests=chosen,
         calibration=tuple(islice(calibration, CALIBRATION_ROWS)),
@@ -113,6 +110,32 @@ def read_own_inputs(
         hooks=None if hooks is None else (spec.folder / HOOKS_FILE).read_bytes(),
         traffic=tuple(reader.encode(request.sent) for request in requests),
     )
+
+
+def read_interface(
+    spec: ModelSpec, reader: OwnReader, requests: Sequence[GateRequest], run: RunGraph
+) -> OwnGraph:
+    """Return the interface of the graph, or that of the module by its results on one row.
+
+    Raises:
+        UserError: The model has a mistake, or `preprocess` fails.
+    """
+    if spec.model.onnx is not None:
+        return read_graph(spec)
+    from triptych.core.export.own_module import input_names, load_module, read_module
+
+    names = input_names(load_module(spec))
+    (made,) = reader.discover(OwnInterface((), ()), requests[:1])
+    arrays = made.tensors or reader.named(requests[0], names)
+    missing = [name for name in names if name not in arrays]
+    if missing:
+        raise UserError(
+            "model.module",
+            "must take arrays that preprocess returns, or inputs of the pipeline, by their names",
+            given=f"`forward` takes {missing[0]}; there are {', '.join(arrays) or 'none'}",
+            remedy="Rename the argument or the array",
+        )
+    return read_module(spec, run, {name: arrays[name] for name in names})
 
 
 def _shown(tensors: Sequence[Tensor]) -> str:
@@ -201,6 +224,12 @@ class OwnReader:
             else make_array(self._fields[name], [value])[0]
             for name, value in sent.items()
         }
+
+    def named(self, request: GateRequest, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """Return the inputs of a request that have one of the `names`, ``[1, ...]`` each."""
+        columns = request.columns or {}
+        known = [name for name in names if name in columns]
+        return {name: make_array(self._fields[name], columns[name]) for name in known}
 
     def join(self, requests: Sequence[GateRequest]) -> RowInputs:
         """Return the inputs of one request with the rows of several that have equal parameters."""
@@ -350,7 +379,7 @@ def find_interface(
         if free:
             sizes = sorted({str(each.tensors[tensor.name].shape[1:]) for each in made})
             raise UserError(
-                f"model.onnx: {tensor.name}",
+                f"model: {tensor.name}",
                 f"must get arrays of one shape, but its axis {free[0]} differs between rows",
                 given=", ".join(sizes[:4]),
                 remedy="Resize, cut or pad the rows in preprocess",
@@ -400,8 +429,7 @@ def _passed(name: str, arrays: Sequence[NDArray[Any] | None], spec: ModelSpec) -
     """
     known = [array for array in arrays if array is not None]
     forms = {(array.dtype.name, array.ndim) for array in known}
-    dtype = _TRITON_TYPES.get(known[0].dtype.name)
-    if len(known) < len(arrays) or len(forms) > 1 or known[0].ndim < 2 or dtype is None:
+    if len(known) < len(arrays) or len(forms) > 1 or known[0].ndim < 2:
         found = ", ".join(f"{kind} with {axes} axes" for kind, axes in sorted(forms))
         raise UserError(
             f"{spec.folder / HOOKS_FILE}: {name}",
@@ -410,4 +438,9 @@ def _passed(name: str, arrays: Sequence[NDArray[Any] | None], spec: ModelSpec) -
             given=found if len(known) == len(arrays) else f"{found}, and none in another request",
             remedy="Return an array with two axes or more, for example [core rows, 1]",
         )
-    return _sized(Tensor(name, dtype, tuple(f"{name}_{i}" for i in range(1, known[0].ndim))), known)
+    return _sized(
+        Tensor(
+            name, triton_type(name, known[0]), tuple(f"{name}_{i}" for i in range(1, known[0].ndim))
+        ),
+        known,
+    )

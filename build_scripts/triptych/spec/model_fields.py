@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -44,14 +45,38 @@ class OwnModel(Frozen):
     Attributes:
         onnx: ONNX file, relative to the folder of the pipeline; its weights may be in a file beside
             it. The first axis of each input and output is the batch.
+        module: ``FILE:NAME``, a Python file in the folder of the pipeline and its function or class
+            that makes a `torch.nn.Module` without arguments. The arguments of `forward` are the
+            inputs of the graph.
+        weights: Weights of the module, as ``.safetensors`` or as a file of `torch.save` with a
+            state dict. None: the module has its weights.
+        outputs: Names of the tensors that `forward` returns, if it returns no dict.
     """
 
-    onnx: str
+    onnx: str | None = None
+    module: str | None = None
+    weights: str | None = None
+    outputs: list[str] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _fits(self) -> OwnModel:
+        if (self.onnx is None) is (self.module is None):
+            raise ValueError("either onnx or module is required")
+        if self.module is None and (self.weights is not None or self.outputs):
+            raise ValueError("weights and outputs are only supported with module")
+        if self.module is not None and not re.fullmatch(r"[^:]+\.py:[A-Za-z_]\w*", self.module):
+            raise ValueError("module must have the form FILE.py:NAME, such as net.py:Net")
+        return self
 
     @property
     def source(self) -> str:
         """The file as the spec names it."""
-        return self.onnx
+        return self.onnx or str(self.module)
+
+    @property
+    def factory(self) -> str:
+        """Name of the function or class that makes the module."""
+        return str(self.module).rpartition(":")[2]
 
     @property
     def revision(self) -> str | None:
@@ -231,7 +256,17 @@ class ModelSpec(BaseModel):
     @property
     def model_file(self) -> Path:
         """Path of the ONNX file."""
-        return self.folder / self.model.onnx
+        return self.folder / str(self.model.onnx)
+
+    @property
+    def module_file(self) -> Path:
+        """Path of the Python file of the module."""
+        return self.folder / str(self.model.module).rpartition(":")[0]
+
+    @property
+    def weights_file(self) -> Path | None:
+        """Path of the weights of the module."""
+        return None if self.model.weights is None else self.folder / self.model.weights
 
     @property
     def output_limits(self) -> dict[str, float]:

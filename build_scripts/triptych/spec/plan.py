@@ -160,7 +160,8 @@ class Plan:
     @property
     def original(self) -> str:
         """Name of the library that runs the original model, with which the gate compares."""
-        return "PyTorch" if self.info.own is None else "ONNX Runtime"
+        is_graph = not isinstance(self.spec, PipelineSpec) and self.spec.model.onnx is not None
+        return "ONNX Runtime" if is_graph else "PyTorch"
 
     @property
     def packed(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from triptych.base.onnx_graph import (
 )
 from triptych.base.tensors import DType, Tensor
 from triptych.core.export.to_onnx import Exported
+from triptych.runtime.hooking import NUMPY_TYPES
 from triptych.spec.model_fields import ModelSpec
 from triptych.spec.plan import Plan
 
-CODE = ("core/export/own_graph.py", "base/onnx_graph.py")
+CODE = ("core/export/own_*.py", "base/onnx_graph.py")
 _DTYPES: Mapping[str, DType] = {
     "FLOAT": "FP32",
     "FLOAT16": "FP16",
@@ -38,6 +39,11 @@ _DTYPES: Mapping[str, DType] = {
 }
 """Triton's data type by that of ONNX."""
 
+
+def _shown(tensors: Sequence[Tensor]) -> list[str]:
+    return [f"{tensor.name} {tensor.dtype} {tensor.dims}" for tensor in tensors]
+
+
 RunGraph = Callable[[Mapping[str, NDArray[Any]]], dict[str, NDArray[Any]]]
 """Function from the inputs of a graph, ``[rows, ...]`` each, to its outputs by name."""
 
@@ -47,13 +53,11 @@ class OwnGraph:
     """Interface of the user's graph.
 
     Attributes:
-        file: Path of the ONNX file.
-        sha256: Hash of the file and of the weights beside it, in hex.
+        sha256: Hash of the file and of its weights, in hex.
         inputs: Inputs without the batch axis.
         outputs: Outputs without the batch axis.
     """
 
-    file: Path
     sha256: str
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -100,7 +104,6 @@ def read_graph(spec: ModelSpec) -> OwnGraph:
         )
     hashes = [sha256_of(path) for path in (file, *(file.parent / name for name in sorted(beside)))]
     return OwnGraph(
-        file,
         key_of("own_graph", {"files": hashes}),
         tuple(_read_tensor(value, "input") for value in inputs),
         tuple(_read_tensor(value, "output") for value in graph.output),
@@ -163,6 +166,22 @@ def open_graph(file: Path, *, optimize: bool = True) -> RunGraph:
     return run
 
 
+def open_own_model(spec: ModelSpec, *, other_rounding: bool = False) -> RunGraph:
+    """Return a function that runs the user's model as it is.
+
+    With `other_rounding`, a module runs in fp64. A graph, which cannot, runs its operators one by
+    one, so that the difference shows how much the order of additions matters.
+
+    Raises:
+        UserError: The model cannot be opened.
+    """
+    if spec.model.onnx is not None:
+        return open_graph(spec.model_file, optimize=not other_rounding)
+    from triptych.core.export.own_module import load_module, open_module
+
+    return open_module(spec, load_module(spec), double=other_rounding)
+
+
 def check_rows_apart(run: RunGraph, feed: Mapping[str, NDArray[Any]], limit: float) -> None:
     """Check that each row of a batch gives the same result as alone.
 
@@ -194,7 +213,7 @@ def check_rows_apart(run: RunGraph, feed: Mapping[str, NDArray[Any]], limit: flo
 
 def _mixes(given: str) -> UserError:
     return UserError(
-        "model.onnx",
+        "model",
         "must compute each row of a batch by itself",
         given=given,
         remedy="Export the model in evaluation mode with a dynamic batch axis, and without "
@@ -202,19 +221,53 @@ def _mixes(given: str) -> UserError:
     )
 
 
-def export_graph(plan: Plan, spec: ModelSpec, progress: Progress) -> Exported:
-    """Return the user's graph as the fp32 core of a pipeline, cached."""
+def triton_type(name: str, array: NDArray[Any]) -> DType:
+    """Return the data type of Triton for an array.
+
+    Raises:
+        UserError: There is none.
+    """
+    by_numpy = {np.dtype(NUMPY_TYPES[dtype]): dtype for dtype in _DTYPES.values()}
+    dtype = by_numpy.get(array.dtype)
+    if dtype is None:
+        raise UserError(
+            name,
+            "must be an array of a type that Triton has",
+            given=array.dtype,
+            remedy=f"Convert it to one of {', '.join(map(str, by_numpy))}",
+        )
+    return dtype
+
+
+def export_graph(
+    plan: Plan, spec: ModelSpec, example: Mapping[str, NDArray[Any]], progress: Progress
+) -> Exported:
+    """Return the user's model as the fp32 core of a pipeline, cached.
+
+    Args:
+        plan: Plan of the pipeline.
+        spec: Spec of the pipeline.
+        example: Inputs of the core for one row.
+        progress: Receives the result.
+    """
     stage: dict[str, object] = {
         "model": plan.info.sha256,
-        "versions": versions_of("onnx"),
+        "inputs": _shown(plan.core_inputs),
+        "versions": versions_of("onnx", "torch", "onnxscript"),
         "code": code_hash(*CODE),
     }
 
     def work(target: Path) -> None:
-        save_onnx(read_model(spec.model_file), target / MODEL_FILE)
+        if spec.model.onnx is not None:
+            save_onnx(read_model(spec.model_file), target / MODEL_FILE)
+            return
+        from triptych.core.export.own_module import export_module
+
+        progress("export", f"{spec.model.source} to ONNX ...")
+        export_module(spec, example, target)
 
     folder, cached, files = cached_stage("own_graph", stage, work, progress)
     graph = hashes_of_graph(files)
     size = sum((folder / name).stat().st_size for name in graph) / 1e6
-    progress("export", f"{spec.model.onnx}, {size:.1f} MB{' (cached)' if cached else ''}")
+    progress("export", f"{spec.model.source}, {size:.1f} MB{' (cached)' if cached else ''}")
     return Exported(folder / MODEL_FILE, key_of("own_graph", stage), files=graph)

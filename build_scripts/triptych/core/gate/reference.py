@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.tensors import TokenRow
-from triptych.core.export.own_graph import open_graph
+from triptych.core.export.own_graph import open_own_model
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import Expected, Sample, core_feed, hash_rows, rows_of
 from triptych.spec.model_info import Activation, ModelInfo
@@ -270,13 +270,12 @@ def _graph_outputs(
     Args:
         inputs: Inputs of the pipeline.
         samples: Rows of the core.
-        double: Whether the operators run one by one as in the file. The difference shows how much
-            the order of additions matters, because a graph cannot run in fp64.
+        double: Whether to run with another rounding; see `open_own_model`.
     """
     spec = inputs.plan.spec
     if isinstance(spec, PipelineSpec):
         raise ValueError(f"{spec.name} has a model of transformers")
-    run = open_graph(spec.model_file, optimize=not double)
+    run = open_own_model(spec, other_rounding=double)
     names = [tensor.name for tensor in inputs.plan.core.outputs]
     expected = []
     for sample in samples:

@@ -14,6 +14,7 @@ from triptych.core.export.to_onnx import export_model
 from triptych.core.gate.cached import Gate, GateFailure
 from triptych.core.inputs import PipelineInputs
 from triptych.core.precision.layer_exclusion import convert_with_exclusions
+from triptych.core.requests import core_feed, rows_of
 from triptych.repository.manifest import EncoderManifest
 from triptych.repository.records import GateResult
 from triptych.repository.sharing import check_shareable
@@ -77,7 +78,8 @@ def full_precision(inputs: PipelineInputs, progress: Progress, accept: str) -> C
     if isinstance(plan.spec, PipelineSpec):
         exported = export_model(plan, inputs.model_folder, progress)
     else:
-        exported = export_graph(plan, plan.spec, progress)
+        example = core_feed(rows_of(inputs.requests)[:1], plan.core_inputs, pad_token_id=0)
+        exported = export_graph(plan, plan.spec, example, progress)
     core = None
     refusal = exported.refusal
     if not refusal:

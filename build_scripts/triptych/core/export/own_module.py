@@ -1,0 +1,195 @@
+"""Load the user's own PyTorch module, run it as it is, and export it to ONNX."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.base.cache import key_of, sha256_of
+from triptych.base.errors import UserError
+from triptych.base.onnx_graph import MODEL_FILE, save_onnx
+from triptych.base.tensors import Tensor
+from triptych.core.export.own_graph import OwnGraph, RunGraph, triton_type
+from triptych.core.export.to_onnx import OPSET, quiet
+from triptych.spec.model_fields import ModelSpec
+
+_MODULE_NAME = "triptych_own_module"
+_ROWS = 3
+"""Number of rows of the batch to trace with; sizes 0 and 1 would become constants."""
+
+
+def load_module(spec: ModelSpec) -> Any:
+    """Return the `torch.nn.Module` of a spec with its weights, in evaluation mode and fp32.
+
+    Raises:
+        UserError: The file, the factory or the weights have a mistake.
+    """
+    import torch
+
+    file, factory = spec.module_file, spec.model.factory
+    try:
+        found = importlib.util.spec_from_file_location(_MODULE_NAME, file)
+        if found is None or found.loader is None:
+            raise ImportError(f"{file} is no Python file")
+        code = importlib.util.module_from_spec(found)
+        sys.modules[_MODULE_NAME] = code  # `dataclasses` needs the module there
+        found.loader.exec_module(code)
+        module = getattr(code, factory)()
+    except (Exception, SystemExit) as error:
+        raise _refused(
+            "model.module",
+            f"must name a function or class that makes a module without arguments: {factory}",
+            error,
+            "Correct the file",
+        ) from error
+    if not isinstance(module, torch.nn.Module):
+        rule = f"must make a torch.nn.Module: {factory}"
+        raise _refused("model.module", rule, type(module).__name__, "Return the module")
+    if spec.weights_file is not None:
+        try:
+            module.load_state_dict(_read_weights(spec.weights_file))
+        except Exception as error:  # of the file, or of other names and shapes
+            raise _refused(
+                "model.weights",
+                "must have the weights of the module",
+                error,
+                "Save them with safetensors.torch.save_file(module.state_dict(), FILE)",
+            ) from error
+    return module.eval().float()
+
+
+def _read_weights(path: Path) -> Any:
+    import torch
+    from safetensors.torch import load_file
+
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _refused(field: str, rule: str, given: object, remedy: str) -> UserError:
+    return UserError(field, rule, given=" ".join(str(given).split())[:300], remedy=remedy)
+
+
+def input_names(module: Any) -> list[str]:
+    """Return the names of the arguments of `forward`, which are the inputs of the graph."""
+    return list(inspect.signature(module.forward).parameters)
+
+
+def open_module(spec: ModelSpec, module: Any, *, double: bool = False) -> RunGraph:
+    """Return a function that runs a module as it is, in fp32, or in fp64 if `double`.
+
+    Raises:
+        UserError: The module fails, or returns something else than tensors.
+    """
+    import torch
+
+    names = input_names(module)
+    if double:
+        module = module.double()
+
+    def run(feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        tensors = [torch.from_numpy(np.ascontiguousarray(feed[name])) for name in names]
+        tensors = [t.double() if double and t.is_floating_point() else t for t in tensors]
+        try:
+            with torch.inference_mode():
+                result = module(*tensors)
+        except Exception as error:  # the user's own code
+            shapes = ", ".join(f"{name} {list(feed[name].shape)}" for name in names)
+            rule = f"must run on the arrays of preprocess: {shapes}"
+            raise _refused(
+                "model.module", rule, error, "Correct `forward` or preprocess"
+            ) from error
+        return {name: tensor.numpy() for name, tensor in _named(spec, result).items()}
+
+    return run
+
+
+def _named(spec: ModelSpec, result: Any) -> dict[str, Any]:
+    """Return the tensors of a result by name: of a dict, or in the order of `model.outputs`."""
+    import torch
+
+    if isinstance(result, Mapping):
+        named = dict(result)
+    else:
+        values = [result] if isinstance(result, torch.Tensor) else list(result)
+        names = spec.model.outputs or [f"output_{index}" for index in range(len(values))]
+        if len(names) != len(values):
+            rule = f"must name the {len(values)} outputs of the module"
+            raise _refused("model.outputs", rule, ", ".join(names), "Correct the list")
+        named = dict(zip(names, values, strict=True))
+    wrong = [name for name, value in named.items() if not isinstance(value, torch.Tensor)]
+    if wrong:
+        given = f"{wrong[0]} is {type(named[wrong[0]]).__name__}"
+        raise _refused("model.module", "must return tensors", given, "Return tensors alone")
+    return named
+
+
+def read_module(spec: ModelSpec, run: RunGraph, example: Mapping[str, NDArray[Any]]) -> OwnGraph:
+    """Return the interface of a module, known from its results on an example of one row."""
+    results = run(example)
+    files = [file for file in (spec.module_file, spec.weights_file) if file is not None]
+    key = {
+        "files": [sha256_of(file) for file in files],
+        "factory": spec.model.factory,
+        "outputs": spec.model.outputs,
+    }
+    return OwnGraph(
+        key_of("own_module", key),
+        tuple(_tensor(name, array) for name, array in example.items()),
+        tuple(_tensor(name, array) for name, array in results.items()),
+    )
+
+
+def _tensor(name: str, array: NDArray[Any]) -> Tensor:
+    return Tensor(name, triton_type(name, array), array.shape[1:] or (1,))
+
+
+def export_module(spec: ModelSpec, example: Mapping[str, NDArray[Any]], target: Path) -> None:
+    """Write ``target/model.onnx``: the module with a batch axis of variable size.
+
+    Args:
+        spec: Spec of the pipeline.
+        example: Arrays of one row.
+        target: Folder of the file.
+
+    Raises:
+        UserError: The module does not export.
+    """
+    import torch
+
+    module = load_module(spec)
+    names = input_names(module)
+    arrays = [np.repeat(example[name], _ROWS, axis=0) for name in names]
+    tensors = tuple(torch.from_numpy(array) for array in arrays)
+    with torch.inference_mode():
+        outputs = list(_named(spec, module(*tensors)))
+    batch = torch.export.Dim("batch", min=1, max=4096)
+    try:
+        with quiet(), torch.no_grad():
+            exported: Any = torch.onnx.export(
+                torch.export.export(
+                    module, tensors, dynamic_shapes=tuple({0: batch} for _ in names), strict=False
+                ),
+                dynamo=True,
+                input_names=names,
+                output_names=outputs,
+                opset_version=OPSET,
+                verbose=False,
+            )
+    except Exception as error:
+        raise _refused(
+            "model.module",
+            "must be a module that torch.export and torch.onnx can export with a variable batch",
+            f"{type(error).__name__}: {error}",
+            "Remove branches on values and on the batch size from `forward`, or export it to ONNX",
+        ) from error
+    target.mkdir(parents=True, exist_ok=True)
+    save_onnx(exported.model_proto, target / MODEL_FILE)
