@@ -1,15 +1,20 @@
 """Envoy's configuration, judged by Envoy itself; what a fleet decides without servers."""
 
+import http.client
+import http.server
 import json
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import grpc  # type: ignore[import-untyped]
 import pytest
 import yaml
+from tritonclient.grpc import service_pb2
 
 from processes import eventually
 from triptych.base.errors import UserError
@@ -32,7 +37,7 @@ from triptych.serving.fleet.envoy import (
 )
 from triptych.serving.fleet.fleet import Replica, ReplicaBuild, link_build
 from triptych.serving.fleet.periodic import PeriodicCheck
-from triptych.serving.fleet.proxy import find_envoy, validate
+from triptych.serving.fleet.proxy import Proxy, find_envoy, validate
 from triptych.serving.fleet.serve import (
     capacity_warnings,
     check_gpus,
@@ -40,6 +45,7 @@ from triptych.serving.fleet.serve import (
     find_capacity_warnings,
     new_fleet,
 )
+from triptych.serving.ports import reserve_ports
 from triptych.serving.server import Server
 
 PIPELINES = ["tickets"]
@@ -153,6 +159,93 @@ def test_streams_are_neither_held_nor_sent_again_and_no_time_is_cut() -> None:
     assert data["admin"]["address"] == {"pipe": {"path": ADMIN_SOCKET}}
 
 
+class RecordingServer:
+    """Server for both protocols that answers everything and records the headers of requests."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, str]] = []
+        found = self.found
+
+        class Http(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                found.append({name.lower(): value for name, value in self.headers.items()})
+                self.do_GET()
+
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        class Grpc(grpc.GenericRpcHandler):  # type: ignore[misc]
+            def service(self, details: Any) -> Any:
+                is_health = details.method.startswith("/grpc.health")
+                if not is_health:
+                    found.append(dict(details.invocation_metadata))
+                reply = b"\x08\x01" if is_health else b""  # it serves
+                return grpc.unary_unary_rpc_method_handler(lambda *_: reply)
+
+        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Http)
+        self._grpc = grpc.server(ThreadPoolExecutor(2), [Grpc()])
+        self.http_url = f"127.0.0.1:{self._http.server_port}"
+        self.grpc_url = f"127.0.0.1:{self._grpc.add_insecure_port('127.0.0.1:0')}"
+
+    def __enter__(self) -> Self:
+        self._grpc.start()
+        self._thread = threading.Thread(target=self._http.serve_forever)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._grpc.stop(None)
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+
+
+CONTROL_HEADERS = (
+    "upstream-rq-timeout-ms", "upstream-rq-per-try-timeout-ms", "expected-rq-timeout-ms",
+    "upstream-stream-duration-ms", "retry-on", "retry-grpc-on", "max-retries",
+    "retriable-status-codes", "retriable-header-names", "hedge-on-per-try-timeout",
+    "upstream-alt-stat-name", "upstream-rq-timeout-alt-response", "force-trace", "ip-tags",
+    "original-path", "original-url", "original-host", "internal", "decorator-operation",
+    "downstream-service-cluster", "external-address", "attempt-count",
+)  # fmt: skip
+
+
+def test_headers_that_control_envoy_are_removed(tmp_path: Path) -> None:
+    """With them a client could end its requests early, or have each sent many times."""
+    own = {"x-request-id": "one", **{f"x-envoy-{name}": "1" for name in CONTROL_HEADERS}}
+    names = ("grpc_port", "http_port", "metrics_port")
+    listen = Listen("127.0.0.1", **reserve_ports("127.0.0.1", dict.fromkeys(names, 0)))
+    proxy = Proxy(settings(1), listen, log_file=tmp_path / "envoy.log")
+    with RecordingServer() as server:
+        try:
+            proxy.start([server], PIPELINES)  # type: ignore[list-item]
+            assert proxy.wait_healthy([server], 60)  # type: ignore[list-item]
+            with grpc.insecure_channel(proxy.grpc_url) as channel:
+                infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+                message = service_pb2.ModelInferRequest(model_name="tickets")
+                infer(message.SerializeToString(), timeout=60, metadata=[*own.items()])
+            host, _, port = proxy.http_url.rpartition(":")
+            connection = http.client.HTTPConnection(host, int(port), timeout=60)
+            connection.request("POST", "/v2/models/tickets/infer", b"{}", own)
+            assert connection.getresponse().status == 200
+            connection.close()
+        finally:
+            proxy.stop()
+    assert len(server.found) == 2
+    for headers in server.found:
+        assert headers["x-request-id"]
+        assert {name for name in headers if name.startswith("x-envoy")} <= BY_ENVOY
+
+
+BY_ENVOY = {"x-envoy-expected-rq-timeout-ms"}
+"""Headers that Envoy itself adds."""
+
+
 def test_each_replica_has_a_gpu_of_its_own(tmp_path: Path) -> None:
     assert count_replicas(None, []) == 1
     assert count_replicas(3, []) == 3
@@ -227,10 +320,18 @@ def test_failed_checks_in_a_row_are_counted_and_a_reset_forgets_a_run() -> None:
 def test_a_kept_build_stays_as_it_was(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     write_models(repository, {"one/config.pbtxt": b"old", "two/1/model.onnx": b"both"})
-    kept = link_build(repository, tmp_path, 1).folder
+    build = link_build(repository, tmp_path, 1)
+    kept = build.folder
     write_models(repository, {"one/config.pbtxt": b"new"})
     assert (kept / "one/config.pbtxt").read_bytes() == b"old"
-    assert (kept / "two/1/model.onnx").samefile(repository / "two/1/model.onnx")
+    for _ in range(2):  # two replicas
+        build.copy()
+    (repository / "two/1/model.onnx").write_bytes(b"in place")
+    assert (kept / "two/1/model.onnx").read_bytes() == b"both"
+    assert sorted(path.name for path in kept.rglob("*") if path.is_file()) == [
+        "config.pbtxt",
+        "model.onnx",
+    ]
     with locked(repository), pytest.raises(UserError, match="written by another build"):
         link_build(repository, tmp_path, 2)
 

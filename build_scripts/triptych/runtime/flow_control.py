@@ -16,8 +16,11 @@ request is rejected only when its own wait has reached the limit, or when more r
 
 **Probes.** Requests whose clients left are never answered, so the core seems full. Once nothing has
 been answered for `SILENCE_S`, the newest request that waits is forwarded. Its answer proves that
-the requests before it are lost, and they no longer count. While a server is stopping, the next
-request that comes is forwarded then: the process that stops it sends some.
+the requests before it are lost, and they no longer count. If clients keep leaving, probes come
+earlier, and the oldest requests go with them, as many as were lost within the last second: Triton
+drops the canceled ones when they are forwarded. The rows that leave the core, lost or answered, are
+the rate by which a wait is estimated. While a server is stopping, the next request that comes is
+forwarded as a probe: the process that stops it sends some.
 
 **Counts.** A ticket goes with each forwarded request past the core to postprocess, in any order. A
 request sent to a step itself has no ticket: it is answered, not counted and not limited. All steps
@@ -63,19 +66,20 @@ one that was forwarded two epochs later is answered: Triton has kept no order be
 
 _KEY, _CLOSED_AT, _USED, _HEADER = slice(0, 2), 2, 3, 4
 _HOLDER, _WAITING, _WAITING_ROWS, _ACKNOWLEDGED = range(4)
-_SENT_EPOCH, _DONE_EPOCH, _DONE_ROWS, _DONE_AT, _NEWEST = range(4, 9)
-_CELLS = 9  # of each epoch: its number, its requests, their rows
+_SENT_EPOCH, _DONE_EPOCH, _DONE_ROWS, _DONE_AT, _NEWEST, _SENT_ROWS = range(4, 10)
+_CELLS = 10  # of each epoch: its number, its requests, their rows
 _SLOT = _CELLS + 3 * EPOCHS
 _TICKET = struct.Struct("<3q")
 
 
 class Load(NamedTuple):
-    """Requests in flight and their rows: all of them, and those that are in the core."""
+    """Requests in flight and their rows: all of them, those in the core, and rows that left it."""
 
     requests: int
     rows: int
     core_requests: int
     core_rows: int
+    left_rows: int
 
 
 class InFlight:
@@ -157,6 +161,7 @@ class InFlight:
         epoch = self._own[_SENT_EPOCH]
         self._count(epoch, 1, rows)
         self._own[_NEWEST] += 1
+        self._own[_SENT_ROWS] += rows
         numbers = epoch, rows, self.slot << SLOT_BITS | self._own[_NEWEST]
         return *numbers, self._make_mac(*numbers, payload)
 
@@ -213,7 +218,8 @@ class InFlight:
                 if each == epoch:
                     requests, rows = requests + slot_requests, rows + slot_rows
         waiting, waiting_rows = sum(columns[_WAITING]), sum(columns[_WAITING_ROWS])
-        return Load(requests + waiting, rows + waiting_rows, requests, rows)
+        left = sum(columns[_SENT_ROWS]) - rows
+        return Load(requests + waiting, rows + waiting_rows, requests, rows, left)
 
     def answered(self) -> tuple[int, float, int]:
         """Return the rows answered so far, and the time and newest epoch of the answers."""
@@ -270,6 +276,9 @@ BUDGET_S = 0.25
 """Seconds of work that the core holds at a time."""
 SILENCE_S = 0.25
 """Seconds without an answer after which a request is forwarded as a probe."""
+MIN_SILENCE_S = 0.02
+"""The same if nearly all requests are lost. Only requests that have waited for longer go with it:
+those of clients that leave at once are then known to be canceled, and cost no computation."""
 DEADLINE_SHARE = 0.7
 """Share of a request's time that it may wait. The measured rate may be a little too high, and a
 result that comes too late wastes the work for all clients."""
@@ -321,8 +330,11 @@ class FlowControl:
         self._core_rows: int = settings["core_rows"]
         self._began_at = self._ended_at = self._busy_since = 0.0
         self._forwarded_at = self._probed_at = 0.0
-        # The rate is the rows that were answered while requests waited, by the seconds of that.
-        self._answered, self._measured_at, self._rate_rows, self._rate_s = 0, 0.0, 0.0, 0.0
+        # Rows that left the core while requests waited, those of them that were answered, and the
+        # seconds of that. The others were lost, because their clients left.
+        self._left_rows, self._answered_rows, self._measured_s = 0.0, 0.0, 0.0
+        self._gap_s = 0.0  # the longest time between two answers lately
+        self._left, self._answered, self._measured_at, self._probed = 0, 0, 0.0, 0
         # Requests whose wait is known to be short enough, and those that came later.
         self._accepted: deque[Queued] = deque()
         self._undecided: deque[Queued] = deque()
@@ -350,7 +362,8 @@ class FlowControl:
                         core_rows += job.rows
                         forwarded.append(job)
                         continue
-                    self._answered, self._measured_at = answered, max(answered_at, self._busy_since)
+                    self._left, self._answered = load.left_rows, answered
+                    self._measured_at = max(answered_at, self._busy_since)
                     self._changed.notify()
                 limit_s = min(self._max_wait_s, DEADLINE_SHARE * (job.left_s or math.inf))
                 proof = answered + min(self._core_rows, core_rows)
@@ -393,13 +406,13 @@ class FlowControl:
     def _look(self, now: float) -> list[tuple[Any, Any]]:
         """Return the jobs whose wait is over, as `make` does."""
         load, (answered, answered_at, epoch) = self._counts.load(), self._counts.answered()
-        self._measure(answered, answered_at, epoch)
+        self._measure(load.left_rows, answered, answered_at, epoch)
         results, forwarded = list[tuple[Any, Any]](), list[Any]()
         requests = load.requests - len(self._undecided)
         rows = load.rows - sum(queued.job.rows for queued in self._undecided)
         while self._undecided and answered > self._undecided[0].proof:
             queued = self._undecided.popleft()
-            wait_s = now - queued.since + rows * self._rate_s / self._rate_rows
+            wait_s = now - queued.since + rows * self._measured_s / self._left_rows
             is_late = requests >= MIN_REQUESTS and wait_s > queued.limit_s
             if is_late or requests >= self._max_requests:
                 results.append(self._reject(queued, wait_s))
@@ -409,9 +422,11 @@ class FlowControl:
         places, room = self._room(load)
         silent_s = now - max(answered_at, self._forwarded_at)
         waiting = self._undecided or self._accepted
-        if waiting and (places <= 0 or room <= 0) and silent_s > self._silence_s:
+        if waiting and (places <= 0 or room <= 0) and silent_s > self._max_silence_s():
             self._probes.append((self._counts.start_epoch(2), now))
             forwarded.append(waiting.pop().job)
+            forwarded += self._take_oldest(now, now - answered_at)
+            self._probed += 1
         for queue in (self._accepted, self._undecided):
             while queue:
                 waited_s = now - queue[0].since
@@ -426,20 +441,47 @@ class FlowControl:
             self._counts.wait(-1, -job.rows)
         return results + self._forward(forwarded)
 
-    def _measure(self, answered: int, answered_at: float, epoch: int) -> None:
-        """Add the newest answers to the rate."""
+    def _max_silence_s(self) -> float:
+        """Return the seconds without an answer after which the core gets a probe."""
+        if self._left_rows - self._answered_rows < 1:
+            return self._silence_s
+        # The more of the rows are lost, the earlier a silence means that all of them are.
+        share = self._answered_rows / self._left_rows
+        return min(self._silence_s, max(self._silence_s * share, MIN_SILENCE_S) * 2**self._probed)
+
+    def _take_oldest(self, now: float, silent_s: float) -> list[Any]:
+        """Return the jobs to forward with a probe: as many rows as were lost lately.
+
+        They are more with each probe that is not answered, once the core was silent for twice
+        as long as it is between answers.
+        """
+        rows, taken = self._left_rows - self._answered_rows, list[Any]()
+        if silent_s > 2 * self._gap_s > 0:
+            rows = max(rows, min(2**self._probed - 1, 2 * self._core_rows))
+        for queue in (self._accepted, self._undecided):
+            while queue and rows >= 1 and now - queue[0].since > MIN_SILENCE_S:
+                rows -= queue[0].job.rows
+                taken.append(queue.popleft().job)
+        return taken
+
+    def _measure(self, left: int, answered: int, answered_at: float, epoch: int) -> None:
+        """Add the rows that left the core since the last call to the rates."""
         while self._probes and self._probes[0][0] <= epoch:  # the core was idle before the probe
             self._measured_at = max(self._measured_at, self._probes.popleft()[1])
         if answered > self._answered:
             taken_s = max(answered_at - self._measured_at, 0.0)
             weight = 0.5 ** (taken_s / HALF_LIFE_S)
-            self._rate_rows = weight * self._rate_rows + answered - self._answered
-            self._rate_s = weight * self._rate_s + taken_s
-            self._answered, self._measured_at = answered, answered_at
+            new = answered - self._answered
+            self._left_rows = weight * self._left_rows + max(left - self._left, new)
+            self._answered_rows = weight * self._answered_rows + new
+            self._measured_s = weight * self._measured_s + taken_s
+            self._gap_s = max(weight * self._gap_s, taken_s)
+            self._left, self._answered, self._measured_at = left, answered, answered_at
+            self._probed = 0
 
     def _room(self, load: Load) -> tuple[int, float]:
         """Return the numbers of requests and of rows that the core may get now."""
-        rate = self._rate_rows / self._rate_s if self._rate_s else 0.0
+        rate = self._answered_rows / self._measured_s if self._measured_s else 0.0
         budget = max(BUDGET_S * rate, 2 * self._core_rows)
         return self._max_requests - load.core_requests, budget - load.core_rows
 

@@ -1,7 +1,7 @@
 """Replicas behind Envoy: restart after crashes, rolling update after builds, and a candidate.
 
-Each replica serves hard links to a build. A build replaces whole models and modifies no file in
-place, so the links keep the content of their build.
+Each replica serves a copy of a build, which shares its blocks where the file system can do that.
+Somebody may overwrite a file of the repository in place, and replicas must keep their build.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError
-from triptych.base.files import os_errors_as_user_errors
+from triptych.base.files import os_errors_as_user_errors, scratch_folder
 from triptych.container.health import find_fault, find_server_fault
 from triptych.container.manifests import ServedPipeline, find_pipelines
-from triptych.repository.store import link, locked
+from triptych.repository.store import clone, link, locked
 from triptych.serving.endpoint import RestartBackoff
 from triptych.serving.fleet.periodic import PeriodicCheck
 from triptych.serving.fleet.proxy import Proxy
@@ -30,7 +30,7 @@ from triptych.serving.server import Server
 
 @dataclass(frozen=True, order=True)
 class ReplicaBuild:
-    """A linked build in a folder; later builds have higher numbers."""
+    """A build in a folder; later builds have higher numbers."""
 
     number: int
     folder: Path
@@ -40,9 +40,23 @@ class ReplicaBuild:
         """All pipelines of the build, whose files do not change."""
         return find_pipelines(self.folder)
 
+    def copy(self) -> None:
+        """Replace links to files of the repository by copies; without disk space they stay links.
+
+        Raises:
+            UserError: The folder cannot be written.
+        """
+        with os_errors_as_user_errors(self.folder), scratch_folder(".copy-", self.folder.parent) as scratch:
+            for file in self.folder.rglob("*"):
+                if file.is_file() and file.stat().st_nlink > 1:
+                    clone(file, scratch / file.name)
+                    (scratch / file.name).replace(file)
+
 
 def link_build(repository: Path, home: Path, number: int) -> ReplicaBuild:
     """Link the repository's present content into a new folder in `home`.
+
+    No build can write meanwhile, so that this must be short: `ReplicaBuild.copy` follows.
 
     Raises:
         UserError: A build is writing the repository, or the disk is full.
@@ -271,7 +285,7 @@ class Fleet:
 
     Args:
         repository: Repository to serve and to poll for builds.
-        folder: Folder of this fleet for linked builds, on the repository's file system.
+        folder: Folder of this fleet for copies of builds, on the repository's file system.
         servers: Function from a folder and a number from 0 to a server that is not started.
         replicas: Number of replicas.
         proxy: Proxy in front of the replicas, not started.
@@ -308,6 +322,7 @@ class Fleet:
         self._on_problem = on_problem
         self._builds = BuildPoller(repository)
         self._built: dict[str, list[str]] = {}
+        self._copying = threading.Lock()
         self._proven = self._wanted = link_build(repository, folder, 1)
         self.replicas = tuple(
             Replica(
@@ -475,6 +490,8 @@ class Fleet:
         """Start a replica in a worker thread. It must already be out of Envoy's endpoints."""
 
         def work() -> None:
+            with self._copying:
+                build.copy()
             if drains:
                 self.proxy.wait_drained(replica.server, _DRAIN_TIMEOUT_S)
                 replica.drain()

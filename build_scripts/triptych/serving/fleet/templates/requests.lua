@@ -283,56 +283,58 @@ end
 -- Messages of a stream are forwarded once they are complete. Headers are forwarded by then, so that
 -- a wrong message can only be replaced: by one whose name of a model is the error, which Triton
 -- returns in the stream.
-local function replacement(found)
-  local name = sub(found.text, 1, 120)
+local function replacement(text)
+  local name = sub(text, 1, 120)
   return "\0\0\0\0" .. string.char(#name + 2, 10, #name) .. name
 end
 
+-- Returns what is forwarded in place of a complete message from `at` to `final`.
+local function checked_message(data, at, final, handle)
+  if byte(data, at) ~= 0 then
+    return replacement("Messages of streams must not be compressed")
+  end
+  local found = fault_of(check_message, data, at + 5, final, handle)
+  return found and replacement(found.text) or sub(data, at, final)
+end
+
+-- Returns what is forwarded of the messages in `data`, the position of the first one that is not
+-- complete, and how many bytes of it are needed. The position is behind the end of `data` if the
+-- rest of a message is still to be dropped.
+local function check_messages(data, handle)
+  local out, at = {}, 1
+  while #data - at >= 4 do
+    local _, b, c, d, e = byte(data, at, at + 4)
+    local length = ((b * 256 + c) * 256 + d) * 256 + e
+    local final = at + 4 + length
+    if length > MAX_BYTES then
+      local text = "A message of the stream is larger than " .. MAX_BYTES .. " bytes"
+      out[#out + 1] = replacement(text)
+    elseif final > #data then
+      return table.concat(out), at, 5 + length
+    else
+      out[#out + 1] = checked_message(data, at, final, handle)
+    end
+    at = final + 1
+  end
+  return table.concat(out), at, 5
+end
+
 local function check_stream(handle)
-  local parts, have, need, skipped = {}, 0, 5, 0
+  local parts, have, need, dropped = {}, 0, 5, 0
   for chunk in handle:bodyChunks() do
-    local size = chunk:length()
-    local is_changed = #parts > 0
-    local out = {}
-    if size > 0 then
-      parts[#parts + 1] = chunk:getBytes(0, size)
-      have = have + size
+    local size, out, at = chunk:length(), "", nil
+    local received = size > 0 and chunk:getBytes(0, size) or ""
+    local part = math.min(dropped, size)
+    dropped = dropped - part
+    parts[#parts + 1], have = sub(received, part + 1), have + size - part
+    if have >= need then
+      local data = table.concat(parts)
+      out, at, need = check_messages(data, handle)
+      dropped = math.max(at - 1 - #data, 0)
+      parts, have = {sub(data, at)}, math.max(#data + 1 - at, 0)
     end
-    if have >= need or skipped > 0 then
-      local data, at = table.concat(parts), 1
-      need = 5
-      while at <= #data do
-        if skipped > 0 then
-          local part = math.min(skipped, #data - at + 1)
-          skipped, at, is_changed = skipped - part, at + part, true
-        else
-          if #data - at < 4 then
-            break
-          end
-          local a, b, c, d, e = byte(data, at, at + 4)
-          local length = ((b * 256 + c) * 256 + d) * 256 + e
-          local final = at + 4 + length
-          if length > MAX_BYTES then
-            local text = "A message of the stream is larger than " .. MAX_BYTES .. " bytes"
-            out[#out + 1] = replacement({text = text})
-            skipped, at, is_changed = length, at + 5, true
-          elseif final > #data then
-            need = 5 + length
-            break
-          else
-            local found = a ~= 0 and {text = "Messages of streams must not be compressed"}
-              or fault_of(check_message, data, at + 5, final, handle)
-            out[#out + 1] = found and replacement(found) or sub(data, at, final)
-            is_changed = is_changed or found ~= nil
-            at = final + 1
-          end
-        end
-      end
-      parts = at <= #data and {sub(data, at)} or {}
-      have = #data - at + 1
-    end
-    if is_changed or #parts > 0 then
-      chunk:setBytes(table.concat(out))
+    if out ~= received then
+      chunk:setBytes(out)
     end
   end
 end
