@@ -161,7 +161,7 @@ gpu-test: $(if $(PYTHON_IS_NAMED),,setup)  ## Test engines on a GPU: parity, spe
 soak: setup  ## Watch memory over 200,000 requests
 	$(BIN)/python build_scripts/benchmarks/soak.py $(ARGS)
 
-fuzz: setup  ## Send 100,000 broken requests while another client's responses are checked
+fuzz: setup  ## Send 100,000 broken requests while other clients' responses are checked (ARGS=--envoy)
 	$(BIN)/triptych build minilm
 	$(BIN)/python build_scripts/benchmarks/fuzz.py model_repository minilm $(ARGS)
 

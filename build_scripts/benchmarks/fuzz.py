@@ -1,23 +1,29 @@
 """Send broken requests to a real server, while the responses of another client must stay right.
 
-Usage: ``python build_scripts/benchmarks/fuzz.py model_repository minilm --requests 100000``.
+Usage: ``python build_scripts/benchmarks/fuzz.py model_repository minilm --requests 100000``; with
+``--envoy`` behind the Envoy of ``serve --replicas``.
 Over gRPC: wrong shapes, types, lengths, names and parameters, for the ensemble and for its steps;
-over HTTP: wrong bodies and headers. Each request must end with a response or a status within its
-deadline, and the server must not crash. The outcomes are counted; exit code 1 if one is a fault.
+over HTTP: wrong bodies and headers. The attacks of `ATTACKS` go over both. Each request must end
+with a response or a status within its deadline, and the server must not crash. Behind Envoy no
+attack but an overflow may reach a model, and no request of a client without retries may fail. The
+outcomes are counted; exit code 1 if one is a fault.
 """
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
 import math
 import random
 import struct
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +36,13 @@ from tritonclient.grpc.model_config_pb2 import DataType
 from benchmarks.harness import finish, make_parser
 from benchmarks.results import Table
 from triptych.client import Client
-from triptych.container.manifests import find_pipelines
+from triptych.client.wire import infer_request
+from triptych.container.manifests import find_pipelines, largest_request_mib
 from triptych.repository.config import CONFIG_FILE, read_config
+from triptych.runtime.row_types import make_payload, write_ticket
+from triptych.serving.fleet.envoy import Listen, proxy_settings
+from triptych.serving.fleet.proxy import Proxy
+from triptych.serving.ports import reserve_ports
 from triptych.serving.server import Server
 
 DEADLINE_S = 20.0
@@ -49,6 +60,17 @@ NAMES = (
     "",
     "x" * 999,
 )
+ATTACKS = {
+    "step": ({"NOT_FOUND"}, {"404", "400"}),  # it may be malformed as well
+    "compressed": ({"UNIMPLEMENTED"}, {"415"}),
+    "lying": ({"INVALID_ARGUMENT"}, {"400"}),
+    "forged": ({"NOT_FOUND"}, {"404"}),
+}
+"""Attacks, each with the only outcomes behind Envoy, over gRPC and HTTP.
+
+A request for a step, which passes the limits of preprocess; one that is many times as large without
+compression; a string length beyond its data, which makes Triton fail a whole batch; and a forged
+ticket with a sample."""
 FAULTS = ("WRONG", "DEADLINE", "UNKNOWN", "INTERNAL", "imeout", "Refused", "Unreachable")
 """Parts of the outcomes that are faults."""
 SIZES = (-2, -1, 0, 1, 2, 4, 384, 2**40, 2**62)
@@ -57,6 +79,26 @@ ELEMENT_BYTES = {"BOOL": 1, "UINT8": 1, "INT8": 1, "FP16": 2, "INT64": 8, "STRIN
 TEXTS = (b"", b"\xff\xfe", b"\x00" * 50, "漢字 🙂".encode(), b"a " * 900)
 PARAMETERS = ("timeout", "priority", "sequence_id", "top_k", "ü", "")
 NUMBERS = (-(2**63), -(2**31), -1, 0, 1, 7, 255, 2**31 - 1, 2**40, 2**63 - 1)
+
+
+def fill(config: Any, target: Any = None) -> Any:
+    """Return a request for the model of a ModelConfig with one row of zeros in required inputs.
+
+    Args:
+        target: Optional input that the request has as well.
+    """
+    batch = [1] if config.max_batch_size else []
+    request = service_pb2.ModelInferRequest(model_name=config.name)
+    for tensor in config.input:
+        if tensor.optional and tensor is not target:
+            continue
+        datatype = DataType.Name(tensor.data_type).removeprefix("TYPE_")
+        shape = batch + [max(size, 1) for size in tensor.dims]
+        width = 4 if datatype == "STRING" else ELEMENT_BYTES.get(datatype, 4)
+        datatype = "BYTES" if datatype == "STRING" else datatype
+        request.inputs.add(name=tensor.name, datatype=datatype).shape.extend(shape)
+        request.raw_input_contents.append(bytes(width * math.prod(shape)))
+    return request
 
 
 def overflowing_requests(config: Any) -> Iterator[Any]:
@@ -68,22 +110,33 @@ def overflowing_requests(config: Any) -> Iterator[Any]:
         if -1 not in target.dims:
             continue
         for rows in (1, 4) if config.max_batch_size >= 4 else (1,):
+            request = fill(config, target)
             batch = [rows] if config.max_batch_size else []
-            request = service_pb2.ModelInferRequest(model_name=config.name)
-            for tensor in config.input:
-                if tensor.optional and tensor is not target:
-                    continue
-                datatype = DataType.Name(tensor.data_type).removeprefix("TYPE_")
-                width = ELEMENT_BYTES.get(datatype, 4)
-                shape = batch + [max(size, 1) for size in tensor.dims]
-                data = bytes((4 if datatype == "STRING" else width) * math.prod(shape))
-                if tensor is target:
-                    data = b""
-                    axis = len(batch) + list(tensor.dims).index(-1)
+            for index, tensor in enumerate(request.inputs):
+                shape = [*batch, *tensor.shape[len(batch) :]]
+                data = rows * request.raw_input_contents[index]
+                if tensor.name == target.name:
+                    width = ELEMENT_BYTES.get(DataType.Name(target.data_type)[5:], 4)
+                    axis = len(batch) + list(target.dims).index(-1)
                     shape[axis] = min(2**64 // rows // width, 2**63 - 1)
-                datatype = "BYTES" if datatype == "STRING" else datatype
-                request.inputs.add(name=tensor.name, datatype=datatype).shape.extend(shape)
-                request.raw_input_contents.append(data)
+                    data = b""
+                tensor.ClearField("shape")
+                tensor.shape.extend(shape)
+                request.raw_input_contents[index] = data
+            yield request
+
+
+def forged_requests(config: Any) -> Iterator[Any]:
+    """Yield requests for a model that takes tickets, with forged ones that have a sample."""
+    for target in config.input:
+        if target.name != "request_ticket":
+            continue
+        payload = make_payload("", b"forged")
+        for numbers in ((0, 0, 0, 0), (1, 1, 1, 1), (2**62, 1, 2**62, -1)):
+            request = fill(config, target)
+            index = [tensor.name for tensor in request.inputs].index(target.name)
+            ticket = write_ticket(numbers, payload, 1)[0, 0]
+            request.raw_input_contents[index] = struct.pack("<I", len(ticket)) + ticket
             yield request
 
 
@@ -93,19 +146,22 @@ class Fuzzer:
     Args:
         models: Names of the models.
         seed: Seed of the random numbers.
-        overflowing: Requests with a shape whose size overflows.
+        configs: ModelConfig of each model; the first is the pipeline's.
     """
 
-    def __init__(self, models: list[str], seed: int, overflowing: Sequence[Any]) -> None:
+    def __init__(self, models: list[str], seed: int, configs: Sequence[Any]) -> None:
         self._random = random.Random(seed)
-        self._models = models
-        self._overflowing = overflowing
+        self._models, self.pipeline = models, models[0]
+        self._steps = [fill(config) for config in configs[1:]]
+        self._overflowing = [each for config in configs for each in overflowing_requests(config)]
+        self._forged = [each for config in configs for each in forged_requests(config)]
 
     def infer(self) -> tuple[str, Any]:
         """Return the kind of fault and the request."""
         random = self._random
-        if random.random() < 0.05:
-            return "overflow", random.choice(self._overflowing)
+        if random.random() < 0.2:
+            kind = random.choice(("overflow", *ATTACKS))
+            return kind, self._attack(kind)
         request = service_pb2.ModelInferRequest(model_name=random.choice(self._models))
         if random.random() < 0.02:
             request.model_name = random.choice(("", "..", "no such", "x" * 5000))
@@ -132,14 +188,33 @@ class Fuzzer:
                     target.string_param = random.choice(("", "[" * 3000, '{"a":', "\x00", "1e999"))
         return kind, request
 
+    def _attack(self, kind: str) -> Any:
+        made = {"overflow": self._overflowing, "step": self._steps, "forged": self._forged}
+        if kind in made:
+            return self._random.choice(made[kind])
+        text = PROBE.encode() if kind == "lying" else b"a " * (1 << 18)
+        request = infer_request(self.pipeline, {"text": [text]}, [0], {}, {})
+        if kind == "lying":
+            length = self._random.choice((len(text) + 1, 1000, 2**31, 2**32 - 1))
+            request.raw_input_contents[0] = struct.pack("<I", length) + text
+        return request
+
     def body(self) -> tuple[str, bytes, dict[str, str]]:
         """Return the kind of fault, an HTTP body and its headers."""
         choose = self._random
         good: dict[str, list[dict[str, Any]]] = {
             "inputs": [{"name": "text", "shape": [1, 1], "datatype": "BYTES", "data": [PROBE]}]
         }
-        kind = choose.choice(("deep", "cut", "bytes", "header", "json"))
+        kind = choose.choice(("deep", "cut", "bytes", "header", "json", "compressed", "lying"))
         text = json.dumps(good).encode()
+        if kind == "compressed":
+            return kind, gzip.compress(text + b" " * (8 << 20)), {"Content-Encoding": "gzip"}
+        if kind == "lying":
+            data = struct.pack("<I", choose.choice((100, 2**31, 2**32 - 1))) + PROBE.encode()
+            del good["inputs"][0]["data"]
+            good["inputs"][0]["parameters"] = {"binary_data_size": len(data)}
+            text = json.dumps(good).encode()
+            return kind, text + data, {"Inference-Header-Content-Length": str(len(text))}
         if kind == "deep":
             return kind, choose.choice((b"[", b'{"a":')) * choose.choice((10, 20_000)), {}
         if kind == "cut":
@@ -153,9 +228,9 @@ class Fuzzer:
         good["inputs"][0][choose.choice(("name", "shape", "datatype", "data"))] = wrong
         return kind, json.dumps(good).encode(), {}
 
-    def path(self) -> str:
-        """Return the HTTP path of a model."""
-        return f"/v2/models/{self._random.choice(self._models)}/infer"
+    def model(self, kind: str) -> str:
+        """Return the name of a model for an HTTP request of this kind."""
+        return self._models[0] if kind in ATTACKS else self._random.choice(self._models)
 
     def _make_text(self) -> bytes:
         return self._random.choice((*TEXTS, self._random.randbytes(20)))
@@ -174,8 +249,9 @@ def send_grpc(url: str, fuzzer: Fuzzer, count: int, ended: Counter[str]) -> None
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         for _ in range(count):
             kind, request = fuzzer.infer()
+            compression = grpc.Compression.Gzip if kind == "compressed" else None
             try:
-                stub.ModelInfer(request, timeout=DEADLINE_S)
+                stub.ModelInfer(request, timeout=DEADLINE_S, compression=compression)
                 ended[f"grpc {kind}: answered"] += 1
             except grpc.RpcError as error:
                 ended[f"grpc {kind}: {error.code().name}"] += 1
@@ -185,9 +261,11 @@ def send_http(url: str, fuzzer: Fuzzer, count: int, ended: Counter[str]) -> None
     """Send broken HTTP requests and count their outcomes."""
     for _ in range(count):
         kind, body, headers = fuzzer.body()
+        model = fuzzer.model(kind)
+        kind = "step" if model != fuzzer.pipeline else kind
         connection = http.client.HTTPConnection(url, timeout=DEADLINE_S)
         try:
-            connection.request("POST", fuzzer.path(), body, headers)
+            connection.request("POST", f"/v2/models/{model}/infer", body, headers)
             ended[f"http {kind}: {connection.getresponse().status}"] += 1
         except (OSError, http.client.HTTPException) as error:
             ended[f"http {kind}: {type(error).__name__}"] += 1
@@ -209,35 +287,88 @@ def probe_responses(url: str, pipeline: str, over: threading.Event, ended: Count
             ended["probe: right" if right else "probe: WRONG"] += 1
 
 
-def fuzz(repository: Path, pipeline: str, requests: int, seed: int) -> tuple[Counter[str], bool]:
+def send_plain(url: str, pipeline: str, over: threading.Event, ended: Counter[str]) -> None:
+    """Send a correct request again and again until `over`, without retries."""
+    request = infer_request(pipeline, {"text": [PROBE.encode()]}, [0], {}, {})
+    with grpc.insecure_channel(url, [("grpc.enable_retries", 0)]) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        while not over.wait(0.02):
+            try:
+                stub.ModelInfer(request, timeout=DEADLINE_S)
+                ended["plain client: answered"] += 1
+            except grpc.RpcError as error:
+                ended[f"plain client: {error.code().name}"] += 1
+
+
+def fuzz(
+    repository: Path, pipeline: str, requests: int, seed: int, *, envoy: bool = False
+) -> tuple[Counter[str], bool]:
     """Return the number of each outcome, and whether none is a fault and the server runs."""
     models = next([p.name, *p.steps] for p in find_pipelines(repository) if p.name == pipeline)
     configs = [read_config(repository / model / CONFIG_FILE) for model in models]
-    overflowing = [request for config in configs for request in overflowing_requests(config)]
     ended: Counter[str] = Counter()
     over = threading.Event()
-    with Server(repository, models=[pipeline]) as server:
+    with ExitStack() as stack:
+        server = stack.enter_context(Server(repository, models=[pipeline]))
+        target = stack.enter_context(_proxy(server, pipeline)) if envoy else server
         before = psutil.Process(server.pid).memory_info().rss
-        arguments = server.grpc_url, pipeline, over, ended
-        probe = threading.Thread(target=probe_responses, args=arguments)
-        probe.start()
+        arguments = target.grpc_url, pipeline, over, ended
+        probes = [
+            threading.Thread(target=probe, args=arguments)
+            for probe in (probe_responses, send_plain)
+        ]
+        for probe in probes:
+            probe.start()
         share = requests // (2 * CLIENTS)
         senders: list[tuple[Callable[..., None], str]]
-        senders = [(send_grpc, server.grpc_url), (send_http, server.http_url)] * CLIENTS
+        senders = [(send_grpc, target.grpc_url), (send_http, target.http_url)] * CLIENTS
         began = time.monotonic()
         with ThreadPoolExecutor(len(senders)) as pool:
-            for number, (send, url) in enumerate(senders):
-                fuzzer = Fuzzer(models, seed + number, overflowing)
-                pool.submit(send, url, fuzzer, share, ended)
+            sent = [
+                pool.submit(send, url, Fuzzer(models, seed + number, configs), share, ended)
+                for number, (send, url) in enumerate(senders)
+            ]
         over.set()
-        probe.join()
+        for probe in probes:
+            probe.join()
+        for each in sent:
+            each.result()
         alive = server.find_crash(0.0) is None
         grown = (psutil.Process(server.pid).memory_info().rss - before) / 2**20 if alive else 0.0
     seconds = time.monotonic() - began
     print(f"{share * len(senders)} requests in {seconds:.0f} s; the server grew by {grown:.0f} MiB")
-    faults = [line for line in ended if any(word in line for word in FAULTS)]
-    lost = [line for line in ended if line.startswith("probe") and line != "probe: right"]
-    return ended, alive and not lost and not faults
+    return ended, alive and not any(_is_fault(line, envoy) for line in ended)
+
+
+def _is_fault(line: str, envoy: bool) -> bool:
+    sender, _, outcome = line.partition(": ")
+    protocol, _, kind = sender.partition(" ")
+    if sender == "probe":
+        return outcome != "right"
+    if sender == "plain client":
+        return envoy and outcome != "answered"
+    if envoy and kind in ATTACKS:
+        return outcome not in ATTACKS[kind][protocol == "http"]
+    return any(word in line for word in FAULTS)
+
+
+@contextmanager
+def _proxy(server: Server, pipeline: str) -> Iterator[Proxy]:
+    """Yield an Envoy in front of the server while the block runs."""
+    host, names = "127.0.0.1", ("grpc_port", "http_port", "metrics_port")
+    with tempfile.TemporaryDirectory() as folder:
+        proxy = Proxy(
+            proxy_settings(replicas=1, max_request_mib=largest_request_mib(server.repository)),
+            Listen(host, **reserve_ports(host, dict.fromkeys(names, 0))),
+            log_file=Path(folder, "envoy.log"),
+        )
+        try:
+            proxy.start([server], [pipeline])
+            if not proxy.wait_healthy([server], 60.0):
+                raise proxy.failure("found no healthy server")
+            yield proxy
+        finally:
+            proxy.stop()
 
 
 def main() -> int:
@@ -247,8 +378,15 @@ def main() -> int:
     parser.add_argument("pipeline")
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--envoy", action="store_true")
     options = parser.parse_args()
-    ended, passed = fuzz(options.repository, options.pipeline, options.requests, options.seed)
+    ended, passed = fuzz(
+        options.repository,
+        options.pipeline,
+        options.requests,
+        options.seed,
+        envoy=options.envoy,
+    )
     rows = [(line, str(count)) for line, count in sorted(ended.items())]
     table = Table("Requests by outcome", ("outcome", "requests"), rows)
     finish(options, [table], ended, ["passed: no fault, no wrong response" if passed else "FAILED"])

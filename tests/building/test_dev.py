@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,11 +133,21 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
 def test_builds_of_other_wiring_replace_each_other_without_a_failed_request(
     pipelines: Path, tmp_path: Path
 ) -> None:
-    """A hook that gains or loses `inputs` changes the tensors from preprocess to postprocess."""
+    """A hook that gains or loses `inputs` changes the tensors from preprocess to postprocess.
+
+    Another pipeline shares the core, and is asked as well.
+    """
     folder, repository = pipelines / "tickets", tmp_path / "repository"
     (folder / "hooks.py").write_text(hooks("FIRST"))
     build_into(folder, repository)
-    with Server(repository, models=["tickets"]) as server, Asker(server.grpc_url, 4) as asker:
+    sharer = Path(shutil.copytree(folder, tmp_path / "pipelines/sharer"))
+    build_into(sharer, repository, "core.shared_from=tickets")
+    with (
+        Server(repository, models=["tickets", "sharer"]) as server,
+        Asker(server.grpc_url, 4) as asker,
+        Asker(server.grpc_url, pipeline="sharer") as other,
+    ):
+        other.wait_for("FIRST")
         told: list[str] = []
         exchange = HotReload(server, on_reload=told.append, on_problem=told.append)
         asker.wait_for("FIRST")
@@ -148,13 +159,19 @@ def test_builds_of_other_wiring_replace_each_other_without_a_failed_request(
         rollback(repository, "tickets", None)
         exchange.poll()
         asker.wait_for("FIRST", more=20)
+        other.wait_for("FIRST", more=20)
         assert len(told) == 2
         assert all("was rebuilt and reloaded" in line for line in told)
         assert set(server.living_steps().values()) == {
-            f"tickets_{step}" for step in ("preprocess", "core", "postprocess")
+            "tickets_core",
+            *(
+                f"{n}_{step}"
+                for n in ("tickets", "sharer")
+                for step in ("preprocess", "postprocess")
+            ),
         }
         assert server.find_crash(within_s=0.5) is None
-    assert asker.failures == []
+    assert asker.failures == other.failures == []
     assert set(asker.labels) == {"FIRST", "SECOND"}
 
 

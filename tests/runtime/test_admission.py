@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +80,7 @@ class Pipeline:
     Attributes:
         core: Requests in the core, with their tickets.
         ended: Results of the requests that were answered or rejected, with the time.
+        drops: Whether Triton drops a request that comes to the core.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Pipeline:
         self.counts, self.clock = counts, clock
         self.core: deque[tuple[Any, Any]] = deque()
         self.ended: dict[Any, tuple[Any, float]] = {}
+        self.drops: Callable[[Any], bool] = lambda _: False
         monkeypatch.setattr("threading.Thread", lambda **_: SimpleNamespace(start=int))
         settings = {
             "pipeline": PIPELINE,
@@ -103,7 +105,8 @@ class Pipeline:
         self.flow = FlowControl(settings, self._make, lambda *_: None)
 
     def _make(self, jobs: list[Any]) -> list[tuple[Any, Any]]:
-        self.core.extend((job, self.flow.admit(job.rows)) for job in jobs)
+        tickets = [(job, self.flow.admit(job.rows)) for job in jobs]
+        self.core.extend(each for each in tickets if not self.drops(each[0]))
         return [(job, "forwarded") for job in jobs]
 
     def send(self, *jobs: Any) -> list[Any]:
@@ -493,60 +496,85 @@ def test_a_slow_core_that_answers_does_not_get_the_queue(pipeline: Any) -> None:
         assert len(served.core) < 4 * CORE_ROWS
 
 
-def test_a_storm_of_cancellations_fails_no_request_of_other_clients(pipeline: Any) -> None:
-    """1,600 requests a second, each canceled after 5 ms, and 4 clients that wait for answers.
+class Storm:
+    """Clients that cancel each request after 5 ms, and 4 clients that wait for answers.
 
     Triton drops a canceled request when it comes to the next step. A batch takes 10 ms and 5 ms a
     row.
+
+    Attributes:
+        canceled_at: Time by request of the former.
+        latencies: Seconds to each answer of the latter.
+        waiting: Requests of the latter without an answer, with their times.
     """
+
+    def __init__(self, served: Pipeline) -> None:
+        self.served, self.clock = served, served.clock
+        self.canceled_at: dict[Any, float] = {}
+        self.latencies: list[float] = []
+        self.waiting: dict[Any, float] = {}
+        self._batch: list[tuple[Any, Any]] = []
+        self._done_at = math.inf
+        served.drops = self._is_canceled
+
+    def run(self, seconds: float, canceled_per_s: float) -> None:
+        end_s = self.clock.now + seconds
+        next_at = {self._cancel: self.clock.now, self.served.look: self.clock.now}
+        while self.clock.now < end_s:
+            next_at[self._end_batch] = self._done_at
+            event = min(next_at, key=lambda each: next_at[each])
+            self.clock.now = next_at[event]
+            event()
+            next_at[event] += 0.004 if event == self.served.look else 1 / canceled_per_s
+            self._ask()
+            if not self._batch:
+                self._start_batch()
+
+    def _is_canceled(self, job: Any) -> bool:
+        return self.canceled_at.get(job, math.inf) < self.clock.now
+
+    def _cancel(self) -> None:
+        (job,) = self.served.send(Job())
+        self.canceled_at[job] = self.clock.now + 0.005
+
+    def _ask(self) -> None:
+        ended = self.served.ended
+        for job in [job for job in self.waiting if job in ended]:
+            assert ended[job][0] is None
+            self.latencies.append(self.clock.now - self.waiting.pop(job))
+        while len(self.waiting) < 4:
+            (job,) = self.served.send(Job())
+            self.waiting[job] = self.clock.now
+
+    def _start_batch(self) -> None:
+        core = self.served.core
+        while core and len(self._batch) < CORE_ROWS:
+            self._batch.append(core.popleft())
+        self._done_at = math.inf
+        if self._batch:
+            self._done_at = self.clock.now + 0.01 + 0.005 * len(self._batch)
+
+    def _end_batch(self) -> None:
+        for job, ticket in self._batch:
+            if not self._is_canceled(job):
+                self.served.counts.done(ticket)
+                self.served.ended[job] = None, self.clock.now
+        self._batch.clear()
+
+
+def test_a_storm_of_cancellations_fails_no_request_of_other_clients(
+    pipeline: Any,
+) -> None:
     served = pipeline(max_wait_s=5.0)
-    clock, make = served.clock, served.flow._make
-    start, hostile = clock.now, dict[Any, float]()
-    waiting, latencies, batch = dict[Any, float](), list[float](), list[Any]()
-
-    def is_canceled(job: Any) -> bool:
-        return clock.now > hostile.get(job, clock.now)
-
-    def make_and_drop(jobs: list[Any]) -> list[tuple[Any, Any]]:
-        results = make(jobs)
-        for _ in jobs:
-            served.core.rotate(1)
-            if is_canceled(served.core[0][0]):
-                served.core.popleft()
-        served.core.rotate(-sum(not is_canceled(job) for job in jobs))
-        return results
-
-    served.flow._make = make_and_drop
-    next_at = {"hostile": start + 1.0, "look": start, "done": math.inf}
-    while clock.now < start + 10.0:
-        event = min(next_at, key=lambda name: next_at[name])
-        clock.now = next_at[event]
-        if event == "look":
-            served.look()
-            next_at["look"] += 0.004
-        elif event == "hostile":
-            (job,) = served.send(Job())
-            hostile[job] = clock.now + 0.005
-            next_at["hostile"] += 1 / 1600
-        else:
-            for job, ticket in batch:
-                if not is_canceled(job):
-                    served.counts.done(ticket)
-                    served.ended[job] = None, clock.now
-            batch.clear()
-        for job in [job for job in waiting if job in served.ended]:
-            assert served.ended[job][0] is None
-            latencies.append(clock.now - waiting.pop(job))
-        while len(waiting) < 4:
-            (job,) = served.send(Job())
-            waiting[job] = clock.now
-        if not batch:
-            batch += [served.core.popleft() for _ in range(min(CORE_ROWS, len(served.core)))]
-            next_at["done"] = clock.now + 0.01 + 0.005 * len(batch) if batch else math.inf
-    assert len(hostile) > 14_000
-    assert len(latencies) > 400  # 1,100 without a storm
-    assert sorted(latencies)[len(latencies) // 2] < 0.1
-    assert max(*latencies, *(clock.now - sent_at for sent_at in waiting.values())) < 5.0
+    storm = Storm(served)
+    storm.run(1.0, 0.001)
+    quiet = len(storm.latencies)
+    storm.run(9.0, 1600.0)
+    assert len(storm.canceled_at) > 14_000
+    assert len(storm.latencies) > 2 * quiet  # 9 times as many without a storm
+    assert sorted(storm.latencies)[len(storm.latencies) // 2] < 0.1
+    now = served.clock.now
+    assert max(*storm.latencies, *(now - sent_at for sent_at in storm.waiting.values())) < 5.0
 
 
 def test_a_request_waits_no_longer_than_the_limit(pipeline: Any) -> None:

@@ -4,8 +4,11 @@ import gzip
 import http.client
 import json
 import struct
+import threading
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -169,6 +172,31 @@ def test_string_lengths_must_fit_their_data(channel: grpc.Channel, proxy: Proxy)
     del inline.raw_input_contents[:]
     inline.inputs[0].contents.bytes_contents.append(b"hello")
     assert send(channel, inline.SerializeToString()) == "OK"
+
+
+def test_lying_string_lengths_fail_no_request_of_other_clients(proxy: Proxy) -> None:
+    """At the server itself each of them fails all requests of its batch."""
+    over, answers = threading.Event(), Counter[str]()
+    fine = infer_request().SerializeToString()
+
+    def ask() -> None:
+        with grpc.insecure_channel(proxy.grpc_url, [("grpc.enable_retries", 0)]) as channel:
+            while not over.is_set():
+                answers[send(channel, fine)] += 1
+
+    def attack(raw: bytes) -> set[str]:
+        message = infer_request(raw=raw).SerializeToString()
+        with grpc.insecure_channel(proxy.grpc_url) as channel:
+            return {send(channel, message)[:16] for _ in range(100)}
+
+    with ThreadPoolExecutor(4 + len(LYING)) as pool:
+        for _ in range(4):
+            pool.submit(ask)
+        said = list(pool.map(attack, LYING.values()))
+        assert eventually(lambda: answers.total() >= 8)
+        over.set()
+    assert said == [{"INVALID_ARGUMENT"}] * len(LYING)
+    assert answers.keys() == {"OK"}
 
 
 def test_what_the_server_could_read_otherwise_is_rejected(proxy: Proxy) -> None:

@@ -40,8 +40,11 @@ def write_tickets(base: Path, minilm_folder: Path) -> Path:
 class Asker:
     """Asks all the time, from the start of the context to its end, with so many clients at once."""
 
-    def __init__(self, url: str, clients: int = 1, pause_s: float = 0.01) -> None:
+    def __init__(
+        self, url: str, clients: int = 1, pause_s: float = 0.01, pipeline: str = "tickets"
+    ) -> None:
         self._url = url
+        self._pipeline = pipeline
         self._pause_s = pause_s
         self._stop = threading.Event()
         self.failures: list[str] = []
@@ -67,7 +70,7 @@ class Asker:
             time.sleep(0.05)
 
     def _ask(self, number: int) -> None:
-        with Client("tickets", self._url, retry=None) as client:
+        with Client(self._pipeline, self._url, retry=None) as client:
             while not self._stop.is_set():
                 try:
                     self.labels.append(client.classify(["where is it"])[0][0].label)

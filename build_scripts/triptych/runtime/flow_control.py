@@ -326,7 +326,7 @@ class FlowControl:
         self.admit = self._counts.admit
         self._max_requests: int = settings["max_requests"]
         self._max_wait_s = settings["max_wait_ms"] / 1e3
-        self._silence_s = min(SILENCE_S, self._max_wait_s / 2)
+        self._silence_s: float = min(SILENCE_S, self._max_wait_s / 2)
         self._core_rows: int = settings["core_rows"]
         self._began_at = self._ended_at = self._busy_since = 0.0
         self._forwarded_at = self._probed_at = 0.0
@@ -447,7 +447,8 @@ class FlowControl:
             return self._silence_s
         # The more of the rows are lost, the earlier a silence means that all of them are.
         share = self._answered_rows / self._left_rows
-        return min(self._silence_s, max(self._silence_s * share, MIN_SILENCE_S) * 2**self._probed)
+        first_s = max(self._silence_s * share, MIN_SILENCE_S)
+        return min(self._silence_s, first_s * 2.0 ** min(self._probed, 8))
 
     def _take_oldest(self, now: float, silent_s: float) -> list[Any]:
         """Return the jobs to forward with a probe: as many rows as were lost lately.

@@ -95,8 +95,10 @@ def other_steps(server: Server, pipeline: str) -> Iterator[str]:
 
 
 def _own_steps(repository: Path, pipeline: str) -> list[str]:
-    steps = next(found.steps for found in find_pipelines(repository) if found.name == pipeline)
-    return [step for step in steps if step.startswith(f"{pipeline}_")]
+    """Return the steps that only this pipeline has; a core that others share stays loaded."""
+    steps = {found.name: found.steps for found in find_pipelines(repository)}
+    own = steps.pop(pipeline)
+    return [step for step in own if not any(step in others for others in steps.values())]
 
 
 def _rename(model: Path, other: Path) -> None:

@@ -46,7 +46,10 @@ class ReplicaBuild:
         Raises:
             UserError: The folder cannot be written.
         """
-        with os_errors_as_user_errors(self.folder), scratch_folder(".copy-", self.folder.parent) as scratch:
+        with (
+            os_errors_as_user_errors(self.folder),
+            scratch_folder(".copy-", self.folder.parent) as scratch,
+        ):
             for file in self.folder.rglob("*"):
                 if file.is_file() and file.stat().st_nlink > 1:
                     clone(file, scratch / file.name)
