@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,11 @@ def share_export_registry() -> None:
 
 
 def build_into(
-    folder: Path, repository: Path, *overrides: str, engine_dry_run: bool = False
+    folder: Path,
+    repository: Path,
+    *overrides: str,
+    engine_dry_run: bool = False,
+    built_after: Sequence[str] = (),
 ) -> Any:
     """Build the pipeline in `folder`; returns what `build` does.."""
     from triptych.building.build import build
@@ -172,7 +176,7 @@ def build_into(
 
     share_export_registry()
     inputs = read_inputs(load_spec(folder, overrides), quiet)
-    return build(inputs, repository, quiet, engine_dry_run=engine_dry_run)
+    return build(inputs, repository, quiet, engine_dry_run=engine_dry_run, built_after=built_after)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from triptych.container.manifests import (
 from triptych.container.supervisor import EndlessLoad
 from triptych.repository.store import is_being_written
 from triptych.serving.readiness import read_load_state
-from triptych.serving.rewiring import is_rewired, other_steps
+from triptych.serving.rewiring import find_awaited, is_rewired, other_steps
 from triptych.serving.server import Server
 
 Models = Mapping[str, Mapping[str, str]]
@@ -106,14 +106,14 @@ _LAST_ANSWERS_S = 5.0
 _POLL_S = 0.05
 
 
-def reload(server: Server, pipeline: str) -> None:
-    """Load the changed models of a pipeline while the previous ones serve; return when ready.
+def reload(server: Server, *pipelines: str) -> None:
+    """Load the changed models of pipelines while the previous ones serve; return when ready.
 
     If a step is stuck while it loads, it is killed and the reload is repeated once.
 
     Args:
         server: Server with model control, started with `models` or `exchanges`.
-        pipeline: Name of the ensemble.
+        pipelines: Names of the ensembles; more than one if they share a core.
 
     Raises:
         UserError: A model does not load; the previous one keeps serving.
@@ -123,21 +123,23 @@ def reload(server: Server, pipeline: str) -> None:
     remove_byte_code(server.repository)
     with server.log_file.open("rb") as log, _kill_stuck_steps(server) as ended:
         try:
-            _load_any(server, pipeline, log)
+            _load_any(server, pipelines, log)
         except UserError:
             if not ended:
                 raise
-            _load_any(server, pipeline, log)
+            _load_any(server, pipelines, log)
     remove_byte_code(server.repository)
 
 
-def _load_any(server: Server, pipeline: str, log: BinaryIO) -> None:
-    """Load a pipeline, by way of steps of other names if its wiring has changed."""
-    if not is_rewired(server, pipeline):
-        _load(server, pipeline, log)
+def _load_any(server: Server, pipelines: Sequence[str], log: BinaryIO) -> None:
+    """Load pipelines, by way of steps of other names if their wiring has changed."""
+    if not any(is_rewired(server, pipeline) for pipeline in pipelines):
+        for pipeline in pipelines:
+            _load(server, pipeline, log)
         return
-    with other_steps(server, pipeline) as config:
-        _load(server, pipeline, log, config)
+    with other_steps(server, pipelines) as configs:
+        for pipeline, config in configs.items():
+            _load(server, pipeline, log, config)
 
 
 def _load(server: Server, pipeline: str, log: BinaryIO, config: str | None = None) -> None:
@@ -147,7 +149,10 @@ def _load(server: Server, pipeline: str, log: BinaryIO, config: str | None = Non
         reload_pipeline(server.grpc_url, pipeline, server.operator_headers, config)
     finally:  # until the old steps have ended, `find_crash` would report them
         deadline = time.monotonic() + _LAST_ANSWERS_S
-        while Counter(server.living_steps().values()) > before and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            now = Counter(server.living_steps().values())
+            if all(now[step] <= count for step, count in before.items()):
+                break
             time.sleep(_POLL_S)
     # An ensemble loads even if a step does not; it then uses the previous version of the step.
     failures = read_load_state(log.read().decode("utf-8", "replace"), server.repository).failures
@@ -207,6 +212,7 @@ class HotReload:
         self._on_problem = on_problem
         self._production = production
         self._builds = BuildPoller(server.repository, only)
+        self._awaiting: dict[str, list[str]] = {}
 
     def poll(self) -> None:
         """Reload pipelines built since the last poll; report those that do not load.
@@ -217,31 +223,53 @@ class HotReload:
         if change is None:
             return
         wrong = find_wrong_pipelines(self._server.repository)
-        for pipeline, changed in change.built.items():
-            self._put(pipeline, changed, wrong.get(pipeline))
+        built = {**self._awaiting, **change.built}
+        self._awaiting = {}
+        for group in self._groups(built):
+            self._put({name: built[name] for name in group}, wrong)
         for pipeline in change.gone:
             self._on_problem(f"{pipeline} was removed from the repository, but is still served")
 
-    def _put(self, pipeline: str, changed: list[str], wrong: str | None) -> None:
+    def _groups(self, built: Mapping[str, list[str]]) -> list[list[str]]:
+        """Return the rebuilt pipelines; those that share a core together."""
+        cores: dict[str, list[str]] = {}
+        for pipeline in find_pipelines(self._server.repository):
+            if pipeline.name in built:
+                core = next((step for step in pipeline.steps if step.endswith("_core")), "")
+                cores.setdefault(core or pipeline.name, []).append(pipeline.name)
+        return list(cores.values())
+
+    def _put(self, group: Mapping[str, list[str]], wrong: Mapping[str, str]) -> None:
+        names = ", ".join(group)
         if self._production:
             self._on_problem(
-                f"{pipeline} was rebuilt: this server keeps serving the previous build until it is"
+                f"{names} was rebuilt: this server keeps serving the previous build until it is"
                 " restarted"
             )
             return
         try:
-            if wrong is not None:
+            for pipeline in group:
+                if pipeline in wrong:
+                    raise UserError(
+                        pipeline,
+                        "was changed after the build",
+                        given=wrong[pipeline],
+                        remedy=f"Run `triptych build {pipeline}`",
+                    )
+            if awaited := find_awaited(self._server, group):
+                self._awaiting.update(group)
                 raise UserError(
-                    pipeline,
-                    "was changed after the build",
-                    given=wrong,
-                    remedy=f"Run `triptych build {pipeline}`",
+                    names,
+                    "has a core with other tensors, which other pipelines share",
+                    given=", ".join(awaited),
+                    remedy=f"Run `triptych build {' '.join(awaited)}`",
                 )
-            reload(self._server, pipeline)
+            reload(self._server, *group)
         except UserError as error:
             self._on_problem(f"{error.message} The previous build keeps serving.")
         else:
-            self._on_exchange(f"{pipeline} was rebuilt and reloaded: {', '.join(changed)}")
+            for pipeline, changed in group.items():
+                self._on_exchange(f"{pipeline} was rebuilt and reloaded: {', '.join(changed)}")
 
 
 def find_wrong_pipelines(repository: Path) -> dict[str, str]:

@@ -1,17 +1,17 @@
-"""Replace a pipeline on a running server by one whose steps pass other tensors to each other.
+"""Replace pipelines on a running server by some whose steps pass other tensors to each other.
 
 Triton swaps each step when it is loaded, and the ensemble after all of them. Until then a request
 of the old ensemble may come from an old step to a new one, which refuses it if their tensors
 differ. The new steps are therefore loaded under other names first. The ensemble is switched to them
 in one step, and later to the steps of the usual names in the same way. Both builds are in memory
-for that time.
+for that time. Pipelines that share a core are replaced together, if its tensors change.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,39 @@ def is_rewired(server: Server, pipeline: str) -> bool:
     from tritonclient.grpc import InferenceServerClient
 
     with InferenceServerClient(server.grpc_url) as client:
-        for model in (pipeline, *_own_steps(server.repository, pipeline)):
-            if not client.is_model_ready(model):
-                return False
-            loaded = client.get_model_config(model).config
-            if _wiring(loaded) != _wiring(read_config(server.repository / model / CONFIG_FILE)):
-                return True
-    return False
+        models = (pipeline, *_find_steps(server.repository)[pipeline])
+        return all(map(client.is_model_ready, models)) and any(
+            _has_other_wiring(client, server.repository, model) for model in models
+        )
+
+
+def find_awaited(server: Server, pipelines: Collection[str]) -> list[str]:
+    """Return other pipelines that use a step whose tensors change, and must be built as well.
+
+    Raises:
+        InferenceServerException: The server does not answer.
+        UserError: A config cannot be read.
+    """
+    from tritonclient.grpc import InferenceServerClient
+
+    steps = _find_steps(server.repository)
+    own = {step for pipeline in pipelines for step in steps[pipeline]}
+    with InferenceServerClient(server.grpc_url) as client:
+        shared = {
+            name: [step for step in own.intersection(used) if client.is_model_ready(step)]
+            for name, used in steps.items()
+            if name not in pipelines and client.is_model_ready(name)
+        }
+        return [
+            name
+            for name, used in shared.items()
+            if any(_has_other_wiring(client, server.repository, step) for step in used)
+        ]
+
+
+def _has_other_wiring(client: Any, repository: Path, model: str) -> bool:
+    loaded = client.get_model_config(model).config
+    return _wiring(loaded) != _wiring(read_config(repository / model / CONFIG_FILE))
 
 
 def _wiring(config: Any) -> list[Any]:
@@ -62,10 +88,10 @@ def _wiring(config: Any) -> list[Any]:
 
 
 @contextmanager
-def other_steps(server: Server, pipeline: str) -> Iterator[str]:
+def other_steps(server: Server, pipelines: Collection[str]) -> Iterator[dict[str, str]]:
     """Let the new steps answer under other names while the block loads those of the usual names.
 
-    Yields the config of the ensemble as JSON. The server would not read that of the repository
+    Yields the config of each ensemble as JSON. The server would not read that of the repository
     again.
 
     Raises:
@@ -74,17 +100,20 @@ def other_steps(server: Server, pipeline: str) -> Iterator[str]:
     from google.protobuf import json_format
     from tritonclient.grpc import InferenceServerClient
 
-    names = {name: name + SUFFIX for name in _own_steps(server.repository, pipeline)}
+    names = {name: name + SUFFIX for name in _own_steps(server.repository, pipelines)}
     folder, to_json = server.second_repository, json_format.MessageToJson
-    ensemble = read_config(server.repository / pipeline / CONFIG_FILE)
-    usual = to_json(ensemble, preserving_proto_field_name=True)
-    for step in ensemble.ensemble_scheduling.step:
-        step.model_name = names.get(step.model_name, step.model_name)
-    other = to_json(ensemble, preserving_proto_field_name=True)
+    usual, other = dict[str, str](), dict[str, str]()
+    for pipeline in pipelines:
+        ensemble = read_config(server.repository / pipeline / CONFIG_FILE)
+        usual[pipeline] = to_json(ensemble, preserving_proto_field_name=True)
+        for step in ensemble.ensemble_scheduling.step:
+            step.model_name = names.get(step.model_name, step.model_name)
+        other[pipeline] = to_json(ensemble, preserving_proto_field_name=True)
     try:
         for name, next_name in names.items():
             _rename(server.repository / name, folder / next_name)
-        reload_pipeline(server.grpc_url, pipeline, server.operator_headers, other)
+        for pipeline, config in other.items():
+            reload_pipeline(server.grpc_url, pipeline, server.operator_headers, config)
         with InferenceServerClient(server.grpc_url) as client:
             _unload(server, client, list(names))
             yield usual
@@ -94,11 +123,16 @@ def other_steps(server: Server, pipeline: str) -> Iterator[str]:
             shutil.rmtree(folder / next_name, ignore_errors=True)
 
 
-def _own_steps(repository: Path, pipeline: str) -> list[str]:
-    """Return the steps that only this pipeline has; a core that others share stays loaded."""
-    steps = {found.name: found.steps for found in find_pipelines(repository)}
-    own = steps.pop(pipeline)
-    return [step for step in own if not any(step in others for others in steps.values())]
+def _find_steps(repository: Path) -> dict[str, tuple[str, ...]]:
+    return {found.name: found.steps for found in find_pipelines(repository)}
+
+
+def _own_steps(repository: Path, pipelines: Collection[str]) -> list[str]:
+    """Return the steps that only these pipelines have; a core that others share stays loaded."""
+    steps = _find_steps(repository)
+    others = {step for name in steps.keys() - set(pipelines) for step in steps[name]}
+    own = dict.fromkeys(step for name in pipelines for step in steps[name])
+    return [step for step in own if step not in others]
 
 
 def _rename(model: Path, other: Path) -> None:
