@@ -277,8 +277,9 @@ BUDGET_S = 0.25
 SILENCE_S = 0.25
 """Seconds without an answer after which a request is forwarded as a probe."""
 MIN_SILENCE_S = 0.02
-"""The same if nearly all requests are lost. Only requests that have waited for longer go with it:
-those of clients that leave at once are then known to be canceled, and cost no computation."""
+"""Seconds without an answer after which probes are forwarded if nearly all requests are lost. Only
+requests that have waited for longer go with a probe: those of clients that leave at once are known
+to be canceled by then, and cost no computation."""
 DEADLINE_SHARE = 0.7
 """Share of a request's time that it may wait. The measured rate may be a little too high, and a
 result that comes too late wastes the work for all clients."""
