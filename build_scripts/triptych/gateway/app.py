@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from triptych.client import InferenceError
+from triptych.gateway.chat import Generate
 from triptych.gateway.errors import OPENAI, TEI, ApiError
 from triptych.gateway.http import EndpointApp, GatewayMetrics, Operation, Reply, RequestLimits
 from triptych.gateway.openai import OpenAi
@@ -83,6 +84,7 @@ def make_app(pipelines: Pipelines, limits: RequestLimits) -> Starlette:
     operator = Operator(pipelines, metrics)
     operations = [
         *OpenAi(pipelines, limits, metrics).operations(),
+        *Generate(pipelines, metrics).operations(),
         *Rerank(pipelines, limits, metrics).operations(),
         *Tasks(pipelines, limits, metrics).operations(),
         *Tei(pipelines, limits, metrics).operations(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,14 @@ class Reply:
     status: int = 200
 
 
+@dataclass(frozen=True)
+class Stream:
+    """Response of server-sent events, each sent at once; closing `events` ends their work."""
+
+    events: AsyncIterator[bytes]
+    status: int = 200
+
+
 Handler = Callable[..., Awaitable[Any]]
 
 
@@ -140,7 +148,10 @@ class EndpointApp:
         status = CLIENT_CLOSED
         try:
             reply, headers = await self._reply(scope, receive)
-            if reply is not None:
+            if isinstance(reply, Stream):
+                if await _unless_disconnected(_send_events(send, reply.events), receive):
+                    status = reply.status
+            elif reply is not None:
                 await self._send(send, reply, headers)
                 status = reply.status
         finally:
@@ -148,7 +159,9 @@ class EndpointApp:
             self._metrics.requests.labels(self._operation.path, status).inc()
             self._metrics.seconds.labels(self._operation.path).observe(time.perf_counter() - began)
 
-    async def _reply(self, scope: Scope, receive: Receive) -> tuple[Reply | None, dict[str, str]]:
+    async def _reply(
+        self, scope: Scope, receive: Receive
+    ) -> tuple[Reply | Stream | None, dict[str, str]]:
         """Return the response and its own headers; no response if the client disconnected."""
         operation = self._operation
         try:
@@ -163,7 +176,7 @@ class EndpointApp:
             )
             if result is None:
                 return None, {}
-            return (result if isinstance(result, Reply) else Reply(to_json(result))), {}
+            return (result if isinstance(result, Reply | Stream) else Reply(to_json(result))), {}
         except ApiError as caught:
             error = caught
         except ValidationError as caught:
@@ -230,6 +243,21 @@ class EndpointApp:
         pairs = [(name.encode(), value.encode()) for name, value in sent.items()]
         await send({"type": "http.response.start", "status": reply.status, "headers": pairs})
         await send({"type": "http.response.body", "body": reply.content})
+
+
+async def _send_events(send: Send, events: AsyncIterator[bytes]) -> bool:
+    """Send all events, and return True."""
+    headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": pairs})
+    try:
+        async for event in events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+    finally:
+        if isinstance(events, AsyncGenerator):  # also if the client disconnects
+            await events.aclose()
+    await send({"type": "http.response.body", "body": b""})
+    return True
 
 
 async def _receive(receive: Receive, limit: int) -> bytes | None:

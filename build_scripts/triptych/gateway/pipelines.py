@@ -161,6 +161,21 @@ class Pipeline:
             )
         return config
 
+    async def generating(self) -> Pipeline:
+        """Return the pipeline itself if it generates text.
+
+        Raises:
+            ApiError: The pipeline has another task.
+        """
+        if not (await self.config()).generates:
+            raise invalid(
+                "model",
+                "must name a pipeline that generates text",
+                self.name,
+                "Choose another, or call the endpoint of its task",
+            )
+        return self
+
     async def step(self) -> PreprocessFiles | None:
         """Return the files of the preprocess step; None without a repository."""
         if self._repository is None:

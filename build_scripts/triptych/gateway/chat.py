@@ -1,0 +1,349 @@
+"""OpenAI's API of text generation: chat completions and completions, whole or streamed."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+from pydantic_core import to_json
+
+from triptych.client import AsyncGeneration, Chunk, InferenceError, Sampling, Usage
+from triptych.gateway.errors import OPENAI, from_inference, invalid
+from triptych.gateway.http import Body, GatewayMetrics, Operation, Stream
+from triptych.gateway.openai import TokenUsage
+from triptych.gateway.pipelines import Pipelines
+
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "adapter"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+_ANY_OBJECT = {"type": "object"}
+
+
+class StreamOptions(Body):
+    """Options of a stream; with `include_usage` a last chunk has the number of tokens."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class TextPart(Body):
+    """Text as a part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    """Message of a conversation."""
+
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+
+
+class JsonSchema(Body):
+    """JSON schema that an answer satisfies."""
+
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Body):
+    """Form of an answer: any text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class _GenerationBody(Body):
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    adapter: str | None = None
+    n: Literal[1] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    def sampling(self, **others: Any) -> Sampling:
+        """Return the given sampling parameters."""
+        values = {name: getattr(self, name) for name in _SAMPLING} | others
+        return {name: value for name, value in values.items() if value is not None}  # type: ignore[return-value]
+
+
+class ChatRequest(_GenerationBody):
+    """Request for the answer to a conversation; the pipeline's own defaults apply."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class CompletionRequest(_GenerationBody):
+    """Request to continue a prompt; the pipeline's own defaults apply."""
+
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
+    logprobs: int | None = None
+
+
+class ChatChoice(BaseModel):
+    """Answer to a conversation."""
+
+    index: int
+    message: dict[str, Any]
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+
+
+class ChatResponse(BaseModel):
+    """Answer to a conversation with its number of tokens."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: TokenUsage | None
+
+
+class CompletionChoice(BaseModel):
+    """Continuation of a prompt."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+
+
+class CompletionResponse(BaseModel):
+    """Continuation of a prompt with its number of tokens."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: TokenUsage | None
+
+
+class _ChatForm:
+    """Parts of the responses to a conversation."""
+
+    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    first: Mapping[str, Any] | None = {"delta": {"role": "assistant", "content": ""}}
+
+    def choice(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+    def logprobs(self, entries: tuple[Mapping[str, Any], ...]) -> dict[str, Any] | None:
+        return {"content": [_chat_logprob(entry) for entry in entries]} if entries else None
+
+
+class _CompletionForm:
+    """Parts of the responses to a prompt."""
+
+    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+    first: Mapping[str, Any] | None = None
+
+    def choice(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    delta = choice
+
+    def logprobs(self, entries: tuple[Mapping[str, Any], ...]) -> dict[str, Any] | None:
+        if not entries:
+            return None
+        return {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [
+                {each["token"]: each["logprob"] for each in entry["top_logprobs"]}
+                for entry in entries
+            ],
+        }
+
+
+class Generate:
+    """Endpoints of text generation."""
+
+    def __init__(self, pipelines: Pipelines, metrics: GatewayMetrics) -> None:
+        self._pipelines = pipelines
+        self._items = metrics.items
+
+    def operations(self) -> list[Operation]:
+        """Return the operations for the table of the application."""
+        messages = [{"role": "user", "content": "Where is my parcel?"}]
+        return [
+            Operation(
+                "/v1/chat/completions",
+                "Answer a conversation.",
+                "OpenAI",
+                self.chat,
+                OPENAI,
+                ChatRequest,
+                ChatResponse,
+                example={"model": "chat", "messages": messages, "max_tokens": 64},
+            ),
+            Operation(
+                "/v1/completions",
+                "Continue a prompt.",
+                "OpenAI",
+                self.complete,
+                OPENAI,
+                CompletionRequest,
+                CompletionResponse,
+                example={"model": "chat", "prompt": "The parcel", "max_tokens": 64},
+            ),
+        ]
+
+    async def chat(self, body: ChatRequest) -> dict[str, Any] | Stream:
+        """Answer a conversation.
+
+        Raises:
+            ApiError: The request is invalid.
+            InferenceError: The pipeline does not answer.
+        """
+        sampling = body.sampling(
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            json_schema=_schema(body.response_format),
+        )
+        messages = [_message(message) for message in body.messages]
+        client = (await self._pipelines.find(body.model).generating()).client
+        return await self._answer(client.chat(messages, **sampling), body, _ChatForm())
+
+    async def complete(self, body: CompletionRequest) -> dict[str, Any] | Stream:
+        """Continue a prompt.
+
+        Raises:
+            ApiError: The request is invalid.
+            InferenceError: The pipeline does not answer.
+        """
+        prompt = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
+        sampling = body.sampling(max_tokens=body.max_tokens, logprobs=body.logprobs)
+        client = (await self._pipelines.find(body.model).generating()).client
+        return await self._answer(client.generate(prompt, **sampling), body, _CompletionForm())
+
+    async def _answer(
+        self, generation: AsyncGeneration, body: _GenerationBody, form: _ChatForm | _CompletionForm
+    ) -> dict[str, Any] | Stream:
+        """Return the response, or a stream whose first chunk has arrived."""
+        head = {
+            "id": f"{form.prefix}-{uuid.uuid4().hex}",
+            "object": form.part if body.stream else form.whole,
+            "created": int(time.time()),
+            "model": body.model,
+        }
+        self._items.labels(self._pipelines.find(body.model).name).inc()
+        if body.stream:
+            first = await anext(generation, None)
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            return Stream(_events(generation, first, head, form, with_usage=with_usage))
+        async with generation:
+            whole = await generation.whole()
+        choice = {
+            "index": 0,
+            **form.choice(whole.text),
+            "logprobs": form.logprobs(whole.logprobs),
+            "finish_reason": whole.finish_reason,
+        }
+        return {**head, "choices": [choice], "usage": _usage(whole.usage)}
+
+
+async def _events(
+    generation: AsyncGeneration,
+    first: Chunk | None,
+    head: Mapping[str, Any],
+    form: _ChatForm | _CompletionForm,
+    *,
+    with_usage: bool,
+) -> AsyncIterator[bytes]:
+    """Yield the server-sent events of a stream; closing the iterator cancels the generation."""
+    nothing = {"usage": None} if with_usage else {}
+    usage: Usage | None = None
+    async with generation:
+        try:
+            if form.first is not None:
+                choice = {"index": 0, **form.first, "logprobs": None, "finish_reason": None}
+                yield _event({**head, "choices": [choice], **nothing})
+            chunk = first
+            while chunk is not None:
+                usage = chunk.usage or usage
+                choice = {
+                    "index": 0,
+                    **form.delta(chunk.text),
+                    "logprobs": form.logprobs(chunk.logprobs),
+                    "finish_reason": chunk.finish_reason or None,
+                }
+                yield _event({**head, "choices": [choice], **nothing})
+                chunk = await anext(generation, None)
+            if with_usage:
+                yield _event({**head, "choices": [], "usage": _usage(usage)})
+        except InferenceError as error:
+            yield _event(OPENAI.body(from_inference(error, "messages")))
+            return
+    yield b"data: [DONE]\n\n"
+
+
+def _event(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + to_json(data) + b"\n\n"
+
+
+def _usage(usage: Usage | None) -> dict[str, Any] | None:
+    if usage is None:
+        return None
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _message(message: ChatMessage) -> dict[str, str]:
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    made = {"role": message.role, "content": text}
+    return made if message.name is None else {**made, "name": message.name}
+
+
+def _schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return _ANY_OBJECT
+    if wanted.json_schema is None:
+        raise invalid(
+            "response_format.json_schema",
+            "is required for the type json_schema",
+            "nothing",
+            "Give name and schema",
+        )
+    return wanted.json_schema.schema_
+
+
+def _chat_logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
+    shown = {"token": entry["token"], "logprob": entry["logprob"]}
+    shown["bytes"] = list(entry["token"].encode())
+    if "top_logprobs" in entry:
+        shown["top_logprobs"] = [_chat_logprob(each) for each in entry["top_logprobs"]]
+    return shown

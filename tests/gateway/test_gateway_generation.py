@@ -1,0 +1,137 @@
+"""Chat completions and completions of the gateway, with the unchanged `openai` client."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from generation_cases import TEXTS
+from generation_served import build_both, wait_until
+from served_command import gateway
+from triptych.client import Client
+from triptych.serving.server import Server
+
+pytestmark = pytest.mark.server
+MESSAGES: Any = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": TEXTS[1]}]},
+]
+HELD = 9_876_543_210
+"""Seed of a request that the fake engine never ends, as in `fake_engine`."""
+PLAIN = [MESSAGES[0], {"role": "user", "content": TEXTS[1]}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(build_both(tmp_path_factory.mktemp("generation"))) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def address(server: Server) -> Iterator[str]:
+    with gateway("quick", "slow", "--url", server.grpc_url) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def api(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_chat_and_completions_are_those_of_the_grpc_client(
+    server: Server, api: openai.OpenAI
+) -> None:
+    with Client("quick", server.grpc_url) as client:
+        chat = client.chat(PLAIN, max_tokens=200).whole()
+        prompt = client.generate(TEXTS[0], max_tokens=5).whole()
+        reversed_ = client.generate(TEXTS[0], adapter="terse").whole()
+    made = api.chat.completions.create(model="quick", messages=MESSAGES, max_tokens=200)
+    (choice,) = made.choices
+    assert choice.message.content == chat.text
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == chat.finish_reason == "stop"
+    assert chat.usage is not None
+    assert made.usage is not None
+    assert made.usage.prompt_tokens == chat.usage.prompt_tokens
+    assert made.usage.completion_tokens == chat.usage.completion_tokens
+    short = api.completions.create(model="quick", prompt=TEXTS[0], max_tokens=5)
+    assert short.choices[0].text == prompt.text
+    assert short.choices[0].finish_reason == "length"
+    other = api.completions.create(model="quick", prompt=TEXTS[0], extra_body={"adapter": "terse"})
+    assert other.choices[0].text == reversed_.text
+
+
+def test_streams_have_the_parts_of_the_whole(api: openai.OpenAI) -> None:
+    words: dict[str, Any] = {"model": "slow", "messages": PLAIN, "max_completion_tokens": 40}
+    whole = api.chat.completions.create(**words)
+    parts = list(
+        api.chat.completions.create(**words, stream=True, stream_options={"include_usage": True})
+    )
+    assert parts[0].choices[0].delta.role == "assistant"
+    texts = [part.choices[0].delta.content or "" for part in parts if part.choices]
+    assert len(texts) > 10
+    assert "".join(texts) == whole.choices[0].message.content
+    assert [part.choices[0].finish_reason for part in parts if part.choices][-1] == "length"
+    assert parts[-1].choices == []
+    assert whole.usage is not None
+    assert parts[-1].usage == whole.usage
+    assert len({part.id for part in parts}) == 1
+    streamed = api.completions.create(model="slow", prompt=TEXTS[0], max_tokens=20, stream=True)
+    text = "".join(part.choices[0].text for part in streamed)
+    stopped = api.completions.create(model="slow", prompt=TEXTS[0], max_tokens=20)
+    assert text == stopped.choices[0].text
+
+
+def test_stops_and_logprobs_are_passed_on(api: openai.OpenAI) -> None:
+    cut = api.completions.create(model="quick", prompt=TEXTS[0], stop=["jumps"])
+    assert "brown fox " in cut.choices[0].text
+    assert "jumps" not in cut.choices[0].text
+    assert cut.choices[0].finish_reason == "stop"
+    made = api.chat.completions.create(
+        model="quick", messages=PLAIN, logprobs=True, top_logprobs=1, max_tokens=3
+    )
+    logprobs = made.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [each.logprob for each in logprobs.content] == [0.0, -1.0, -2.0]
+    assert all(len(each.top_logprobs) == 1 for each in logprobs.content)
+
+
+def test_what_a_pipeline_cannot_do_is_refused(api: openai.OpenAI) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("json_schema", {"response_format": schema}),  # the fake engine follows none
+        ("no such role", {"messages": [{"role": "tool", "content": "a"}]}),
+        ("messages", {"messages": [{"role": "user", "content": [picture]}]}),
+        ("tools", {"tools": [{"type": "function", "function": {"name": "a"}}]}),
+        ("temperature", {"temperature": 3}),
+        ("`n`", {"n": 2}),
+        ("max_tokens", {"max_tokens": 100_000}),
+        ("messages", {"messages": []}),
+    ]
+    for name, words in cases:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                api.chat.completions.create(
+                    **{"model": "quick", "messages": PLAIN, "stream": stream, **words}
+                )
+            assert name in caught.value.message, (words, caught.value.message)
+    with pytest.raises(openai.BadRequestError, match="text-embedding"):
+        api.embeddings.create(model="quick", input="a")
+    with pytest.raises(openai.BadRequestError, match="generates text"):
+        api.post("/pipelines/quick", body={"rows": [{"text_input": "a"}]}, cast_to=object)
+
+
+def test_a_client_that_leaves_a_stream_cancels_it(server: Server, address: str) -> None:
+    body = {"model": "slow", "prompt": TEXTS[0], "seed": HELD, "stream": True}
+    with httpx2.stream("POST", f"{address}/v1/completions", json=body, timeout=30) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert next(response.iter_lines()).startswith("data: {")
+        wait_until(server, "slow", in_flight=1)
+    wait_until(server, "slow", in_flight=0)
+    page = httpx2.get(f"{address}/metrics").text
+    assert 'endpoint="/v1/completions",status="499"} 1.0' in page
