@@ -130,7 +130,7 @@ GATES: Mapping[str, GateResult] = {
 }
 TUNED = {
     "usual": tuned(advice=("[red]more[/red]",)),
-    "not met": tuned(met=False, verdict="p99 <= 80 ms holds at no rate"),
+    "not met": tuned(met=False, slo_kind="not met", verdict="p99 <= 80 ms holds at no rate"),
     "nothing tried": tuned(trials=(), skipped={}, winner=outcome(0.9), advice=()),
     "no promise": tuned(slo=Slo()),
     "no points": tuned(baseline=outcome(1, points=()), winner=outcome(1, points=()), trials=()),
@@ -141,8 +141,16 @@ TUNED = {
     ),
     "no difference": tuned(
         trials=(
-            trial(1, "no difference", score=112.0, against=100.0, says="+3.0% ± 9.0% in 5 rounds"),
+            trial(
+                1,
+                "cannot tell",
+                score=112.0,
+                against=100.0,
+                says="1.03 times (0.94 to 1.13 with 95 % confidence) in 6 rounds",
+            ),
         ),
+        met=False,
+        slo_kind="cannot tell",
         baseline=outcome(0.9),
         winner=outcome(0.9),
     ),

@@ -2,7 +2,10 @@
 
 import csv
 import json
+import random
+from collections import Counter
 from dataclasses import replace
+from math import exp
 from pathlib import Path
 
 import pytest
@@ -11,14 +14,17 @@ from load_samples import (
     NASTY,
     NOTHING_ANSWERED,
     PROMISE,
+    arrivals,
     baseline,
     bench,
+    measurement,
     point,
     subject,
 )
 from triptych.interface.report.bench import shown_points, write_bench_report
 from triptych.serving.bench.results import (
     BenchResult,
+    LoadPoint,
     OfferedLoad,
     RateSearch,
     collect_warnings,
@@ -99,10 +105,67 @@ def test_the_verdict_is_of_rates_where_they_were_searched() -> None:
     assert closed.kind == "met"
     assert closed.explanation == "p99 <= 80 ms: met at 1 client, 2 clients, 4 clients."
     more = Slo(p99_ms=80.0, throughput=151.0)
-    assert judge_slo(bench(slo=more)).kind == "not met"  # only 150/s held
-    assert judge_slo(bench(slo=more, rate=None)).kind == "not met"
+    assert judge_slo(bench(slo=more)).kind == "cannot tell"  # 150/s held, and 165/s did not
+    assert judge_slo(bench(slo=Slo(p99_ms=80.0, throughput=165.0))).kind == "not met"
+    assert judge_slo(bench(slo=Slo(p99_ms=80.0, throughput=150.0))).kind == "met"
+    assert judge_slo(bench(slo=more, rate=None)).kind == "cannot tell"  # 8 clients: 82 ms
+    assert judge_slo(bench(slo=Slo(p99_ms=80.0, throughput=200.0), rate=None)).kind == "not met"
     assert judge_slo(bench(slo=Slo(), rate=None)).kind == "none"
-    assert judge_slo(bench(points=(), rate=None)).kind == "not met"
+    assert judge_slo(bench(points=(), rate=None)).kind == "cannot tell"
+
+
+def test_noisy_measurements_do_not_make_a_firm_verdict() -> None:
+    unproven = RateSearch(PROMISE, 0.0, None, (arrivals(5, 90.0),))
+    verdict = judge_slo(bench(rate=unproven))
+    assert (verdict.kind, verdict.word, verdict.passed) == (
+        "cannot tell",
+        "SLO: cannot tell",
+        False,
+    )
+    assert verdict.explanation.endswith(
+        "no rate that was tried is proven to meet it (5.00/s); cannot tell at 5.00/s, where the"
+        " rounds vary too much."
+    )
+    # What missed at a higher rate says nothing about the lower one.
+    partly = RateSearch(PROMISE, 0.0, 10.0, (arrivals(5, 90.0), arrivals(10, 300.0)))
+    assert judge_slo(bench(rate=partly)).kind == "cannot tell"
+    above = RateSearch(PROMISE, 150.0, 200.0, tuple(arrivals(r, 80.0) for r in (150, 170, 200)))
+    assert "and missed at 200/s; cannot tell at 170/s" in judge_slo(bench(rate=above)).explanation
+    noisy = tuple(measurement(8, p99_us=us) for us in (60e3, 130e3, 70e3))
+    one = LoadPoint("minilm", OfferedLoad("concurrency", 8), noisy)
+    verdict = judge_slo(bench(points=(one,), rate=None))
+    assert verdict.kind == "cannot tell"
+    assert "no load is proven to meet it" in verdict.explanation
+    assert verdict.explanation.endswith(
+        "1.02 times (0.370 to 2.82 with 95 % confidence) the limit: too close to the limit, or too"
+        " noisy, for 100 rounds."
+    )
+    near = [replace(one, rounds=tuple(measurement(8, p99_us=us) for us in (50e3, 70e3, 75e3)))]
+    text = judge_slo(bench(points=tuple(near), rate=None)).explanation
+    assert "0.800 times (0.467 to 1.37 with 95 % confidence) the limit: about 8 rounds" in text
+    once = judge_slo(bench(points=(replace(one, rounds=noisy[:1]),), rate=None))
+    assert (once.kind, "one round does not show the noise" in once.explanation) == (
+        "cannot tell",
+        True,
+    )
+    failing = judge_slo(bench(points=(point(8, errors={"x": 1}),), rate=None))
+    assert failing.kind == "not met"
+
+
+def test_the_verdict_on_a_load_is_seldom_wrong() -> None:
+    for noise in (0.02, 0.1, 0.3):
+        for level, wrong in ((0.99, "missed"), (1.01, "met"), (0.5, "missed"), (2.0, "met")):
+            rng, found = random.Random(9), Counter[str]()
+            for _ in range(300):
+                rounds = tuple(
+                    measurement(8, p99_us=80e3 * level * exp(rng.gauss(0, noise)), steps=())
+                    for _ in range(3)
+                )
+                one = LoadPoint("minilm", OfferedLoad("concurrency", 8), rounds)
+                found[one.judge(PROMISE)] += 1
+            assert found[wrong] <= 23, (noise, level, found)  # 5 % and two standard errors
+            if noise < 0.05 and level in (0.5, 2.0):
+                assert found["cannot tell"] == 0, (noise, level, found)
 
 
 def test_the_nearest_load_is_named_where_none_holds() -> None:

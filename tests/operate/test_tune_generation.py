@@ -266,17 +266,27 @@ def test_what_goes_along_is_part_of_the_trial(
 
 def test_the_verdict_is_on_the_limits_and_on_the_rate_that_holds_them() -> None:
     slo = GenerationSlo(ttft_p99="200ms", itl_p99="25ms")
-    met, said = judge_goodput(slo, found(slow=1.0))
-    assert met
-    assert said.startswith("goodput 8.00/s of 8.00/s with 4 clients; ttft p99 <= 200 ms")
-    met, said = judge_goodput(slo.model_copy(update={"throughput": 4.0}), found(slow=2.0))
-    assert not met
-    assert said.endswith("is met with 1 client: 2.00/s, 50% below the SLO of 4/s")
+    verdict = judge_goodput(slo, found(slow=1.0))
+    assert verdict.kind == "met"
+    assert verdict.explanation.startswith(
+        "goodput 8.00/s of 8.00/s with 4 clients; ttft p99 <= 200 ms"
+    )
+    verdict = judge_goodput(slo.model_copy(update={"throughput": 4.0}), found(slow=2.0))
+    assert verdict.kind == "not met"
+    assert verdict.explanation.endswith("is met with 1 client: 2.00/s, 50% below the SLO of 4/s")
     late = slo.model_copy(update={"ttft_p99": "1ms", "throughput": 4.0})
-    met, said = judge_goodput(late, found(slow=1.0))
-    assert (met, "with any tested number of clients" in said) == (False, True)
-    assert "no SLO is set" in judge_goodput(GenerationSlo(), found(slow=1.0))[1]
-    assert judge_goodput(GenerationSlo(throughput=1.0), found(slow=1.0))[0]
+    verdict = judge_goodput(late, found(slow=1.0))
+    assert verdict.kind == "not met"
+    assert "is not met with any tested number of clients" in verdict.explanation
+    once = replace(
+        found(slow=1.0),
+        points=tuple(replace(p, rounds=p.rounds[:1]) for p in found(slow=1.0).points),
+    )
+    verdict = judge_goodput(late, once)
+    assert verdict.kind == "cannot tell"
+    assert "is not proven with any tested number of clients" in verdict.explanation
+    assert "no SLO is set" in judge_goodput(GenerationSlo(), found(slow=1.0)).explanation
+    assert judge_goodput(GenerationSlo(throughput=1.0), found(slow=1.0)).kind == "met"
     inputs = replace(evidence(BUSY, backend="vllm", precision="fp32").plan)
     told = " ".join(advise_generation(inputs, late, found(slow=1.0)))
     assert "single client" in told

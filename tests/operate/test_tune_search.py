@@ -116,7 +116,7 @@ def test_the_best_of_a_plain_surface_is_found_in_few_trials(cache: TrialCache) -
         "serving.instances.core": 2,
     }
     assert len(search.trials) <= 9  # of 3 x 3 x 2 x 2 combinations
-    assert {trial.verdict for trial in search.trials} == {"better", "worse"}
+    assert {trial.verdict for trial in search.trials} <= {"better", "worse", "cannot tell"}
     assert set(search.skipped) >= {"serving.instances.preprocess", "core.max_batch_size"}
     assert [trial.number for trial in search.trials] == list(range(1, len(search.trials) + 1))
 
@@ -124,7 +124,12 @@ def test_the_best_of_a_plain_surface_is_found_in_few_trials(cache: TrialCache) -
 def test_a_flat_surface_leaves_everything_as_it_was(cache: TrialCache) -> None:
     search = searched(Surface(lambda _overrides: 100.0), cache)
     assert search.best == Setting()
-    assert {trial.verdict for trial in search.trials} <= {"no difference", "failed", "worse"}
+    assert {trial.verdict for trial in search.trials} <= {
+        "no difference",
+        "failed",
+        "worse",
+        "cannot tell",
+    }
 
 
 def test_what_cannot_be_served_fails_alone(cache: TrialCache) -> None:
@@ -218,7 +223,7 @@ def test_no_round_is_begun_that_cannot_end_in_time(cache: TrialCache) -> None:
     for end in (90, 150, 200, 400):
         contest = Slow(good, noise=0.05)
         contest.searched(cache, end)
-        # The first trial has two rounds where they fit; what is left is for the comparison.
+        # The first trial has three rounds where they fit; what is left is for the comparison.
         assert contest.now <= max(end - 40, 30), (end, contest.now)
 
 
@@ -228,16 +233,16 @@ def test_what_time_leaves_open_is_proven_at_the_end_or_not_at_all(cache: TrialCa
 
     search = Slow(score, noise=0.0).searched(cache, end=80)
     (trial,) = search.trials
-    assert (trial.rounds, trial.verdict, trial.change) == (1, "no difference", {DELAY: 1000})
+    assert (trial.rounds, trial.verdict, trial.change) == (1, "cannot tell", {DELAY: 1000})
     assert trial.says.endswith("not proven: time budget reached; the final comparison decides")
     assert dict(search.best.overrides) == {DELAY: 1000}
     # Nothing is begun where no time is left at all.
     assert Slow(score, noise=0.0).searched(cache, end=25).best == Setting()
     # What is proven is not given up for it, nor is the baseline for what is slower.
-    search = Slow(score, noise=0.0).searched(cache, end=135)
+    search = Slow(score, noise=0.0).searched(cache, end=175)
     assert [(one.rounds, one.verdict) for one in search.trials] == [
-        (2, "better"),
-        (2, "no difference"),
+        (3, "better"),
+        (3, "cannot tell"),
     ]
     assert search.trials[-1].says.endswith("time budget reached")
     assert dict(search.best.overrides) == {DELAY: 1000}
@@ -301,14 +306,14 @@ def test_what_is_left_to_do_is_known_by_what_was_measured(servers: Any, slots: l
     _, scored = servers.begin(start)
     # With eight, most answers are late: sixteen are not tried. With two, all are in time.
     assert (list(scored.by_clients), scored.score) == ([8, 4, 2], 2.0)
-    assert (servers.next_round_s(), servers.final_s()) == (30.0, 60.0)  # the first ones took longer
+    assert (servers.next_round_s(), servers.final_s()) == (30.0, 90.0)  # the first ones took longer
     servers.start_trial(other)
     first, second = servers.round(), servers.round()
     assert [list(one.by_clients) for one in (*first, *second)] == [[2, 4], [2, 4, 8], [2], [4]]
     assert servers.next_round_s() == 10 + 20
-    assert servers.final_s() == 2 * (10 + 10)
+    assert servers.final_s() == 3 * (10 + 10)
     servers.accept_trial()
-    assert servers.final_s() == 30 + 2 * (20 + 10) + 20 + 10
+    assert servers.final_s() == 30 + 3 * (20 + 10) + 20 + 10
     assert [servers.measure_s(clients) for clients in (1, 2, 16)] == [10.0, 10.0, 140.0]
     # The baseline once more, in whatever slot: its clients are known, and those of the winner.
     servers.start_trial(Setting({"core.max_num_seqs": 8}))
@@ -371,4 +376,4 @@ def test_both_sides_are_held_together_at_their_best(
     final = tune._Final(servers, kind, wanted, 1e9, lambda _, line: told.append(line))
     before, after, doubt = final.compare(other, Setting())
     assert (before.score, after.score, doubt) == (2.0, 4.0, "")
-    assert "winner against baseline: +100.0%" in told[-1]
+    assert "winner against baseline: 2.00 times (1.95 to 2.05" in told[-1]

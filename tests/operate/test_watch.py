@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +23,13 @@ from triptych.operate.monitor.metrics import metrics_text
 from triptych.operate.monitor.results import (
     RUN_FOLDER,
     TIMELINE_FILE,
+    MonitorRun,
     Timeline,
+    format_run,
     read_timeline,
 )
 from triptych.operate.monitor.sample import read_sample
-from triptych.operate.monitor.scores import SequentialEvidence
+from triptych.operate.monitor.scores import MeanTest, SequentialEvidence
 from triptych.operate.monitor.shadow_verdict import compare_speeds, judge
 from triptych.runtime.sampling import write_file
 
@@ -221,3 +224,35 @@ def test_the_record_of_a_replay_is_the_comparison(tmp_path: Path) -> None:
     write_shadow_report(told, tmp_path)
     assert json.loads((tmp_path / "shadow.json").read_text()) == told.as_dict()
     assert told.as_dict()["answers"]["tests"][0]["state"] == "worse"
+
+
+def test_a_run_says_how_much_its_rows_prove() -> None:
+    def run(rows: int, mean: float | None, total: int) -> MonitorRun:
+        test = MeanTest("label_agreement", 0.02, mean, total, 0.0, 3.0, None)
+        return replace(look(), rows=rows, alarms=(), tests=(test,))
+
+    for found, says in (
+        (run(0, None, 0), "nothing was compared in this run"),
+        (run(0, 0.0, 5000), "nothing was compared in this run"),
+        (run(10, 0.0, 10), "not proven yet that the limits are met: about 149 rows"),
+        (run(148, 0.0, 148), "not proven yet"),
+        (run(149, 0.0, 149), "the limits are met with 95 % confidence"),
+        (run(400, 0.015, 400), "about 4,"),  # near the limit many rows are needed
+        (run(400, 0.03, 400), "not proven yet that the limits are met"),
+    ):
+        assert found.passed
+        lines = [line for line, _ in format_run(found)]
+        assert says in lines[-1], lines[-1]
+        assert ("no alarms" in lines[-1]) == (found.rows > 0)
+    assert run(149, 0.0, 149).as_dict()["tests"][0]["is_proven"] is True
+    assert 0.98**149 < 0.05 < 0.98**148  # so many rows without a loss are improbable over it
+
+
+def test_a_mean_over_its_limit_is_seldom_proven_to_be_within() -> None:
+    rng = random.Random(2)
+    for rows, rate in ((149, 0.021), (1000, 0.025), (3000, 0.021)):
+        proven = 0
+        for _ in range(300):
+            mean = sum(rng.random() < rate for _ in range(rows)) / rows
+            proven += MeanTest("x", 0.02, mean, rows, 0.0, 3.0, None).is_proven
+        assert proven <= 23, (rows, rate, proven)  # 5 % and two standard errors

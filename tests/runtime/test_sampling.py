@@ -309,6 +309,8 @@ def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built:
     done = triptych(built, "monitor", "sampled", *reports)  # nothing new
     assert done.exit_code == 0
     assert "0 new rows compared" in done.stdout
+    assert "nothing was compared in this run" in done.stdout
+    assert "no alarms" not in done.stdout
 
     done = triptych(built, "monitor", "stale", *reports)
     assert done.exit_code == 1, done.output

@@ -50,7 +50,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 def options(home: Path, reports: str) -> list[str]:
     return [
         *("--pipelines", str(home / "pipelines"), "--repository", str(home / "repository")),
-        *("--reports", str(home / reports), "--window-seconds", "0.6", "--rounds", "1"),
+        *("--reports", str(home / reports), "--window-seconds", "0.6", "--rounds", "2"),
     ]
 
 
@@ -93,7 +93,7 @@ def test_the_files_say_the_same(home: Path, measured: dict[str, Any]) -> None:
     folder = home / "a" / "tiny" / "bench"
     assert json.loads((folder / "bench.json").read_text(encoding="utf-8")) == measured
     rows = list(csv.DictReader((folder / "bench.csv").read_text(encoding="utf-8").splitlines()))
-    assert len(rows) == 3
+    assert len(rows) == 6
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "SLO met" in page
     assert "20/s in bursts of 4" in page
@@ -105,6 +105,10 @@ def test_a_missed_promise_ends_with_1_and_a_comparison_tells_what_changed(
     words = ["-c", "4", "--slo", "p99=1us", "--min-throughput", "100000"]
     shown = triptych("bench", "tiny", *options(home, "b"), *words, status=1)
     assert "SLO NOT MET" in shown
+    once = [*words[:2], "--rounds", "1"]
+    shown = triptych("bench", "tiny", *options(home, "b"), *once, status=1)
+    assert "SLO: cannot tell" in shown
+    assert "one round does not show the noise, use --rounds 3" in shown
     files = [str(home / reports / "tiny" / "bench" / "bench.json") for reports in "ab"]
     compared = triptych("bench-diff", *files)
     assert "4 clients" in compared

@@ -205,6 +205,7 @@ def test_the_highest_rate_lies_below_what_one_instance_can_do(
     assert 0 < found.highest_per_s < 200
     assert found.highest_per_s < found.lowest_broken_per_s <= 300
     first = max(found.points, key=lambda point: point.load.value)
-    assert len(first.rounds) == 2, "a rate that breaks is measured again"
+    assert len(first.rounds) > 1, "no single round decides"
     assert first.bottleneck is not None
-    assert len(lines) == len(found.points)
+    confirmed = [point for point in found.points if point.load.value == found.highest_per_s]
+    assert len(lines) == len(found.points) + len(confirmed)

@@ -364,6 +364,7 @@ def tuned(**changes: Any) -> TuneResult:
         "baseline": outcome(0.9),
         "winner": outcome(1.08, overrides={"core.instances": 2}),
         "met": True,
+        "slo_kind": "met",
         "verdict": "p99 <= 80 ms holds up to 162/s, 20 % more than before",
         "advice": ("precision int8 would halve the core's time",),
         "stopped": "no knob is left that the last measurement speaks for",

@@ -88,6 +88,11 @@ class Ratio:
     def is_between(self, low: float, high: float) -> bool:
         return low <= self.low and self.high <= high
 
+    @property
+    def rounds_to_pass_1(self) -> int | None:
+        """Number of rounds that show the side of 1; None after a single round."""
+        return self.rounds_needed(max(self.value, 1 / self.value, 1 + MIN_NOISE) - 1)
+
     def rounds_needed(self, margin: float = MARGIN) -> int | None:
         """Return how many rounds detect a change by `margin`; None after a single round."""
         if self.noise is None:

@@ -19,7 +19,13 @@ from triptych.container.supervisor import EXIT_S
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.variables import CACHE, CACHE_SIZE, step_shm_mib
 from triptych.repository.manifest import EncoderManifest
-from triptych.serving.bench.results import BenchResult, Measurement, Resources, read_result
+from triptych.serving.bench.results import (
+    BenchResult,
+    Measurement,
+    Resources,
+    format_rates,
+    read_result,
+)
 
 MEMORY_MARGIN = 1.25
 """Factor for memory limits, because longer runs and other requests need more than `bench`."""
@@ -184,7 +190,8 @@ def _check_promise(bench: BenchResult, capacity: float | None) -> None:
     name = bench.subject.pipeline
     rate = bench.rate
     alone = [p for p in bench.points if p.load.kind == "concurrency" and p.load.value == 1]
-    if any(point.rounds and bench.slo.slo_ratio(point.latencies_us) > 1 for point in alone):
+    latencies = bench.slo.without_throughput
+    if any(point.rounds and point.judge(latencies) == "missed" for point in alone):
         raise UserError(
             "serving.slo",
             "must be met by one request alone",
@@ -197,7 +204,7 @@ def _check_promise(bench: BenchResult, capacity: float | None) -> None:
         raise UserError(
             "serving.slo",
             "must be met at some rate",
-            given=f"{bench.slo}; the lowest rate that missed it: {rate.lowest_broken_per_s:.4g}/s",
+            given=f"{bench.slo}; {format_rates(rate)}",
             remedy=f"Raise the limit, or run `triptych tune {name}`",
         )
     broken = rate.lowest_broken_per_s

@@ -226,7 +226,7 @@ def bench(
         print_json(to_json(result))
     else:
         print_bench(output, result)
-    raise typer.Exit(EXIT_FINDINGS if judge_slo(result).kind == "not met" else 0)
+    raise typer.Exit(0 if judge_slo(result).passed else EXIT_FINDINGS)
 
 
 @verb("bench-diff")

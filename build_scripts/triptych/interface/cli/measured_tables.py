@@ -16,7 +16,7 @@ from triptych.interface.cli.options import (
     say,
 )
 from triptych.interface.report.bench import cost_entries, part_name, samples, times_as_fast
-from triptych.interface.report.tune import before_and_after, gained, grown
+from triptych.interface.report.tune import before_and_after, gained, grown, verdict_word
 from triptych.operate.tune.results import TuneResult
 from triptych.serving.bench.comparison import BenchComparison, MetricChange
 from triptych.serving.bench.results import (
@@ -109,16 +109,16 @@ def _print_points(console: Console, points: Sequence[LoadPoint], slo: AnySlo) ->
     for point in points:
         answered = point.median("requests") > 0
         stable = [one.is_stable for one in point.rounds if one.is_stable is not None]
-        meets = point.meets(slo)
         row: list[str | Text] = [
-            str(point.load),
+            point.load_text,
             rounded(point.median("throughput_per_s")),
             *(milliseconds(point.median(name)) if answered else "-" for name in _TIMES),
             f"{sum(point.errors.values()):,}",
             "-" if not stable else "yes" if all(stable) else "no",
         ]
         if not slo.is_empty:
-            row.append(Text("met" if meets else "missed", "green" if meets else "red"))
+            state = point.judge(slo)
+            row.append(Text(state, {"met": "green", "missed": "red"}.get(state, "yellow")))
         rows.append(row)
     print_table(console, "Loads", heads, rows)
 
@@ -158,7 +158,8 @@ def _print_budget(console: Console, points: Sequence[LoadPoint]) -> None:
 
 
 def _print_baselines(console: Console, result: BenchResult) -> None:
-    heads = ("contender", "load", "requests/s", "p50 ms", "p99 ms", "the pipeline is")
+    last = f"times as fast ({100 * CONFIDENCE:g} %)"
+    heads = ("contender", "load", "requests/s", "p50 ms", "p99 ms", last)
     rows = [
         (
             baseline.contender,
@@ -186,9 +187,8 @@ def _print_errors_and_warnings(console: Console, result: BenchResult) -> None:
 
 def print_tuned(console: Console, result: TuneResult) -> None:
     """Print the verdict, all trials, values before and after, and further advice."""
-    word = "tuned" if result.slo.is_empty else "SLO met" if result.met else "SLO NOT MET"
-    style = "bold" if result.slo.is_empty else STYLES["met" if result.met else "not met"]
-    say(console, f"{result.subject.pipeline}: {word}", style)
+    style = STYLES.get(result.slo_kind, "bold")
+    say(console, f"{result.subject.pipeline}: {verdict_word(result)}", style)
     say(console, f"  {result.verdict}")
     say(console, f"  maximized: {result.objective}")
     trials = [

@@ -12,9 +12,10 @@ from typing import Any
 
 from markupsafe import Markup
 
+from triptych.base.confidence import paired_ratio, separate_ratio
 from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors, write_files
-from triptych.base.formatting import NOTHING, TIMES, milliseconds, number, percent, rounded
+from triptych.base.formatting import NOTHING, milliseconds, number, percent, rounded
 from triptych.interface.report.pages import render, write_report
 from triptych.interface.report.plots import (
     Dot,
@@ -103,7 +104,7 @@ def _tokens_row(point: LoadPoint) -> str:
 def _row(point: LoadPoint) -> str:
     times = [milliseconds(point.median(f"{name}_us")) for name in ("p50", "p95", "p99")]
     rate = rounded(point.median("throughput_per_s"))
-    return f"| {' | '.join([str(point.load), rate, *times, str(sum(point.errors.values()))])} |"
+    return f"| {' | '.join([point.load_text, rate, *times, str(sum(point.errors.values()))])} |"
 
 
 CURVES = ("p50", "p95", "p99")
@@ -264,16 +265,19 @@ def part_name(part: Part) -> str:
 
 
 def times_as_fast(points: Sequence[LoadPoint], baseline: LoadPoint) -> str:
-    """Return the throughput relative to a baseline, such as ``2.31 x as fast``.
+    """Return the throughput relative to a baseline, such as ``2.31 (2.20 to 2.43)``.
 
     It is compared at the load of the baseline, or else at the best load.
     """
     same = [point for point in points if point.load == baseline.load]
     pipeline = same[0] if same else find_best_point(points, Slo())
-    rate = achieved(baseline)
-    if pipeline is None or rate <= 0 or not pipeline.median("requests"):
+    if pipeline is None:
         return NOTHING
-    return f"{rounded(achieved(pipeline) / rate)}\N{NO-BREAK SPACE}{TIMES} as fast"
+    slow, fast = ([one.throughput_per_s for one in p.rounds] for p in (baseline, pipeline))
+    if not min(*slow, *fast) > 0:
+        return NOTHING
+    in_turns = len(slow) == len(fast)
+    return (paired_ratio(slow, fast) if in_turns else separate_ratio(slow, fast)).brief
 
 
 def cost_entries(found: Cost) -> dict[str, str]:

@@ -15,6 +15,7 @@ from triptych.interface.report.plots import Dot, Series, curves
 from triptych.operate.tune.results import Outcome, Trial, TuneResult, pareto_front
 from triptych.repository.records import json_text
 from triptych.serving.bench.results import (
+    SLO_WORDS,
     LoadPoint,
     collect_warnings,
     find_best_point,
@@ -137,9 +138,7 @@ def tune_page(result: TuneResult) -> str:
 
 
 def verdict_word(result: TuneResult) -> str:
-    if result.slo.is_empty:
-        return "Tuned"
-    return "SLO met" if result.met else "SLO NOT MET"
+    return "Tuned" if result.slo.is_empty else SLO_WORDS[result.slo_kind]
 
 
 def before_and_after(result: TuneResult) -> dict[str, tuple[float | None, float | None]]:
@@ -161,8 +160,9 @@ def grown(old: float | None, new: float | None) -> str:
 
 
 def gained(trial: Trial) -> str:
-    """Return the gain of a trial; a dash if there is no significant difference."""
-    return NOTHING if trial.verdict == "no difference" else grown(trial.against, trial.score)
+    """Return the gain of a trial; a dash if none is proven."""
+    is_proven = trial.verdict in ("better", "worse")
+    return grown(trial.against, trial.score) if is_proven else NOTHING
 
 
 def _best(one: Outcome, slo: AnySlo) -> LoadPoint | None:

@@ -95,10 +95,25 @@ class MonitorRun:
         """Whether the run raised no alarm and found no drift."""
         return not (self.alarms or self.drifts)
 
+    @property
+    def summary(self) -> str:
+        """Text about a run without alarm and drift, and about the evidence that it lacks."""
+        if not self.rows:
+            return "nothing was compared in this run, so it says nothing about the answers"
+        lacking = [test for test in self.tests if not test.is_proven]
+        if not lacking:
+            return "no alarms, no drift; the limits are met with 95 % confidence"
+        needed = [test.rows_to_prove for test in lacking]
+        rows = max((count for count in needed if count is not None), default=0)
+        more = f": about {rows:,} rows since the build are needed" if None not in needed else ""
+        return f"no alarms, no drift; it is not proven yet that the limits are met{more}"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the data for ``--json``; values that are not finite are null."""
         fields = asdict(replace(self, drift=None, evidence={}))
         del fields["evidence"]
+        for fields_of_test, test in zip(fields["tests"], self.tests, strict=True):
+            fields_of_test["is_proven"] = test.is_proven
         fields["drift"] = None if self.drift is None else self.drift.as_dict()
         fields["passed"] = self.passed
         plain: dict[str, Any] = plain_data(fields)
@@ -129,7 +144,7 @@ def format_run(run: MonitorRun) -> Iterator[tuple[str, str]]:
     if run.drift is not None and run.drift.proposal is not None:
         yield f"build the proposal with these rows: triptych monitor {run.pipeline} --apply", ""
     if run.passed:
-        yield "no alarms, no drift", "green"
+        yield run.summary, "green" if run.rows else "yellow"
 
 
 def _format_requests(run: MonitorRun) -> Iterator[tuple[str, str]]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.base.confidence import CONFIDENCE
 from triptych.core.gate.live import AnswerRules, differences, is_finite, same, shape_fault
 from triptych.core.gate.verify import ANSWER_AGREEMENT, MIN_ANSWER_AGREEMENT
 from triptych.repository.records import GateResult
@@ -309,3 +310,24 @@ class MeanTest:
     @property
     def alarmed(self) -> bool:
         return self.alarm_row is not None
+
+    @property
+    def rows_to_prove(self) -> int | None:
+        """Number of rows with the present mean that prove the limit; None if none do.
+
+        A mean loss of at most `allowed` is proven with 95 % confidence if a larger one makes a
+        mean as low as this improbable. Source: Hoeffding, "Probability inequalities for sums of
+        bounded random variables", J. Am. Stat. Assoc. 58, 1963, theorem 1.
+        """
+        mean, allowed = self.mean or 0.0, self.allowed
+        if mean >= allowed:
+            return None
+        divergence = (1 - mean) * math.log((1 - mean) / (1 - allowed))
+        if mean:
+            divergence += mean * math.log(mean / allowed)
+        return math.ceil(-math.log(1 - CONFIDENCE) / divergence)
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the rows prove, with 95 % confidence, that the mean loss is within its limit."""
+        return self.rows_to_prove is not None and self.rows >= self.rows_to_prove

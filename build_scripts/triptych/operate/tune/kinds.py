@@ -26,7 +26,15 @@ from triptych.serving.bench import perf_analyzer
 from triptych.serving.bench.bench import WARM_UP_ANSWERS, describe_server, describe_target
 from triptych.serving.bench.measure import WINDOW_FACTOR, BenchTarget, measure
 from triptych.serving.bench.perf_analyzer import Request
-from triptych.serving.bench.results import Measurement, OfferedLoad, Subject
+from triptych.serving.bench.results import (
+    SLO_KINDS,
+    Measurement,
+    OfferedLoad,
+    SloVerdict,
+    Subject,
+    format_rates,
+    judge_points,
+)
 from triptych.spec.generation_fields import GenerationSpec, load_generation_spec
 from triptych.spec.kind import Kind
 from triptych.spec.plan import Plan
@@ -134,8 +142,8 @@ class TunedPipeline(ABC):
         """Return a description of the measured pipeline and machine."""
 
     @abstractmethod
-    def judge(self, winner: Outcome) -> tuple[bool, str]:
-        """Return whether the winner meets the SLO, and a sentence with its metrics."""
+    def judge(self, winner: Outcome) -> SloVerdict:
+        """Return whether the winner meets the SLO, with its metrics."""
 
     @abstractmethod
     def advise(self, built: BuiltSetting, winner: Outcome) -> tuple[str, ...]:
@@ -194,7 +202,7 @@ class EncoderTuning(TunedPipeline):
         server = describe_server(None, built.plan.spec.core.backend)
         return describe_target(built.inputs, repository, server=server, overrides=overrides)
 
-    def judge(self, winner: Outcome) -> tuple[bool, str]:
+    def judge(self, winner: Outcome) -> SloVerdict:
         return judge_outcome(self.slo, winner)
 
     def advise(self, built: BuiltSetting, winner: Outcome) -> tuple[str, ...]:
@@ -268,7 +276,7 @@ class GenerationTuning(TunedPipeline):
         subject = subject_of(built.inputs, server=describe_server(None))
         return replace(subject, overrides=dict(overrides))
 
-    def judge(self, winner: Outcome) -> tuple[bool, str]:
+    def judge(self, winner: Outcome) -> SloVerdict:
         return judge_goodput(self.slo, winner)
 
     def advise(self, built: BuiltSetting, winner: Outcome) -> tuple[str, ...]:
@@ -286,42 +294,47 @@ TUNERS: Mapping[Kind, Callable[[Path, Any, int, tuple[str, ...]], TunedPipeline]
 """Kinds that can be tuned; the only place in this package that chooses by `Kind`."""
 
 
-def judge_outcome(slo: Slo, winner: Outcome) -> tuple[bool, str]:
-    """Return whether an encoder's winner meets the SLO, and a sentence with its metrics."""
+def judge_outcome(slo: Slo, winner: Outcome) -> SloVerdict:
+    """Return whether an encoder's winner meets the SLO, with its metrics."""
     if slo.is_empty:
-        return True, f"no SLO is set; {winner.score:.0f}/s at the highest load"
+        return SloVerdict("none", f"no SLO is set; {winner.score:.0f}/s at the highest load")
     if winner.rate is None:
-        wanted = slo.throughput or 0.0
-        return winner.score >= wanted, _format_margin(winner.score, wanted)
-    rate, limits = winner.rate.highest_per_s, slo.without_throughput
-    if not rate:
-        return False, f"{limits} is not met at any tested rate"
-    text = f"{limits} is met up to {rate:.0f}/s (Poisson)"
-    if winner.rate.lowest_broken_per_s is not None:
-        text += f" and missed at {winner.rate.lowest_broken_per_s:.0f}/s"
-    if slo.throughput is None:
-        return True, text
-    return rate >= slo.throughput, f"{text}: {_format_margin(rate, slo.throughput)}"
+        return _judge_throughput(slo, winner, winner.score)
+    rate = replace(winner.rate, slo=slo)
+    text = f"{slo.without_throughput}: {format_rates(rate)}"
+    if slo.throughput is not None and rate.highest_per_s:
+        text += f": {_format_margin(rate.highest_per_s, slo.throughput)}"
+    return SloVerdict(SLO_KINDS[rate.verdict], text)
 
 
-def judge_goodput(slo: GenerationSlo, winner: Outcome) -> tuple[bool, str]:
-    """Return whether the winner meets the SLO of streamed answers, and a sentence."""
+def judge_goodput(slo: GenerationSlo, winner: Outcome) -> SloVerdict:
+    """Return whether the winner meets the SLO of streamed answers, with its metrics."""
     if slo.is_empty:
-        return True, f"no SLO is set; {rounded(winner.score)} tokens/s at the highest load"
-    limits, wanted = slo.without_throughput, slo.throughput
-    within = [point for point in winner.points if point.meets(limits)]
-    highest = max((point.median("throughput_per_s") for point in within), default=0.0)
+        text = f"no SLO is set; {rounded(winner.score)} tokens/s at the highest load"
+        return SloVerdict("none", text)
     if not slo.limits_us:
-        return highest >= (wanted or 0.0), _format_margin(highest, wanted or 0.0)
+        fastest = max(point.median("throughput_per_s") for point in winner.points)
+        return _judge_throughput(slo, winner, fastest)
     best = max(winner.points, key=lambda point: point.median("goodput_per_s"))
     text = f"goodput {rounded(best.median('goodput_per_s'))}/s of "
     text += f"{rounded(best.median('throughput_per_s'))}/s with {best.load}"
+    limits = slo.without_throughput
+    within = [point for point in winner.points if point.judge(limits) == "met"]
     if not within:
-        return False, f"{text}; {limits} is not met with any tested number of clients"
-    text += f"; {limits} is met with {', '.join(str(point.load) for point in within)}"
-    if wanted is None:
-        return True, text
-    return highest >= wanted, f"{text}: {_format_margin(highest, wanted)}"
+        verb = "met" if judge_points(winner.points, limits) == "missed" else "proven"
+        text += f"; {limits} is not {verb} with any tested number of clients"
+    else:
+        text += f"; {limits} is met with {', '.join(str(point.load) for point in within)}"
+    if within and slo.throughput is not None:
+        highest = max(point.median("throughput_per_s") for point in within)
+        text += f": {_format_margin(highest, slo.throughput)}"
+    return SloVerdict(SLO_KINDS[judge_points(winner.points, slo)], text)
+
+
+def _judge_throughput(slo: AnySlo, winner: Outcome, rate_per_s: float) -> SloVerdict:
+    """Return the verdict on an SLO without latencies."""
+    text = _format_margin(rate_per_s, slo.throughput or 0.0)
+    return SloVerdict(SLO_KINDS[judge_points(winner.points, slo)], text)
 
 
 def _format_margin(rate: float, wanted: float) -> str:

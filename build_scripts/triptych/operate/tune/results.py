@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp, log, sqrt
-from statistics import mean, stdev
 from typing import Literal
 
 from pydantic import JsonValue
 
-from triptych.serving.bench.results import Bottleneck, Cost, LoadPoint, RateSearch, Subject
+from triptych.base.confidence import MARGIN, Ratio, paired_ratio
+from triptych.serving.bench.results import (
+    Bottleneck,
+    Cost,
+    LoadPoint,
+    RateSearch,
+    SloKind,
+    Subject,
+)
 from triptych.spec.slo import AnySlo
 
 
@@ -46,7 +52,9 @@ def pareto_front(
     return tuple(reversed(front))
 
 
-TrialVerdict = Literal["better", "worse", "no difference", "failed"]
+TrialVerdict = Literal["better", "worse", "no difference", "cannot tell", "failed"]
+"""Verdict on a trial; ``no difference`` is one of less than `MARGIN`, with 95 % confidence."""
+
 ScoreUnit = Literal["requests/s", "tokens/s"]
 REQUESTS: ScoreUnit = "requests/s"
 
@@ -89,68 +97,55 @@ class TuneResult:
     skipped: dict[str, str]  # reason by skipped field
     baseline: Outcome
     winner: Outcome  # the baseline if no trial was better
-    met: bool  # whether the winner meets the SLO
+    met: bool  # whether the winner is proven to meet the SLO, or there is none
     verdict: str  # sentence about the SLO
     advice: tuple[str, ...]  # further measures, one sentence each
     stopped: str  # reason of the end of the search
     seconds: float  # total duration
     unit: ScoreUnit = REQUESTS  # unit of all scores
+    slo_kind: SloKind = "none"  # verdict about the SLO; also ``none`` in earlier releases
     schema: Literal["triptych-tune/1"] = "triptych-tune/1"
 
 
-MAX_ROUNDS = 5
+LOOKS = (3, 6)
+"""Numbers of rounds after which a trial is judged; the second only if the first cannot tell.
+
+Two looks at 95 % confidence call a trial of an equal setting better, or worse, in at most 5 % of
+trials, and find 80 % of gains of 10 % if a round's score varies by 4 %."""
+
 MIN_GAIN = 0.01
-"""Minimum gain that changes a setting; smaller gains are ignored even if significant."""
+"""Minimum gain that changes a setting; smaller gains are ignored even if proven."""
 
 MIN_FIRST_ROUND_RATIO = 0.85
 """Minimum score of a trial's first round, relative to the best, to measure it again."""
 
-_MIN_SPREAD = 0.01
-"""Minimum assumed noise of a round, because two rounds may agree by chance."""
 
-_T = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132}
-"""One-sided 95 % quantile of Student's t, by the number of rounds.
-
-Testing after every round finds a false gain in about 10 % of pairs of equal configurations, and
-finds 90 % of gains of 10 % if a round's score varies by 4 % (both from a simulation)."""
-
-
-def gain(scores: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the relative gain of the second score over the first, with its uncertainty.
+def compare_scores(scores: Sequence[tuple[float, float]]) -> TrialVerdict | None:
+    """Return the verdict on the second of each pair; None if another round is needed.
 
     Args:
         scores: Scores of the present configuration and the trial, one pair per round; all above 0.
-
-    Returns:
-        Geometric mean of the ratios minus 1, and half the width of its 90 % confidence interval
-        (infinite after one round).
     """
-    ratios = [log(other / present) for present, other in scores]
-    if len(ratios) < 2:
-        return exp(ratios[0]) - 1, float("inf")
-    rounds = min(len(ratios), max(_T))
-    half = _T[rounds] * max(stdev(ratios), _MIN_SPREAD) / sqrt(len(ratios))
-    return exp(mean(ratios)) - 1, half
-
-
-def compare_scores(scores: Sequence[tuple[float, float]]) -> TrialVerdict | None:
-    """Return the verdict on the second of each pair; None if another round is needed."""
-    share, half = gain(scores)
-    if share < MIN_FIRST_ROUND_RATIO - 1:
-        return "worse"
-    if share - half > 0 and share > MIN_GAIN:
+    ratio = ratio_of(scores)
+    if len(scores) == 1 and ratio.value < MIN_FIRST_ROUND_RATIO:
+        return "cannot tell"
+    if len(scores) not in LOOKS:
+        return None
+    if ratio.low > 1 and ratio.value > 1 + MIN_GAIN:
         return "better"
-    if share + half < 0:
+    if ratio.high < 1:
         return "worse"
-    if len(scores) >= MAX_ROUNDS or share + half < MIN_GAIN:
-        return "no difference"
-    return None
+    if len(scores) < LOOKS[-1] and ratio.value > 1 + MIN_GAIN:
+        return None
+    return "no difference" if ratio.is_between(1 / (1 + MARGIN), 1 + MARGIN) else "cannot tell"
+
+
+def ratio_of(scores: Sequence[tuple[float, float]]) -> Ratio:
+    """Return the ratio of the second score to the first of each round."""
+    return paired_ratio(*zip(*scores, strict=True))
 
 
 def format_scores(scores: Sequence[tuple[float, float]]) -> str:
-    """Return the gain with its interval as text."""
-    share, half = gain(scores)
-    rounds = f"{len(scores)} round" + ("s" if len(scores) > 1 else "")
-    if half == float("inf"):
-        return f"{share:+.1%} in {rounds}"
-    return f"{share:+.1%} ± {half:.1%} in {rounds}"
+    """Return the ratio with its interval and the number of rounds as text."""
+    ratio = ratio_of(scores)
+    return str(ratio) if ratio.rounds < 2 else f"{ratio} in {ratio.rounds} rounds"

@@ -186,7 +186,7 @@ class Search:
 
         Only trials against the baseline qualify: a proven setting is not replaced.
         """
-        if not self.stopped or trial.verdict != "no difference" or self.best != self._baseline:
+        if not self.stopped or trial.verdict != "cannot tell" or self.best != self._baseline:
             return False
         if self.clock() > self.end:
             return False
@@ -207,7 +207,7 @@ class Search:
                 verdict, says = compare_scores(scores), format_scores(scores)
                 if verdict is None and not self._fits():
                     self.stopped = "time budget reached"
-                    verdict, says = "no difference", f"{says}, not proven: {self.stopped}"
+                    verdict, says = "cannot tell", f"{says}, not proven: {self.stopped}"
         except (GateFailure, LintFailure, UserError, LoadFailed) as error:
             self._first_s = max(self._first_s, self.clock() - began)
             verdict, says = "failed", str(error)

@@ -24,8 +24,8 @@ from triptych.serving.endpoint import UNSAMPLED
 from triptych.serving.hot_reload import reload
 from triptych.serving.server import Server
 
-MIN_ROUNDS = 2
-"""Minimum number of rounds of the final comparison, because one round does not show noise."""
+MIN_ROUNDS = 3
+"""Minimum number of rounds of the final comparison; two show too little of the noise."""
 
 
 class TrialServer:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 from triptych.base.cache import code_hash, sha256_of
 from triptych.base.errors import Progress, UserError
 from triptych.operate.tune.kinds import TUNERS, Setting, TunedPipeline
 from triptych.operate.tune.objective import LoadFailed, ScoredRound
-from triptych.operate.tune.results import Outcome, TuneResult, format_scores, gain
+from triptych.operate.tune.results import Outcome, TuneResult, format_scores, ratio_of
 from triptych.operate.tune.search import Search, TrialCache, collect_points, pair_scores
 from triptych.operate.tune.trial_servers import MIN_ROUNDS, TrialServer, TrialServers, trial_servers
 from triptych.serving.bench.bench import describe_machine, mean_answer_tokens
@@ -41,11 +40,18 @@ CODE = (
 FINAL_CLIENTS = (1, 4, 16)
 """Numbers of clients in the final comparison, besides those of the score."""
 
-FINAL_ROUNDS = 3
-_MIN_RATE_S = 3.0
+FINAL_ROUNDS = 5
+"""Number of rounds of the final comparison, if time is left."""
+
+MAX_FINAL_ROUNDS = 10
+"""Maximum number of rounds, if the noise requires more to detect a difference."""
+
+SINGLE_ROUNDS = 3
+"""Number of rounds of each load that is not compared."""
+
+_MIN_RATE_S = 12.0
 """Minimum time of the search for the highest rate, in durations of one measurement."""
 
-Round = TypeVar("Round")
 SEARCH_SHARE = 0.65
 """Share of the time budget in which trials begin; the rest is for the final comparison."""
 
@@ -110,8 +116,8 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
             ) from error
         server = servers.best
         subject = pipeline.describe(server.served, server.repository, after.overrides)
-        met, said = pipeline.judge(after)
-        advice = () if met else pipeline.advise(server.served, after)
+        slo = pipeline.judge(after)
+        advice = () if slo.passed else pipeline.advise(server.served, after)
     result = TuneResult(
         subject=subject,
         slo=tuning.slo,
@@ -120,12 +126,13 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
         skipped=search.skipped,
         baseline=before,
         winner=after,
-        met=met,
-        verdict=f"{said}; {doubt}" if doubt else said,
+        met=slo.passed,
+        verdict=f"{slo.explanation}; {doubt}" if doubt else slo.explanation,
         advice=advice,
         stopped=search.stopped,
         seconds=time.monotonic() - began,
         unit=objective.unit,
+        slo_kind=slo.kind,
     )
     _write(folder, result, progress)
     cache.clear()
@@ -166,11 +173,11 @@ class _Final:
         servers.put(servers.best, best)
         if best == start:
             seen = tuple(servers.scored(best))  # rounds of the search, used if no time is left
-            rounds = self._rounds(lambda: servers.begin(best)[1], sides=1) or [*seen]
+            rounds = self._single_rounds(best) or [*seen]
             (outcome,) = self._outcomes({"winner": (servers.best, best, rounds)})
             return outcome, outcome, "no trial is better than the defaults"
         servers.put(servers.trial, start)
-        pairs = self._rounds(servers.round, sides=2)
+        pairs = self._rounds()
         after, before = self._outcomes(
             {
                 "winner": (servers.best, best, [pair[0] for pair in pairs]),
@@ -180,22 +187,29 @@ class _Final:
         scores = [(old, new) for new, old in pair_scores(pairs)]
         if isinstance(self.tuning.slo, GenerationSlo) and self.tuning.slo.limits_us:
             before, after, scores = _at_their_best(before, after, scores)
-        share, half = gain(scores)
         self.progress("tune", f"winner against baseline: {format_scores(scores)}")
-        if share - half > 0:
+        if ratio_of(scores).low > 1:
             return before, after, ""
         servers.accept_trial()  # the baseline is the best again
-        return before, before, f"the winner's gain is within the noise: {format_scores(scores)}"
+        return before, before, f"the winner's gain is not proven: {format_scores(scores)}"
 
-    def _rounds(self, measure: Callable[[], Round], *, sides: int) -> list[Round]:
-        """Measure rounds until the time is used; with two sides at least `MIN_ROUNDS`."""
-        rounds: list[Round] = []
-        minimum = MIN_ROUNDS if sides > 1 else 0
-        while len(rounds) < FINAL_ROUNDS:
-            round_s = self.servers.next_round_s() * sides / 2
-            if len(rounds) >= minimum and not self._is_time_for(round_s):
-                break
-            rounds.append(measure())
+    def _single_rounds(self, best: Setting) -> list[ScoredRound]:
+        """Measure rounds of one setting until the time is used."""
+        rounds: list[ScoredRound] = []
+        while len(rounds) < SINGLE_ROUNDS and self._is_time_for(self.servers.next_round_s() / 2):
+            rounds.append(self.servers.begin(best)[1])
+        return rounds
+
+    def _rounds(self) -> list[tuple[ScoredRound, ScoredRound]]:
+        """Measure rounds of both settings until noise or time is used; at least `MIN_ROUNDS`."""
+        rounds: list[tuple[ScoredRound, ScoredRound]] = []
+        while len(rounds) < MAX_FINAL_ROUNDS:
+            if len(rounds) >= MIN_ROUNDS:
+                needed = ratio_of(pair_scores(rounds)).rounds_needed() or 0
+                is_time = self._is_time_for(self.servers.next_round_s())
+                if not is_time or len(rounds) >= max(FINAL_ROUNDS, needed):
+                    break
+            rounds.append(self.servers.round())
         return rounds
 
     def _is_time_for(self, seconds: float) -> bool:
@@ -212,7 +226,7 @@ class _Final:
         wanted = {clients for clients in FINAL_CLIENTS if clients < tuning.clients}
         extra: dict[str, list[ScoredRound]] = {name: [] for name in sides}
         for clients in sorted((wanted | {tuning.clients}) - set(first[0].by_clients)):
-            for _ in range(FINAL_ROUNDS - 1):
+            for _ in range(SINGLE_ROUNDS):
                 if not self._is_time_for(len(sides) * self.servers.measure_s(clients)):
                     break
                 for name, (server, _, _) in sides.items():

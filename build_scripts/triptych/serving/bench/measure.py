@@ -22,8 +22,11 @@ from triptych.serving.bench.statistics import Counts, ServedStep, ServerCounts, 
 from triptych.spec.slo import GenerationSlo
 
 WINDOWS = 3
-WINDOW_FACTOR = 1.2
+WINDOW_FACTOR = perf_analyzer.WINDOWS_SPAN / WINDOWS
 """Actual duration of perf_analyzer's windows, relative to the requested one."""
+
+MIN_SENT_RATIO = 0.97
+"""Minimum ratio of the sent to the offered rate, before a warning."""
 
 WARM_UP_CLIENTS = 8
 NO_ANSWER = "no answer in time"
@@ -110,12 +113,24 @@ def measure(
         counts.close()
     did = {model: after[model] - before[model] for model in after}
     measured = _make_measurement(result, did, counts.steps, target.pipeline)
+    if not is_sent(measured, load):
+        warning = (
+            f"the load generator sent {measured.sent_per_s:.3g}/s of {load.value:g}/s: the"
+            " shortfall is its own, not the server's"
+        )
+        measured = replace(measured, warnings=(*measured.warnings, warning))
     if target.streaming_slo is not None:
         streamed = compute_streaming_metrics(result, target.streaming_slo)
         parts = split_answer_time(measured.mean_us, streamed)
         measured = replace(measured, streamed=streamed, parts=parts)
     span = result.boundaries_ns
     return replace(measured, resources=monitor.between(span[0], span[-1]))
+
+
+def is_sent(measured: Measurement, load: OfferedLoad) -> bool:
+    """Whether the load generator sent the rate of an open loop."""
+    sent = measured.sent_per_s
+    return sent is None or sent >= MIN_SENT_RATIO * load.value
 
 
 def run_longer(run: Callable[[float], LoadResult], seconds: float) -> LoadResult:

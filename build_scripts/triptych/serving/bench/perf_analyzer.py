@@ -23,6 +23,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 
 import numpy as np
@@ -172,6 +173,9 @@ def _fetch_wheel(folder: Path) -> Path:
 
 __all__ = ["Distribution", "LoadError", "LoadResult", "Request", "run"]
 
+WINDOWS_SPAN = 3.6
+"""Actual duration of perf_analyzer's three windows, relative to the requested one of each."""
+
 # With this tolerance, perf_analyzer accepts and merges the first three windows. It would report
 # nothing for unstable windows, so `check_stability` judges their stability.
 _ANY_SPREAD = "1e6"
@@ -278,7 +282,14 @@ def run(
         command = [
             str(analyzer.binary.resolve()),
             *("-m", model, "-u", url, *service, f"--input-data={data}", f"-b{batch_size}"),
-            *_load_arguments(concurrency, request_rate_per_s, distribution, burst, scratch),
+            *_load_arguments(
+                concurrency,
+                request_rate_per_s,
+                distribution,
+                burst,
+                WINDOWS_SPAN * window_s,
+                scratch,
+            ),
             # A local server needs half of the cores.
             *(["--streaming"] if streaming else []),
             *("--async", f"--max-threads={max(1, (os.cpu_count() or 2) // 2)}"),
@@ -337,19 +348,37 @@ def _load_arguments(
     request_rate_per_s: float | None,
     distribution: Distribution,
     burst: int,
+    seconds: float,
     scratch: Path,
 ) -> list[str]:
     if request_rate_per_s is None:
         return [f"--concurrency-range={concurrency}"]
-    if distribution == "burst":
-        intervals = scratch / "intervals_us.txt"
-        pause_us = max(1, round(burst / request_rate_per_s * 1e6))
-        intervals.write_text("0\n" * (burst - 1) + f"{pause_us}\n", encoding="ascii")
-        return [f"--request-intervals={intervals}"]
-    return [
-        f"--request-rate-range={request_rate_per_s:g}",
-        f"--request-distribution={distribution}",
-    ]
+    if distribution == "constant":
+        return [f"--request-rate-range={request_rate_per_s:g}", "--request-distribution=constant"]
+    intervals_us = [0] * (burst - 1) + [max(1, round(burst / request_rate_per_s * 1e6))]
+    if distribution == "poisson":
+        intervals_us = draw_intervals_us(request_rate_per_s, seconds)
+    file = scratch / "intervals_us.txt"
+    file.write_text("".join(f"{pause_us}\n" for pause_us in intervals_us), encoding="ascii")
+    return [f"--request-intervals={file}"]
+
+
+def draw_intervals_us(rate_per_s: float, seconds: float) -> list[int]:
+    """Return the intervals of Poisson arrivals with the expected number of requests, in µs.
+
+    A draw of perf_analyzer itself has another number of requests, 20 % less in a few seconds. The
+    arrivals of a Poisson process, given their number, are independent uniform times, so the
+    intervals of any draw may be scaled to the duration. perf_analyzer repeats them.
+
+    Args:
+        rate_per_s: Requests per second.
+        seconds: Duration of the measurement.
+    """
+    count = max(1, round(rate_per_s * seconds))
+    random = Random()
+    drawn = [random.expovariate(1) for _ in range(count)]
+    scale = count / rate_per_s * 1e6 / sum(drawn)
+    return [max(1, round(scale * each)) for each in drawn]
 
 
 def _row(request: Request) -> dict[str, object]:

@@ -1,16 +1,29 @@
-"""Search the highest rate of Poisson arrivals within an SLO: by growth, then by bisection."""
+"""Search the highest rate of Poisson arrivals within an SLO: by growth, then by bisection.
+
+Each rate is measured in several rounds, so that neither a noisy round nor a lucky one decides.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
+from triptych.base.confidence import limit_ratio
 from triptych.base.errors import Progress, UserError
+from triptych.base.formatting import amount
 from triptych.serving.bench.bottleneck import find_bottleneck
-from triptych.serving.bench.measure import BenchTarget, measure
+from triptych.serving.bench.measure import WINDOW_FACTOR, BenchTarget, is_sent, measure
 from triptych.serving.bench.perf_analyzer import Request
-from triptych.serving.bench.results import LoadPoint, Measurement, OfferedLoad, RateSearch
+from triptych.serving.bench.results import (
+    LoadPoint,
+    Measurement,
+    OfferedLoad,
+    RateSearch,
+    SloState,
+    judge_ratio,
+)
 from triptych.spec.slo import AnySlo
 
 MIN_REQUESTS = 300
@@ -23,8 +36,10 @@ GROWTH = 1.5
 MAX_BRACKET_RATIO = 1.05
 """Maximum ratio of the lowest failed rate to the highest successful rate at the end."""
 
+LOOKS = (3, 5)
+"""Numbers of rounds after which a rate is judged; the second only if the first cannot tell."""
+
 _MIN_STEP_DOWN = 100.0
-_SIGMAS = 3.0
 _SLACK_S = 20.0
 WARM_UP_REQUESTS = 50
 DRAIN_REQUESTS = 8
@@ -44,7 +59,9 @@ def find_highest_rate(
     """Search for the highest rate at which the latency limits of `slo` hold.
 
     A rate succeeds if no request fails, all percentiles are within their limits, and answers keep
-    pace with requests. A rate that fails is measured again.
+    pace with requests, with 95 % confidence over the rounds. A rate of which neither success nor
+    failure is proven counts as neither; the search continues below it. New rounds confirm the
+    highest rate at the end, because the search chose it among many.
 
     Args:
         target: Target of the load.
@@ -65,30 +82,30 @@ def find_highest_rate(
             given=(start_per_s, budget_s),
             remedy="Give positive numbers",
         )
-    deadline = time.monotonic() + budget_s
-    tried: dict[float, LoadPoint] = {}
-    warmup_requests = WARM_UP_REQUESTS
-    highest_met, lowest_missed = 0.0, math.inf
+    trials = _RateTrials(
+        target, requests, slo, seconds, time.monotonic() + budget_s, progress, WARM_UP_REQUESTS
+    )
+    states: dict[float, SloState] = {}
+    highest_met, lowest_other = 0.0, math.inf
     rate: float | None = start_per_s
     while rate is not None:
-        point = _try_rate(target, requests, slo, rate, seconds, deadline, warmup_requests)
-        if point is None:
-            progress("rate", f"{rate:.0f}/s: no time left")
+        state = trials.judge(rate, reserve_s=trials.confirmation_s(highest_met))
+        if state is None:
             break
-        tried[rate] = point
-        if rate_meets_slo(point.rounds[-1], slo, rate):
+        states[rate] = state
+        if state == "met":
             highest_met = max(highest_met, rate)
-            warmup_requests = 0
         else:
-            lowest_missed = min(lowest_missed, rate)
-            warmup_requests = DRAIN_REQUESTS
-        progress("rate", _line(point, slo, rate))
-        rate = next_rate(highest_met, lowest_missed, start_per_s)
+            lowest_other = min(lowest_other, rate)
+        rate = next_rate(highest_met, lowest_other, start_per_s)
+    met = sorted((rate for rate, state in states.items() if state == "met"), reverse=True)
     return RateSearch(
         slo=slo,
-        highest_per_s=highest_met,
-        lowest_broken_per_s=None if math.isinf(lowest_missed) else lowest_missed,
-        points=tuple(tried[rate] for rate in sorted(tried)),
+        highest_per_s=next((rate for rate in met if trials.judge(rate) == "met"), 0.0),
+        lowest_broken_per_s=min(
+            (rate for rate, state in states.items() if state == "missed"), default=None
+        ),
+        points=tuple(trials.points()),
     )
 
 
@@ -114,57 +131,96 @@ def next_rate(highest_met: float, lowest_missed: float, start_per_s: float) -> f
     )
 
 
-def rate_meets_slo(measurement: Measurement, slo: AnySlo, rate_per_s: float) -> bool:
-    """Whether a measurement at `rate_per_s` meets the SLO."""
-    if measurement.errors or not measurement.requests:
-        return False
-    sent = measurement.sent_per_s or rate_per_s
-    # Arrivals are random, so the actual rate of few requests deviates from the requested rate.
-    noise = _SIGMAS / math.sqrt(measurement.requests)
-    is_sent = sent >= rate_per_s * (1 - max(1 - MIN_ANSWERED, noise))
-    is_answered = measurement.throughput_per_s >= MIN_ANSWERED * min(sent, rate_per_s)
-    return is_sent and is_answered and slo.slo_ratio(measurement.latencies_us) <= 1
+def judge_rate(rounds: Sequence[Measurement], slo: AnySlo, rate_per_s: float) -> SloState:
+    """Return whether the rounds at `rate_per_s` meet the SLO, with 95 % confidence.
+
+    One round with errors proves nothing; two prove that the rate is missed. Rounds that the load
+    generator did not send in full are ignored.
+    """
+    failed = sum(bool(one.errors) or not one.requests for one in rounds)
+    if failed:
+        return "missed" if failed > 1 else "cannot tell"
+    load = OfferedLoad("poisson", rate_per_s)
+    logarithms = [
+        math.log(_slo_ratio(one, slo, rate_per_s)) for one in rounds if is_sent(one, load)
+    ]
+    return judge_ratio(limit_ratio(logarithms)) if logarithms else "cannot tell"
 
 
-def _try_rate(
-    target: BenchTarget,
-    requests: Sequence[Request],
-    slo: AnySlo,
-    rate: float,
-    seconds: float,
-    deadline: float,
-    warmup_requests: int,
-) -> LoadPoint | None:
-    """Measure a rate, again if it misses the SLO; return None without time for a measurement."""
-    load = OfferedLoad("poisson", rate)
-    length = max(seconds, MIN_REQUESTS / rate)
-    rounds: list[Measurement] = []
-    for _ in range(2):
-        left = deadline - time.monotonic()
-        if left < length:
-            break
-        rounds.append(
-            measure(
-                target,
-                requests,
-                load,
-                seconds=length,
-                warmup_requests=DRAIN_REQUESTS if rounds else warmup_requests,
-                timeout_s=min(left, 2 * length) + _SLACK_S,
+def _slo_ratio(measurement: Measurement, slo: AnySlo, rate_per_s: float) -> float:
+    """Return the ratio to a latency limit, or of the least to the actual number of answers."""
+    sent = min(measurement.sent_per_s or rate_per_s, rate_per_s)
+    backlog = MIN_ANSWERED * sent / measurement.throughput_per_s
+    return max(slo.slo_ratio(measurement.latencies_us), backlog)
+
+
+@dataclass
+class _RateTrials:
+    """Measurements of all rates of a search."""
+
+    target: BenchTarget
+    requests: Sequence[Request]
+    slo: AnySlo
+    seconds: float
+    deadline: float  # on the monotonic clock
+    progress: Progress
+    warmup_requests: int  # before the next rate
+    _rounds: dict[float, list[Measurement]] = field(default_factory=dict)
+
+    def judge(self, rate: float, *, reserve_s: float = 0.0) -> SloState | None:
+        """Measure a rate in new rounds until it is clear; return None without time.
+
+        Args:
+            rate: Requests per second.
+            reserve_s: Time that must remain afterwards.
+        """
+        load, rounds = OfferedLoad("poisson", rate), list[Measurement]()
+        while len(rounds) < LOOKS[-1]:
+            left = self.deadline - time.monotonic()
+            if left - reserve_s < self._length_s(rate):
+                break
+            rounds.append(
+                measure(
+                    self.target,
+                    self.requests,
+                    load,
+                    seconds=self._length_s(rate),
+                    warmup_requests=DRAIN_REQUESTS if rounds else self.warmup_requests,
+                    timeout_s=min(left, 2 * self._length_s(rate)) + _SLACK_S,
+                )
             )
-        )
-        if rate_meets_slo(rounds[-1], slo, rate):
-            break
-    if not rounds:
-        return None
-    return LoadPoint(target.pipeline, load, tuple(rounds), find_bottleneck(rounds[-1], load))
+            useless = sum(bool(one.errors) or not is_sent(one, load) for one in rounds)
+            is_clear = judge_rate(rounds, self.slo, rate) != "cannot tell"
+            if useless > 1 or (is_clear and len(rounds) in LOOKS):
+                break
+        if not rounds:
+            self.progress("rate", f"{rate:.0f}/s: no time left")
+            return None
+        state = judge_rate(rounds, self.slo, rate)
+        self._rounds.setdefault(rate, []).extend(rounds)
+        self.warmup_requests = 0 if state == "met" else DRAIN_REQUESTS
+        self.progress("rate", _line(rounds, state, rate))
+        return state
+
+    def confirmation_s(self, rate: float) -> float:
+        """Return the time to measure a rate again; 0 for a rate of 0."""
+        return LOOKS[0] * WINDOW_FACTOR * self._length_s(rate) if rate else 0.0
+
+    def points(self) -> Iterator[LoadPoint]:
+        """Yield all rates, ascending."""
+        for rate, rounds in sorted(self._rounds.items()):
+            load = OfferedLoad("poisson", rate)
+            bottleneck = find_bottleneck(rounds[-1], load)
+            yield LoadPoint(self.target.pipeline, load, tuple(rounds), bottleneck)
+
+    def _length_s(self, rate: float) -> float:
+        return max(self.seconds, MIN_REQUESTS / rate)
 
 
-def _line(point: LoadPoint, slo: AnySlo, rate: float) -> str:
-    last = point.rounds[-1]
+def _line(rounds: Sequence[Measurement], state: SloState, rate: float) -> str:
+    last = rounds[-1]
     if last.errors:
         outcome = ", ".join(f"{count} x {kind}" for kind, count in last.errors.items())
     else:
         outcome = f"{last.throughput_per_s:.0f}/s answered, p99 {last.p99_us / 1e3:.1f} ms"
-    verb = "meets" if rate_meets_slo(last, slo, rate) else "misses"
-    return f"{rate:.0f}/s {verb} the SLO: {outcome}"
+    return f"{rate:.0f}/s: SLO {state} after {amount(len(rounds), 'round')}: {outcome}"

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import log
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import AliasChoices, Field, JsonValue, TypeAdapter, ValidationError
 
+from triptych.base.confidence import Ratio, limit_ratio
 from triptych.base.errors import UserError
 from triptych.base.formatting import amount, milliseconds, rounded
 from triptych.spec.slo import PERCENTILES, AnySlo, Slo
@@ -215,6 +217,10 @@ class Measurement:
         """Requests per second that met the SLO, for streamed answers; 0 for others."""
         return self.streamed.goodput_per_s if self.streamed else 0.0
 
+    def slo_ratio(self, slo: AnySlo) -> float:
+        """Return the largest ratio to a limit of `slo`: above 1 the SLO is missed."""
+        return max(slo.slo_ratio(self.latencies_us), (slo.throughput or 0) / self.throughput_per_s)
+
     def __str__(self) -> str:
         """Return text with rate and latencies, or with the errors."""
         if self.errors:
@@ -227,6 +233,19 @@ class Measurement:
             f"{self.streamed.tokens_per_s:.1f} tokens/s, {self.throughput_per_s:.2f}/s, p50 of the "
             f"first token {ttft:.1f} ms, between tokens {itl:.1f} ms"
         )
+
+
+SloState = Literal["met", "missed", "cannot tell"]
+_MIN_SLO_RATIO = 1e-9
+"""Minimum ratio to a limit, because a ratio of 0 has no logarithm."""
+
+
+def judge_ratio(ratio: Ratio | None) -> SloState:
+    """Return on which side of its limit a measurement is; None stands for errors."""
+    if ratio is None:
+        return "missed"
+    states: dict[str, SloState] = {"below": "met", "above": "missed"}
+    return states.get(ratio.side_of(1.0), "cannot tell")
 
 
 @dataclass(frozen=True)
@@ -245,6 +264,12 @@ class LoadPoint:
     def span(self, name: str) -> tuple[float, float]:
         values = [getattr(one, name) for one in self.rounds]
         return min(values), max(values)
+
+    @property
+    def load_text(self) -> str:
+        """Load, in an open loop with the rate sent, such as ``20/s poisson, 19.9/s sent``."""
+        sent = [one.sent_per_s for one in self.rounds if one.sent_per_s is not None]
+        return f"{self.load}, {rounded(median(sent))}/s sent" if sent else str(self.load)
 
     @property
     def typical(self) -> Measurement:
@@ -274,15 +299,47 @@ class LoadPoint:
         enough = slo.throughput is None or self.median("throughput_per_s") >= slo.throughput
         return slo.slo_ratio(self.latencies_us) <= 1 and enough and not self.errors
 
+    def slo_ratio(self, slo: AnySlo) -> Ratio | None:
+        """Return the ratio of the rounds to the limits of `slo`; None with errors."""
+        if self.errors or not all(one.requests and one.throughput_per_s for one in self.rounds):
+            return None
+        return limit_ratio([log(max(one.slo_ratio(slo), _MIN_SLO_RATIO)) for one in self.rounds])
+
+    def judge(self, slo: AnySlo) -> SloState:
+        """Return whether `slo` is met, with 95 % confidence; errors miss it."""
+        return judge_ratio(self.slo_ratio(slo))
+
 
 @dataclass(frozen=True)
 class RateSearch:
-    """Highest Poisson rate at which the latencies meet the SLO."""
+    """Highest Poisson rate at which the latencies meet the SLO, with 95 % confidence."""
 
     slo: AnySlo
     highest_per_s: float  # highest rate that met the SLO; 0 without one
     lowest_broken_per_s: float | None  # lowest rate that missed the SLO; None without one
     points: tuple[LoadPoint, ...]  # every rate tried, ascending
+
+    def state_of(self, rate_per_s: float) -> SloState:
+        """Return whether the SLO is met at a rate."""
+        if 0 < rate_per_s <= self.highest_per_s:
+            return "met"
+        broken = self.lowest_broken_per_s
+        return "missed" if broken is not None and rate_per_s >= broken else "cannot tell"
+
+    @property
+    def open_per_s(self) -> list[float]:
+        """Rates that were tried without a result, ascending."""
+        rates = [point.load.value for point in self.points]
+        return [rate for rate in rates if self.state_of(rate) == "cannot tell"]
+
+    @property
+    def verdict(self) -> SloState:
+        """Whether a rate meets the SLO, and its throughput if it has one."""
+        if self.slo.throughput is not None:
+            return self.state_of(self.slo.throughput)
+        if self.highest_per_s > 0:
+            return "met"
+        return "cannot tell" if self.open_per_s or self.lowest_broken_per_s is None else "missed"
 
 
 @dataclass(frozen=True)
@@ -369,16 +426,36 @@ def read_result(kind: type[Result], file: Path, verb: str) -> Result:
         raise UserError(str(file), "must be JSON", given=error, remedy=remedy) from error
 
 
+SloKind = Literal["met", "not met", "cannot tell", "none"]
+SLO_WORDS: Mapping[SloKind, str] = {
+    "met": "SLO met",
+    "not met": "SLO NOT MET",
+    "cannot tell": "SLO: cannot tell",
+    "none": "No SLO",
+}
+SLO_KINDS: Mapping[SloState, SloKind] = {
+    "met": "met",
+    "missed": "not met",
+    "cannot tell": "cannot tell",
+}
+"""Verdict by the state of a measurement."""
+
+
 @dataclass(frozen=True)
 class SloVerdict:
     """SLO verdict, with an explanation."""
 
-    kind: Literal["met", "not met", "none"]
+    kind: SloKind
     explanation: str
 
     @property
     def word(self) -> str:
-        return {"met": "SLO met", "not met": "SLO NOT MET", "none": "No SLO"}[self.kind]
+        return SLO_WORDS[self.kind]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the SLO is proven to be met, or there is none."""
+        return self.kind in ("met", "none")
 
 
 def closed_loop_points(points: Sequence[LoadPoint]) -> list[LoadPoint]:
@@ -415,18 +492,26 @@ def judge_slo(result: BenchResult) -> SloVerdict:
     if slo.is_empty:
         return SloVerdict("none", "The pipeline has no SLO.")
     if result.rate is not None:
-        highest = result.rate.highest_per_s
-        met = highest > 0 and highest >= (slo.throughput or 0)
-        return SloVerdict("met" if met else "not met", f"{slo}: {format_rates(result.rate)}.")
-    within_slo = [point for point in result.points if point.meets(slo)]
-    best = find_best_point(result.points, slo)
-    if best is None:
-        return SloVerdict("not met", f"{slo}: nothing was measured.")
-    if within_slo:
-        loads = ", ".join(str(point.load) for point in within_slo)
-        return SloVerdict("met", f"{slo}: met at {loads}.")
+        rate = replace(result.rate, slo=slo)
+        return SloVerdict(SLO_KINDS[rate.verdict], f"{slo}: {format_rates(rate)}.")
+    if not result.points:
+        return SloVerdict("cannot tell", f"{slo}: nothing was measured.")
+    state = judge_points(result.points, slo)
+    if state == "met":
+        loads = [str(point.load) for point in result.points if point.judge(slo) == "met"]
+        return SloVerdict("met", f"{slo}: met at {', '.join(loads)}.")
     nearest = min(result.points, key=lambda point: (bool(point.errors), _slo_ratio(point, slo)))
-    return SloVerdict("not met", f"{slo}: met at no load. The nearest: {format_point(nearest)}.")
+    text = f"The nearest: {format_point(nearest)}{format_slo_ratio(nearest, slo)}."
+    none = "met at no load" if state == "missed" else "no load is proven to meet it"
+    return SloVerdict(SLO_KINDS[state], f"{slo}: {none}. {text}")
+
+
+def judge_points(points: Sequence[LoadPoint], slo: AnySlo) -> SloState:
+    """Return ``met`` if one load meets the SLO, and ``missed`` only if all loads miss it."""
+    states = {point.judge(slo) for point in points}
+    if "met" in states:
+        return "met"
+    return "missed" if states == {"missed"} else "cannot tell"
 
 
 def format_headline(result: BenchResult) -> str:
@@ -454,7 +539,7 @@ def format_point(point: LoadPoint) -> str:
             f" {rounded(point.median('goodput_per_s'))}/s of {rate}/s, p99 of the first token"
             f" {times['ttft_p99']} ms, between tokens {times['itl_p99']} ms{errors}"
         )
-    return f"{rate}/s at {point.load}, p50 {half} ms, p99 {most} ms{errors}"
+    return f"{rate}/s at {point.load_text}, p50 {half} ms, p99 {most} ms{errors}"
 
 
 def collect_warnings(points: Sequence[LoadPoint]) -> list[str]:
@@ -477,13 +562,36 @@ def collect_warnings(points: Sequence[LoadPoint]) -> list[str]:
 
 def format_rates(rate: RateSearch) -> str:
     """Return text about the highest rate that meets the SLO."""
+    tried = ", ".join(f"{rounded(point.load.value)}/s" for point in rate.points)
+    open_rates = ", ".join(f"{rounded(one)}/s" for one in rate.open_per_s)
+    unclear = f"; cannot tell at {open_rates}, where the rounds vary too much" if open_rates else ""
     if rate.highest_per_s <= 0:
-        tried = ", ".join(f"{rounded(point.load.value)}/s" for point in rate.points)
-        return f"met at no rate that was tried ({tried or 'none'})"
+        none = "no rate that was tried is proven to meet it" if unclear else "met at no rate tried"
+        return f"{none} ({tried or 'none'}){unclear}"
     met = f"met up to {rounded(rate.highest_per_s)}/s of requests that arrive at random"
-    if rate.lowest_broken_per_s is None:
-        return f"{met}; no higher rate was tried"
-    return f"{met}, and missed at {rounded(rate.lowest_broken_per_s)}/s"
+    if rate.lowest_broken_per_s is not None:
+        return f"{met}, and missed at {rounded(rate.lowest_broken_per_s)}/s{unclear}"
+    return f"{met}{unclear or '; no higher rate was tried'}"
+
+
+MAX_ROUNDS = 100
+"""Maximum number of rounds that is recommended."""
+
+
+def format_slo_ratio(point: LoadPoint, slo: AnySlo) -> str:
+    """Return the ratio to the limit as the end of a sentence, and what a result would take."""
+    ratio = point.slo_ratio(slo)
+    if ratio is None:
+        return ""
+    text = f", {ratio} the limit"
+    if judge_ratio(ratio) != "cannot tell":
+        return text
+    needed = ratio.rounds_to_pass_1
+    if needed is None:
+        return f"{text}: one round does not show the noise, use --rounds 3"
+    if needed > MAX_ROUNDS:
+        return f"{text}: too close to the limit, or too noisy, for {MAX_ROUNDS} rounds"
+    return f"{text}: about {max(needed, ratio.rounds + 1)} rounds (--rounds) would tell"
 
 
 def _slo_ratio(point: LoadPoint, slo: AnySlo) -> float:
