@@ -89,8 +89,8 @@ class Ratio:
         return low <= self.low and self.high <= high
 
     @property
-    def rounds_to_pass_1(self) -> int | None:
-        """Number of rounds that show the side of 1; None after a single round."""
+    def rounds_to_tell(self) -> int | None:
+        """Number of rounds that show on which side of 1 the ratio is; None after a single round."""
         return self.rounds_needed(max(self.value, 1 / self.value, 1 + MIN_NOISE) - 1)
 
     def rounds_needed(self, margin: float = MARGIN) -> int | None:

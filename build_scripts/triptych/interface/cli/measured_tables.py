@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from triptych.base.confidence import CONFIDENCE
-from triptych.base.formatting import milliseconds, percent, rounded
+from triptych.base.formatting import amount, milliseconds, percent, rounded
 from triptych.interface.cli.options import (
     STYLES,
     Row,
@@ -45,6 +45,8 @@ def print_bench(console: Console, result: BenchResult) -> None:
     if best := format_headline(result):
         say(console, f"  {best}")
     _print_points(console, result.points, result.slo)
+    if result.points:
+        say(console, f"{amount(max(len(p.rounds) for p in result.points), 'round')} of each load")
     _print_tokens(console, result.points)
     _print_budget(console, result.points)
     bottleneck = find_limiting_bottleneck(result.points)

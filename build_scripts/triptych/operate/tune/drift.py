@@ -171,7 +171,10 @@ def _decide(found: Drift, plan: Plan, take: str) -> Drift:
         action, reason = "tune again", f"the SLO is missed at {found.rate_per_s:.4g}/s"
         cost = f"it is met up to about {capacity.highest_per_s:.4g}/s"
     elif not found.drifted:
-        reason = "the lengths do not differ significantly"
+        reason = (
+            "no difference of the lengths is proven; this number of rows shows one of at least"
+            f" {found.noise:.0%} of the rows"
+        )
         return replace(found, reason=reason, cost="none", proposal=None)
     elif max(found.work, 1 / found.work) > MIN_LOAD_CHANGE:
         action, reason = (

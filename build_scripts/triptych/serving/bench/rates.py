@@ -162,9 +162,9 @@ class _RateTrials:
     requests: Sequence[Request]
     slo: AnySlo
     seconds: float
-    deadline: float  # on the monotonic clock
+    deadline: float  # end of the time budget, on the monotonic clock
     progress: Progress
-    warmup_requests: int  # before the next rate
+    warmup_requests: int  # number of requests before the next rate
     _rounds: dict[float, list[Measurement]] = field(default_factory=dict)
 
     def judge(self, rate: float, *, reserve_s: float = 0.0) -> SloState | None:
