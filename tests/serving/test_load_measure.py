@@ -8,6 +8,7 @@ import pytest
 
 from known_speed import write_model
 from triptych.base.errors import UserError
+from triptych.serving.bench import measure as load_measure
 from triptych.serving.bench import rates
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.measure import BenchTarget, measure
@@ -190,7 +191,9 @@ def test_the_highest_rate_lies_below_what_one_instance_can_do(
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(rates, "MAX_BRACKET_RATIO", 3.0)
-    monkeypatch.setattr(rates, "MIN_REQUESTS", 60)
+    monkeypatch.setattr(rates, "MIN_REQUESTS", 150)
+    # A busy machine may send less than 300/s, which is still more than one instance can do.
+    monkeypatch.setattr(load_measure, "MIN_SENT_RATIO", 0.75)
     # One request every 5 ms at most.
     found = find_highest_rate(
         target(server, "brief"),
