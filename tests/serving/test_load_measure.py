@@ -186,6 +186,7 @@ def test_a_server_that_is_not_there_is_the_users_mistake() -> None:
 
 
 @pytest.mark.server
+@pytest.mark.long
 def test_the_highest_rate_lies_below_what_one_instance_can_do(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
