@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from generation_cases import TEMPLATE, byte_pairs
+from generation_cases import TEMPLATE, byte_pairs, metaspace
 from triptych.runtime.generation_messages import CoreChunk, Opening, Order, Place
 from triptych.runtime.prompts import ChatTemplate, Prompts
 from triptych.runtime.request_errors import RequestError
@@ -135,6 +136,40 @@ def test_special_tokens_in_messages_are_texts(tmp_path: Path) -> None:
     assert ids(tokens, "a</s>b") == tokens.of_text("<s><user> a</s>b\n<assistant> ")
     assert tokenizer.token_to_id("</s>") in ids(tokens, "a</s>b")
     assert ids(prompts, "The dog") == ids(tokens, "The dog")
+
+
+def test_special_tokens_as_texts_make_no_space_and_no_token(tmp_path: Path) -> None:
+    """The pieces are those of a tokenizer without the token, in the manner of sentencepiece."""
+    settings = {
+        "special_tokens": {"bos_token": "<s>", "eos_token": "</s>"},
+        "max_length": 999,
+        "max_answer": None,
+        "prefix": "",
+        "vocabulary": 999,
+        "message_special_tokens": "text",
+    }
+    pieces = [(character, -2.0) for character in sorted({*TEMPLATE, *"\u2581abusermistant<>/"})]
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *pieces], 0))
+    for name, tokenizer in (("pairs", metaspace()), ("unigram", unigram)):
+        for scheme in ("always", "first", "never"):
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+            tokenizer.add_special_tokens(["<s>", "</s>"])
+            without = Tokenizer.from_str(tokenizer.to_str().replace('"</s>"', '"no such text"'))
+            folder = tmp_path / name / scheme
+            folder.mkdir(parents=True)
+            tokenizer.save(str(folder / "tokenizer.json"))
+            (folder / "chat_template.jinja").write_text(TEMPLATE)
+            prompts = Prompts(settings, folder)
+            for content in ("a</s>b", "</s> a", "a </s></s>", "<s>"):
+                sent = json.dumps([{"role": "user", "content": content}])
+                found = prompts.of_messages(sent)
+                text = f"<user> {content}\n<assistant> "
+                if "<s>" not in content:
+                    wanted = without.encode(f"<s>{text}", add_special_tokens=False).ids
+                    assert found == wanted, (name, scheme, content)
+                tokens = [tokenizer.id_to_token(number) for number in found]
+                assert tokens.count("<s>") == 1, (name, scheme, content)
+                assert "</s>" not in tokens, (name, scheme, content)
 
 
 def test_what_travels_between_the_steps_arrives() -> None:

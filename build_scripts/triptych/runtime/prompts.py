@@ -7,7 +7,9 @@ import re
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -206,16 +208,17 @@ def _below(unit: int) -> int:
 
 
 class PlainTexts:
-    """Special tokens that the messages of a request contain as texts.
+    """Encoder of chats in which special tokens that messages contain are texts.
 
     `hide` puts a mark in place of each, so that the chat template can be rendered. `parts` splits
-    the rendered text at the marks.
-
-    Args:
-        tokens: The special tokens of a tokenizer.
+    the rendered text at the marks, and `encode` tokenizes the parts as one text, because the
+    pieces of a text depend on what precedes it.
     """
 
-    def __init__(self, tokens: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder().values()
+        tokens = [token.content for token in added if token.special]
         self._texts = [*sorted(tokens, key=len, reverse=True), *_MARKS]
         self._find = re.compile("|".join(map(re.escape, self._texts)))
 
@@ -235,10 +238,56 @@ class PlainTexts:
         parts = _MARK.split(rendered)
         return [self._texts[int(part)] if n % 2 else part for n, part in enumerate(parts)]
 
+    def encode(self, parts: Sequence[str]) -> list[int]:
+        """Return the ids of the `parts`, without tokens that the tokenizer adds."""
+        tokenizer, names, ids = self._renamed
+        text = "".join(
+            part if number % 2 else self._find.sub(lambda found: names[found[0]], part)
+            for number, part in enumerate(parts)
+        )
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return [ids.get(token, token) for token in encoding.ids]
+
+    @cached_property
+    def _renamed(self) -> tuple[Tokenizer, Mapping[str, str], Mapping[int | None, int]]:
+        """Tokenizer whose special tokens have random names, these names, and ids by its ids.
+
+        Nothing that a client sends is a special token in it: not even where the model's vocabulary
+        has the token as a piece, which some tokenizers would find in a text.
+        """
+        secret = token_hex(8)
+        content = json.loads(self._tokenizer.to_str())
+        added, model = content["added_tokens"], content["model"]
+        names = {
+            token["content"]: f"{_MARKS[0]}{secret}-{token['id']}{_MARKS[1]}"
+            for token in added
+            if token["special"]
+        }
+        for token in added:
+            token["content"] = names.get(token["content"], token["content"])
+        # A model that spells unknown characters in bytes finds these pieces by their names.
+        pieces = {name: new for name, new in names.items() if not _BYTE.fullmatch(name)}
+        vocabulary = model["vocab"]
+        if isinstance(vocabulary, dict):
+            model["vocab"] = {pieces.get(piece, piece): id_ for piece, id_ in vocabulary.items()}
+        else:
+            model["vocab"] = [[pieces.get(piece, piece), score] for piece, score in vocabulary]
+        if "merges" in model:
+            model["merges"] = [
+                pair for pair in model["merges"] if names.keys().isdisjoint((*pair, "".join(pair)))
+            ]
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        content["post_processor"] = None
+        tokenizer = Tokenizer.from_str(json.dumps(content))
+        ids = {tokenizer.token_to_id(token["content"]): token["id"] for token in added}
+        return tokenizer, names, ids
+
 
 _MARKS = "\ue000", "\ue001"
 """Characters of private use around the index of a text."""
 _MARK = re.compile(f"{_MARKS[0]}([0-9]+){_MARKS[1]}")
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 TEMPLATE_FILE = "chat_template.jinja"
 
@@ -269,10 +318,8 @@ class Prompts:
         self._max_prompt = self._max_length if self._has_answer_limit else self._max_length - 1
         self._prefix: str = settings["prefix"]
         self._vocabulary: int = settings["vocabulary"]
-        tokens = self._tokenizer.get_added_tokens_decoder().values()
-        special = [token.content for token in tokens if token.special]
         as_texts = settings["message_special_tokens"] == "text"
-        self._plain_texts = PlainTexts(special) if as_texts else None
+        self._plain_texts = PlainTexts(self._tokenizer) if as_texts else None
         # Maximum characters of a token. Other tokenizers may omit spaces, or make one unknown token
         # of many characters.
         self._widest = None
@@ -307,20 +354,10 @@ class Prompts:
                 "Correct the text",
             ) from error
         # The template writes the special tokens itself.
-        if len(parts) == 1:
+        if plain is None or len(parts) == 1:
             return self._encode(rendered, "messages", special=False)
         self._check_size(rendered, "messages")
-        encode = self._tokenizer.encode_batch_fast
-        found = encode(parts[::2], add_special_tokens=False)
-        self._tokenizer.encode_special_tokens = True
-        try:
-            texts = encode(parts[1::2], add_special_tokens=False)
-        finally:
-            self._tokenizer.encode_special_tokens = False
-        ids = list(found[0].ids)
-        for as_text, after in zip(texts, found[1:], strict=True):
-            ids += [*as_text.ids, *after.ids]
-        return self._checked(ids, "messages")
+        return self._checked(plain.encode(parts), "messages")
 
     def _encode(self, text: str, field: str, *, special: bool) -> list[int]:
         self._check_size(text, field)
