@@ -14,7 +14,16 @@ import onnxruntime
 import pytest
 
 from conftest import quiet
-from own_models import PICTURES, picture, write_detector, write_module, write_rows, write_table
+from own_models import (
+    PICTURES,
+    make_sound,
+    picture,
+    write_detector,
+    write_module,
+    write_rows,
+    write_sounds,
+    write_table,
+)
 from scaffolding import run
 from triptych.base.errors import UserError
 from triptych.building.own_checks import check_own_pipeline
@@ -36,7 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_detector(base / "pipelines/detector")
     write_table(base / "pipelines/table")
     write_module(base / "pipelines/levels")
-    for name in ("detector", "table", "levels"):
+    write_sounds(base / "pipelines/sounds")
+    for name in ("detector", "table", "levels", "sounds"):
         build(base, name)
     return base
 
@@ -123,7 +133,7 @@ def test_health_and_the_live_gate_ask_in_the_types_of_the_inputs(folder: Path, s
 
     repository = folder / "repository"
     assert find_fault(f"http://{server.http_url}", find_pipelines(repository)) is None
-    for name in ("detector", "table", "levels"):
+    for name in ("detector", "table", "levels", "sounds"):
         assert (repository / name / QUESTION_FILE).is_file()
         inputs = read_own_inputs(load_model_spec(folder / "pipelines" / name), quiet)
         result = verify_pipeline(
@@ -315,3 +325,36 @@ def test_a_module_with_a_mistake_is_refused(folder: Path, tmp_path: Path) -> Non
         (copy / file).write_text(text.replace(old, new))
         with pytest.raises(UserError, match=message):
             build(tmp_path, copy.name)
+
+
+def test_sounds_of_any_length_share_planned_sizes(folder: Path, server: Any) -> None:
+    spec = load_model_spec(folder / "pipelines/sounds")
+    plan = read_own_inputs(spec, quiet).plan
+    assert plan.layout == "bucketed"
+    assert plan.bucket_edges[-1] == 400
+    assert 1 < len(plan.bucket_edges) <= 6
+    sounds = [make_sound(length, length) for length in (3, 16, 250, 399, 400, 401, 1203)]
+    with Client("sounds", server.grpc_url) as client:
+        for size in (400, 100):
+            got = client.infer(
+                {"sound": [sound.tobytes() for sound in sounds]}, parameters={"window": size}
+            )
+            for row, sound in enumerate(sounds):
+                starts = range(0, len(sound), size)
+                parts = [(sound[start : start + size] / 32768.0) ** 2 for start in starts]
+                powers = [float(part.mean()) for part in parts]
+                np.testing.assert_allclose(got["power"][row], np.mean(powers), rtol=1e-4)
+                assert got["loudest"][row] == np.argmax(powers)
+                np.testing.assert_allclose(got["seconds"][row], len(sound) / 16000)
+        with pytest.raises(InvalidRequestError, match="at most 400 along the free axis"):
+            client.infer({"sound": [make_sound(500, 0).tobytes()]}, parameters={"window": 500})
+        with pytest.raises(InvalidRequestError, match="at most 32 rows of the core"):
+            client.infer({"sound": [make_sound(640, 0).tobytes()]}, parameters={"window": 16})
+
+
+def test_an_axis_that_is_not_declared_is_refused_with_its_name(folder: Path) -> None:
+    with pytest.raises(UserError, match="axis time differs") as refused:
+        build(folder, "sounds", "model.axes={}")
+    assert "model.axes: {time: {max: SIZE}}" in str(refused.value)
+    with pytest.raises(UserError, match="must be an axis of an input"):
+        build(folder, "sounds", "model.axes={length: {max: 400}}")

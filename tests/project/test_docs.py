@@ -204,6 +204,7 @@ def test_make_targets_of_the_readme_exist() -> None:
 
 def test_every_field_of_the_spec_is_documented() -> None:
     from triptych.spec.model_fields import (
+        AxisField,
         InputField,
         ModelSpec,
         OutputField,
@@ -226,7 +227,7 @@ def test_every_field_of_the_spec_is_documented() -> None:
     for name in names(schema, schema["$defs"]) - set(RESERVED):
         assert name in PIPELINES, name
     own = (ROOT / "pipelines/own_models.md").read_text(encoding="utf-8")
-    for fields in (ModelSpec, OwnModel, InputField, ParameterField, OutputField):
+    for fields in (ModelSpec, OwnModel, AxisField, InputField, ParameterField, OutputField):
         for name in set(fields.model_fields) - set(RESERVED) - {"accuracy"}:
             assert name in own, name
 

@@ -296,3 +296,78 @@ def write_module(folder: Path, **fields: Any) -> Path:
     }
     (folder / "pipeline.yaml").write_text(json.dumps(spec))
     return folder
+
+
+WAVE_HOOKS = """
+import numpy as np
+
+
+def preprocess(rows, parameters):
+    found = [np.frombuffer(data, np.int16) for data in rows["sound"]]
+    windows = [part for sound in found for part in _windows(sound, parameters["window"])]
+    samples = np.zeros((len(windows), max(map(len, windows))), np.float32)
+    mask = np.zeros_like(samples)
+    for row, part in enumerate(windows):
+        samples[row, : len(part)], mask[row, : len(part)] = part / 32768, 1
+    counts = [len(_windows(sound, parameters["window"])) for sound in found]
+    return {"samples": samples, "mask": mask}, counts
+
+
+def _windows(sound, size):
+    return [sound[start : start + size] for start in range(0, len(sound), size)]
+
+
+def postprocess(arrays, rows, counts):
+    ends = np.cumsum(counts)
+    parts = np.split(arrays["power"][:, 0], ends[:-1])
+    return {
+        "power": [float(part.mean()) for part in parts],
+        "loudest": [int(part.argmax()) for part in parts],
+        "seconds": [len(data) / 2 / 16000 for data in rows["sound"]],
+    }
+"""
+
+
+def write_sounds(folder: Path, **fields: Any) -> Path:
+    """Write a pipeline for sounds of any length, cut into windows: their mean power."""
+    folder.mkdir(parents=True)
+    nodes = [
+        NODE("Mul", ["samples", "mask"], ["masked"]),
+        NODE("Mul", ["masked", "masked"], ["squares"]),
+        NODE("ReduceSum", ["squares", "one"], ["total"], keepdims=1),
+        NODE("ReduceSum", ["mask", "one"], ["count"], keepdims=1),
+        NODE("Div", ["total", "count"], ["power"]),
+    ]
+    save_graph(
+        folder / "power.onnx",
+        nodes,
+        [MAKE("samples", FLOAT, ["n", "time"]), MAKE("mask", FLOAT, ["n", "time"])],
+        [MAKE("power", FLOAT, ["n", 1])],
+        {"one": np.array([1], np.int64)},
+    )
+    (folder / "hooks.py").write_text(WAVE_HOOKS.lstrip())
+    rows = []
+    for number in range(24):
+        sound = make_sound(100 + 37 * number, number)
+        (folder / f"{number}.pcm").write_bytes(sound.tobytes())
+        rows.append({"sound": f"{number}.pcm"})
+    write_rows(folder, rows)
+    spec = {
+        "task": "model",
+        "model": {"onnx": "power.onnx", "axes": {"time": {"min": 16, "max": 400}}},
+        "inputs": {"sound": {"type": "bytes"}},
+        "parameters": {"window": {"type": "int", "default": 400, "min": 16, "max": 1000}},
+        "outputs": {
+            "power": {"type": "float"},
+            "loudest": {"type": "int"},
+            "seconds": {"type": "float"},
+        },
+        **fields,
+    }
+    (folder / "pipeline.yaml").write_text(json.dumps(spec))
+    return folder
+
+
+def make_sound(length: int, seed: int) -> Any:
+    """Return int16 samples of noise."""
+    return (np.random.default_rng(seed).normal(size=length) * 3000).astype(np.int16)

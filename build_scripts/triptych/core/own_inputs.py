@@ -21,11 +21,13 @@ from triptych.base.tensors import Tensor
 from triptych.core.export.own_graph import (
     OwnGraph,
     RunGraph,
-    check_rows_apart,
+    mixed_rows,
     open_own_model,
     read_graph,
     triton_type,
+    with_axis,
 )
+from triptych.core.gate.runs import RunBatch, by_rows
 from triptych.core.gate_rows import (
     CALIBRATION_ROWS,
     EDGE_TEXTS,
@@ -35,7 +37,13 @@ from triptych.core.gate_rows import (
 )
 from triptych.core.inputs import PipelineInputs, load_own_hooks, report_tuned
 from triptych.core.reader import check_line
-from triptych.core.requests import GateRequest, core_feed, make_record, preview_text
+from triptych.core.requests import (
+    GateRequest,
+    Sample,
+    make_record,
+    preview_text,
+    record_sizes,
+)
 from triptych.repository.config_text import check_config_texts
 from triptych.runtime.hooking import FORWARDED_PREFIX, HOOKS_FILE
 from triptych.runtime.own_model import ROW_COUNTS, OwnInputs, OwnRowMaker, make_array
@@ -88,11 +96,14 @@ def read_own_inputs(
     own = find_interface(own, reader.discover(own, requests[:KNOWN_ROWS]), spec, run)
     kind = "PyTorch module" if spec.model.onnx is None else "ONNX graph"
     info = ModelInfo(graph.sha256, f"{kind} {spec.model.source}", 0, 0, 0, own=own)
-    plan = make_own_plan(spec, info, task, reader.parameters)
     maker = reader.maker(info)
     requests = reader.with_rows(maker, requests)
     rows = [row for request in requests for row in request.rows]
-    check_rows_apart(run, core_feed(rows[:APART_ROWS], own.inputs, pad_token_id=0), MAX_APART)
+    sizes = [record_sizes(np.asarray(row), own.inputs) for row in rows]
+    plan = make_own_plan(
+        spec, info, task, reader.parameters, [n for each in sizes for n in set(each.values())]
+    )
+    _check_rows_apart(by_rows(run, plan.core, own.inputs, pad_token_id=0), rows[:APART_ROWS])
     size = np.asarray(rows[0]).nbytes
     most = GATE_IMAGES if size > LARGE_ROW_BYTES else GATE_ROWS
     gate, rest = split_traffic([request.sent for request in requests], max_rows=most)
@@ -112,6 +123,34 @@ def read_own_inputs(
     )
 
 
+def _check_rows_apart(run: RunBatch, rows: Sequence[Sample]) -> None:
+    """Check that each row of a batch gives the same result as alone.
+
+    Raises:
+        UserError: A row depends on the other rows, or the model does not run them in a batch.
+    """
+    alone = [run([row])[0] for row in rows]
+    try:
+        batched = run(rows)
+    except Exception as error:  # of the model, in a batch alone
+        reason = " ".join(str(error).split())[:200]
+        raise mixed_rows(f"a batch of {len(rows)} rows fails: {reason}") from error
+    if len(batched) != len(rows):
+        raise mixed_rows(f"a batch of {len(rows)} rows has {len(batched)} results")
+    for own, right in zip(batched, alone, strict=True):
+        for name, value in right.items():
+            if own[name].shape != value.shape:
+                shapes = f"{list(own[name].shape)} in a batch, {list(value.shape)} alone"
+                raise mixed_rows(f"`{name}` of a row has the shape {shapes}")
+            wanted = value.astype(np.float64)
+            apart = np.abs(own[name] - wanted).max(initial=0.0)
+            apart /= max(1.0, np.abs(wanted).max(initial=0.0))
+            if not apart <= MAX_APART:
+                raise mixed_rows(
+                    f"`{name}` differs by {apart:.2g} between a row in a batch and alone"
+                )
+
+
 def read_interface(
     spec: ModelSpec, reader: OwnReader, requests: Sequence[GateRequest], run: RunGraph
 ) -> OwnGraph:
@@ -121,7 +160,7 @@ def read_interface(
         UserError: The model has a mistake, or `preprocess` fails.
     """
     if spec.model.onnx is not None:
-        return read_graph(spec)
+        return with_axis(spec, read_graph(spec))
     from triptych.core.export.own_module import input_names, load_module, read_module
 
     names = input_names(load_module(spec))
@@ -373,19 +412,21 @@ def find_interface(
         UserError: Rows differ in the size of an axis, or arrays do not fit the graph.
     """
     names = {tensor.name for tensor in own.inputs}
-    inputs = tuple(_sized(t, [each.tensors[t.name] for each in made]) for t in own.inputs)
+    named, _ = spec.model.axis
+    inputs = tuple(_sized(t, [each.tensors[t.name] for each in made], named) for t in own.inputs)
     for tensor in inputs:
-        free = [axis for axis in tensor.dims if isinstance(axis, str)]
+        free = [axis for axis in tensor.dims if isinstance(axis, str) and axis != named]
         if free:
             sizes = sorted({str(each.tensors[tensor.name].shape[1:]) for each in made})
             raise UserError(
                 f"model: {tensor.name}",
                 f"must get arrays of one shape, but its axis {free[0]} differs between rows",
                 given=", ".join(sizes[:4]),
-                remedy="Resize, cut or pad the rows in preprocess",
+                remedy="Resize or cut the rows in preprocess, or declare the axis: "
+                f"model.axes: {{{free[0]}: {{max: SIZE}}}}",
             )
     results = [run({t.name: each.tensors[t.name] for t in inputs}) for each in made[:APART_ROWS]]
-    outputs = tuple(_sized(t, [each[t.name] for each in results]) for t in own.outputs)
+    outputs = tuple(_sized(t, [each[t.name] for each in results], named) for t in own.outputs)
     counts = {ROW_COUNTS in each.tensors for each in made}
     if len(counts) > 1:
         raise UserError(
@@ -409,10 +450,13 @@ def find_interface(
     )
 
 
-def _sized(tensor: Tensor, arrays: Sequence[NDArray[Any]]) -> Tensor:
-    """Return a tensor with the size of each free axis that is the same in all arrays."""
+def _sized(tensor: Tensor, arrays: Sequence[NDArray[Any]], kept: str = "") -> Tensor:
+    """Return a tensor with the size of each free axis that is the same in all arrays.
+
+    The axis `kept` stays free.
+    """
     dims = [
-        axis if isinstance(axis, int) or len(sizes) > 1 else next(iter(sizes))
+        axis if isinstance(axis, int) or axis == kept or len(sizes) > 1 else next(iter(sizes))
         for axis, sizes in (
             (axis, {array.shape[place] for array in arrays})
             for place, axis in enumerate(tensor.dims, start=1)

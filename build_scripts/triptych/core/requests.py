@@ -187,7 +187,7 @@ def core_feed(
     rows = [sample for sample in samples if isinstance(sample, TokenRow)]
     records = [np.asarray(sample) for sample in samples if is_record(sample)]
     if records:
-        return {each.name: np.stack([row[each.name] for row in records]) for each in inputs}
+        return {each.name: _stack_padded(each, records, width) for each in inputs}
     if not rows:
         return {inputs[0].name: np.stack([np.asarray(sample) for sample in samples])}
     lengths = np.array([[len(row.ids)] for row in rows], dtype=np.int32)
@@ -211,6 +211,41 @@ def core_feed(
         feed[LONGEST.name] = feed["row_span"]
     names = [tensor.name for tensor in (*inputs, *made_by_server(inputs))]
     return {name: feed[name] for name in names}
+
+
+def _stack_padded(
+    tensor: Tensor, records: Sequence[NDArray[Any]], width: int | None
+) -> NDArray[Any]:
+    """Return an input of records, ``[rows, ...]``, with its free axes filled up with zeros."""
+    rows = [record[tensor.name] for record in records]
+    sizes = [
+        (width or max(row.shape[axis] for row in rows)) if isinstance(size, str) else size
+        for axis, size in enumerate(tensor.dims)
+    ]
+    stacked = np.zeros((len(rows), *sizes), rows[0].dtype)
+    for target, row in zip(stacked, rows, strict=True):
+        target[tuple(map(slice, row.shape))] = row
+    return stacked
+
+
+def record_sizes(record: NDArray[Any], inputs: Sequence[Tensor]) -> dict[str, int]:
+    """Return the size of each named axis of a record of the user's own model."""
+    return {
+        dim: record[tensor.name].shape[axis]
+        for tensor in inputs
+        for axis, dim in enumerate(tensor.dims)
+        if isinstance(dim, str)
+    }
+
+
+def cut_record(record: NDArray[Any], inputs: Sequence[Tensor], size: int) -> NDArray[Any]:
+    """Return a record with its named axes cut to at most `size`."""
+    return make_record(
+        {
+            t.name: record[t.name][tuple(slice(size if isinstance(d, str) else d) for d in t.dims)]
+            for t in inputs
+        }
+    )
 
 
 def row_starts(rows: Sequence[TokenRow], inputs: Sequence[Tensor]) -> list[int]:

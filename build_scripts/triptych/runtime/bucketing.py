@@ -83,11 +83,24 @@ def choose_padded_lengths(requests: Sequence[CoreRows], *, batch_tokens: int) ->
     return [targets[request.width] for request in requests]
 
 
+def pad_tensors(request: CoreRows, width: int) -> dict[str, NDArray[Any]]:
+    """Return the tensors with their padded axis filled up to `width` with zeros."""
+    tensors = dict(request.tensors)
+    for name, axis in request.padded.items():
+        array = tensors[name]
+        shape = (*array.shape[:axis], width, *array.shape[axis + 1 :])
+        tensors[name] = np.zeros(shape, array.dtype)
+        tensors[name][tuple(map(slice, array.shape))] = array
+    return tensors
+
+
 def widen_rows(request: CoreRows, width: int, pad_token_id: int) -> CoreRows:
     """Return the request with rows padded to `width` on the right."""
     missing = width - request.width
     if not missing:
         return request
+    if request.padded:
+        return request._replace(tensors=pad_tensors(request, width), width=width)
     ids = request.tensors["input_ids"]
     wide = np.full((len(ids), width), pad_token_id, ids.dtype)
     wide[:, : ids.shape[1]] = ids

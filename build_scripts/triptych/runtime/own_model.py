@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .bucketing import pad_tensors
 from .hooking import FORWARDED_PREFIX, NUMPY_TYPES, load_hooks
 from .request_errors import RequestError, StepError
 from .row_types import Arrays, CoreRows, Metadata, Parameters, RowInputs
@@ -261,6 +262,8 @@ class OwnRowMaker:
         self._max_rows: int = settings["max_core_rows"]
         self._has_counts: bool = settings["has_counts"]
         self._takes_rows: bool = settings["takes_rows"]
+        self._axis: Mapping[str, Any] = settings["padded_axis"]
+        self._edges: Sequence[int] = settings.get("bucket_edges", ())
 
     def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
         """Return the core's tensors of each request, or its error."""
@@ -295,7 +298,23 @@ class OwnRowMaker:
             tensors[ROW_COUNTS] = np.array([*counts, *rest], np.int32).reshape(-1, 1)
         if self._takes_rows:
             tensors |= self._forwarded(rows, total - count)
-        return CoreRows(tensors, [], 0)
+        return self._padded(tensors) if self._axis.get("of") else CoreRows(tensors, [], 0)
+
+    def _padded(self, tensors: dict[str, NDArray[Any]]) -> CoreRows:
+        """Return the rows with their free axis filled up to a planned size."""
+        of: Mapping[str, int] = self._axis["of"]
+        sizes = {name: tensors[name].shape[axis] for name, axis in of.items()}
+        size, most = max(sizes.values()), self._axis["max"]
+        if len(set(sizes.values())) > 1:
+            raise RuntimeError(f"hooks.preprocess must return arrays of one size, returned {sizes}")
+        if size > most:
+            rule = f"must become at most {most} along the free axis of the model"
+            remedy = "Send a shorter value, or cut it in preprocess"
+            raise RequestError(next(iter(self._fields)), rule, size, remedy)
+        size = max(size, self._axis["min"])
+        width = next((edge for edge in self._edges if edge >= size), size)
+        rows = CoreRows(tensors, [], width, of)
+        return rows._replace(tensors=pad_tensors(rows, width))
 
     def _call(
         self, rows: Mapping[str, Column], parameters: Parameters, count: int

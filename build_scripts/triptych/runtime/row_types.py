@@ -60,11 +60,13 @@ class CoreRows(NamedTuple):
         tensors: Inputs of the core by name, ``[model rows, ...]`` each.
         metadata: Packed `RowMetadata` of each model row; empty if the task has none.
         width: Padded length of the rows, by which the bucketed layout sorts.
+        padded: Axis that is padded, for each tensor of the user's own model that has it.
     """
 
     tensors: dict[str, NDArray[Any]]
     metadata: list[bytes]
     width: int
+    padded: Mapping[str, int] = {}
 
     @property
     def row_count(self) -> int:

@@ -39,6 +39,27 @@ RESERVED_NAMES = ("request_ticket", "direct_call", "row_metadata", "row_counts",
 """Names of tensors between the steps and of Triton's parameters."""
 
 
+class AxisField(Frozen):
+    """An axis of the graph, besides the batch, whose size differs between rows.
+
+    Attributes:
+        min: Smallest size; smaller arrays are padded.
+        max: Largest size; a larger array is rejected.
+        of: Number of the axis for each input, with the batch as 0. Only needed for a module, or for
+            a graph that does not name its axes.
+    """
+
+    min: Positive = 1
+    max: Positive
+    of: dict[str, Positive] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _fits(self) -> AxisField:
+        if self.min > self.max:
+            raise ValueError("min must not be greater than max")
+        return self
+
+
 class OwnModel(Frozen):
     """Location of the model.
 
@@ -51,12 +72,20 @@ class OwnModel(Frozen):
         weights: Weights of the module, as ``.safetensors`` or as a file of `torch.save` with a
             state dict. None: the module has its weights.
         outputs: Names of the tensors that `forward` returns, if it returns no dict.
+        axes: Axis of variable size by its name in the graph, at most one. Rows are padded with
+            zeros to one of a few planned sizes.
     """
 
     onnx: str | None = None
     module: str | None = None
     weights: str | None = None
     outputs: list[str] = Field(default_factory=list)
+    axes: Annotated[dict[str, AxisField], Field(max_length=1)] = Field(default_factory=dict)
+
+    @property
+    def axis(self) -> tuple[str, AxisField | None]:
+        """The axis of variable size with its name; an empty name and None without one."""
+        return next(iter(self.axes.items()), ("", None))
 
     @model_validator(mode="after")
     def _fits(self) -> OwnModel:

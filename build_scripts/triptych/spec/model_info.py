@@ -101,6 +101,10 @@ class OwnInterface:
     has_counts: bool = False
     takes_rows: bool = False
 
+    def padded(self, axis: str) -> dict[str, int]:
+        """Return the number of a named axis for each input that has it, with the batch as 0."""
+        return {t.name: t.dims.index(axis) + 1 for t in self.inputs if axis in t.dims}
+
 
 @dataclass(frozen=True)
 class ModelInfo:

@@ -2,37 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from triptych.spec.model_fields import ModelSpec
 from triptych.spec.model_info import ModelInfo
-from triptych.spec.plan import Plan, WarmUp
+from triptych.spec.plan import TENSOR_CORE_MULTIPLE, Plan, WarmUp, choose_edges
 from triptych.spec.tasks.task import Task
+from triptych.spec.traffic import Lengths
 
 
 def make_own_plan(
-    spec: ModelSpec, info: ModelInfo, task: Task, parameters: Mapping[str, Any]
+    spec: ModelSpec,
+    info: ModelInfo,
+    task: Task,
+    parameters: Mapping[str, Any],
+    sizes: Sequence[int] = (),
 ) -> Plan:
-    """Return the plan of a pipeline whose graph was read into `info`."""
+    """Return the plan of a pipeline whose graph was read into `info`.
+
+    Args:
+        spec: Spec of the pipeline.
+        info: Information on the model.
+        task: Task of the pipeline.
+        parameters: Defaults of the request parameters.
+        sizes: Size of the free axis for each core row of the traffic; none without such an axis.
+    """
     if info.own is None:
         raise ValueError("the graph of the pipeline was not read")
     most = spec.core.max_batch_size
+    edges: tuple[int, ...] = ()
+    _, axis = spec.model.axis
+    if axis is not None:
+        lengths = Lengths.of([max(size, axis.min) for size in sizes], max_length=axis.max)
+        multiple = TENSOR_CORE_MULTIPLE if spec.core.device == "gpu" else 1
+        edges = choose_edges(lengths, axis.max, count=spec.core.bucket_count, multiple=multiple)
     rows = {1, most if spec.core.device == "gpu" else 1}
     return Plan(
         spec=spec,
         info=info,
         task=task,
         parameters=parameters,
-        layout="fixed",
+        layout="fixed" if axis is None else "bucketed",
         lengths=None,
-        max_length=0,
+        max_length=0 if axis is None else axis.max,
         max_batch_size=most,
         request_rows=most,
-        bucket_edges=(),
+        bucket_edges=edges,
         core_inputs=info.own.inputs,
         core=task.core(info, parameters),
-        warm_ups=tuple(WarmUp(count, 1) for count in sorted(rows)),
+        warm_ups=tuple(WarmUp(count, size) for size in edges or (1,) for count in sorted(rows)),
         engine=None,
         cost=None,
     )

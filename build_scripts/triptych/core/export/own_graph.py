@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,46 @@ def _read_tensor(value: Any, kind: str) -> Tensor:
         axis.dim_value if axis.HasField("dim_value") else axis.dim_param or f"{name}_{index}"
         for index, axis in enumerate(axes)
     ][1:]
-    return Tensor(name, dtype, tuple(dims) or (1,))
+    check_axes(name, len(axes))
+    return Tensor(name, dtype, tuple(dims))
+
+
+def check_axes(name: str, count: int) -> None:
+    """Raise a `UserError` for a tensor of the model without an axis besides the batch."""
+    if count < 2:
+        raise UserError(
+            f"model: {name}",
+            "must have two axes or more",
+            given=f"{count}",
+            remedy="Add an axis of size 1 behind the batch (unsqueeze)",
+        )
+
+
+def with_axis(spec: ModelSpec, graph: OwnGraph) -> OwnGraph:
+    """Return the interface with the name of the declared axis where `of` gives its number.
+
+    Raises:
+        UserError: No input has the axis, or `of` names an unknown input.
+    """
+    name, axis = spec.model.axis
+    if axis is None:
+        return graph
+    known = {tensor.name for tensor in graph.inputs}
+    inputs = []
+    for tensor in graph.inputs:
+        dims = list(tensor.dims)
+        if tensor.name in axis.of and axis.of[tensor.name] <= len(dims):
+            dims[axis.of[tensor.name] - 1] = name
+        inputs.append(replace(tensor, dims=tuple(dims)))
+    if set(axis.of) - known or not any(name in tensor.dims for tensor in inputs):
+        free = sorted({str(d) for t in graph.inputs for d in t.dims if isinstance(d, str)})
+        raise UserError(
+            f"model.axes.{name}",
+            "must be an axis of an input of the graph",
+            given=f"free axes: {', '.join(free) or 'none'}; inputs: {', '.join(sorted(known))}",
+            remedy="Use the name of the graph, or give the number of the axis for each input in of",
+        )
+    return replace(graph, inputs=tuple(inputs))
 
 
 def open_graph(file: Path, *, optimize: bool = True) -> RunGraph:
@@ -182,36 +221,8 @@ def open_own_model(spec: ModelSpec, *, other_rounding: bool = False) -> RunGraph
     return open_module(spec, load_module(spec), double=other_rounding)
 
 
-def check_rows_apart(run: RunGraph, feed: Mapping[str, NDArray[Any]], limit: float) -> None:
-    """Check that each row of a batch gives the same result as alone.
-
-    Args:
-        run: Runs the graph.
-        feed: Inputs of two or more different rows.
-        limit: Largest difference, relative to the largest result above 1.
-
-    Raises:
-        UserError: A row depends on the other rows, or the graph does not run them in a batch.
-    """
-    count = len(next(iter(feed.values())))
-    alone = [run({name: value[i : i + 1] for name, value in feed.items()}) for i in range(count)]
-    try:
-        batched = run(feed)
-    except Exception as error:
-        raise _mixes(
-            f"a batch of {count} rows fails: {' '.join(str(error).split())[:200]}"
-        ) from error
-    for name, values in batched.items():
-        wanted = [each[name] for each in alone]
-        if values.shape[0] != count or any(len(each) != 1 for each in wanted):
-            raise _mixes(f"`{name}` has the shape {list(values.shape)} for {count} rows")
-        right = np.concatenate(wanted).astype(np.float64)
-        apart = np.abs(values - right).max(initial=0.0) / max(1.0, np.abs(right).max(initial=0.0))
-        if not apart <= limit:
-            raise _mixes(f"`{name}` differs by {apart:.2g} between a row in a batch and alone")
-
-
-def _mixes(given: str) -> UserError:
+def mixed_rows(given: str) -> UserError:
+    """Return the error for a model whose rows depend on each other, with what shows it."""
     return UserError(
         "model",
         "must compute each row of a batch by itself",

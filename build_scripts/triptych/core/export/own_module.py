@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ from triptych.base.cache import key_of, sha256_of
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import MODEL_FILE, save_onnx
 from triptych.base.tensors import Tensor
-from triptych.core.export.own_graph import OwnGraph, RunGraph, triton_type
+from triptych.core.export.own_graph import (
+    OwnGraph,
+    RunGraph,
+    check_axes,
+    triton_type,
+    with_axis,
+)
 from triptych.core.export.to_onnx import OPSET, quiet
 from triptych.spec.model_fields import ModelSpec
 
@@ -40,8 +47,9 @@ def load_module(spec: ModelSpec) -> Any:
             raise ImportError(f"{file} is no Python file")
         code = importlib.util.module_from_spec(found)
         sys.modules[_MODULE_NAME] = code  # `dataclasses` needs the module there
-        found.loader.exec_module(code)
-        module = getattr(code, factory)()
+        with quiet():
+            found.loader.exec_module(code)
+            module = getattr(code, factory)()
     except (Exception, SystemExit) as error:
         raise _refused(
             "model.module",
@@ -134,22 +142,37 @@ def _named(spec: ModelSpec, result: Any) -> dict[str, Any]:
 
 def read_module(spec: ModelSpec, run: RunGraph, example: Mapping[str, NDArray[Any]]) -> OwnGraph:
     """Return the interface of a module, known from its results on an example of one row."""
+    name, axis = spec.model.axis
     results = run(example)
+    inputs = [_tensor(each, array) for each, array in example.items()]
+    outputs = [_tensor(each, array) for each, array in results.items()]
+    if axis is not None:  # an axis of a result varies if it follows the size of the input
+        longer = run({n: _longer(array, axis.of.get(n)) for n, array in example.items()})
+        outputs = [_with_free(tensor, longer[tensor.name].shape[1:], name) for tensor in outputs]
     files = [file for file in (spec.module_file, spec.weights_file) if file is not None]
     key = {
         "files": [sha256_of(file) for file in files],
         "factory": spec.model.factory,
         "outputs": spec.model.outputs,
     }
-    return OwnGraph(
-        key_of("own_module", key),
-        tuple(_tensor(name, array) for name, array in example.items()),
-        tuple(_tensor(name, array) for name, array in results.items()),
-    )
+    return with_axis(spec, OwnGraph(key_of("own_module", key), tuple(inputs), tuple(outputs)))
 
 
 def _tensor(name: str, array: NDArray[Any]) -> Tensor:
-    return Tensor(name, triton_type(name, array), array.shape[1:] or (1,))
+    check_axes(name, array.ndim)
+    return Tensor(name, triton_type(name, array), array.shape[1:])
+
+
+def _longer(array: NDArray[Any], axis: int | None) -> NDArray[Any]:
+    """Return an array with one more zero along an axis; the array itself without an axis."""
+    if axis is None:
+        return array
+    return np.pad(array, [(0, int(place == axis)) for place in range(array.ndim)])
+
+
+def _with_free(tensor: Tensor, longer: Sequence[int], name: str) -> Tensor:
+    dims = zip(tensor.dims, longer, strict=True)
+    return replace(tensor, dims=tuple(size if size == other else name for size, other in dims))
 
 
 def export_module(spec: ModelSpec, example: Mapping[str, NDArray[Any]], target: Path) -> None:
@@ -167,17 +190,22 @@ def export_module(spec: ModelSpec, example: Mapping[str, NDArray[Any]], target: 
 
     module = load_module(spec)
     names = input_names(module)
+    axis_name, axis = spec.model.axis
+    of = {} if axis is None else axis.of
+    # Sizes 0 and 1 would become constants, too.
     arrays = [np.repeat(example[name], _ROWS, axis=0) for name in names]
+    for _ in range(2):
+        arrays = [_longer(a, of.get(n)) for n, a in zip(names, arrays, strict=True)]
     tensors = tuple(torch.from_numpy(array) for array in arrays)
     with torch.inference_mode():
         outputs = list(_named(spec, module(*tensors)))
     batch = torch.export.Dim("batch", min=1, max=4096)
+    free = None if axis is None else torch.export.Dim(axis_name, min=axis.min, max=axis.max)
+    dynamic = tuple({0: batch, **({of[name]: free} if name in of else {})} for name in names)
     try:
         with quiet(), torch.no_grad():
             exported: Any = torch.onnx.export(
-                torch.export.export(
-                    module, tensors, dynamic_shapes=tuple({0: batch} for _ in names), strict=False
-                ),
+                torch.export.export(module, tensors, dynamic_shapes=dynamic, strict=False),
                 dynamo=True,
                 input_names=names,
                 output_names=outputs,

@@ -25,8 +25,10 @@ from triptych.core.requests import (
     Sample,
     by_request,
     core_feed,
+    cut_record,
     hash_rows,
     is_record,
+    record_sizes,
     row_starts,
     rows_of,
 )
@@ -79,7 +81,8 @@ def by_rows(
         results = [outputs[name] for name in names]
         rows = [sample for sample in samples if isinstance(sample, TokenRow)]
         if not rows:
-            return [dict(zip(names, values, strict=True)) for values in zip(*results, strict=True)]
+            every = [dict(zip(names, values, strict=True)) for values in zip(*results, strict=True)]
+            return [_cut_axes(r, s, core, inputs) for r, s in zip(every, samples, strict=True)]
         starts, packed = row_starts(rows, inputs), ROW_OFFSET in inputs
         return [
             {
@@ -90,6 +93,19 @@ def by_rows(
         ]
 
     return run
+
+
+def _cut_axes(
+    row: RowOutputs, sample: Sample, core: Core, inputs: tuple[Tensor, ...]
+) -> RowOutputs:
+    """Return the outputs of a row of the user's own model without the padding of its free axis."""
+    sizes = record_sizes(np.asarray(sample), inputs) if is_record(sample) else {}
+    if not sizes:
+        return row
+    return {
+        t.name: row[t.name][tuple(slice(sizes.get(str(dim))) for dim in t.dims)]
+        for t in core.outputs
+    }
 
 
 def open_core(path: Path, plan: Plan) -> RunBatch:
@@ -385,7 +401,10 @@ def write_warm_ups(
     plan = inputs.plan
     traffic = [request for request in inputs.requests if not request.edge]
     known = [*rows_of(traffic), *inputs.calibration]
-    rows = {warm_up.tokens: _row_of(known, warm_up.tokens) for warm_up in plan.warm_ups}
+    rows = {
+        warm_up.tokens: _row_of(known, warm_up.tokens, plan.core_inputs)
+        for warm_up in plan.warm_ups
+    }
 
     def work(target: Path) -> None:
         session = open_session(artifact)
@@ -419,11 +438,15 @@ def write_warm_ups(
     return cached_stage("warm_ups", stage, work, progress).folder
 
 
-def _row_of(rows: list[Sample], tokens: int) -> Sample:
+def _row_of(rows: list[Sample], tokens: int, inputs: tuple[Tensor, ...]) -> Sample:
     """Return the longest row that fits, else the shortest row without its middle tokens."""
     texts = [row for row in rows if isinstance(row, TokenRow)]
     if not texts:
-        return rows[0]
+        sizes = [max(record_sizes(np.asarray(row), inputs).values(), default=0) for row in rows]
+        indexes = [index for index, size in enumerate(sizes) if size <= tokens]
+        if indexes:
+            return rows[max(indexes, key=sizes.__getitem__)]
+        return cut_record(np.asarray(rows[0]), inputs, tokens)
     fitting = [row for row in texts if len(row.ids) <= tokens]
     if fitting:
         return max(fitting, key=lambda row: len(row.ids))

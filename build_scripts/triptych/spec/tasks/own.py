@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from triptych.runtime.hooking import load_hooks
 from triptych.spec.kind import MODEL
 from triptych.spec.model_fields import ModelSpec, OutputField
-from triptych.spec.model_info import ModelInfo
+from triptych.spec.model_info import ModelInfo, OwnInterface
 from triptych.spec.tasks.compare import TIE, Comparison, Outputs
 from triptych.spec.tasks.task import Core, Parameters, Task
 
@@ -31,7 +31,10 @@ def own_task(spec: ModelSpec) -> Task:
     def settings(info: ModelInfo) -> Mapping[str, object]:
         own = _interface(info)
         tensors = {"core_inputs": own.inputs, "past_core": own.past_core}
+        name, axis = spec.model.axis
+        padded = {} if axis is None else {"min": axis.min, "max": axis.max, "of": own.padded(name)}
         return {
+            "padded_axis": padded,
             "own_inputs": {name: field.as_dict() for name, field in spec.inputs.items()},
             "own_outputs": {name: field.as_dict() for name, field in spec.outputs.items()},
             "required_inputs": sum(field.default is None for field in spec.inputs.values()),
@@ -58,7 +61,7 @@ def own_task(spec: ModelSpec) -> Task:
     )
 
 
-def _interface(info: ModelInfo) -> Any:
+def _interface(info: ModelInfo) -> OwnInterface:
     if info.own is None:
         raise ValueError("the graph of the pipeline was not read")
     return info.own
