@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.model import PIPELINE
 from benchmarks.prometheus_tools import running
-from triptych.container.health import find_fault
+from triptych.container.health import HealthCheck
 from triptych.container.manifests import find_pipelines, largest_request_mib
 from triptych.serving.fleet.envoy import Listen, proxy_settings
 from triptych.serving.fleet.proxy import Proxy
@@ -150,7 +150,8 @@ class LiveFleet:
 def _wait_healthy(server: Server) -> None:
     """Wait until the readiness probe of `triptych deploy` passes."""
     deadline = time.monotonic() + _HEALTHY_TIMEOUT_S
-    while fault := find_fault(f"http://{server.http_url}", find_pipelines(server.repository)):
+    health = HealthCheck(find_pipelines(server.repository))
+    while fault := health.find_fault(f"http://{server.http_url}"):
         if time.monotonic() > deadline:
             raise TimeoutError(fault)
 

@@ -21,7 +21,7 @@ import task_models
 from conftest import ROOT, build_into, traffic_texts, write_pipeline
 from triptych.client import Client
 from triptych.container.flags import cache_flags
-from triptych.container.health import find_fault
+from triptych.container.health import HealthCheck
 from triptych.container.manifests import find_pipelines
 from triptych.serving.bench.perf_analyzer import find_perf_analyzer
 from triptych.serving.server import Server
@@ -179,7 +179,7 @@ def test_the_health_check_is_not_answered_from_the_cache(
 ) -> None:
     pipelines = find_pipelines(server.repository)
     for _ in range(2):
-        assert find_fault(f"http://{server.http_url}", pipelines) is None
+        assert HealthCheck(pipelines).find_fault(f"http://{server.http_url}") is None
         assert lookups("topics") == (0, 1)
         assert lookups("vectors") == (0, 1)
 

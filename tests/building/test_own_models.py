@@ -28,7 +28,7 @@ from scaffolding import run
 from triptych.base.errors import UserError
 from triptych.building.own_checks import check_own_pipeline
 from triptych.client import Client, InvalidRequestError
-from triptych.container.health import QUESTION_FILE, find_fault
+from triptych.container.health import QUESTION_FILE, HealthCheck
 from triptych.container.manifests import find_pipelines
 from triptych.core.own_inputs import read_own_inputs
 from triptych.interface.page.demo import answer, open_pipeline
@@ -132,7 +132,8 @@ def test_health_and_the_live_gate_ask_in_the_types_of_the_inputs(folder: Path, s
     from triptych.core.gate.verify import verify_pipeline
 
     repository = folder / "repository"
-    assert find_fault(f"http://{server.http_url}", find_pipelines(repository)) is None
+    health = HealthCheck(find_pipelines(repository))
+    assert health.find_fault(f"http://{server.http_url}") is None
     for name in ("detector", "table", "levels", "sounds"):
         assert (repository / name / QUESTION_FILE).is_file()
         inputs = read_own_inputs(load_model_spec(folder / "pipelines" / name), quiet)

@@ -23,7 +23,7 @@ from task_reference import (
     same_choices,
 )
 from triptych.client import Client, InvalidRequestError
-from triptych.container.health import QUESTION_FILE, find_fault
+from triptych.container.health import QUESTION_FILE, HealthCheck
 from triptych.container.manifests import find_pipelines
 from triptych.interface.page.demo import answer, open_pipeline
 from triptych.spec.spec import load_spec
@@ -143,7 +143,7 @@ def test_every_task_answers_the_health_check(repository: Path, server: Any) -> N
     pipelines = find_pipelines(repository)
     assert len(pipelines) == len(NAMES) + 1
     assert all((repository / p.name / QUESTION_FILE).is_file() for p in pipelines)
-    assert find_fault(f"http://{server.http_url}", pipelines) is None
+    assert HealthCheck(pipelines).find_fault(f"http://{server.http_url}") is None
 
 
 def close(a: Any, b: Any, tolerance: float = 1e-4) -> bool:

@@ -4,17 +4,21 @@ import http.client
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from container_image import image_of, server_of
 from failing_models import STOPPED_IN_INITIALIZE, write_model
-from processes import eventually
+from processes import eventually, regions
 from triptych.client import Client, PipelineNotReadyError, ServerUnreachableError
+from triptych.container.shared_memory import SharedRegions, new_prefix
 from triptych.container.supervisor import EXIT_DEAD, STARVED, step_processes
 from triptych.runtime.flow_control import InFlight
 from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE
@@ -97,6 +101,57 @@ def test_a_frozen_step_is_unhealthy_and_a_dead_one_ends_the_container(
         said = process.communicate(timeout=60)[0]
     assert process.returncode == EXIT_DEAD
     assert f"error: a step has died: {model} (process {dead})." in said
+
+
+@pytest.mark.parametrize("attack", ["the server is killed", "a step gets no CPU for 1.5 s"])
+def test_a_server_that_dies_leaves_no_step_and_no_memory(
+    alone: Path, tmp_path: Path, attack: str
+) -> None:
+    """As after a kill by the kernel for want of memory, and as on a machine that is too busy."""
+    with image_of(tmp_path / "image", alone) as image:
+        mark = image.variables[PROCESS_TAG_VARIABLE]
+        with image.serving() as process:
+            server = server_of(process)
+            steps = step_processes(server)
+            assert regions(mark)
+            if attack == "the server is killed":
+                os.kill(server, signal.SIGKILL)
+            else:
+                starved = next(pid for pid, model in steps.items() if model.endswith("_core"))
+                os.kill(starved, signal.SIGSTOP)
+                with ThreadPoolExecutor(4) as pool:
+                    failures = list(pool.map(lambda _: image.health()[0], range(2)))
+                os.kill(starved, signal.SIGCONT)
+                assert failures == [1, 1]
+            said = process.communicate(timeout=60)[0]
+        assert process.returncode == EXIT_DEAD
+        assert (
+            "error: tritonserver ended by itself: signal SIG" in said or "a step has died" in said
+        )
+        assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in steps), 5)
+        assert regions(mark) == []
+
+
+HOLDER = """
+import sys, time
+from triptych.container.shared_memory import SHM, SharedRegions
+regions = SharedRegions(sys.argv[1])
+(SHM / f"{sys.argv[1]}region").touch()
+print(flush=True)
+time.sleep(600)
+"""
+
+
+def test_memory_is_removed_after_its_server_and_not_before() -> None:
+    prefix = new_prefix()
+    with subprocess.Popen([sys.executable, "-c", HOLDER, prefix], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        SharedRegions(new_prefix()).remove()
+        assert sorted(regions(prefix)) == [f"{prefix}lock", f"{prefix}region"]
+        holder.kill()
+    SharedRegions(new_prefix()).remove()
+    assert regions(prefix) == []
 
 
 def test_a_server_that_would_load_for_ever_ends_the_container(tmp_path: Path) -> None:

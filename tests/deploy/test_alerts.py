@@ -164,12 +164,20 @@ def test_a_fleet_that_is_too_small_short_of_replicas_or_unseen_is_told(
     # 20 a second are held; 30 come in for ten minutes; then a replica is missing; then all.
     busy = [(USUAL, 0.0)] * 10 + [(3 * USUAL, 0.0)] * 8 + [(USUAL, 0.0)] * 14
     missing = {"series": down, "values": "0x17 1x20"}
+    died = {
+        "series": 'kube_pod_container_status_restarts_total{namespace="default",pod="minilm-1",'
+        'container="triton"}',
+        "values": "0x10 1x30",
+    }
     wait = int(case.alerts["MinilmReplicaNotReady"]["for"].removesuffix("s")) // 60
     checks = [
         raised(case, 34, "MinilmSaturated", is_raised=True),
         raised(case, 46, "MinilmSaturated", is_raised=False),
         raised(case, 36 + wait - 2, "MinilmReplicaNotReady", is_raised=False),
         raised(case, 36 + wait + 2, "MinilmReplicaNotReady", is_raised=True),
+        raised(case, 18, "MinilmServerRestarted", is_raised=False),
+        raised(case, 26, "MinilmServerRestarted", is_raised=True),
+        raised(case, 46, "MinilmServerRestarted", is_raised=False),
         raised(case, 60, "MinilmNoMetrics", is_raised=False),
         raised(case, 80, "MinilmNoMetrics", is_raised=True),
     ]
@@ -177,7 +185,10 @@ def test_a_fleet_that_is_too_small_short_of_replicas_or_unseen_is_told(
         if check["alertname"] == "MinilmReplicaNotReady":
             for one in check["exp_alerts"]:
                 one["exp_labels"] = {**one["exp_labels"], "deployment": "minilm"}
-    promtool("test", "rules", write_test(tmp_path, "fleet", case, busy, checks, (missing,)))
+        if check["alertname"] == "MinilmServerRestarted":
+            for one in check["exp_alerts"]:
+                one["exp_labels"] = {**one["exp_labels"], "pod": "minilm-1"}
+    promtool("test", "rules", write_test(tmp_path, "fleet", case, busy, checks, (missing, died)))
 
 
 def test_what_streams_late_hangs_or_finds_no_place_is_told(talking: Case, tmp_path: Path) -> None:
@@ -190,6 +201,7 @@ def test_what_streams_late_hangs_or_finds_no_place_is_told(talking: Case, tmp_pa
             for window in ("1h", "6h", "3d")
         ),
         *("EngineStalled", "RequestsQueued", "KvCacheFull", "ReplicaNotReady", "NoMetrics"),
+        "ServerRestarted",
     }
     phases = (30, 30, 15)
 

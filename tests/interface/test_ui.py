@@ -5,9 +5,13 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,13 @@ import pytest
 from browser import open_tab
 from conftest import build_into, traffic_texts, write_pipeline
 from http_pages import fetch, post
+from processes import eventually
 from task_models import tagger
 from triptych.base.formatting import figure
 from triptych.client import Client, StepStatistics
 from triptych.interface.page.demo import DemoPage, RequestTimes, open_pipeline
 from triptych.interface.page.form import SECOND, Form, ScoreBar, TextPiece, mark_spans, view_answer
+from triptych.interface.page.web import PageServer
 from triptych.interface.page.web import _read as read_form
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks import TASKS
@@ -83,6 +89,55 @@ def test_a_form_of_many_parts_or_of_none_is_refused() -> None:
     assert read_form(kind, part * 100_000 + b"--x--\r\n") is None
     for malformed in ("", "text/plain", "multipart/form-data", 'multipart/form-data; boundary="'):
         assert not read_form(malformed, part)
+
+
+class _PlainPage(PageServer):
+    """A page that answers in pieces."""
+
+    def page(self, example: str) -> str:
+        return example + "x" * 100_000
+
+    def answer(self, sent: Mapping[str, bytes]) -> tuple[HTTPStatus, Iterator[str]]:
+        return HTTPStatus.OK, iter(["y" * 100_000] * 8)
+
+    def end(self) -> None:
+        pass
+
+
+_HOST = b"Host: 127.0.0.1\r\n"
+MALFORMED = (
+    b"POST / HTTP/1.1\r\n" + _HOST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n",
+    b"POST / HTTP/1.1\r\n" + _HOST + b"Content-Length: \xb2\r\n\r\n",
+    b"POST / HTTP/1.1\r\n" + _HOST + b"Content-Length: 1000\r\n\r\nabc",
+    b"GET / HTTP/1.1\r\n" + _HOST + b"\r\n",
+    b"GET / HTTP/1.1\r\n" + _HOST + b"Origin: http://[\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: \xb2:\xb2\r\n\r\n",
+    b"GET / HTTP/9.x\r\n\r\n",
+    bytes(range(256)) + b"\r\n\r\n",
+)
+
+
+def test_malformed_and_abandoned_requests_to_a_page_print_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with _PlainPage("127.0.0.1", 0) as page:
+        for request in MALFORMED:
+            for leaves in (False, True):
+                with socket.create_connection(("127.0.0.1", page.server_port)) as client:
+                    client.sendall(request)
+                    if leaves:  # the connection is reset
+                        off = struct.pack("ii", 1, 0)
+                        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, off)
+                    else:
+                        client.shutdown(socket.SHUT_WR)
+                        while client.recv(1 << 16):
+                            pass
+        status, _ = fetch(page.url)
+        assert status == HTTPStatus.OK
+        assert eventually(
+            lambda: not any("process_request" in thread.name for thread in threading.enumerate())
+        )
+    assert capfd.readouterr().err == ""
 
 
 def test_answers_are_shown_as_their_tasks_have_them() -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
+import psutil
 import pytest
 
 from conftest import ROOT, quiet
@@ -21,6 +22,8 @@ from triptych.building.generation import build as stages
 from triptych.building.generation import live
 from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.live import verify_generation
+from triptych.container.health import HealthCheck
+from triptych.container.manifests import find_pipelines
 from triptych.core.gate.verify import describe_verification
 from triptych.repository.records import GateResult
 from triptych.serving.server import Server
@@ -70,7 +73,10 @@ def test_the_example_passes_its_gate_streams_and_gives_up(
         chat = Streams(server.grpc_url, "chat")
         ask_by_schema(chat)
         story = {"text_input": "Once upon a time"}
-        long = {**story, "sampling_parameters": {"max_tokens": 1500, "temperature": 1, "seed": 1}}
+        long: dict[str, object] = {
+            **story,
+            "sampling_parameters": {"max_tokens": 1500, "temperature": 1, "seed": 1},
+        }
         calls = [chat.open(long), chat.open(long)]
         for call in calls:
             next(call)
@@ -92,9 +98,31 @@ def test_the_example_passes_its_gate_streams_and_gives_up(
         for call in (*calls, urgent):
             call.cancel()
         wait_until(server, "chat", running=0, waiting=0)
+        kill_engine_core(server, chat, long)
         chat.close()
     finally:
         server.stop()
+
+
+def kill_engine_core(server: Server, chat: Streams, long: dict[str, object]) -> None:
+    """The stream and each request after it end with the reason, and the step ends."""
+    health, url = HealthCheck(find_pipelines(server.repository)), f"http://{server.http_url}"
+    assert health.find_fault(url) is None
+    cores = {model: pid for pid, model in server.living_steps().items()}
+    call = chat.open(long)
+    next(call)
+    assert health.find_fault(url) is None
+    for process in psutil.Process(cores["chat_core"]).children(recursive=True):
+        if "spawn_main" in " ".join(process.cmdline()):
+            process.kill()
+    *_, last = call
+    assert "[engine_died]" in last.error_message
+    assert "stack trace" not in last.error_message
+    errors = [chat.ask(text_input="Once").error]
+    while (crash := server.find_crash(0.05)) is None:
+        errors.append(chat.ask(text_input="Once").error)
+    assert crash.step == "chat_core"
+    assert all("[engine_died]" in error or "is not healthy" in error for error in errors), errors
 
 
 def ask_by_schema(chat: Streams) -> None:

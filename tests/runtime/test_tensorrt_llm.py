@@ -107,6 +107,9 @@ class FakeLLM:
     def shutdown(self) -> None:
         self.closed = True
 
+    def _check_health(self) -> bool:
+        return not self.closed
+
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +137,9 @@ def test_it_is_asked_as_its_source_takes_it() -> None:
         left = engine.generate("b", [5, 6, 8], sampled)
         await anext(left)
         await left.aclose()
+        assert engine.find_death() == ""
         engine.close()
+        assert engine.find_death() == "its executor has shut down"
         return whole
 
     whole = asyncio.run(run())

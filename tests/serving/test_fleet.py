@@ -27,7 +27,7 @@ from tritonclient.utils import InferenceServerException
 from conftest import build_into
 from hot_reload_cases import Asker, hooks, write_tickets
 from processes import eventually
-from triptych.client import Client
+from triptych.client import Client, InferenceError
 from triptych.serving.fleet.fleet import Fleet, Replica
 from triptych.serving.fleet.serve import new_fleet
 from triptych.serving.readiness import responds_ok
@@ -282,6 +282,44 @@ def test_a_frozen_part_of_a_replica_blocks_nobody_and_is_replaced(
     moved, replaced = watched.problems
     assert moved.startswith(f"{replica.name} fails its health check")
     assert "is replaced, because it fails its health check" in replaced
+    watched.problems.clear()
+
+
+@pytest.mark.parametrize("part", FROZEN[1:])
+def test_a_step_without_cpu_costs_clients_that_retry_nothing(watched: Watched, part: str) -> None:
+    """It is stopped for 1.5 s, after which Triton ends it, or aborts."""
+    fleet, replica = watched.fleet, watched.fleet.replicas[FROZEN.index(part) % 3]
+    steps = {model: step for step, model in replica.server.living_steps().items()}
+    pid = replica.server.pid
+    sent, failures, ends = [0] * CLIENTS, list[Exception](), threading.Event()
+
+    def ask(number: int) -> None:
+        with Client("tickets", fleet.endpoints["grpc"], timeout_s=60) as client:
+            while not ends.is_set():
+                sent[number] += 1
+                try:
+                    client.classify(["where is it"])
+                except InferenceError as error:
+                    failures.append(error)
+
+    clients = [threading.Thread(target=ask, args=(number,)) for number in range(CLIENTS)]
+    for client in clients:
+        client.start()
+    try:
+        watched.until(lambda: min(sent) > 1)
+        os.kill(steps[f"tickets_{part}"], signal.SIGSTOP)
+        time.sleep(1.5)
+        os.kill(steps[f"tickets_{part}"], signal.SIGCONT)
+        watched.until(lambda: not replica.is_ready or replica.server.pid != pid)
+        watched.until(lambda: fleet.is_settled)
+        after = sum(sent) + REQUESTS // 4
+        watched.until(lambda: sum(sent) > after)
+    finally:
+        ends.set()
+        for client in clients:
+            client.join()
+    print(f"{part}: {sum(sent)} requests sent, {len(failures)} failed")
+    assert failures == []
     watched.problems.clear()
 
 

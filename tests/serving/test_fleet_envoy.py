@@ -36,7 +36,6 @@ from triptych.serving.fleet.envoy import (
     route_file,
 )
 from triptych.serving.fleet.fleet import Replica, ReplicaBuild, link_build
-from triptych.serving.fleet.periodic import PeriodicCheck
 from triptych.serving.fleet.proxy import Proxy, find_envoy, validate
 from triptych.serving.fleet.serve import (
     capacity_warnings,
@@ -45,6 +44,7 @@ from triptych.serving.fleet.serve import (
     find_capacity_warnings,
     new_fleet,
 )
+from triptych.serving.periodic import PeriodicCheck
 from triptych.serving.ports import reserve_ports
 from triptych.serving.server import Server
 

@@ -15,11 +15,13 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import cache_from_source
 from pathlib import Path
 
+import psutil
 import pytest
 
 from echo_server import ECHO, ask, write_model
 from processes import eventually, mark_of, regions
 from triptych.base.errors import UserError
+from triptych.serving import orphan_cleanup
 from triptych.serving.orphan_cleanup import tagged_processes
 from triptych.serving.server import Server, check_and_make_flags
 
@@ -199,6 +201,29 @@ def test_stop_cleans_up_after_a_server_that_was_killed(repository: Path) -> None
     assert log_file is not None
     assert log_file.is_file()  # what it said before it died
     log_file.unlink()
+
+
+def test_empty_folders_of_ended_servers_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a server which runs may have made, and those with files, stay."""
+    monkeypatch.setattr(orphan_cleanup, "ENVIRONMENTS", tmp_path)
+    old, used, new = (tmp_path / f"python_env_{name}" for name in ("oldOLD", "usedUS", "newNEW"))
+    for folder in (old, used, new):
+        folder.mkdir()
+    (used / "file").touch()
+    monkeypatch.setattr(orphan_cleanup, "SERVER", "sleep-as-server")
+    program = shutil.copy("/bin/sleep", tmp_path / "sleep-as-server")
+    with subprocess.Popen([program, "600"]) as server:
+        for folder in (old, used):
+            os.utime(folder, (0, 0))
+        os.utime(new)
+        assert eventually(lambda: psutil.Process(server.pid).name() == "sleep-as-server")
+        orphan_cleanup.remove_environment_folders()
+        assert [folder.exists() for folder in (old, used, new)] == [False, True, True]
+        server.kill()
+    orphan_cleanup.remove_environment_folders()
+    assert [folder.exists() for folder in (used, new)] == [True, False]
 
 
 def test_a_server_outlives_the_thread_that_started_it(repository: Path) -> None:

@@ -20,6 +20,7 @@ from failing_models import (
 )
 from processes import eventually
 from triptych.base.releases import CONFIG_FIELDS, SERVER_FLAGS
+from triptych.container.supervisor import STARVED
 from triptych.serving.embedded import find_release
 from triptych.serving.readiness import ServerError, find_exit_reason, read_load_state
 from triptych.serving.server import Server
@@ -221,7 +222,7 @@ def test_a_server_is_started_again_where_a_step_gets_no_cpu(
     finally:
         server.stop()
     assert said in told[0]
-    assert "no CPU for a second" in told[0]
+    assert STARVED in told[0]
     assert told[-1] == "step is ready"
 
 
@@ -259,7 +260,7 @@ def test_a_step_that_got_no_cpu_while_it_loaded_is_told_as_that() -> None:
     log = """terminate called after throwing an instance of 'boost::interprocess::lock_exception'
   what():  boost::interprocess::lock_exception
 I0812 09:00:01.000006 2 pb_stub.cc:2145]  Non-graceful termination detected. """
-    assert "no CPU for a second" in find_exit_reason(log)
+    assert STARVED in find_exit_reason(log)
 
 
 BUCKETS = """model_metrics { metric_control {

@@ -8,8 +8,11 @@ import pytest
 from conftest import write_pipeline
 from mistakes import check_refused
 from triptych.base.errors import RenamedWarning
+from triptych.base.files import parse_yaml
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.triton_io import check_parameters
+from triptych.spec import spec as spec_module
+from triptych.spec.any_spec import load_any_spec
 from triptych.spec.spec import PipelineSpec, load_spec
 from triptych.spec.tasks import find_task
 from triptych.spec.traffic import Lengths, read_traffic
@@ -119,6 +122,7 @@ FILES: list[tuple[str, list[str]]] = [
     ),
     ("task: text-embedding\ntask: x", ["'task' is given twice", "line 2"]),
     ("task: text-embedding\nmodel: {source: a, sauce: b}", ["model.sauce", "source, revision"]),
+    ("".join(f"key{i}: 1\n" for i in range(30_000)), ["at most 256 KiB", "Given: 340 KiB"]),
 ]
 TRAFFIC: list[tuple[bytes, list[str]]] = [
     (b"", ["has no rows"]),
@@ -147,6 +151,22 @@ def test_each_mistake_is_named(tmp_path: Path) -> None:
     for name in ("Upper", "1st", "with space", "ä", "a" * 65):
         check_refused("lower-case", load_spec, write_pipeline(tmp_path / name))
     check_refused("Choose one of: text-embedding", find_task, "text-embeding")
+
+
+def test_a_spec_is_parsed_once_for_all_its_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+
+    def parse(text: str) -> Any:
+        parsed.append(text)
+        return parse_yaml(text)
+
+    monkeypatch.setattr(spec_module, "parse_yaml", parse)
+    spec_module._parse.cache_clear()
+    folder = write_pipeline(tmp_path / "a", core={"threads": 3})
+    assert load_any_spec(folder) == load_any_spec(folder)
+    assert len(parsed) == 1
 
 
 def test_numbers_in_e_notation_are_numbers(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 It admits, batches, reports and cancels as a real one does, and takes a set time for each token.
 An adapter, which it does not read, makes it repeat them backwards. A request with the seed `HELD`
-gets no more than `FIRST` tokens, and ends when it is canceled.
+gets no more than `FIRST` tokens, and ends when it is canceled. Like vLLM it has a process of its
+own, without which it is dead.
 """
 
 import asyncio
+import subprocess
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ class Engine:
         self._held: dict[str, int] = {}
 
     async def start(self) -> None:
+        # It reads until its parent ends.
+        self._process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         self._tell()
 
     async def generate(
@@ -73,8 +77,12 @@ class Engine:
                 [token], finish, logprobs=None if sampling["logprobs"] is None else logprobs
             )
 
+    def find_death(self) -> str:
+        return "" if self._process.poll() is None else "its process died"
+
     def close(self) -> None:
-        """Nothing runs but what its callers await."""
+        self._process.kill()
+        self._process.wait()
 
     def _tell(self) -> None:
         share = sum(self._held.values()) / self._capacity

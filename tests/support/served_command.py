@@ -4,7 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,16 @@ TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 
 
 @contextlib.contextmanager
-def serving(repository: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """`triptych serve --json` on free ports; killed at the end if a test left it running."""
+def serving(
+    repository: Path, *options: str, wrapper: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """`triptych serve --json` on free ports; killed at the end if a test left it running.
+
+    `wrapper` are the first words of the command.
+    """
     ports = [f"--{kind}-port=0" for kind in ("grpc", "http", "metrics")]
     with subprocess.Popen(
-        [TRIPTYCH, "serve", str(repository), "--json", *ports, *options],
+        [*wrapper, TRIPTYCH, "serve", str(repository), "--json", *ports, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

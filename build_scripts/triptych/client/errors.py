@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from triptych.base.errors import warn_renamed
 from triptych.runtime.request_errors import (
+    ENGINE_DIED,
     ENGINE_FAILED,
     INTERNAL,
     INVALID_REQUEST,
@@ -106,6 +107,7 @@ _STEPS: dict[str, type[InferenceError]] = {
     STOPPING: PipelineNotReadyError,
     INTERNAL: PipelineFailedError,
     ENGINE_FAILED: PipelineFailedError,
+    ENGINE_DIED: PipelineNotReadyError,
 }
 """Error class of each code that a step of a pipeline gives."""
 # Triton's own messages have no code. Triton reports UNAVAILABLE for a full queue, as gRPC does for

@@ -20,7 +20,7 @@ from triptych.base.errors import UserError, escape_for_terminal
 from triptych.base.release_changes import defects_of
 from triptych.base.releases import Release, parse_release
 from triptych.container.flags import ServerFlags, cache_flags, production_flags, uses_rate_limiter
-from triptych.container.health import ask_pipelines, find_server_fault
+from triptych.container.health import HealthCheck, find_server_fault
 from triptych.container.lock_check import (
     EXIT_MISTAKE,
     EXIT_REFUSED,
@@ -30,7 +30,9 @@ from triptych.container.lock_check import (
 from triptych.container.machine import Machine, read_machine
 from triptych.container.manifests import find_pipelines, largest_request_mib
 from triptych.container.settings import KEY_VARIABLE, Settings, read_settings
+from triptych.container.shared_memory import SharedRegions, new_prefix
 from triptych.container.supervisor import supervise
+from triptych.runtime.flow_control import PREFIX_VARIABLE
 
 PLAIN = "letters, digits and any of @%+=:,./_-"
 
@@ -151,19 +153,25 @@ def main(arguments: Sequence[str]) -> int:
         if not enforce(settings, machine):
             return EXIT_REFUSED
         release = find_release(os.environ)
-        words = [*command(settings, machine, release), *arguments]
+        prefix = os.environ.setdefault(PREFIX_VARIABLE, new_prefix())
+        named = f"--backend-config=python,shm-region-prefix-name={prefix}"
+        words = [*command(settings, machine, release), named, *arguments]
         warn_of(release)
     except UserError as error:
         print(escape_for_terminal(f"error: {error.message}"), file=sys.stderr, flush=True)
         return EXIT_MISTAKE
     os.umask(0o077)  # shared memory has user data, which must be private
-    return supervise(
-        words,
-        server_variables(os.environ),
-        is_ready=lambda: find_server_fault(settings.health_url) is None,
-        ask=lambda: ask_pipelines(settings.health_url, find_pipelines(settings.repository)),
-        grace_s=settings.options.exit_timeout_s,
-    )
+    regions = SharedRegions(prefix)
+    try:
+        return supervise(
+            words,
+            server_variables(os.environ),
+            is_ready=lambda: find_server_fault(settings.health_url) is None,
+            ask=lambda: HealthCheck(find_pipelines(settings.repository)).ask(settings.health_url),
+            grace_s=settings.options.exit_timeout_s,
+        )
+    finally:
+        regions.remove()
 
 
 if __name__ == "__main__":

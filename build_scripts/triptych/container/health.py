@@ -2,7 +2,8 @@
 
 Usage: ``python3 -m triptych.container.health``. One line; exit code 0 healthy, 1 not. The models'
 own readiness is not enough: it reports a dead Python step only since Triton 25.12, and a frozen
-step never. The request is a row of the pipeline's own traffic.
+step never. The request is a row of the pipeline's own traffic. A pipeline that generates text has
+to generate one token of it, unless its engine makes progress with other requests.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from triptych.base.errors import UserError
 from triptych.container.flags import RESPONSE_CACHE, mentions
@@ -23,6 +25,8 @@ from triptych.runtime.request_errors import OVERLOADED, read_step_error
 
 QUESTION_FILE = "health.request"
 """File in an ensemble's folder with a request for Triton's HTTP API; the first line is JSON."""
+PROMPT_FILE = "health.generate"
+"""File in the folder of an ensemble that generates text: JSON for Triton's generate extension."""
 
 COMMAND = ("python3", "-m", "triptych.container.health")
 """Command of the image's health check and of an orchestrator's probes."""
@@ -31,21 +35,24 @@ _TIMEOUT_S = 3.0
 _LENGTH_BYTES = 4
 
 
-def find_fault(url: str, pipelines: list[ServedPipeline]) -> str | None:
-    """Return the fault of the server at `url` in a few words; None if it is healthy."""
-    if not pipelines:
-        return "the repository holds no ensemble"
-    models = dict.fromkeys(name for p in pipelines for name in (p.name, *p.steps))
-    fault = find_server_fault(url)
-    for name in models:
-        fault = fault or _fault(name, f"{url}/v2/models/{name}/ready")
-    return fault or ask_pipelines(url, pipelines)
+class HealthCheck:
+    """The health check of the server of these pipelines, with their files as they are now."""
 
+    def __init__(self, pipelines: Sequence[ServedPipeline]) -> None:
+        self._models = dict.fromkeys(name for p in pipelines for name in (p.name, *p.steps))
+        self._questions = [question for p in pipelines if (question := _read_question(p))]
 
-def ask_pipelines(url: str, pipelines: list[ServedPipeline]) -> str | None:
-    """Send each pipeline the request of its health check; return the first fault, if any."""
-    with ThreadPoolExecutor(len(pipelines) or 1) as pool:
-        return next(filter(None, pool.map(lambda pipeline: _ask(url, pipeline), pipelines)), None)
+    def find_fault(self, url: str) -> str | None:
+        """Return the fault of the server at `url` in a few words; None if it is healthy."""
+        fault = find_server_fault(url)
+        for name in self._models:
+            fault = fault or _fault(name, f"{url}/v2/models/{name}/ready")
+        return fault or self.ask(url)
+
+    def ask(self, url: str) -> str | None:
+        """Send each pipeline its request; return the first fault, if any."""
+        with ThreadPoolExecutor(len(self._questions) or 1) as pool:
+            return next(filter(None, pool.map(lambda asked: asked.ask(url), self._questions)), None)
 
 
 def find_server_fault(url: str) -> str | None:
@@ -54,16 +61,33 @@ def find_server_fault(url: str) -> str | None:
     return live or _fault("the server", f"{url}/v2/health/ready")
 
 
-def _ask(url: str, pipeline: ServedPipeline) -> str | None:
-    try:
-        folder = pipeline.repository / pipeline.name
-        body = (folder / QUESTION_FILE).read_bytes()
-        if mentions(folder, RESPONSE_CACHE):
-            body = make_unique(body)
-    except FileNotFoundError:  # triptych did not build this ensemble
+class _Question(NamedTuple):
+    """Request to a pipeline; `is_cached` if a response cache may hold the answer."""
+
+    pipeline: str
+    body: bytes
+    generates: bool = False
+    is_cached: bool = False
+
+    def ask(self, url: str) -> str | None:
+        """Return the fault of the pipeline."""
+        url = f"{url}/v2/models/{self.pipeline}"
+        if self.generates:
+            return _fault(self.pipeline, f"{url}/generate", self.body)
+        body = make_unique(self.body) if self.is_cached else self.body
+        headers = {"Inference-Header-Content-Length": str(body.index(b"\n") + 1)}
+        return _fault(self.pipeline, f"{url}/infer", body, headers)
+
+
+def _read_question(pipeline: ServedPipeline) -> _Question | None:
+    """Return the question of a pipeline; None if it is not one of this project."""
+    folder = pipeline.repository / pipeline.name
+    if (prompt := folder / PROMPT_FILE).is_file():
+        return _Question(pipeline.name, prompt.read_bytes(), generates=True)
+    if not (file := folder / QUESTION_FILE).is_file():
         return None
-    headers = {"Inference-Header-Content-Length": str(body.index(b"\n") + 1)}
-    return _fault(pipeline.name, f"{url}/v2/models/{pipeline.name}/infer", body, headers)
+    is_cached = mentions(folder, RESPONSE_CACHE)
+    return _Question(pipeline.name, file.read_bytes(), is_cached=is_cached)
 
 
 def make_unique(body: bytes) -> bytes:
@@ -126,7 +150,9 @@ def main() -> int:
     except UserError as error:
         print(f"unhealthy: {error.message}")
         return 1
-    fault = find_fault(settings.health_url, pipelines)
+    fault = "the repository holds no ensemble"
+    if pipelines:
+        fault = HealthCheck(pipelines).find_fault(settings.health_url) or ""
     names = ", ".join(pipeline.name for pipeline in pipelines)
     print(f"unhealthy: {fault}" if fault else f"healthy: {names}")
     return 1 if fault else 0

@@ -57,8 +57,8 @@ STUB = "triton_python_backend_stub"
 """Program that runs a Python step."""
 
 STARVED = (
-    "Triton does so where a step gets no CPU for a second, when it loads most of all before 25.08: "
-    "give the steps the CPUs that they take"
+    "a Python step did not run for a second: it got no CPU, which before 25.08 happens most of all "
+    "while it loads, or it was stopped or killed; if the CPUs are busy, give the steps more of them"
 )
 """Explanation for a server that ended or never finishes loading for this reason."""
 
@@ -224,6 +224,19 @@ def supervise(
         signal.signal(number, lambda number, _frame: asked.append(number))
     # In a separate session, signals of a terminal reach only this process, which forwards them.
     server = subprocess.Popen(command, env=variables, start_new_session=True)
+    try:
+        code = _watch(server, asked, is_ready)
+        return _stop(server, grace_s, ask) if code is None else code
+    finally:
+        # The steps of a server that was killed, and the processes of their engines, may live on.
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def _watch(
+    server: subprocess.Popen[bytes], asked: Sequence[int], is_ready: Callable[[], bool]
+) -> int | None:
+    """Return the exit code after a death; None once `asked` has a signal."""
     conceal_keys(server.pid)
     steps: dict[int, str] = {}
     endless = EndlessLoad()
@@ -245,7 +258,7 @@ def supervise(
             _kill(server)
             return EXIT_DEAD
         time.sleep(_POLL_S)
-    return _stop(server, grace_s, ask)
+    return None
 
 
 def _kill(server: subprocess.Popen[bytes]) -> None:

@@ -205,6 +205,12 @@ class Metrics:
         where = f'namespace="{self.namespace}",deployment="{self.workload}"'
         return f"kube_deployment_{state}{{{where}}}"
 
+    def restarts(self, window: str) -> str:
+        """Return the restarts of servers in a window by pod, by kube-state-metrics."""
+        where = f'namespace="{self.namespace}",pod=~"{self.workload}-.+",container!="envoy"'
+        series = f"kube_pod_container_status_restarts_total{{{where}}}"
+        return f"sum by (pod) (increase({series}[{self.window(window)}]))"
+
     def gpu(self, name: str) -> str:
         """Return one of Triton's metrics of GPUs by pod."""
         where = f'namespace="{self.namespace}",pod=~"{self.workload}-.+"'

@@ -320,7 +320,9 @@ def compute_sizes(
         memory_mib=_memory(build, options, measured, shm.value),
         cpu_milli=ExplainedValue(
             f"{max(100, math.ceil(measured.cpu_cores.value * 10) * 100)}m",
-            f"{measured.cpu_cores.reason}. No limit: throttling would cost the slowest requests. "
+            f"{measured.cpu_cores.reason}. No limit: throttling would cost the slowest requests, "
+            "and a step without CPU for a second ends the server (docker/README.md, Deaths and "
+            "stops). "
             f"{_threads(build)}",
         ),
         threshold_per_s=ExplainedValue(

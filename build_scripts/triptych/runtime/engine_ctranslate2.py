@@ -45,6 +45,9 @@ VOCABULARY_FILE = "shared_vocabulary.json"
 WHOLE_SEARCH = 1e6
 """Patience (answers per beam) with which a search goes on to its maximum length."""
 
+REPORT_S = 0.5
+"""Seconds between two reports of the load while a batch is computed."""
+
 COMPUTE_TYPES = {"fp32": "float32", "int8": "int8_float32"}
 UNKNOWN = (
     "min_p",
@@ -148,6 +151,9 @@ class Engine:
 
         return await self._loop.run_in_executor(self._thread, run)
 
+    def find_death(self) -> str:
+        return f"its queue ended: {self._worker.exception()!r}" if self._worker.done() else ""
+
     def close(self) -> None:
         self._worker.cancel()
         for job in self._running:
@@ -200,7 +206,10 @@ class Engine:
             self._report_load()
             try:
                 if batch:
-                    await self._loop.run_in_executor(self._thread, self._translate, batch)
+                    work = self._loop.run_in_executor(self._thread, self._translate, batch)
+                    while not (await asyncio.wait([work], timeout=REPORT_S))[0]:
+                        self._report_load()
+                    await work
             except Exception as error:
                 for job in batch:
                     job.deltas.put_nowait(error)

@@ -92,6 +92,9 @@ class Engine:
             if not finished:
                 answer.abort()
 
+    def find_death(self) -> str:
+        return "" if self._llm._check_health() else "its executor has shut down"
+
     def close(self) -> None:
         if self._llm is not None:
             self._watcher.cancel()

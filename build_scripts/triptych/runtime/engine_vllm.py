@@ -155,6 +155,9 @@ class Engine:
         pairs = zip(answer, found[len(prompt) :], strict=True)
         return [float(logprobs[token].logprob) for token, logprobs in pairs]
 
+    def find_death(self) -> str:
+        return "a process of vLLM died" if self._engine.errored else ""
+
     def close(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import secrets
 import threading
@@ -19,6 +20,7 @@ from .engine import Engine
 from .flow_control import InFlight
 from .generation_messages import (
     CANCELLED,
+    DIED,
     MIN_NAME,
     MODEL_FOLDER,
     NOTHING,
@@ -34,7 +36,14 @@ from .generation_messages import (
 )
 from .generation_metrics import GenerationMetrics, RequestClock
 from .overflow import survive_overflow
-from .request_errors import EngineFailed, Overloaded, RequestError, Stopping
+from .request_errors import (
+    EngineDied,
+    EngineFailed,
+    Overloaded,
+    RequestError,
+    StepError,
+    Stopping,
+)
 from .sampling_parameters import FIELD
 from .triton_io import error_response, make_private, read_inputs, read_settings
 
@@ -47,6 +56,10 @@ LOST_S = 2.0
 """Seconds after which a chunk that postprocess has not acknowledged counts as lost."""
 EARLY_S = 60.0
 """Maximum seconds between a cancellation and the request that it cancels."""
+PROGRESS_S = 2.0
+"""Seconds after which an engine that reports no load is asked for a token by a health check."""
+LAST_WRITE_S = 0.2
+"""Seconds for the last responses to reach their clients before a step without engine ends."""
 RETRY_MS = 1000
 """Retry delay of a rejected request in ms; answer lengths vary too much to estimate it."""
 _MAX_FAULT = 300
@@ -59,7 +72,10 @@ class _RequestStream:
         name: Id by which a later request may cancel this one; None if it has none.
         sent_at: Time of the last chunk, by `time.monotonic`.
         number: Number of that chunk among the chunks of all streams; 0 before the first.
+        is_counted: Whether metrics include it.
     """
+
+    is_counted = True
 
     def __init__(
         self, sender: Any, opening: Opening, cancel_at: str, name: str = "", tokens: int = 1
@@ -112,7 +128,8 @@ class TritonPythonModel:
         self._in_flight = InFlight(settings["pipeline"])
         self._sent = 0  # number of chunks of all requests
         self._unsettled = 0  # number of requests whose end postprocess has not acknowledged
-        self._load = EngineLoad()
+        self._load, self._loaded_at = EngineLoad(), 0.0
+        self._death: EngineDied | None = None
         self._metrics = GenerationMetrics(settings["pipeline"], settings["latency_bounds_ms"])
         self._streams: dict[str, _RequestStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -141,7 +158,7 @@ class TritonPythonModel:
                     stream = _RequestStream(sender, Opening(False, [], [], 0), self._inbox.name)
                     self._loop.call_soon_threadsafe(self._cancel_named, stream, order.cancel)
                     continue
-                self._check_limits()
+                self._check_limits(may_exceed=order.is_health_check)
                 opening = Opening(
                     order.stream,
                     order.sampling["stop"],
@@ -154,6 +171,11 @@ class TritonPythonModel:
                 stream = _RequestStream(
                     sender, opening, self._inbox.name, request.request_id(), tokens
                 )
+                if order.is_health_check:
+                    stream.is_counted = False
+                    if self._makes_progress():
+                        self._loop.call_soon_threadsafe(self._end, stream, "length")
+                        continue
                 self._streams[stream.key] = stream
                 self._in_flight.wait(1, 1)
                 self._loop.call_soon_threadsafe(self._begin, stream, prompt, order)
@@ -187,10 +209,12 @@ class TritonPythonModel:
         self._ticker = loop.create_task(self._tick())
         return engine
 
-    def _check_limits(self) -> None:
+    def _check_limits(self, *, may_exceed: bool) -> None:
+        if self._death is not None:
+            raise self._death
         if self._in_flight.closed_at:
             raise Stopping
-        if len(self._streams) >= self._max_requests:
+        if len(self._streams) >= self._max_requests and not may_exceed:
             raise Overloaded(
                 f"The limit of {self._max_requests} requests in flight is reached. Try again "
                 "later, or raise serving.queue.max_in_flight in the pipeline.",
@@ -217,18 +241,22 @@ class TritonPythonModel:
                 raise RuntimeError("the engine ended an answer without a reason")
         except asyncio.CancelledError:
             await answer.aclose()
-            self._metrics.count_end(CANCELLED)
-            self._send(stream, finish=CANCELLED)
+            if self._death is not None:
+                self._fail(stream, DIED, self._death)
+            else:
+                self._count_end(stream, CANCELLED)
+                self._send(stream, finish=CANCELLED)
         except ValueError as error:
             refusal = RequestError(
                 FIELD, "are rejected by the engine", _clean_message(error), "Change the parameters"
             )
-            self._metrics.count_end(REFUSED)
-            self._send(stream, finish=REFUSED, error=refusal.message)
+            self._fail(stream, REFUSED, refusal)
         except Exception as error:
-            failure = EngineFailed(f"{type(error).__name__}: {error}. The engine failed.")
-            self._metrics.count_end("error")
-            self._send(stream, finish="error", error=failure.message)
+            if reason := self._engine.find_death():
+                self._fail(stream, DIED, EngineDied(reason))
+            else:
+                failure = EngineFailed(f"{type(error).__name__}: {error}. The engine failed.")
+                self._fail(stream, "error", failure)
         finally:
             self._outbox.put((stream.sender, None))
             del self._streams[stream.key], self._tasks[stream.key]
@@ -257,8 +285,20 @@ class TritonPythonModel:
             self._cancel(self._keys[name])
         else:
             self._early[name] = time.monotonic()
-        self._send(stream, finish=CANCELLED)
+        self._end(stream, CANCELLED)
+
+    def _end(self, stream: _RequestStream, finish: str) -> None:
+        """Answer a request that the engine does not get."""
+        self._send(stream, finish=finish)
         self._outbox.put((stream.sender, None))
+
+    def _fail(self, stream: _RequestStream, finish: str, error: StepError) -> None:
+        self._count_end(stream, finish)
+        self._send(stream, finish=finish, error=error.message)
+
+    def _count_end(self, stream: _RequestStream, outcome: str) -> None:
+        if stream.is_counted:
+            self._metrics.count_end(outcome)
 
     def _send_waiting(self, stream: _RequestStream) -> bool:
         """Send the pending tokens if there are enough, and return whether there were.
@@ -270,7 +310,8 @@ class TritonPythonModel:
             return False
         if stream.waiting.ends or self._is_clear(stream):
             delta = stream.waiting.take()
-            self._metrics.count_delta(stream.clock, delta, stream.prompt_tokens)
+            if stream.is_counted:
+                self._metrics.count_delta(stream.clock, delta, stream.prompt_tokens)
             self._send(stream, delta)
         return True
 
@@ -297,12 +338,18 @@ class TritonPythonModel:
                 sender.send(response)
 
     def _on_load(self, load: EngineLoad) -> None:
-        self._load = load
+        self._load, self._loaded_at = load, time.monotonic()
+
+    def _makes_progress(self) -> bool:
+        """Whether the engine has worked on requests a moment ago."""
+        return self._load.running > 0 and time.monotonic() - self._loaded_at < PROGRESS_S
 
     async def _tick(self) -> None:
         sending: asyncio.Future[None] | None = None
         while True:
             await asyncio.sleep(TICK_S)
+            if reason := self._engine.find_death():
+                await self._end_step(reason)
             now = time.monotonic()
             for stream in list(self._streams.values()):
                 is_quiet = now - stream.sent_at > QUIET_S and stream.key in self._tasks
@@ -315,6 +362,18 @@ class TritonPythonModel:
                 due = self._metrics.take_due(load, len(self._streams))
                 if due:  # the call blocks, so it runs in a thread
                     sending = asyncio.ensure_future(asyncio.to_thread(self._metrics.send, due))
+
+    async def _end_step(self, reason: str) -> None:
+        """Answer all requests, then end this process: a server with a dead step is restarted."""
+        self._death = EngineDied(reason)
+        pb_utils.Logger.log_error(self._death.message)
+        for task in self._tasks.values():
+            task.cancel()
+        deadline = time.monotonic() + LOST_S
+        while (self._streams or self._unsettled) and time.monotonic() < deadline:
+            await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(LAST_WRITE_S)
+        os._exit(1)
 
     def _on_loop(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -106,7 +106,8 @@ class GenerationEngine(Protocol):
     Args:
         settings: Settings of the core.
         folder: Folder with the model's files.
-        on_load: Function called with the engine's load when it changes, on any thread.
+        on_load: Function called with the engine's load when it changes, and at least once per
+            second while the engine makes progress, on any thread.
     """
 
     def __init__(self, settings: Mapping[str, Any], folder: Path, on_load: OnLoad) -> None: ...
@@ -123,6 +124,9 @@ class GenerationEngine(Protocol):
             ValueError: The engine cannot process the request.
         """
 
+    def find_death(self) -> str:
+        """Return why the engine has ended, in a few words; empty while it runs."""
+
     def close(self) -> None:
         """Cancel all work and stop the engine."""
 
@@ -138,6 +142,11 @@ MIN_NAME, MAX_NAME = 16, 128
 not be unique."""
 REFUSED = "refused"
 """Finish reason, between the steps, of a request that the engine rejects."""
+DIED = "died"
+"""Finish reason, between the steps, of a request whose engine has ended."""
+HEALTH = "x_triptych_health"
+"""Request parameter of the health check. While the engine works for other requests, it is answered
+without a token."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +157,13 @@ class Order:
         sampling: All sampling parameters, checked.
         stream: Whether the answer is streamed.
         cancel: Id of another request to cancel; empty for a generation.
+        is_health_check: Whether it has the parameter `HEALTH`.
     """
 
     sampling: Mapping[str, Any]
     stream: bool
     cancel: str = ""
+    is_health_check: bool = False
 
     def pack(self) -> str:
         """Return the order as JSON."""

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from .flow_control import InFlight
 from .generation_messages import (
     CANCELLED,
+    DIED,
     REFUSED,
     TOKENIZER_FILE,
     CancelSender,
@@ -159,7 +160,8 @@ class TritonPythonModel:
         if chunk.error:
             del self._answers[chunk.key]
             kinds = pb_utils.TritonError
-            kind = kinds.INVALID_ARG if chunk.finish == REFUSED else kinds.INTERNAL
+            special = {REFUSED: kinds.INVALID_ARG, DIED: kinds.UNAVAILABLE}
+            kind = special.get(chunk.finish, kinds.INTERNAL)
             return pb_utils.InferenceResponse([], error=kinds(chunk.error, kind))
         finish = answer.add(inputs["token_ids"].as_numpy().ravel().tolist(), chunk)
         if not finish and self._has_left(answer, sender):

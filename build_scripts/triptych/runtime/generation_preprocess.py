@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from .generation_messages import MAX_NAME, MIN_NAME, Order
+from .generation_messages import HEALTH, MAX_NAME, MIN_NAME, Order
 from .generation_metrics import PreprocessErrors
 from .prompts import Prompts
 from .request_errors import RequestError
@@ -79,7 +80,8 @@ class TritonPythonModel:
             )
         if not _flag(inputs, "return_logprobs", True):
             sampling["logprobs"] = None
-        return ids, Order(sampling, _flag(inputs, "stream", True))
+        is_health_check = HEALTH in json.loads(parameters)
+        return ids, Order(sampling, _flag(inputs, "stream", True), is_health_check=is_health_check)
 
     def _prompt(self, text: str, messages: str) -> list[int]:
         if bool(text) == bool(messages):

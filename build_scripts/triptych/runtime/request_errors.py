@@ -14,6 +14,7 @@ OVERLOADED = "overloaded"
 STOPPING = "stopping"
 INTERNAL = "internal"
 ENGINE_FAILED = "engine_failed"
+ENGINE_DIED = "engine_died"
 
 ROW = "row"
 RETRY_AFTER_MS = "retry_after_ms"
@@ -90,6 +91,19 @@ class EngineFailed(StepError):
     """The engine that generates text failed on a request."""
 
     code = ENGINE_FAILED
+
+
+class EngineDied(StepError):
+    """The engine that generates text has ended, for a reason in a few words."""
+
+    code = ENGINE_DIED
+    status = "UNAVAILABLE"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"The engine that generates text has ended ({reason}). The server restarts it. Send "
+            "the request again, to another server or later."
+        )
 
 
 class InternalError(StepError):

@@ -1,19 +1,23 @@
-"""Open a server for a pipeline, or serve until SIGTERM or SIGINT and restart after crashes."""
+"""Open a server for a pipeline, or serve until a signal and restart what crashed or is stuck."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from triptych.base.errors import UserError
+from triptych.container.health import HealthCheck
+from triptych.container.manifests import find_pipelines
 from triptych.repository.config import CONFIG_FILE
 from triptych.repository.store import recover
 from triptych.runtime.sampling import FOLDER_VARIABLE
+from triptych.serving.periodic import PeriodicCheck
 from triptych.serving.readiness import ServerError
 from triptych.serving.server import Server
 
@@ -87,6 +91,10 @@ def open_endpoint(
 MAX_PAUSE_S = 30.0
 _STEADY_S = 60.0
 _MEANWHILE_S = 0.3
+HEALTH_INTERVAL_S = 2.0
+"""Interval of the health check, as in the image: a request of one row to each pipeline."""
+REPLACED_ALONE_AFTER = 10
+"""Number of failed checks in a row until a server is restarted while no other one is healthy."""
 
 
 class _SignalReceived(BaseException):
@@ -156,14 +164,15 @@ def serve_until_signal(
     on_progress: Callable[[str], None],
     on_ready: Callable[[], None],
     on_crash: Callable[[str], None],
-    meanwhile: Callable[[], None] = lambda: None,
+    meanwhile: Callable[[], object] = lambda: None,
     before_stop: Callable[[], None] = lambda: None,
 ) -> str:
     """Start `server`, call `on_ready` once every model is, and stop it at the first signal.
 
     Signals are handled from the start on, also while models load; requests in flight are answered.
-    If the server or a step crashes after it was ready, the server is restarted on the same ports,
-    with `RestartBackoff`.
+    If the server or a step crashes after it was ready, or its health check fails
+    `REPLACED_ALONE_AFTER` times in a row, the server is restarted on the same ports, with
+    `RestartBackoff`.
 
     Args:
         server: Server, not started.
@@ -171,7 +180,8 @@ def serve_until_signal(
         on_progress: Progress callback of `Server.wait_ready`.
         on_ready: Called after each start, when every model is ready.
         on_crash: Called with a message after each crash.
-        meanwhile: Called about three times per second while the server is ready.
+        meanwhile: Called about three times per second while the server is ready; returns whether
+            it has loaded another build.
         before_stop: Called before the server stops.
 
     Returns:
@@ -187,7 +197,7 @@ def serve_until_signal(
         pauses = RestartBackoff()
         while True:
             ready_at = time.monotonic()
-            crash: ServerError | None = _wait_for_crash(server, meanwhile)
+            crash: UserError | None = _wait_for_crash(server, meanwhile)
             while crash is not None:
                 pause_s = pauses.take_s(time.monotonic() - ready_at)
                 again = f"in {pause_s:g} s" if pause_s else "now"
@@ -203,9 +213,30 @@ def serve_until_signal(
     return signals[0]
 
 
-def _wait_for_crash(server: Server, meanwhile: Callable[[], None]) -> ServerError:
-    while True:
-        crash = server.find_crash(within_s=_MEANWHILE_S)
-        if crash is not None:
-            return crash
-        meanwhile()
+def _wait_for_crash(server: Server, meanwhile: Callable[[], object]) -> UserError:
+    """Return why a server that is ready has to be restarted."""
+    pool = ThreadPoolExecutor(1, "health")
+    try:
+        check = _new_check(server, pool)
+        while True:
+            crash = server.find_crash(within_s=_MEANWHILE_S)
+            if crash is not None:
+                return crash
+            if check.has_result() and check.failures >= REPLACED_ALONE_AFTER:
+                return UserError(
+                    "tritonserver",
+                    "fails its health check",
+                    given=f"{check.fault}, {check.failures} times in a row",
+                    remedy=f"See the log: {server.log_file}",
+                )
+            if meanwhile():
+                check = _new_check(server, pool)
+    finally:
+        pool.shutdown(wait=False)  # a check of a frozen server takes seconds
+
+
+def _new_check(server: Server, pool: ThreadPoolExecutor) -> PeriodicCheck:
+    """Return the health check of a server, with the questions of the builds on the disk now."""
+    pipelines = [p for p in find_pipelines(server.repository) if p.name in server.served_models]
+    health, url = HealthCheck(pipelines), f"http://{server.http_url}"
+    return PeriodicCheck(pool, lambda: health.find_fault(url), HEALTH_INTERVAL_S)

@@ -214,21 +214,26 @@ class HotReload:
         self._builds = BuildPoller(server.repository, only)
         self._awaiting: dict[str, list[str]] = {}
 
-    def poll(self) -> None:
+    def poll(self) -> bool:
         """Reload pipelines built since the last poll; report those that do not load.
 
         Call it periodically; files are only read if a build manifest has changed.
+
+        Returns:
+            Whether a pipeline was reloaded.
         """
         change = self._builds.poll()
         if change is None:
-            return
+            return False
         wrong = find_wrong_pipelines(self._server.repository)
         built = {**self._awaiting, **change.built}
         self._awaiting = {}
-        for group in self._groups(built):
-            self._put({name: built[name] for name in group}, wrong)
+        reloaded = [
+            self._put({name: built[name] for name in group}, wrong) for group in self._groups(built)
+        ]
         for pipeline in change.gone:
             self._on_problem(f"{pipeline} was removed from the repository, but is still served")
+        return any(reloaded)
 
     def _groups(self, built: Mapping[str, list[str]]) -> list[list[str]]:
         """Return the rebuilt pipelines; those that share a core together."""
@@ -239,14 +244,15 @@ class HotReload:
                 cores.setdefault(core or pipeline.name, []).append(pipeline.name)
         return list(cores.values())
 
-    def _put(self, group: Mapping[str, list[str]], wrong: Mapping[str, str]) -> None:
+    def _put(self, group: Mapping[str, list[str]], wrong: Mapping[str, str]) -> bool:
+        """Reload pipelines; return whether their new builds are served."""
         names = ", ".join(group)
         if self._production:
             self._on_problem(
                 f"{names} was rebuilt: this server keeps serving the previous build until it is"
                 " restarted"
             )
-            return
+            return False
         try:
             for pipeline in group:
                 if pipeline in wrong:
@@ -267,9 +273,10 @@ class HotReload:
             reload(self._server, *group)
         except UserError as error:
             self._on_problem(f"{error.message} The previous build keeps serving.")
-        else:
-            for pipeline, changed in group.items():
-                self._on_exchange(f"{pipeline} was rebuilt and reloaded: {', '.join(changed)}")
+            return False
+        for pipeline, changed in group.items():
+            self._on_exchange(f"{pipeline} was rebuilt and reloaded: {', '.join(changed)}")
+        return True
 
 
 def find_wrong_pipelines(repository: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Remove a server's orphans: processes with its tag, and its shared-memory regions.
+"""Remove a server's orphans: processes with its tag, its shared-memory regions, its folders.
 
 As a script, ``python orphan_cleanup.py PARENT_PID TAG PATH...`` guards one server. It sleeps until
 its parent process dies, then cleans up in place of the parent. Triton's stubs require a guard: if
@@ -8,6 +8,7 @@ their server is killed while they start, they wait for it forever.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import secrets
 import shutil
@@ -23,6 +24,9 @@ import psutil
 # Variable of the server's environment, which its stubs and their child processes inherit.
 PROCESS_TAG_VARIABLE = "TRIPTYCH_SERVER_MARK"  # `runtime.flow_control` reads it
 SHM = Path("/dev/shm")
+ENVIRONMENTS = Path("/tmp")
+"""Folder in which each Python backend of a server creates a folder at its start."""
+SERVER = "tritonserver"
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 
@@ -69,6 +73,21 @@ def remove_orphans(tag: str, paths: Sequence[Path] = (), *, timeout_s: float = 5
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+    remove_environment_folders()
+
+
+def remove_environment_folders() -> None:
+    """Remove the empty folders that the Python backends of ended servers left.
+
+    A backend removes its folder only if its server ends by itself. Folders that are younger than a
+    server that runs may belong to that server.
+    """
+    servers = [p for p in psutil.process_iter(["name", "create_time"]) if p.info["name"] == SERVER]
+    oldest = min((server.info["create_time"] for server in servers), default=math.inf)
+    for folder in ENVIRONMENTS.glob("python_env_??????"):
+        with suppress(OSError):  # it is not empty, or belongs to another user
+            if folder.stat().st_mtime < oldest:
+                folder.rmdir()
 
 
 def guard(parent_pid: int, tag: str, paths: Sequence[Path]) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from triptych.container.shared_memory import SharedRegions
 from triptych.container.supervisor import stack_limits
 from triptych.serving import orphan_cleanup
 from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, remove_orphans
@@ -55,6 +56,7 @@ class ServerProcess:
         orphan_paths: Sequence[Path] = (),
     ) -> None:
         self._tag = tag
+        self._regions = SharedRegions(tag)
         self._own_paths = tuple(own_paths)
         self._exited = threading.Event()
         self._ended = False
@@ -80,6 +82,7 @@ class ServerProcess:
         self._keeper.start()
         started.wait()
         if errors:
+            self._regions.remove()
             raise errors[0]
 
     @property
@@ -117,6 +120,7 @@ class ServerProcess:
             self._guard.kill()
             self._keeper.join()
             remove_orphans(self._tag, self._own_paths)
+            self._regions.remove()
             self._ended = True
 
     def _start_guard(self, paths: Sequence[Path]) -> subprocess.Popen[bytes]:

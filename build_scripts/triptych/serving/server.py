@@ -32,7 +32,7 @@ from triptych.container.flags import (
     SHARED_MEMORY,
     restricted_flags,
 )
-from triptych.container.health import ask_pipelines
+from triptych.container.health import HealthCheck
 from triptych.container.lock_check import enforce
 from triptych.container.machine import read_machine
 from triptych.container.manifests import find_pipelines, remove_byte_code
@@ -230,6 +230,11 @@ class Server:
         return self._started().pid
 
     @property
+    def served_models(self) -> Sequence[str]:
+        """Names of the models that clients may use: the wanted ones, or all of the repository."""
+        return self._models or list_models(self.repository)
+
+    @property
     def grpc_url(self) -> str:
         return self._url("grpc_port")
 
@@ -399,8 +404,8 @@ class Server:
         try:
             grace_s = grace_s if is_serving else min(grace_s, _LOADING_GRACE_S)
             if is_serving and grace_s:
-                url, pipelines = f"http://{self.http_url}", find_pipelines(self.repository)
-                ask = partial(ask_pipelines, url, pipelines)
+                health = HealthCheck(find_pipelines(self.repository))
+                ask = partial(health.ask, f"http://{self.http_url}")
                 drained = drain(self.pid, grace_s, ask, self._tag)
                 if drained and self._holds_pipelines_only() and not self._traces():
                     grace_s = 0.0  # Triton would wait for seconds, and for idle connections longer
@@ -467,7 +472,7 @@ class Server:
         if self._models or self._exchanges:
             command.append("--model-control-mode=explicit")
             command.append(f"--model-repository={self.second_repository}")
-            command += [f"--load-model={name}" for name in self._wanted_models()]
+            command += [f"--load-model={name}" for name in self.served_models]
         if self._client_shm:
             embedded = installation.backend_directory is not None
             release = EMBEDDED_RELEASE if embedded else find_release()
@@ -495,11 +500,8 @@ class Server:
         return self.log_file.read_text(encoding="utf-8", errors="replace")
 
     def _waiting_for(self) -> list[str]:
-        names = self._wanted_models()
+        names = self.served_models
         return [name for name in names if not self._answers(f"/v2/models/{name}/ready")]
-
-    def _wanted_models(self) -> Sequence[str]:
-        return self._models or list_models(self.repository)
 
     def _answers(self, path: str) -> bool:
         """Whether a GET is answered with 200."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -211,11 +212,29 @@ def load_as(
         raise _as_user_error(source, problems) from error
 
 
+MAX_SPEC_BYTES = 1 << 18
+"""Maximum size of a spec. The parser takes 5 s for a file of this size with a key per line."""
+
+
+@functools.lru_cache(maxsize=1)
+def _parse(text: str) -> Any:
+    """Return the data of a document, which several readers of one spec parse one after another."""
+    return parse_yaml(text)
+
+
 def _read_document(folder: Path) -> dict[str, Any]:
     path = folder / SPEC_FILE
     check_folder(folder, path)
+    size = path.stat().st_size
+    if size > MAX_SPEC_BYTES:
+        raise UserError(
+            str(path),
+            f"must have at most {MAX_SPEC_BYTES >> 10} KiB",
+            given=f"{size >> 10} KiB",
+            remedy="Remove keys that are no fields of the spec",
+        )
     try:
-        document = parse_yaml(path.read_text(encoding="utf-8"))
+        document = copy.deepcopy(_parse(path.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too
         raise UserError(
             str(path), "is not valid YAML", given=error, remedy="Fix the line"

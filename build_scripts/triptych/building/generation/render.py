@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from triptych.base.tensors import Tensor
 from triptych.building.generation.inputs import GeneratingInputs
 from triptych.building.generation.quantizing import engine_weights
+from triptych.container.health import PROMPT_FILE
 from triptych.repository.bundle import RUNTIME, bundle
 from triptych.repository.config import (
     CONFIG_FILE,
@@ -21,9 +23,15 @@ from triptych.repository.config import (
 from triptych.repository.config_comments import own_comments, written_by
 from triptych.repository.config_text import merge_config_text
 from triptych.repository.render import Content, print_settings
-from triptych.runtime.generation_messages import ADAPTERS_FOLDER, MODEL_FOLDER, TOKENIZER_FILE
+from triptych.runtime.generation_messages import (
+    ADAPTERS_FOLDER,
+    HEALTH,
+    MODEL_FOLDER,
+    TOKENIZER_FILE,
+)
 from triptych.runtime.generation_metrics import make_time_bounds
 from triptych.runtime.prompts import PIECES_FILE, TEMPLATE_FILE
+from triptych.runtime.sampling_parameters import FIELD
 from triptych.runtime.triton_io import SETTINGS_FILE
 from triptych.spec.generation_fields import GENERATION_BACKENDS
 
@@ -165,6 +173,7 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
         files[f"{config.name}/{CONFIG_FILE}"] = print_config(merged, comments).encode()
     # Triton requires a version folder for an ensemble, and git and archives drop empty folders.
     files |= {f"{name}/{version}/.keep": b"" for version in spec.serving.versions}
+    files[f"{name}/{PROMPT_FILE}"] = _health_request(inputs)
     engine_module = ENGINES[spec.core.backend]
     roots = {which: [f"generation_{which}.TritonPythonModel"] for which in settings}
     roots["core"].append("engine.Engine")
@@ -187,6 +196,13 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
                 place = f"{MODEL_FOLDER}/{ADAPTERS_FOLDER}/{adapter.name}/{path.name}"
                 files[f"{step('core')}/1/{place}"] = path
     return files
+
+
+def _health_request(inputs: GeneratingInputs) -> bytes:
+    """Return the request of the health check: one token for the shortest prompt of the traffic."""
+    shortest = min(inputs.prompts, key=lambda prompt: len(prompt.ids))
+    one_token = {FIELD: json.dumps({"max_tokens": 1, "min_tokens": 0}), "stream": False}
+    return json.dumps({**shortest.sent, **one_token, HEALTH: True}).encode()
 
 
 def engine_files(inputs: GeneratingInputs) -> list[Path]:

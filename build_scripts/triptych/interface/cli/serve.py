@@ -55,7 +55,7 @@ def run(
     announce: Callable[[], None],
     *,
     timeout_s: float,
-    meanwhile: Callable[[], None],
+    meanwhile: Callable[[], object],
     before_stop: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a server until it is interrupted.
@@ -64,7 +64,7 @@ def run(
         server: Server, not started yet.
         announce: Called each time the server is ready.
         timeout_s: Maximum time to load the models, in seconds.
-        meanwhile: Called regularly while the server runs.
+        meanwhile: Called regularly while the server runs; returns whether it loaded another build.
         before_stop: Called before the server stops.
 
     Raises:
@@ -119,11 +119,11 @@ def dev(
         on_problem=warn,
     )
 
-    def check_files() -> None:
+    def check_files() -> bool:
         changed = watch.changed()
         if changed:
             build(changed)
-        exchange.poll()
+        return exchange.poll()
 
     def announce() -> None:
         if as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ MAX_EXAMPLES = 8
 
 _MAX_PARTS = 200
 _MAX_FORM_BYTES = 64 << 20
+_MAX_DIGITS = 9
 _READ_TIMEOUT_S = 30.0
 _HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
@@ -59,6 +61,11 @@ class PageServer(ThreadingHTTPServer, ABC):
     def end(self) -> None:
         """Release the resources of the page."""
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback of a failed request, unless its client has left."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
     def __enter__(self) -> Any:
         threading.Thread(target=self.serve_forever, daemon=True).start()
         return self
@@ -86,7 +93,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         size = self.headers.get("Content-Length", "")
         if self._query() is None:
             self._plain(HTTPStatus.NOT_FOUND)
-        elif not size.isdecimal() or int(size) > _MAX_FORM_BYTES:
+        elif not _is_number(size) or int(size) > _MAX_FORM_BYTES:
             self.close_connection = True
             self._plain(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         else:
@@ -131,6 +138,11 @@ class _PageHandler(BaseHTTPRequestHandler):
         finally:
             if close := getattr(pieces, "close", None):
                 close()
+
+
+def _is_number(text: str) -> bool:
+    """Return whether a header is a number of ASCII digits that `int` converts."""
+    return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
 
 
 def read_text(content: bytes) -> str | bytes:

@@ -18,13 +18,17 @@ from typing import Any
 
 from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors, scratch_folder
-from triptych.container.health import find_fault, find_server_fault
+from triptych.container.health import HealthCheck
 from triptych.container.manifests import ServedPipeline, find_pipelines
 from triptych.repository.store import clone, link, locked
-from triptych.serving.endpoint import RestartBackoff
-from triptych.serving.fleet.periodic import PeriodicCheck
+from triptych.serving.endpoint import (
+    HEALTH_INTERVAL_S,
+    REPLACED_ALONE_AFTER,
+    RestartBackoff,
+)
 from triptych.serving.fleet.proxy import Proxy
 from triptych.serving.hot_reload import BuildPoller, find_wrong_pipelines
+from triptych.serving.periodic import PeriodicCheck
 from triptych.serving.server import Server
 
 
@@ -153,8 +157,7 @@ class Replica:
 
     def find_fault(self) -> str | None:
         """Ask each of its pipelines the question of the image's health check; return the fault."""
-        pipelines, url = self.pipelines, f"http://{self.server.http_url}"
-        return find_fault(url, pipelines) if pipelines else find_server_fault(url)
+        return HealthCheck(self.pipelines).find_fault(f"http://{self.server.http_url}")
 
     def drain(self) -> None:
         """Answer the requests in flight, then stop the server."""
@@ -272,10 +275,8 @@ class CandidateServer:
         self._on_problem(f"{error.message} The candidate {again}; the fleet serves without it.")
 
 
-_HEALTH_INTERVAL_S = 2.0
-"""Interval of the health check, as in the image: a request of one row to each pipeline."""
-_REPLACED_AFTER, _REPLACED_ALONE_AFTER = 3, 10
-"""Number of failed checks in a row until a replica is replaced; the second, if it is the last."""
+_REPLACED_AFTER = 3
+"""Number of failed checks in a row until a replica is replaced if others are healthy."""
 _PROXY_INTERVAL_S = 0.5
 _DRAIN_TIMEOUT_S = 10.0
 _HEALTHY_TIMEOUT_S = 30.0
@@ -336,7 +337,7 @@ class Fleet:
         self._pool = ThreadPoolExecutor(replicas, "fleet")
         self._check_pool = ThreadPoolExecutor(replicas + 1, "fleet-health")
         self._checks = {
-            replica.name: PeriodicCheck(self._check_pool, replica.find_fault, _HEALTH_INTERVAL_S)
+            replica.name: PeriodicCheck(self._check_pool, replica.find_fault, HEALTH_INTERVAL_S)
             for replica in self.replicas
         }
         self._proxy_check = PeriodicCheck(self._check_pool, proxy.find_fault, _PROXY_INTERVAL_S)
@@ -478,7 +479,7 @@ class Fleet:
             else:
                 self._on_problem(f"{replica.name} fails its health check: {check.fault}.")
         has_others = any(other.is_healthy for other in self.ready if other is not replica)
-        if check.failures >= (_REPLACED_AFTER if has_others else _REPLACED_ALONE_AFTER):
+        if check.failures >= (_REPLACED_AFTER if has_others else REPLACED_ALONE_AFTER):
             error = UserError(
                 replica.name,
                 "is replaced, because it fails its health check",

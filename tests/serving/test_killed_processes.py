@@ -1,0 +1,135 @@
+"""A process of a pipeline is killed: `serve` says which, restarts, and clients are answered again.
+
+| core | process killed | client without retries | `serve` |
+| --- | --- | --- | --- |
+| ONNX Runtime | preprocess, core or postprocess | `PipelineNotReadyError` | restarts |
+| CTranslate2 | core, which contains the engine | `PipelineNotReadyError` | restarts |
+| engine with a process (fake) | core | `PipelineNotReadyError` | restarts |
+| engine with a process (fake) | engine | `PipelineNotReadyError`, code `engine_died` | restarts |
+| vLLM (`test_generation_vllm.py`) | EngineCore | as above | the step ends |
+| any (`test_server.py`) | tritonserver, or its parent | | its steps and files are removed |
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from conftest import build_into, quiet
+from conftest import write_pipeline as write_encoder
+from generation_cases import write_pipeline as write_generation
+from generation_cases import write_tiny_model
+from processes import eventually
+from served_command import endpoints_of, serving
+from text2text_cases import write_model, write_pipeline
+from triptych.building.build import build
+from triptych.building.generation.inputs import read_generation
+from triptych.building.generation.text2text import read_text2text
+from triptych.client import Client, InferenceError, PipelineNotReadyError, ServerUnreachableError
+from triptych.container.health import HealthCheck
+from triptych.container.manifests import find_pipelines
+from triptych.container.supervisor import step_processes
+from triptych.serving import endpoint
+from triptych.serving.server import Server
+from triptych.spec.generation_fields import load_generation_spec, load_text2text_spec
+
+pytestmark = [pytest.mark.server, pytest.mark.long]
+
+ENGINE = "engine"
+KILLED = (
+    ("encoder", "preprocess"),
+    ("encoder", "core"),
+    ("encoder", "postprocess"),
+    ("translator", "core"),
+    ("chat", "core"),
+    ("chat", ENGINE),
+)
+"""Pipeline and its step whose process is killed; `ENGINE` is the child of the core."""
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A pipeline of each kind of core."""
+    base = tmp_path_factory.mktemp("killed")
+    folder = write_encoder(base / "encoder", model={"source": str(tiny_model)})
+    build_into(folder, base / "repository")
+    chat = write_generation(base / "chat", write_tiny_model(base / "model"))
+    build(read_generation(load_generation_spec(chat), quiet), base / "repository", quiet)
+    translator = write_pipeline(base / "translator", write_model("t5", base / "t5"))
+    inputs = read_text2text(load_text2text_spec(translator), quiet)
+    build(inputs, base / "repository", quiet)
+    return base / "repository"
+
+
+def process_of(server: int, pipeline: str, part: str) -> psutil.Process:
+    step = "core" if part == ENGINE else part
+    pids = {model: pid for pid, model in step_processes(server).items()}
+    found = psutil.Process(pids[f"{pipeline}_{step}"])
+    if part != ENGINE:
+        return found
+    (engine,) = found.children()
+    return engine
+
+
+def ask(url: str, pipeline: str) -> InferenceError | None:
+    """Ask once, and return the error."""
+    with Client(pipeline, url, timeout_s=30, retry=None) as client:
+        try:
+            if pipeline == "encoder":
+                client.embed(["a text"])
+            else:
+                client.generate("The dog").whole()
+        except InferenceError as error:
+            return error
+    return None
+
+
+def ask_until_gone(server: int, url: str, pipeline: str) -> list[InferenceError]:
+    """Ask until the server has ended; return what failed."""
+    errors: list[InferenceError] = []
+
+    def has_ended() -> bool:
+        error = ask(url, pipeline)
+        if error is not None:
+            errors.append(error)
+        return not psutil.pid_exists(server)
+
+    assert eventually(has_ended), errors
+    return errors
+
+
+def test_what_dies_is_restarted(repository: Path) -> None:
+    with serving(repository) as serve:
+        endpoints = endpoints_of(serve)
+        for pipeline, part in KILLED:
+            url, server = endpoints["grpc"], endpoints["pid"]
+            assert ask(url, pipeline) is None
+            process_of(server, pipeline, part).kill()
+            errors = ask_until_gone(server, url, pipeline)
+            endpoints = endpoints_of(serve)
+            assert endpoints["grpc"] == url
+            assert ask(url, pipeline) is None, (pipeline, part)
+            # A client with retries asks again after these errors.
+            kinds = {type(error) for error in errors}
+            assert kinds <= {PipelineNotReadyError, ServerUnreachableError}, (part, errors)
+            if part == ENGINE:
+                assert "has ended (its process died). The server restarts" in str(errors[0])
+        serve.send_signal(signal.SIGTERM)
+        said = serve.communicate(timeout=60)[1]
+    assert said.count("crashed. Given: its process") == len(KILLED), said
+
+
+def test_a_frozen_core_is_noticed(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question of the health check, of one token, is not answered."""
+    monkeypatch.setattr(endpoint, "REPLACED_ALONE_AFTER", 2)
+    monkeypatch.setattr(endpoint, "HEALTH_INTERVAL_S", 0.1)
+    with Server(repository) as server:
+        pipelines = find_pipelines(repository)
+        assert HealthCheck(pipelines).find_fault(f"http://{server.http_url}") is None
+        process_of(server.pid, "chat", "core").suspend()
+        error = endpoint._wait_for_crash(server, lambda: False)
+        assert "chat does not answer" in error.message
+        assert "2 times in a row" in error.message
