@@ -340,9 +340,9 @@ def _serve_one(
         }
         _announce(endpoints, {"pid": server.pid}, as_json=options.as_json)
 
-    def poll() -> None:
-        exchange.poll()
+    def poll() -> bool:
         beside.poll()
+        return exchange.poll()
 
     run(server, announce, timeout_s=options.timeout_s, meanwhile=poll, before_stop=beside.end)
 
