@@ -242,7 +242,7 @@ def test_the_examples_of_the_openapi_document_are_answered(http: httpx2.Client) 
         name = {"rerank": "ranks", "predict": "topics"}.get(path.rpartition("/")[2], "minilm")
         called = "topics" if path.startswith("/v1/pipelines") else name
         address = re.sub(r"\{\w+\}", called, path)
-        if "post" in methods and path not in ("/tokenize", "/info"):
+        if "post" in methods and not path.endswith(("/tokenize", "completions")):
             (content,) = methods["post"]["requestBody"]["content"].values()
             body = content["example"]
             if "model" in body:

@@ -126,6 +126,14 @@ def test_what_a_pipeline_cannot_do_is_refused(api: openai.OpenAI) -> None:
         api.post("/pipelines/quick", body={"rows": [{"text_input": "a"}]}, cast_to=object)
 
 
+def test_the_examples_of_the_openapi_document_are_answered(address: str) -> None:
+    paths = httpx2.get(f"{address}/openapi.json").json()["paths"]
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        (content,) = paths[path]["post"]["requestBody"]["content"].values()
+        body = {**content["example"], "model": "quick"}
+        assert httpx2.post(f"{address}{path}", json=body).status_code == 200, path
+
+
 def test_a_client_that_leaves_a_stream_cancels_it(server: Server, address: str) -> None:
     body = {"model": "slow", "prompt": TEXTS[0], "seed": HELD, "stream": True}
     with httpx2.stream("POST", f"{address}/v1/completions", json=body, timeout=30) as response:

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from triptych.gateway import serve
-from triptych.gateway.http import RequestLimits
+from triptych.gateway.http import RequestLimits, Shared
 from triptych.gateway.pipelines import Pipelines
 
 LIMITS = RequestLimits(body_bytes=200_000, body_s=0.5, items=100)
@@ -27,7 +27,7 @@ def address() -> Iterator[tuple[str, int]]:
         patch.setattr(serve, "MAX_CONNECTIONS", 20)
         pipelines = Pipelines(["minilm"], {"small": "minilm"}, None, {"url": "127.0.0.1:1"})
         server = serve.make_server(
-            pipelines, LIMITS, host="127.0.0.1", port=0, on_ready=ready.append
+            pipelines, Shared(limits=LIMITS), host="127.0.0.1", port=0, on_ready=ready.append
         )
         thread = threading.Thread(target=server.run)
         thread.start()

@@ -15,6 +15,7 @@ from triptych.client import flows, tasks
 from triptych.client.connection import Connection
 from triptych.client.errors import InferenceError, InvalidRequestError
 from triptych.client.flows import (
+    CALL_HEADERS,
     Flow,
     Pause,
     PipelineClient,
@@ -204,7 +205,7 @@ class AsyncClient(PipelineClient):
         opened = self._connection.take()
         try:
             call = getattr(opened.stub, method)(
-                request, timeout=remaining_s, metadata=self._metadata
+                request, timeout=remaining_s, metadata=self._metadata + CALL_HEADERS.get()
             )
             try:
                 # Awaiting the call itself would raise CancelledError for a closed channel as well

@@ -11,6 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -62,6 +63,10 @@ PRIORITY = "priority"
 """Request parameter of Triton with the level of a request, 1 for the first."""
 _NOT_GIVEN: Any = object()
 """Default of a former keyword, to tell whether it is given."""
+
+
+CALL_HEADERS: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("call_headers", default=())
+"""Headers of the calls of an `AsyncClient` in this context, in addition to those of the client."""
 
 
 class UnaryCall(NamedTuple):

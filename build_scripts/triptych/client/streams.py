@@ -29,7 +29,7 @@ from triptych.client.errors import (
     InferenceError,
     stream_error,
 )
-from triptych.client.flows import PipelineClient
+from triptych.client.flows import CALL_HEADERS, PipelineClient
 from triptych.client.generation import Chunk, Completion, GenerationRequest, GenerationState
 
 Result = TypeVar("Result")
@@ -152,7 +152,7 @@ class _Stream:
             self._call = self._opened.stub.ModelStreamInfer(
                 iterator,
                 timeout=None if request.remaining_s is None else request.remaining_s + LATE_S,
-                metadata=self._client._metadata,
+                metadata=self._client._metadata + CALL_HEADERS.get(),
             )
             # A failed call reads no more messages, so whatever waits to send one must end.
             self._call.add_done_callback(lambda _call: messages.end(cancel=False))

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from triptych.client import InferenceError
 from triptych.gateway.chat import Generate
 from triptych.gateway.errors import OPENAI, TEI, ApiError
-from triptych.gateway.http import EndpointApp, GatewayMetrics, Operation, Reply, RequestLimits
+from triptych.gateway.http import EndpointApp, GatewayMetrics, Operation, Reply, Shared
 from triptych.gateway.openai import OpenAi
 from triptych.gateway.pipelines import Pipelines
 from triptych.gateway.rerank import Rerank
@@ -43,7 +43,9 @@ class Operator:
     def operations(self) -> list[Operation]:
         """Return the operations for the table of the application."""
         return [
-            Operation("/health", "Check all pipelines.", "Operation", self.health, TEI),
+            Operation(
+                "/health", "Check all pipelines.", "Operation", self.health, TEI, is_open=True
+            ),
             Operation("/metrics", "Return Prometheus metrics.", "Operation", self.metrics, TEI),
             Operation("/openapi.json", "Return this document.", "Operation", self.openapi, OPENAI),
         ]
@@ -78,13 +80,13 @@ class Operator:
         return Reply(self.document)
 
 
-def make_app(pipelines: Pipelines, limits: RequestLimits) -> Starlette:
+def make_app(pipelines: Pipelines, shared: Shared) -> Starlette:
     """Return the application; its lifespan closes the connections of `pipelines`."""
-    metrics = GatewayMetrics()
+    limits, metrics = shared.limits, shared.metrics
     operator = Operator(pipelines, metrics)
     operations = [
         *OpenAi(pipelines, limits, metrics).operations(),
-        *Generate(pipelines, metrics).operations(),
+        *Generate(pipelines, limits, metrics).operations(),
         *Rerank(pipelines, limits, metrics).operations(),
         *Tasks(pipelines, limits, metrics).operations(),
         *Tei(pipelines, limits, metrics).operations(),
@@ -98,8 +100,7 @@ def make_app(pipelines: Pipelines, limits: RequestLimits) -> Starlette:
         await pipelines.close()
 
     routes = [
-        Route(each.path, EndpointApp(each, limits, metrics), methods=[each.method])
-        for each in operations
+        Route(each.path, EndpointApp(each, shared), methods=[each.method]) for each in operations
     ]
     return Starlette(
         routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route}

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from triptych.client import AsyncGeneration, Chunk, InferenceError, Sampling, Usage
 from triptych.gateway.errors import OPENAI, from_inference, invalid
-from triptych.gateway.http import Body, GatewayMetrics, Operation, Stream
+from triptych.gateway.http import Body, GatewayMetrics, Operation, RequestLimits, Stream
 from triptych.gateway.openai import TokenUsage
 from triptych.gateway.pipelines import Pipelines
 
@@ -185,8 +185,11 @@ class _CompletionForm:
 class Generate:
     """Endpoints of text generation."""
 
-    def __init__(self, pipelines: Pipelines, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, pipelines: Pipelines, limits: RequestLimits, metrics: GatewayMetrics
+    ) -> None:
         self._pipelines = pipelines
+        self._limits = limits
         self._items = metrics.items
 
     def operations(self) -> list[Operation]:
@@ -247,6 +250,7 @@ class Generate:
         self, generation: AsyncGeneration, body: _GenerationBody, form: _ChatForm | _CompletionForm
     ) -> dict[str, Any] | Stream:
         """Return the response, or a stream whose first chunk has arrived."""
+        self._limits.check_items("model", 1)
         head = {
             "id": f"{form.prefix}-{uuid.uuid4().hex}",
             "object": form.part if body.stream else form.whole,

@@ -61,6 +61,8 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """Headers of the response in addition to those of every response."""
         headers = {"connection": "close"} if self.closes else {}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
             headers["retry-after-ms"] = str(math.ceil(1000 * self.retry_after_s))
@@ -169,7 +171,7 @@ def _cohere(error: ApiError) -> dict[str, Any]:
     return {"message": error.message, "detail": error.message, "code": error.code}
 
 
-_TEI_TYPES = {413: "Validation", 429: "Overloaded", 503: "Unhealthy"}
+_TEI_TYPES = {401: "Unauthorized", 413: "Validation", 429: "Overloaded", 503: "Unhealthy"}
 
 
 def _tei(error: ApiError) -> dict[str, Any]:

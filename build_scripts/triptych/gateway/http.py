@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+import traceback
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -14,6 +17,7 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from triptych.client import InferenceError
+from triptych.client.flows import CALL_HEADERS
 from triptych.gateway.errors import (
     CLIENT_CLOSED,
     ApiError,
@@ -21,6 +25,8 @@ from triptych.gateway.errors import (
     from_inference,
     from_validation,
 )
+from triptych.gateway.keys import CALLER, Keys
+from triptych.gateway.traces import continue_trace
 
 
 class Body(BaseModel):
@@ -44,7 +50,7 @@ class RequestLimits:
     items: int = 10_000
 
     def check_items(self, field_name: str, count: int) -> None:
-        """Raise `ApiError` if a request has no item or too many."""
+        """Count the items of a request; raise `ApiError` if it has none or too many."""
         if not 1 <= count <= self.items:
             raise ApiError(
                 413 if count else 422,
@@ -53,6 +59,9 @@ class RequestLimits:
                 + ("Send several requests." if count else "Send at least one."),
                 param=field_name,
             )
+        caller = CALLER.get()
+        if caller is not None:
+            caller.take_items(count)
 
 
 class GatewayMetrics:
@@ -115,6 +124,7 @@ class Operation:
         result: Type of the result, for the OpenAPI document.
         rows: Name of the field with the rows, to which the row of an error refers.
         example: Example of a body.
+        is_open: Whether it needs no key.
     """
 
     path: str
@@ -126,48 +136,90 @@ class Operation:
     result: Any = None
     rows: str = ""
     example: dict[str, Any] = field(default_factory=dict)
+    is_open: bool = False
 
     @property
     def method(self) -> str:
         return "GET" if self.body is None else "POST"
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Limits, metrics, keys and access log of all endpoints.
+
+    Attributes:
+        keys: Keys of the callers; None if every client is served.
+        log: Called with each line of the access log; None for none.
+    """
+
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
+    keys: Keys | None = None
+    log: Callable[[str], None] | None = None
+
+
 class EndpointApp:
     """ASGI application of one operation."""
 
-    def __init__(
-        self, operation: Operation, limits: RequestLimits, metrics: GatewayMetrics
-    ) -> None:
+    def __init__(self, operation: Operation, shared: Shared) -> None:
         self._operation = operation
-        self._limits = limits
-        self._metrics = metrics
+        self._shared = shared
+        self._limits = shared.limits
+        self._metrics = shared.metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
         self._metrics.in_flight.inc()
         status = CLIENT_CLOSED
+        received = dict(scope["headers"])
+        trace = continue_trace(received)
+        CALL_HEADERS.set(trace.headers)
+        CALLER.set(None)  # a pipelined request has the context of the one before it
         try:
-            reply, headers = await self._reply(scope, receive)
+            reply, headers = await self._reply(scope, receive, received)
+            headers["x-request-id"] = trace.trace_id
             if isinstance(reply, Stream):
-                if await _unless_disconnected(_send_events(send, reply.events), receive):
+                events = _send_events(send, reply.events, headers)
+                if await _unless_disconnected(events, receive):
                     status = reply.status
             elif reply is not None:
                 await self._send(send, reply, headers)
                 status = reply.status
         finally:
+            seconds = time.perf_counter() - began
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(self._operation.path, status).inc()
-            self._metrics.seconds.labels(self._operation.path).observe(time.perf_counter() - began)
+            self._metrics.seconds.labels(self._operation.path).observe(seconds)
+            if self._shared.log is not None:
+                self._shared.log(self._log_line(status, seconds, trace.trace_id))
+
+    def _log_line(self, status: int, seconds: float, trace_id: str) -> str:
+        """Return a line of the access log, which has no text of a request."""
+        caller = CALLER.get()
+        values = {
+            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            "method": self._operation.method,
+            "endpoint": self._operation.path,
+            "status": status,
+            "seconds": round(seconds, 6),
+            "key": None if caller is None else caller.name,
+            "trace_id": trace_id,
+        }
+        return to_json(values).decode()
 
     async def _reply(
-        self, scope: Scope, receive: Receive
+        self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes]
     ) -> tuple[Reply | Stream | None, dict[str, str]]:
         """Return the response and its own headers; no response if the client disconnected."""
         operation = self._operation
         try:
+            if self._shared.keys is not None and not operation.is_open:
+                caller = self._shared.keys.find(headers.get(b"authorization", b""))
+                CALLER.set(caller)
+                caller.take_request()
             arguments: list[Any] = []
             if operation.body is not None:
-                raw = await self._read(scope, receive)
+                raw = await self._read(receive, headers)
                 if raw is None:
                     return None, {}
                 arguments.append(operation.body.model_validate_json(raw))
@@ -186,6 +238,9 @@ class EndpointApp:
         except asyncio.CancelledError:
             raise
         except Exception as caught:
+            # Without the message, which may have a text of the request.
+            print(f"error: {type(caught).__name__}", file=sys.stderr)
+            traceback.print_tb(caught.__traceback__)
             error = ApiError(
                 500,
                 "internal",
@@ -194,13 +249,12 @@ class EndpointApp:
         body = to_json(operation.errors.body(error))
         return Reply(body, status=operation.errors.status(error)), error.headers
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _read(self, receive: Receive, headers: Mapping[bytes, bytes]) -> bytes | None:
         """Return the body; None if the client disconnected.
 
         Raises:
             ApiError: The body is too large or too slow, or its media type is not JSON.
         """
-        headers = dict(scope["headers"])
         limit = self._limits.body_bytes
         kind = headers.get(b"content-type", b"application/json").partition(b";")[0].strip()
         if kind.lower() != b"application/json":
@@ -245,10 +299,12 @@ class EndpointApp:
         await send({"type": "http.response.body", "body": reply.content})
 
 
-async def _send_events(send: Send, events: AsyncIterator[bytes]) -> bool:
+async def _send_events(
+    send: Send, events: AsyncIterator[bytes], headers: Mapping[str, str]
+) -> bool:
     """Send all events, and return True."""
-    headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
-    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    sent = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+    pairs = [(name.encode(), value.encode()) for name, value in (sent | dict(headers)).items()]
     await send({"type": "http.response.start", "status": 200, "headers": pairs})
     try:
         async for event in events:

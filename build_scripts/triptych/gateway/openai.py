@@ -172,9 +172,10 @@ class OpenAi:
         return response
 
     def _texts(self, body: EmbeddingRequest) -> list[str]:
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        self._limits.check_items("input", len(texts))
         if isinstance(body.input, str):
             return [body.input]
-        self._limits.check_items("input", len(body.input))
         if not isinstance(body.input[0], str):
             raise invalid(
                 "input",
@@ -186,9 +187,8 @@ class OpenAi:
 
     async def models(self) -> dict[str, Any]:
         """Return all pipelines and aliases."""
-        names = self._pipelines.names()
-        listed = [self._model(name) for name in (*names, *self._pipelines.aliases)]
-        return {"object": "list", "data": listed}
+        names = self._pipelines.names_and_aliases()
+        return {"object": "list", "data": [self._model(name) for name in names]}
 
     async def model(self, model: str) -> dict[str, Any]:
         """Return a pipeline by its name or alias.
@@ -196,9 +196,9 @@ class OpenAi:
         Raises:
             ApiError: There is none.
         """
-        names = self._pipelines.names()
-        if model not in names and model not in self._pipelines.aliases:
-            raise not_found(model, [*names, *self._pipelines.aliases])
+        names = self._pipelines.names_and_aliases()
+        if model not in names:
+            raise not_found(model, names)
         return self._model(model)
 
     def _model(self, name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from triptych.base.errors import UserError, closest
 from triptych.client import AsyncClient, Client, PipelineConfig
 from triptych.container.manifests import MANIFEST_FILE
 from triptych.gateway.errors import ApiError, invalid
+from triptych.gateway.keys import CALLER
 from triptych.runtime.row_types import RowInputs, TextRowMaker, find_class
 from triptych.runtime.triton_io import read_settings
 
@@ -280,11 +281,17 @@ class Pipelines:
         Client(self.names()[0], **self._options).close()
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the pipelines, without aliases."""
-        if self._names or self._repository is None:
-            return self._names
-        found = self._repository.glob(f"*/{MANIFEST_FILE}")
-        return tuple(sorted(path.parent.name for path in found))
+        """Return the names of the pipelines that the caller may use, without aliases."""
+        names: Sequence[str] = self._names
+        if not names and self._repository is not None:
+            found = self._repository.glob(f"*/{MANIFEST_FILE}")
+            names = sorted(path.parent.name for path in found)
+        return tuple(name for name in names if _may_use(name))
+
+    def names_and_aliases(self) -> list[str]:
+        """Return the names and aliases of the pipelines that the caller may use."""
+        names = self.names()
+        return [*names, *(alias for alias, name in self.aliases.items() if name in names)]
 
     def find(self, name: str | None) -> Pipeline:
         """Return the pipeline with this name or alias; the only pipeline without a name.
@@ -299,9 +306,9 @@ class Pipelines:
             name = names[0]
         name = self.aliases.get(name, name)
         found = self._opened.get(name)
-        if found is None:
+        if found is None or not _may_use(name):
             if name not in self.names():
-                raise not_found(name, [*self.names(), *self.aliases])
+                raise not_found(name, self.names_and_aliases())
             client = AsyncClient(name, **self._options)
             found = self._opened[name] = Pipeline(name, client, self._repository)
         return found
@@ -333,6 +340,11 @@ class Pipelines:
     async def close(self) -> None:
         """Close all connections; calls in flight end with an error."""
         await asyncio.gather(*(pipeline.client.close() for pipeline in self._opened.values()))
+
+
+def _may_use(name: str) -> bool:
+    caller = CALLER.get()
+    return caller is None or caller.may_use(name)
 
 
 def not_found(name: str, known: Sequence[str]) -> ApiError:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from triptych.base.errors import UserError
 from triptych.gateway.app import make_app
-from triptych.gateway.http import RequestLimits
+from triptych.gateway.http import Shared
 from triptych.gateway.pipelines import Pipelines
 
 MAX_CONNECTIONS = 1000
@@ -23,6 +28,53 @@ STALLED_S = 60.0
 """Maximum time in which a client takes no part of a response, in seconds."""
 
 _GRACE_S = 30
+_TICKS_PER_LOOK = 20
+"""Number of ticks of uvicorn, 0.1 s each, between two looks at the files of certificates."""
+
+
+@dataclass(frozen=True)
+class ServerTls:
+    """Certificate of the gateway.
+
+    Attributes:
+        certificate: PEM file of the certificate and its chain.
+        key: PEM file of its private key.
+        client_ca: PEM file of the authorities of client certificates, which are then required.
+    """
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """Return a context for new connections.
+
+        Raises:
+            UserError: A file cannot be read, or certificate and key do not fit.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+            if self.client_ca is not None:
+                context.load_verify_locations(self.client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:  # ssl.SSLError is one
+            raise UserError(
+                "--tls-certificate",
+                "must be a PEM file, with its key in --tls-key",
+                given=f"{self.certificate} and {self.key} ({error.strerror or error})",
+                remedy="Check the paths, and that both belong together",
+            ) from error
+        return context
+
+    def stamps(self) -> list[int]:
+        """Return a value that changes with the files."""
+        try:
+            return [path.stat().st_mtime_ns for path in (self.certificate, self.key)]
+        except OSError:  # between two files that are replaced
+            return []
 
 
 class _Protocol(HttpToolsProtocol):  # type: ignore[misc]
@@ -67,8 +119,19 @@ class _Protocol(HttpToolsProtocol):  # type: ignore[misc]
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[int], None]) -> None:
+    """Server that reports its port, and takes over new certificates for new connections."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        tls: ServerTls | None,
+        context: ssl.SSLContext | None,
+        on_ready: Callable[[int], None],
+    ) -> None:
         super().__init__(config)
+        self._tls = tls
+        self._context = context
+        self._stamps = [] if tls is None else tls.stamps()
         self._on_ready = on_ready
 
     async def startup(self, sockets: Any = None) -> None:
@@ -76,26 +139,48 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
         if self.started:
             self._on_ready(self.servers[0].sockets[0].getsockname()[1])
 
+    async def on_tick(self, counter: int) -> bool:
+        if self._tls is not None and counter % _TICKS_PER_LOOK == 0:
+            self._renew(self._tls)
+        return bool(await super().on_tick(counter))
+
+    def _renew(self, tls: ServerTls) -> None:
+        stamps = tls.stamps()
+        if stamps == self._stamps or not stamps or self._context is None:
+            return
+        self._stamps = stamps
+        try:
+            tls.context()  # A key that does not fit would break the context that is in use.
+            self._context.load_cert_chain(tls.certificate, tls.key)
+        except (UserError, OSError) as error:
+            print(f"warning: the certificate is not changed: {error}", file=sys.stderr, flush=True)
+
 
 def make_server(
     pipelines: Pipelines,
-    limits: RequestLimits,
+    shared: Shared,
     *,
     host: str,
     port: int,
     on_ready: Callable[[int], None],
+    tls: ServerTls | None = None,
 ) -> uvicorn.Server:
     """Return a server whose `run` ends at SIGTERM or SIGINT; it answers requests in flight first.
 
     Args:
         pipelines: Pipelines of the gateway.
-        limits: RequestLimits of each request.
+        shared: Limits, keys, metrics and access log.
         host: Address to listen on.
         port: Port to listen on; 0 picks a free one.
         on_ready: Called with the port when the gateway listens.
+        tls: Certificate; None for plain text.
+
+    Raises:
+        UserError: A file of `tls` cannot be read.
     """
+    context = None if tls is None else tls.context()
     config = uvicorn.Config(
-        make_app(pipelines, limits),
+        make_app(pipelines, shared),
         host=host,
         port=port,
         http=_Protocol,
@@ -103,10 +188,11 @@ def make_server(
         ws="none",
         lifespan="on",
         log_level="error",
-        access_log=False,  # requests may contain private texts
+        access_log=False,  # the access log of the gateway has no texts
         server_header=False,
         proxy_headers=False,
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=_GRACE_S,
+        ssl_context_factory=None if context is None else lambda *_: context,
     )
-    return _Server(config, on_ready)
+    return _Server(config, tls, context, on_ready)

@@ -290,10 +290,9 @@ class Tei:
         return step
 
     def _texts(self, inputs: str | list[str]) -> list[str]:
-        if isinstance(inputs, str):
-            return [inputs]
-        self._limits.check_items("inputs", len(inputs))
-        return inputs
+        texts = [inputs] if isinstance(inputs, str) else inputs
+        self._limits.check_items("inputs", len(texts))
+        return texts
 
     def _check_truncation(self, body: _Inputs) -> None:
         if (body.truncation_direction or "right").lower() != "right":

@@ -23,7 +23,7 @@ VERBS = {
         *("new", "templates", "update", "test", "inspect", "build", "engine", "lint"),
         *("history", "rollback"),
     ),
-    "Serve": ("serve", "gateway", "dev", "ui", "infer", "doctor"),
+    "Serve": ("serve", "gateway", "key", "dev", "ui", "infer", "doctor"),
     "Measure": ("verify", "bench", "bench-diff", "tune", "shadow"),
     "Operate": ("deploy", "monitor", "traffic", "drift"),
 }

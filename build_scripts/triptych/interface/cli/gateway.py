@@ -6,17 +6,20 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from triptych.base.errors import UserError
+from triptych.base.files import os_errors_as_user_errors, write_files
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     REPOSITORY,
     Json,
     output,
+    print_json,
     sigterm_as_interrupt,
     status,
     warn,
@@ -25,14 +28,104 @@ from triptych.interface.cli.options import (
 PORT = 8080
 _MIB = 1 << 20
 
-Aliases = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--alias",
-        metavar="ALIAS=NAME",
-        help="Another name of a pipeline in the HTTP APIs; may be repeated. Default: none.",
-    ),
-]
+KEYS_FILE = Path("keys.yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayOptions:
+    """Options of `gateway` that `serve` has, too."""
+
+    aliases: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--alias",
+            metavar="ALIAS=NAME",
+            help="Another name of a pipeline in the HTTP APIs; may be repeated. Default: none.",
+        ),
+    ] = None
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of API keys that clients of the HTTP APIs need; see `triptych key`. "
+            "Default: no keys."
+        ),
+    ] = None
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(
+            help="PEM file of the certificate of the HTTP APIs. It is read again when it changes. "
+            "Default: no encryption."
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None, typer.Option(help="PEM file of the key of --tls-certificate. Default: none.")
+    ] = None
+    client_ca: Annotated[
+        Path | None,
+        typer.Option(
+            help="PEM file of the authorities of client certificates, which the HTTP APIs then "
+            "require. Default: none."
+        ),
+    ] = None
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Serve the HTTP APIs to other machines without keys and client certificates.",
+        ),
+    ] = False
+    access_log: Annotated[
+        bool,
+        typer.Option(
+            "--access-log",
+            help="Write a line of JSON for each request of the HTTP APIs to stderr, without texts.",
+        ),
+    ] = False
+
+    def check(self, host: str) -> None:
+        """Check the options for a gateway that listens on `host`.
+
+        Raises:
+            UserError: An alias is malformed, a file of TLS is missing, or every client is served.
+        """
+        from triptych.serving.ports import is_loopback
+
+        parse_aliases(self.aliases or ())
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise UserError(
+                "--tls-certificate, --tls-key",
+                "must be given together",
+                given="one of them",
+                remedy="Give the other one, too",
+            )
+        if self.client_ca is not None and self.tls_certificate is None:
+            raise UserError(
+                "--client-ca",
+                "is only supported with --tls-certificate",
+                given=self.client_ca,
+                remedy="Give --tls-certificate and --tls-key",
+            )
+        if is_loopback(host):
+            return
+        if self.keys is None and self.client_ca is None and not self.insecure:
+            raise UserError(
+                "--host",
+                "must be this machine for a gateway without keys and client certificates",
+                given=host,
+                remedy="Give --keys or --client-ca, or --insecure behind a proxy that "
+                "authenticates clients",
+            )
+        if self.tls_certificate is None:
+            warn(f"texts and keys are sent to {host} without encryption: give --tls-certificate")
+
+    def words(self) -> list[str]:
+        """Return the options as words of a command line."""
+        words = [word for pair in self.aliases or () for word in ("--alias", pair)]
+        for name in ("keys", "tls_certificate", "tls_key", "client_ca"):
+            path = getattr(self, name)
+            words += [] if path is None else [f"--{name.replace('_', '-')}", str(path)]
+        flags = [name for name in ("insecure", "access_log") if getattr(self, name)]
+        return words + [f"--{name.replace('_', '-')}" for name in flags]
 
 
 @verb()
@@ -43,6 +136,8 @@ def gateway(
             metavar="NAME...", help="Names of pipelines. Default: all built ones of --repository."
         ),
     ] = None,
+    *,
+    options: GatewayOptions,
     url: Annotated[
         str, typer.Option(help="gRPC address of the Triton servers.")
     ] = "127.0.0.1:8001",
@@ -59,7 +154,6 @@ def gateway(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of HTTP; 0 picks a free port.")
     ] = PORT,
-    aliases: Aliases = None,
     timeout_s: Annotated[
         float, typer.Option(min=0.001, help="Maximum time of a request, in seconds.")
     ] = 60.0,
@@ -76,9 +170,10 @@ def gateway(
     Requests are sent to pipelines of Triton servers over gRPC. Ctrl-C ends the gateway.
     """
     try:
-        from triptych.gateway.http import RequestLimits
+        from triptych.gateway.http import RequestLimits, Shared
+        from triptych.gateway.keys import Keys
         from triptych.gateway.pipelines import Pipelines
-        from triptych.gateway.serve import make_server
+        from triptych.gateway.serve import ServerTls, make_server
     except ImportError as error:
         raise UserError(
             "triptych gateway",
@@ -86,33 +181,102 @@ def gateway(
             given=error,
             remedy="Run `pip install 'triptych[gateway]'`",
         ) from error
-    from triptych.serving.ports import is_loopback, reserve_ports
+    from triptych.serving.ports import reserve_ports
 
+    options.check(host)
     pipelines = Pipelines(
         names or (),
-        parse_aliases(aliases or ()),
+        parse_aliases(options.aliases or ()),
         repository if repository.is_dir() else None,
         {"url": url, "timeout_s": timeout_s},
     )
     if port:  # else the gateway picks a free one
         reserve_ports(host, {"--port": port})
-    if not is_loopback(host):
-        warn(f"{host} can be reached from other machines, and the gateway accepts all clients")
+    tls = None
+    if options.tls_certificate is not None and options.tls_key is not None:
+        tls = ServerTls(options.tls_certificate, options.tls_key, options.client_ca)
 
     def announce(port: int) -> None:
-        address = f"http://{host}:{port}"
+        address = f"http{'s' if tls else ''}://{host}:{port}"
         if as_json:
             print(json.dumps({"http": address, "pipelines": pipelines.names()}), flush=True)
         else:
             output.print(f"{address}/v1 is ready; stop with Ctrl-C", style="green", markup=False)
 
-    limits = RequestLimits(body_bytes=max_body_mib * _MIB, items=max_items)
-    server = make_server(pipelines, limits, host=host, port=port, on_ready=announce)
+    shared = Shared(
+        limits=RequestLimits(body_bytes=max_body_mib * _MIB, items=max_items),
+        keys=None if options.keys is None else Keys(options.keys),
+        log=_log_line if options.access_log else None,
+    )
+    server = make_server(pipelines, shared, host=host, port=port, on_ready=announce, tls=tls)
     with sigterm_as_interrupt():
         try:
             server.run()
         except KeyboardInterrupt:  # at the end, after the requests in flight
             status.print("stopped", markup=False)
+
+
+def _log_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@verb()
+def key(
+    action: Annotated[
+        Literal["new", "remove"],
+        typer.Argument(metavar="ACTION", help="Action: new adds a key, remove revokes one."),
+    ],
+    name: Annotated[str, typer.Argument(help="Name of the key.")],
+    keys: Annotated[Path, typer.Option(help="File of keys, with their hashes.")] = KEYS_FILE,
+    pipelines: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pipeline",
+            help="Pipeline that the key may use; may be repeated. Default: all pipelines.",
+        ),
+    ] = None,
+    max_requests: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Maximum number of requests per second. Default: no limit."),
+    ] = None,
+    max_items: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Maximum number of texts, pairs, images and answers per second. "
+            "Default: no limit.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Add an API key of the gateway, or revoke one.
+
+    A new key is printed once. The file has only its hash. Gateways read the file again within a
+    second.
+    """
+    from triptych.gateway.keys import KeyEntry, make_key, print_keys, read_keys
+
+    entries = read_keys(keys) if keys.exists() else {}
+    if (name in entries) == (action == "new"):
+        raise UserError(
+            "NAME",
+            "must be that of a new key" if action == "new" else "must be that of a key",
+            given=name,
+            remedy=f"Keys in {keys}: {', '.join(entries) or 'none'}",
+        )
+    made, digest = make_key()
+    if action == "new":
+        entries[name] = KeyEntry(
+            sha256=digest, pipelines=pipelines, requests_per_s=max_requests, items_per_s=max_items
+        )
+    else:
+        del entries[name]
+    with os_errors_as_user_errors(keys.parent):
+        write_files(keys.parent, {keys.name: print_keys(entries)}, is_private=True)
+    if as_json:
+        print_json({"name": name, "key": made if action == "new" else None})
+    else:
+        output.print(made if action == "new" else f"{name} is revoked", markup=False)
 
 
 def parse_aliases(pairs: Sequence[str]) -> dict[str, str]:
@@ -143,10 +307,10 @@ class GatewayProcess:
         host: Address to listen on.
         repository: Repository of the server.
         models: Pipelines of the server; empty for all.
-        aliases: Values of ``--alias``.
+        options: Options of the gateway.
 
     Raises:
-        UserError: The port is busy, or an alias is malformed.
+        UserError: The port is busy, or an option is invalid.
     """
 
     def __init__(
@@ -155,20 +319,20 @@ class GatewayProcess:
         host: str,
         repository: Path,
         models: Sequence[str],
-        aliases: Sequence[str] | None,
+        options: GatewayOptions,
     ) -> None:
-        parse_aliases(aliases or ())
         self._picked = port == 0
         if port is not None:
             from triptych.serving.ports import reserve_ports
 
+            options.check(host)
             port = reserve_ports(host, {"--http-api": port})["--http-api"]
         self._port = port
-        self._address = f"http://{host}:{port}"
+        self._address = f"http{'s' if options.tls_certificate else ''}://{host}:{port}"
         self._words = [
             *(sys.executable, "-m", "triptych.interface.cli", "gateway", *models),
             *("--repository", str(repository), "--host", host, "--port", str(port)),
-            *(word for pair in aliases or () for word in ("--alias", pair)),
+            *options.words(),
         ]
         self._process: subprocess.Popen[str] | None = None
 

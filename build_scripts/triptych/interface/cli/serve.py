@@ -14,7 +14,7 @@ import typer
 
 from triptych.base.errors import UserError
 from triptych.interface.cli.command import verb
-from triptych.interface.cli.gateway import Aliases, GatewayProcess
+from triptych.interface.cli.gateway import GatewayOptions, GatewayProcess
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
     REPOSITORY,
@@ -209,7 +209,6 @@ class ServeOptions:
             "process of its own; 0 picks a free port. Default: no gateway.",
         ),
     ] = None
-    aliases: Aliases = None
     samples: Samples = SAMPLES
     as_json: Json = False
 
@@ -226,6 +225,7 @@ def serve(
     ] = REPOSITORY,
     *,
     options: ServeOptions,
+    api: GatewayOptions,
     ports: Ports,
     replicas: Annotated[
         int | None,
@@ -306,7 +306,7 @@ def serve(
         "production_flags": flags,
         **vars(ports),
     }
-    beside = GatewayProcess(options.http_api, options.host, repository, models, options.aliases)
+    beside = GatewayProcess(options.http_api, options.host, repository, models, api)
     if count == 1:
         _serve_one(repository, options, named, beside, same)
     else:

@@ -1,0 +1,248 @@
+"""API keys, their limits and revocation, TLS, traces and the access log of a gateway."""
+
+import json
+import re
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import httpx2
+import numpy as np
+import openai
+import pytest
+from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
+from typer.testing import CliRunner
+
+from client_toy import wait_until
+from triptych.gateway.http import Shared
+from triptych.gateway.keys import Keys
+from triptych.gateway.pipelines import Pipelines
+from triptych.gateway.serve import ServerTls, make_server
+from triptych.interface.cli import app
+
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+@dataclass
+class Recorder(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """A server that embeds each text as zeros, and records the headers of requests."""
+
+    headers: list[dict[str, str]] = field(default_factory=list)
+
+    def ModelConfig(self, request: Any, _: Any) -> Any:
+        config = model_config_pb2.ModelConfig(name=request.name, max_batch_size=8)
+        config.input.add(name="text", data_type=model_config_pb2.TYPE_STRING, dims=[1])
+        config.output.add(name="embedding", data_type=model_config_pb2.TYPE_FP32, dims=[2])
+        config.ensemble_scheduling.step.add(model_name=f"{request.name}_step")
+        return service_pb2.ModelConfigResponse(config=config)
+
+    def ModelInfer(self, request: Any, context: Any) -> Any:
+        self.headers.append(dict(context.invocation_metadata()))
+        rows = request.inputs[0].shape[0]
+        made = service_pb2.ModelInferResponse(model_name=request.model_name)
+        made.outputs.add(name="embedding", datatype="FP32", shape=[rows, 2])
+        made.raw_output_contents.append(np.zeros((rows, 2), np.float32).tobytes())
+        return made
+
+
+@dataclass
+class Running:
+    """A gateway in this process."""
+
+    port: int
+    keys: Path
+    recorder: Recorder
+    log: list[str]
+    folder: Path
+
+    def client(self, key: str) -> openai.OpenAI:
+        url = f"https://127.0.0.1:{self.port}/v1"
+        trust = ssl.create_default_context(cafile=str(self.folder / "ca.pem"))
+        return openai.OpenAI(
+            base_url=url, api_key=key, max_retries=0, http_client=httpx2.Client(verify=trust)
+        )
+
+    def command(self, *words: str) -> str:
+        done = CliRunner().invoke(app, ["key", *words, "--keys", str(self.keys), "--json"])
+        assert done.exit_code == 0, done.output
+        return str(json.loads(done.stdout)["key"])
+
+
+def write_certificate(folder: Path, name: str) -> None:
+    """A certificate of the authority in `folder`, which is made first."""
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    if not (folder / "ca.pem").exists():
+        openssl("req", "-x509", *new, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
+    openssl("req", *new, "-keyout", "new.key", "-out", "new.csr", "-subj", f"/CN={name}")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    openssl(
+        *("x509", "-req", "-in", "new.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
+        *("-extfile", "names", "-out", "new.pem"),
+    )
+    for suffix in ("key", "pem"):
+        (folder / f"new.{suffix}").replace(folder / f"server.{suffix}")
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("keys")
+    write_certificate(folder, "first")
+    keys = folder / "keys.yaml"
+    keys.write_text("keys: {}\n")
+    recorder = Recorder()
+    triton = grpc.server(ThreadPoolExecutor(4))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(recorder, triton)
+    port = triton.add_insecure_port("127.0.0.1:0")
+    triton.start()
+    log: list[str] = []
+    ready: list[int] = []
+    pipelines = Pipelines(["a", "b"], {"small": "a"}, None, {"url": f"127.0.0.1:{port}"})
+    server = make_server(
+        pipelines,
+        Shared(keys=Keys(keys), log=log.append),
+        host="127.0.0.1",
+        port=0,
+        on_ready=ready.append,
+        tls=ServerTls(folder / "server.pem", folder / "server.key"),
+    )
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    wait_until(lambda: ready, "the gateway listens")
+    yield Running(ready[0], keys, recorder, log, folder)
+    server.should_exit = True
+    thread.join()
+    triton.stop(None)
+
+
+def works(client: openai.OpenAI, model: str = "a") -> bool:
+    try:
+        client.embeddings.create(model=model, input="a private text")
+    except openai.AuthenticationError:
+        return False
+    return True
+
+
+def test_a_key_opens_its_pipelines_until_it_is_revoked(running: Running) -> None:
+    key = running.command("new", "shop", "--pipeline", "a")
+    assert running.keys.stat().st_mode & 0o777 == 0o600
+    assert key not in running.keys.read_text()
+    with running.client(key) as client:
+        wait_until(lambda: works(client), "the key is known")
+        assert works(client, "small")
+        assert [each.id for each in client.models.list()] == ["a", "small"]
+        with pytest.raises(openai.NotFoundError, match="Choose one of: a, small"):
+            client.embeddings.create(model="b", input="a")
+        for wrong in ("", "none", key[:-1], key + "a"):
+            with running.client(wrong or "x") as other:
+                assert not works(other)
+        running.keys.write_text("keys: [")  # a mistake changes nothing
+        time.sleep(1)
+        assert works(client)
+
+
+def test_a_revoked_key_is_refused_without_a_restart(running: Running) -> None:
+    running.keys.write_text("keys: {}\n")
+    key = running.command("new", "brief")
+    with running.client(key) as client:
+        wait_until(lambda: works(client), "the key is known")
+        running.command("remove", "brief")
+        wait_until(lambda: not works(client), "the key is revoked")
+    again = CliRunner().invoke(app, ["key", "remove", "brief", "--keys", str(running.keys)])
+    assert again.exit_code != 0
+
+
+def test_a_key_over_its_limits_waits_and_others_do_not(running: Running) -> None:
+    running.keys.write_text("keys: {}\n")
+    slow = running.command("new", "slow", "--max-requests", "2", "--max-items", "5")
+    free = running.command("new", "free")
+    with running.client(slow) as client, running.client(free) as other:
+        wait_until(lambda: works(other), "the keys are known")
+        refused: list[openai.RateLimitError] = []
+        for _ in range(8):
+            try:
+                client.embeddings.create(model="a", input="a")
+            except openai.RateLimitError as error:
+                refused.append(error)
+            assert works(other)
+        assert refused
+        assert int(refused[0].response.headers["retry-after"]) >= 1
+        assert refused[0].code == "rate_limit_exceeded"
+
+        def many(count: int) -> bool:
+            try:
+                client.embeddings.create(model="a", input=["a"] * count)
+            except openai.RateLimitError:
+                return False
+            return True
+
+        wait_until(lambda: many(20), "a list above the limit passes alone")
+        assert not many(1)  # and is paid for by those after it
+
+
+def test_traces_are_continued_and_the_log_has_no_texts(running: Running) -> None:
+    running.keys.write_text("keys: {}\n")
+    key = running.command("new", "traced")
+    with running.client(key) as client:
+        wait_until(lambda: works(client), "the key is known")
+        made = client.embeddings.with_raw_response.create(
+            model="a", input="a private text", extra_headers={"traceparent": PARENT}
+        )
+        assert made.headers["x-request-id"] == PARENT.split("-")[1]
+        assert running.recorder.headers[-1]["traceparent"] == PARENT
+        for wrong in ("00-" + "0" * 32 + "-00f067aa0ba902b7-01", PARENT + "-x", "a\tb"):
+            made = client.embeddings.with_raw_response.create(
+                model="a", input="a", extra_headers={"traceparent": wrong}
+            )
+            assert re.fullmatch("[0-9a-f]{32}", made.headers["x-request-id"])
+            assert "traceparent" not in running.recorder.headers[-1]
+    lines = [json.loads(line) for line in running.log]
+    (traced,) = [line for line in lines if line["trace_id"] == PARENT.split("-")[1]]
+    assert (traced["endpoint"], traced["status"], traced["key"]) == (
+        "/v1/embeddings",
+        200,
+        "traced",
+    )
+    assert "private" not in "".join(running.log)
+    assert key not in "".join(running.log)
+
+
+def test_a_new_certificate_is_used_without_a_restart(running: Running) -> None:
+    def served() -> str:
+        trust = ssl.create_default_context(cafile=str(running.folder / "ca.pem"))
+        with (
+            socket.create_connection(("127.0.0.1", running.port)) as plain,
+            trust.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+        ):
+            names: Any = connection.getpeercert()
+            return str(dict(names["subject"][0])["commonName"])
+
+    assert served() == "first"
+    key = (running.folder / "server.key").read_bytes()
+    (running.folder / "server.key").write_bytes(b"no key")
+    time.sleep(2.5)
+    assert served() == "first"  # a pair that does not fit changes nothing
+    (running.folder / "server.key").write_bytes(key)
+    write_certificate(running.folder, "second")
+    wait_until(lambda: served() == "second", "the new certificate is used")
+
+
+def test_a_gateway_for_other_machines_needs_keys() -> None:
+    done = CliRunner().invoke(app, ["gateway", "a", "--host", "0.0.0.0", "--port", "0"])
+    assert done.exit_code != 0
+    assert "--keys" in str(done.exception)
+    for words in (["--tls-key", "x"], ["--client-ca", "x"], ["--alias", "x"], ["--keys", "absent"]):
+        done = CliRunner().invoke(app, ["gateway", "a", "--port", "0", *words])
+        assert done.exit_code != 0
+        assert words[0].replace("--keys", "absent") in str(done.exception), words
