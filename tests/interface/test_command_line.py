@@ -96,7 +96,7 @@ def test_new_lists_the_tasks(tmp_path: Path) -> None:
     for task in tasks():
         assert task in listed
     for words, said in (
-        (["new", "a"], "Given: nothing. Choose one of: custom, "),
+        (["new", "a"], "Given: nothing. Choose one of: audio-classification, "),
         (["new", "a", "rerank"], "Did you mean `reranking`? Choose"),
     ):
         error = CliRunner().invoke(app, [*words, "--pipelines", str(tmp_path)]).exception

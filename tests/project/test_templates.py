@@ -12,17 +12,16 @@ import pytest
 from typer.testing import CliRunner
 
 from conftest import build_into, traffic_texts
+from scaffolding import ENCODERS
 from task_models import MODELS
 from triptych.interface.cli import app
 from triptych.serving.server import Server
-from triptych.spec.kind import GENERATING
-from triptych.spec.scaffold import scaffold, tasks
+from triptych.spec.scaffold import scaffold
 from triptych.spec.tasks import TASKS
 
 pytestmark = pytest.mark.server
 MAKERS = dict(reversed(MODELS.values()))
 """Task -> what makes a small model for it; text-embedding has a real one."""
-ENCODERS = [name for name in tasks() if name not in GENERATING]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from PIL import Image
 
 from conftest import ROOT
 from mistakes import check_refused
-from scaffolding import run, write
+from scaffolding import ENCODERS, OWN_MODELS, run, write
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.building.pipeline_checks import check_pipeline
@@ -34,7 +34,6 @@ from triptych.spec.tasks import TASKS
 from triptych.spec.template import BUILT_IN
 from triptych.spec.traffic import read_traffic
 
-ENCODERS = [task for task in tasks() if task not in GENERATING]
 NAMED = {"text-pair-classification": "text-classification"}
 """Templates with another name than their task: text-classification has one for pairs, too."""
 README = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
@@ -68,7 +67,7 @@ def _model(folder: Path) -> Path:
 
 
 def test_there_is_a_template_for_every_task() -> None:
-    assert tasks() == sorted([*TASKS, *NAMED, "custom", *GENERATING])
+    assert tasks() == sorted([*TASKS, *NAMED, "custom", *GENERATING, *OWN_MODELS])
 
 
 def test_the_template_for_text_generation_is_a_pipeline(tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_custom_is_shown_in_the_readme_as_it_is_scaffolded(tmp_path: Path) -> No
 
 def test_the_samples_are_images_that_a_server_takes() -> None:
     sizes = set()
-    for path in BUILT_IN.rglob("*.png"):
+    for path in (BUILT_IN / "image-classification").rglob("*.png"):
         data = path.read_bytes()
         with Image.open(BytesIO(data)) as image:
             image.verify()
@@ -229,8 +228,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["new", "../mine", "reranking"], "--pipelines"),
     (["new", "..", "reranking"], "lower-case letters"),
     (["new", "", "reranking"], "name without a path"),
-    (["new", "mine", "translation"], "reranking, text-classification"),
-    (["new", "mine", ".."], "Choose one of: custom, fill-mask"),
+    (["new", "mine", "translation"], "question-answering, reranking"),
+    (["new", "mine", ".."], "Choose one of: audio-classification, custom"),
     (["new", "mine", "reranking", "--model", "./gone"], "no such folder"),
     (["new", "mine", "reranking", "--model", "."], "without config.json"),
     (["new", "mine", "reranking", "--pipelines", "file"], "writable folder"),

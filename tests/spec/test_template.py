@@ -275,7 +275,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["--template", "own/good", "--hooks"], ["only supported for a built-in template"]),
     (["--template", "own/open"], ["cannot be rendered", '"labels" is required', "--answer"]),
     (["--template", "own/broken"], ["cannot be rendered", "unexpected"]),
-    (["--template", "own/no-model", "--model", "a/b"], ["`--model` is not supported by this"]),
+    (
+        ["--template", "own/no-model", "--model", "a/b"],
+        ["`--model` must not be a folder or Hub id for this"],
+    ),
     (["--template", "own/outside"], ["cannot be rendered", "outside"]),
     (["--template", "reranking", "--answer", "a=b"], ["for a template that is not built in"]),
     (["reranking", "--trust"], ["only supported with --template"]),

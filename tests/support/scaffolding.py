@@ -7,8 +7,16 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
-from triptych.spec.scaffold import scaffold
+from triptych.spec.kind import GENERATING
+from triptych.spec.scaffold import scaffold, tasks
+from triptych.spec.template import BUILT_IN
 
+OWN_MODELS = [
+    name for name in tasks() if "task: model\n" in (BUILT_IN / name / "pipeline.yaml").read_text()
+]
+"""Built-in templates of pipelines around an own model."""
+ENCODERS = [name for name in tasks() if name not in (*GENERATING, *OWN_MODELS)]
+"""Built-in templates of pipelines around an encoder."""
 TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -174,7 +174,8 @@ def _check_hooks(
     return checks
 
 
-def check_imports(folder: Path) -> Check:
+def check_imports(folder: Path, packages: Collection[str] = ("numpy",)) -> Check:
+    """Check that ``hooks.py`` imports only the standard library and `packages`."""
     tree = ast.parse((folder / HOOKS_FILE).read_bytes())
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -182,12 +183,12 @@ def check_imports(folder: Path) -> Check:
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
             names.add(node.module.partition(".")[0])
-    foreign = sorted(names - {"numpy"} - set(sys.stdlib_module_names))
+    foreign = sorted(names - set(packages) - set(sys.stdlib_module_names))
     if not foreign:
         return Check("hooks-imports")
     note = (
-        f"{HOOKS_FILE} imports {', '.join(foreign)}: a server's container has the standard library"
-        " and numpy alone"
+        f"{HOOKS_FILE} imports {', '.join(foreign)}: a server's container has only the standard "
+        f"library, {', '.join(packages)}"
     )
     return Check("hooks-imports", "warning", note)
 

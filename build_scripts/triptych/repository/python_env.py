@@ -53,7 +53,10 @@ def make_python_env(plan: Plan, progress: Progress) -> Path:
     Raises:
         UserError: The package index is not reached, or has no wheel of a package.
     """
-    versions = versions_of("numpy", "tokenizers" if plan.info.image is None else "pillow")
+    packages = ["tokenizers" if plan.info.image is None else "pillow"]
+    if plan.info.own is not None:
+        packages = ["pillow", "tokenizers"]  # the user's functions may import them
+    versions = versions_of("numpy", *packages)
     oldest = parse_release(plan.spec.serving.triton)
     pythons = [python for python, last in PYTHON_VERSIONS.items() if oldest <= last]
     inputs = {

@@ -326,6 +326,7 @@ def _ensemble(plan: Plan) -> Any:
         return {tensor.name: prefix + tensor.name for tensor in tensors}
 
     own = () if plan.info.own is None else plan.info.own.past_core
+    labeled = CLASS_SCORES if plan.spec.serving.class_scores else None
     slo, past_core = plan.spec.serving.slo, {**wire(plan.past_core), **wire(own, inner)}
     to_core, from_core = wire(plan.core_inputs, inner), wire(plan.core.outputs, inner)
     steps = [
@@ -340,7 +341,7 @@ def _ensemble(plan: Plan) -> Any:
         max_batch_size=plan.request_rows,
         input=[declare_input(tensor) for tensor in plan.request_inputs],
         output=[
-            {**declare(tensor), "label_filename": LABELS_FILE * (tensor.name == CLASS_SCORES)}
+            {**declare(tensor), "label_filename": LABELS_FILE * (tensor.name == labeled)}
             for tensor in plan.task.outputs
         ],
         response_cache={"enable": True} if plan.spec.serving.response_cache else None,

@@ -67,8 +67,8 @@ def scaffold(
     Args:
         name: Name of the pipeline.
         task: Name of the built-in template: a task, for most of them.
-        model: Source of the model: a Hub id, ``package:…``, or a folder relative to the working
-            directory. None: a public model for the task.
+        model: Source of the model: a Hub id, ``package:…``, or a folder or ONNX file relative to
+            the working directory. None: the example of the template.
         with_hooks: Whether to add ``hooks.py`` and its tests if the task does not need them.
         pipelines: Folder of the pipelines; created if missing.
         choice: Template in place of `task`: a built-in one, a folder or a git repository.
@@ -88,8 +88,8 @@ def scaffold(
     template = _choose(task, choice, with_hooks)
     # The spec does not exist yet: the built-in spec of a task takes its place in the check.
     check_folder(folder, BUILT_IN / GENERATION / SPEC_FILE)
-    local = None if model is None else _local_folder(model)
-    if local is not None:
+    local = None if model is None else _local_model(model)
+    if local is not None and local.is_dir():
         check_model_files(local, "--model", str(model))
     with _new_folder(folder) as staging:
         if isinstance(template, Path):
@@ -104,7 +104,8 @@ def scaffold(
         spec = (staging / SPEC_FILE).read_text(encoding="utf-8")
         task = "".join(re.findall(r"(?m)^task: *(\S+)", spec)[:1])
         if model is not None:
-            spec = _with_source(spec, _written_source(model, local, folder))
+            is_onnx = local is not None and local.is_file()
+            spec = _with_source(spec, _written_source(model, local, folder), is_onnx=is_onnx)
         if task == GENERATION and local is not None:
             spec = _fit_model(spec, staging, local)
         (staging / SPEC_FILE).write_text(spec, encoding="utf-8")
@@ -165,14 +166,15 @@ def _choose(
     return choice
 
 
-def _with_source(spec: str, source: str) -> str:
-    """Return the text of a spec with another source of the model."""
-    line = f"  source: {_yaml_scalar(source)}"
-    spec, count = re.subn(r"(?m)^  source: \S+", lambda _: line, spec, count=1)
+def _with_source(spec: str, source: str, *, is_onnx: bool) -> str:
+    """Return the text of a spec with another source of the model, or another ONNX file."""
+    key, kind = ("onnx", "an ONNX file") if is_onnx else ("source", "a folder or Hub id")
+    line = f"  {key}: {_yaml_scalar(source)}"
+    spec, count = re.subn(rf"(?m)^  {key}: \S+", lambda _: line, spec, count=1)
     if not count:
         raise UserError(
             "--model",
-            "is not supported by this template",
+            f"must not be {kind} for this template",
             given=source,
             remedy=f"Omit the option and edit the {SPEC_FILE} of the new folder",
         )
@@ -205,16 +207,16 @@ def _fill(template: Path, target: Path, *, with_hooks: bool, marks: Mapping[str,
         file.write_bytes(content)
 
 
-def _local_folder(model: str) -> Path | None:
-    """Return the folder that `model` names; None for a Hub id or a package."""
+def _local_model(model: str) -> Path | None:
+    """Return the folder or ONNX file that `model` names; None for a Hub id or a package."""
     path = Path(model).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.suffix == ".onnx" and path.is_file()):
         return path
     if model.startswith((".", "/", "~")) or path.exists():
         raise UserError(
             "--model",
-            "must be a folder, a Hub id `owner/name`, or `package:<module>/<folder>`",
-            given=f"{model}: no such folder",
+            "must be a folder, an ONNX file, a Hub id `owner/name`, or `package:<module>/<folder>`",
+            given=f"{model}: no such folder or ONNX file",
             remedy="Correct the path; relative paths start at the working directory",
         )
     return None

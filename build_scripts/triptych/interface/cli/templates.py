@@ -79,7 +79,8 @@ def new(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model: a Hub id, package:NAME or a folder. Default: an example for the task."
+            help="Model: a Hub id, package:NAME, a folder, or an ONNX file for a template of one. "
+            "Default: the example of the template."
         ),
     ] = None,
     hooks: Annotated[

@@ -1,0 +1,231 @@
+"""Templates around own models: `new`, `test`, `build`, a server for all of them, and answers."""
+
+import json
+import re
+import runpy
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from conftest import quiet
+from scaffolding import OWN_MODELS, run, write
+from triptych.base.files import parse_yaml
+from triptych.building.own_checks import check_own_pipeline
+from triptych.client import Client, InvalidRequestError
+from triptych.core.gate.cached import Gate
+from triptych.core.own_inputs import read_own_inputs
+from triptych.interface.api import build
+from triptych.serving.server import Server
+from triptych.spec.model_fields import load_model_spec
+from triptych.spec.template import BUILT_IN
+
+pytestmark = pytest.mark.build
+Found = Mapping[str, NDArray[Any]]
+WEIGHTS = {
+    "onnx": "weights",
+    "pytorch": "layers.2.bias",
+    "tabular": "risk_weights",
+    "object-detection": "colors",
+    "audio-classification": "weights",
+    "two-towers": "projection",
+}
+"""A tensor of each example model, of which the test of the gate changes a column."""
+
+
+@pytest.mark.parametrize("name", OWN_MODELS)
+def test_the_example_model_is_what_its_script_writes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path, name)
+    monkeypatch.syspath_prepend(folder)
+    (script,) = folder.glob("make_*.py")
+    (file,) = [*folder.glob("*.onnx"), *folder.glob("*.safetensors")]
+    shipped = file.read_bytes()
+    assert len(shipped) < 10_000
+    file.unlink()
+    runpy.run_path(str(script))
+    assert file.read_bytes() == shipped
+
+
+@pytest.mark.parametrize("name", OWN_MODELS)
+def test_a_template_passes_every_check_as_it_stands(name: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, name)
+    before = sorted(folder.rglob("*"))
+    checks = check_own_pipeline(folder)
+    assert [check for check in checks if check.severity != "ok"] == []
+    if (folder / "hooks.py").is_file():
+        assert " passed in " in checks[-1].note
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_an_onnx_file_can_be_named(tmp_path: Path) -> None:
+    shutil.copy(BUILT_IN / "onnx/model.onnx", tmp_path / "other.onnx")
+    folder = write(tmp_path / "pipelines", "tabular", model=str(tmp_path / "other.onnx"))
+    spec = load_model_spec(folder)
+    assert spec.model_file.samefile(tmp_path / "other.onnx")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every template, made and built, in one repository."""
+    base = tmp_path_factory.mktemp("own_templates")
+    for name in OWN_MODELS:
+        write(base / "pipelines", name, name)
+        build(name, pipelines=base / "pipelines", repository=base / "repository")
+    return base
+
+
+@pytest.fixture(scope="module")
+def server(base: Path) -> Iterator[Any]:
+    with Server(base / "repository") as server:
+        yield server
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OWN_MODELS)
+def test_the_gate_finds_a_changed_weight(name: str, base: Path, tmp_path: Path) -> None:
+    inputs = read_own_inputs(load_model_spec(base / "pipelines" / name), quiet)
+    gate = Gate(inputs, "fp32", quiet)
+    core = base / f"repository/{name}_core/1/model.onnx"
+    assert gate.run(core, {"model.onnx": f"right {name}"}).passed
+    model = onnx.load(core)
+    (tensor,) = [each for each in model.graph.initializer if each.name == WEIGHTS[name]]
+    values = numpy_helper.to_array(tensor).copy()
+    values[..., :1] *= 1.05
+    tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    onnx.save(model, tmp_path / "model.onnx")
+    result = gate.run(tmp_path / "model.onnx", {"model.onnx": f"changed {name}"})
+    assert result.failures
+
+
+def _send(name: str, base: Path, server: Any) -> tuple[list[Found], Path]:
+    """Return the answers to each line of the template's traffic."""
+    folder = base / "pipelines" / name
+    fields = parse_yaml((folder / "pipeline.yaml").read_text())["inputs"]
+    found: list[Found] = []
+    with Client(name, server.grpc_url) as client:
+        for line in (folder / "traffic.jsonl").read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            parameters = row.pop("parameters", None)
+            inputs = {
+                key: [(folder / value).read_bytes() if fields[key]["type"] == "bytes" else value]
+                for key, value in row.items()
+            }
+            answer = client.infer(inputs, parameters=parameters)
+            found.append({key: value[0] for key, value in answer.items()})
+    return found, folder
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_any_onnx_file_answers_as_it_does_alone(base: Path, server: Any) -> None:
+    found, folder = _send("onnx", base, server)
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    for line, answer in zip(
+        (folder / "traffic.jsonl").read_text().splitlines(), found, strict=True
+    ):
+        features = np.array([json.loads(line)["features"]], np.float32)
+        (wanted,) = session.run(None, {"features": features})
+        np.testing.assert_allclose(answer["scores"], wanted[0], rtol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_a_module_answers_as_it_does_in_pytorch(base: Path, server: Any) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    found, folder = _send("pytorch", base, server)
+    net = runpy.run_path(str(folder / "net.py"))["Net"]()
+    net.load_state_dict(load_file(folder / "net.safetensors"))
+    lines = (folder / "traffic.jsonl").read_text().splitlines()
+    rows = [json.loads(line)["features"] for line in lines]
+    with torch.inference_mode():
+        scores = net(torch.tensor(rows))["logits"].softmax(dim=-1).numpy()
+    for answer, wanted in zip(found, scores, strict=True):
+        assert answer["label"].tolist() == [[b"first", b"second", b"third"][wanted.argmax()]]
+        np.testing.assert_allclose(answer["score"], [wanted.max()], rtol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_a_table_is_decided_by_the_threshold_of_the_request(base: Path, server: Any) -> None:
+    found, folder = _send("tabular", base, server)
+    for line, answer in zip(
+        (folder / "traffic.jsonl").read_text().splitlines(), found, strict=True
+    ):
+        threshold = json.loads(line).get("parameters", {}).get("threshold", 0.5)
+        wanted = b"review" if answer["risk"][0] >= threshold else b"accept"
+        assert answer["decision"][0] == wanted, line
+    assert {bytes(answer["decision"][0]) for answer in found} == {b"review", b"accept"}
+    with Client("tabular", server.grpc_url) as client:
+        each = client.infer_each({"age": [30, 40], "income": [1e4, 2e4], "plan": ["plus", "gold"]})
+    assert not isinstance(each[0], InvalidRequestError)
+    assert each[0].keys() == {"risk", "decision"}
+    assert isinstance(each[1], InvalidRequestError)
+    assert "plan must be one of basic, plus" in str(each[1])
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_a_detector_finds_the_squares_of_its_samples(base: Path, server: Any) -> None:
+    found, _ = _send("object-detection", base, server)
+    wanted: list[list[tuple[bytes, list[int]]]] = [
+        [(b"red square", [16, 20, 32, 36])],
+        [(b"blue square", [64, 56, 128, 120]), (b"red square", [16, 16, 48, 48])],
+        [(b"blue square", [16, 32, 80, 96]), (b"red square", [160, 32, 224, 96])],
+        [(b"red square", [16, 40, 48, 72])],
+        [],
+    ]
+    for answer, objects in zip(found, wanted, strict=True):
+        boxes = zip(answer["label"], answer["box"].tolist(), strict=True)
+        assert sorted((bytes(label), box) for label, box in boxes) == sorted(objects)
+        assert (answer["score"] > 0.9).all()
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_recordings_of_any_length_are_classified(base: Path, server: Any) -> None:
+    found, _ = _send("audio-classification", base, server)
+    best = [answer["label"][0] for answer in found]
+    assert best == [b"low tone", b"high tone", b"noise", b"high tone", b"low tone"]
+    assert sorted(found[2]["label"]) == [b"high tone", b"low tone", b"noise"]
+    # Two of the three windows of the fourth recording are a high tone.
+    assert found[3]["score"][0] == pytest.approx(2 / 3, abs=0.01)
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_two_towers_score_common_words_and_popularity(base: Path, server: Any) -> None:
+    found, folder = _send("two-towers", base, server)
+    for line, answer in zip(
+        (folder / "traffic.jsonl").read_text().splitlines(), found, strict=True
+    ):
+        row = json.loads(line)
+        raised = row.get("popularity", 0) * row.get("parameters", {}).get("boost", 0.1)
+        cosine = answer["user_vector"] @ answer["item_vector"]
+        assert answer["score"][0] == pytest.approx(cosine + raised, abs=1e-5), line
+    scores = [float(answer["score"][0]) for answer in found]
+    assert scores[0] > scores[1] > 0.2  # shoes for running, and shoes
+    assert scores[5] > 0.5 > scores[6]  # a sleeping bag, and a lamp
+
+
+@pytest.mark.long
+@pytest.mark.server
+@pytest.mark.parametrize("name", OWN_MODELS)
+def test_the_command_in_the_spec_answers(name: str, base: Path, server: Any) -> None:
+    text = (base / "pipelines" / name / "pipeline.yaml").read_text()
+    (command,) = re.findall(r"# Try it: triptych (infer .*)", text)
+    done = run(*shlex.split(command), "--url", server.grpc_url, "--json")
+    assert done.exit_code == 0, done.output
+    (answer,) = json.loads(done.stdout)
+    assert answer.keys() == parse_yaml(text)["outputs"].keys()
