@@ -30,6 +30,7 @@ from triptych.building.own_checks import check_own_pipeline
 from triptych.client import Client, InvalidRequestError
 from triptych.container.health import QUESTION_FILE, HealthCheck
 from triptych.container.manifests import find_pipelines
+from triptych.core.gate.cached import Gate, GateFailure
 from triptych.core.own_inputs import read_own_inputs
 from triptych.interface.page.demo import answer, open_pipeline
 from triptych.serving.server import Server
@@ -145,7 +146,6 @@ def test_health_and_the_live_gate_ask_in_the_types_of_the_inputs(folder: Path, s
 
 
 def test_the_gate_finds_a_fault_in_the_core(folder: Path) -> None:
-    from triptych.core.gate.cached import Gate
 
     inputs = read_own_inputs(load_model_spec(folder / "pipelines/detector"), quiet)
     model = onnx.load(folder / "pipelines/detector/detector.onnx")
@@ -359,3 +359,57 @@ def test_an_axis_that_is_not_declared_is_refused_with_its_name(folder: Path) -> 
     assert "model.axes: {time: {max: SIZE}}" in str(refused.value)
     with pytest.raises(UserError, match="must be an axis of an input"):
         build(folder, "sounds", "model.axes={length: {max: 400}}")
+
+
+def test_an_engine_has_a_profile_for_each_planned_size(folder: Path, tmp_path: Path) -> None:
+    from triptych.core.requests import read_samples, rows_of, write_samples
+
+    spec = load_model_spec(folder / "pipelines/sounds", ["core.backend=tensorrt"])
+    inputs = read_own_inputs(spec, quiet)
+    plan = inputs.plan
+    assert plan.engine is not None
+    profiles = [profile["samples"] for profile in plan.engine.profiles]
+    assert [shapes.maximum for shapes in profiles] == [(32, edge) for edge in plan.bucket_edges]
+    assert [shapes.minimum for shapes in profiles] == [(1, edge) for edge in plan.bucket_edges]
+    other = load_model_spec(folder / "pipelines/detector", ["core.backend=tensorrt"])
+    fixed = read_own_inputs(other, quiet)
+    assert fixed.plan.engine is not None
+    (profile,) = fixed.plan.engine.profiles
+    assert profile["images"].maximum == (32, 3, 64, 64)
+    rows = rows_of(inputs.requests)
+    write_samples(tmp_path / "rows.npz", rows)
+    for written, row in zip(read_samples(tmp_path / "rows.npz"), rows, strict=True):
+        np.testing.assert_array_equal(np.asarray(written)["samples"], np.asarray(row)["samples"])
+
+
+REFERENCE = """
+import numpy as np
+
+
+def answer(rows, parameters):
+    found = [np.frombuffer(data, np.int16) / 32768.0 for data in rows["sound"]]
+    return {
+        "power": [float((sound**2).mean()) FACTOR for sound in found],
+        "loudest": [0 for _ in found],
+        "seconds": [len(sound) / 16000 for sound in found],
+    }
+"""
+
+
+def test_the_gate_compares_with_a_reference_of_the_user(folder: Path) -> None:
+    reference = folder / "pipelines/sounds/reference.py"
+    # The reference does not cut sounds into windows.
+    whole = ["model.axes.time.max=2000", "parameters.window.default=1000"]
+    try:
+        reference.write_text(REFERENCE.replace("FACTOR", ""))
+        outcome = build(folder, "sounds", *whole)
+        assert outcome.gate.passed
+        reference.write_text(REFERENCE.replace("FACTOR", "* 1.5"))
+        with pytest.raises(GateFailure, match=r"power\.max_difference"):
+            build(folder, "sounds", *whole)
+        reference.write_text("def reply(rows):\n    return {}\n")
+        with pytest.raises(UserError, match="must have a function `answer"):
+            build(folder, "sounds")
+    finally:
+        reference.unlink()
+        build(folder, "sounds")

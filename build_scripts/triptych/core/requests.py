@@ -282,12 +282,14 @@ def _packed(rows: Sequence[TokenRow], pad_token_id: int) -> Feed:
 _NO_TIME = (1980, 1, 1, 0, 0, 0)
 _TOKENS = ("ids", "lengths", "first_segments")
 _PIXELS = "pixels"
+_RECORD = "record_"
+"""Prefix of arrays with one row of the user's own model each."""
 _PROMPTS = "prompts"
 """Array of prompt lengths; none if all are 0."""
 
 
 def write_samples(path: Path, rows: Sequence[Sample]) -> None:
-    """Write core rows, all tokens or all pixels of one size.
+    """Write core rows, all tokens, all pixels of one size, or all of the user's own model.
 
     Args:
         path: Path of the file.
@@ -306,6 +308,8 @@ def write_samples(path: Path, rows: Sequence[Sample]) -> None:
         arrays["first_segments"] = np.array([row.first_segment for row in tokens], np.int32)
         if any(row.prompt for row in tokens):
             arrays[_PROMPTS] = np.array([row.prompt for row in tokens], np.int32)
+    elif is_record(rows[0]):
+        arrays |= {f"{_RECORD}{index:06}": np.asarray(row) for index, row in enumerate(rows)}
     else:
         arrays[_PIXELS] = np.stack([np.asarray(row) for row in rows])
     with zipfile.ZipFile(path, "w") as archive:
@@ -326,6 +330,8 @@ def read_samples(path: Path) -> list[Sample]:
             arrays = {name: archive[name] for name in archive.files}
         if _PIXELS in arrays:
             return list(arrays[_PIXELS])
+        if records := [arrays[name] for name in sorted(arrays) if name.startswith(_RECORD)]:
+            return list(records)
         ids, lengths, firsts = (arrays[name] for name in _TOKENS)
         prompts = arrays.get(_PROMPTS, np.zeros_like(firsts))
         ends = np.cumsum(lengths)

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from triptych.base.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
 from triptych.runtime.packing import count_slots
+from triptych.spec.model_fields import CompiledSpec
 from triptych.spec.model_info import ModelInfo
-from triptych.spec.spec import PipelineSpec
 from triptych.spec.traffic import Lengths
 
 USUAL_LAYERS = 12
@@ -196,7 +196,7 @@ class EnginePlan:
 
 
 def engine_plan(
-    spec: PipelineSpec,
+    spec: CompiledSpec,
     inputs: Sequence[Tensor],
     lengths: Lengths | None,
     edges: Sequence[int],

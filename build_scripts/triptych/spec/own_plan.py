@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from triptych.spec.engine_plan import engine_plan
 from triptych.spec.model_fields import ModelSpec
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.plan import TENSOR_CORE_MULTIPLE, Plan, WarmUp, choose_edges
@@ -32,11 +33,16 @@ def make_own_plan(
         raise ValueError("the graph of the pipeline was not read")
     most = spec.core.max_batch_size
     edges: tuple[int, ...] = ()
+    lengths = None
     _, axis = spec.model.axis
     if axis is not None:
         lengths = Lengths.of([max(size, axis.min) for size in sizes], max_length=axis.max)
         multiple = TENSOR_CORE_MULTIPLE if spec.core.device == "gpu" else 1
         edges = choose_edges(lengths, axis.max, count=spec.core.bucket_count, multiple=multiple)
+    engine = None
+    if "tensorrt" in (spec.core.backend, spec.core.accelerator):
+        longest = 0 if axis is None else axis.max
+        engine = engine_plan(spec, info.own.inputs, lengths, edges, longest, most)
     rows = {1, most if spec.core.device == "gpu" else 1}
     return Plan(
         spec=spec,
@@ -52,6 +58,6 @@ def make_own_plan(
         core_inputs=info.own.inputs,
         core=task.core(info, parameters),
         warm_ups=tuple(WarmUp(count, size) for size in edges or (1,) for count in sorted(rows)),
-        engine=None,
+        engine=engine,
         cost=None,
     )

@@ -11,7 +11,12 @@ from numpy.typing import NDArray
 from triptych.base.errors import Progress, UserError
 from triptych.core.gate.cached import decoding_of
 from triptych.core.gate.reference import reference_of
-from triptych.core.gate.runs import Decoded, decode, reference_row_outputs
+from triptych.core.gate.runs import (
+    Decoded,
+    decode,
+    decode_reference,
+    reference_row_outputs,
+)
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import GateRequest, by_request, rows_of
 from triptych.runtime.hooking import HOOKS_FILE, Hook, Row, RowForm, call_hook, find_hook
@@ -74,7 +79,7 @@ def _decode(
     outputs = reference_row_outputs(plan.core, expected)
     decoding = decoding_of(inputs)
     try:
-        return [DecodedAnswer(decoded) for decoded in decode(decoding, requests, outputs)]
+        return [DecodedAnswer(each) for each in decode_reference(decoding, requests, outputs)]
     except (RequestError, RuntimeError):  # A custom `decode` failed: find the rows.
         own = by_request(requests, outputs)
         return _answer_each(

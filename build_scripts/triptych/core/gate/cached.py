@@ -10,6 +10,7 @@ from pathlib import Path
 from triptych.base.cache import cached_stage, code_hash, key_of, sha256_of, versions_of
 from triptych.base.errors import Progress
 from triptych.core.gate.check import GateLabels, check, describe_probe, judge_probe
+from triptych.core.gate.own_reference import REFERENCE_FILE, find_reference
 from triptych.core.gate.reference import check_tokens, measure_rounding, reference_of
 from triptych.core.gate.runs import Decoding, open_core
 from triptych.core.inputs import PipelineInputs
@@ -197,6 +198,7 @@ def decoding_of(inputs: PipelineInputs) -> Decoding:
     return Decoding(
         task=plan.task,
         settings={**plan.task.settings(plan.info), "outputs": plan.task.output_settings},
+        reference=None if isinstance(plan.spec, PipelineSpec) else find_reference(plan.spec),
         folder=plan.spec.folder if plan.spec.makes_outputs else inputs.tokenizer_folder,
     )
 
@@ -219,6 +221,8 @@ def hash_hooks(inputs: PipelineInputs) -> str:
     """Return the hash of the pipeline's functions and of the files that they read, in hex."""
     spec = inputs.plan.spec
     files = [] if isinstance(spec, PipelineSpec) else spec.own_files()
+    reference = spec.folder / REFERENCE_FILE
+    files += [(REFERENCE_FILE, reference)] * reference.is_file()
     parts = [f"{path} {sha256_of(file)}" for path, file in sorted(files)]
     return key_of("hooks", {"hooks": repr(inputs.hooks), "files": parts})
 

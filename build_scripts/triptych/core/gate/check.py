@@ -31,6 +31,7 @@ from triptych.core.gate.runs import (
     RunBatch,
     check_rows,
     decode,
+    decode_reference,
     reference_row_outputs,
     run_rows,
     run_ways,
@@ -286,7 +287,8 @@ def compare_answers(
     if decoding is None:
         firsts = [[rows[0] for rows in by_request(requests, each)] for each in (right, outputs)]
         return Compared({}, badness, *firsts)
-    got, wanted = decode(decoding, requests, outputs), decode(decoding, requests, right)
+    got = decode(decoding, requests, outputs)
+    wanted = decode_reference(decoding, requests, right)
     kept = [index for index, request in enumerate(requests) if not request.edge]
     comparison = decoding.task.compare(
         [got[index] for index in kept],

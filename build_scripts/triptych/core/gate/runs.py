@@ -17,6 +17,7 @@ from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import open_session
 from triptych.base.tensors import ROW_OFFSET, Tensor, TokenRow
+from triptych.core.gate.own_reference import Reference, answer_all
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import (
     Expected,
@@ -289,11 +290,14 @@ class Decoding:
         task: Task of the decoder.
         settings: Settings of the task, as the postprocess step gets them.
         folder: Folder of the ``tokenizer.json``, or of the functions of a custom task.
+        reference: Answers of the user's own ``reference.py``, in place of the decoded outputs of
+            the original model; None without one.
     """
 
     task: Task
     settings: Mapping[str, Any]
     folder: Path
+    reference: Reference | None = None
 
 
 def decode(
@@ -319,6 +323,16 @@ def decode(
         columns |= request.past_core
         answers.append(decoder.decode(columns, metadata, as_floats(request.parameters)))
     return answers
+
+
+def decode_reference(
+    decoding: Decoding, requests: Sequence[GateRequest], outputs: Sequence[RowOutputs]
+) -> list[Decoded]:
+    """Return the answer that each request must have, from the original model's outputs."""
+    answers = decode(decoding, requests, outputs)
+    if decoding.reference is None:
+        return answers
+    return answer_all(decoding.reference, requests, answers)
 
 
 def _stack(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
