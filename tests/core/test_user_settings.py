@@ -12,9 +12,11 @@ import pytest
 from checkpoint_files import change, write
 from conftest import build_into, quiet, write_pipeline
 from mistakes import check_refused
-from triptych.core.gate.cached import GateFailure
-from triptych.core.gate.reference import check_tokens, reference_outputs
+from task_models import MODELS
+from triptych.core.gate.cached import Gate, GateFailure
+from triptych.core.gate.reference import check_tokens, load_as_user, reference_outputs
 from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.core.precision.stage import full_precision
 from triptych.core.requests import rows_of
 from triptych.spec.model_source import read_model_info
 from triptych.spec.spec import load_spec
@@ -158,6 +160,78 @@ def test_other_tokens_are_found(sentences: Path, tmp_path: Path) -> None:
     inputs = inputs_of(tmp_path / "p", sentences, "text-embedding")
     change(sentences / TRANSFORMER, do_lower_case=False)
     check_refused("same tokens as in sentence-transformers", check_tokens, inputs)
+
+
+LINES: dict[str, list[dict[str, object]]] = {
+    "text-classification": [{"text": text} for text in TEXTS],
+    "text-pair-classification": [{"text": text, "text_pair": text[::-1]} for text in TEXTS],
+    "token-classification": [{"text": text} for text in TEXTS],
+    "question-answering": [{"text": "Who [SEP] ?", "text_pair": text} for text in TEXTS],
+    "zero-shot-classification": [
+        {"text": text, "parameters": {"candidate_labels": ["a [SEP] b", "late"]}} for text in TEXTS
+    ],
+    "fill-mask": [{"text": f"[MASK] {text.replace('[MASK]', '[SEP]')}"} for text in TEXTS],
+}
+"""Lines of traffic for each template whose reference is a pipeline of transformers."""
+
+
+def test_the_rows_of_a_pipeline_are_compared(tmp_path: Path, minilm_folder: Path) -> None:
+    makers = dict(MODELS.values())
+    for name, lines in LINES.items():
+        task = "text-classification" if "pair" in name else name
+        model = makers[task](tmp_path / name / "m", minilm_folder, TEXTS)
+        change(model / "tokenizer_config.json", model_max_length=64)
+        options: dict[str, object] = {"pairs": True} if "pair" in name else {}
+        options |= {"core": {"max_batch_size": 64}}  # windows of a long context
+        folder = write_pipeline(
+            tmp_path / name / "p", task=task, model={"source": str(model)}, **options
+        )
+        (folder / "traffic.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        spec = load_spec(folder)
+        check_tokens(read_inputs(spec, quiet))
+        # A setting that tokenizer.json cannot hold: special tokens in a text are texts.
+        change(model / "tokenizer_config.json", split_special_tokens=True)
+        inputs = read_inputs(spec, quiet)
+        check_refused("same tokens as in a pipeline of transformers", check_tokens, inputs)
+
+
+def test_types_of_tokens_are_compared(model: Path, tmp_path: Path) -> None:
+    """A tokenizer of XLNet gives the last token a type of its own, which the model reads."""
+    from transformers import XLNetConfig, XLNetForSequenceClassification
+
+    config = XLNetConfig(vocab_size=30522, d_model=32, n_layer=1, n_head=2, d_inner=32)
+    (model / "config.json").unlink()
+    XLNetForSequenceClassification(config).save_pretrained(model)
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": names}
+    change(model / "tokenizer_config.json", **settings)
+    check_tokens(inputs_of(tmp_path / "p", model, "text-classification"))
+    tokenizer = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["post_processor"]["single"][-1]["SpecialToken"]["type_id"] = 2
+    write(model / "tokenizer.json", tokenizer)
+    inputs = inputs_of(tmp_path / "q", model, "text-classification")
+    check_refused("tokens of type 0 and of the prompt, there", check_tokens, inputs)
+
+
+def test_a_gate_loads_the_model_of_its_reference_once(
+    sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(sentences / SENTENCE, truncate_dim=7)  # not in the cache
+    inputs = inputs_of(tmp_path / "p", sentences, "text-embedding")
+    loaded: list[Path] = []
+
+    def count(folder: Path, *, pairs: bool) -> Any:
+        loaded.append(folder)
+        return load_as_user(folder, pairs=pairs)
+
+    monkeypatch.setattr("triptych.core.gate.reference.load_as_user", count)
+    monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path / "cache"))
+    core = full_precision(inputs, quiet, "")
+    assert len(loaded) == 2  # for the tokens and results in fp32, and for fp64
+    gate = Gate(inputs, "fp32", quiet)
+    gate.run(core.file, {"model.onnx": "another artifact"})
+    gate.run(core.file, {"model.onnx": "one more"})
+    assert len(loaded) == 3  # the tokens of a new gate; its results are in the cache
 
 
 def test_a_truncated_model_passes_its_gate(sentences: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Where models come from: packages, folders, the Hub and its cache."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -64,7 +65,15 @@ def test_a_source_that_is_not_there_is_explained(model: Path, tmp_path: Path) ->
         shutil.copytree(model, tmp_path / name, ignore=lambda *_: ["model.safetensors"])
     adapter = {"task_type": "SEQ_CLS", "base_model_name_or_path": "owner/base"}
     write(tmp_path / "lora/adapter_config.json", adapter)
-    (tmp_path / "lora/adapter_model.safetensors").touch()
+    head = json.dumps({"base_model.model.classifier.weight": {"shape": [3, 8]}}).encode()
+    (tmp_path / "lora/adapter_model.safetensors").write_bytes(
+        len(head).to_bytes(8, "little") + head
+    )
+    # sentence-transformers' own: the merged model keeps its modules.
+    write(
+        tmp_path / "sentences/adapter_config.json", {**adapter, "task_type": "FEATURE_EXTRACTION"}
+    )
+    write(tmp_path / "sentences/modules.json", [])
     write(tmp_path / "gliner/gliner_config.json", {})
     (tmp_path / "static/config.json").unlink()
     static = {"type": "sentence_transformers.models.StaticEmbedding", "path": ""}
@@ -78,7 +87,11 @@ def test_a_source_that_is_not_there_is_explained(model: Path, tmp_path: Path) ->
         ("/no/such/folder", "folder"),
         ("empty", "without config.json"),
         (str(model), "weights"),
-        ("lora", "adapter for owner/base", "AutoPeftModelForSequenceClassification", "merge_and_"),
+        (
+            *("lora", "adapter for owner/base", "name the labels in id2label"),
+            "AutoModelForSequenceClassification.from_pretrained('owner/base', num_labels=3)",
+        ),
+        ("sentences", "SentenceTransformer('", "s[0].model = peft.PeftModel", "s.save_pretrained("),
         ("gliner", "GLiNER"),
         ("static", "a table of token vectors"),
     ):

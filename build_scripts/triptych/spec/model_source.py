@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from triptych.base.cache import cached_stage, code_hash, sha256_of, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.files import parse_yaml
 from triptych.spec.fields import ModelSource
+from triptych.spec.model_adapter import refuse_adapter
 from triptych.spec.model_info import ImageInfo, LogitScore, ModelInfo
 from triptych.spec.model_settings import TransformerSettings, read_transformer_settings
 from triptych.spec.model_text import (
@@ -197,16 +198,6 @@ def locate(model: ModelSource, pipeline_folder: Path) -> Path:
     return folder
 
 
-_PEFT_CLASSES = {
-    "CAUSAL_LM": "CausalLM",
-    "QUESTION_ANS": "QuestionAnswering",
-    "SEQ_2_SEQ_LM": "Seq2SeqLM",
-    "SEQ_CLS": "SequenceClassification",
-    "TOKEN_CLS": "TokenClassification",
-}
-"""Task type of a LoRA adapter to the end of the name of peft's class that loads it."""
-
-
 def check_model_files(folder: Path, field: str, source: str) -> None:
     """Check that a folder has a config and weights; adapters and GLiNER are named.
 
@@ -218,26 +209,9 @@ def check_model_files(folder: Path, field: str, source: str) -> None:
     Raises:
         UserError: A file is missing.
     """
-    adapter, gliner = folder / "adapter_config.json", folder / "gliner_config.json"
+    gliner = folder / "gliner_config.json"
     has_config = (folder / "config.json").is_file()
-    if adapter.is_file() and not (has_config and has_weights(folder)):
-        config = read_json(adapter)
-        kind = _PEFT_CLASSES.get(str(config.get("task_type")), "FeatureExtraction")
-        raise UserError(
-            field,
-            "must contain a whole model, not an adapter for one (adapter_config.json)",
-            given=f"{source}, an adapter for {config.get('base_model_name_or_path')}",
-            remedy=f"Merge it: `m = peft.AutoPeftModelFor{kind}.from_pretrained({str(folder)!r})`, "
-            "`m.merge_and_unload().save_pretrained('merged')`; copy the tokenizer there",
-        )
-    if adapter.is_file():
-        raise UserError(
-            field,
-            "must not hold an adapter beside the model's weights (adapter_config.json)",
-            given=f"{source}, an adapter for {read_json(adapter).get('base_model_name_or_path')}",
-            remedy="If the weights contain the adapter, remove adapter_config.json and "
-            "adapter_model.safetensors; else merge it into the weights",
-        )
+    refuse_adapter(folder, field, source, whole=has_config and has_weights(folder))
     if gliner.is_file():
         raise UserError(
             field,
@@ -374,7 +348,7 @@ def read_tokenizer(folder: Path) -> str:
     Raises:
         UserError: the folder has no tokenizer, or only one without a fast form.
     """
-    tokenizer = _load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
@@ -398,7 +372,7 @@ class _TextInfo(NamedTuple):
 
 
 def _read_texts(folder: Path, config: ModelConfig) -> _TextInfo:
-    tokenizer = _load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     logit_score = read_logit_score(folder, config, tokenizer.convert_tokens_to_ids)
     template: tuple[tuple[str, ...], ...] | None = ()
     if logit_score is not None and tokenizer.chat_template:
@@ -442,13 +416,12 @@ def _segments(tokenizer: Any, known_to_model: int) -> int:
 _WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 
 
-def read_tokenizer_outputs(folder: Path) -> Sequence[str]:
-    """Return the names of the model's inputs that its tokenizer makes."""
-    names: Sequence[str] = _load_tokenizer(folder).model_input_names
-    return names
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer that transformers loads, as its pipelines do.
 
-
-def _load_tokenizer(folder: Path) -> Any:
+    Raises:
+        UserError: The folder has no tokenizer, or only one without a fast form.
+    """
     from transformers import AutoTokenizer
 
     named = read_json(folder / "tokenizer_config.json", default={}).get("tokenizer_class")

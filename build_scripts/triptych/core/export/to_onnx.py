@@ -87,6 +87,14 @@ def load_model(folder: Path, auto_class: str) -> Any:
     return model
 
 
+def model_class(folder: Path, auto_class: str) -> Any:
+    """Return the class that transformers' class `auto_class` loads a folder with."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return getattr(transformers, auto_class)._model_mapping[type(config)]
+
+
 def _mismatch(config: Any, wrong: tuple[str, Any, Any]) -> UserError:
     """Return the error for weights whose size differs from the config."""
     name, held, wanted = wrong

@@ -8,8 +8,9 @@ The module also measures PyTorch's rounding: the difference of fp32 from fp64.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from triptych.base.errors import Progress, UserError
 from triptych.base.tensors import TokenRow
 from triptych.core.export.own_graph import open_own_model
 from triptych.core.inputs import PipelineInputs
-from triptych.core.requests import Expected, Sample, core_feed, hash_rows, rows_of
+from triptych.core.requests import Expected, GateRequest, Sample, core_feed, hash_rows, rows_of
+from triptych.runtime.row_types import find_class
+from triptych.runtime.rows_spans import MAX_STRIDE
 from triptych.spec.model_info import Activation, ModelInfo
 from triptych.spec.model_source import CODE as MODEL_CODE
-from triptych.spec.model_source import read_tokenizer_outputs
+from triptych.spec.model_source import load_tokenizer
+from triptych.spec.plan import Plan
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks.catalog import PROMPT
 from triptych.spec.tasks.task import Core
@@ -44,7 +48,8 @@ MASK, TYPES = "attention_mask", "token_type_ids"
 """Fed also for a single text if the tokenizer makes them, as pipelines do: XLM masks the padding
 token within a text unless it gets a mask, and some models without ``type_vocab_size`` add the
 vector of token 0, or a bias, for tokens of type 0."""
-FED = "input_ids", MASK, TYPES
+IDS, LENGTH = "input_ids", "prompt_length"
+FED = IDS, MASK, TYPES
 """Inputs of a model of texts that a core has or computes."""
 
 
@@ -55,11 +60,13 @@ def reference_outputs(
     samples: Sequence[Sample],
     *,
     double: bool = False,
+    loaded: Any = None,
 ) -> list[Expected]:
     """Return the core's expected outputs for each sample, in fp32, or in fp64 if `double`.
 
     Each row runs alone and unpadded, so other rows and padding have no effect. Pixel values
-    are written here a second time, independent of the exported code that they check.
+    are written here a second time, independent of the exported code that they check. `loaded` is
+    the model of sentence-transformers in fp32 if it is loaded already.
 
     Raises:
         UserError: The library cannot load the model.
@@ -70,7 +77,9 @@ def reference_outputs(
     from triptych.core.export.to_onnx import load_model
 
     if core.reads == "pooled" or core.activation is not None:
-        return _sentence_outputs(folder, core, samples, double=double)
+        if double or loaded is None:
+            loaded = load_as_user(folder, pairs=core.activation is not None)
+        return _sentence_outputs(loaded, core, samples, double=double)
     model = load_model(folder, core.auto_class)
     dtype = torch.float64 if double else torch.float32
     if double:
@@ -78,7 +87,7 @@ def reference_outputs(
     made: Collection[str] = ()
     if any(isinstance(sample, TokenRow) for sample in samples):
         # The model gets what its pipeline in transformers gives it.
-        made = _read_by(model, read_tokenizer_outputs(folder))
+        made = _read_by(model, load_tokenizer(folder).model_input_names)
     expected = []
     with torch.inference_mode():
         for sample in samples:
@@ -135,9 +144,9 @@ def _token_inputs(row: TokenRow, made: Collection[str]) -> dict[str, Any]:
     """Return a model's inputs for a row, with those that its tokenizer has `made`."""
     import torch
 
-    inputs = {"input_ids": torch.tensor([row.ids])}
+    inputs = {IDS: torch.tensor([row.ids])}
     if MASK in made:
-        inputs[MASK] = torch.ones_like(inputs["input_ids"])
+        inputs[MASK] = torch.ones_like(inputs[IDS])
     if TYPES in made or row.first_segment < len(row.ids):
         types = [0] * row.first_segment + [1] * (len(row.ids) - row.first_segment)
         inputs[TYPES] = torch.tensor([types])
@@ -194,12 +203,11 @@ def load_as_user(folder: Path, *, pairs: bool) -> Any:
 
 
 def _sentence_outputs(
-    folder: Path, core: Core, samples: Sequence[Sample], *, double: bool
+    model: Any, core: Core, samples: Sequence[Sample], *, double: bool
 ) -> list[Expected]:
     """Return vectors or scores of sentence-transformers, for rows of tokens."""
     import torch
 
-    model = load_as_user(folder, pairs=core.activation is not None)
     if any(isinstance(row, TokenRow) and row.prompt for row in samples):
         model.set_pooling_include_prompt(False)
     if model.transformers_model is not None:
@@ -213,7 +221,7 @@ def _sentence_outputs(
                 raise ValueError("sentence-transformers is the reference of texts alone")
             features = _token_inputs(row, {MASK, *model.tokenizer.model_input_names})
             if row.prompt:
-                features["prompt_length"] = row.prompt
+                features[LENGTH] = row.prompt
             output = model(features)
             if core.activation is not None:
                 result = model.activation_fn(output["scores"][0])
@@ -223,43 +231,100 @@ def _sentence_outputs(
     return expected
 
 
-def check_tokens(inputs: PipelineInputs) -> None:
-    """Check that sentence-transformers makes the same tokens of the gate's texts.
+def check_tokens(inputs: PipelineInputs) -> Any:
+    """Check that the library of the reference makes the same rows of the gate's texts.
 
-    Nothing is checked for tasks with another reference.
+    Returns:
+        The model of sentence-transformers, for `reference_of`; None for other references.
 
     Raises:
-        UserError: The tokens of a text differ.
+        UserError: The tokens of a text differ, or their types in a model that reads types.
     """
-    plan = inputs.plan
-    if not plan.task.of_sentences:
-        return
-    pairs = plan.core.activation is not None
-    model = load_as_user(inputs.model_folder, pairs=pairs)
-    model.max_seq_length = plan.max_length
+    from triptych.core.export.packing import takes
+    from triptych.core.export.to_onnx import model_class
+
+    plan, model = inputs.plan, None
+    if plan.info.image is not None or plan.info.own is not None:
+        return None
+    if plan.task.of_sentences:
+        library = "sentence-transformers"
+        model = load_as_user(inputs.model_folder, pairs=plan.core.activation is not None)
+        model.max_seq_length = plan.max_length
+        reader = model.transformers_model
+        make: Callable[[GateRequest], list[_Features]] = partial(_of_sentences, model, plan.info)
+    else:
+        library = "a pipeline of transformers"
+        reader = model_class(inputs.model_folder, plan.core.auto_class)
+        make = partial(_of_pipeline, load_tokenizer(inputs.model_folder), plan)
+    typed = reader is not None and takes(reader, TYPES)
     for request in inputs.requests:
-        chosen = request.parameters.get(PROMPT, "")
-        prompt = plan.info.prompts.get(chosen, chosen if plan.info.free_prompt else "")
-        text, *second = map(str, request.inputs.values())
-        features = model.preprocess([(text, *second) if second else text], prompt=prompt)
-        wanted = tuple(features["input_ids"][0].tolist())
-        (row,) = request.rows
-        left_out = 0 if plan.info.include_prompt else features.get("prompt_length", 0)
-        if isinstance(row, TokenRow) and row.prompt != left_out:
-            raise UserError(
-                "model.source",
-                "must have a tokenizer that counts the tokens of a prompt as sentence-transformers",
-                given=f"{prompt!r:.80}: {row.prompt} tokens, there {left_out}",
-                remedy="Save the model again with sentence-transformers, or choose another model",
-            )
-        if isinstance(row, TokenRow) and row.ids != wanted:
-            raise UserError(
-                "model.source",
-                "must have a tokenizer that makes the same tokens as in sentence-transformers",
-                given=f"{request.preview!r}: {len(row.ids)} tokens {row.ids[:12]}, there "
-                f"{len(wanted)} tokens {wanted[:12]}",
-                remedy="Save the model again with sentence-transformers, or choose another model",
-            )
+        wanted = [_row_of(features, typed=typed) for features in make(request)]
+        if wanted != list(request.rows):
+            raise _other_rows(request, wanted, library)
+    return model
+
+
+_Features = Mapping[str, Any]
+"""Ids of a row, and their types and the length of its prompt if the library gives them."""
+
+
+def _of_sentences(model: Any, info: ModelInfo, request: GateRequest) -> list[_Features]:
+    """Return the features that sentence-transformers makes of a request."""
+    chosen = request.parameters.get(PROMPT, "")
+    prompt = info.prompts.get(chosen, chosen if info.free_prompt else "")
+    text, *second = map(str, request.inputs.values())
+    features = model.preprocess([(text, *second) if second else text], prompt=prompt)
+    made = {name: features[name][0].tolist() for name in (IDS, TYPES) if name in features}
+    return [made if info.include_prompt else {**made, LENGTH: features.get(LENGTH, 0)}]
+
+
+def _of_pipeline(tokenizer: Any, plan: Plan, request: GateRequest) -> list[_Features]:
+    """Return the features that a pipeline of transformers makes of a request, truncated."""
+    text, *second = map(str, request.inputs.values())
+    if labels := request.parameters.get("candidate_labels"):
+        template = request.parameters["hypothesis_template"]
+        second = [template.format(label) for label in labels]
+    strategy = find_class(plan.task.rows).strategy
+    encode = partial(tokenizer, max_length=plan.max_length, truncation=strategy)
+    if strategy != "only_second":
+        return [encode(text, other) for other in second or (None,)]
+    # A long context has several windows.
+    stride = min(plan.max_length // 2, MAX_STRIDE)
+    windows = encode(text, *second, stride=stride, return_overflowing_tokens=True)
+    names = [name for name in (IDS, TYPES) if name in windows]
+    columns = zip(*(windows[name] for name in names), strict=True)
+    return [dict(zip(names, column, strict=True)) for column in columns]
+
+
+def _row_of(features: _Features, *, typed: bool) -> TokenRow:
+    """Return a row; without types that a model reads, all its tokens are in the first segment.
+
+    Of types other than 0 before 1, the first segment has -1 tokens.
+    """
+    ids, types = features[IDS], features.get(TYPES, [])
+    first = len(ids)
+    if typed and any(types):
+        first = types.index(1) if types == sorted(types) and max(types) == 1 else -1
+    return TokenRow(tuple(ids), first, features.get(LENGTH, 0))
+
+
+def _other_rows(request: GateRequest, wanted: Sequence[TokenRow], library: str) -> UserError:
+    """Return the error for a request of which the reference makes other rows."""
+    rows = [row for row in request.rows if isinstance(row, TokenRow)]
+    differing = [(a, b) for a, b in zip(rows, wanted, strict=False) if a != b]
+    given = f"{len(rows)} rows, there {len(wanted)}"
+    if differing:
+        row, other = differing[0]
+        given = f"{len(row.ids)} tokens {row.ids[:12]}, there {len(other.ids)} {other.ids[:12]}"
+        if row.ids == other.ids:
+            parts = [(each.first_segment, each.prompt) for each in (row, other)]
+            given = f"{parts[0]} tokens of type 0 and of the prompt, there {parts[1]}"
+    return UserError(
+        "model.source",
+        f"must have a tokenizer that makes the same tokens as in {library}",
+        given=f"{request.preview!r}: {given}",
+        remedy="Save the model again with its library, or choose another model",
+    )
 
 
 def _graph_outputs(
@@ -295,10 +360,11 @@ def reference_of(
     *,
     double: bool = False,
     keep: bool = True,
+    loaded: Any = None,
 ) -> list[Expected]:
     """Return the core's expected outputs for each sample, by PyTorch in fp32, or fp64 if `double`.
 
-    Without `keep`, the cache is neither read nor written.
+    Without `keep`, the cache is neither read nor written. `loaded` is the result of `check_tokens`.
 
     Raises:
         UserError: transformers cannot load the model.
@@ -310,7 +376,10 @@ def reference_of(
     def run() -> list[Expected]:
         if plan.info.own is not None:
             return _graph_outputs(inputs, samples, double=double)
-        return reference_outputs(inputs.model_folder, plan.info, plan.core, samples, double=double)
+        folder = inputs.model_folder
+        return reference_outputs(
+            folder, plan.info, plan.core, samples, double=double, loaded=loaded
+        )
 
     if not keep:
         return run()
