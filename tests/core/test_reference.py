@@ -1,5 +1,8 @@
 """What the gate compares: the reference against transformers' pipelines, and a run of a graph."""
 
+import ast
+import inspect
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,14 @@ import numpy as np
 import pytest
 
 from triptych.base.tensors import FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, ROW_OFFSET, Tensor, TokenRow
-from triptych.core.gate.reference import pixel_values, reference_outputs
+from triptych.core.export.to_onnx import load_model
+from triptych.core.gate.reference import (
+    OVERRIDES,
+    check_tokens,
+    load_as_user,
+    pixel_values,
+    reference_outputs,
+)
 from triptych.core.gate.runs import open_onnx
 from triptych.core.requests import Sample
 from triptych.spec.model_info import ModelInfo
@@ -243,6 +253,30 @@ def test_pixel_values_without_rescaling_or_normalizing(vision_model: Path) -> No
     assert pixel_values(pixels, plain).tolist() == [[[0]], [[128]], [[255]]]
     with pytest.raises(ValueError, match="no image processor"):
         pixel_values(pixels, replace(facts, image=None))
+
+
+def test_every_setting_of_ours_is_listed_with_its_reason() -> None:
+    """Settings are keywords of calls that load a model, and attributes that are set on it."""
+    found = set()
+    for function in (load_model, load_as_user, reference_outputs, check_tokens):
+        module = inspect.getsource(inspect.getmodule(function) or function)
+        (tree,) = (
+            node
+            for node in ast.walk(ast.parse(module))
+            if isinstance(node, ast.FunctionDef) and node.name == function.__name__
+        )
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(keywords=[*words]) if "trust_remote_code" in {w.arg for w in words}:
+                    dicts = [w.value for w in words if isinstance(w.value, ast.Dict)]
+                    found |= {w.arg for w in words if not isinstance(w.value, ast.Dict)}
+                    found |= {key.value for each in dicts for key in each.keys}  # type: ignore[union-attr]
+                case ast.Assign(targets=[ast.Attribute(attr=name)]):
+                    found.add(name)
+    listed = {re.split("[=(]", name)[0].rpartition(".")[2] for name in OVERRIDES}
+    assert found - {"output_loading_info"} == listed - {
+        *("set_pooling_include_prompt", "truncation", "pixel_values"),
+    }
 
 
 def echo(folder: Path, *, packed: bool) -> Path:

@@ -42,6 +42,8 @@ OVERRIDES = {
     "ignore_mismatched_sizes=True": "mismatched weights are then reported by name and refused",
     "set_pooling_include_prompt(False)": "as for hkunlp/instructor-*, which a user loads by name",
     "max_seq_length": "tokenizer.max_length of the pipeline shortens rows before they come here",
+    "truncation": "for the same reason; a pipeline of transformers fails for a longer text",
+    "pixel_values": "computed again from the pixels of a row, with the settings of its processor",
 }
 """Differences from a user's call, each with its reason."""
 MASK, TYPES = "attention_mask", "token_type_ids"
