@@ -46,7 +46,8 @@ TOLERANCE = 1e-4
 """
 
 MIN_SCALE = 1e-2
-LENGTHS = (23, 5, 11)
+LENGTHS = (23, 5, 11, 4)
+"""Lengths of the rows. The head of a short one shows what a convolution reads beyond its end."""
 SPECIAL: Mapping[int, Mapping[int, tuple[str, ...]]] = {
     5: {-2: ("eos", "sep"), -1: ("pad",)},
     11: {2: ("eos", "sep"), 6: ("pad",)},
@@ -131,9 +132,17 @@ def _find(
     raise UserError(
         "model.source",
         "is a model whose result for a text depends on the padding of the batch",
-        given=info.architecture,
+        given=f"{info.architecture}{_mixing(model)}",
         remedy="Choose another model",
     )
+
+
+def _mixing(model: nn.Module) -> str:
+    """Return the part of a model that reads neighboring tokens without a mask; empty if unknown."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
+            return f", whose convolution `{name}` reads neighboring tokens without a mask"
+    return ""
 
 
 class _TokenVectors(nn.Module):
