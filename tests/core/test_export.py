@@ -9,13 +9,16 @@ import pytest
 
 import architectures as models
 from conftest import LAYOUTS, share_export_registry
+from mistakes import refusal
 from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
-from triptych.core.export.to_onnx import export_onnx
+from triptych.core.export.layout_check import find_text_core
+from triptych.core.export.to_onnx import convert, export_onnx
 from triptych.core.gate.reference import reference_outputs
 from triptych.core.gate.runs import RunBatch, open_onnx
 from triptych.core.requests import Sample
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import read_model_info
+from triptych.spec.tasks import find_task
 from triptych.spec.tasks.catalog import TEXT_EMBEDDING
 
 pytestmark = pytest.mark.build
@@ -151,3 +154,43 @@ def test_the_graph_uses_standard_operators_and_tells_nothing_of_this_machine(
     assert {node.domain for node in model.graph.node} == {""}
     assert str(Path.cwd()).encode() not in content
     assert str(Path(onnx.__file__).parents[2]).encode() not in content
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_runtime_computes_operators_as_torch_does() -> None:
+    """A squeeze keeps the axis of a batch of one, and a pooling keeps the zeros of its padding."""
+    import onnxruntime
+    import torch
+    from torch.nn.functional import max_pool2d, pad
+
+    class Network(torch.nn.Module):
+        def forward(self, *tensors: Any) -> Any:
+            (pixels,) = tensors
+            pooled = max_pool2d(pad(pixels, (1, 1, 1, 1)), 3, 2).flatten(1)
+            return pooled + pixels.amax((2, 3)).squeeze()[:, None]
+
+    example = -torch.rand(3, 1, 4, 4) - 1
+    proto = convert(Network(), (example,), ({0: torch.export.Dim("rows")},), ["pixels"], ["max"])
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    for count in (3, 1):
+        pixels = example[:count]
+        wanted = max_pool2d(pad(pixels, (1, 1, 1, 1)), 3, 2).flatten(1) + pixels.amax((2, 3))
+        (found,) = session.run(None, {"pixels": pixels.numpy()})
+        assert np.abs(found - wanted.numpy()).max() < 1e-6, count
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_convolution_over_padding_is_named(tmp_path: Path) -> None:
+    """The classifier of one layer reads four tokens beyond the first."""
+    import torch
+    from transformers import ConvBertConfig, ConvBertForSequenceClassification
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(0)
+    config = ConvBertConfig(**sizes, num_hidden_layers=1, vocab_size=99, initializer_range=0.1)
+    model = ConvBertForSequenceClassification(config).eval()
+    facts = ModelInfo("", "ConvBertForSequenceClassification", 32, 64, 0, labels=("a", "b"))
+    core = find_task("text-classification").core(facts, {})
+    with torch.no_grad():
+        error = refusal(find_text_core, model, facts, core, tmp_path, packed=False)
+    assert "whose convolution `convbert.encoder.layer.0.attention" in error.message

@@ -10,7 +10,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -233,19 +233,9 @@ def export_onnx(
         graph = _graph(model, info, core, inputs, folder, packed=packed)
         traced = (*inputs, *made_by_server(inputs)[:1], *SIZES) if packed else inputs
         examples, shapes = _examples(traced, packed=packed)
+        names = [tensor.name for tensor in traced], [output.name for output in core.outputs]
         try:
-            exported: Any = torch.onnx.export(
-                torch.export.export(graph.eval(), examples, dynamic_shapes=(shapes,), strict=False),
-                dynamo=True,
-                input_names=[tensor.name for tensor in traced],
-                output_names=[output.name for output in core.outputs],
-                opset_version=OPSET,
-                custom_translation_table={
-                    torch.ops.aten.gelu.default: write_gelu,
-                    torch.ops.aten.squeeze.default: write_squeeze,
-                },
-                verbose=False,
-            )
+            proto = convert(graph, examples, shapes, *names)
         except Exception as error:
             reason = f"{type(error).__name__}: {_one_line(error)}"
             if packed:
@@ -256,8 +246,6 @@ def export_onnx(
                 given=reason,
                 remedy="Choose another model",
             ) from error
-    proto = exported.model_proto
-    keep_padding(proto)
     if packed and ROW_SPAN in inputs:
         compute_from_shapes(proto)
     elif packed:
@@ -265,6 +253,41 @@ def export_onnx(
     _declare(proto, (*inputs, *made_by_server(inputs), *core.outputs), packed=packed)
     target.mkdir(parents=True, exist_ok=True)
     save_onnx(proto, target / MODEL_FILE)
+
+
+def convert(
+    graph: Any,
+    examples: tuple[Any, ...],
+    shapes: tuple[dict[int, Any], ...],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+) -> Any:
+    """Return a torch module as an `onnx.ModelProto` that computes the same in ONNX Runtime.
+
+    Args:
+        graph: Module whose `forward` takes any number of tensors.
+        examples: Tensors to trace with.
+        shapes: Axes of each that vary.
+        inputs: Name of each.
+        outputs: Names of its results.
+    """
+    import torch
+
+    exported: Any = torch.onnx.export(
+        torch.export.export(graph.eval(), examples, dynamic_shapes=(shapes,), strict=False),
+        dynamo=True,
+        input_names=list(inputs),
+        output_names=list(outputs),
+        opset_version=OPSET,
+        custom_translation_table={
+            torch.ops.aten.gelu.default: write_gelu,
+            torch.ops.aten.squeeze.default: write_squeeze,
+        },
+        verbose=False,
+    )
+    proto = exported.model_proto
+    keep_padding(proto)
+    return proto
 
 
 def _graph(
