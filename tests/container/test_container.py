@@ -14,10 +14,17 @@ import pytest
 from container_cases import PACKAGE, copy_of_the_images_files, write_pipeline
 from triptych.base.errors import UserError
 from triptych.base.releases import TRITON_VERSIONS, Release
+from triptych.container import health
 from triptych.container.entrypoint import find_release, flags_for, main
 from triptych.container.flags import GrpcTls, ServerFlags, Trace, production_flags
+from triptych.container.health import PROMPT_FILE, QUESTION_FILE, HealthCheck
 from triptych.container.machine import Machine, VisibleGpu
-from triptych.container.manifests import MAX_MIB, TEXTS_A_REQUEST, largest_request_mib
+from triptych.container.manifests import (
+    MAX_MIB,
+    TEXTS_A_REQUEST,
+    find_pipelines,
+    largest_request_mib,
+)
 from triptych.container.settings import read_settings
 from triptych.serving.embedded import find_installation
 from triptych.serving.embedded import find_release as find_server_release
@@ -309,6 +316,29 @@ def test_a_missing_server_is_a_mistake(
     monkeypatch.setenv("TRIPTYCH_SERVER", "no-such-server")
     assert main([]) == 2
     assert "`TRIPTYCH_SERVER` is not an installed program" in capsys.readouterr().err
+
+
+def test_the_requests_of_the_health_check_have_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An overloaded pipeline then refuses them instead of letting them wait, and is healthy."""
+    sent: dict[str, bytes] = {}
+
+    def note(name: str, _url: str, body: bytes = b"", headers: Any = None) -> str:
+        sent[name] = body
+        assert headers is None or int(headers.popitem()[1]) == body.index(b"\n") + 1
+        return ""
+
+    monkeypatch.setattr(health, "_fault", note)
+    for name, file in (("plain", QUESTION_FILE), ("chat", PROMPT_FILE)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.pbtxt").write_text('platform: "ensemble"')
+        (tmp_path / name / file).write_bytes(b'{"inputs": []}\nvalues')
+    HealthCheck(find_pipelines(tmp_path)).ask("http://host")
+    assert sent["chat"] == b'{"inputs": []}\nvalues'
+    head, _, values = sent["plain"].partition(b"\n")
+    assert json.loads(head) == {"inputs": [], "parameters": {"timeout": 3_000_000}}
+    assert values == b"values"
 
 
 BARE = """
