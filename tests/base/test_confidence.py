@@ -87,6 +87,14 @@ def test_intervals_miss_the_true_ratio_in_at_most_one_of_twenty() -> None:
             assert missed / RUNS <= MAX_ERROR, (rounds, truth, separate)
 
 
+def test_noisy_rounds_are_left_out_of_many() -> None:
+    quiet = [0.01, -0.01] * 5
+    ratio = limit_ratio([*quiet, 1.0, -0.8])
+    assert ratio.is_between(0.98, 1.02)
+    assert limit_ratio([0.01, -0.01, 0.01, 1.0]).high > 2  # four rounds cannot tell which is noise
+    assert limit_ratio([0.3] * 4 + quiet).value == pytest.approx(exp(0.0365), abs=0.05)
+
+
 def test_as_many_rounds_as_are_needed_find_a_tenth() -> None:
     """Equal builds are told apart from 10 % with about the promised power, and seldom more."""
     for noise in (0.03, 0.1):

@@ -142,7 +142,7 @@ def test_noisy_measurements_do_not_make_a_firm_verdict() -> None:
     )
     near = [replace(one, rounds=tuple(measurement(8, p99_us=us) for us in (50e3, 70e3, 75e3)))]
     text = judge_slo(bench(points=tuple(near), rate=None)).explanation
-    assert "0.800 times (0.467 to 1.37 with 95 % confidence) the limit: about 8 rounds" in text
+    assert "0.800 times (0.467 to 1.37 with 95 % confidence) the limit: about 10 rounds" in text
     once = judge_slo(bench(points=(replace(one, rounds=noisy[:1]),), rate=None))
     assert (once.kind, "one round does not show the noise" in once.explanation) == (
         "cannot tell",

@@ -197,7 +197,7 @@ def test_verdict_on_a_candidate() -> None:
         (answers(better), (same, same), "promote", "or better"),
         (answers(), (same, slow), "reject", "more than 10\xa0% higher"),
         (answers(), (steady, little), "promote", "10\xa0% higher, with 95 % confidence"),
-        (answers(), (noisy, slow), "inconclusive", "rounds (2 minutes) are needed"),
+        (answers(), (noisy, slow), "inconclusive", "rounds (9 minutes) are needed"),
         (answers(), (same, noisy), "inconclusive", "may be more than 10\xa0% higher"),
         (answers(), (refused, same), "inconclusive", "the active build failed under load"),
         (answers(WRONG), ([], []), "reject", "worse than the active build"),

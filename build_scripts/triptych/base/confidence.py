@@ -3,7 +3,10 @@
 Measurements vary by factors, so the logarithms of the rounds are averaged. The interval of their
 mean is Student's t: of the differences of rounds that were measured in turns, or of two separate
 samples (B. L. Welch, "The generalization of 'Student's' problem when several different population
-variances are involved", Biometrika 34, 1947).
+variances are involved", Biometrika 34, 1947). Of 10 or more rounds in turns, the lowest and highest
+fifth are left out, because other work on the machine mostly causes them (J. W. Tukey and D. H.
+McLaughlin, "Less vulnerable confidence and significance procedures for location based on a single
+sample", Sankhya A 25, 1963).
 
 A verdict needs the whole interval on one side of a limit, as in a test of non-inferiority
 (D. J. Schuirmann, "A comparison of the two one-sided tests procedure and the power approach",
@@ -30,11 +33,17 @@ CONFIDENCE = 0.95
 MARGIN = 0.10
 """Relative increase of a latency or cost that a comparison of two builds must be able to detect."""
 
-POWER = 0.8
+POWER = 0.9
 """Probability with which the recommended number of rounds decides about equal builds."""
 
 MIN_NOISE = 0.01
 """Minimum assumed standard deviation of a round, because a few rounds may agree by chance."""
+
+TRIMMED_SHARE = 0.2
+"""Share of the rounds, at each end, that is left out of a mean."""
+
+MIN_TRIMMED_ROUNDS = 10
+"""Minimum number of rounds from which some are left out; fewer show too little of the noise."""
 
 Side = Literal["below", "above", "open"]
 
@@ -88,10 +97,13 @@ class Ratio:
     def is_between(self, low: float, high: float) -> bool:
         return low <= self.low and self.high <= high
 
-    @property
-    def rounds_to_tell(self) -> int | None:
-        """Number of rounds that show on which side of 1 the ratio is; None after a single round."""
-        return self.rounds_needed(max(self.value, 1 / self.value, 1 + MIN_NOISE) - 1)
+    def rounds_to_tell(self, limit: float) -> int | None:
+        """Return how many rounds show the side of `limit`, if the ratio stays as it is.
+
+        The result is None after a single round.
+        """
+        distance = max(self.value / limit, limit / self.value)
+        return self.rounds_needed(max(distance, 1 + MIN_NOISE) - 1)
 
     def rounds_needed(self, margin: float = MARGIN) -> int | None:
         """Return how many rounds detect a change by `margin`; None after a single round."""
@@ -112,11 +124,15 @@ def paired_ratio(before: Sequence[float], after: Sequence[float]) -> Ratio:
 
 def limit_ratio(logarithms: Sequence[float]) -> Ratio:
     """Return the ratio with the given logarithm in each round, at least one."""
-    mean, rounds = fmean(logarithms), len(logarithms)
+    rounds = len(logarithms)
+    trimmed = int(TRIMMED_SHARE * rounds) if rounds >= MIN_TRIMMED_ROUNDS else 0
+    inner = sorted(logarithms)[trimmed : rounds - trimmed]
+    mean = fmean(inner)
     if rounds < 2:
         return Ratio(exp(mean), None, rounds, None)
-    noise = max(sqrt(variance(logarithms)), MIN_NOISE)
-    half = student_quantile(rounds - 1) * noise / sqrt(rounds)
+    winsorized = [inner[0]] * trimmed + inner + [inner[-1]] * trimmed
+    noise = max(sqrt(variance(winsorized)) / (1 - 2 * trimmed / rounds), MIN_NOISE)
+    half = student_quantile(len(inner) - 1) * noise / sqrt(rounds)
     return Ratio(exp(mean), (exp(mean - half), exp(mean + half)), rounds, noise)
 
 

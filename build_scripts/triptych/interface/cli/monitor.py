@@ -313,8 +313,8 @@ def shadow(
         typer.Option(
             min=0,
             max=1000,
-            help="Maximum number of rounds under load on each build. Rounds end when their noise "
-            "allows a difference of 10 % to be detected; 0 compares the answers only.",
+            help="Maximum number of rounds under load on each build. They end with a "
+            "verdict that 95 % confidence allows; 0 compares the answers only.",
         ),
         Formerly("--rounds"),
     ] = 30,

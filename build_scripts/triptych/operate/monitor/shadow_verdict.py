@@ -201,6 +201,8 @@ def _score(
 
 
 Decision = Literal["promote", "reject", "inconclusive"]
+MAX_ROUNDS = 1000
+"""Maximum number of rounds of a comparison."""
 
 
 @dataclass(frozen=True)
@@ -366,14 +368,15 @@ def _find_slow_doubts(speeds: Sequence[Speed], round_s: float) -> Iterator[str]:
     for speed in speeds:
         if speed.state != "inconclusive":
             continue
-        needed = speed.ratio.rounds_needed()
+        needed = speed.ratio.rounds_to_tell(1 + MARGIN)
         if needed is None:
             yield "one round does not show the noise of latency and cost: use --max-rounds 30, or 0"
             return
         doubt = f"{speed} may be more than {percent(MARGIN)} higher"
-        if needed <= speed.ratio.rounds:
-            yield f"{doubt}: the difference is close to the limit"
+        if needed > MAX_ROUNDS:
+            yield f"{doubt}: it is too close to the limit, or the rounds vary too much"
         else:
+            needed = max(needed, speed.ratio.rounds + 1)
             time = f" ({amount(ceil(needed * round_s / 60), 'minute')})" if round_s else ""
             yield f"{doubt}: about {needed} rounds{time} are needed, use --max-rounds {needed}"
 

@@ -586,7 +586,7 @@ def format_slo_ratio(point: LoadPoint, slo: AnySlo) -> str:
     text = f", {ratio} the limit"
     if judge_ratio(ratio) != "cannot tell":
         return text
-    needed = ratio.rounds_to_tell
+    needed = ratio.rounds_to_tell(1.0)
     if needed is None:
         return f"{text}: one round does not show the noise, use --rounds 3"
     if needed > MAX_ROUNDS:
