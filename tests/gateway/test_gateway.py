@@ -1,10 +1,13 @@
 """The gateway beside a real server, with the unchanged `openai` client and plain HTTP."""
 
 import asyncio
+import hashlib
 import json
+import os
 import re
 import signal
 import subprocess
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from client_toy import Toy, wait_until
-from conftest import ROOT, build_into, traffic_texts, write_pipeline
+from conftest import ROOT, build_into, one_at_a_time, traffic_texts, write_pipeline
 from served_command import endpoints_of, gateway, serving
 from task_models import MODELS
 from triptych.client import Client
@@ -261,6 +264,42 @@ def test_the_gateway_of_serve_is_started_again(served: dict[str, Any], http: htt
             return False
 
     wait_until(answers, "the gateway is started again")
+
+
+@pytest.mark.long
+def test_clients_of_vendors_work_unchanged(served: dict[str, Any]) -> None:
+    """They are installed once, into a virtual environment of their own."""
+    needed = ROOT / "tests/data/gateway_clients.txt"
+    home = ROOT / ".cache/gateway_clients" / hashlib.sha256(needed.read_bytes()).hexdigest()[:16]
+    with one_at_a_time("gateway_clients"):
+        if not (home / "complete").exists():
+            venv.create(home, with_pip=True, clear=True)
+            python = str(home / "bin/python")
+            install = [python, "-m", "pip", "install", "--quiet", "-r", str(needed)]
+            subprocess.run(install, check=True, timeout=600)
+            (home / "complete").touch()
+    texts = TEXTS[:10]
+    script = ROOT / "tests/support/gateway_clients.py"
+    done = subprocess.run(
+        [home / "bin/python", script, served["api"]],
+        input=json.dumps(texts),
+        env={**os.environ, "HF_HUB_OFFLINE": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    with Client("minilm", served["grpc"]) as client:
+        wanted = client.embed(texts)
+    assert len(found["vectors"]) == 5
+    for name, vectors in found["vectors"].items():
+        assert np.abs(np.array(vectors) - wanted).max() < 1e-5, name
+    with Client("ranks", served["grpc"]) as client:
+        order = [each.index for each in client.rerank("refund", texts)]
+    assert len(found["orders"]) == 4
+    for name, indexes in found["orders"].items():
+        assert indexes == order, name
 
 
 def test_limits_of_the_server_are_errors_of_the_api(toy: Toy) -> None:

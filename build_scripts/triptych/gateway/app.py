@@ -21,9 +21,9 @@ from starlette.routing import Route
 from triptych.client import InferenceError
 from triptych.gateway.chat import Generate
 from triptych.gateway.errors import OPENAI, TEI, ApiError
-from triptych.gateway.http import EndpointApp, GatewayMetrics, Operation, Reply, Shared
+from triptych.gateway.http import EndpointApp, Operation, Reply, Shared
 from triptych.gateway.openai import OpenAi
-from triptych.gateway.pipelines import Pipelines
+from triptych.gateway.pipelines import Endpoints, Pipelines
 from triptych.gateway.rerank import Rerank
 from triptych.gateway.tasks import Tasks
 from triptych.gateway.tei import Tei
@@ -32,12 +32,12 @@ _SCHEMAS = "#/components/schemas/"
 _HEALTH_TIMEOUT_S = 5.0
 
 
-class Operator:
+class Operator(Endpoints):
     """Endpoints for operators: health, metrics, and the OpenAPI document."""
 
-    def __init__(self, pipelines: Pipelines, metrics: GatewayMetrics) -> None:
-        self._pipelines = pipelines
-        self._metrics = metrics
+    def __init__(self, pipelines: Pipelines, shared: Shared) -> None:
+        super().__init__(pipelines, shared)
+        self._registry = shared.metrics.registry
         self.document = b""
 
     def operations(self) -> list[Operation]:
@@ -73,7 +73,7 @@ class Operator:
 
     async def metrics(self) -> Reply:
         """Return the metrics page."""
-        return Reply(generate_latest(self._metrics.registry), CONTENT_TYPE_LATEST)
+        return Reply(generate_latest(self._registry), CONTENT_TYPE_LATEST)
 
     async def openapi(self) -> Reply:
         """Return the OpenAPI document."""
@@ -82,14 +82,13 @@ class Operator:
 
 def make_app(pipelines: Pipelines, shared: Shared) -> Starlette:
     """Return the application; its lifespan closes the connections of `pipelines`."""
-    limits, metrics = shared.limits, shared.metrics
-    operator = Operator(pipelines, metrics)
+    operator = Operator(pipelines, shared)
     operations = [
-        *OpenAi(pipelines, limits, metrics).operations(),
-        *Generate(pipelines, limits, metrics).operations(),
-        *Rerank(pipelines, limits, metrics).operations(),
-        *Tasks(pipelines, limits, metrics).operations(),
-        *Tei(pipelines, limits, metrics).operations(),
+        *OpenAi(pipelines, shared).operations(),
+        *Generate(pipelines, shared).operations(),
+        *Rerank(pipelines, shared).operations(),
+        *Tasks(pipelines, shared).operations(),
+        *Tei(pipelines, shared).operations(),
         *operator.operations(),
     ]
     operator.document = to_json(describe(operations))

@@ -12,9 +12,9 @@ from pydantic_core import to_json
 
 from triptych.client import AsyncGeneration, Chunk, InferenceError, Sampling, Usage
 from triptych.gateway.errors import OPENAI, from_inference, invalid
-from triptych.gateway.http import Body, GatewayMetrics, Operation, RequestLimits, Stream
+from triptych.gateway.http import Body, Operation, Stream
 from triptych.gateway.openai import TokenUsage
-from triptych.gateway.pipelines import Pipelines
+from triptych.gateway.pipelines import Endpoints
 
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "adapter"),
@@ -102,44 +102,24 @@ class CompletionRequest(_GenerationBody):
     logprobs: int | None = None
 
 
-class ChatChoice(BaseModel):
-    """Answer to a conversation."""
-
-    index: int
-    message: dict[str, Any]
-    logprobs: dict[str, Any] | None
-    finish_reason: str
-
-
-class ChatResponse(BaseModel):
-    """Answer to a conversation with its number of tokens."""
-
+class _Response(BaseModel):
     id: str
+    created: int
+    model: str
+    choices: list[dict[str, Any]]
+    usage: TokenUsage | None
+
+
+class ChatResponse(_Response):
+    """Answer to a conversation, as the `message` of its only choice, with its number of tokens."""
+
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: TokenUsage | None
 
 
-class CompletionChoice(BaseModel):
-    """Continuation of a prompt."""
+class CompletionResponse(_Response):
+    """Continuation of a prompt, as the `text` of its only choice, with its number of tokens."""
 
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: str
-
-
-class CompletionResponse(BaseModel):
-    """Continuation of a prompt with its number of tokens."""
-
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: TokenUsage | None
 
 
 class _ChatForm:
@@ -182,15 +162,8 @@ class _CompletionForm:
         }
 
 
-class Generate:
+class Generate(Endpoints):
     """Endpoints of text generation."""
-
-    def __init__(
-        self, pipelines: Pipelines, limits: RequestLimits, metrics: GatewayMetrics
-    ) -> None:
-        self._pipelines = pipelines
-        self._limits = limits
-        self._items = metrics.items
 
     def operations(self) -> list[Operation]:
         """Return the operations for the table of the application."""

@@ -13,8 +13,8 @@ from pydantic import BaseModel, Field
 
 from triptych.client import InferenceError
 from triptych.gateway.errors import OPENAI, from_inference, invalid
-from triptych.gateway.http import Body, GatewayMetrics, Operation, RequestLimits
-from triptych.gateway.pipelines import EMBEDDING, Pipelines, not_found
+from triptych.gateway.http import Body, Operation, Shared
+from triptych.gateway.pipelines import EMBEDDING, Endpoints, Pipelines, not_found
 
 Texts = Annotated[list[str], Field(fail_fast=True)]
 _Tokens = Annotated[list[int], Field(fail_fast=True)]
@@ -92,15 +92,11 @@ def encode_vectors(vectors: NDArray[Any], encoding: str | None) -> list[Any]:
     return [base64.b64encode(row.data).decode() for row in rows]
 
 
-class OpenAi:
+class OpenAi(Endpoints):
     """Endpoints of OpenAI's API."""
 
-    def __init__(
-        self, pipelines: Pipelines, limits: RequestLimits, metrics: GatewayMetrics
-    ) -> None:
-        self._pipelines = pipelines
-        self._limits = limits
-        self._items = metrics.items
+    def __init__(self, pipelines: Pipelines, shared: Shared) -> None:
+        super().__init__(pipelines, shared)
         self._created = int(time.time())
 
     def operations(self) -> list[Operation]:

@@ -14,6 +14,7 @@ from triptych.base.errors import UserError, closest
 from triptych.client import AsyncClient, Client, PipelineConfig
 from triptych.container.manifests import MANIFEST_FILE
 from triptych.gateway.errors import ApiError, invalid
+from triptych.gateway.http import Shared
 from triptych.gateway.keys import CALLER
 from triptych.runtime.row_types import RowInputs, TextRowMaker, find_class
 from triptych.runtime.triton_io import read_settings
@@ -340,6 +341,15 @@ class Pipelines:
     async def close(self) -> None:
         """Close all connections; calls in flight end with an error."""
         await asyncio.gather(*(pipeline.client.close() for pipeline in self._opened.values()))
+
+
+class Endpoints:
+    """Base class of the endpoints of an API."""
+
+    def __init__(self, pipelines: Pipelines, shared: Shared) -> None:
+        self._pipelines = pipelines
+        self._limits = shared.limits
+        self._items = shared.metrics.items
 
 
 def _may_use(name: str) -> bool:

@@ -10,8 +10,8 @@ from pydantic import AliasChoices, BaseModel, Field
 
 from triptych.client import Ranked
 from triptych.gateway.errors import COHERE
-from triptych.gateway.http import Body, GatewayMetrics, Operation, RequestLimits
-from triptych.gateway.pipelines import RERANKING, Pipeline, Pipelines
+from triptych.gateway.http import Body, Operation
+from triptych.gateway.pipelines import RERANKING, Endpoints, Pipeline
 
 
 class Document(Body):
@@ -75,15 +75,8 @@ async def rank(
     return ranked, tokens
 
 
-class Rerank:
+class Rerank(Endpoints):
     """Endpoints that sort documents."""
-
-    def __init__(
-        self, pipelines: Pipelines, limits: RequestLimits, metrics: GatewayMetrics
-    ) -> None:
-        self._pipelines = pipelines
-        self._limits = limits
-        self._items = metrics.items
 
     def operations(self) -> list[Operation]:
         """Return the operations for the table of the application."""

@@ -12,8 +12,8 @@ from pydantic import BaseModel, Field
 from triptych.client.rows import plain_outputs, request_parameter
 from triptych.client.wire import Parameter
 from triptych.gateway.errors import OPENAI, ApiError, invalid
-from triptych.gateway.http import Body, GatewayMetrics, Operation, RequestLimits
-from triptych.gateway.pipelines import Pipelines
+from triptych.gateway.http import Body, Operation
+from triptych.gateway.pipelines import Endpoints
 
 IMAGE = "image"
 _Row = dict[str, str | bool | int | float | list[Any]]
@@ -48,15 +48,8 @@ class PipelineInfo(BaseModel):
     max_batch_size: int
 
 
-class Tasks:
+class Tasks(Endpoints):
     """Endpoints for pipelines by their name."""
-
-    def __init__(
-        self, pipelines: Pipelines, limits: RequestLimits, metrics: GatewayMetrics
-    ) -> None:
-        self._pipelines = pipelines
-        self._limits = limits
-        self._items = metrics.items
 
     def operations(self) -> list[Operation]:
         """Return the operations for the table of the application."""

@@ -11,15 +11,15 @@ from pydantic import BaseModel, Field, RootModel
 
 from triptych.client import Choice
 from triptych.gateway.errors import TEI, ApiError, invalid
-from triptych.gateway.http import Body, GatewayMetrics, Operation, RequestLimits
+from triptych.gateway.http import Body, Operation
 from triptych.gateway.openai import Texts
 from triptych.gateway.pipelines import (
     CLASSIFICATION,
     EMBEDDING,
     FITS,
     RERANKING,
+    Endpoints,
     Pipeline,
-    Pipelines,
     PreprocessFiles,
 )
 from triptych.gateway.rerank import rank
@@ -27,7 +27,7 @@ from triptych.gateway.rerank import rank
 
 class _Inputs(Body):
     truncate: bool | None = None
-    truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
+    truncation_direction: Literal["right", "Right"] | None = None  # the pipeline's own
 
 
 class EmbedRequest(_Inputs):
@@ -43,7 +43,7 @@ class PredictRequest(_Inputs):
     """Request for labels of a text, a pair of texts, or a batch of lists of one or two texts."""
 
     inputs: str | Texts | Annotated[list[Texts], Field(fail_fast=True)]
-    raw_scores: bool = False
+    raw_scores: Literal[False] = False
 
 
 class TeiRerankRequest(_Inputs):
@@ -51,7 +51,7 @@ class TeiRerankRequest(_Inputs):
 
     query: str
     texts: Texts
-    raw_scores: bool = False
+    raw_scores: Literal[False] = False
     return_text: bool = False
 
 
@@ -106,15 +106,8 @@ Labels = RootModel[list[Prediction] | list[list[Prediction]]]
 Tokens = RootModel[list[list[Token]]]
 
 
-class Tei:
+class Tei(Endpoints):
     """Endpoints of TEI: for the only pipeline of a task, or for that in the path."""
-
-    def __init__(
-        self, pipelines: Pipelines, limits: RequestLimits, metrics: GatewayMetrics
-    ) -> None:
-        self._pipelines = pipelines
-        self._limits = limits
-        self._items = metrics.items
 
     def operations(self) -> list[Operation]:
         """Return the operations for the table of the application."""
@@ -151,7 +144,6 @@ class Tei:
             InferenceError: The pipeline does not answer.
         """
         texts = self._texts(body.inputs)
-        self._check_truncation(body)
         pipeline = await self._find(name, EMBEDDING)
         config = await pipeline.require(EMBEDDING)
         vectors = await pipeline.client.embed(
@@ -172,8 +164,6 @@ class Tei:
             ApiError: The request is invalid.
             InferenceError: The pipeline does not answer.
         """
-        self._check_truncation(body)
-        self._refuse_raw_scores(raw=body.raw_scores)
         given = body.inputs
         is_batch = not isinstance(given, str) and bool(given) and not isinstance(given[0], str)
         rows: list[Any] = given if is_batch else [[given] if isinstance(given, str) else given]  # type: ignore[assignment]
@@ -206,8 +196,6 @@ class Tei:
             ApiError: The request is invalid.
             InferenceError: The pipeline does not answer.
         """
-        self._check_truncation(body)
-        self._refuse_raw_scores(raw=body.raw_scores)
         self._limits.check_items("texts", len(body.texts))
         pipeline = await self._find(name, RERANKING)
         ranked, _ = await rank(pipeline, body.query, body.texts, None)
@@ -293,24 +281,6 @@ class Tei:
         texts = [inputs] if isinstance(inputs, str) else inputs
         self._limits.check_items("inputs", len(texts))
         return texts
-
-    def _check_truncation(self, body: _Inputs) -> None:
-        if (body.truncation_direction or "right").lower() != "right":
-            raise invalid(
-                "truncation_direction",
-                "must be Right",
-                body.truncation_direction,
-                "The tokenizer of the pipeline decides where a text is cut",
-            )
-
-    def _refuse_raw_scores(self, *, raw: bool) -> None:
-        if raw:
-            raise invalid(
-                "raw_scores",
-                "must be false",
-                "true",
-                "The pipeline decides how scores are normalized",
-            )
 
 
 def _prediction(choice: Choice) -> dict[str, Any]:
