@@ -13,7 +13,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from conftest import quiet
+from conftest import build_into, quiet, write_pipeline
 from own_models import (
     PICTURES,
     make_sound,
@@ -27,6 +27,7 @@ from own_models import (
 from scaffolding import run
 from triptych.base.errors import UserError
 from triptych.building.own_checks import check_own_pipeline
+from triptych.building.pipeline_checks import check_pipeline
 from triptych.client import Client, InvalidRequestError
 from triptych.container.health import QUESTION_FILE, HealthCheck
 from triptych.container.manifests import find_pipelines
@@ -39,8 +40,17 @@ from triptych.spec.model_fields import load_model_spec
 pytestmark = pytest.mark.server
 
 
+ADDING = """
+def after(rows, inputs):
+    for row, asked in zip(rows, inputs):
+        row["size"] = float((row["embedding"] ** 2).sum() ** 0.5)
+        row["first"] = (asked["text"].split() or [""])[0]
+    return rows
+"""
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """Folder with pipelines and their repository."""
     base = tmp_path_factory.mktemp("own")
     write_detector(base / "pipelines/detector")
@@ -49,6 +59,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_sounds(base / "pipelines/sounds")
     for name in ("detector", "table", "levels", "sounds"):
         build(base, name)
+    vectors = write_pipeline(
+        base / "pipelines/vectors",
+        model={"source": str(tiny_model)},
+        core={"layout": "bucketed"},
+        outputs=[
+            {"name": "size", "dtype": "FP32"},
+            {"name": "first", "dtype": "BYTES"},
+        ],
+    )
+    (vectors / "hooks.py").write_text(ADDING)
+    build_into(vectors, base / "repository")
     return base
 
 
@@ -394,6 +415,24 @@ def answer(rows, parameters):
         "seconds": [len(sound) / 16000 for sound in found],
     }
 """
+
+
+def test_after_adds_declared_outputs_to_a_built_in_task(folder: Path, server: Any) -> None:
+    vectors = folder / "pipelines/vectors"
+    with Client("vectors", server.grpc_url) as client:
+        found = client.infer({"text": ["two words"]})
+        size = np.linalg.norm(found["embedding"][0])
+        np.testing.assert_allclose(found["size"], [[size]], rtol=1e-5)
+        assert found["first"].tolist() == [[b"two"]]
+    assert not [each for each in check_pipeline(vectors) if each.severity == "error"]
+    (vectors / "hooks.py").write_text(ADDING.replace('"size"', '"length"'))
+    (wrong,) = [each for each in check_pipeline(vectors) if each.severity == "error"]
+    assert "size" in wrong.note
+    (vectors / "hooks.py").write_text("def before(rows):\n    return rows\n")
+    with pytest.raises(UserError, match="has no function `after`"):
+        build_into(vectors, folder / "repository")
+    with pytest.raises(UserError, match="no other tensor of the pipeline has"):
+        build_into(vectors, folder / "repository", "outputs=[{name: embedding, dtype: FP32}]")
 
 
 def test_the_gate_compares_with_a_reference_of_the_user(folder: Path) -> None:

@@ -59,6 +59,8 @@ def make_up_answers(task: Task, form: RowForm, count: int) -> list[Row]:
     """
     tensors = {}
     for output in task.outputs:
+        if output.name in task.added:
+            continue
         dims = [VARIABLE if axis == -1 else axis for axis in output.config_dims]
         if output.dtype == "BYTES":
             example = (
@@ -113,14 +115,14 @@ def check_pipeline(folder: Path) -> list[Check]:
     kinds = {tensor.name: bytes if tensor.content == "image" else str for tensor in task.inputs}
     rows = _read_rows(folder, kinds)
     checks = [Check("spec"), Check("traffic", note=f"{len(rows)} rows")]
-    needed = ("decode",) if spec.custom is not None else ()
+    needed = ("decode",) * (spec.custom is not None) + ("after",) * bool(spec.outputs)
     if (folder / HOOKS_FILE).is_file():
         # Hooks may print, but stdout is reserved for results.
         with redirect_stdout(sys.stderr), without_bytecode():
             checks += _check_hooks(folder, task, kinds, rows, needed)
         checks.append(run_tests(folder))
     elif needed:
-        note = f"{HOOKS_FILE} with a function `decode` is what a custom task is made of"
+        note = f"there is no {HOOKS_FILE}, which must have the function `{needed[0]}`"
         checks.append(Check("hooks-load", "error", note))
     else:
         checks.append(Check("hooks", note=f"none: there is no {HOOKS_FILE}"))

@@ -27,7 +27,7 @@ from triptych.spec.tasks.catalog import (
     TEXT_CLASSIFICATION,
     with_logit_score,
 )
-from triptych.spec.tasks.custom import custom_task
+from triptych.spec.tasks.custom import custom_task, with_added_outputs
 from triptych.spec.tasks.eval_file import EVAL_FILE, first_rows, read_labels
 from triptych.spec.tasks.labeled import LabeledRow
 from triptych.spec.tasks.own import own_task
@@ -140,9 +140,8 @@ def task_of(spec: CompiledSpec) -> Task:
             given=f"task {spec.task}",
             remedy="Remove it; question-answering and reranking always read pairs",
         )
-    if spec.pairs:
-        return PAIR_CLASSIFICATION
-    return find_task(spec.task) if spec.custom is None else custom_task(spec.custom)
+    task = find_task(spec.task) if spec.custom is None else custom_task(spec.custom)
+    return with_added_outputs(PAIR_CLASSIFICATION if spec.pairs else task, spec.outputs)
 
 
 def read_inputs(
@@ -303,6 +302,13 @@ def _load_hooks(spec: PipelineSpec) -> ModuleType | None:
             f"has no function `{REDACT}`, which serving.sample.redact requires",
             given="none",
             remedy="Write `def redact(inputs, answer)`; see pipelines/reference.md",
+        )
+    if spec.outputs and not callable(getattr(hooks, "after", None)):
+        raise UserError(
+            str(path),
+            "has no function `after`, which the field outputs requires",
+            given=", ".join(output.name for output in spec.outputs),
+            remedy="Write `def after(rows)`, or remove outputs",
         )
     if spec.custom is not None and not hasattr(hooks, "decode"):
         raise UserError(

@@ -132,9 +132,13 @@ class RowForm:
         self.names = [output["name"] for output in outputs]
 
     def rows(self, tensors: Mapping[str, NDArray[Any]]) -> list[Row]:
-        """Return each row as a dict of scalars (dims [1]), lists of str, or arrays of numbers."""
+        """Return each row as a dict of scalars (dims [1]), lists of str, or arrays of numbers.
+
+        Outputs that `after` adds are left out before it has run.
+        """
         count = len(tensors[self.names[0]])
-        columns = {o["name"]: self._column(o, tensors[o["name"]]) for o in self._outputs}
+        known = [output for output in self._outputs if output["name"] in tensors]
+        columns = {o["name"]: self._column(o, tensors[o["name"]]) for o in known}
         return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 
     def tensors(self, rows: Sequence[Row]) -> dict[str, NDArray[Any]]:

@@ -21,6 +21,7 @@ from triptych.spec.fields import (
     Accuracy,
     CoreSettings,
     Custom,
+    CustomOutput,
     Frozen,
     Image,
     ModelSource,
@@ -60,6 +61,7 @@ class PipelineSpec(BaseModel):
             request may send the text itself.
         custom: Declaration of the task if `task` is ``custom``.
         pairs: Whether rows of text-classification are pairs of `text` and `text_pair`.
+        outputs: Outputs that the function `after` adds to those of the task.
     """
 
     model_config = Frozen.model_config
@@ -73,6 +75,7 @@ class PipelineSpec(BaseModel):
     prompts: dict[str, str] | Literal["any"] = {}
     custom: Custom | None = None
     pairs: bool = False
+    outputs: list[CustomOutput] = []
     tokenizer: Tokenizer = Tokenizer()
     image: Image = Image()
     core: CoreSettings = CoreSettings()

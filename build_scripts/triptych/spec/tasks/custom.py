@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.runtime.hooking import FORWARDED_PREFIX
-from triptych.spec.fields import Custom
+from triptych.spec.fields import Custom, CustomOutput
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.tasks.compare import compare_anything
 from triptych.spec.tasks.metrics_vectors import COSINES
@@ -34,6 +37,31 @@ METRICS = {
     "logits": (),
 }
 """Metrics by output of the core."""
+
+
+def with_added_outputs(task: Task, outputs: Sequence[CustomOutput]) -> Task:
+    """Return a task with the outputs that the pipeline's function `after` adds.
+
+    Raises:
+        UserError: The name of an output is taken.
+    """
+    taken = RESERVED | {tensor.name for tensor in (*task.inputs, *task.outputs)}
+    for output in outputs:
+        if output.name in taken or [o.name for o in outputs].count(output.name) > 1:
+            raise UserError(
+                f"outputs: {output.name}",
+                "must have a name that no other tensor of the pipeline has",
+                given=output.name,
+                remedy="Rename it",
+            )
+    added = tuple(_tensor(output) for output in outputs)
+    names = tuple(tensor.name for tensor in added)
+    return replace(task, outputs=(*task.outputs, *added), added=names)
+
+
+def _tensor(output: CustomOutput) -> Tensor:
+    dims = tuple("variable" if size == -1 else size for size in output.dims)
+    return Tensor(output.name, output.dtype, dims)
 
 
 def custom_task(custom: Custom) -> Task:
@@ -90,10 +118,7 @@ def custom_task(custom: Custom) -> Task:
         name="custom",
         of_sentences=custom.head_input == "pooled",
         inputs=(TEXT, TEXT_PAIR) if pairs else (TEXT,),
-        outputs=tuple(
-            Tensor(o.name, o.dtype, tuple("variable" if d == -1 else d for d in o.dims))
-            for o in custom.outputs
-        ),
+        outputs=tuple(map(_tensor, custom.outputs)),
         rows="rows_spans.OffsetRowMaker"
         if custom.head_input == "tokens"
         else "rows_text.PlainTextRowMaker",

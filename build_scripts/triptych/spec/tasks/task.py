@@ -139,6 +139,7 @@ class Task:
         view: View of outputs on the demo page.
         example: Example of a row's value for outputs with JSON, for `triptych test`.
         check: Raises `UserError` if a model does not fit the task.
+        added: Names of the outputs that the pipeline's function `after` adds.
     """
 
     name: str
@@ -162,6 +163,7 @@ class Task:
     max_length: int | None = None
     view: View = View("outputs")
     example: Mapping[str, object] = field(default_factory=dict)
+    added: tuple[str, ...] = ()
 
     @property
     def output_settings(self) -> list[dict[str, Any]]:
