@@ -9,10 +9,17 @@ from typing import Any
 
 import httpx2
 import pytest
+from pydantic import ValidationError
 
 from triptych.gateway import serve
-from triptych.gateway.http import RequestLimits, Shared
+from triptych.gateway.chat import ChatRequest, CompletionRequest
+from triptych.gateway.errors import from_validation
+from triptych.gateway.http import Body, RequestLimits, Shared
+from triptych.gateway.openai import EmbeddingRequest
 from triptych.gateway.pipelines import Pipelines
+from triptych.gateway.rerank import RerankRequest
+from triptych.gateway.tasks import TaskRequest
+from triptych.gateway.tei import PredictRequest
 
 LIMITS = RequestLimits(body_bytes=200_000, body_s=0.5, items=100)
 JSON = {"content-type": "application/json"}
@@ -108,6 +115,30 @@ def test_malformed_bodies_are_refused_and_named(client: httpx2.Client) -> None:
         assert error["param"] == param, shown
         assert error["type"] == "invalid_request_error", shown
         assert len(error["message"]) < 1000, shown
+
+
+def test_many_mistakes_in_one_body_are_not_collected() -> None:
+    """A list of them would take gigabytes."""
+    many = ",".join(f'"{number}": {{}}' for number in range(1000))
+    bodies: list[tuple[type[Body], str]] = [
+        (EmbeddingRequest, f'{{"model": "a", "input": "a", {many}}}'),
+        (EmbeddingRequest, f'{{"model": "a", "input": [{"{}," * 1000} 1]}}'),
+        (TaskRequest, f'{{"rows": [{{{many}}}], "parameters": {{{many}}}, {many}}}'),
+        (RerankRequest, f'{{"model": "a", "query": "a", "documents": [{"{}," * 1000} 1]}}'),
+        (RerankRequest, f'{{"model": "a", "query": "a", "documents": [{{"text": "a", {many}}}]}}'),
+        (ChatRequest, f'{{"model": "a", "messages": [{"{}," * 1000} 1]}}'),
+        (
+            ChatRequest,
+            f'{{"model": "a", "messages": [{{"role": "a", "content": [{"1," * 1000} 1]}}]}}',
+        ),
+        (CompletionRequest, f'{{"model": "a", "prompt": [{"1," * 1000} 1], "stop": [1, 2, {{}}]}}'),
+        (PredictRequest, f'{{"inputs": [{"1," * 1000} 1]}}'),
+    ]
+    for kind, body in bodies:
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate_json(body)
+        assert caught.value.error_count() < 10 or many in body, body[:80]
+        assert len(from_validation(caught.value).message) < 500
 
 
 def test_each_api_has_its_own_error_format(client: httpx2.Client) -> None:

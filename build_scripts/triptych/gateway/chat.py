@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from triptych.client import AsyncGeneration, Chunk, InferenceError, Sampling, Usage
 from triptych.gateway.errors import OPENAI, from_inference, invalid
 from triptych.gateway.http import Body, Operation, Stream
-from triptych.gateway.openai import TokenUsage
+from triptych.gateway.openai import Texts, TokenUsage
 from triptych.gateway.pipelines import Endpoints
 
 _SAMPLING = (
@@ -41,7 +41,7 @@ class ChatMessage(Body):
     """Message of a conversation."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
 
@@ -69,7 +69,7 @@ class _GenerationBody(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -88,7 +88,7 @@ class _GenerationBody(Body):
 class ChatRequest(_GenerationBody):
     """Request for the answer to a conversation; the pipeline's own defaults apply."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None

@@ -115,16 +115,26 @@ def from_inference(error: InferenceError, rows: str | Callable[[int], str]) -> A
 
 
 _MAX_SHOWN = 80
+_MAX_ERRORS = 100
+"""Maximum number of errors that are read; a million of them would take gigabytes."""
 
 
 def from_validation(error: ValidationError) -> ApiError:
     """Return the error of a body that does not fit the type of the request."""
+    if error.error_count() > _MAX_ERRORS:
+        return invalid(
+            "body",
+            "must fit the type of the request",
+            f"{error.error_count()} mistakes",
+            "See /openapi.json",
+            status=422,
+        )
     # Each member of a union has an error; that with the longest path fits the most.
     first = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
     # A member of a union, such as `str`, `list[str]` or `Document`, is no field of the request.
     path = [part for part in first["loc"] if isinstance(part, int) or _is_field(part)]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    name = name.removeprefix(".") or "body"
+    name = name.removeprefix(".")[:_MAX_SHOWN] or "body"
     given = f"{first['input']!r:.{_MAX_SHOWN}}" if first["type"] != "missing" else "nothing"
     rule = first["msg"].rstrip(".")
     if first["type"] == "extra_forbidden":

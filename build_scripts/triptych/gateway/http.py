@@ -32,7 +32,7 @@ from triptych.gateway.traces import continue_trace
 class Body(BaseModel):
     """Body of a request. An unknown field is an error, because it would have no effect."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True)

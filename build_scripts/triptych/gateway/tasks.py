@@ -16,7 +16,7 @@ from triptych.gateway.http import Body, Operation
 from triptych.gateway.pipelines import Endpoints
 
 IMAGE = "image"
-_Row = dict[str, str | bool | int | float | list[Any]]
+_Row = dict[str, Any]
 
 
 class TaskRequest(Body):
@@ -29,7 +29,7 @@ class TaskRequest(Body):
     """
 
     rows: Annotated[list[_Row], Field(fail_fast=True)]
-    parameters: dict[str, bool | int | float | str | list[str]] = Field(default_factory=dict)
+    parameters: dict[str, Any] = Field(default_factory=dict)
 
 
 class TaskResponse(BaseModel):
@@ -147,5 +147,7 @@ def _decode_image(text: object, index: int) -> bytes:
 def _parameter(name: str, value: object) -> Parameter:
     parameter = request_parameter(value)
     if parameter is None:
-        raise invalid(f"parameters.{name}", "must be a plain value", "a list", "Convert it")
+        raise invalid(
+            f"parameters.{name}", "must be a plain value or a list of str", "another", "Convert it"
+        )
     return parameter
