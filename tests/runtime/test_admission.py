@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from client_toy import wait_until
-from simulated_core import CORE_ROWS, PIPELINE, Clock, Job, Pipeline, Storm
+from simulated_core import CORE_ROWS, PIPELINE, Clock, Deadlines, Job, Pipeline, Storm
 from triptych.runtime import flow_control as module
 from triptych.runtime.flow_control import (
     BUDGET_S,
@@ -408,6 +408,14 @@ def test_a_storm_of_cancellations_fails_no_request_of_other_clients(
     assert sorted(storm.latencies)[len(storm.latencies) // 2] < 0.1
     now = served.clock.now
     assert max(*storm.latencies, *(now - sent_at for sent_at in storm.waiting.values())) < 5.0
+
+
+def test_expired_deadlines_do_not_fill_a_slow_core(pipeline: Any) -> None:
+    """Clients whose deadlines pass are no storm: the core must not get the queue."""
+    served = pipeline(max_wait_s=5.0)
+    Deadlines(served).run(15.0, 200.0)
+    answered = sum(error is None for error, _ in served.ended.values())
+    assert answered > 400  # of 680 that the core can compute
 
 
 def test_a_request_waits_no_longer_than_the_limit(pipeline: Any) -> None:

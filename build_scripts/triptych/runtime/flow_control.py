@@ -334,7 +334,7 @@ class FlowControl:
         # Rows that left the core while requests waited, those of them that were answered, and the
         # seconds of that. The others were lost, because their clients left.
         self._left_rows, self._answered_rows, self._measured_s = 0.0, 0.0, 0.0
-        self._gap_s = 0.0  # the longest time between two answers lately
+        self._gap_s = self._gap_at = 0.0  # the longest time between two answers lately
         self._left, self._answered, self._measured_at, self._probed = 0, 0, 0.0, 0
         # Requests whose wait is known to be short enough, and those that came later.
         self._accepted: deque[Queued] = deque()
@@ -452,12 +452,14 @@ class FlowControl:
         return min(self._silence_s, first_s * 2.0 ** min(self._probed, 8))
 
     def _take_oldest(self, now: float, silent_s: float) -> list[Any]:
-        """Return the jobs to forward with a probe: as many rows as were lost lately.
+        """Return the jobs to forward with a probe, if the core is silent for unusually long.
 
-        They are more with each probe that is not answered, once the core was silent for twice
-        as long as it is between answers.
+        After a silence that is longer than any between two answers lately, they are as many rows as
+        were lost lately. After twice that time they are more with each probe without an answer.
         """
-        rows, taken = self._left_rows - self._answered_rows, list[Any]()
+        rows, taken = 0.0, list[Any]()
+        if silent_s > self._gap_s:
+            rows = self._left_rows - self._answered_rows
         if silent_s > 2 * self._gap_s > 0:
             rows = max(rows, min(2**self._probed - 1, 2 * self._core_rows))
         for queue in (self._accepted, self._undecided):
@@ -477,7 +479,9 @@ class FlowControl:
             self._left_rows = weight * self._left_rows + max(left - self._left, new)
             self._answered_rows = weight * self._answered_rows + new
             self._measured_s = weight * self._measured_s + taken_s
-            self._gap_s = max(weight * self._gap_s, taken_s)
+            age_s = max(answered_at - self._gap_at, 0.0)
+            self._gap_s = max(0.5 ** (age_s / HALF_LIFE_S) * self._gap_s, taken_s)
+            self._gap_at = answered_at
             self._left, self._answered, self._measured_at = left, answered, answered_at
             self._probed = 0
 
