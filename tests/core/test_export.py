@@ -158,7 +158,7 @@ def test_the_graph_uses_standard_operators_and_tells_nothing_of_this_machine(
 
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_runtime_computes_operators_as_torch_does() -> None:
-    """A squeeze keeps the axis of a batch of one, and a pooling keeps the zeros of its padding."""
+    """A batch of one keeps its axis, a padding before a pooling its zeros, a norm its epsilon."""
     import onnxruntime
     import torch
     from torch.nn.functional import max_pool2d, pad
@@ -167,7 +167,8 @@ def test_onnx_runtime_computes_operators_as_torch_does() -> None:
         def forward(self, *tensors: Any) -> Any:
             (pixels,) = tensors
             pooled = max_pool2d(pad(pixels, (1, 1, 1, 1)), 3, 2).flatten(1)
-            return pooled + pixels.amax((2, 3)).squeeze()[:, None]
+            none = (pooled * 0 + 1e-9).rsqrt() * 0
+            return pooled + pixels.amax((2, 3)).squeeze()[:, None] + none
 
     example = -torch.rand(3, 1, 4, 4) - 1
     proto = convert(Network(), (example,), ({0: torch.export.Dim("rows")},), ["pixels"], ["max"])

@@ -27,6 +27,20 @@ def write_gelu(vectors: Any, approximate: str = "none") -> Any:
     return opset18.Mul(opset18.Mul(vectors, share), half)
 
 
+def write_add(first: Any, second: Any, alpha: float = 1.0) -> Any:
+    """Write an addition whose small number stays.
+
+    The exporter's optimizer takes a number of at most 1e-8 for 0 and removes the addition, such as
+    that of Helium's epsilon, without which a norm divides by 0. Numbers with an axis stay.
+    """
+    from onnxscript import ir, opset18
+    from onnxscript.function_libs.torch_lib.ops.core import aten_add
+
+    if isinstance(second, float) and 0 < abs(second * alpha) <= 1e-8 and len(first.shape):
+        return opset18.Add(first, ir.tensor([second * alpha], dtype=first.dtype))
+    return aten_add(first, second, alpha)
+
+
 def write_squeeze(tensor: Any) -> Any:
     """Write a squeeze of the axes that have one element at each size of the batch.
 

@@ -22,7 +22,7 @@ from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import MODEL_FILE, hashes_of_graph, save_onnx
 from triptych.base.tensors import LONGEST, ROW_OFFSET, ROW_SPAN, Tensor, made_by_server
 from triptych.core.export.model_checks import check_model
-from triptych.core.export.operators import keep_padding, write_gelu, write_squeeze
+from triptych.core.export.operators import keep_padding, write_add, write_gelu, write_squeeze
 from triptych.runtime.packing import MULTIPLE
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import CODE as MODEL_CODE
@@ -280,6 +280,7 @@ def convert(
         output_names=list(outputs),
         opset_version=OPSET,
         custom_translation_table={
+            torch.ops.aten.add.Tensor: write_add,
             torch.ops.aten.gelu.default: write_gelu,
             torch.ops.aten.squeeze.default: write_squeeze,
         },
