@@ -81,8 +81,8 @@ class Engine:
         return "" if self._process.poll() is None else "its process died"
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        with self._process:  # closes the pipe and waits
+            self._process.kill()
 
     def _tell(self) -> None:
         share = sum(self._held.values()) / self._capacity

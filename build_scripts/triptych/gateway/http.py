@@ -37,7 +37,7 @@ class Body(BaseModel):
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """RequestLimits of one request.
+    """Limits of one request.
 
     Attributes:
         body_bytes: Maximum size of a body.
