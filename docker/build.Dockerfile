@@ -1,5 +1,5 @@
 # Builds engines: the tritonserver image that will serve them, so that its TensorRT is the same,
-# plus what `triptych engine` needs. No torch, no transformers.
+# plus what `triptych engine` and `triptych gateway` need. No torch, no transformers.
 # Built by `make image`, which names the base image and reads docker/versions.env.
 ARG TRITON_IMAGE
 FROM ${TRITON_IMAGE}

@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -184,10 +186,15 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 for module in sys.argv[2:]:
     importlib.import_module(module)
-from typer.testing import CliRunner
 app = importlib.import_module("triptych.interface.cli").app
+"""
+ENGINE_HELP = """
+from typer.testing import CliRunner
 result = CliRunner().invoke(app, ["engine", "--help"])
 sys.exit(result.exit_code)
+"""
+GATEWAY = """
+app(["gateway", "minilm", "--url", "127.0.0.1:1", "--port", "0", "--json"])
 """
 
 
@@ -198,12 +205,37 @@ def test_the_engine_verb_needs_nothing_that_its_image_lacks() -> None:
         "triptych.core.requests",
     ]
     done = subprocess.run(
-        [sys.executable, "-c", ONLY_WHAT_IS_PINNED, json.dumps(pins), *modules],
+        [sys.executable, "-c", ONLY_WHAT_IS_PINNED + ENGINE_HELP, json.dumps(pins), *modules],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_gateway_needs_nothing_that_the_engine_image_lacks() -> None:
+    """It starts, and answers without a server; the modules are those that count tokens."""
+    pins = list(pins_of(DOCKER / "requirements-build.txt"))
+    rows = sorted((ROOT / "build_scripts/triptych/runtime").glob("rows_*.py"))
+    modules = [f"triptych.runtime.{path.stem}" for path in rows]
+    code = ONLY_WHAT_IS_PINNED + GATEWAY
+    with subprocess.Popen(
+        [sys.executable, "-c", code, json.dumps(pins), *modules],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as gateway:
+        assert gateway.stdout is not None
+        assert gateway.stderr is not None
+        line = gateway.stdout.readline()
+        if not line:
+            pytest.fail(gateway.stderr.read())
+        try:
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                urllib.request.urlopen(json.loads(line)["http"] + "/health", timeout=60)
+        finally:
+            gateway.terminate()
+        gateway.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("name", ["engine", "serve"])

@@ -32,15 +32,18 @@ from triptych.base.explained import plain, reasons_of, yaml_of
 from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
+from triptych.deploy.http_api import EXIT_S
 from triptych.deploy.options import TARGETS, parse_mebibytes
 from triptych.deploy.targets import make_manifests
 from triptych.deploy.variables import ALLOWED, REFUSED
+from triptych.gateway.serve import GRACE_S
 from triptych.interface.cli import app
 from triptych.repository.manifest import TextManifest, read_manifest
 from triptych.spec.generation_fields import Text2TextSpec
 from triptych.spec.slo import Slo
 
 TENSORRT: dict[str, Any] = {"core": {"backend": "tensorrt"}}
+HTTP_API: dict[str, Any] = {"http_api_image": "triptych-build:26.11"}
 SAMPLING: dict[str, Any] = {"serving": {"slo": {"p99_ms": 80.0}, "sample": {"rate": 0.01}}}
 
 
@@ -204,6 +207,42 @@ def test_variables_of_the_server_are_in_the_manifests_of_every_target(tmp_path: 
         )
 
 
+def test_the_gateway_has_keys_and_time_to_end_on_every_target(tmp_path: Path) -> None:
+    repository, reports = write_built(tmp_path), write_bench(tmp_path / "reports")
+    hosts = {"kubernetes": "minilm", "kserve": "dns:///minilm-replicas", "compose": "envoy"}
+    assert EXIT_S == GRACE_S
+    for target in TARGETS:
+        for tls in (None, "minilm-tls"):
+            chosen = options(target=target, http_api_tls=tls, **HTTP_API)
+            made = make_manifests(repository, "minilm", chosen, reports)
+            if target == "compose":
+                service = document(made, "compose.yaml")["services"]["http-api"]
+                words, text = service["entrypoint"], json.dumps(service)
+                assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+                assert int(service["stop_grace_period"][:-1]) > GRACE_S
+            else:
+                pod = document(made, "http-api-deployment.yaml")["spec"]["template"]["spec"]
+                words, text = pod["containers"][0]["command"], json.dumps(pod)
+                (_, settle_s) = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+                assert pod["terminationGracePeriodSeconds"] > int(settle_s) + GRACE_S
+                # Its Service, its policy and its budget are of its pods.
+                template = document(made, "http-api-deployment.yaml")["spec"]["template"]
+                for name, keys in (
+                    ("service", ["selector"]),
+                    ("disruption-budget", ["selector", "matchLabels"]),
+                    ("network-policy", ["podSelector", "matchLabels"]),
+                    ("pod-monitor", ["selector", "matchLabels"]),
+                ):
+                    found = document(made, f"http-api-{name}.yaml")["spec"]
+                    for key in keys:
+                        found = found[key]
+                    assert found.items() <= template["metadata"]["labels"].items(), name
+            assert words[words.index("--url") + 1] == f"{hosts[target]}:8001"
+            assert "--keys" in words
+            assert "--insecure" not in words
+            assert ("--tls-key" in words) == ("minilm-tls" in text) == (tls is not None)
+
+
 def test_every_variable_of_the_guide_can_be_set_or_is_refused_with_a_reason() -> None:
     guide = (ROOT / "docker/README.md").read_text().split("## Variables")[1].split("\n## ")[0]
     names = set(re.findall(r"(?m)^\| `(TRIPTYCH_[A-Z_]+)` \|", guide))
@@ -287,6 +326,12 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
         (repository, {"envoy_image": "envoyproxy/envoy"}, reports, "a tag that does not move"),
         (repository, {"target": "compose", "replicas": 0}, reports, "above 0"),
         (repository, {"target": "compose", "max_grace_seconds": 30}, reports, "s are 35 s"),
+        # The HTTP APIs.
+        (repository, {"http_api_image": "gateway"}, reports, "tag that does not move"),
+        (repository, {**HTTP_API, "gateway": "public"}, reports, "not supported with --gateway"),
+        (repository, {**HTTP_API, "target": "kserve", "canary_percent": 5}, reports, "percent 5"),
+        (repository, {"http_api_tls": "minilm-tls"}, reports, "needs --http-api-image"),
+        (repository, {**HTTP_API, "http_api_tls": "./tls"}, reports, "name of a Secret"),
         # The monitor.
         (repository, {"monitor_image": "watch:1"}, reports, "a build that samples"),
         (repository, {"monitor_image": "watch"}, reports, "tag that does not move"),

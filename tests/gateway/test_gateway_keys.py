@@ -5,6 +5,7 @@ import re
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 from typer.testing import CliRunner
 
 from client_toy import wait_until
+from triptych.deploy.http_api import health_script
 from triptych.gateway.http import Shared
 from triptych.gateway.keys import Keys
 from triptych.gateway.pipelines import Pipelines
@@ -43,6 +45,9 @@ class Recorder(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         config.output.add(name="embedding", data_type=model_config_pb2.TYPE_FP32, dims=[2])
         config.ensemble_scheduling.step.add(model_name=f"{request.name}_step")
         return service_pb2.ModelConfigResponse(config=config)
+
+    def ModelReady(self, _request: Any, _: Any) -> Any:
+        return service_pb2.ModelReadyResponse(ready=True)
 
     def ModelInfer(self, request: Any, context: Any) -> Any:
         self.headers.append(dict(context.invocation_metadata()))
@@ -132,6 +137,13 @@ def works(client: openai.OpenAI, model: str = "a") -> bool:
     except openai.AuthenticationError:
         return False
     return True
+
+
+def test_the_health_check_of_a_container_needs_no_key(running: Running) -> None:
+    for port, code in ((running.port, 0), (1, 1)):
+        script = [sys.executable, "-c", health_script(port, has_tls=True)]
+        done = subprocess.run(script, capture_output=True, check=False)
+        assert done.returncode == code, done.stderr
 
 
 def test_a_key_opens_its_pipelines_until_it_is_revoked(running: Running) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from triptych.base.explained import ExplainedValue, render_files
 from triptych.deploy.context import DeploymentContext, Manifests
@@ -14,7 +15,6 @@ from triptych.deploy.kubernetes import (
     ready_script,
     template_values,
 )
-from triptych.deploy.numbers import TMP_MIB
 
 SERVERS = "triton"
 """Service of the servers, and the host name behind which Docker's DNS has all replicas."""
@@ -48,8 +48,8 @@ def make_files(c: DeploymentContext) -> Manifests:
         "folder": f"${{TRIPTYCH_REPOSITORY:-{_escape(os.fspath(c.repository.resolve()))}}}",
         "memory_mib": ExplainedValue(memory.value.removesuffix("Mi"), memory.reason),
         "envoy_user": ENVOY_USER,
-        "tmp_mib": TMP_MIB,
         "proxy": {**values["proxy"], **proxy},
+        "http_api_tls": _escape(os.fspath(Path(c.options.http_api_tls or "").resolve())),
     }
     files = render_files(TEMPLATES / "compose.yaml.j2", **values)
     files["envoy.yaml"] = envoy_configuration(c, SERVERS)

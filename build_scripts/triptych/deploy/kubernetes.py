@@ -15,6 +15,7 @@ from triptych.container.manifests import largest_request_mib
 from triptych.container.settings import read_settings
 from triptych.deploy.context import DeploymentContext, Manifests
 from triptych.deploy.dashboard import Rows, lay_out
+from triptych.deploy.http_api import http_api_values
 from triptych.deploy.metrics import parse_quantile
 from triptych.deploy.numbers import (
     POLL_S,
@@ -23,6 +24,7 @@ from triptych.deploy.numbers import (
     PROBE_S,
     PROBE_TIMEOUT_S,
     SCRAPE_S,
+    TMP_MIB,
 )
 from triptych.deploy.options import WATCH_EVERY, DeployOptions
 from triptych.deploy.rules import (
@@ -117,6 +119,7 @@ def template_values(c: DeploymentContext) -> dict[str, Any]:
         "probe_failures": PROBE_FAILURES,
         "scrape_s": SCRAPE_S,
         "poll_s": POLL_S,
+        "tmp_mib": TMP_MIB,
         "start_probes": ExplainedValue(-(-sizes.start_s.value // 5), sizes.start_s.reason),
         "sleep": ExplainedValue(["sleep", str(sizes.pre_stop_s.value)], sizes.pre_stop_s.reason),
         "monitor_environment": MONITOR_ENVIRONMENT,
@@ -138,6 +141,7 @@ def template_values(c: DeploymentContext) -> dict[str, Any]:
             "grace_s": PRE_STOP_S + exit_s * (1 + _SETTLE_S) + _MARGIN_S,
             "memory_mib": envoy_memory(c),
         },
+        "http_api": http_api_values(c, str(_IMAGE.repository), PORTS["grpc"]),
         "dashboard": json.dumps(dashboard, indent=1),
         "camel": camel,
         "windows": WINDOWS,

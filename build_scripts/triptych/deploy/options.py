@@ -31,6 +31,7 @@ MAX_NAME_CHARACTERS = 54
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _GATEWAY = re.compile(r"([a-z0-9-]{1,63}/)?[a-z0-9][a-z0-9.-]{0,252}")
+_SECRET = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _REFERENCE = re.compile(r"[a-z0-9][\w.:/-]*?(:[\w][\w.-]*)?(@sha256:[0-9a-f]{64})?")
 
 
@@ -195,6 +196,22 @@ class DeployOptions:
         ),
         Formerly("--watch-image"),
     ] = None
+    http_api_image: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IMAGE",
+            help="Image that runs `triptych gateway`, such as triptych-build:RELEASE. "
+            "Default: no HTTP APIs.",
+        ),
+    ] = None
+    http_api_tls: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECRET",
+            help="Secret with the certificate of the HTTP APIs, tls.crt and tls.key; with "
+            "--target compose their folder. Default: no encryption.",
+        ),
+    ] = None
     mirrored: Annotated[
         MirrorOption | None,
         typer.Option(
@@ -310,6 +327,31 @@ def _rules(o: DeployOptions) -> list[_Rule]:
         *_image("--image", o.image, "Push what `make image` built, and name it with its tag"),
         *_image("--envoy-image", o.envoy_image, f"The usual one is {ENVOY_IMAGE}"),
         *_image("--monitor-image", o.monitor_image, "docker/README.md says what it holds"),
+        *_image("--http-api-image", o.http_api_image, "`make image` builds triptych-build"),
+        _Rule(
+            "--http-api-image",
+            o.http_api_image is None or (o.gateway is None and o.canary_percent is None),
+            "is not supported with --gateway or --canary-percent: its requests would not be split "
+            "between builds",
+            o.gateway or f"--canary-percent {o.canary_percent}",
+            "Leave one of them out",
+        ),
+        _Rule(
+            "--http-api-tls",
+            o.http_api_tls is None or o.http_api_image is not None,
+            "needs --http-api-image",
+            o.http_api_tls,
+            "Add the option, or leave --http-api-tls out",
+        ),
+        _Rule(
+            "--http-api-tls",
+            o.http_api_tls is None
+            or o.target == "compose"
+            or bool(_SECRET.fullmatch(o.http_api_tls)),
+            "must be the name of a Secret",
+            o.http_api_tls,
+            "See `kubectl get secrets`",
+        ),
         *(
             _Rule(
                 option,

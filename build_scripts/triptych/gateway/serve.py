@@ -27,7 +27,8 @@ HEADERS_S = 10.0
 STALLED_S = 60.0
 """Maximum time in which a client takes no part of a response, in seconds."""
 
-_GRACE_S = 30
+GRACE_S = 30
+"""Maximum time in which requests in flight are answered at the end, in seconds."""
 _TICKS_PER_LOOK = 20
 """Number of ticks of uvicorn, 0.1 s each, between two looks at the files of certificates."""
 
@@ -192,7 +193,7 @@ def make_server(
         server_header=False,
         proxy_headers=False,
         limit_concurrency=MAX_CONNECTIONS,
-        timeout_graceful_shutdown=_GRACE_S,
+        timeout_graceful_shutdown=GRACE_S,
         ssl_context_factory=None if context is None else lambda *_: context,
     )
     return _Server(config, tls, context, on_ready)
