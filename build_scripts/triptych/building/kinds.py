@@ -74,27 +74,20 @@ _TEXT_GENERATION = Steps(
     bench=bench_generation,
 )
 
+_ENCODER = Steps(
+    read=read_inputs,
+    check_folder=check_pipeline,
+    check=check_hooks,
+    make_core=make_encoder_core,
+    render=render_encoder,
+    build_engine=build_encoder_engine,
+    verify=verify_pipeline,
+    bench=bench_pipeline,
+)
+
 STEPS: Mapping[Kind, Steps] = {
-    Kind.ENCODER: Steps(
-        read=read_inputs,
-        check_folder=check_pipeline,
-        check=check_hooks,
-        make_core=make_encoder_core,
-        render=render_encoder,
-        build_engine=build_encoder_engine,
-        verify=verify_pipeline,
-        bench=bench_pipeline,
-    ),
-    Kind.MODEL: Steps(
-        read=read_own_inputs,
-        check_folder=check_own_pipeline,
-        check=check_hooks,
-        make_core=make_encoder_core,
-        render=render_encoder,
-        build_engine=build_encoder_engine,
-        verify=verify_pipeline,
-        bench=bench_pipeline,
-    ),
+    Kind.ENCODER: _ENCODER,
+    Kind.MODEL: replace(_ENCODER, read=read_own_inputs, check_folder=check_own_pipeline),
     Kind.TEXT_GENERATION: _TEXT_GENERATION,
     Kind.TEXT2TEXT: replace(_TEXT_GENERATION, read=read_text2text),
 }

@@ -15,7 +15,7 @@ from triptych.core.requests import GateRequest, Sample
 from triptych.repository.config_text import check_config_texts
 from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.runtime.hooking import HOOKS_FILE, REDACT, load_hooks, takes_inputs
-from triptych.spec.model_fields import CompiledSpec
+from triptych.spec.model_fields import CompiledSpec, is_own
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import locate, read_model
 from triptych.spec.plan import Layout, Plan, make_plan
@@ -101,7 +101,7 @@ class PipelineInputs:
     def replanned(self, layout: Layout) -> PipelineInputs:
         """Return the inputs with a plan for another layout."""
         old = self.plan
-        if not isinstance(old.spec, PipelineSpec):
+        if is_own(old.spec):
             return self  # rows of equal shape have one layout
         plan = make_plan(old.spec, old.info, old.task, old.parameters, old.lengths, layout=layout)
         return replace(self, plan=replace(plan, gives_inputs=old.gives_inputs))
@@ -124,7 +124,7 @@ def task_of(spec: CompiledSpec) -> Task:
     Raises:
         UserError: There is no such task.
     """
-    if not isinstance(spec, PipelineSpec):
+    if is_own(spec):
         return own_task(spec)
     if (spec.task == "custom") != (spec.custom is not None):
         raise UserError(
@@ -161,7 +161,7 @@ def read_inputs(
     """
     task = task_of(spec)
     check_config_texts(spec.serving.config, shares_core=spec.core.shared_from is not None)
-    report_tuned(spec, progress)
+    _report_tuned(spec, progress)
     file = traffic or spec.folder / TRAFFIC_FILE
     lines = read_traffic(file.parent, [tensor.name for tensor in task.inputs], file=file.name)
     folder = locate(spec.model, spec.folder)
@@ -222,7 +222,7 @@ def _warn_of_labels(info: ModelInfo, task: Task, progress: Progress) -> None:
         )
 
 
-def report_tuned(spec: CompiledSpec, progress: Progress) -> None:
+def _report_tuned(spec: PipelineSpec, progress: Progress) -> None:
     """Report the settings from ``tuned.yaml``, and whether they were measured for another spec."""
     tuned = read_tuned(spec.folder) if spec.tuned else None
     if tuned is None:

@@ -35,7 +35,7 @@ from triptych.core.gate_rows import (
     GATE_ROWS,
     split_traffic,
 )
-from triptych.core.inputs import PipelineInputs, load_own_hooks, report_tuned
+from triptych.core.inputs import PipelineInputs, load_own_hooks
 from triptych.core.reader import check_line
 from triptych.core.requests import (
     GateRequest,
@@ -81,7 +81,6 @@ def read_own_inputs(
         UserError: The spec, the graph, the functions or the traffic has a mistake.
     """
     check_config_texts(spec.serving.config, shares_core=False)
-    report_tuned(spec, progress)
     spec.own_files()
     task = own_task(spec)
     hooks = load_own_hooks(spec.folder)

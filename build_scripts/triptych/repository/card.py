@@ -5,8 +5,8 @@ from __future__ import annotations
 from triptych.base.formatting import amount, figures
 from triptych.repository.manifest import FIGURES_FILE
 from triptych.repository.records import GateResult
+from triptych.spec.model_fields import is_own
 from triptych.spec.plan import Plan
-from triptych.spec.spec import PipelineSpec
 
 CARD_FILE = "README.md"
 _SPEED = (
@@ -65,7 +65,7 @@ def _accuracy(gate: GateResult, original: str) -> list[str]:
 def _limits(plan: Plan) -> list[str]:
     spec = plan.spec
     lines = [f"- At most {amount(plan.request_rows, 'row')} per request."]
-    if not isinstance(spec, PipelineSpec):
+    if is_own(spec):
         lines += [
             f"- A value of `{name}` of at most {field.max_bytes:,} bytes."
             for name, field in spec.inputs.items()

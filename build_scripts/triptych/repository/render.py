@@ -32,8 +32,8 @@ from triptych.repository.python_env import ENV_FILE, ENV_PARAMETER, ENV_PATH
 from triptych.runtime.decode_rows import RANGES_FILE
 from triptych.runtime.own_model import FILES_FOLDER, ROW_TYPES, make_array
 from triptych.runtime.triton_io import SETTINGS_FILE
+from triptych.spec.model_fields import is_own
 from triptych.spec.plan import Plan
-from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks.task import CLASS_SCORES, LABELS_FILE, Task
 
 BATCH_TOKENS = {"cpu": 0, "gpu": 512}
@@ -240,7 +240,7 @@ def _python_files(
         folder = f"{plan.step(step)}/1"
         if hooks is not None:
             files[f"{folder}/hooks.py"] = hooks
-        if not isinstance(plan.spec, PipelineSpec):
+        if is_own(plan.spec):
             own = plan.spec.own_files()
             files |= {f"{folder}/{FILES_FOLDER}/{path}": file for path, file in own}
         if tokenizer_file is not None and (step == "preprocess" or plan.task.decodes_tokens):
@@ -288,7 +288,7 @@ def _config_files(plan: Plan, step: str, config: Any) -> dict[str, Content]:
 def _request(plan: Plan, values: Mapping[str, Any]) -> bytes:
     """Return one row as a Triton HTTP request: one line of JSON, then the values."""
     parts, inputs = [], []
-    own = {} if isinstance(plan.spec, PipelineSpec) else plan.spec.inputs
+    own = plan.spec.inputs if is_own(plan.spec) else {}
     for name, value in values.items():
         field = own[name].as_dict() if name in own else _TEXT_FIELD
         array = value[None] if isinstance(value, np.ndarray) else make_array(field, [value])
@@ -308,7 +308,7 @@ CORE_TENSOR_PREFIX = "core."
 
 def _row_types(plan: Plan) -> dict[str, Any] | None:
     """Return the parameter of the ensemble that tells clients the declared types of its inputs."""
-    if isinstance(plan.spec, PipelineSpec):
+    if not is_own(plan.spec):
         return None
     types = {name: field.type for name, field in plan.spec.inputs.items()}
     return {ROW_TYPES: {"string_value": json.dumps(types)}}

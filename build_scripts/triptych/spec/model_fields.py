@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
+from typing_extensions import TypeIs
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import DType, Tensor
@@ -19,7 +20,6 @@ from triptych.spec.fields import Accuracy, CoreSettings, Distance, Frozen, Posit
 from triptych.spec.kind import Kind
 from triptych.spec.spec import PipelineSpec, load_as
 from triptych.spec.tasks.task import Rule
-from triptych.spec.tuned import read_tuned
 
 ValueType = Literal["text", "bytes", "int", "float", "bool"]
 MetricKind = Literal["exact", "max_difference", "cosine", "top1", "iou", "function"]
@@ -245,7 +245,7 @@ class ModelSpec(BaseModel):
 
     Attributes:
         folder: Folder of the pipeline; not part of a build manifest.
-        tuned: Fields whose values come from ``tuned.yaml``.
+        tuned: Always empty: no field of such a pipeline can be tuned.
         inputs: Inputs of a request by name.
         parameters: Request parameters by name.
         outputs: Outputs of the pipeline by name.
@@ -354,19 +354,19 @@ CompiledSpec = PipelineSpec | ModelSpec
 """Spec of a pipeline whose core is a compiled graph."""
 
 
+def is_own(spec: CompiledSpec) -> TypeIs[ModelSpec]:
+    """Return whether the model of a pipeline is the user's own; otherwise it is an encoder."""
+    return isinstance(spec, ModelSpec)
+
+
 def load_model_spec(
     folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False
 ) -> ModelSpec:
-    """Read ``folder/pipeline.yaml``, then ``tuned.yaml`` if it exists, then the overrides.
+    """Read ``folder/pipeline.yaml``, then the overrides.
 
-    Args:
-        folder: Folder of the pipeline.
-        overrides: ``KEY=VALUE`` each: dotted keys, YAML values.
-        untuned: Whether to ignore ``tuned.yaml``.
+    `untuned` has no effect: no field of such a pipeline can be tuned.
 
     Raises:
         UserError: The file is missing or not YAML, a key is unknown or a value out of range.
     """
-    found = None if untuned else read_tuned(folder)
-    tuned = {} if found is None else found.overrides
-    return load_as(ModelSpec, folder, overrides, tuned, {"tuned": tuned})
+    return load_as(ModelSpec, folder, overrides, {}, {})

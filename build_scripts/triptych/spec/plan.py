@@ -36,7 +36,7 @@ from triptych.spec.engine_plan import (
     graph_sizes,
     row_cost,
 )
-from triptych.spec.model_fields import CompiledSpec
+from triptych.spec.model_fields import CompiledSpec, is_own
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks import Core, Task
@@ -153,14 +153,14 @@ class Plan:
         Raises:
             TypeError: The model is the user's own.
         """
-        if not isinstance(self.spec, PipelineSpec):
+        if is_own(self.spec):
             raise TypeError(f"{self.spec.name} is no encoder")
         return self.spec
 
     @property
     def original(self) -> str:
         """Name of the library that runs the original model, with which the gate compares."""
-        is_graph = not isinstance(self.spec, PipelineSpec) and self.spec.model.onnx is not None
+        is_graph = is_own(self.spec) and self.spec.model.onnx is not None
         return "ONNX Runtime" if is_graph else "PyTorch"
 
     @property
@@ -237,7 +237,7 @@ class Plan:
     def reasons(self) -> dict[str, str]:
         """Reason of each number, for `inspect`."""
         spec, task, allowed = self.spec, self.task, self.info.max_length
-        own = spec.tokenizer.max_length if isinstance(spec, PipelineSpec) else None
+        own = None if is_own(spec) else spec.tokenizer.max_length
         if own is not None and own < allowed:
             limit = f"tokenizer.max_length in the spec (the model allows {allowed})"
         elif self.max_length < allowed:
@@ -348,7 +348,7 @@ def row_settings(
         "max_text_bytes": spec.max_text_bytes,
         **task.settings(info),
     }
-    if not isinstance(spec, PipelineSpec):
+    if is_own(spec):
         return settings
     if info.image is not None:
         return settings | {

@@ -19,8 +19,8 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import hash_requests, rows_of
 from triptych.repository.records import GateResult, read_record
 from triptych.spec.fields import Precision
+from triptych.spec.model_fields import is_own
 from triptych.spec.plan import Plan
-from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks.accuracy import above_rounding, metrics_of, probe_limits, thresholds
 
 CODE = (
@@ -204,7 +204,7 @@ def decoding_of(inputs: PipelineInputs) -> Decoding:
     return Decoding(
         task=plan.task,
         settings={**plan.task.settings(plan.info), "outputs": plan.task.output_settings},
-        reference=None if isinstance(plan.spec, PipelineSpec) else find_reference(plan.spec),
+        reference=find_reference(plan.spec) if is_own(plan.spec) else None,
         folder=plan.spec.folder if plan.spec.makes_outputs else inputs.tokenizer_folder,
     )
 
@@ -220,13 +220,13 @@ def overrides_of(inputs: PipelineInputs) -> dict[str, float]:
     """Return the limits that the spec sets, by metric."""
     spec = inputs.plan.spec
     limits: dict[str, float] = spec.accuracy.model_dump(exclude={"max_drop"}, exclude_none=True)
-    return limits if isinstance(spec, PipelineSpec) else {**limits, **spec.output_limits}
+    return {**limits, **spec.output_limits} if is_own(spec) else limits
 
 
 def hash_hooks(inputs: PipelineInputs) -> str:
     """Return the hash of the pipeline's functions and of the files that they read, in hex."""
     spec = inputs.plan.spec
-    files = [] if isinstance(spec, PipelineSpec) else spec.own_files()
+    files = spec.own_files() if is_own(spec) else []
     reference = spec.folder / REFERENCE_FILE
     files += [(REFERENCE_FILE, reference)] * reference.is_file()
     parts = [f"{path} {sha256_of(file)}" for path, file in sorted(files)]

@@ -25,11 +25,11 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import Expected, GateRequest, Sample, core_feed, hash_rows, rows_of
 from triptych.runtime.row_types import find_class
 from triptych.runtime.rows_spans import MAX_STRIDE
+from triptych.spec.model_fields import is_own
 from triptych.spec.model_info import Activation, ModelInfo
 from triptych.spec.model_source import CODE as MODEL_CODE
 from triptych.spec.model_source import load_tokenizer
 from triptych.spec.plan import Plan
-from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks.catalog import PROMPT
 from triptych.spec.tasks.task import Core
 
@@ -340,7 +340,7 @@ def _graph_outputs(
         double: Whether to run with another rounding; see `open_own_model`.
     """
     spec = inputs.plan.spec
-    if isinstance(spec, PipelineSpec):
+    if not is_own(spec):
         raise ValueError(f"{spec.name} has a model of transformers")
     run = open_own_model(spec, other_rounding=double)
     names = [tensor.name for tensor in inputs.plan.core.outputs]

@@ -19,8 +19,8 @@ from triptych.repository.manifest import EncoderManifest
 from triptych.repository.records import GateResult
 from triptych.repository.sharing import check_shareable
 from triptych.spec.fields import Precision
+from triptych.spec.model_fields import is_own
 from triptych.spec.plan import Plan
-from triptych.spec.spec import PipelineSpec
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def full_precision(inputs: PipelineInputs, progress: Progress, accept: str) -> C
         UserError: The model cannot be exported.
     """
     plan = inputs.plan
-    if isinstance(plan.spec, PipelineSpec):
+    if not is_own(plan.spec):
         exported = export_model(plan, inputs.model_folder, progress)
     else:
         example = core_feed(rows_of(inputs.requests)[:1], plan.core_inputs, pad_token_id=0)

@@ -28,8 +28,7 @@ from triptych.interface.page.form import (
 from triptych.interface.page.web import EXAMPLE, MAX_EXAMPLES, PageServer, read_text
 from triptych.interface.report.pages import render
 from triptych.repository.manifest import find_settings
-from triptych.spec.model_fields import CompiledSpec
-from triptych.spec.spec import PipelineSpec
+from triptych.spec.model_fields import CompiledSpec, is_own
 from triptych.spec.traffic import (
     PARAMETERS,
     TRAFFIC_FILE,
@@ -200,8 +199,7 @@ def open_pipeline(
     names = [tensor.name for tensor in task.inputs]
     rows: Sequence[TrafficRow] = ()
     if (folder / TRAFFIC_FILE).is_file():
-        is_own = not isinstance(spec, PipelineSpec)
-        rows = _typed_rows(folder) if is_own else read_traffic(folder, names)
+        rows = _typed_rows(folder) if is_own(spec) else read_traffic(folder, names)
     return PagePipeline(spec, form, client, tuple(rows[:MAX_EXAMPLES]), folder)
 
 
