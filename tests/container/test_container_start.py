@@ -227,7 +227,7 @@ def test_neither_the_process_list_nor_a_step_has_the_key(
 def test_what_users_send_is_for_the_servers_own_user_alone(image: Image) -> None:
     shared = list(SHM.glob(f"{image.variables[PROCESS_TAG_VARIABLE]}*"))
     private = [path for path in shared if not path.stat().st_mode & 0o077]
-    assert len(private) == 4  # of three Python steps, and what they count
+    assert len(private) == 5  # of three Python steps, what they count, and the lock
     assert len(shared) == len(private) + 1  # and that of `echo`, which is not ours
 
 

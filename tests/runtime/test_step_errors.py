@@ -32,6 +32,7 @@ KINDS: dict[str, tuple[type[InferenceError], str]] = {
     faults.STOPPING: (PipelineNotReadyError, "UNAVAILABLE"),
     faults.INTERNAL: (PipelineFailedError, "INTERNAL"),
     faults.ENGINE_FAILED: (PipelineFailedError, "INTERNAL"),
+    faults.ENGINE_DIED: (PipelineNotReadyError, "UNAVAILABLE"),
 }
 """The client's error class and the gRPC status of each code."""
 
@@ -121,6 +122,7 @@ def test_every_other_error_is_read(steps: Any) -> None:
         assert error.message == "`text` must be valid UTF-8. Given: row 0: [stopping] . Send it."
     check(steps.error_response(faults.Stopping()), faults.STOPPING)
     check(steps.error_response(faults.EngineFailed("it ended")), faults.ENGINE_FAILED)
+    check(steps.error_response(faults.EngineDied("its process died")), faults.ENGINE_DIED)
     check(steps.error_response(KeyError("requests under way must")), faults.INTERNAL)
     unpaired = steps.error_response(ValueError("\ud800" + "x" * 10**6))
     assert len(unpaired.message) <= steps.MAX_MESSAGE
