@@ -243,6 +243,7 @@ class Net(torch.nn.Module):
         self.second = torch.nn.Linear(8, 3)
 
     def forward(self, features, ages):
+        features = features / (features.abs().sum(1, keepdim=True) + 1e-9)  # of zeros, too
         hidden = torch.relu(self.first(features)) + ages / 100
         return {"logits": self.second(hidden)}
 """

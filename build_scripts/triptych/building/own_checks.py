@@ -28,7 +28,8 @@ from triptych.building.pipeline_checks import (
     without_bytecode,
 )
 from triptych.core.export.own_graph import RunGraph, open_own_model
-from triptych.core.own_inputs import OwnReader, find_interface, read_interface
+from triptych.core.gate.answers import equal_outputs
+from triptych.core.own_inputs import OwnReader, find_interface, read_interface, takes_rows
 from triptych.core.requests import GateRequest
 from triptych.runtime.hooking import HOOKS_FILE, MODULE_NAME, NUMPY_TYPES, REDACT, load_hooks
 from triptych.runtime.own_model import OwnDecoder, OwnRowMaker
@@ -51,8 +52,6 @@ PACKAGES = ("numpy", "PIL", "tokenizers")
 
 TOGETHER = 8
 """Maximum number of rows in a request of the check."""
-ROUNDING = 1e-5
-"""Tolerance, relative and absolute, between the numbers of a row in a request and alone."""
 
 
 def check_own_pipeline(folder: Path) -> list[Check]:
@@ -80,15 +79,10 @@ def check_own_pipeline(folder: Path) -> list[Check]:
             hooks = None
             checks.append(Check("hooks", note="none: tensors of the same name are passed on"))
         if checks[-1].severity != "error":
-            checks += _run_functions(spec, reader, requests, takes_rows=_takes_rows(hooks))
+            checks += _run_functions(spec, reader, requests, takes_rows=takes_rows(hooks))
     if hooks is not None:
         checks.append(run_tests(folder))
     return checks
-
-
-def _takes_rows(hooks: ModuleType | None) -> bool:
-    postprocess = getattr(hooks, "postprocess", None)
-    return callable(postprocess) and "rows" in inspect.signature(postprocess).parameters
 
 
 def _check_functions(spec: ModelSpec, hooks: ModuleType | None) -> Check:
@@ -204,7 +198,7 @@ def _check_preprocess(
             return made, Check("preprocess", "error", note)
         for name in maker.core_inputs:
             parts = [made[index].tensors[name] for index in chunk.rows]
-            if not _equal(joined.tensors[name], np.concatenate(parts)):
+            if not equal_outputs(joined.tensors[name], np.concatenate(parts)):
                 note = f"`{name}` of a row depends on the other rows of its request"
                 return made, Check("preprocess", "error", note)
     return made, Check("preprocess", note=f"{len(alone)} rows, {row_us:,.0f} us a row")
@@ -237,12 +231,6 @@ def _check_postprocess(
     return Check(
         "postprocess", note=f"{len(answers)} synthetic rows, {row_us:,.0f} us a row: {shapes}"
     )
-
-
-def _equal(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    if one.shape != other.shape or not np.issubdtype(one.dtype, np.floating):
-        return np.array_equal(one, other)
-    return np.allclose(one, other, rtol=ROUNDING, atol=ROUNDING, equal_nan=True)
 
 
 def synthetic_graph(outputs: Sequence[Tensor]) -> RunGraph:

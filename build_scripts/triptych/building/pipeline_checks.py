@@ -35,8 +35,8 @@ from triptych.runtime.hooking import (
     RowForm,
     call_before,
     call_hook,
+    has_parameter,
     load_hooks,
-    takes_inputs,
 )
 from triptych.runtime.request_errors import RequestError
 from triptych.spec.spec import load_spec
@@ -277,7 +277,7 @@ def _check_after(after: Hook, task: Task, inputs: list[Row]) -> Check:
     given = make_up_answers(task, form, len(inputs))
     chunks = [slice(0, len(given)), *(slice(place, place + 1) for place in range(len(given)))]
     for chunk in chunks:
-        seen = [dict(row) for row in inputs[chunk]] if takes_inputs(after) else None
+        seen = [dict(row) for row in inputs[chunk]] if has_parameter(after, "inputs") else None
         try:
             answers = call_hook("after", after, deepcopy(given[chunk]), form.names, seen)
         except (RequestError, RuntimeError) as error:

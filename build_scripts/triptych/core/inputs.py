@@ -14,7 +14,7 @@ from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, Sample
 from triptych.repository.config_text import check_config_texts
 from triptych.repository.manifest import EncoderManifest, find_manifest
-from triptych.runtime.hooking import HOOKS_FILE, REDACT, load_hooks, takes_inputs
+from triptych.runtime.hooking import HOOKS_FILE, REDACT, has_parameter, load_hooks
 from triptych.spec.model_fields import CompiledSpec, is_own
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import locate, read_model
@@ -199,7 +199,7 @@ def read_inputs(
     progress("traffic", str(rows))
     plan = make_plan(spec, info, task, reader.parameters, lengths)
     return PipelineInputs(
-        plan=replace(plan, gives_inputs=takes_inputs(getattr(hooks, "after", None))),
+        plan=replace(plan, gives_inputs=has_parameter(getattr(hooks, "after", None), "inputs")),
         model_folder=folder,
         tokenizer_file=tokenizer,
         requests=rows.requests,

@@ -6,11 +6,11 @@ from what `preprocess` makes of the traffic.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ from triptych.core.requests import (
     record_sizes,
 )
 from triptych.repository.config_text import check_config_texts
-from triptych.runtime.hooking import FORWARDED_PREFIX, HOOKS_FILE
+from triptych.runtime.hooking import FORWARDED_PREFIX, HOOKS_FILE, has_parameter
 from triptych.runtime.own_model import ROW_COUNTS, OwnInputs, OwnRowMaker, make_array
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import CoreRows, RowInputs
@@ -89,9 +89,7 @@ def read_own_inputs(
     run = open_own_model(spec)
     graph = read_interface(spec, reader, requests, run)
     progress("source", f"{spec.model.source}: {_shown(graph.inputs)} to {_shown(graph.outputs)}")
-    postprocess = getattr(hooks, "postprocess", None)
-    takes_rows = callable(postprocess) and "rows" in inspect.signature(postprocess).parameters
-    own = OwnInterface(graph.inputs, graph.outputs, takes_rows=takes_rows)
+    own = OwnInterface(graph.inputs, graph.outputs, takes_rows=takes_rows(hooks))
     own = find_interface(own, reader.discover(own, requests[:KNOWN_ROWS]), spec, run)
     kind = "PyTorch module" if spec.model.onnx is None else "ONNX graph"
     info = ModelInfo(graph.sha256, f"{kind} {spec.model.source}", 0, 0, 0, own=own)
@@ -120,6 +118,11 @@ def read_own_inputs(
         hooks=None if hooks is None else (spec.folder / HOOKS_FILE).read_bytes(),
         traffic=tuple(reader.encode(request.sent) for request in requests),
     )
+
+
+def takes_rows(hooks: ModuleType | None) -> bool:
+    """Return whether `postprocess` takes the inputs of the request."""
+    return has_parameter(getattr(hooks, "postprocess", None), "rows")
 
 
 def _check_rows_apart(run: RunBatch, rows: Sequence[Sample]) -> None:
@@ -281,8 +284,7 @@ class OwnReader:
 
     def maker(self, info: ModelInfo) -> OwnRowMaker:
         """Return the batch encoder of the pipeline."""
-        settings = {**self._task.settings(info), "max_core_rows": self._spec.core.max_batch_size}
-        return self._open(settings)
+        return self._open(self._settings(info))
 
     def discover(self, own: OwnInterface, requests: Sequence[GateRequest]) -> list[CoreRows]:
         """Return what `preprocess` makes of requests before all tensors are known.
@@ -290,8 +292,7 @@ class OwnReader:
         Raises:
             UserError: `preprocess` fails, or its arrays do not fit the graph.
         """
-        info = ModelInfo("", "", 0, 0, 0, own=own)
-        settings = {**self._task.settings(info), "max_core_rows": self._spec.core.max_batch_size}
+        settings = self._settings(ModelInfo("", "", 0, 0, 0, own=own))
         del settings["past_core"]
         maker = self._open(settings)
         return [made for _, made in self._made(maker, requests)]
@@ -335,6 +336,9 @@ class OwnReader:
                 for kind, limit in (("smallest", np.min), ("largest", np.max)):
                     extreme = limit([limit(value) for value in known if value.size])
                     yield name, kind, np.full_like(example, extreme).tolist()
+
+    def _settings(self, info: ModelInfo) -> dict[str, object]:
+        return {**self._task.settings(info), "max_core_rows": self._spec.core.max_batch_size}
 
     def _open(self, settings: Mapping[str, Any]) -> OwnRowMaker:
         try:

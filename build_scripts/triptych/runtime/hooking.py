@@ -45,7 +45,12 @@ def load_hooks(folder: Path) -> ModuleType | None:
     path = folder / HOOKS_FILE
     if not path.is_file():
         return None
-    spec = importlib.util.spec_from_file_location(MODULE_NAME, path)
+    return load_file(path, MODULE_NAME)
+
+
+def load_file(path: Path, name: str) -> ModuleType:
+    """Return the Python file `path`, run as the module `name`."""
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be loaded")
     module = importlib.util.module_from_spec(spec)
@@ -59,9 +64,9 @@ def find_hook(folder: Path, name: str) -> Hook | None:
     return hook
 
 
-def takes_inputs(after: Any) -> bool:
-    """Whether `after` has a parameter `inputs`, for the request's inputs."""
-    return callable(after) and "inputs" in inspect.signature(after).parameters
+def has_parameter(function: Any, name: str) -> bool:
+    """Return whether a function of the user has the parameter `name`."""
+    return callable(function) and name in inspect.signature(function).parameters
 
 
 def call_hook(

@@ -25,7 +25,12 @@ from triptych.runtime.hooking import NUMPY_TYPES
 from triptych.spec.model_fields import ModelSpec
 from triptych.spec.plan import Plan
 
-CODE = ("core/export/own_*.py", "base/onnx_graph.py")
+CODE = (
+    "core/export/own_*.py",
+    "core/export/operators.py",
+    "core/export/to_onnx.py",
+    "base/onnx_graph.py",
+)
 _DTYPES: Mapping[str, DType] = {
     "FLOAT": "FP32",
     "FLOAT16": "FP16",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,8 @@ from triptych.core.export.own_graph import (
     triton_type,
     with_axis,
 )
-from triptych.core.export.to_onnx import OPSET, quiet
+from triptych.core.export.to_onnx import convert, quiet
+from triptych.runtime.hooking import load_file
 from triptych.spec.model_fields import ModelSpec
 
 _MODULE_NAME = "triptych_own_module"
@@ -42,14 +41,8 @@ def load_module(spec: ModelSpec) -> Any:
 
     file, factory = spec.module_file, spec.model.factory
     try:
-        found = importlib.util.spec_from_file_location(_MODULE_NAME, file)
-        if found is None or found.loader is None:
-            raise ImportError(f"{file} is no Python file")
-        code = importlib.util.module_from_spec(found)
-        sys.modules[_MODULE_NAME] = code  # `dataclasses` needs the module there
         with quiet():
-            found.loader.exec_module(code)
-            module = getattr(code, factory)()
+            module = getattr(load_file(file, _MODULE_NAME), factory)()
     except (Exception, SystemExit) as error:
         raise _refused(
             "model.module",
@@ -204,14 +197,7 @@ def export_module(spec: ModelSpec, example: Mapping[str, NDArray[Any]], target: 
     dynamic = tuple({0: batch, **({of[name]: free} if name in of else {})} for name in names)
     try:
         with quiet(), torch.no_grad():
-            exported: Any = torch.onnx.export(
-                torch.export.export(module, tensors, dynamic_shapes=dynamic, strict=False),
-                dynamo=True,
-                input_names=names,
-                output_names=outputs,
-                opset_version=OPSET,
-                verbose=False,
-            )
+            proto = convert(module, tensors, dynamic, names, outputs)
     except Exception as error:
         raise _refused(
             "model.module",
@@ -220,4 +206,4 @@ def export_module(spec: ModelSpec, example: Mapping[str, NDArray[Any]], target: 
             "Remove branches on values and on the batch size from `forward`, or export it to ONNX",
         ) from error
     target.mkdir(parents=True, exist_ok=True)
-    save_onnx(exported.model_proto, target / MODEL_FILE)
+    save_onnx(proto, target / MODEL_FILE)

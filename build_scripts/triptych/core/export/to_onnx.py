@@ -235,7 +235,7 @@ def export_onnx(
         examples, shapes = _examples(traced, packed=packed)
         names = [tensor.name for tensor in traced], [output.name for output in core.outputs]
         try:
-            proto = convert(graph, examples, shapes, *names)
+            proto = convert(graph, examples, (shapes,), *names)
         except Exception as error:
             reason = f"{type(error).__name__}: {_one_line(error)}"
             if packed:
@@ -258,23 +258,23 @@ def export_onnx(
 def convert(
     graph: Any,
     examples: tuple[Any, ...],
-    shapes: tuple[dict[int, Any], ...],
+    shapes: tuple[Any, ...],
     inputs: Sequence[str],
     outputs: Sequence[str],
 ) -> Any:
     """Return a torch module as an `onnx.ModelProto` that computes the same in ONNX Runtime.
 
     Args:
-        graph: Module whose `forward` takes any number of tensors.
+        graph: Module.
         examples: Tensors to trace with.
-        shapes: Axes of each that vary.
-        inputs: Name of each.
+        shapes: Axes that vary, for each parameter of `forward`.
+        inputs: Name of each tensor.
         outputs: Names of its results.
     """
     import torch
 
     exported: Any = torch.onnx.export(
-        torch.export.export(graph.eval(), examples, dynamic_shapes=(shapes,), strict=False),
+        torch.export.export(graph.eval(), examples, dynamic_shapes=shapes, strict=False),
         dynamo=True,
         input_names=list(inputs),
         output_names=list(outputs),

@@ -142,7 +142,7 @@ def _check_together(
         ) from error
     for index, got in zip(taken, together, strict=True):
         for name, value in alone[index].outputs.items():
-            if not _equal(got[name], value):
+            if not equal_outputs(got[name], value):
                 raise UserError(
                     file,
                     "has a function `after` that changes a row depending on the other rows",
@@ -151,7 +151,8 @@ def _check_together(
                 )
 
 
-def _equal(got: NDArray[Any], wanted: NDArray[Any]) -> bool:
+def equal_outputs(got: NDArray[Any], wanted: NDArray[Any]) -> bool:
+    """Return whether arrays are equal, floats within `ROUNDING`."""
     if got.shape != wanted.shape or not np.issubdtype(wanted.dtype, np.floating):
         return np.array_equal(got, wanted)
     return np.allclose(got, wanted, rtol=ROUNDING, atol=ROUNDING, equal_nan=True)

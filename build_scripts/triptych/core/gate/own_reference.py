@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError
 from triptych.core.requests import GateRequest
+from triptych.runtime.hooking import load_file
 from triptych.runtime.own_model import call_function, make_array
 from triptych.runtime.row_types import Arrays
 from triptych.spec.model_fields import ModelSpec
@@ -55,13 +54,7 @@ def find_reference(spec: ModelSpec) -> Reference | None:
 
 def _load(path: Path) -> Callable[..., Any]:
     try:
-        found = importlib.util.spec_from_file_location(_MODULE_NAME, path)
-        if found is None or found.loader is None:
-            raise ImportError(f"{path} is no Python file")
-        module = importlib.util.module_from_spec(found)
-        sys.modules[_MODULE_NAME] = module  # `dataclasses` needs the module there
-        found.loader.exec_module(module)
-        function: Callable[..., Any] = getattr(module, FUNCTION)
+        function: Callable[..., Any] = getattr(load_file(path, _MODULE_NAME), FUNCTION)
     except (Exception, SystemExit) as error:
         raise UserError(
             str(path),
