@@ -308,12 +308,7 @@ def infer(
     Raises:
         InferenceError: See its subclasses; `row` of an `InvalidRequestError` is the faulty row.
     """
-    deadline = self._deadline(timeout_s)
-    config = self._config
-    if config is None and has_typed_rows(inputs):
-        config = yield from self._known_config(deadline)
-    encoded = encode_rows(inputs, config)
-    return (yield from self._perform(encoded, parameters, deadline, keep_going=False)).outputs()
+    return (yield from _infer(self, inputs, parameters, timeout_s, keep_going=False)).outputs()
 
 
 def infer_each(
@@ -328,12 +323,23 @@ def infer_each(
     Arguments and errors are those of `infer`, but a rejected row does not raise: the other rows of
     its request are sent again without it.
     """
+    return (yield from _infer(self, inputs, parameters, timeout_s, keep_going=True)).each()
+
+
+def _infer(
+    self: PipelineClient,
+    inputs: Rows,
+    parameters: Mapping[str, Parameter] | None,
+    timeout_s: float | None,
+    *,
+    keep_going: bool,
+) -> Flow[Work]:
     deadline = self._deadline(timeout_s)
     config = self._config
     if config is None and has_typed_rows(inputs):
         config = yield from self._known_config(deadline)
     encoded = encode_rows(inputs, config)
-    return (yield from self._perform(encoded, parameters, deadline, keep_going=True)).each()
+    return (yield from self._perform(encoded, parameters, deadline, keep_going=keep_going))
 
 
 def interface(self: PipelineClient, *, timeout_s: float | None = None) -> Flow[PipelineConfig]:

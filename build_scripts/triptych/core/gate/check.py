@@ -47,7 +47,7 @@ from triptych.core.requests import (
 )
 from triptych.repository.records import GateResult, ProbeResult, Verdict, WorstRow
 from triptych.spec.fields import Precision
-from triptych.spec.tasks.accuracy import METRICS, OWN_METRICS, find_metric
+from triptych.spec.tasks.accuracy import METRICS, OWN_METRICS, is_lower_better
 from triptych.spec.tasks.labeled import LabeledResult, LabeledRow, compare_labeled
 from triptych.spec.tasks.task import Core
 
@@ -89,8 +89,7 @@ def failure_messages(
         if messages.get(verdict.metric):
             yield from messages[verdict.metric]
         else:
-            metric = find_metric(verdict.metric)
-            side = "above" if metric and metric.better == "lower" else "below"
+            side = "above" if is_lower_better(verdict.metric) else "below"
             yield f"{verdict.metric} is {verdict.value:.6g}, {side} {verdict.limit}"
 
 

@@ -48,7 +48,7 @@ from triptych.repository.records import GateResult, LiveRun, Verdict, WorstRow
 from triptych.runtime.hooking import find_hook
 from triptych.spec.fields import Precision
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.accuracy import Tolerance, above_rounding, find_metric
+from triptych.spec.tasks.accuracy import Tolerance, above_rounding, is_lower_better, is_met
 from triptych.spec.tasks.compare import Outputs
 from triptych.spec.tasks.labeled import describe_labeled
 
@@ -148,9 +148,7 @@ class _LiveReference:
         self.readable = tuple(
             name
             for name, value in found.items()
-            if name not in rules.limits
-            or (metric := find_metric(name)) is None
-            or metric.meets(value, rules.limits[name])
+            if name not in rules.limits or is_met(name, value, rules.limits[name])
         )
 
     def figures(self, view: SortedResponses, *, edge: bool = False) -> _Figures:
@@ -193,9 +191,7 @@ def _worst_values(ways: Sequence[Mapping[str, float]]) -> dict[str, float]:
     worst: dict[str, float] = {}
     for values in ways:
         for name, value in values.items():
-            metric = find_metric(name)
-            lower = metric is not None and metric.better == "lower"
-            pick = max if lower else min
+            pick = max if is_lower_better(name) else min
             worst[name] = pick(worst.get(name, value), value)
     return worst
 

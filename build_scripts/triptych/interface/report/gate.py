@@ -12,7 +12,7 @@ from triptych.base.formatting import NOTHING, code, figure, number
 from triptych.interface.report import plots
 from triptych.interface.report.pages import render, write_report
 from triptych.repository.records import GateResult, PrecisionTrial, json_text
-from triptych.spec.tasks.accuracy import find_metric
+from triptych.spec.tasks.accuracy import find_metric, is_lower_better
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,8 @@ def _scatter(gate: GateResult) -> _Scatter | None:
             points.append(plots.PrecisionPoint(each.precision, each.status, x, max(y, 0.0)))
     if not points:
         return None
-    svg = plots.candidates(points, metric, limit, higher=not _is_better_low(metric))
+    svg = plots.candidates(points, metric, limit, higher=not is_lower_better(metric))
     return _Scatter(svg, metric, limit, missing)
-
-
-def _is_better_low(metric: str) -> bool:
-    found = find_metric(metric)
-    return found is not None and found.better == "lower"
 
 
 def _tightest(gate: GateResult, metrics: Sequence[str]) -> tuple[str, float | None]:
@@ -157,7 +152,7 @@ def _tightest(gate: GateResult, metrics: Sequence[str]) -> tuple[str, float | No
     for verdict in gate.verdicts:
         value, limit = number(verdict.value), number(verdict.limit)
         if verdict.metric in metrics and value is not None and limit is not None:
-            low = _is_better_low(verdict.metric)
+            low = is_lower_better(verdict.metric)
             lost, allowed = (value, limit) if low else (1 - value, 1 - limit)
             used.append((lost / allowed if allowed > 0 else 0.0, verdict.metric, limit))
     if not used:

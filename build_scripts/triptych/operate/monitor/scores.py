@@ -23,7 +23,7 @@ from triptych.base.confidence import CONFIDENCE
 from triptych.core.gate.live import AnswerRules, differences, is_finite, same, shape_fault
 from triptych.core.gate.verify import ANSWER_AGREEMENT, MIN_ANSWER_AGREEMENT
 from triptych.repository.records import GateResult
-from triptych.spec.tasks.accuracy import find_metric
+from triptych.spec.tasks.accuracy import is_met
 from triptych.spec.tasks.compare import Outputs
 from triptych.spec.tasks.labeled import difference_interval, ratio
 
@@ -214,10 +214,7 @@ def mean_interval(losses: Sequence[float]) -> tuple[float, float]:
 
 def is_worse(metric: MetricValue) -> bool:
     """Return whether a metric misses its limit."""
-    found = find_metric(metric.metric)
-    return metric.limit is not None and not (
-        found is None or found.meets(metric.value, metric.limit)
-    )
+    return metric.limit is not None and not is_met(metric.metric, metric.value, metric.limit)
 
 
 BET_SIZES = 40

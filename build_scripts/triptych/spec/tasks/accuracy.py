@@ -99,6 +99,18 @@ def find_metric(name: str) -> Metric | None:
     return (OWN_METRICS if output else METRICS).get(kind)
 
 
+def is_lower_better(name: str) -> bool:
+    """Return whether lower values of a metric are better; False for an unknown name."""
+    metric = find_metric(name)
+    return metric is not None and metric.better == "lower"
+
+
+def is_met(name: str, value: float, limit: float) -> bool:
+    """Return whether a value of a metric meets its limit; True for an unknown name."""
+    metric = find_metric(name)
+    return metric is None or metric.meets(value, limit)
+
+
 CORE_METRICS = ("max_difference", "batch_sensitivity", "edge_error")
 _LIMITS: dict[str, tuple[float, float, float | None]] = {
     "max_difference": (1e-5, 0.05, None),
