@@ -7,12 +7,10 @@ from typing import Any
 from triptych.base.explained import ExplainedValue
 from triptych.deploy.context import DeploymentContext
 from triptych.deploy.numbers import PRE_STOP_S
+from triptych.gateway import GRACE_S, MAX_BODY_MIB, PORT
 
-EXIT_S = 30
-"""Maximum time in which a gateway answers requests in flight at its end, in seconds."""
-PORT = 8080
 _KEYS, _TLS = "/run/triptych/keys", "/run/triptych/tls"
-_BASE_MIB, _BODY_MIB, _BODIES, _COPIES = 256, 8, 8, 4
+_BASE_MIB, _BODIES, _COPIES = 256, 8, 4
 _MARGIN_S = 5
 _FILES = ("deployment", "service", "replicas", "disruption-budget", "network-policy", "pod-monitor")
 
@@ -42,7 +40,7 @@ def http_api_values(c: DeploymentContext, repository: str, grpc_port: int) -> di
             *("--url", f"{host}:{grpc_port}"),
             *("--repository", repository),
             *("--host", "0.0.0.0", "--port", str(PORT)),
-            *("--max-body-mib", str(_BODY_MIB)),
+            *("--max-body-mib", str(MAX_BODY_MIB)),
             *("--keys", f"{_KEYS}/keys.yaml"),
             *(tls if options.http_api_tls is not None else ()),
             "--access-log",
@@ -53,18 +51,18 @@ def http_api_values(c: DeploymentContext, repository: str, grpc_port: int) -> di
             "before SIGTERM, so that endpoints and balancers no longer use this pod",
         ),
         "exit_s": ExplainedValue(
-            EXIT_S + _MARGIN_S,
-            f"{EXIT_S} s in which requests in flight are answered, and {_MARGIN_S} s to end",
+            GRACE_S + _MARGIN_S,
+            f"{GRACE_S} s in which requests in flight are answered, and {_MARGIN_S} s to end",
         ),
         "grace_s": ExplainedValue(
-            PRE_STOP_S + EXIT_S + _MARGIN_S,
-            f"{PRE_STOP_S} s of preStop, {EXIT_S} s in which requests in flight are "
+            PRE_STOP_S + GRACE_S + _MARGIN_S,
+            f"{PRE_STOP_S} s of preStop, {GRACE_S} s in which requests in flight are "
             f"answered, and {_MARGIN_S} s to end",
         ),
         "memory_mib": ExplainedValue(
-            _BASE_MIB + _BODIES * _BODY_MIB * _COPIES,
+            _BASE_MIB + _BODIES * MAX_BODY_MIB * _COPIES,
             f"{_BASE_MIB} MiB, of which its modules take 90 and the rest is for a tokenizer; and "
-            f"{_BODIES} requests of {_BODY_MIB} MiB (--max-body-mib) in {_COPIES} forms: bytes, "
+            f"{_BODIES} requests of {MAX_BODY_MIB} MiB (--max-body-mib) in {_COPIES} forms: bytes, "
             "JSON, tensors and the response. Not measured under load: observe it",
         ),
     }

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from triptych.client import InferenceError
 from triptych.client.flows import CALL_HEADERS
+from triptych.gateway import MAX_BODY_MIB, MAX_ITEMS
 from triptych.gateway.errors import (
     CLIENT_CLOSED,
     ApiError,
@@ -45,9 +46,9 @@ class RequestLimits:
         items: Maximum number of texts, pairs or images.
     """
 
-    body_bytes: int = 8 << 20
+    body_bytes: int = MAX_BODY_MIB << 20
     body_s: float = 30.0
-    items: int = 10_000
+    items: int = MAX_ITEMS
 
     def check_items(self, field_name: str, count: int) -> None:
         """Count the items of a request; raise `ApiError` if it has none or too many."""

@@ -14,6 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from triptych.base.errors import UserError
+from triptych.gateway import GRACE_S
 from triptych.gateway.app import make_app
 from triptych.gateway.http import Shared
 from triptych.gateway.pipelines import Pipelines
@@ -27,8 +28,6 @@ HEADERS_S = 10.0
 STALLED_S = 60.0
 """Maximum time in which a client takes no part of a response, in seconds."""
 
-GRACE_S = 30
-"""Maximum time in which requests in flight are answered at the end, in seconds."""
 _TICKS_PER_LOOK = 20
 """Number of ticks of uvicorn, 0.1 s each, between two looks at the files of certificates."""
 

@@ -14,6 +14,7 @@ import typer
 
 from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors, write_files
+from triptych.gateway import MAX_BODY_MIB, MAX_ITEMS, PORT
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     REPOSITORY,
@@ -25,7 +26,6 @@ from triptych.interface.cli.options import (
     warn,
 )
 
-PORT = 8080
 _MIB = 1 << 20
 
 KEYS_FILE = Path("keys.yaml")
@@ -159,10 +159,10 @@ def gateway(
     ] = 60.0,
     max_body_mib: Annotated[
         int, typer.Option(min=1, max=1024, help="Maximum number of MiB in the body of a request.")
-    ] = 8,
+    ] = MAX_BODY_MIB,
     max_items: Annotated[
         int, typer.Option(min=1, help="Maximum number of texts in a request.")
-    ] = 10_000,
+    ] = MAX_ITEMS,
     as_json: Json = False,
 ) -> None:
     """Serve the HTTP APIs of OpenAI, Cohere, Jina and TEI.
