@@ -171,7 +171,7 @@ def test_onnx_runtime_computes_operators_as_torch_does() -> None:
             return pooled + pixels.amax((2, 3)).squeeze()[:, None] + none
 
     example = -torch.rand(3, 1, 4, 4) - 1
-    proto = convert(Network(), (example,), ({0: torch.export.Dim("rows")},), ["pixels"], ["max"])
+    proto = convert(Network(), (example,), (({0: torch.export.Dim("rows")},),), ["pixels"], ["max"])
     session = onnxruntime.InferenceSession(proto.SerializeToString())
     for count in (3, 1):
         pixels = example[:count]
