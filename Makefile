@@ -4,6 +4,8 @@ PROVIDER ?= CPUExecutionProvider
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+FOR_USERS := $(VENV)/.installed-for-users
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint build_scripts/constraints.txt
 SHELL := bash
 
 # Images: Triton as docker/versions.env has it; where the image comes from is yours.
@@ -15,17 +17,24 @@ export TRITON_IMAGE
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
 
-.PHONY: help setup setup-generation demo demo-chat test test-in-container test-long check coverage serve image engine-in-container examples compare compare-path compare-tasks compare-generation grid scaling precisions gpu-test soak fuzz results clean
+.PHONY: help install setup setup-generation recording demo demo-chat test test-in-container test-long check coverage serve image engine-in-container examples compare compare-path compare-tasks compare-generation grid scaling precisions gpu-test soak fuzz results clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 21
 
-setup: $(INSTALLED)  ## Make .venv with everything pinned
+install: $(FOR_USERS)  ## Make .venv with what a user needs (1.5 GB)
+$(FOR_USERS): pyproject.toml build_scripts/constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing 1.5 GB into $(VENV), in 1 to 2 minutes ..."
+	@$(PIP_INSTALL) --editable ".[build,local,gateway,demo]"
+	@touch $@
+
+setup: $(INSTALLED)  ## Make .venv with every extra and the tools of developers (2.4 GB)
 $(INSTALLED): pyproject.toml build_scripts/constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing pinned dependencies into $(VENV) (a minute or two) ..."
-	$(BIN)/python -m pip install --quiet --no-compile --constraint build_scripts/constraints.txt \
+	@echo "installing 2.4 GB into $(VENV), in about 2 minutes ..."
+	@$(PIP_INSTALL) \
 	  --editable ".[build,local,fleet,gateway,parquet,templates,tensorrt,text2text,demo,dev]"
-	@touch $@
+	@touch $@ $(FOR_USERS)
 
 # Beside .venv, whose packages it sees but for those it has itself: torch is not installed twice.
 GENERATION := .venv-generation
@@ -39,7 +48,7 @@ $(GENERATION)/.installed: $(INSTALLED) build_scripts/generation.txt
 	  --requirement build_scripts/generation.txt
 	@touch $@
 
-demo: setup  ## Build MiniLM, start a real tritonserver, send real requests, stop it
+demo: install  ## Build MiniLM, start a real tritonserver, send real requests, stop it
 	$(BIN)/triptych build minilm
 	$(BIN)/python -m triptych.interface.cli.demo model_repository minilm
 
@@ -108,7 +117,10 @@ format: setup  ## Sort imports, mend what ruff can, format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-serve: setup  ## Build MiniLM and serve it until Ctrl-C
+recording: install  ## Run `make demo` and draw its output as the picture of README.md
+	$(BIN)/python build_scripts/documentation/recording.py
+
+serve: install  ## Build MiniLM and serve it until Ctrl-C
 	$(BIN)/triptych build minilm
 	$(BIN)/triptych serve
 
