@@ -26,7 +26,7 @@ from benchmarks.model import CACHE, PIPELINE
 from benchmarks.results import Table
 from triptych.base.errors import UserError
 from triptych.base.files import parse_yaml
-from triptych.operate.tune.kinds import EncoderTuning, Setting
+from triptych.operate.tune.kinds import CompiledTuning, Setting
 from triptych.operate.tune.objective import LoadFailed, Objective, ThroughputObjective
 from triptych.operate.tune.results import format_scores
 from triptych.operate.tune.trial_servers import TrialServer, trial_servers
@@ -161,7 +161,7 @@ def _measure_grid(
 ) -> list[Cell]:
     cells = [Cell(setting) for setting in _make_settings(few=options.few)]
     first = next(iter(objectives.values()))
-    pipeline = EncoderTuning(folder, first.slo, first.clients)
+    pipeline = CompiledTuning(folder, first.slo, first.clients)
     with trial_servers(pipeline, REPOSITORY, options.seconds, progress) as servers:
         for number, cell in enumerate(cells, start=1):
             try:
@@ -212,7 +212,7 @@ def _compare(
         turns = []
         for number, (label, setting) in enumerate(settings.items()):
             server = TrialServer(
-                scratch / str(number), EncoderTuning(folder, objective.slo, CLIENTS)
+                scratch / str(number), CompiledTuning(folder, objective.slo, CLIENTS)
             )
             stack.callback(server.close)
             server.put(setting, progress, quiet)

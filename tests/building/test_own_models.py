@@ -13,6 +13,7 @@ import onnx
 import onnxruntime
 import pytest
 
+from client_toy import wait_until
 from conftest import build_into, quiet, write_pipeline
 from own_models import (
     PICTURES,
@@ -26,6 +27,7 @@ from own_models import (
 )
 from scaffolding import run
 from triptych.base.errors import UserError
+from triptych.building.dev import rebuild
 from triptych.building.own_checks import check_own_pipeline
 from triptych.building.pipeline_checks import check_pipeline
 from triptych.client import Client, InvalidRequestError
@@ -34,8 +36,12 @@ from triptych.container.manifests import find_pipelines
 from triptych.core.gate.cached import Gate, GateFailure
 from triptych.core.own_inputs import read_own_inputs
 from triptych.interface.page.demo import answer, open_pipeline
+from triptych.operate.tune.tune import Tuning, tune_pipeline
+from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
+from triptych.spec.slo import Slo
+from triptych.spec.tuned import Tuned, write_tuned
 
 pytestmark = pytest.mark.server
 
@@ -49,12 +55,22 @@ def after(rows, inputs):
 """
 
 
+SAMPLE = {"rate": 1.0, "window_s": 0.2}
+REDACT = "hooks.redact"
+REDACTING = """
+def redact(inputs, answer):
+    assert isinstance(inputs["features"], list)
+    return None if inputs["bias"] == 13 else (inputs, answer)
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """Folder with pipelines and their repository."""
     base = tmp_path_factory.mktemp("own")
-    write_detector(base / "pipelines/detector")
-    write_table(base / "pipelines/table")
+    write_detector(base / "pipelines/detector", serving={"sample": SAMPLE})
+    write_table(base / "pipelines/table", serving={"sample": {**SAMPLE, "redact": REDACT}})
+    (base / "pipelines/table/hooks.py").write_text(REDACTING)
     write_module(base / "pipelines/levels")
     write_sounds(base / "pipelines/sounds")
     for name in ("detector", "table", "levels", "sounds"):
@@ -82,7 +98,8 @@ def build(base: Path, name: str, *overrides: str) -> Any:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Any]:
-    with Server(folder / "repository") as server:
+    environment = {FOLDER_VARIABLE: str(folder / "samples")}
+    with Server(folder / "repository", environment=environment) as server:
         yield server
 
 
@@ -308,6 +325,65 @@ def test_a_load_test_sends_numbers(folder: Path, server: Any) -> None:
         server.grpc_url, "table", inputs.traffic, concurrency=2, request_count=40
     )
     assert result.requests >= 40
+
+
+def test_sampled_rows_are_compared_and_become_traffic(folder: Path, server: Any) -> None:
+    images = [picture(boxes, size) for size, boxes in PICTURES]
+    features = np.random.default_rng(3).normal(size=(20, 4)).astype(np.float32)
+    sampled = folder / "samples/table"
+    with Client("detector", server.grpc_url) as client:
+        client.infer({"image": images})  # outputs of unequal size are filled up
+
+    def stored() -> int:
+        texts = [file.read_text() for file in sampled.glob("*.jsonl")]
+        return sum(text.count('"inputs"') for text in texts)
+
+    before = stored()
+    with Client("table", server.grpc_url) as client:
+        client.infer({"features": features})
+        client.infer({"features": features[:1], "bias": [13]})  # which `redact` drops
+    wait_until(lambda: stored() >= before + 20, "samples")
+    places = {n: str(folder / n) for n in ("pipelines", "repository", "samples", "reports")}
+    where = [word for n in ("pipelines", "repository", "samples") for word in (f"--{n}", places[n])]
+    reports = ["--reports", places["reports"], "--json"]
+    for name, metric in (("detector", "box.iou"), ("table", "risk.max_difference")):
+        done = run("monitor", name, *where, *reports)
+        assert done.exit_code == 0, (done.output, done.exception)
+        result = json.loads(done.stdout)
+        assert result["rows"] >= 4
+        assert metric in [found["metric"] for found in result["metrics"]]
+        assert not result["alarms"]
+    kept = (folder / "pipelines/table/traffic.jsonl").read_bytes()
+    done = run("traffic", "table", *where, "--json")
+    assert json.loads(done.stdout)["added"] >= 20, (done.output, done.exception)
+    assert json.loads(run("traffic", "table", *where, "--json").stdout)["added"] == 0
+    inputs = read_own_inputs(load_model_spec(folder / "pipelines/table"), quiet)
+    assert len(inputs.traffic) >= 60
+    assert not any(row.get("bias") == 13 for row in inputs.traffic)
+    (folder / "pipelines/table/traffic.jsonl").write_bytes(kept)
+    refused = run("traffic", "detector", *where).exception
+    assert "a file in the traffic is a path" in str(refused)
+    other = str(folder / "other")
+    run("build", "table", *where[:2], "--repository", other, "--set", "core.threads=1")
+    replay = ["shadow", "table", other, *where, *reports, "--max-rounds", "0"]
+    for source in ([], ["--traffic"]):
+        verdict = json.loads(run(*replay, *source).stdout)
+        assert verdict["answers"]["rows"] >= 19
+        assert verdict["verdict"] != "reject"
+
+
+@pytest.mark.long
+def test_a_tuned_setting_is_read_by_the_next_build(tmp_path: Path) -> None:
+    table = write_table(tmp_path / "table")
+    tuning = Tuning(Slo(p99_ms=500.0), budget_s=30.0, clients=2, seconds=0.5)
+    result = tune_pipeline(table, tmp_path / "repository", tuning, quiet)
+    assert result.trials
+    write_tuned(table, Tuned({"core.threads": 1}, {}), spec_file="pipeline.yaml")
+    done = rebuild(table, tmp_path / "repository", (), quiet)
+    assert done.built is not None, done
+    assert done.built.plan is not None
+    assert done.built.plan.spec.core.threads == 1
+    assert done.built.plan.spec.tuned == {"core.threads": 1}
 
 
 def test_a_module_answers_as_in_torch(folder: Path, server: Any) -> None:

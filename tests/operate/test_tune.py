@@ -12,7 +12,7 @@ import pytest
 from conftest import build_into, quiet, write_pipeline
 from http_pages import comes_true
 from triptych.base.cache import cache_root
-from triptych.operate.tune.kinds import EncoderTuning, Setting
+from triptych.operate.tune.kinds import CompiledTuning, Setting
 from triptych.operate.tune.trial_servers import trial_servers
 from triptych.operate.tune.tune import Tuning, tune_pipeline
 from triptych.serving.bench.results import to_json
@@ -72,7 +72,7 @@ def test_only_the_models_that_changed_are_loaded_again(home: Path) -> None:
     told: list[str] = []
     folder = home / "pipelines" / "tiny"
     with trial_servers(
-        EncoderTuning(folder, Slo(), 2),
+        CompiledTuning(folder, Slo(), 2),
         home / "repository",
         0.6,
         lambda _stage, line: told.append(line),

@@ -18,14 +18,20 @@ from onnx import numpy_helper
 
 from conftest import quiet
 from scaffolding import OWN_MODELS, run, write
+from triptych.base.errors import UserError
 from triptych.base.files import parse_yaml
 from triptych.building.own_checks import check_own_pipeline
 from triptych.client import Client, InvalidRequestError
+from triptych.core.export.own_graph import read_graph, with_axis
 from triptych.core.gate.cached import Gate
-from triptych.core.own_inputs import read_own_inputs
+from triptych.core.own_inputs import OwnReader, read_own_inputs
 from triptych.interface.api import build
+from triptych.runtime.own_model import load_functions
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
+from triptych.spec.model_info import OwnInterface
+from triptych.spec.scaffold import scaffold
+from triptych.spec.tasks.own import own_task
 from triptych.spec.template import BUILT_IN
 
 pytestmark = pytest.mark.build
@@ -72,6 +78,82 @@ def test_an_onnx_file_can_be_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "pipelines", "tabular", model=str(tmp_path / "other.onnx"))
     spec = load_model_spec(folder)
     assert spec.model_file.samefile(tmp_path / "other.onnx")
+
+
+def test_an_onnx_file_fills_the_fields_of_a_new_pipeline(tmp_path: Path) -> None:
+    kinds = onnx.TensorProto
+    graphs: dict[str, tuple[dict[str, tuple[int, list[Any]]], dict[str, tuple[int, list[Any]]]]] = {
+        "tokens": (
+            {"ids": (kinds.INT64, ["n", "length"]), "mask": (kinds.INT64, ["n", "length"])},
+            {"label": (kinds.FLOAT, ["n", 2])},
+        ),
+        "odd": (
+            {"Input.1": (kinds.FLOAT16, ["n", 3]), "row_counts": (kinds.INT32, ["n", 1])},
+            {"transpose_0.tmp_0": (kinds.FLOAT, ["n", 2]), "input.1": (kinds.BOOL, ["n", 1])},
+        ),
+        "picture": (
+            {"pixels": (kinds.UINT8, ["n", "h", "w", 3]), "scale": (kinds.FLOAT, ["n", 1])},
+            {"logits": (kinds.FLOAT, ["n", 5])},
+        ),
+    }
+    found = {}
+    for name, (inputs, outputs) in graphs.items():
+        values = [
+            [onnx.helper.make_tensor_value_info(each, *form) for each, form in side.items()]
+            for side in (inputs, outputs)
+        ]
+        model = onnx.helper.make_model(onnx.helper.make_graph([], "graph", *values))
+        onnx.save(model, tmp_path / f"{name}.onnx")
+        new = scaffold(
+            name,
+            task=None,
+            model=str(tmp_path / f"{name}.onnx"),
+            with_hooks=False,
+            pipelines=tmp_path / "pipelines",
+        )
+        folder = Path(new.folder)
+        assert not (folder / "model.onnx").exists()
+        found[name] = spec = load_model_spec(folder)
+        reader = OwnReader(spec, own_task(spec))
+        requests = reader.read(folder / "traffic.jsonl")
+        assert requests, name
+        graph = with_axis(spec, read_graph(spec))
+        made = reader.discover(OwnInterface(graph.inputs, graph.outputs), requests)
+        for each in made:
+            assert each.tensors.keys() >= inputs.keys(), name
+            for tensor in graph.inputs:
+                assert len(each.tensors[tensor.name].shape) == 1 + len(tensor.dims), name
+    assert found["tokens"].model.axis[0] == "length"
+    assert found["odd"].inputs.keys() == {"input_1", "value_row_counts"}
+    assert found["odd"].outputs.keys() == {"transpose_0_tmp_0", "input_1_out"}
+    assert found["picture"].inputs["pixels"].type == "bytes"
+    (tmp_path / "bad.onnx").write_bytes(b"no graph")
+    with pytest.raises(UserError, match="must be a readable ONNX file"):
+        write(tmp_path / "pipelines", "onnx", "bad", model=str(tmp_path / "bad.onnx"))
+
+
+def test_boxes_of_a_yolo_file_need_no_code(tmp_path: Path) -> None:
+    pixels = onnx.helper.make_tensor_value_info("pixels", 1, ["n", 3, "h", "w"])
+    found = onnx.helper.make_tensor_value_info("found", 1, ["n", 6, 3])
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "graph", [pixels], [found]))
+    onnx.helper.set_model_props(model, {"names": "{0: 'cat', 1: 'dog'}", "imgsz": "[96, 96]"})
+    onnx.save(model, tmp_path / "yolo.onnx")
+    folder = write(tmp_path, "object-detection", model=str(tmp_path / "yolo.onnx"))
+    checks = check_own_pipeline(folder)
+    assert [check for check in checks if check.severity == "error"] == []
+    preprocess, postprocess = load_functions(folder, ["preprocess", "postprocess"])
+    assert preprocess is not None
+    assert postprocess is not None
+    image = (folder / "samples/wide.png").read_bytes()
+    made = preprocess(rows={"image": [image]}, parameters={})
+    assert made["pixels"].shape == (1, 3, 96, 96)
+    scale, left, top = made["place"][0, :3]
+    boxes = np.array([[48, 48, 20, 10, 0.1, 0.9], [48, 48, 21, 10, 0, 0.8], [9, 9, 2, 2, 0, 0]]).T
+    options = {"min_score": 0.5, "max_overlap": 0.3, "max_detections": 20}
+    answer = postprocess(arrays={"found": boxes[None], "place": made["place"]}, parameters=options)
+    assert answer["label"] == [["dog"]]
+    wanted = (np.array([38, 43, 58, 53]) - [left, top, left, top]) / scale
+    np.testing.assert_allclose(answer["box"][0], [wanted], rtol=1e-5)
 
 
 @pytest.fixture(scope="module")

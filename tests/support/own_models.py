@@ -151,7 +151,7 @@ def save_detector(path: Path) -> None:
     save_graph(
         path,
         nodes,
-        [MAKE("images", FLOAT, ["n", 3, SIZE, SIZE])],
+        [MAKE("images", FLOAT, ["n", 3, "height", "width"])],
         [MAKE("boxes", FLOAT, ["n", count, 4]), MAKE("scores", FLOAT, ["n", count])],
         weights,
     )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,72 @@ MAX_PROTOBUF = 1_900_000_000
 def hashes_of_graph(files: Mapping[str, str]) -> dict[str, str]:
     """Return the entries of `files` (name to hash) for the graph and the weights beside it."""
     return {name: digest for name, digest in files.items() if name.startswith(MODEL_FILE)}
+
+
+class GraphTensor(NamedTuple):
+    """An input or output of a graph.
+
+    Attributes:
+        name: Name of the tensor.
+        kind: Type of the elements as ONNX names it, such as ``FLOAT``.
+        axes: Size of each axis, or its name; an axis without either is named after the tensor.
+            None if the file does not contain them.
+    """
+
+    name: str
+    kind: str
+    axes: tuple[int | str, ...] | None
+
+    @property
+    def row_axes(self) -> tuple[int | str, ...]:
+        """Axes without the first, which is the batch."""
+        return (self.axes or ())[1:]
+
+
+class GraphInterface(NamedTuple):
+    """Inputs and outputs of a graph, and the entries that its exporter added.
+
+    Attributes:
+        inputs: Inputs without weights.
+        weight_files: Names of the files with weights beside the graph.
+    """
+
+    inputs: tuple[GraphTensor, ...]
+    outputs: tuple[GraphTensor, ...]
+    metadata: Mapping[str, str]
+    weight_files: tuple[str, ...]
+
+
+def read_interface(path: Path) -> GraphInterface:
+    """Read the interface of an ONNX file, without its weights.
+
+    Raises:
+        Exception: The file cannot be read; protobuf has no common class of errors.
+    """
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    weights = {tensor.name for tensor in model.graph.initializer}
+    stored_apart = filter(onnx.external_data_helper.uses_external_data, model.graph.initializer)
+    beside = {e.value for t in stored_apart for e in t.external_data if e.key == "location"}
+    return GraphInterface(
+        tuple(_graph_tensor(value) for value in model.graph.input if value.name not in weights),
+        tuple(_graph_tensor(value) for value in model.graph.output),
+        {entry.key: entry.value for entry in model.metadata_props},
+        tuple(sorted(beside)),
+    )
+
+
+def _graph_tensor(value: Any) -> GraphTensor:
+    import onnx
+
+    found, kinds = value.type.tensor_type, onnx.TensorProto.DataType
+    kind = kinds.Name(found.elem_type) if found.elem_type in kinds.values() else "INVALID"
+    axes = tuple(
+        axis.dim_value if axis.HasField("dim_value") else axis.dim_param or f"{value.name}_{index}"
+        for index, axis in enumerate(found.shape.dim)
+    )
+    return GraphTensor(value.name, kind, axes if found.HasField("shape") else None)
 
 
 def read_model(path: Path) -> Any:

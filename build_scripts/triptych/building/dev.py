@@ -10,9 +10,9 @@ from pathlib import Path
 
 from triptych.base.errors import Progress
 from triptych.building.build import BuildOutcome, build
-from triptych.building.pipeline_checks import Check, check_pipeline
-from triptych.core.inputs import read_inputs
-from triptych.spec.spec import load_spec
+from triptych.building.kinds import STEPS, read_compiled
+from triptych.building.pipeline_checks import Check
+from triptych.spec.any_spec import load_compiled
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,10 @@ def rebuild(folder: Path, repository: Path, overrides: Sequence[str], progress: 
     checks: tuple[Check, ...] = ()
     built, failure = None, None
     try:
-        checks = tuple(check_pipeline(folder))
+        spec = load_compiled(folder, overrides)
+        checks = tuple(STEPS[spec.kind].check_folder(folder))
         if all(check.severity != "error" for check in checks):
-            built = build(read_inputs(load_spec(folder, overrides), progress), repository, progress)
+            built = build(read_compiled(spec, progress), repository, progress)
     except Exception as error:
         failure = error
     return Round(checks, built, failure, time.monotonic() - started)

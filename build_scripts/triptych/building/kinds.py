@@ -23,13 +23,14 @@ from triptych.building.own_checks import check_own_pipeline
 from triptych.building.pipeline_checks import Check, check_pipeline
 from triptych.core.gate.answers import check_hooks
 from triptych.core.gate.verify import verify_pipeline
-from triptych.core.inputs import read_inputs
+from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.own_inputs import read_own_inputs
 from triptych.repository.records import GateResult
 from triptych.repository.render import Rendered
 from triptych.serving.bench.bench import bench_pipeline
 from triptych.serving.bench.results import BenchResult
 from triptych.spec.kind import Kind
+from triptych.spec.model_fields import CompiledSpec
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Steps:
     """Steps of one kind of pipeline, with the specs, inputs and results of that kind.
 
     Attributes:
-        read: Resolves the model and reads the traffic of a spec; writes only to the cache.
+        read: Resolves the model and reads the traffic of a spec; writes only to the cache. Its
+            arguments are the spec and a `Progress`.
         check_folder: Checks the files of a pipeline without a server or a model.
         check: Runs the pipeline's own functions on answers of the original model.
         make_core: Makes the model that is served and runs the gate; arguments as
@@ -49,7 +51,7 @@ class Steps:
         bench: Measures a built pipeline; arguments as `bench_pipeline`.
     """
 
-    read: Callable[[Any, Progress], Any]
+    read: Callable[..., Any]
     check_folder: Callable[[Path], Sequence[Check]]
     check: Callable[[Any, Progress], None]
     make_core: Callable[..., Any]
@@ -91,3 +93,15 @@ STEPS: Mapping[Kind, Steps] = {
     Kind.TEXT_GENERATION: _TEXT_GENERATION,
     Kind.TEXT2TEXT: replace(_TEXT_GENERATION, read=read_text2text),
 }
+
+
+def read_compiled(
+    spec: CompiledSpec, progress: Progress, *, traffic: Path | None = None
+) -> PipelineInputs:
+    """Read the inputs of a pipeline whose core is a compiled graph; see `core.inputs.read_inputs`.
+
+    Raises:
+        UserError: The spec, the model, the hooks or the traffic has a mistake.
+    """
+    inputs: PipelineInputs = STEPS[spec.kind].read(spec, progress, traffic=traffic)
+    return inputs

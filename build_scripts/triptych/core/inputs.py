@@ -161,7 +161,7 @@ def read_inputs(
     """
     task = task_of(spec)
     check_config_texts(spec.serving.config, shares_core=spec.core.shared_from is not None)
-    _report_tuned(spec, progress)
+    report_tuned(spec, progress)
     file = traffic or spec.folder / TRAFFIC_FILE
     lines = read_traffic(file.parent, [tensor.name for tensor in task.inputs], file=file.name)
     folder = locate(spec.model, spec.folder)
@@ -222,7 +222,7 @@ def _warn_of_labels(info: ModelInfo, task: Task, progress: Progress) -> None:
         )
 
 
-def _report_tuned(spec: PipelineSpec, progress: Progress) -> None:
+def report_tuned(spec: CompiledSpec, progress: Progress) -> None:
     """Report the settings from ``tuned.yaml``, and whether they were measured for another spec."""
     tuned = read_tuned(spec.folder) if spec.tuned else None
     if tuned is None:
@@ -275,27 +275,22 @@ def _check_max_length(spec: PipelineSpec, info: ModelInfo) -> None:
         )
 
 
-def load_own_hooks(folder: Path) -> ModuleType | None:
+def load_checked_hooks(spec: CompiledSpec) -> ModuleType | None:
     """Return the pipeline's ``hooks.py``; None if it has none.
 
     Raises:
-        UserError: The file cannot be loaded.
+        UserError: The file cannot be loaded, or lacks the function `redact` that the spec requires.
     """
+    path, sample = spec.folder / HOOKS_FILE, spec.serving.sample
     try:
-        return load_hooks(folder)
+        hooks = load_hooks(spec.folder)
     except (Exception, SystemExit) as error:
         raise UserError(
-            str(folder / HOOKS_FILE),
+            str(path),
             "cannot be loaded",
             given=f"{type(error).__name__}: {error}",
             remedy="Correct the file",
         ) from error
-
-
-def _load_hooks(spec: PipelineSpec) -> ModuleType | None:
-    path = spec.folder / HOOKS_FILE
-    hooks = load_own_hooks(spec.folder)
-    sample = spec.serving.sample
     if sample is not None and sample.redact and not callable(getattr(hooks, REDACT, None)):
         raise UserError(
             str(path),
@@ -303,6 +298,11 @@ def _load_hooks(spec: PipelineSpec) -> ModuleType | None:
             given="none",
             remedy="Write `def redact(inputs, answer)`; see pipelines/reference.md",
         )
+    return hooks
+
+
+def _load_hooks(spec: PipelineSpec) -> ModuleType | None:
+    path, hooks = spec.folder / HOOKS_FILE, load_checked_hooks(spec)
     if spec.outputs and not callable(getattr(hooks, "after", None)):
         raise UserError(
             str(path),

@@ -35,11 +35,12 @@ from triptych.core.gate_rows import (
     GATE_ROWS,
     split_traffic,
 )
-from triptych.core.inputs import PipelineInputs, load_own_hooks
+from triptych.core.inputs import PipelineInputs, load_checked_hooks, report_tuned
 from triptych.core.reader import check_line
 from triptych.core.requests import (
     GateRequest,
     Sample,
+    hash_inputs,
     make_record,
     preview_text,
     record_sizes,
@@ -83,7 +84,8 @@ def read_own_inputs(
     check_config_texts(spec.serving.config, shares_core=False)
     spec.own_files()
     task = own_task(spec)
-    hooks = load_own_hooks(spec.folder)
+    report_tuned(spec, progress)
+    hooks = load_checked_hooks(spec)
     reader = OwnReader(spec, task)
     requests = reader.read(traffic or spec.folder / TRAFFIC_FILE)
     run = open_own_model(spec)
@@ -180,19 +182,30 @@ def read_interface(
 
 
 def _shown(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(f"{t.name} {t.dtype} {list(t.dims)}".replace("'", "") for t in tensors)
+    # Exporters name computed axes by their formula.
+    dims = {
+        t.name: [d if d.isalnum() or d.isidentifier() else "?" for d in map(str, t.dims)]
+        for t in tensors
+    }
+    return ", ".join(f"{t.name} {t.dtype} [{', '.join(dims[t.name])}]" for t in tensors)
 
 
 class OwnReader:
     """Makes requests of a pipeline around the user's own model, as its preprocess step will.
 
+    Args:
+        spec: Spec of the pipeline.
+        task: Task of the pipeline.
+        info: Information on the model, for `accepted`.
+
     Attributes:
         parameters: Defaults of the request parameters.
     """
 
-    def __init__(self, spec: ModelSpec, task: Task) -> None:
+    def __init__(self, spec: ModelSpec, task: Task, info: ModelInfo | None = None) -> None:
         self._spec = spec
         self._task = task
+        self._info = info
         self._rules = {name: field.rule.as_dict() for name, field in spec.parameters.items()}
         self.parameters = {name: field.default for name, field in spec.parameters.items()}
         self._fields = {name: field.as_dict() for name, field in spec.inputs.items()}
@@ -256,6 +269,38 @@ class OwnReader:
                 raise type(error)(f"`{name}` {error}") from error
         columns = self._reader.columns({n: arrays[n] for n in self._fields if n in arrays})
         return GateRequest(sent, sent, parameters, (), (), edge, preview, columns)
+
+    def read_sent(
+        self, sent: Mapping[str, Any], parameters: Mapping[str, Any], preview: str
+    ) -> GateRequest | None:
+        """Return a request that a server received, without core rows; None if it is rejected."""
+        try:
+            checked = check_line(preview, parameters, self._rules, self.parameters)
+            return self.request(sent, checked, preview)
+        except (UserError, RequestError, TypeError, ValueError):
+            return None
+
+    def accepted(self, requests: Sequence[GateRequest]) -> list[GateRequest]:
+        """Return those `requests` that `preprocess` accepts, with their core rows."""
+        if self._info is None:
+            raise ValueError("the reader needs the information on the model")
+        maker = self.maker(self._info)
+        made = maker.make([request.row_inputs for request in requests])
+        return [
+            _with_core(request, rows, maker)
+            for request, rows in zip(requests, made, strict=True)
+            if not isinstance(rows, Exception)
+        ]
+
+    def key(self, row: Mapping[str, Any]) -> str:
+        """Return the hash of a line's inputs, which is equal for equal numbers and defaults.
+
+        Raises:
+            ValueError: A value breaks the rules of its input.
+        """
+        sent = {name: row[name] for name in self._fields if name in row}
+        columns = self.request(sent, {}, "").columns or {}
+        return hash_inputs({name: np.asarray(each).tolist() for name, each in columns.items()})
 
     def encode(self, sent: Mapping[str, Any]) -> dict[str, Any]:
         """Return inputs with numbers and lists as arrays without the batch, for load tests."""

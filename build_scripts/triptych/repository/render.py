@@ -407,7 +407,9 @@ def _row_settings(plan: Plan) -> dict[str, object]:
 def _settings(plan: Plan) -> dict[str, object]:
     """Return the settings that both steps have."""
     rules, sample = plan.task.parameters(plan.info), plan.spec.serving.sample
-    given = {tensor.name: tensor.content for tensor in plan.task.inputs}
+    given: dict[str, str] = {tensor.name: tensor.content for tensor in plan.task.inputs}
+    if is_own(plan.spec):
+        given = {name: field.content for name, field in plan.spec.inputs.items()}
     settings: dict[str, object] = {
         **plan.task.settings(plan.info),
         "has_row_metadata": plan.task.has_row_metadata,

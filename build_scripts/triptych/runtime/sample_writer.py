@@ -270,10 +270,7 @@ class SampleWriter:
 
     def _line(self, row: SampledAnswer) -> bytes:
         """Return a row as JSON; empty if it must not be written."""
-        inputs: dict[str, Any] = {
-            name: value if self._contents[name] == "image" else value.decode()
-            for name, value in row.inputs.items()
-        }
+        inputs = {name: _READ[self._contents[name]](data) for name, data in row.inputs.items()}
         answer, changed = row.answer, False
         if self._redact is not None:
             try:
@@ -337,11 +334,20 @@ def _fingerprint(inputs: Mapping[str, Any], answer: Mapping[str, NDArray[Any]]) 
     return json.dumps([plain, {name: _plain_array(array) for name, array in answer.items()}])
 
 
+_READ: Mapping[str, Callable[[bytes], Any]] = {
+    "text": bytes.decode,
+    "image": bytes,
+    "bytes": bytes,
+    "json": json.loads,
+}
+"""Function that reads a sampled value, by the content of its input."""
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return {"base64": base64.b64encode(value).decode()}
-    if not isinstance(value, str):
-        raise TypeError("an input must be str or bytes")
+    if not isinstance(value, str | bool | int | float | list):
+        raise TypeError("an input must be of the type in which it was sent")
     return value
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MAX_SAMPLE_BYTES = 1 << 20
 """Maximum bytes of the sampled rows of one request; larger ones are counted and not forwarded."""
@@ -33,7 +33,8 @@ class SampledRows(NamedTuple):
     Attributes:
         at: Time of arrival, in seconds since 1970.
         rows: Indices in the request.
-        columns: Value of each row for each input, as sent; empty if they were too large.
+        columns: Value of each row for each input, as sent, numbers as JSON; empty if they were too
+            large.
         parameters: Parameters of the request, JSON.
     """
 
@@ -56,7 +57,7 @@ class RowSampler:
         self._random = source or random.Random()
         self._before_next = self._gap()
 
-    def draw(self, columns: Mapping[str, Sequence[str | bytes]], parameters: str) -> bytes:
+    def draw(self, columns: Mapping[str, Sequence[Any]], parameters: str) -> bytes:
         """Return the sample payload of a request; empty if none of its rows is sampled."""
         count = len(next(iter(columns.values())))
         if self._before_next >= count:
@@ -75,10 +76,9 @@ class RowSampler:
 
 
 def _pack_sample(
-    rows: Sequence[int], columns: Mapping[str, Sequence[str | bytes]], parameters: str
+    rows: Sequence[int], columns: Mapping[str, Sequence[Any]], parameters: str
 ) -> bytes:
-    values = [columns[name][row] for name in columns for row in rows]
-    data = [value.encode() if isinstance(value, str) else value for value in values]
+    data = [_encode(columns[name][row]) for name in columns for row in rows]
     if sum(map(len, data)) + len(parameters) > MAX_SAMPLE_BYTES:
         data, columns = [], {}
     head = {
@@ -90,6 +90,13 @@ def _pack_sample(
     }
     text = json.dumps(head).encode()
     return len(text).to_bytes(_WORD, "little") + text + b"".join(data)
+
+
+def _encode(value: Any) -> bytes:
+    """Return a text, the content of a file, or as JSON a number or array."""
+    if isinstance(value, str | bytes):
+        return value.encode() if isinstance(value, str) else value
+    return json.dumps(value.tolist()).encode()
 
 
 def unpack_sample(payload: bytes) -> SampledRows:

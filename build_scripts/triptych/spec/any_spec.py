@@ -14,7 +14,7 @@ from triptych.spec.generation_fields import (
     load_text2text_spec,
 )
 from triptych.spec.kind import Kind, kind_of_task
-from triptych.spec.model_fields import ModelSpec, load_model_spec
+from triptych.spec.model_fields import CompiledSpec, ModelSpec, load_model_spec
 from triptych.spec.slo import AnySlo, parse_generation_slo, parse_slo
 from triptych.spec.spec import PipelineSpec, load_spec, task_of
 
@@ -65,6 +65,22 @@ def load_any_spec(folder: Path, overrides: Sequence[str] = (), *, untuned: bool 
         UserError: See `load_spec`.
     """
     return READERS[kind_in(folder)].load(folder, overrides, untuned=untuned)
+
+
+def load_compiled(
+    folder: Path,
+    overrides: Sequence[str] = (),
+    *,
+    untuned: bool = False,
+    tuned: Mapping[str, Any] | None = None,
+) -> CompiledSpec:
+    """Read the spec of a pipeline whose core is a compiled graph; arguments as `load_spec`.
+
+    Raises:
+        UserError: See `load_spec`.
+    """
+    load = load_model_spec if kind_in(folder) is Kind.MODEL else load_spec
+    return load(folder, overrides, untuned=untuned, tuned=tuned)
 
 
 def parse_any_slo(spec: AnySpec, limits: Sequence[str], throughput: float | None) -> AnySlo:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,7 @@ from triptych.base.errors import UserError
 from triptych.base.tensors import DType, Tensor
 from triptych.spec.fields import Accuracy, CoreSettings, Distance, Frozen, Positive, Serving
 from triptych.spec.kind import Kind
-from triptych.spec.spec import PipelineSpec, load_as
+from triptych.spec.spec import PipelineSpec, load_tunable
 from triptych.spec.tasks.task import Rule
 
 ValueType = Literal["text", "bytes", "int", "float", "bool"]
@@ -143,6 +143,11 @@ class InputField(Frozen):
         is_optional = self.default is not None
         return Tensor(name, DTYPES[self.type], _dims(self.shape), content, is_optional)
 
+    @property
+    def content(self) -> Literal["text", "bytes", "json"]:
+        """Form of a value in samples of requests: JSON for numbers and lists."""
+        return "json" if self.shape or self.type not in ("text", "bytes") else self.type
+
     def as_dict(self) -> dict[str, object]:
         """Return data for the settings of a step."""
         return {**self.model_dump(mode="json"), "dtype": DTYPES[self.type]}
@@ -245,7 +250,7 @@ class ModelSpec(BaseModel):
 
     Attributes:
         folder: Folder of the pipeline; not part of a build manifest.
-        tuned: Always empty: no field of such a pipeline can be tuned.
+        tuned: Fields whose values come from ``tuned.yaml``.
         inputs: Inputs of a request by name.
         parameters: Request parameters by name.
         outputs: Outputs of the pipeline by name.
@@ -335,11 +340,13 @@ class ModelSpec(BaseModel):
         if next(iter(self.inputs.values())).default is not None:
             rule = "must begin with an input without a default, which gives the number of rows"
             raise _refused("inputs", rule, next(iter(self.inputs)), "Move it down")
-        unsupported = {
+        unsupported: dict[str, object] = {
             "core.shared_from": self.core.shared_from,
-            "serving.sample": self.serving.sample,
             "serving.class_scores": self.serving.class_scores or None,
         }
+        lists = [name for name, each in self.inputs.items() if each.type == "bytes" and each.shape]
+        if lists:
+            unsupported["serving.sample"] = self.serving.sample
         for field, value in unsupported.items():
             if value is not None:
                 raise _refused(field, "is not supported for task: model", value, "Remove it")
@@ -360,13 +367,15 @@ def is_own(spec: CompiledSpec) -> TypeIs[ModelSpec]:
 
 
 def load_model_spec(
-    folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False
+    folder: Path,
+    overrides: Sequence[str] = (),
+    *,
+    untuned: bool = False,
+    tuned: Mapping[str, Any] | None = None,
 ) -> ModelSpec:
-    """Read ``folder/pipeline.yaml``, then the overrides.
-
-    `untuned` has no effect: no field of such a pipeline can be tuned.
+    """Read ``folder/pipeline.yaml``, ``tuned.yaml`` and the overrides; arguments as `load_spec`.
 
     Raises:
         UserError: The file is missing or not YAML, a key is unknown or a value out of range.
     """
-    return load_as(ModelSpec, folder, overrides, {}, {})
+    return load_tunable(ModelSpec, folder, overrides, untuned=untuned, tuned=tuned)

@@ -23,6 +23,7 @@ from triptych.base.errors import UserError, closest
 from triptych.base.files import parse_yaml
 from triptych.spec.kind import GENERATING, GENERATION
 from triptych.spec.model_source import check_model_files
+from triptych.spec.scaffold_graph import fit_graph
 from triptych.spec.spec import SPEC_FILE, check_folder
 from triptych.spec.template import BUILT_IN, TemplateChoice, find_template, render
 from triptych.spec.traffic import TRAFFIC_FILE
@@ -66,7 +67,8 @@ def scaffold(
 
     Args:
         name: Name of the pipeline.
-        task: Name of the built-in template: a task, for most of them.
+        task: Name of the built-in template: a task, for most of them. None with an ONNX file takes
+            `onnx`.
         model: Source of the model: a Hub id, ``package:…``, or a folder or ONNX file relative to
             the working directory. None: the example of the template.
         with_hooks: Whether to add ``hooks.py`` and its tests if the task does not need them.
@@ -85,7 +87,7 @@ def scaffold(
             given=name,
             remedy="Give the parent folder with --pipelines",
         )
-    template = _choose(task, choice, with_hooks)
+    template = _choose(task, model, choice, with_hooks)
     # The spec does not exist yet: the built-in spec of a task takes its place in the check.
     check_folder(folder, BUILT_IN / GENERATION / SPEC_FILE)
     local = None if model is None else _local_model(model)
@@ -106,6 +108,9 @@ def scaffold(
         if model is not None:
             is_onnx = local is not None and local.is_file()
             spec = _with_source(spec, _written_source(model, local, folder), is_onnx=is_onnx)
+            if is_onnx and local is not None and isinstance(template, Path):
+                samples = BUILT_IN / "image-classification/samples"
+                spec = fit_graph(spec, staging, folder, local, samples)
         if task == GENERATION and local is not None:
             spec = _fit_model(spec, staging, local)
         (staging / SPEC_FILE).write_text(spec, encoding="utf-8")
@@ -126,10 +131,12 @@ def tasks() -> list[str]:
 
 
 def _choose(
-    task: str | None, choice: TemplateChoice | None, with_hooks: bool
+    task: str | None, model: str | None, choice: TemplateChoice | None, with_hooks: bool
 ) -> Path | TemplateChoice:
     """Return the folder of a built-in template, or a template that copier renders."""
     if choice is None:
+        if task is None and model is not None and Path(model).suffix == ".onnx":
+            task = "onnx"
         if task is None or task not in tasks():
             raise UserError(
                 "TASK",

@@ -28,7 +28,7 @@ from triptych.spec.fields import (
     Serving,
     Tokenizer,
 )
-from triptych.spec.kind import GENERATION, MODEL, TEXT2TEXT, Kind, kind_of_task
+from triptych.spec.kind import GENERATION, TEXT2TEXT, Kind, kind_of_task
 from triptych.spec.renamed import former_fields, rename_fields
 from triptych.spec.tuned import TUNED_FILE, read_tuned
 
@@ -36,7 +36,6 @@ SPEC_FILE = "pipeline.yaml"
 _REMEDIES = {
     GENERATION: "Use test, inspect, build, lint, serve, verify, infer, bench, tune or deploy",
     TEXT2TEXT: "Use test, inspect, build, lint, serve, verify, infer, bench or deploy",
-    MODEL: "Use test, inspect, build, lint, serve, verify, infer, bench or deploy",
 }
 
 _UNION_BRANCH = re.compile(r"(bool|int|float|str|list|dict|literal|function-.*)(\[.*\])?")
@@ -142,10 +141,22 @@ def load_spec(
     task = task_of(folder)
     if kind_of_task(task) is not Kind.ENCODER:
         raise not_known_here(f"{folder / SPEC_FILE}: task", task)
+    return load_tunable(PipelineSpec, folder, overrides, untuned=untuned, tuned=tuned)
+
+
+def load_tunable(
+    model: type[Spec],
+    folder: Path,
+    overrides: Sequence[str],
+    *,
+    untuned: bool,
+    tuned: Mapping[str, Any] | None,
+) -> Spec:
+    """Read a spec of a class whose fields ``tuned.yaml`` may set; see `load_spec`."""
     if tuned is None:
         found = None if untuned else read_tuned(folder)
         tuned = {} if found is None else found.overrides
-    return load_as(PipelineSpec, folder, overrides, tuned, {"tuned": tuned})
+    return load_as(model, folder, overrides, tuned, {"tuned": tuned})
 
 
 def not_known_here(field: str, task: str) -> UserError:

@@ -14,8 +14,10 @@ from triptych.base.cache import cached_stage, code_hash, key_of, sha256_of, vers
 from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import (
     MODEL_FILE,
+    GraphTensor,
     hashes_of_graph,
     open_original,
+    read_interface,
     read_model,
     save_onnx,
 )
@@ -74,11 +76,9 @@ def read_graph(spec: ModelSpec) -> OwnGraph:
     Raises:
         UserError: The file cannot be read, or its graph has no batch axis or unsupported types.
     """
-    import onnx
-
     file = spec.model_file
     try:
-        model = onnx.load(file, load_external_data=False)
+        graph = read_interface(file)
     except Exception as error:  # protobuf's error, or that of the file
         raise UserError(
             "model.onnx",
@@ -86,20 +86,11 @@ def read_graph(spec: ModelSpec) -> OwnGraph:
             given=f"{file}: {' '.join(str(error).split())[:200]}",
             remedy="Correct the path, which is relative to the folder of the pipeline",
         ) from error
-    graph = model.graph
-    weights = {tensor.name for tensor in graph.initializer}
-    inputs = [value for value in graph.input if value.name not in weights]
-    if not inputs:
+    if not graph.inputs:
         raise UserError(
             "model.onnx", "must have an input", given="none", remedy="Export it with its inputs"
         )
-    beside = {
-        entry.value
-        for tensor in graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    missing = [name for name in sorted(beside) if not (file.parent / name).is_file()]
+    missing = [name for name in graph.weight_files if not (file.parent / name).is_file()]
     if missing:
         raise UserError(
             "model.onnx",
@@ -107,31 +98,26 @@ def read_graph(spec: ModelSpec) -> OwnGraph:
             given=f"no file {missing[0]} in {file.parent}",
             remedy="Copy the file that the export wrote beside the graph",
         )
-    hashes = [sha256_of(path) for path in (file, *(file.parent / name for name in sorted(beside)))]
+    files = (file, *(file.parent / name for name in graph.weight_files))
     return OwnGraph(
-        key_of("own_graph", {"files": hashes}),
-        tuple(_read_tensor(value, "input") for value in inputs),
-        tuple(_read_tensor(value, "output") for value in graph.output),
+        key_of("own_graph", {"files": [sha256_of(path) for path in files]}),
+        tuple(_read_tensor(tensor, "input") for tensor in graph.inputs),
+        tuple(_read_tensor(tensor, "output") for tensor in graph.outputs),
     )
 
 
-def _read_tensor(value: Any, kind: str) -> Tensor:
-    import onnx
-
-    name, found = value.name, value.type.tensor_type
-    type_name = onnx.TensorProto.DataType.Name(found.elem_type)
-    dtype = _DTYPES.get(type_name)
+def _read_tensor(tensor: GraphTensor, kind: str) -> Tensor:
+    name, axes = tensor.name, tensor.axes
+    dtype = _DTYPES.get(tensor.kind)
     if dtype is None:
         raise UserError(
             "model.onnx",
             f"has an {kind} `{name}` of an unsupported type",
-            given=type_name,
+            given=tensor.kind,
             remedy=f"Export it with one of {', '.join(_DTYPES)}",
         )
-    axes = list(found.shape.dim)
-    batch = axes[0] if axes else None
-    if batch is None or batch.HasField("dim_value"):
-        given = "no axis" if batch is None else f"a first axis of {batch.dim_value}"
+    if not axes or isinstance(axes[0], int):
+        given = f"a first axis of {axes[0]}" if axes else "no axis"
         raise UserError(
             "model.onnx",
             f"must have a batch axis of variable size as the first axis of its {kind} `{name}`",
@@ -139,12 +125,8 @@ def _read_tensor(value: Any, kind: str) -> Tensor:
             remedy="Export it with this axis dynamic (torch.onnx.export: dynamic_shapes, or "
             "dynamic_axes), so that Triton can batch requests",
         )
-    dims: list[int | str] = [
-        axis.dim_value if axis.HasField("dim_value") else axis.dim_param or f"{name}_{index}"
-        for index, axis in enumerate(axes)
-    ][1:]
     check_axes(name, len(axes))
-    return Tensor(name, dtype, tuple(dims))
+    return Tensor(name, dtype, tensor.row_axes)
 
 
 def check_axes(name: str, count: int) -> None:
@@ -255,6 +237,16 @@ def triton_type(name: str, array: NDArray[Any]) -> DType:
     return dtype
 
 
+def _set_sizes(values: Sequence[Any], plan: Plan) -> None:
+    """Set the size of each free axis that is the same for all rows, as the config declares it."""
+    known = {tensor.name: tensor.dims for tensor in (*plan.core_inputs, *plan.core.outputs)}
+    for value in values:  # weights may be among the inputs
+        axes = value.type.tensor_type.shape.dim[1:]
+        for axis, size in zip(axes, known.get(value.name, ()), strict=False):
+            if isinstance(size, int):
+                axis.dim_value = size
+
+
 def export_graph(
     plan: Plan, spec: ModelSpec, example: Mapping[str, NDArray[Any]], progress: Progress
 ) -> Exported:
@@ -268,14 +260,16 @@ def export_graph(
     """
     stage: dict[str, object] = {
         "model": plan.info.sha256,
-        "inputs": _shown(plan.core_inputs),
+        "tensors": _shown((*plan.core_inputs, *plan.core.outputs)),
         "versions": versions_of("onnx", "torch", "onnxscript"),
         "code": code_hash(*CODE),
     }
 
     def work(target: Path) -> None:
         if spec.model.onnx is not None:
-            save_onnx(read_model(spec.model_file), target / MODEL_FILE)
+            model = read_model(spec.model_file)
+            _set_sizes([*model.graph.input, *model.graph.output], plan)
+            save_onnx(model, target / MODEL_FILE)
             return
         from triptych.core.export.own_module import export_module
 

@@ -319,13 +319,12 @@ def drift(
 
     The exit code is 0 if the build should be kept, and 1 if it should be tuned or built again.
     """
-    from triptych.core.inputs import read_inputs
+    from triptych.building.kinds import read_compiled
     from triptych.operate.tune.drift import check_drift, format_drift
     from triptych.operate.tune.new_traffic import read_lengths
     from triptych.operate.tune.proposal import read_measured_load
-    from triptych.spec.any_spec import kind_in
+    from triptych.spec.any_spec import kind_in, load_compiled
     from triptych.spec.kind import Kind
-    from triptych.spec.spec import load_spec
 
     if len(files) > 2:
         raise UserError(
@@ -341,7 +340,7 @@ def drift(
             given=name,
             remedy="Put the new requests into traffic.jsonl and run `triptych tune` again",
         )
-    inputs = read_inputs(load_spec(folders.pipelines / name), progress).with_built_layout(
+    inputs = read_compiled(load_compiled(folders.pipelines / name), progress).with_built_layout(
         folders.repository
     )
     new = read_lengths(inputs, files[-1], before=files[0] if len(files) > 1 else None)

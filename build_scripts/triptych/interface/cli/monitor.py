@@ -41,7 +41,7 @@ from triptych.interface.cli.tables import (
 if TYPE_CHECKING:
     from triptych.operate.monitor.metrics import RunCollector
     from triptych.operate.monitor.results import MonitorRun
-    from triptych.spec.spec import PipelineSpec
+    from triptych.spec.model_fields import CompiledSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,19 +87,19 @@ def apply_run(
         ``build``, ``replaced`` and more about the new active build, or ``failure`` with the reason
         why nothing has changed.
     """
+    from triptych.building.kinds import read_compiled
     from triptych.core.engine.stage import EngineFailure
     from triptych.core.gate.cached import GateFailure
-    from triptych.core.inputs import read_inputs
     from triptych.operate.monitor.apply import apply_blocker, apply_proposal, format_applied
     from triptych.operate.monitor.results import RUN_FOLDER, read_timeline
     from triptych.operate.monitor.sample import read_files
     from triptych.repository.lint.checks import LintFailure
-    from triptych.spec.spec import load_spec
+    from triptych.spec.any_spec import load_compiled
 
     if result.drift is None or result.drift.proposal is None:
         return None
-    inputs = read_inputs(
-        load_spec(folders.pipelines / result.pipeline), progress
+    inputs = read_compiled(
+        load_compiled(folders.pipelines / result.pipeline), progress
     ).with_built_layout(folders.repository)
     last = read_files(
         options.samples,
@@ -228,22 +228,22 @@ def _page(host: str, port: int | None) -> Iterator[RunCollector | None]:
 
 
 def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRun:
-    from triptych.core.inputs import read_inputs
+    from triptych.building.kinds import read_compiled
     from triptych.interface.report.monitor import write_monitor_report
     from triptych.operate.monitor.results import RUN_FOLDER, read_timeline
     from triptych.operate.monitor.run import run_monitor
     from triptych.operate.monitor.sample import read_files, read_sample
     from triptych.operate.tune.proposal import read_measured_load
     from triptych.repository.manifest import build_id
-    from triptych.spec.spec import load_spec
+    from triptych.spec.any_spec import load_compiled
 
-    spec = load_spec(folders.pipelines / name)
+    spec = load_compiled(folders.pipelines / name)
     folder = options.reports / name / RUN_FOLDER
     timeline = read_timeline(folder)
     known = frozenset(timeline.files)
     sample = read_sample(options.samples, name, progress, keep_hours=_keep_hours(spec), known=known)
     result = run_monitor(
-        read_inputs(spec, progress).with_built_layout(folders.repository),
+        read_compiled(spec, progress).with_built_layout(folders.repository),
         folders.repository,
         sample,
         progress,
@@ -259,7 +259,7 @@ def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRu
     return result
 
 
-def _keep_hours(spec: PipelineSpec) -> float:
+def _keep_hours(spec: CompiledSpec) -> float:
     """Return the retention time of the pipeline's samples, in hours.
 
     Raises:
@@ -332,18 +332,18 @@ def shadow(
     candidate, each on its own server. The verdict covers answers, latency and cost.
     The exit code is 0 only for the verdict `promote`.
     """
-    from triptych.core.inputs import read_inputs
+    from triptych.building.kinds import read_compiled
     from triptych.interface.report.monitor import write_shadow_report
     from triptych.operate.monitor.sample import read_sample
     from triptych.operate.monitor.shadow import ReplayOptions, compare_candidate
     from triptych.operate.monitor.shadow_verdict import format_comparison
     from triptych.serving.bench.bench import parse_loads
-    from triptych.spec.spec import load_spec
+    from triptych.spec.any_spec import load_compiled
 
     closed, rates = ([clients], []) if rate is None else ([], [rate])
     (load,) = parse_loads(closed, rates, "poisson", 1)
-    spec = load_spec(folders.pipelines / name)
-    inputs = read_inputs(spec, progress).with_built_layout(folders.repository)
+    spec = load_compiled(folders.pipelines / name)
+    inputs = read_compiled(spec, progress).with_built_layout(folders.repository)
     sample = None
     if not from_traffic and spec.serving.sample is not None:
         keep_hours = spec.serving.sample.retention_hours
@@ -396,15 +396,15 @@ def traffic(
     as_json: Json = False,
 ) -> None:
     """Add sampled requests to traffic.jsonl and report drift."""
-    from triptych.core.inputs import read_inputs
+    from triptych.building.kinds import read_compiled
     from triptych.operate.monitor.apply import format_change, take_rows
     from triptych.operate.monitor.sample import read_sample
     from triptych.operate.tune.drift import format_drift
-    from triptych.spec.spec import load_spec
+    from triptych.spec.any_spec import load_compiled
 
-    spec = load_spec(folders.pipelines / name)
+    spec = load_compiled(folders.pipelines / name)
     sample = read_sample(samples, name, progress, keep_hours=_keep_hours(spec))
-    inputs = read_inputs(spec, progress).with_built_layout(folders.repository)
+    inputs = read_compiled(spec, progress).with_built_layout(folders.repository)
     change = take_rows(inputs, sample, replace=replace, max_rows=max_rows)
     if as_json:
         print_json(change.as_dict())

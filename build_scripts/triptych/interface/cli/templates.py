@@ -60,7 +60,8 @@ def new(
     task: Annotated[
         str | None,
         typer.Argument(
-            help=f"Task, or another built-in template (required without --template): "
+            help=f"Task, or another built-in template (required without --template; `onnx` for an "
+            f"ONNX file): "
             f"{', '.join(tasks())}."
         ),
         Formerly("--task"),
@@ -79,8 +80,8 @@ def new(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model: a Hub id, package:NAME, a folder, or an ONNX file for a template of one. "
-            "Default: the example of the template."
+            help="Model: a Hub id, package:NAME, a folder, or an ONNX file, whose inputs and "
+            "outputs are declared. Default: the example of the template."
         ),
     ] = None,
     hooks: Annotated[

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from triptych.base.cache import sha256_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.files import os_errors_as_user_errors, scratch_folder, write_files
 from triptych.building.build import BuildOutcome, build
+from triptych.building.kinds import read_compiled
 from triptych.core.gate_rows import CALIBRATION_ROWS, split_traffic
-from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.core.inputs import PipelineInputs
+from triptych.core.own_inputs import OwnReader
 from triptych.core.requests import MIN_RECOMMENDED_ROWS, hash_inputs
 from triptych.operate.monitor.findings import list_edits
 from triptych.operate.monitor.results import MonitorRun
@@ -25,8 +28,11 @@ from triptych.operate.tune.proposal import TunedProposal, estimate_effect
 from triptych.repository.history import rollback
 from triptych.repository.manifest import EncoderManifest, build_id, read_manifest
 from triptych.repository.records import plain_data
-from triptych.spec.spec import SPEC_FILE, load_spec
-from triptych.spec.traffic import PARAMETERS, TRAFFIC_FILE, read_traffic
+from triptych.spec.any_spec import load_compiled
+from triptych.spec.model_fields import is_own
+from triptych.spec.plan import Plan
+from triptych.spec.spec import SPEC_FILE
+from triptych.spec.traffic import PARAMETERS, TRAFFIC_FILE, read_lines, read_traffic
 from triptych.spec.tuned import TUNED_FILE, Tuned, read_tuned, tuned_text
 
 Line = dict[str, Any]
@@ -93,17 +99,14 @@ def choose_rows(
     """
     plan = inputs.plan
     names = [tensor.name for tensor in plan.task.inputs]
-    if plan.lengths is None:
+    if any(tensor.content in ("image", "bytes") for tensor in plan.task.inputs):
         raise UserError(
             plan.spec.name,
-            "is only supported for texts, because the traffic of images is a list of files",
-            given="images",
-            remedy="Add image files to the traffic by hand",
+            "is only supported for texts and numbers, because a file in the traffic is a path",
+            given="files",
+            remedy="Add files to the traffic by hand",
         )
-    old = [
-        row.inputs | ({PARAMETERS: row.parameters} if row.parameters else {})
-        for row in read_traffic(plan.spec.folder, names)
-    ]
+    old = _read_lines(plan, names)
     if not sampled:
         raise UserError(
             plan.spec.name,
@@ -111,18 +114,32 @@ def choose_rows(
             given="an empty sample",
             remedy="Serve with serving.sample set, or name the folder with --samples",
         )
-    known = {} if replace else {_key(row, names): row for row in old}
+    key_of: Callable[[Line], str] = partial(_key, names=names)
+    if is_own(plan.spec):
+        key_of = OwnReader(plan.spec, plan.task).key
+    known = {} if replace else {key_of(row): row for row in old}
     new: dict[str, Line] = {}
     for sampled_row in sampled:
         row: Line = {name: sampled_row.inputs[name] for name in names}
         if sampled_row.parameters:
             row[PARAMETERS] = dict(sampled_row.parameters)
-        key = _key(row, names)
+        key = key_of(row)
         if key not in known:
             new.setdefault(key, row)
     chosen = set(sorted(new)[:max_rows])
     added = [row for key, row in new.items() if key in chosen]
     return NewRows(old, [] if replace else old, added, len(sampled) - len(new))
+
+
+def _read_lines(plan: Plan, names: Sequence[str]) -> list[Line]:
+    """Return the lines of the traffic."""
+    if is_own(plan.spec):
+        lines = read_lines(plan.spec.folder / TRAFFIC_FILE)
+        return [row for _, _, row in lines if row is not None]
+    return [
+        row.inputs | ({PARAMETERS: row.parameters} if row.parameters else {})
+        for row in read_traffic(plan.spec.folder, list(names))
+    ]
 
 
 def take_rows(
@@ -137,7 +154,10 @@ def take_rows(
     chosen = choose_rows(inputs, sample.rows, replace=replace, max_rows=max_rows)
     with os_errors_as_user_errors(folder):
         write_files(folder, {TRAFFIC_FILE: chosen.text}, is_private=True)
-    new_lengths = tokenize_sample(inputs, folder / TRAFFIC_FILE)
+    drift = None
+    if inputs.plan.lengths is not None:
+        drift = check_drift(inputs, tokenize_sample(inputs, folder / TRAFFIC_FILE))
+        drift = dataclasses.replace(drift, first="")  # already done here
     gate, rest = _count_rows(chosen.old, names), _count_rows([*chosen.kept, *chosen.added], names)
     return TrafficChange(
         file=str(folder / TRAFFIC_FILE),
@@ -147,7 +167,7 @@ def take_rows(
         doubles=chosen.doubles,
         gate=(rest[0], gate[0]),
         calibration=(rest[1], gate[1]),
-        drift=dataclasses.replace(check_drift(inputs, new_lengths), first=""),  # already done here
+        drift=drift,
     )
 
 
@@ -157,7 +177,8 @@ def _key(row: Mapping[str, Any], names: list[str]) -> str:
 
 def _count_rows(rows: list[Line], names: list[str]) -> tuple[int, int]:
     """Return the number of rows for the gate and for calibration, before hooks run."""
-    gate, rest = split_traffic([{name: row[name] for name in names} for row in rows])
+    sent = [{name: row[name] for name in names if name in row} for row in rows]
+    gate, rest = split_traffic(sent)
     return len(gate), min(len(rest), CALIBRATION_ROWS)
 
 
@@ -219,7 +240,7 @@ def apply_blocker(
         return "another build was activated since the run"
     if edits := [*list_edits(inputs, manifest)]:
         return f"{edits[0]} since the build, and would be built too: run `triptych build` yourself"
-    if len({tuple(row.inputs.items()) for row in rows}) < MIN_RECOMMENDED_ROWS:
+    if len({hash_inputs(row.inputs) for row in rows}) < MIN_RECOMMENDED_ROWS:
         return f"{len(rows)} rows are too few: a build needs {MIN_RECOMMENDED_ROWS} different rows"
     return ""
 
@@ -254,7 +275,7 @@ def apply_proposal(
         raise ValueError("the run has no proposal")
     proposal = drift.proposal
     chosen = choose_rows(inputs, rows, replace=True, max_rows=max_rows)
-    spec = load_spec(folder, tuned=proposal.after)
+    spec = load_compiled(folder, tuned=proposal.after)
     files: dict[str, str | bytes] = {TRAFFIC_FILE: chosen.text}
     if proposal.changes:
         tuned = Tuned(proposal.after, _provenance(folder, run, proposal))
@@ -265,7 +286,7 @@ def apply_proposal(
     with scratch_folder(".triptych-apply-") as scratch:
         traffic = scratch / TRAFFIC_FILE
         traffic.write_text(chosen.text, encoding="utf-8")
-        new = read_inputs(spec, progress, traffic=traffic)
+        new = read_compiled(spec, progress, traffic=traffic)
         try:
             built = build(new, repository, progress)
             with os_errors_as_user_errors(folder):

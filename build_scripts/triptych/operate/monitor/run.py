@@ -32,6 +32,7 @@ from triptych.operate.monitor.findings import (
 )
 from triptych.operate.monitor.results import LargeErrorRow, MonitorRun, RowGroup
 from triptych.operate.monitor.sample import (
+    Reader,
     SampledRow,
     TrafficSample,
     answer_requests,
@@ -182,11 +183,22 @@ def _compare_rows(
         progress("monitor", f"{len(pairs)} rows in PyTorch fp32 ...")
     answers = answer_requests(inputs, [request for _, request in pairs], progress)
     compared = [
-        ComparedRow(row, request, answer.outputs)
+        ComparedRow(_without_fill(inputs, row, answer.outputs), request, answer.outputs)
         for (row, request), answer in zip(pairs, answers, strict=True)
         if not answer.refusal
     ]
     return compared, len(comparable) - len(compared)
+
+
+def _without_fill(inputs: PipelineInputs, row: SampledRow, expected: Outputs) -> SampledRow:
+    """Return a row without the elements that fill up an output of variable size in a request."""
+    if inputs.plan.info.own is None:
+        return row
+    answer = {}
+    for name, array in row.answer.items():
+        cut = array[tuple(map(slice, expected[name].shape))]
+        answer[name] = cut if np.count_nonzero(cut) == np.count_nonzero(array) else array
+    return replace(row, answer=answer)
 
 
 def _summarize_test(name: str, evidence: SequentialEvidence) -> MeanTest:
@@ -245,12 +257,12 @@ def _find_worst(
 
 def _find_length_drift(
     inputs: PipelineInputs,
-    reader: RequestReader,
+    reader: Reader,
     requests: Sequence[GateRequest],
     measured: MeasuredLoad | None,
     rate_per_s: float | None,
 ) -> Drift | None:
-    if inputs.plan.lengths is None or not requests:
+    if not isinstance(reader, RequestReader) or inputs.plan.lengths is None or not requests:
         return None
     lengths = reader.lengths(requests)
     take = f"run triptych traffic {inputs.plan.spec.name} --replace"

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from triptych.base.errors import Progress, UserError
 from triptych.core.gate.answers import DecodedAnswer, reference_answers
 from triptych.core.inputs import PipelineInputs
+from triptych.core.own_inputs import OwnReader
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest
 from triptych.runtime.hooking import HOOKS_FILE, find_hook
 from triptych.runtime.sampling import list_files, remove_old
+from triptych.spec.model_fields import is_own
 
 Item = TypeVar("Item")
 
@@ -31,7 +33,7 @@ class SampledRow:
         location: ``FILE:LINE``, which reveals nothing about the text.
         build: Id of the build that answered.
         at: Arrival as Unix time, in seconds.
-        inputs: Inputs as sent, or as the pipeline's `redact` changed them.
+        inputs: Inputs as sent, or as the pipeline's `redact` changed them; bytes for a file.
         parameters: Parameters of the request.
         answer: Outputs by name, each of shape ``[1, ...]``.
         redacted: Whether `redact` changed the inputs. The answer then belongs to other inputs.
@@ -40,7 +42,7 @@ class SampledRow:
     location: str
     build: str
     at: float
-    inputs: Mapping[str, str | bytes]
+    inputs: Mapping[str, Any]
     parameters: Mapping[str, Any]
     answer: Mapping[str, NDArray[Any]]
     redacted: bool
@@ -132,7 +134,7 @@ def _read_row(location: str, build: str, data: Mapping[str, Any]) -> SampledRow:
         build=build,
         at=float(data["at"]),
         inputs={
-            name: value if isinstance(value, str) else base64.b64decode(value["base64"])
+            name: base64.b64decode(value["base64"]) if isinstance(value, dict) else value
             for name, value in data["inputs"].items()
         },
         parameters={
@@ -154,13 +156,18 @@ def _read_array(data: Mapping[str, Any]) -> NDArray[Any]:
     return values.reshape(data["shape"])
 
 
-def make_reader(inputs: PipelineInputs) -> RequestReader:
+Reader = RequestReader | OwnReader
+
+
+def make_reader(inputs: PipelineInputs) -> Reader:
     plan = inputs.plan
+    if is_own(plan.spec):
+        return OwnReader(plan.spec, plan.task, plan.info)
     before = find_hook(plan.spec.folder, "before")
     return RequestReader(plan.encoder_spec, plan.task, plan.info, inputs.tokenizer_folder, before)
 
 
-def read_requests(reader: RequestReader, rows: Sequence[SampledRow]) -> list[GateRequest | None]:
+def read_requests(reader: Reader, rows: Sequence[SampledRow]) -> list[GateRequest | None]:
     """Return the request of each row with its core rows; None if the pipeline refuses the row."""
     read = [reader.read_sent(row.inputs, row.parameters, row.location) for row in rows]
     accepted = reader.accepted([request for request in read if request is not None])
@@ -193,8 +200,12 @@ def answer_requests(
 
 def exclude_health_checks(inputs: PipelineInputs, rows: Sequence[SampledRow]) -> list[SampledRow]:
     """Return the rows of users, without those that have the input of the health check."""
-    health_check = dict(inputs.shortest_row)
-    return [row for row in rows if row.inputs != health_check]
+    health_check = {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in inputs.shortest_row.items()
+    }
+    # A sampled row of the user's own model has the defaults of other inputs, too.
+    return [r for r in rows if health_check != {n: r.inputs.get(n) for n in health_check}]
 
 
 def take_evenly(rows: Sequence[Item], max_rows: int) -> list[Item]:

@@ -18,7 +18,7 @@ from triptych.building.auto import AUTO
 from triptych.building.generation.bench import check_clients, requests_of, subject_of
 from triptych.building.generation.build import build_trial
 from triptych.building.generation.inputs import GenerationInputs, read_generation
-from triptych.core.inputs import read_inputs
+from triptych.building.kinds import read_compiled
 from triptych.operate.tune.fields import FIELDS, GENERATION_FIELDS, Propose
 from triptych.operate.tune.objective import GoodputObjective, Objective, ThroughputObjective
 from triptych.operate.tune.results import Outcome
@@ -35,11 +35,11 @@ from triptych.serving.bench.results import (
     format_rates,
     judge_points,
 )
+from triptych.spec.any_spec import load_compiled
 from triptych.spec.generation_fields import GenerationSpec, load_generation_spec
 from triptych.spec.kind import Kind
 from triptych.spec.plan import Plan
 from triptych.spec.slo import AnySlo, GenerationSlo, Slo
-from triptych.spec.spec import load_spec
 from triptych.spec.tuned import TUNABLE, TUNABLE_GENERATION
 
 WARM_UP_REQUESTS = 60
@@ -150,8 +150,8 @@ class TunedPipeline(ABC):
         """Return advice beyond tuning, one sentence each."""
 
 
-class EncoderTuning(TunedPipeline):
-    """Tuning of an encoder pipeline."""
+class CompiledTuning(TunedPipeline):
+    """Tuning of a pipeline whose core is a compiled graph."""
 
     slo: Slo
 
@@ -166,7 +166,7 @@ class EncoderTuning(TunedPipeline):
 
     def start(self, repository: Path, progress: Progress) -> Setting:
         """Return the base setting; a precision of ``auto`` is replaced by the chosen one."""
-        inputs = read_inputs(load_spec(self.folder, self.base, untuned=True), progress)
+        inputs = read_compiled(load_compiled(self.folder, self.base, untuned=True), progress)
         owner = inputs.plan.spec.core.shared_from
         if owner is not None:
             raise UserError(
@@ -181,8 +181,8 @@ class EncoderTuning(TunedPipeline):
         return Setting({"core.precision": core.gate.precision})
 
     def build(self, setting: Setting, repository: Path, progress: Progress) -> BuiltSetting:
-        spec = load_spec(self.folder, [*self.base, *setting.as_options], untuned=True)
-        inputs = read_inputs(spec, progress)
+        spec = load_compiled(self.folder, [*self.base, *setting.as_options], untuned=True)
+        inputs = read_compiled(spec, progress)
         outcome = building.build(inputs, repository, progress)
         return BuiltSetting(inputs, inputs.plan, inputs.traffic, outcome.changed)
 
@@ -207,7 +207,7 @@ class EncoderTuning(TunedPipeline):
 
     def advise(self, built: BuiltSetting, winner: Outcome) -> tuple[str, ...]:
         # The original spec shows whether the precision was ``auto``.
-        spec = load_spec(self.folder, self.base, untuned=True)
+        spec = load_compiled(self.folder, self.base, untuned=True)
         return advise_encoder(replace(built.plan, spec=spec), self.slo, winner)
 
 
@@ -288,7 +288,8 @@ class GenerationTuning(TunedPipeline):
 
 
 TUNERS: Mapping[Kind, Callable[[Path, Any, int, tuple[str, ...]], TunedPipeline]] = {
-    Kind.ENCODER: EncoderTuning,
+    Kind.ENCODER: CompiledTuning,
+    Kind.MODEL: CompiledTuning,
     Kind.TEXT_GENERATION: GenerationTuning,
 }
 """Kinds that can be tuned; the only place in this package that chooses by `Kind`."""

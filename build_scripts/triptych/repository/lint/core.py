@@ -15,9 +15,9 @@ from triptych.repository.lint.snapshot import (
     GRAPH_BACKENDS,
     Flaw,
     Graph,
-    GraphTensor,
     Model,
     Repository,
+    TypedTensor,
     dims_text,
     enum_name,
     error,
@@ -89,7 +89,7 @@ def onnx_tensors(model: Model) -> Iterator[Flaw]:
 
 
 def _tensor_faults(
-    model: Model, kind: str, tensor: Any, there: dict[str, GraphTensor]
+    model: Model, kind: str, tensor: Any, there: dict[str, TypedTensor]
 ) -> Iterator[tuple[str, str]]:
     found = there.get(tensor.name)
     if found is None:

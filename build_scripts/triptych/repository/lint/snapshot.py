@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from triptych.base.errors import Finding, Severity, UserError
-from triptych.base.onnx_graph import MODEL_FILE
+from triptych.base.onnx_graph import MODEL_FILE, GraphTensor, read_interface
 from triptych.base.releases import Release
 from triptych.repository.config import CONFIG_FILE, new_config, read_config
 from triptych.repository.manifest import MANIFEST_FILE
@@ -86,7 +86,7 @@ _FLOATS = {"FLOAT": "FP32", "FLOAT16": "FP16", "BFLOAT16": "BF16", "DOUBLE": "FP
 
 
 @dataclass(frozen=True)
-class GraphTensor:
+class TypedTensor:
     """Type and dims of a graph's input or output.
 
     The dims include the batch dimension and are -1 if variable; None if the file does not contain
@@ -108,8 +108,8 @@ class Graph:
     """
 
     file: str
-    inputs: dict[str, GraphTensor] = field(default_factory=dict)
-    outputs: dict[str, GraphTensor] = field(default_factory=dict)
+    inputs: dict[str, TypedTensor] = field(default_factory=dict)
+    outputs: dict[str, TypedTensor] = field(default_factory=dict)
     data_files: tuple[str, ...] = ()
     problem: str = ""
 
@@ -131,35 +131,27 @@ def read_graph(path: Path, file: str) -> Graph:
     Raises:
         ImportError: onnx is not installed (see `onnx_installed`).
     """
-    import onnx
+    import onnx  # noqa: F401
 
     try:
-        graph = onnx.load(str(path), load_external_data=False).graph
+        graph = read_interface(path)
     except Exception as problem:  # the parser raises more than its documented DecodeError
         return Graph(file, problem=f"{type(problem).__name__}: {problem}")
-    if not graph.output:
+    if not graph.outputs:
         return Graph(file, problem="no graph with an output in it")
-    weights = {tensor.name for tensor in graph.initializer}
-    stored_apart = filter(onnx.external_data_helper.uses_external_data, graph.initializer)
-    locations = {e.value for t in stored_apart for e in t.external_data if e.key == "location"}
     return Graph(
         file,
-        inputs={value.name: _tensor(value) for value in graph.input if value.name not in weights},
-        outputs={value.name: _tensor(value) for value in graph.output},
-        data_files=tuple(sorted(locations)),
+        inputs={tensor.name: _typed(tensor) for tensor in graph.inputs},
+        outputs={tensor.name: _typed(tensor) for tensor in graph.outputs},
+        data_files=graph.weight_files,
     )
 
 
-def _tensor(value: Any) -> GraphTensor:
-    import onnx
-
-    tensor = value.type.tensor_type
-    known = tensor.elem_type in onnx.TensorProto.DataType.values()
-    name = onnx.TensorProto.DataType.Name(tensor.elem_type) if known else "INVALID"
+def _typed(tensor: GraphTensor) -> TypedTensor:
     dims = None
-    if tensor.HasField("shape"):
-        dims = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim)
-    return GraphTensor(f"TYPE_{_FLOATS.get(name, name)}", dims)
+    if tensor.axes is not None:
+        dims = tuple(-1 if isinstance(axis, str) else axis for axis in tensor.axes)
+    return TypedTensor(f"TYPE_{_FLOATS.get(tensor.kind, tensor.kind)}", dims)
 
 
 _IMPORT_ERRORS = {"ImportError", "ModuleNotFoundError", "Exception"}
