@@ -11,6 +11,8 @@ import pytest
 
 from conftest import build_into, lock_data, write_pipeline
 from echo_server import ask, write_model
+from triptych.base.errors import UserError
+from triptych.building.pipeline_checks import check_pipeline
 from triptych.client import Client
 from triptych.repository.config import parse_config
 from triptych.repository.python_env import (
@@ -18,7 +20,9 @@ from triptych.repository.python_env import (
     ENV_PARAMETER,
     ENV_PATH,
     PYTHON_VERSIONS,
+    modules_of,
     pack_env,
+    with_required,
 )
 from triptych.serving.server import Server
 
@@ -47,6 +51,15 @@ def test_equal_wheels_give_equal_archives_without_tests_and_headers(tmp_path: Pa
         "lib/python3.12/site-packages/only_here/__init__.py",
         "lib/python3.12/site-packages/triptych.pth",
     }
+
+
+def test_a_list_names_installed_packages_with_what_they_require() -> None:
+    found = with_required(["Jinja2", "pytest"])
+    assert {"jinja2", "markupsafe", "pytest", "pluggy"} <= set(found)
+    assert "babel" not in found  # of an extra
+    assert {"jinja2", "markupsafe", "pluggy"} <= modules_of(["jinja2", "pytest"])
+    with pytest.raises(UserError, match=r"installed here.*Given: no-such-package"):
+        with_required(["no_such_package"])
 
 
 CODE = """
@@ -89,15 +102,18 @@ def test_a_built_pipeline_has_the_archive_in_both_steps_and_serves(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     folder = write_pipeline(
-        tmp_path / "mine", model={"source": str(tiny_model)}, serving={"python_env": True}
+        tmp_path / "mine", model={"source": str(tiny_model)}, serving={"python_env": ["idna"]}
     )
+    (folder / "hooks.py").write_text("import idna\n\ndef before(rows):\n    return rows\n")
+    checks = {check.name: check for check in check_pipeline(folder)}
+    assert checks["hooks-imports"].severity == "ok"
     repository = tmp_path / "repository"
     build_into(folder, repository)
     for step in ("preprocess", "postprocess"):
         place = repository / f"mine_{step}"
         names = names_in((place / ENV_FILE).read_bytes())
         for python in PYTHON_VERSIONS:
-            for module in ("numpy", "tokenizers"):
+            for module in ("numpy", "tokenizers", "idna"):
                 assert f"lib/python{python}/site-packages/{module}/__init__.py" in names
             compiled = f"cpython-{python.replace('.', '')}-x86_64-linux-gnu.so"
             assert any(compiled in name for name in names)

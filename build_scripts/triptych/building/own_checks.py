@@ -48,7 +48,7 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
 """Functions of ``hooks.py`` that a pipeline calls, with the arguments that they may take."""
 
 PACKAGES = ("numpy", "PIL", "tokenizers")
-"""Packages of the serving image, which `serving.python_env` packs as well."""
+"""Modules of the serving image, which `serving.python_env` packs as well."""
 
 TOGETHER = 8
 """Maximum number of rows in a request of the check."""
@@ -70,7 +70,8 @@ def check_own_pipeline(folder: Path) -> list[Check]:
         if (folder / HOOKS_FILE).is_file():
             try:
                 hooks = load_hooks(folder)
-                checks += [Check("hooks-load"), check_imports(folder, PACKAGES)]
+                imports = check_imports(folder, spec.serving.python_env, PACKAGES)
+                checks += [Check("hooks-load"), imports]
             except (Exception, SystemExit) as error:
                 note = f"{HOOKS_FILE}: {type(error).__name__}: {error}"
                 return [*checks, Check("hooks-load", "error", note)]

@@ -24,6 +24,7 @@ import numpy as np
 
 from triptych.base.errors import UserError
 from triptych.core.inputs import task_of
+from triptych.repository.python_env import modules_of
 from triptych.runtime.hooking import (
     FUNCTIONS,
     HOOKS_FILE,
@@ -119,7 +120,8 @@ def check_pipeline(folder: Path) -> list[Check]:
     if (folder / HOOKS_FILE).is_file():
         # Hooks may print, but stdout is reserved for results.
         with redirect_stdout(sys.stderr), without_bytecode():
-            checks += _check_hooks(folder, task, kinds, rows, needed)
+            python_env = spec.serving.python_env
+            checks += _check_hooks(folder, python_env, task, kinds, rows, needed)
         checks.append(run_tests(folder))
     elif needed:
         note = f"there is no {HOOKS_FILE}, which must have the function `{needed[0]}`"
@@ -153,11 +155,16 @@ def _read_file(folder: Path, path: str, line: int) -> bytes:
 
 
 def _check_hooks(
-    folder: Path, task: Task, kinds: Kinds, rows: Rows, needed: Sequence[str]
+    folder: Path,
+    python_env: bool | Sequence[str],
+    task: Task,
+    kinds: Kinds,
+    rows: Rows,
+    needed: Sequence[str],
 ) -> list[Check]:
     try:
         module = load_hooks(folder)
-        imports = check_imports(folder)
+        imports = check_imports(folder, python_env)
     except (Exception, SystemExit) as error:
         return [Check("hooks-load", "error", f"{HOOKS_FILE}: {type(error).__name__}: {error}")]
     if module is None:
@@ -176,8 +183,19 @@ def _check_hooks(
     return checks
 
 
-def check_imports(folder: Path, packages: Collection[str] = ("numpy",)) -> Check:
-    """Check that ``hooks.py`` imports only the standard library and `packages`."""
+def check_imports(
+    folder: Path, python_env: bool | Sequence[str], packages: Collection[str] = ("numpy",)
+) -> Check:
+    """Check that ``hooks.py`` imports only packages that the server has.
+
+    Args:
+        folder: Folder of the pipeline.
+        python_env: Value of `serving.python_env`.
+        packages: Modules that the serving image has besides the standard library.
+
+    Raises:
+        UserError: `python_env` names a package that is not installed.
+    """
     tree = ast.parse((folder / HOOKS_FILE).read_bytes())
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -185,12 +203,13 @@ def check_imports(folder: Path, packages: Collection[str] = ("numpy",)) -> Check
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
             names.add(node.module.partition(".")[0])
-    foreign = sorted(names - set(packages) - set(sys.stdlib_module_names))
+    packed = set() if isinstance(python_env, bool) else modules_of(python_env)
+    foreign = sorted(names - packed - set(packages) - set(sys.stdlib_module_names))
     if not foreign:
         return Check("hooks-imports")
     note = (
         f"{HOOKS_FILE} imports {', '.join(foreign)}: a server's container has only the standard "
-        f"library, {', '.join(packages)}"
+        f"library, {', '.join(packages)}; serving.python_env: [PACKAGE] adds others"
     )
     return Check("hooks-imports", "warning", note)
 

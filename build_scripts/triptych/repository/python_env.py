@@ -10,7 +10,9 @@ and the file ``pyvenv.cfg`` beside ``bin``, as in a virtual environment of the i
 from __future__ import annotations
 
 import gzip
+import importlib.metadata
 import io
+import re
 import tarfile
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,17 +48,19 @@ unset PYTHONHOME
 def make_python_env(plan: Plan, progress: Progress) -> Path:
     """Return the archive for the steps of a pipeline, from the cache.
 
-    It has the packages that the steps import, in the versions that the build checks them with, for
-    the Python of every image from `serving.triton` on. They are fetched from the package index
-    once.
+    It has the packages that the steps import and those that the spec names, in the versions that
+    the build checks them with, for the Python of every image from `serving.triton` on. They are
+    fetched from the package index once.
 
     Raises:
-        UserError: The package index is not reached, or has no wheel of a package.
+        UserError: A package is not installed, the package index is not reached, or has no wheel.
     """
     packages = ["tokenizers" if plan.info.image is None else "pillow"]
     if plan.info.own is not None:
         packages = ["pillow", "tokenizers"]  # the user's functions may import them
-    versions = versions_of("numpy", *packages)
+    named = plan.spec.serving.python_env
+    packages += with_required(named) if isinstance(named, list) else []
+    versions = versions_of(*sorted({"numpy", *packages}))
     oldest = parse_release(plan.spec.serving.triton)
     pythons = [python for python, last in PYTHON_VERSIONS.items() if oldest <= last]
     inputs = {
@@ -74,6 +78,47 @@ def make_python_env(plan: Plan, progress: Progress) -> Path:
 
     stage = cached_stage("python_env", inputs, work, progress)
     return stage.folder / ENV_FILE
+
+
+def with_required(packages: Sequence[str]) -> list[str]:
+    """Return the names of installed packages and of the packages that they require.
+
+    Raises:
+        UserError: One of `packages` is not installed.
+    """
+    found: dict[str, None] = {}
+    pending = list(packages)
+    while pending:
+        name = re.sub(r"[-_.]+", "-", pending.pop()).lower()
+        if name in found:
+            continue
+        try:
+            required = importlib.metadata.requires(name) or ()
+        except importlib.metadata.PackageNotFoundError:
+            if name not in {re.sub(r"[-_.]+", "-", each).lower() for each in packages}:
+                continue  # of another platform or version of Python
+            raise UserError(
+                "serving.python_env",
+                "must name packages that are installed here, because the build runs your functions",
+                given=name,
+                remedy=f"Run `pip install {name}`, or correct the name",
+            ) from None
+        found[name] = None
+        for line in required:
+            wanted, _, marker = line.partition(";")
+            if "extra" not in marker:
+                pending += re.findall(r"^[\w.-]+", wanted)
+    return list(found)
+
+
+def modules_of(packages: Sequence[str]) -> set[str]:
+    """Return the names of the modules that installed packages, and those they require, have."""
+    known = set(with_required(packages))
+    return {
+        module
+        for module, owners in importlib.metadata.packages_distributions().items()
+        if any(re.sub(r"[-_.]+", "-", owner).lower() in known for owner in owners)
+    }
 
 
 def fetch_wheels(versions: Mapping[str, str], python: str, folder: Path) -> list[Path]:

@@ -374,7 +374,8 @@ class Serving(Frozen):
             of the model's labels, for Triton's classification extension.
         python_env: Whether the repository has the Python packages of its steps, for images of
             Triton without them. Adds about 20 MB for each Python version to preprocess and to
-            postprocess.
+            postprocess. A list also names packages that ``hooks.py`` imports, which must be
+            installed where the pipeline is built; what they require is added.
     """
 
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
@@ -392,7 +393,7 @@ class Serving(Frozen):
     flow_control: Literal["triptych", "triton", "none"] = "triptych"
     response_cache: bool = False
     class_scores: bool = False
-    python_env: bool = False
+    python_env: bool | Annotated[list[str], Field(min_length=1)] = False
 
     @property
     def longest_wait_ms(self) -> float:
