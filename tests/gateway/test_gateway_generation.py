@@ -8,8 +8,10 @@ import openai
 import pytest
 
 from client_toy import wait_until
+from gateway_environment import run_with_clients
 from generation_cases import TEXTS
 from generation_served import build_both
+from hostile_bodies import send_hostile
 from served_command import gateway
 from triptych.client import Client
 from triptych.serving.server import Server
@@ -19,6 +21,7 @@ MESSAGES: Any = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": TEXTS[1]}]},
 ]
+TOOLS: Any = [{"type": "function", "function": {"name": "find"}}]
 HELD = 9_876_543_210
 """Seed of a request that the fake engine never ends, as in `fake_engine`."""
 PLAIN = [MESSAGES[0], {"role": "user", "content": TEXTS[1]}]
@@ -101,14 +104,41 @@ def test_stops_and_logprobs_are_passed_on(api: openai.OpenAI) -> None:
     assert all(len(each.top_logprobs) == 1 for each in logprobs.content)
 
 
+def test_calls_of_tools_are_answers_and_parts_of_a_conversation(api: openai.OpenAI) -> None:
+    """The fake engine repeats the prompt: the tools, and what the user writes."""
+    call = '<tool_call>{"name": "find", "arguments": {"id": 7}}</tool_call>'
+    words: dict[str, Any] = {"model": "quick", "tools": TOOLS}
+    asked: list[Any] = [{"role": "user", "content": f"Find 7. {call}"}]
+    (choice,) = api.chat.completions.create(**words, messages=asked).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content.startswith('[{"type": "function", "function": {"name": "find"}}]')
+    assert "<user> Find 7.\n<assistant>" in choice.message.content
+    (made,) = choice.message.tool_calls
+    assert (made.function.name, made.function.arguments) == ("find", '{"id": 7}')
+    with api.chat.completions.stream(**words, messages=asked) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.message.content == choice.message.content
+    assert streamed.finish_reason == "tool_calls"
+    assert [each.function.arguments for each in streamed.message.tool_calls] == ['{"id": 7}']
+    result = {"role": "tool", "tool_call_id": made.id, "content": "It is here."}
+    asked = [PLAIN[0], choice.message, result]
+    (last,) = api.chat.completions.create(**words, messages=asked).choices
+    assert [each.function.arguments for each in last.message.tool_calls] == ['{"id": 7}']
+    assert "<tool> It is here." in last.message.content
+    none = api.chat.completions.create(**words, messages=asked, tool_choice="none").choices[0]
+    assert "<tool_call>" in none.message.content
+    assert none.message.tool_calls is None
+
+
 def test_what_a_pipeline_cannot_do_is_refused(api: openai.OpenAI) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     picture = {"type": "image_url", "image_url": {"url": "data:,"}}
     cases: list[tuple[str, dict[str, Any]]] = [
         ("json_schema", {"response_format": schema}),  # the fake engine follows none
-        ("no such role", {"messages": [{"role": "tool", "content": "a"}]}),
+        ("no such role", {"messages": [{"role": "critic", "content": "a"}]}),
         ("messages", {"messages": [{"role": "user", "content": [picture]}]}),
-        ("tools", {"tools": [{"type": "function", "function": {"name": "a"}}]}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("json_schema", {"tools": TOOLS, "tool_choice": "required"}),
         ("temperature", {"temperature": 3}),
         ("`n`", {"n": 2}),
         ("max_tokens", {"max_tokens": 100_000}),
@@ -133,6 +163,17 @@ def test_the_examples_of_the_openapi_document_are_answered(address: str) -> None
         (content,) = paths[path]["post"]["requestBody"]["content"].values()
         body = {**content["example"], "model": "quick"}
         assert httpx2.post(f"{address}{path}", json=body).status_code == 200, path
+
+
+def test_hostile_json_in_any_field_gets_a_short_error(address: str) -> None:
+    with httpx2.Client(base_url=address, timeout=60) as client:
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            assert send_hostile(client, path, "quick") > 100
+
+
+@pytest.mark.long
+def test_generated_requests_fit_the_published_documents(address: str) -> None:
+    run_with_clients("gateway_properties.py", address, "completions")
 
 
 def test_clients_that_leave_streams_free_their_places(address: str) -> None:

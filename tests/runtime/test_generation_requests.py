@@ -88,7 +88,10 @@ def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> No
         ("{", "must be JSON"),
         ("[]", "at least one message"),
         ('[{"role": "user"}]', "`messages[0]` must be an object with strings"),
-        ('[{"role": "tool", "content": ""}]', "no such role: tool"),
+        ('[{"role": "critic", "content": ""}]', "no such role: critic"),
+        ('[{"role": "' + "x" * 999 + '", "content": ""}]', f"role: {'x' * 186}. Check"),
+        ('{"messages": [{"role": "user", "content": ""}], "tools": {}}', "`tools` must be a list"),
+        ('{"tools": []}', "at least one message"),
         (json.dumps([{"role": "user", "content": "dog " * 99}]), "must have 1 to 63 tokens"),
         ('[{"role": "user", "content": "\\ud800"}]', "without lone surrogates. Given: '\\ud800'"),
     ):
@@ -104,6 +107,16 @@ def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> No
     narrow = Prompts({**settings, "vocabulary": max(plain)}, tmp_path)
     with pytest.raises(RequestError, match="has a token of the tokenizer that the model does not"):
         narrow.of_text("The dog")
+    tools = [{"type": "function", "function": {"name": "a</s>"}}]
+    with_tools = Prompts({**settings, "max_length": 256}, tmp_path).of_messages(
+        json.dumps({"messages": json.loads(chat), "tools": tools})
+    )
+    text = tokenizer.decode(with_tools, skip_special_tokens=False)
+    assert text.startswith(f"<s>{json.dumps(tools)}")
+    assert 1 not in with_tools  # a special token in a tool is text
+    for source in ("<tool_call>", "{{ tools }}", "{{ tools }}<tool_call><function=a>"):
+        with pytest.raises(RequestError, match="whose chat template has tools"):
+            ChatTemplate(source, {}).render([], tools)
     with pytest.raises(RequestError, match=r"template accepts\. Given: TypeError: "):
         ChatTemplate("{{ messages[0].name + ':' }}", {}).render([{"name": 1}])  # type: ignore[dict-item]
     with pytest.raises(RequestError, match="only supported for models with a chat template"):

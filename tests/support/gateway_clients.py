@@ -1,6 +1,6 @@
 """Script that sends texts through the clients of vendors, unchanged, and prints what they return.
 
-``python gateway_clients.py ADDRESS < TEXTS.json`` runs in an environment of `gateway_clients.txt`.
+``python gateway_clients.py ADDRESS TEXTS`` runs in an environment of `gateway_clients.txt`.
 """
 
 import json
@@ -67,8 +67,7 @@ def orders(address: str, texts: list[str]) -> dict[str, Callable[[], list[int]]]
     }
 
 
-def main(address: str) -> None:
-    texts = json.load(sys.stdin)
+def main(address: str, texts: list[str]) -> None:
     found = {
         "vectors": {name: call(texts) for name, call in vectors(address, texts).items()},
         "orders": {name: call() for name, call in orders(address, texts).items()},
@@ -77,4 +76,4 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], json.loads(sys.argv[2]))

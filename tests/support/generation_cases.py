@@ -29,10 +29,11 @@ TEXTS = (
     "日本語の文字 🙂 👩‍👩‍👧 é",
 )
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
     "{{ raise_exception('no such role: ' + message['role']) }}{% endif %}"
-    "<{{ message['role'] }}> {{ message['content'] | trim }}\n"
+    "{% for call in message['tool_calls'] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}<{{ message['role'] }}> {{ message['content'] | trim }}\n"
     "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 

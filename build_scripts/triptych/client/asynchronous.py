@@ -88,11 +88,15 @@ class AsyncClient(PipelineClient):
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncGeneration:
-        """Answer a conversation, of messages with `role` and `content`; else as `generate`."""
-        return AsyncGeneration(self, encode_inputs("", messages, sampling), timeout_s)
+        """Answer a conversation, of messages with `role` and `content`; else as `generate`.
+
+        The chat template renders `tools`, in the form of OpenAI; calls of them are text.
+        """
+        return AsyncGeneration(self, encode_inputs("", messages, sampling, tools), timeout_s)
 
     def _finish_in_background(self, work: asyncio.Task[None]) -> None:
         self._finishing.add(work)

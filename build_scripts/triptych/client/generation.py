@@ -236,16 +236,22 @@ class GenerationState:
 
 
 def encode_inputs(
-    prompt: str, messages: Sequence[Mapping[str, Any]] | None, sampling: Sampling
+    prompt: str,
+    messages: Sequence[Mapping[str, Any]] | None,
+    sampling: Sampling,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, bytes]:
-    """Return the inputs of a generation for a prompt or for `messages`.
+    """Return the inputs of a generation for a prompt or for `messages` with `tools`.
 
     Raises:
         InvalidRequestError: An input cannot be encoded.
     """
+    chat: Any = None if messages is None else list(messages)
+    if tools:
+        chat = {"messages": chat, "tools": list(tools)}
     texts = {
         "text_input": prompt,
-        "messages": "" if messages is None else _json("messages", list(messages)),
+        "messages": "" if chat is None else _json("messages", chat),
         "sampling_parameters": _json("sampling_parameters", sampling) if sampling else "",
     }
     encoded = encode_rows({name: [text] for name, text in texts.items()})

@@ -90,11 +90,15 @@ class Client(PipelineClient):
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Generation:
-        """Answer a conversation, of messages with `role` and `content`; else as `generate`."""
-        return Generation(self, encode_inputs("", messages, sampling), timeout_s)
+        """Answer a conversation, of messages with `role` and `content`; else as `generate`.
+
+        The chat template renders `tools`, in the form of OpenAI; calls of them are text.
+        """
+        return Generation(self, encode_inputs("", messages, sampling, tools), timeout_s)
 
     def _finish_in_background(self, work: threading.Thread) -> None:
         with self._generations_lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from triptych.client import InferenceError
 from triptych.gateway.chat import Generate
@@ -98,12 +99,23 @@ def make_app(pipelines: Pipelines, shared: Shared) -> Starlette:
         yield
         await pipelines.close()
 
-    routes = [
-        Route(each.path, EndpointApp(each, shared), methods=[each.method]) for each in operations
-    ]
+    methods: dict[str, dict[str, EndpointApp]] = {}
+    for each in operations:
+        methods.setdefault(each.path, {})[each.method] = EndpointApp(each, shared)
+    routes = [Route(path, _Methods(apps), methods=list(apps)) for path, apps in methods.items()]
     return Starlette(
         routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route}
     )
+
+
+class _Methods:
+    """ASGI application of a path, with an application for each method."""
+
+    def __init__(self, apps: Mapping[str, EndpointApp]) -> None:
+        self._apps = apps
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._apps["POST" if scope["method"] == "POST" else "GET"](scope, receive, send)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

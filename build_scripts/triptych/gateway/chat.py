@@ -13,8 +13,9 @@ from pydantic_core import to_json
 from triptych.client import AsyncGeneration, Chunk, InferenceError, Sampling, Usage
 from triptych.gateway.errors import OPENAI, from_inference, invalid
 from triptych.gateway.http import Body, Operation, Stream
-from triptych.gateway.openai import Texts, TokenUsage
-from triptych.gateway.pipelines import Endpoints
+from triptych.gateway.openai import TokenUsage
+from triptych.gateway.pipelines import Endpoints, Lines
+from triptych.gateway.tools import CallSplitter, NamedTool, Tool, ToolCall, choose_tools
 
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "adapter"),
@@ -41,8 +42,21 @@ class ChatMessage(Body):
     """Message of a conversation."""
 
     role: str
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
+    refusal: None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message as chat templates need it: arguments of calls as objects."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        given = {"name": self.name, "tool_call_id": self.tool_call_id}
+        made: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if self.tool_calls:
+            made["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return {"role": self.role, "content": text, **made}
 
 
 class JsonSchema(Body):
@@ -69,12 +83,12 @@ class _GenerationBody(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | Texts | None = None
+    stop: str | Lines | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     adapter: str | None = None
-    n: Literal[1] | None = None
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -89,6 +103,8 @@ class ChatRequest(_GenerationBody):
     """Request for the answer to a conversation; the pipeline's own defaults apply."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     max_completion_tokens: int | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
@@ -123,16 +139,31 @@ class CompletionResponse(_Response):
 
 
 class _ChatForm:
-    """Parts of the responses to a conversation."""
+    """Parts of the responses to a conversation; `calls` finds the calls of tools in an answer."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
     first: Mapping[str, Any] | None = {"delta": {"role": "assistant", "content": ""}}
 
-    def choice(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def __init__(self, calls: CallSplitter | None) -> None:
+        self._calls = calls
 
-    def delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def choice(self, text: str, finish: str) -> dict[str, Any]:
+        text, calls, finish = self._split(text, finish)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
+        return {"message": message, "finish_reason": finish}
+
+    def delta(self, text: str, finish: str) -> dict[str, Any]:
+        text, calls, finish = self._split(text, finish)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls and self._calls is not None:
+            first = self._calls.count - len(calls)
+            delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls, first)]
+        return {"delta": delta, "finish_reason": finish or None}
+
+    def _split(self, text: str, finish: str) -> tuple[str, list[dict[str, Any]], str]:
+        return (text, [], finish) if self._calls is None else self._calls.add(text, finish)
 
     def logprobs(self, entries: tuple[Mapping[str, Any], ...]) -> dict[str, Any] | None:
         return {"content": [_chat_logprob(entry) for entry in entries]} if entries else None
@@ -144,8 +175,8 @@ class _CompletionForm:
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
     first: Mapping[str, Any] | None = None
 
-    def choice(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def choice(self, text: str, finish: str) -> dict[str, Any]:
+        return {"text": text, "finish_reason": finish or None}
 
     delta = choice
 
@@ -203,9 +234,14 @@ class Generate(Endpoints):
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             json_schema=_schema(body.response_format),
         )
-        messages = [_message(message) for message in body.messages]
+        tools, calls = choose_tools(body.tools or [], body.tool_choice)
+        if calls is not None and calls.schema is not None:
+            sampling["json_schema"] = calls.schema
+        messages = [message.plain() for message in body.messages]
         client = (await self._pipelines.find(body.model).generating()).client
-        return await self._answer(client.chat(messages, **sampling), body, _ChatForm())
+        return await self._answer(
+            client.chat(messages, tools=tools, **sampling), body, _ChatForm(calls)
+        )
 
     async def complete(self, body: CompletionRequest) -> dict[str, Any] | Stream:
         """Continue a prompt.
@@ -239,9 +275,8 @@ class Generate(Endpoints):
             whole = await generation.whole()
         choice = {
             "index": 0,
-            **form.choice(whole.text),
+            **form.choice(whole.text, whole.finish_reason),
             "logprobs": form.logprobs(whole.logprobs),
-            "finish_reason": whole.finish_reason,
         }
         return {**head, "choices": [choice], "usage": _usage(whole.usage)}
 
@@ -267,9 +302,8 @@ async def _events(
                 usage = chunk.usage or usage
                 choice = {
                     "index": 0,
-                    **form.delta(chunk.text),
+                    **form.delta(chunk.text, chunk.finish_reason),
                     "logprobs": form.logprobs(chunk.logprobs),
-                    "finish_reason": chunk.finish_reason or None,
                 }
                 yield _event({**head, "choices": [choice], **nothing})
                 chunk = await anext(generation, None)
@@ -294,13 +328,6 @@ def _usage(usage: Usage | None) -> dict[str, Any] | None:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-
-
-def _message(message: ChatMessage) -> dict[str, str]:
-    content = message.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content)
-    made = {"role": message.role, "content": text}
-    return made if message.name is None else {**made, "name": message.name}
 
 
 def _schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:

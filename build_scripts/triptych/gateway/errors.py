@@ -71,10 +71,11 @@ class ApiError(Exception):
 
 def invalid(field: str, rule: str, given: object, remedy: str, *, status: int = 400) -> ApiError:
     """Return the error of a request whose `field` breaks a rule."""
-    message = f"`{field}` {rule}. Given: {given}. {remedy}."
+    message = f"`{field}` {rule}. Given: {given!s:.{_MAX_SHOWN}}. {remedy}."
     return ApiError(status, "invalid_value", message, param=field)
 
 
+_MAX_SHOWN = 120
 _STATUSES: dict[type[InferenceError], tuple[int, str]] = {
     InvalidRequestError: (400, "invalid_value"),
     PipelineNotFoundError: (404, "model_not_found"),
@@ -114,7 +115,6 @@ def from_inference(error: InferenceError, rows: str | Callable[[int], str]) -> A
     return ApiError(status, code, message, param=param, retry_after_s=retry_after_s)
 
 
-_MAX_SHOWN = 80
 _MAX_ERRORS = 100
 """Maximum number of errors that are read; a million of them would take gigabytes."""
 

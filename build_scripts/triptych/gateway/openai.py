@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from triptych.client import InferenceError
-from triptych.gateway.errors import OPENAI, from_inference, invalid
+from triptych.gateway.errors import OPENAI, from_inference
 from triptych.gateway.http import Body, Operation, Shared
-from triptych.gateway.pipelines import EMBEDDING, Endpoints, Pipelines, not_found
-
-Texts = Annotated[list[str], Field(fail_fast=True)]
-_Tokens = Annotated[list[int], Field(fail_fast=True)]
+from triptych.gateway.pipelines import EMBEDDING, Endpoints, Pipelines, Texts, not_found
 
 
 class EmbeddingRequest(Body):
@@ -25,7 +22,8 @@ class EmbeddingRequest(Body):
 
     Attributes:
         model: Name of a pipeline, or an alias.
-        input: A text, or a list of texts of any length up to the limit of the gateway.
+        input: A text, or a list of texts of any length up to the limit of the gateway. In place of
+            a text, its token ids as /tokenize returns them.
         dimensions: Number of leading numbers of each vector that are returned.
         encoding_format: ``base64`` is the little-endian float32 numbers of a vector.
         user: Ignored.
@@ -34,7 +32,7 @@ class EmbeddingRequest(Body):
     """
 
     model: str
-    input: str | Texts | _Tokens | Annotated[list[_Tokens], Field(fail_fast=True)]
+    input: Texts
     dimensions: int | None = Field(default=None, ge=1)
     encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
@@ -134,8 +132,8 @@ class OpenAi(Endpoints):
             ApiError: The request is invalid.
             InferenceError: The pipeline does not answer.
         """
-        texts = self._texts(body)
         pipeline = self._pipelines.find(body.model)
+        texts = await self._texts(pipeline, body.input, "input")
         config = await pipeline.require(EMBEDDING)
         prompt = await pipeline.prompt(body.input_type, body.prompt)
         parameters = {} if prompt is None else {"prompt": prompt}
@@ -166,20 +164,6 @@ class OpenAi(Endpoints):
         if tokens is not None:
             response["usage"] = {"prompt_tokens": tokens, "total_tokens": tokens}
         return response
-
-    def _texts(self, body: EmbeddingRequest) -> list[str]:
-        texts = [body.input] if isinstance(body.input, str) else body.input
-        self._limits.check_items("input", len(texts))
-        if isinstance(body.input, str):
-            return [body.input]
-        if not isinstance(body.input[0], str):
-            raise invalid(
-                "input",
-                "must be a text or a list of texts",
-                "token ids, which are those of another tokenizer than that of the pipeline",
-                "Send texts; for LangChain set check_embedding_ctx_length=False",
-            )
-        return [str(text) for text in body.input]
 
     async def models(self) -> dict[str, Any]:
         """Return all pipelines and aliases."""

@@ -6,8 +6,9 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from tokenizers import Tokenizer
 
 from triptych.base.errors import UserError, closest
@@ -30,6 +31,11 @@ _SAME_PROMPTS = {
 }
 """Names of the same prompt, by the value of `input_type` in the APIs of NVIDIA and Cohere."""
 
+Lines = Annotated[list[str], Field(fail_fast=True)]
+_Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+Texts = str | Lines | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
+"""A text or token ids, or a list of them."""
+
 EMBEDDING, RERANKING, CLASSIFICATION = "text-embedding", "reranking", "text-classification"
 FITS: Mapping[str, Callable[[Set[str]], bool]] = {
     EMBEDDING: lambda outputs: "embedding" in outputs,
@@ -51,6 +57,7 @@ class PreprocessFiles:
         self._has_hooks = (folder / "hooks.py").is_file()
         self._folder = folder
         self._maker: TextRowMaker | None = None
+        self._tokenizer: Tokenizer | None = None
         self._lock = threading.Lock()
 
     def maker(self) -> TextRowMaker | None:
@@ -84,16 +91,39 @@ class PreprocessFiles:
             counts += [len(row.ids) for row in each]
         return counts or None
 
+    def _whole_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer without truncation; None if the rows are no texts."""
+        with self._lock:
+            maker = self.maker()
+            if self._tokenizer is None and maker is not None:
+                self._tokenizer = Tokenizer.from_str(maker.tokenizer.to_str())
+                self._tokenizer.no_truncation()
+                self._tokenizer.no_padding()
+            return self._tokenizer
+
+    def decode(self, rows: Sequence[list[int]]) -> list[str | None]:
+        """Return the text of each row of token ids.
+
+        It is None for ids that are not exactly those of a text with its special tokens. Ids of
+        another tokenizer are recognized by this, because they lack the special tokens.
+        """
+        tokenizer = self._whole_tokenizer()
+        if tokenizer is None:
+            return [None] * len(rows)
+        most = self.settings["max_text_bytes"]
+        texts = tokenizer.decode_batch([ids if len(ids) <= most else [] for ids in rows])
+        return [
+            text if made.ids == ids and any(made.special_tokens_mask) else None
+            for ids, text, made in zip(rows, texts, tokenizer.encode_batch(texts), strict=True)
+        ]
+
     def tokenize(
         self, texts: Sequence[str], *, add_special_tokens: bool
     ) -> list[list[dict[str, Any]]] | None:
         """Return the tokens of each text without truncation; None if the rows are no texts."""
-        with self._lock:
-            maker = self.maker()
-            if maker is None:
-                return None
-            tokenizer = Tokenizer.from_str(maker.tokenizer.to_str())
-        tokenizer.no_truncation()
+        tokenizer = self._whole_tokenizer()
+        if tokenizer is None:
+            return None
         special = {
             number
             for number, token in tokenizer.get_added_tokens_decoder().items()
@@ -214,6 +244,26 @@ class Pipeline:
         else:
             counts = await asyncio.to_thread(step.count, columns, parameters)
         return None if counts is None else sum(counts)
+
+    async def decode(self, rows: Sequence[list[int]], field: str) -> list[str]:
+        """Return the text of each row of token ids.
+
+        Raises:
+            ApiError: Ids are not those of a text, or the gateway does not have the tokenizer.
+        """
+        step = await self.step()
+        texts = [None] * len(rows) if step is None else await asyncio.to_thread(step.decode, rows)
+        found = [text for text in texts if text is not None]
+        if len(found) < len(rows):
+            row = texts.index(None)
+            raise invalid(
+                f"{field}[{row}]" if len(rows) > 1 else field,
+                "must be a text, or its ids as /tokenize of a gateway with --repository returns "
+                "them",
+                f"{len(rows[row])} ids that are not",
+                "Send texts; for LangChain set check_embedding_ctx_length=False",
+            )
+        return found
 
     async def prompt(self, input_type: str | None, named: str | None) -> str | None:
         """Return the prompt for a request; None for the default of the pipeline.
@@ -350,6 +400,17 @@ class Endpoints:
         self._pipelines = pipelines
         self._limits = shared.limits
         self._items = shared.metrics.items
+
+    async def _texts(self, pipeline: Pipeline, given: Texts, field: str) -> list[str]:
+        """Return the texts of a request, which may be token ids, and count them.
+
+        Raises:
+            ApiError: There are too many, or ids that are not those of a text.
+        """
+        is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+        rows: list[Any] = [given] if is_one else given  # type: ignore[assignment]
+        self._limits.check_items(field, len(rows))
+        return rows if isinstance(rows[0], str) else await pipeline.decode(rows, field)
 
 
 def _may_use(name: str) -> bool:

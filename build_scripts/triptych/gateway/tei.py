@@ -7,22 +7,26 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, RootModel
+from pydantic import BaseModel, BeforeValidator, Field, RootModel
 
 from triptych.client import Choice
 from triptych.gateway.errors import TEI, ApiError, invalid
 from triptych.gateway.http import Body, Operation
-from triptych.gateway.openai import Texts
 from triptych.gateway.pipelines import (
     CLASSIFICATION,
     EMBEDDING,
     FITS,
     RERANKING,
     Endpoints,
+    Lines,
     Pipeline,
     PreprocessFiles,
+    Texts,
 )
 from triptych.gateway.rerank import rank
+
+# A literal takes 0 for False.
+_False = Annotated[Literal[False], BeforeValidator(lambda given: given is not False)]
 
 
 class _Inputs(Body):
@@ -33,7 +37,7 @@ class _Inputs(Body):
 class EmbedRequest(_Inputs):
     """Request for embeddings; the pipeline decides whether long texts are truncated."""
 
-    inputs: str | Texts
+    inputs: Texts
     normalize: bool = True
     prompt_name: str | None = None
     dimensions: int | None = None
@@ -42,23 +46,23 @@ class EmbedRequest(_Inputs):
 class PredictRequest(_Inputs):
     """Request for labels of a text, a pair of texts, or a batch of lists of one or two texts."""
 
-    inputs: str | Texts | Annotated[list[Texts], Field(fail_fast=True)]
-    raw_scores: Literal[False] = False
+    inputs: str | Lines | Annotated[list[Lines], Field(fail_fast=True)]
+    raw_scores: _False = False
 
 
 class TeiRerankRequest(_Inputs):
     """Request to sort texts by how well they answer a query."""
 
     query: str
-    texts: Texts
-    raw_scores: Literal[False] = False
+    texts: Lines
+    raw_scores: _False = False
     return_text: bool = False
 
 
 class TokenizeRequest(Body):
     """Request for the tokens of texts."""
 
-    inputs: str | Texts
+    inputs: str | Lines
     add_special_tokens: bool = True
     prompt_name: str | None = None
 
@@ -143,8 +147,8 @@ class Tei(Endpoints):
             ApiError: The request is invalid.
             InferenceError: The pipeline does not answer.
         """
-        texts = self._texts(body.inputs)
         pipeline = await self._find(name, EMBEDDING)
+        texts = await self._texts(pipeline, body.inputs, "inputs")
         config = await pipeline.require(EMBEDDING)
         vectors = await pipeline.client.embed(
             texts,
@@ -216,8 +220,8 @@ class Tei(Endpoints):
         Raises:
             ApiError: The request is invalid, or the gateway does not have the tokenizer.
         """
-        texts = self._texts(body.inputs)
         pipeline = await self._find(name)
+        texts = await self._texts(pipeline, body.inputs, "inputs")
         step = await self._require_step(pipeline)
         if body.prompt_name is not None:
             prompts = step.settings.get("prompts") or {}
@@ -276,11 +280,6 @@ class Tei(Endpoints):
                 "The gateway has no tokenizer. Start it with the --repository of the server.",
             )
         return step
-
-    def _texts(self, inputs: str | list[str]) -> list[str]:
-        texts = [inputs] if isinstance(inputs, str) else inputs
-        self._limits.check_items("inputs", len(texts))
-        return texts
 
 
 def _prediction(choice: Choice) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -22,6 +22,10 @@ from .generation_messages import TOKENIZER_FILE
 from .request_errors import RequestError
 
 Message = Mapping[str, str]
+_OTHER_CALLS = "<function=", "<arg_key>"
+"""Texts in templates whose calls are not JSON: Qwen3-Coder's and GLM's."""
+_MAX_SHOWN = 200
+"""Maximum number of characters of a template's error, which may repeat a message."""
 
 
 class _Generation(Extension):
@@ -51,13 +55,27 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._template = None if source is None else environment.from_string(source)
         self._special_tokens = dict(special_tokens)
+        self._has_tools = source is not None and (
+            "tools" in meta.find_undeclared_variables(environment.parse(source))
+            and "<tool_call>" in source
+            and not any(other in source for other in _OTHER_CALLS)
+        )
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
         """Return the prompt of a conversation, up to the beginning of the model's answer.
 
         Raises:
-            RequestError: The model has no template, or its template rejects the messages.
+            RequestError: The model has no template, or its template rejects the messages or has no
+                tools.
         """
+        if tools and not self._has_tools:
+            raise RequestError(
+                "tools",
+                "is only supported for models whose chat template has tools, and calls as "
+                '<tool_call>{"name": …, "arguments": …}</tool_call>',
+                f"{len(tools)} tools",
+                "Leave them out, or use another model",
+            )
         if self._template is None:
             raise RequestError(
                 "messages",
@@ -68,17 +86,17 @@ class ChatTemplate:
         try:
             return self._template.render(
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
         except Exception as error:  # the template is the model's own and may raise anything
-            reason = str(error) if isinstance(error, TemplateError) else ""
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise RequestError(
                 "messages",
                 "must be a conversation that the model's chat template accepts",
-                reason or f"{type(error).__name__}: {error}",
+                f"{kind}{error}"[:_MAX_SHOWN],
                 "Check the roles, their order, and fields besides `role` and `content`",
             ) from error
 
@@ -338,10 +356,15 @@ class Prompts:
         return self._encode(whole, "text_input", special=not rendered)
 
     def of_messages(self, text: str) -> list[int]:
-        """Return the ids of a conversation: a JSON list of objects with `role` and `content`."""
-        messages = read_messages(text)
+        """Return the ids of a conversation: a JSON list of objects with `role` and `content`.
+
+        With tools it is an object of ``messages`` and ``tools``.
+        """
+        messages, tools = read_conversation(text)
         plain = self._plain_texts
-        rendered = self._template.render(messages if plain is None else plain.hide(messages))
+        if plain is not None:
+            messages, tools = plain.hide(messages), plain.hide(tools)
+        rendered = self._template.render(messages, tools)
         parts = [rendered] if plain is None else plain.parts(rendered)
         rendered = "".join(parts)
         try:
@@ -396,23 +419,38 @@ class Prompts:
         return ids
 
 
-def read_messages(text: str) -> list[Message]:
-    """Return a conversation; text parts of a message are joined by line feeds, as in vLLM.
+def read_conversation(text: str) -> tuple[list[Message], list[Any] | None]:
+    """Return messages and tools; text parts of a message are joined by line feeds, as in vLLM.
 
     Raises:
-        RequestError: The text is not a JSON list of messages with `role` and `content`.
+        RequestError: The text is no JSON list of messages with `role` and `content`, and no object
+            of such ``messages`` and a list of ``tools``.
     """
     try:
-        messages = json.loads(text)
+        given = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(
             "messages", "must be JSON", str(error), 'Send [{"role": "user", "content": "…"}]'
         ) from error
+    if not isinstance(given, dict):
+        return _read_messages(given), None
+    tools = given.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RequestError(
+            "tools",
+            "must be a list of objects",
+            repr(tools)[:80],
+            'Send [{"type": "function", "function": {"name": "…"}}]',
+        )
+    return _read_messages(given.get("messages")), tools
+
+
+def _read_messages(messages: Any) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise RequestError(
             "messages",
             "must be a list with at least one message",
-            repr(text)[:80],
+            repr(messages)[:80],
             'Send [{"role": "user", "content": "…"}]',
         )
     return [_read_message(message, f"messages[{n}]") for n, message in enumerate(messages)]

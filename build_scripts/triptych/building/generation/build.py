@@ -29,7 +29,7 @@ from triptych.repository.records import GateResult
 from triptych.repository.render import Rendered
 from triptych.repository.store import hash_files, write_models
 from triptych.runtime.hooking import HOOKS_FILE
-from triptych.runtime.prompts import read_messages
+from triptych.runtime.prompts import read_conversation
 from triptych.runtime.request_errors import RequestError
 from triptych.serving.generation_environment import read_versions
 from triptych.spec.any_spec import load_any_spec
@@ -193,6 +193,6 @@ def check_folder(folder: Path) -> list[Check]:
 def _check_talks(talks: dict[int, str]) -> Iterator[Check]:
     for number, text in talks.items():
         try:
-            read_messages(text)
+            read_conversation(text)
         except RequestError as error:
             yield Check("messages", "error", f"{TRAFFIC_FILE}:{number}: {error}")

@@ -22,7 +22,7 @@ from triptych.building.generation.model import (
 from triptych.building.generation.weights import find_weights
 from triptych.repository.config_text import check_config_texts
 from triptych.runtime.generation_messages import CONTEXT_TOKENS
-from triptych.runtime.prompts import Message, Prompts, read_messages
+from triptych.runtime.prompts import Message, Prompts, read_conversation
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS, FIELD, check_sampling
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
@@ -63,7 +63,13 @@ class Prompt:
     def messages(self) -> list[Message] | None:
         """Messages of the conversation; None for a plain text."""
         text = self.sent.get("messages")
-        return None if text is None else read_messages(text)
+        return None if text is None else read_conversation(text)[0]
+
+    @property
+    def tools(self) -> list[Any] | None:
+        """Tools of the conversation; None without tools."""
+        text = self.sent.get("messages")
+        return None if text is None else read_conversation(text)[1]
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,9 @@ class _PromptSession:
     def _generation(self) -> Any:
         if self._prompt.messages is None:
             return self._client.generate(self._prompt.sent["text_input"], **self._order)
-        return self._client.chat(self._prompt.messages, **self._order)
+        return self._client.chat(
+            self._prompt.messages, tools=self._prompt.tools or (), **self._order
+        )
 
     def _reply(self, ask: Callable[[], Completion]) -> PromptReply:
         try:

@@ -219,7 +219,11 @@ def _prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
         begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
         return tuple(tokenizer(text, add_special_tokens=not begun)["input_ids"])
     ids = tokenizer.apply_chat_template(
-        prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        prompt.messages,
+        tools=prompt.tools,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
     )
     return tuple(ids)
 

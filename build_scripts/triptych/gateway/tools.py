@@ -1,0 +1,165 @@
+"""Tools of OpenAI's chat API: their types, and their calls in the text of an answer."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+from triptych.gateway.errors import invalid
+from triptych.gateway.http import Body
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+
+
+class Function(Body):
+    """Function that a model may call; `strict` has an effect only if a call is required."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """Tool that a model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """Name of a function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """Tool that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class FunctionCall(Body):
+    """Call of a function; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """Call of a tool in an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+    def plain(self) -> dict[str, Any]:
+        """Return the call with its arguments as an object, if they are JSON."""
+        made = self.model_dump()
+        with suppress(ValueError, RecursionError):
+            made["function"]["arguments"] = json.loads(self.function.arguments)
+        return made
+
+
+class CallSplitter:
+    """Splitter of an answer into text and calls: ``<tool_call>{"name": …, "arguments": …}…``.
+
+    Args:
+        schema: JSON schema of an answer that is one call, without the tags; None for any answer.
+
+    Attributes:
+        count: Number of calls up to now.
+    """
+
+    def __init__(self, schema: dict[str, Any] | None) -> None:
+        self.schema = schema
+        self._held = ""
+        self.count = 0
+
+    def add(self, text: str, finish: str) -> tuple[str, list[dict[str, Any]], str]:
+        """Return text, calls and finish reason; text that may begin a call is held back.
+
+        Args:
+            text: Next part of the answer.
+            finish: Reason of its end; empty before.
+        """
+        self._held += text
+        if self.schema is not None:
+            call = self._read(self._held) if finish else None
+            if call is not None:
+                return "", [call], "tool_calls"
+            return self._held if finish else "", [], finish
+        shown, calls = "", []
+        while (end := self._held.find(_END)) >= 0:
+            before, _, content = self._held[:end].partition(_BEGIN)
+            end += len(_END)
+            call = self._read(content)
+            if call is None:
+                shown += self._held[:end]
+            else:
+                shown += before.rstrip()
+                calls.append(call)
+            self._held = self._held[end:]
+        size = len(self._held) if finish else _safe_size(self._held)
+        left, self._held = self._held[:size], self._held[size:]
+        shown += "" if self.count and not left.strip() else left
+        return shown, calls, "tool_calls" if finish == "stop" and self.count else finish
+
+    def _read(self, content: str) -> dict[str, Any] | None:
+        """Return the call that JSON contains; None if it is none."""
+        try:
+            call = json.loads(content)
+            function = {"name": str(call["name"]), "arguments": json.dumps(call["arguments"])}
+        except (ValueError, RecursionError, KeyError, TypeError):
+            return None
+        self.count += 1
+        return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
+def _safe_size(text: str) -> int:
+    """Return the length of the beginning of a text that cannot be a part of a call."""
+    at = text.find(_BEGIN)
+    sizes = range(len(_BEGIN) - 1, 0, -1)
+    if at < 0:
+        at = len(text) - next((size for size in sizes if text.endswith(_BEGIN[:size])), 0)
+    return len(text[:at].rstrip())
+
+
+def choose_tools(
+    tools: Sequence[Tool], choice: str | NamedTool | None
+) -> tuple[list[dict[str, Any]], CallSplitter | None]:
+    """Return the tools for the chat template, and the splitter of the answer.
+
+    Raises:
+        ApiError: `choice` names no tool.
+    """
+    if not tools or choice == "none":
+        if choice not in (None, "none"):
+            raise invalid("tool_choice", "needs tools", "none", "Send tools")
+        return [], None
+    functions = [tool.function for tool in tools]
+    schema = None
+    if choice not in (None, "auto"):
+        if isinstance(choice, NamedTool):
+            functions = [each for each in functions if each.name == choice.function.name]
+            if not functions:
+                name = choice.function.name
+                raise invalid("tool_choice", "must name one of `tools`", name, "Correct the name")
+        schema = {"anyOf": [_call_schema(each) for each in functions]}
+    return [tool.model_dump(exclude_none=True) for tool in tools], CallSplitter(schema)
+
+
+def _call_schema(function: Function) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "enum": [function.name]},
+            "arguments": function.parameters or {"type": "object"},
+        },
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }

@@ -1,0 +1,31 @@
+"""The virtual environment of `gateway_clients.txt`, made once, for the clients of a gateway."""
+
+import hashlib
+import os
+import subprocess
+import venv
+
+from conftest import ROOT, one_at_a_time
+
+NEEDED = ROOT / "tests/data/gateway_clients.txt"
+
+
+def run_with_clients(script: str, *words: str) -> str:
+    """Output of a script of this folder that runs in the environment and must end without error."""
+    home = ROOT / ".cache/gateway_clients" / hashlib.sha256(NEEDED.read_bytes()).hexdigest()[:16]
+    with one_at_a_time("gateway_clients"):
+        if not (home / "complete").exists():
+            venv.create(home, with_pip=True, clear=True)
+            python = str(home / "bin/python")
+            install = [python, "-m", "pip", "install", "--quiet", "-r", str(NEEDED)]
+            subprocess.run(install, check=True, timeout=600)
+            (home / "complete").touch()
+    done = subprocess.run(
+        [home / "bin/python", ROOT / "tests/support" / script, *words],
+        env={**os.environ, "HF_HUB_OFFLINE": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
