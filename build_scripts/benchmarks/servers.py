@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.harness import closed_loop, say
-from benchmarks.model import CACHE, model_folder
+from benchmarks.model import CACHE, ROOT, build, model_folder
 from triptych.serving.bench.baselines import ChildProcess
 from triptych.serving.ports import reserve_ports
 from triptych.serving.readiness import responds_ok
@@ -108,7 +108,8 @@ class HttpServer:
     """A server in its own virtual environment and process while the context lasts.
 
     Attributes:
-        package: Name of the environment and of its requirements file.
+        package: Name of the environment and of its requirements file; empty for the environment
+            of this program.
         endpoint: URL path to which texts are posted.
         health: URL path that returns 200 once the server is ready.
         make_command: Returns the command of the server from the ``bin`` folder of the environment,
@@ -192,8 +193,10 @@ def run_server(
 def _install(name: str) -> Path:
     """Install ``NAME-requirements.txt`` into a virtual environment; return its ``bin``.
 
-    An environment that was installed from the same file is used again.
+    An environment that was installed from the same file is used again. An empty name is this one.
     """
+    if not name:
+        return Path(sys.executable).parent
     requirements = Path(__file__).with_name(f"{name}-requirements.txt")
     environment = CACHE / name
     digest = hashlib.sha256(requirements.read_bytes()).hexdigest()
@@ -205,6 +208,18 @@ def _install(name: str) -> Path:
         subprocess.run([*pip, "--requirement", str(requirements)], check=True)
         stamp.write_text(digest, encoding="ascii")
     return environment / "bin"
+
+
+def _gateway(programs: Path, _scratch: Path, port: int) -> list[str]:
+    ports = [f"--{kind}-port=0" for kind in ("grpc", "http", "metrics")]
+    serve = [str(programs / "triptych"), "serve", str(build(CACHE / "packed"))]
+    return [*serve, *ports, "--http-api", str(port)]
+
+
+def _vllm(_programs: Path, _scratch: Path, port: int) -> list[str]:
+    command = [str(ROOT / ".venv-generation/bin/vllm"), "serve", str(model_folder())]
+    command += ["--served-model-name", MODEL, "--runner", "pooling", "--dtype", "float32"]
+    return [*command, "--host", HOST, "--port", str(port)]
 
 
 def _infinity(programs: Path, _scratch: Path, port: int) -> list[str]:
@@ -236,12 +251,18 @@ def _mlserver(programs: Path, scratch: Path, port: int, *, batch: int) -> list[s
 
 
 def make_http_servers() -> list[HttpServer]:
-    """Return the other servers: infinity-emb, and LitServe and MLServer without and with batches.
+    """Return the HTTP servers: the gateway, vLLM, infinity-emb, LitServe and MLServer.
 
+    LitServe and MLServer are measured without and with batches. vLLM needs `make setup-generation`.
     perf_analyzer cannot drive MLServer as a Triton server, because MLServer does not return the
     configuration of a model.
     """
-    servers = [HttpServer("infinity-emb", "infinity", "embeddings", "health", _infinity)]
+    servers = [
+        HttpServer("triptych, gateway", "", "v1/embeddings", "health", _gateway),
+        HttpServer("infinity-emb", "infinity", "embeddings", "health", _infinity),
+    ]
+    if (ROOT / ".venv-generation/bin/vllm").is_file():
+        servers.append(HttpServer("vLLM", "", "v1/embeddings", "health", _vllm))
     for suffix, batch in (("", 1), (", batches", MAX_BATCH)):
         command = partial(_litserve, batch=batch)
         name = f"litserve{suffix}"

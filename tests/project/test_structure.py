@@ -74,6 +74,7 @@ HEAVY = {
     "huggingface_hub": {"spec/model_source.py"},
     "pyarrow": {"client/bulk/parquet.py"},
     "sentence_transformers": {"core/gate/reference.py"},
+    "opentelemetry": {"gateway/traces.py"},
     "starlette": {"gateway/app.py", "gateway/http.py"},
     "uvicorn": {"gateway/serve.py"},
 }

@@ -96,7 +96,7 @@ def _read_options(given: Mapping[str, str]) -> ServerFlags:
         grpc_tls=_read_tls(given),
         forward_headers=_read_pattern(given),
         client_shm=_YES_NO[_choice(given, "TRIPTYCH_CLIENT_SHM", "false", _YES_NO)],
-        trace=_read_trace(given),
+        trace=read_trace(given),
     )
 
 
@@ -121,7 +121,13 @@ def _read_key(given: Mapping[str, str]) -> str:
     return key
 
 
-def _read_trace(given: Mapping[str, str]) -> Trace | None:
+def read_trace(variables: Mapping[str, str]) -> Trace | None:
+    """Return the target of traces in variables of the environment; None for no traces.
+
+    Raises:
+        UserError: A variable has an invalid value.
+    """
+    given = {name: value for name, value in variables.items() if value}
     target = given.get("TRIPTYCH_TRACE", "off")
     rate = _number(given, "TRIPTYCH_TRACE_RATE", _TRACE_RATE)
     if target == "off":

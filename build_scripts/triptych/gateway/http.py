@@ -27,7 +27,7 @@ from triptych.gateway.errors import (
     from_validation,
 )
 from triptych.gateway.keys import CALLER, Keys
-from triptych.gateway.traces import continue_trace
+from triptych.gateway.traces import RequestTracer
 
 
 class Body(BaseModel):
@@ -146,17 +146,19 @@ class Operation:
 
 @dataclass(frozen=True)
 class Shared:
-    """Limits, metrics, keys and access log of all endpoints.
+    """Limits, metrics, keys, access log and traces of all endpoints.
 
     Attributes:
         keys: Keys of the callers; None if every client is served.
         log: Called with each line of the access log; None for none.
+        tracer: Maker of the traces of requests.
     """
 
     limits: RequestLimits = field(default_factory=RequestLimits)
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     keys: Keys | None = None
     log: Callable[[str], None] | None = None
+    tracer: RequestTracer = field(default_factory=RequestTracer)
 
 
 class EndpointApp:
@@ -164,6 +166,7 @@ class EndpointApp:
 
     def __init__(self, operation: Operation, shared: Shared) -> None:
         self._operation = operation
+        self._name = f"{operation.method} {operation.path}"
         self._shared = shared
         self._limits = shared.limits
         self._metrics = shared.metrics
@@ -173,7 +176,7 @@ class EndpointApp:
         self._metrics.in_flight.inc()
         status = CLIENT_CLOSED
         received = dict(scope["headers"])
-        trace = continue_trace(received)
+        trace = self._shared.tracer.start(self._name, received)
         CALL_HEADERS.set(trace.headers)
         CALLER.set(None)  # a pipelined request has the context of the one before it
         try:
@@ -187,6 +190,7 @@ class EndpointApp:
                 await self._send(send, reply, headers)
                 status = reply.status
         finally:
+            trace.end(status)
             seconds = time.perf_counter() - began
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(self._operation.path, status).inc()

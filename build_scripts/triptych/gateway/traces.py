@@ -1,36 +1,81 @@
-"""Trace context of the W3C: the caller's, or a new one."""
+"""Spans of the gateway in the traces of its callers, in the format of OpenTelemetry."""
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Mapping
-from typing import NamedTuple
 
-_PARENT = re.compile(rb"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-_MAX_STATE_BYTES = 512
+from opentelemetry.trace import NoOpTracer, Span, SpanKind, StatusCode, Tracer
+from opentelemetry.trace.propagation import set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+_NAMES = ("traceparent", "tracestate")
 
 
-class RequestTrace(NamedTuple):
-    """Trace of a request.
+class RequestTrace:
+    """Trace of a request, from its beginning to `end`.
 
     Attributes:
-        trace_id: Id of the trace, 32 hexadecimal digits.
-        headers: Headers of the request to the server, with the trace of the caller.
+        trace_id: Id of the trace, 32 hexadecimal digits; of the caller's, if it has one.
+        headers: Headers for requests to the server. They are empty if the trace is not sampled,
+            because Triton records every request that has a `traceparent`.
     """
 
-    trace_id: str
-    headers: tuple[tuple[str, str], ...]
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        context = span.get_span_context()
+        self.trace_id = f"{context.trace_id:032x}" if context.is_valid else secrets.token_hex(16)
+        passed: dict[str, str] = {}
+        if context.trace_flags.sampled:
+            _PROPAGATOR.inject(passed, set_span_in_context(span))
+        self.headers = tuple(passed.items())
+
+    def end(self, status: int) -> None:
+        """End the span of the gateway with the HTTP status of the response."""
+        self._span.set_attribute("http.response.status_code", status)
+        if status >= 500:
+            self._span.set_status(StatusCode.ERROR)
+        self._span.end()
 
 
-def continue_trace(headers: Mapping[bytes, bytes]) -> RequestTrace:
-    """Return the trace of a request with these headers; without a valid one, only a new id."""
-    parent = headers.get(b"traceparent", b"")
-    match = _PARENT.fullmatch(parent)
-    if match is None:
-        return RequestTrace(secrets.token_hex(16), ())
-    passed = [("traceparent", parent.decode("ascii"))]
-    state = headers.get(b"tracestate", b"")
-    if state and len(state) <= _MAX_STATE_BYTES and state.isascii():
-        passed.append(("tracestate", state.decode("ascii")))
-    return RequestTrace(match[1].decode("ascii"), tuple(passed))
+class RequestTracer:
+    """Maker of traces; without an exporter it only continues those of callers.
+
+    Args:
+        tracer: Tracer of OpenTelemetry; by default one that exports no spans.
+    """
+
+    def __init__(self, tracer: Tracer | None = None) -> None:
+        self._tracer = NoOpTracer() if tracer is None else tracer
+
+    def start(self, name: str, headers: Mapping[bytes, bytes]) -> RequestTrace:
+        """Return the trace of a request with these headers; `name` has no text of it."""
+        given = {
+            each: headers[each.encode()].decode("latin-1")
+            for each in _NAMES
+            if each.encode() in headers
+        }
+        context = _PROPAGATOR.extract(given)
+        return RequestTrace(self._tracer.start_span(name, context, SpanKind.SERVER))
+
+
+def export_to(url: str, rate: int) -> RequestTracer:
+    """Return a tracer whose spans are sent to a collector, in a thread of its own.
+
+    Args:
+        url: Address of an OTLP collector over HTTP, with its path.
+        rate: Number of requests without a trace of their caller of which one is traced.
+    """
+    # Loads requests and protobuf, which a gateway without traces does not need.
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+
+    provider = TracerProvider(
+        ParentBasedTraceIdRatio(1 / rate), Resource.create({"service.name": "triptych-gateway"})
+    )
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url)))
+    return RequestTracer(provider.get_tracer("triptych.gateway"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -174,6 +175,7 @@ def gateway(
         from triptych.gateway.keys import Keys
         from triptych.gateway.pipelines import Pipelines
         from triptych.gateway.serve import ServerTls, make_server
+        from triptych.gateway.traces import RequestTracer, export_to
     except ImportError as error:
         raise UserError(
             "triptych gateway",
@@ -181,9 +183,11 @@ def gateway(
             given=error,
             remedy="Run `pip install 'triptych[gateway]'`",
         ) from error
+    from triptych.container.settings import read_trace
     from triptych.serving.ports import reserve_ports
 
     options.check(host)
+    trace = read_trace(os.environ)
     pipelines = Pipelines(
         names or (),
         parse_aliases(options.aliases or ()),
@@ -207,6 +211,9 @@ def gateway(
         limits=RequestLimits(body_bytes=max_body_mib * _MIB, items=max_items),
         keys=None if options.keys is None else Keys(options.keys),
         log=_log_line if options.access_log else None,
+        tracer=RequestTracer()
+        if trace is None or trace.target.startswith("/")
+        else export_to(trace.target, trace.rate),
     )
     server = make_server(pipelines, shared, host=host, port=port, on_ready=announce, tls=tls)
     with sigterm_as_interrupt():
