@@ -17,7 +17,7 @@ export TRITON_IMAGE
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
 
-.PHONY: help install setup setup-generation recording demo demo-chat test test-in-container test-long check coverage serve image engine-in-container examples compare compare-path compare-tasks compare-generation grid scaling precisions gpu-test soak fuzz results clean
+.PHONY: help install setup setup-generation docs tables recording demo demo-chat test test-in-container test-long check coverage serve image engine-in-container examples compare compare-path compare-tasks compare-generation grid scaling precisions gpu-test soak fuzz results clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 21
 
@@ -116,6 +116,12 @@ types: setup
 format: setup  ## Sort imports, mend what ruff can, format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup  ## Build the documentation as a site into .cache/site; any warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file build_scripts/documentation/mkdocs.yml
+
+tables: setup  ## Write the reference tables of the documentation again, from the code
+	$(BIN)/python build_scripts/documentation/tables.py
 
 recording: install  ## Run `make demo` and draw its output as the picture of README.md
 	$(BIN)/python build_scripts/documentation/recording.py

@@ -361,7 +361,7 @@ def test_a_client_with_an_input_of_its_own_is_refused(server: Server) -> None:
         post(server, LITELLM)
     with refused.value as answer:
         assert answer.code == 400
-    documented = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
+    documented = (ROOT / "pipelines/clients.md").read_text(encoding="utf-8")
     assert "LiteLLM's `triton/` embeddings cannot be used" in documented
 
 
@@ -375,7 +375,7 @@ def test_every_documented_client_sends_options(
     for name, ask in CLIENTS.items():
         assert np.array_equal(ask(server), expected), name
         assert lookups("topics") == (1, 0), name  # the bytes of the tensors are equal, too
-    documented = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
+    documented = (ROOT / "pipelines/clients.md").read_text(encoding="utf-8")
     section = documented.partition("### Options as inputs")[2].partition("###")[0]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines()]
     assert [row for row in rows if row in {*CLIENTS, *ANALYZERS}] == [*CLIENTS, *ANALYZERS]

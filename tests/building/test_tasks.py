@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from conftest import LAYOUTS, build_into, traffic_texts
+from conftest import LAYOUTS, ROOT, build_into, traffic_texts
 from task_models import MODELS
 from task_reference import (
     check_answers,
@@ -225,6 +226,28 @@ def test_image_classification(server: Any, reference: Any) -> None:
     for mine, theirs in zip(got, want, strict=True):
         same_choices(mine, theirs)
     assert len({choices[0].label for choices in got}) > 1
+
+
+def test_an_image_is_sent_over_http_as_documented(
+    server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "pipelines/clients.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(import json\nimport struct.*?)```", text, re.DOTALL)
+    (tmp_path / "red.png").write_bytes(image_bytes()[0])
+    stated = {
+        "127.0.0.1:8000": server.http_url.removeprefix("http://"),
+        "models/photos": "models/images",
+        "pipelines/photos/samples/red.png": str(tmp_path / "red.png"),
+    }
+    for old, new in stated.items():
+        assert old in snippet
+        snippet = snippet.replace(old, new)
+    exec(snippet, {})
+    printed = eval(capsys.readouterr().out)
+    with Client("images", server.grpc_url) as client:
+        (choices,) = client.classify_images(image_bytes()[:1], top_k=3)
+    assert printed["label"] == [choice.label for choice in choices]
+    assert np.allclose(printed["score"], [choice.score for choice in choices])
 
 
 def rows_of(pipeline: str) -> dict[str, list[Any]]:

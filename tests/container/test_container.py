@@ -273,7 +273,7 @@ def test_settings_that_need_each_other(tmp_path: Path) -> None:
 
 
 def test_every_variable_is_documented() -> None:
-    described = (PACKAGE.parents[1] / "docker/README.md").read_text(encoding="utf-8")
+    described = (PACKAGE.parents[1] / "docker/server.md").read_text(encoding="utf-8")
     read = {
         node.value
         for path in (PACKAGE / "container").glob("*.py")

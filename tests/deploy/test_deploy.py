@@ -9,7 +9,6 @@ from typing import Any
 
 import promql_parser
 import pytest
-import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -242,20 +241,9 @@ def test_the_gateway_has_keys_and_time_to_end_on_every_target(tmp_path: Path) ->
 
 
 def test_every_variable_of_the_guide_can_be_set_or_is_refused_with_a_reason() -> None:
-    guide = (ROOT / "docker/README.md").read_text().split("## Variables")[1].split("\n## ")[0]
+    guide = (ROOT / "docker/server.md").read_text().split("## Variables")[1].split("\n## ")[0]
     names = set(re.findall(r"(?m)^\| `(TRIPTYCH_[A-Z_]+)` \|", guide))
     assert names == {*ALLOWED, *REFUSED}
-
-
-def test_the_guide_has_every_option_with_its_help() -> None:
-    table = (ROOT / "docker/README.md").read_text().split("| option of `deploy` |")[1]
-    command: Any = typer.main.get_command(app)
-    listed = {}
-    for option in command.commands["deploy"].params:
-        if option.name not in ("pipeline", "pipelines", "repository", "reports", "as_json", "help"):
-            default = f" Default: {option.default}." if option.default not in (None, "") else ""
-            listed[option.opts[0]] = " ".join(option.help.split()) + default
-    assert dict(re.findall(r"(?m)^\| `(--.*?)` \| (.*) \|$", table)) == listed
 
 
 def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ CALM = answers(1.0, good=1.0)
 def test_every_field_that_is_tried_is_tunable_and_one_of_the_spec() -> None:
     keys = [field(evidence(BUSY)).key for field in GENERATION_FIELDS]
     assert sorted(keys) == sorted(TUNABLE_GENERATION)
-    reference = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
+    reference = (ROOT / "pipelines/generation.md").read_text(encoding="utf-8")
     assert [key for key in keys if f"| `{key}` | " not in reference] == []
     spec = evidence(BUSY).plan.spec
     for key in keys:

@@ -1,4 +1,4 @@
-"""The README tells the truth: its commands run, in its order, and every verb is in it."""
+"""The documents tell the truth: commands run, links lead somewhere, tables are correct."""
 
 import contextlib
 import json
@@ -19,14 +19,15 @@ from served_command import TRIPTYCH
 from triptych.interface.cli import app
 from triptych.interface.cli.command import VERBS
 from triptych.spec.tasks import TASKS
-from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, probe_limits, thresholds
 from triptych.spec.tasks.eval_file import EVAL_FILE, read_labels
 
 pytestmark = pytest.mark.build
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "pipelines/README.md").read_text(encoding="utf-8")
-PIPELINES = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
+CLIENTS = (ROOT / "pipelines/clients.md").read_text(encoding="utf-8")
+ACCURACY = (ROOT / "pipelines/accuracy.md").read_text(encoding="utf-8")
+PRECISION = (ROOT / "pipelines/precision.md").read_text(encoding="utf-8")
 COMMANDS = [
     line.split("  #")[0].strip()
     for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
@@ -147,9 +148,9 @@ def test_each_snippet_of_the_readme_runs(served: dict[str, str]) -> None:
 def test_a_request_without_the_client_is_as_shown(
     served: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    section = PIPELINES.split("## Without the client\n")[1].split("\n#")[0]
+    section = CLIENTS.split("## Without the client\n")[1].split("\n#")[0]
     blocks = re.findall(r"```(sh|python)\n(.*?)```", section, re.DOTALL)
-    (by_http, by_grpc) = (with_addresses(text, served) for _, text in blocks)
+    by_http, by_grpc, _ = (with_addresses(text, served) for _, text in blocks)
     done = subprocess.run(["bash", "-c", by_http], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     (output,) = json.loads(done.stdout)["outputs"]
@@ -158,12 +159,13 @@ def test_a_request_without_the_client_is_as_shown(
     assert capsys.readouterr().out.strip() == "(2, 128)"
 
 
-def test_every_verb_has_help_and_is_in_the_readme() -> None:
+def test_every_verb_has_help_and_is_documented() -> None:
+    page = (ROOT / "pipelines/commands.md").read_text(encoding="utf-8")
     for verb in (name for names in VERBS.values() for name in names):
         done = triptych(verb, "--help")
         assert done.exit_code == 0, verb
         assert "--json" in done.stdout, verb
-        assert f"triptych {verb}" in README, verb
+        assert f"### triptych {verb}\n" in page, verb
 
 
 def test_links_lead_somewhere() -> None:
@@ -202,42 +204,9 @@ def test_make_targets_of_the_readme_exist() -> None:
         assert re.search(rf"^{target}\b", listed, re.MULTILINE), target
 
 
-def test_every_field_of_the_spec_is_documented() -> None:
-    from triptych.spec.model_fields import (
-        AxisField,
-        InputField,
-        ModelSpec,
-        OutputField,
-        OwnModel,
-        ParameterField,
-    )
-    from triptych.spec.spec import RESERVED, PipelineSpec
-
-    def names(schema: dict[str, object], definitions: dict[str, dict[str, object]]) -> set[str]:
-        found: set[str] = set()
-        properties = schema.get("properties", {})
-        assert isinstance(properties, dict)
-        for name, value in properties.items():
-            found.add(name)
-            if "$ref" in value:
-                found |= names(definitions[value["$ref"].rsplit("/", 1)[-1]], definitions)
-        return found
-
-    schema = PipelineSpec.model_json_schema()
-    for name in names(schema, schema["$defs"]) - set(RESERVED):
-        assert name in PIPELINES, name
-    own = (ROOT / "pipelines/own_models.md").read_text(encoding="utf-8")
-    for fields in (ModelSpec, OwnModel, AxisField, InputField, ParameterField, OutputField):
-        for name in set(fields.model_fields) - set(RESERVED) - {"accuracy"}:
-            assert name in own, name
-
-
-LABELS = ("text-classification", "zero-shot-classification", "image-classification")
-
-
-def table(heading: str) -> list[dict[str, str]]:
-    """The rows of the first table below a heading of pipelines/reference.md, by its columns."""
-    section = PIPELINES.split(f" {heading}\n", 1)[1]
+def table(page: str, heading: str) -> list[dict[str, str]]:
+    """Return the rows of the first table below a heading of a page, by its columns."""
+    section = page.split(f" {heading}\n", 1)[1]
     lines = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
     assert lines
     cells = [
@@ -252,7 +221,7 @@ def test_numbers_of_rows_are_those_of_the_gate() -> None:
     from triptych.core.inputs import LABELED_ROWS
     from triptych.core.requests import MIN_RECOMMENDED_ROWS
 
-    text = " ".join(PIPELINES.split())
+    text = " ".join(ACCURACY.split())
     for words in (
         f"for the gate (at most {GATE_ROWS} rows)",
         f"for calibration (at most {CALIBRATION_ROWS})",
@@ -261,37 +230,6 @@ def test_numbers_of_rows_are_those_of_the_gate() -> None:
         f"({LABELED_ROWS:,} at most are run)",
     ):
         assert words in text, words
-
-
-def column_of(rows: list[dict[str, str]], precision: str) -> str:
-    """Return the heading of the column with the limits of a precision."""
-    (column,) = [name for name in rows[0] if precision in name.split(", ")]
-    return column
-
-
-def test_limits_are_those_of_the_gate() -> None:
-    rows = table("Metrics and limits")
-    assert [row["metric"] for row in rows] == list(METRICS)
-    for precision in TOLERANCES:
-        column = column_of(rows, precision)
-        stated: dict[str, dict[str, float]] = {task: {} for task in TASKS}
-        for row in rows:
-            tasks = row["task"].replace("labels", ", ".join(LABELS)).split(", ")
-            for task in TASKS if tasks == ["every"] else tasks:
-                if row[column]:
-                    stated[task][row["metric"]] = float(row[column])
-        for task, limits in stated.items():
-            assert limits == thresholds(TASKS[task], precision, {}), (task, precision)
-
-
-def test_limits_are_those_of_the_probe() -> None:
-    rows = table("Outside your traffic")
-    for precision in set(TOLERANCES) - {"fp32"}:
-        wanted: dict[str, float] = {}
-        for task in TASKS.values():
-            wanted |= probe_limits(task, precision, {})
-        column = column_of(rows, precision)
-        assert {row["metric"]: float(row[column]) for row in rows} == wanted, precision
 
 
 def choices(annotation: Any) -> set[Any]:
@@ -305,7 +243,7 @@ def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
     from triptych.building.auto import RUNS
     from triptych.spec.fields import CoreSettings, check_runs
 
-    rows = {row["precision"]: row for row in table("Precision")}
+    rows = {row["precision"]: row for row in table(PRECISION, "Precision")}
     assert set(rows) == choices(CoreSettings.model_fields["precision"].annotation)
 
     def runs(precision: str, backend: str, device: str) -> bool:
@@ -329,7 +267,7 @@ def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
 
 
 def test_labeled_rows_are_as_shown(tmp_path: Path) -> None:
-    rows = table("Labeled rows: eval.jsonl")
+    rows = table(ACCURACY, "Labeled rows: eval.jsonl")
     assert {row["task"] for row in rows} == set(TASKS)
     for row in rows:
         shown = json.loads(row["a line"])

@@ -36,7 +36,10 @@ from triptych.spec.traffic import read_traffic
 
 NAMED = {"text-pair-classification": "text-classification"}
 """Templates with another name than their task: text-classification has one for pairs, too."""
-README = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
+README = "".join(
+    (ROOT / page).read_text(encoding="utf-8") + "\n## \n"
+    for page in ("pipelines/tasks.md", "pipelines/hooks.md", "pipelines/generation.md")
+)
 FACTS = ModelInfo(
     sha256="",
     architecture="Any",

@@ -50,7 +50,7 @@ class GrpcTls(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerFlags:
-    """Settings of the operator (docker/README.md) and of the repository, as flags of the server.
+    """Settings of the operator (docker/server.md) and of the repository, as flags of the server.
 
     Sizes are in MiB; None leaves Triton's default. Each of the `gpus` gets a CUDA pool. Clients
     that send `restricted_key` may use the restricted services; a random key closes them. `cache` is

@@ -1,4 +1,4 @@
-"""Settings of the operator, read from ``TRIPTYCH_*`` variables; docker/README.md lists them."""
+"""Settings of the operator, read from ``TRIPTYCH_*`` variables; docker/server.md lists them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CACHE = re.compile(r"[a-z0-9_]+(,[a-z0-9_]+=[^,\s]+)+")
 
 
 class Settings(NamedTuple):
-    """Checked settings; docker/README.md describes each."""
+    """Checked settings; docker/server.md describes each."""
 
     repository: Path
     server: str

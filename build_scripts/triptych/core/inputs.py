@@ -296,7 +296,7 @@ def load_checked_hooks(spec: CompiledSpec) -> ModuleType | None:
             str(path),
             f"has no function `{REDACT}`, which serving.sample.redact requires",
             given="none",
-            remedy="Write `def redact(inputs, answer)`; see pipelines/reference.md",
+            remedy="Write `def redact(inputs, answer)`; see pipelines/monitoring.md",
         )
     return hooks
 

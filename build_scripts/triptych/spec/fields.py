@@ -160,8 +160,10 @@ class CoreSettings(Frozen):
     Attributes:
         backend: Name of the Triton backend.
         device: ``gpu`` uses instances of KIND_GPU; ``tensorrt`` supports no other device.
-        precision: See `Precision`. ``auto`` builds and measures every precision that runs on this
-            machine, and uses the fastest one that passes the gate.
+        precision: Precision of weights and activations. ``int8`` has activation ranges fixed by
+            calibration rows at build; ``int8_dynamic`` computes a range for each token while
+            serving. ``auto`` builds and measures every precision that runs on this machine, and
+            uses the fastest one that passes the gate.
         layout: Batch layout of rows of different length. A model whose rows cannot be packed
             without changing results is built bucketed. ``auto`` uses the layout with the lower
             expected cost for the traffic.
@@ -221,7 +223,13 @@ class CoreSettings(Frozen):
 
 
 class Instances(Frozen):
-    """Number of instances of each step. Each instance of a Python step is a process."""
+    """Number of instances of each step. Each instance of a Python step is a process.
+
+    Attributes:
+        preprocess: Number of processes that turn requests into tensors.
+        core: Number of instances of the compiled model, on each GPU if `core.device` is ``gpu``.
+        postprocess: Number of processes that turn tensors into results.
+    """
 
     preprocess: Annotated[int, Field(ge=1, le=64)] = 1
     core: Positive = 1
@@ -236,7 +244,8 @@ class Queue(Frozen):
         max_in_flight: Maximum number of requests in flight. Further requests are rejected with
             UNAVAILABLE.
         max_backlog_ms: Maximum time in ms to finish all requests in flight at the measured rate.
-            Further requests are rejected with UNAVAILABLE. None: see `Serving.longest_wait_ms`.
+            Further requests are rejected with UNAVAILABLE. None: 5000; if the SLO limits latency,
+            its largest limit, at least 1000.
         timeout_ms: Maximum time in ms that a request waits for the core before it is rejected.
             None: no limit. Use two instances of the core with it: with one instance Triton
             notices expired requests late.
@@ -361,13 +370,14 @@ class Serving(Frozen):
             no limit. Needs a server of 25.11 or later.
         slo: SLO that `bench` and `tune` use unless their options give one.
         sample: Rows that are sampled for monitoring; None for none.
-        config: Further settings of Triton by step, see `ConfigTexts`.
-        versions: Version numbers of the ensemble. The largest answers requests that name none. The
-            steps have version 1.
+        config: Further settings of Triton by step (``ensemble``, ``preprocess``, ``core``,
+            ``postprocess``), as text in the format of ``config.pbtxt``.
+        versions: Version numbers of the ensemble, ``[1]`` if none are given. The largest answers
+            requests that name none. The steps have version 1.
         flow_control: Choice of the requests that are rejected under overload. ``triptych``: those
-            that would be answered too late, see `runtime.flow_control`. ``triton``: those that
-            exceed `queue.max_in_flight` in the core's queue, or wait there for longer than
-            `queue.timeout_ms`, by default `longest_wait_ms`. ``none``: no request.
+            that would be answered too late. ``triton``: those that exceed `queue.max_in_flight` in
+            the core's queue, or wait there for longer than `queue.timeout_ms`, by default as long
+            as `queue.max_backlog_ms` says. ``none``: no request.
         response_cache: Whether the server answers a request with the same inputs as an earlier one
             from its cache, without the steps. Options must then be sent as inputs.
         class_scores: Whether a classification also returns the scores of all labels, in the order

@@ -142,8 +142,10 @@ class GenerationServing(Frozen):
             response are sent at once.
         gpus: GPUs of the engine, by number or UUID. None: all GPUs that the server sees.
         slo: SLO that `bench` and `tune` use unless their options give one.
-        config: Further settings of Triton by step, see `ConfigTexts`.
-        versions: Version numbers of the ensemble, as in `fields.Serving`.
+        config: Further settings of Triton by step (``ensemble``, ``preprocess``, ``core``,
+            ``postprocess``), as text in the format of ``config.pbtxt``.
+        versions: Version numbers of the ensemble, ``[1]`` if none are given. The largest answers
+            requests that name none.
         priority: Priority levels of requests that wait for a place in the engine's batch. None for
             none: first come, first served.
     """
@@ -242,6 +244,7 @@ class GenerationSpec(GeneratingSpec):
     """Spec of a pipeline that continues a prompt or a conversation.
 
     Attributes:
+        task: Always ``text-generation``.
         adapters: LoRA adapters by the name that requests give.
         message_special_tokens: Meaning of special tokens in chat messages: ``text`` or ``token``.
     """
@@ -372,6 +375,7 @@ class Text2TextSpec(GeneratingSpec):
     """Spec of a pipeline that generates a text from a text: a summary, a translation.
 
     Attributes:
+        task: Always ``text2text-generation``.
         prefix: Text that the model expects before each input, for example ``summarize: ``.
     """
 

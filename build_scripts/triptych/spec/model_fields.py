@@ -251,6 +251,7 @@ class ModelSpec(BaseModel):
     Attributes:
         folder: Folder of the pipeline; not part of a build manifest.
         tuned: Fields whose values come from ``tuned.yaml``.
+        task: Always ``model``.
         inputs: Inputs of a request by name.
         parameters: Request parameters by name.
         outputs: Outputs of the pipeline by name.

@@ -111,7 +111,8 @@ class Slo(SloBase):
     """SLO of a pipeline with one response per request.
 
     Attributes:
-        p50_ms: Maximum median latency in ms, measured by the client; the other percentiles alike.
+        p50_ms, p90_ms, p95_ms, p99_ms, p99_9_ms: Maximum latency in ms at this percentile,
+            measured by the client.
     """
 
     p50_ms: Milliseconds | None = None
@@ -130,9 +131,9 @@ class GenerationSlo(SloBase):
     """SLO of a pipeline that streams; times have a unit: ``500ms``.
 
     Attributes:
-        ttft_p50: Maximum median time to the first token; the other percentiles alike.
-        itl_p50: Maximum median inter-token latency: time between two responses of a stream.
-        e2e_p50: Maximum median time to the end of the response.
+        ttft_p50, ttft_p90, ttft_p95, ttft_p99: Maximum time to the first token.
+        itl_p50, itl_p90, itl_p95, itl_p99: Maximum time between two responses of a stream.
+        e2e_p50, e2e_p90, e2e_p95, e2e_p99: Maximum time to the end of the response.
     """
 
     ttft_p50: Time | None = None

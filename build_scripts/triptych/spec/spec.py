@@ -55,6 +55,7 @@ class PipelineSpec(BaseModel):
     Attributes:
         folder: Folder of the pipeline; not part of a build manifest.
         tuned: Fields whose values come from ``tuned.yaml``.
+        task: Task of the model, or ``custom``.
         parameters: Default request parameters, in place of the task's defaults.
         prompts: Texts put before each input, by name, in addition to the model's; ``any`` if a
             request may send the text itself.
@@ -325,7 +326,7 @@ def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None
                 f"{source}{key}",
                 "is not a field of the spec",
                 given=f"`{part}` has no fields",
-                remedy='See "All fields" in pipelines/reference.md',
+                remedy="See the fields of the spec in pipelines/fields.md",
             )
         node = child
     node[last] = value

@@ -1,0 +1,50 @@
+"""Hook of MkDocs: the pages are the Markdown files of the repository that the navigation names."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = ("build_scripts/documentation/demo.svg",)
+"""Files that pages show."""
+_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+def list_pages(nav: Any) -> Iterator[str]:
+    """Yield the path of each page of a navigation, relative to the repository."""
+    for entry in nav:
+        (target,) = entry.values()
+        if isinstance(target, str):
+            yield target
+        else:
+            yield from list_pages(target)
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add the pages and their pictures."""
+    for path in (*list_pages(config.nav), *PICTURES):
+        if files.get_file_from_path(path) is None:
+            files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+    """Replace links to files that are no pages, such as source code, by their text."""
+    pages = {*list_pages(config.nav)}
+
+    def unlink(link: re.Match[str]) -> str:
+        text, target = link.groups()
+        path = target.partition("#")[0]
+        if not path or ":" in path:
+            return link[0]
+        full = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), path))
+        is_source = full not in pages and (ROOT / full).exists()
+        return f"{text} (`{full}`)" if is_source else link[0]
+
+    return _LINK.sub(unlink, markdown)
