@@ -89,17 +89,29 @@ def test_an_error_is_one_sentence_in_any_encoding(
             assert json.loads(output)["error"]["given"].endswith(name), encoding
 
 
-def test_serving_beyond_this_machine_is_warned_of(tmp_path: Path) -> None:
+def test_serving_other_machines_needs_keys_or_certificates(tmp_path: Path) -> None:
     """Nothing is served: the port is busy."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.pbtxt").touch()
+    (tmp_path / "keys.yaml").write_text("keys: {}\n")
+    keys = ("--keys", str(tmp_path / "keys.yaml"))
+    cases: list[tuple[tuple[str, ...], str]] = [
+        (("--host", "0.0.0.0"), "must be this machine for one server"),
+        (("--host", "0.0.0.0", "--replicas", "2"), "must be this machine without keys"),
+        (("--host", "0.0.0.0", "--http-api", "0"), "must be this machine without keys"),
+        (("--host", "0.0.0.0", "--insecure"), "`grpc_port` must be a free port"),
+        (("--host", "0.0.0.0", "--replicas", "2", *keys), "`grpc_port` must be a free port"),
+        (("--host", "127.0.0.1"), "`grpc_port` must be a free port"),
+        (("--host", "localhost"), "`grpc_port` must be a free port"),
+        (keys, "only supported with --replicas or --http-api"),
+        (("--replicas", "2", "--client-ca", "ca.pem"), "only supported with --tls-certificate"),
+        (("--replicas", "2", "--tls-key", "key.pem"), "must be given together"),
+    ]
     with socket.socket() as busy:
         busy.bind(("", 0))
         busy.listen()
         port = str(busy.getsockname()[1])
-        for host, warns in (("0.0.0.0", True), ("127.0.0.1", False), ("localhost", False)):
-            words = ["serve", str(tmp_path), "--host", host, "--grpc-port", port]
-            done = CliRunner().invoke(app, words)
-            assert isinstance(done.exception, UserError), done.output
-            assert (f"warning: {host} can be reached from other machines" in done.stderr) == warns
-            assert len(done.stderr.splitlines()) == warns
+        for words, message in cases:
+            done = CliRunner().invoke(app, ["serve", str(tmp_path), "--grpc-port", port, *words])
+            assert isinstance(done.exception, UserError), (words, done.output)
+            assert message in str(done.exception), (words, str(done.exception))

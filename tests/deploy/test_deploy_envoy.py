@@ -4,11 +4,17 @@ import http.client
 import http.server
 import json
 import re
+import shutil
+import ssl
 import subprocess
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
+from certificates import write_certificate
 from deploy_cases import (
     document,
     options,
@@ -20,6 +26,7 @@ from triptych.base.explained import plain
 from triptych.deploy.context import Manifests
 from triptych.deploy.kubernetes import DRAIN_PORT, PORTS
 from triptych.deploy.targets import make_manifests
+from triptych.interface.cli import app
 from triptych.serving.fleet.envoy import ADMIN_SOCKET
 from triptych.serving.fleet.proxy import envoy_command, find_envoy
 from triptych.serving.ports import reserve_ports
@@ -132,3 +139,77 @@ def test_envoy_counts_drains_and_says_so(tmp_path: Path) -> None:
             running.terminate()
             running.wait(60)
             server.shutdown()
+
+
+def swap(folder: Path, files: dict[str, Path]) -> None:
+    """Replace the files of a mounted Secret as Kubernetes does: by one symbolic link."""
+    fresh = Path(tempfile.mkdtemp(dir=folder, prefix=".."))
+    for name, source in files.items():
+        shutil.copy(source, fresh / name)
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(f"..data/{name}")
+    (folder / "..new").symlink_to(fresh.name)
+    (folder / "..new").replace(folder / "..data")
+
+
+def test_mounted_secrets_are_read_again_without_a_restart(tmp_path: Path) -> None:
+    """A certificate and keys in Secrets, as cert-manager and `kubectl apply` replace them."""
+    made = manifests(tmp_path, envoy_tls="tls", envoy_client_ca="ca", envoy_keys="keys")
+    secrets = {name: tmp_path / name for name in ("tls", "client-ca", "keys")}
+    for folder in secrets.values():
+        folder.mkdir()
+    own, written = tmp_path / "own", tmp_path / "written"
+    own.mkdir()
+    write_certificate(own, "client", "client")
+
+    def renew(name: str) -> None:
+        write_certificate(own, name)
+        swap(secrets["tls"], {"tls.crt": own / "server.pem", "tls.key": own / "server.key"})
+
+    def key(*words: str) -> str:
+        options = ["--keys", str(own / "keys.yaml"), "--envoy-folder", str(written), "--json"]
+        done = CliRunner().invoke(app, ["key", *words, *options])
+        assert done.exit_code == 0, done.output
+        swap(secrets["keys"], {file.name: file for file in written.iterdir()})
+        return str(json.loads(done.stdout)["key"])
+
+    renew("first")
+    swap(secrets["client-ca"], {"ca.crt": own / "ca.pem"})
+    shop, other = key("new", "shop"), key("new", "other")
+    names = [*PORTS.values(), DRAIN_PORT]
+    free = reserve_ports("127.0.0.1", dict.fromkeys("abcd", 0)).values()
+    ports = dict(zip(names, free, strict=True))
+    for file in ("envoy.yaml", "certificate.yaml", "clients.yaml"):
+        text = json.dumps(on_loopback(document(made, file), ports, 1))
+        text = text.replace("/etc/envoy-config", str(tmp_path)).replace(
+            "/run/triptych", str(tmp_path)
+        )
+        (tmp_path / file).write_text(text.replace(ADMIN_SOCKET, str(tmp_path / "admin.sock")))
+    command = envoy_command(find_envoy(), tmp_path / "envoy.yaml")
+    running = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+    def ask(key: str) -> tuple[int, str]:
+        """Return the status of a request for no pipeline, and the name of Envoy's certificate."""
+        context = ssl.create_default_context(cafile=str(own / "ca.pem"))
+        context.load_cert_chain(own / "client.pem", own / "client.key")
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", ports[PORTS["http"]], timeout=60, context=context
+        )
+        connection.request("GET", "/v2/logging", headers={"authorization": f"Bearer {key}"})
+        found: Any = connection.sock.getpeercert()
+        status = connection.getresponse().status
+        connection.close()
+        return status, dict(found["subject"][0])["commonName"]
+
+    try:
+        assert comes_true(lambda: page(ports[PORTS["metrics"]], "/ready")[0] == 200)
+        assert ask(shop) == ask(other) == (404, "first")
+        assert ask("none") == (401, "first")
+        renew("second")
+        assert comes_true(lambda: ask(shop) == (404, "second"))
+        key("remove", "shop")
+        assert comes_true(lambda: ask(shop)[0] == 401)
+        assert ask(other) == (404, "second")
+    finally:
+        running.terminate()
+        running.wait(60)

@@ -43,6 +43,7 @@ from triptych.deploy.folder import write_manifests
 from triptych.deploy.targets import known_of, make_manifests
 from triptych.interface.cli import app
 from triptych.repository.manifest import TextManifest, build_id, read_manifest
+from triptych.serving.fleet.access import Access
 from triptych.serving.fleet.envoy import (
     EndpointFiles,
     EndpointNames,
@@ -63,6 +64,9 @@ TENSORRT: dict[str, Any] = {"core": {"backend": "tensorrt"}, "engine": ENGINE}
 TALK: dict[str, Any] = {"name": "talk"}
 WATCH: dict[str, Any] = {"monitor_image": "watch:1"}
 HTTP_API: dict[str, Any] = {"http_api_image": "triptych-build:26.11", "http_api_tls": "minilm-tls"}
+SECRETS: dict[str, Any] = {
+    "envoy_tls": "minilm-tls", "envoy_client_ca": "clients", "envoy_keys": "minilm-keys"
+}  # fmt: skip
 TWO_GPUS: dict[str, Any] = {
     "overrides": ["core.tensor_parallel_size=2", "serving.slo.ttft_p99=500ms"]
 }
@@ -125,9 +129,12 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text2text": ({"text2text": True}, {}),
     "text2text_gateway": ({"text2text": True}, {"gateway": "infra/web"}),
     "text2text_kserve": ({"text2text": True}, {"target": "kserve"}),
-    "kubernetes_http_api": ({}, HTTP_API),
+    "kubernetes_http_api": ({}, {**HTTP_API, **SECRETS}),
     "kserve_http_api": ({}, {"http_api_image": "triptych-build:26.11"}),
-    "compose_http_api": ({}, {**HTTP_API, "http_api_tls": "/etc/gateway$1"}),
+    "compose_http_api": (
+        {}, {**HTTP_API, "http_api_tls": "/etc/gateway$1", "envoy_keys": "/etc/keys$1"}
+    ),
+    "compose_tls": ({}, {"target": "compose", "envoy_tls": "/etc/tls"}),
 }  # fmt: skip
 FILES = EndpointFiles(Path("grpc.json"), Path("http.json"))
 NAMES = EndpointNames("triton.default.svc", 8001, 8000)
@@ -308,7 +315,7 @@ def test_clusters_take_what_is_written(made: dict[str, Made]) -> None:
             job_document = yaml.safe_load(job.read_text())
             kubernetes_validate.validate(job_document, KUBERNETES[0], strict=True)
         for proxy in out.rglob("envoy.yaml"):
-            assert validate(proxy) == "", case
+            assert validate(with_mounts(proxy, one.folder / "mounted")) == "", case
         own = known_of(one.folder / "repository", one.name, one.folder / "reports")
         assert check_manifests(checked, known=own) == [], case
         for query in (*values(documents, "query"), *values(documents, "expr")):
@@ -318,6 +325,17 @@ def test_clusters_take_what_is_written(made: dict[str, Made]) -> None:
             assert not is_own or parses(words), (case, words)
         reasons = [found for node in one.manifests.files.values() for found in reasons_of(node)]
         assert all(reason for *_, reason in reasons), case
+
+
+def with_mounts(proxy: Path, folder: Path) -> Path:
+    """Return a copy of Envoy's configuration with files in place of Secrets."""
+    (folder / "keys").mkdir(parents=True)
+    (folder / "keys.yaml").write_text("keys: {}")
+    Access(keys=folder / "keys.yaml").write(folder / "keys")
+    for file in proxy.parent.glob("*.yaml"):
+        text = file.read_text().replace("/etc/envoy-config", str(folder))
+        (folder / file.name).write_text(text.replace("/run/triptych", str(folder)))
+    return folder / proxy.name
 
 
 def test_those_checks_find_what_is_wrong(made: dict[str, Made]) -> None:

@@ -1,5 +1,6 @@
 """API keys, their limits and revocation, TLS, traces and the access log of a gateway."""
 
+import asyncio
 import json
 import re
 import socket
@@ -8,9 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,17 @@ import pytest
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 from typer.testing import CliRunner
 
+from certificates import under_load, write_certificate
 from client_toy import wait_until
+from deploy_cases import write_built
+from triptych.base.api_keys import KeyEntry
+from triptych.base.server_tls import ServerTls
 from triptych.deploy.http_api import health_script
+from triptych.gateway.errors import ApiError
 from triptych.gateway.http import Shared
-from triptych.gateway.keys import Keys
+from triptych.gateway.keys import CALLER, Caller, Keys
 from triptych.gateway.pipelines import Pipelines
-from triptych.gateway.serve import ServerTls, make_server
+from triptych.gateway.serve import make_server
 from triptych.interface.cli import app
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -38,6 +46,7 @@ class Recorder(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
     """A server that embeds each text as zeros, and records the headers of requests."""
 
     headers: list[dict[str, str]] = field(default_factory=list)
+    priorities: list[int] = field(default_factory=list)
 
     def ModelConfig(self, request: Any, _: Any) -> Any:
         config = model_config_pb2.ModelConfig(name=request.name, max_batch_size=8)
@@ -51,6 +60,7 @@ class Recorder(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
 
     def ModelInfer(self, request: Any, context: Any) -> Any:
         self.headers.append(dict(context.invocation_metadata()))
+        self.priorities.append(request.parameters["priority"].int64_param)
         rows = request.inputs[0].shape[0]
         made = service_pb2.ModelInferResponse(model_name=request.model_name)
         made.outputs.add(name="embedding", datatype="FP32", shape=[rows, 2])
@@ -67,6 +77,7 @@ class Running:
     recorder: Recorder
     log: list[str]
     folder: Path
+    triton_url: str
 
     def client(self, key: str) -> openai.OpenAI:
         url = f"https://127.0.0.1:{self.port}/v1"
@@ -81,28 +92,9 @@ class Running:
         return str(json.loads(done.stdout)["key"])
 
 
-def write_certificate(folder: Path, name: str) -> None:
-    """A certificate of the authority in `folder`, which is made first."""
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    if not (folder / "ca.pem").exists():
-        openssl("req", "-x509", *new, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
-    openssl("req", *new, "-keyout", "new.key", "-out", "new.csr", "-subj", f"/CN={name}")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    openssl(
-        *("x509", "-req", "-in", "new.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
-        *("-extfile", "names", "-out", "new.pem"),
-    )
-    for suffix in ("key", "pem"):
-        (folder / f"new.{suffix}").replace(folder / f"server.{suffix}")
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("keys")
+@contextmanager
+def gateway(folder: Path, client_ca: Path | None = None) -> Iterator[Running]:
+    """Run a gateway with the certificate and the keys in `folder`."""
     write_certificate(folder, "first")
     keys = folder / "keys.yaml"
     keys.write_text("keys: {}\n")
@@ -120,15 +112,21 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         host="127.0.0.1",
         port=0,
         on_ready=ready.append,
-        tls=ServerTls(folder / "server.pem", folder / "server.key"),
+        tls=ServerTls(folder / "server.pem", folder / "server.key", client_ca),
     )
     thread = threading.Thread(target=server.run)
     thread.start()
     wait_until(lambda: ready, "the gateway listens")
-    yield Running(ready[0], keys, recorder, log, folder)
+    yield Running(ready[0], keys, recorder, log, folder, f"127.0.0.1:{port}")
     server.should_exit = True
     thread.join()
     triton.stop(None)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with gateway(tmp_path_factory.mktemp("keys")) as made:
+        yield made
 
 
 def works(client: openai.OpenAI, model: str = "a") -> bool:
@@ -154,7 +152,7 @@ def test_a_key_opens_its_pipelines_until_it_is_revoked(running: Running) -> None
         wait_until(lambda: works(client), "the key is known")
         assert works(client, "small")
         assert [each.id for each in client.models.list()] == ["a", "small"]
-        with pytest.raises(openai.NotFoundError, match="Choose one of: a, small"):
+        with pytest.raises(openai.PermissionDeniedError, match="Choose one of: a, small"):
             client.embeddings.create(model="b", input="a")
         for wrong in ("", "none", key[:-1], key + "a"):
             with running.client(wrong or "x") as other:
@@ -240,14 +238,77 @@ def test_a_new_certificate_is_used_without_a_restart(running: Running) -> None:
             names: Any = connection.getpeercert()
             return str(dict(names["subject"][0])["commonName"])
 
+    def is_served(name: str) -> bool:
+        return served() == name
+
     assert served() == "first"
     key = (running.folder / "server.key").read_bytes()
     (running.folder / "server.key").write_bytes(b"no key")
     time.sleep(2.5)
     assert served() == "first"  # a pair that does not fit changes nothing
     (running.folder / "server.key").write_bytes(key)
-    write_certificate(running.folder, "second")
-    wait_until(lambda: served() == "second", "the new certificate is used")
+    running.keys.write_text("keys: {}\n")
+    secret = running.command("new", "busy")
+
+    @contextmanager
+    def connect() -> Iterator[Callable[[], object]]:
+        with running.client(secret) as client:
+            yield lambda: client.embeddings.create(model="a", input="a")
+
+    with running.client(secret) as client:
+        wait_until(lambda: works(client), "the key is known")
+    with under_load(connect) as load:
+        for name in ("second", "third"):
+            write_certificate(running.folder, name)
+            wait_until(partial(is_served, name), "the new certificate is used")
+            load.goes_on()
+    assert load.lost == []
+
+
+def test_a_client_needs_a_certificate_of_the_authority(tmp_path: Path) -> None:
+    write_certificate(tmp_path, "client", "client")
+    (tmp_path / "other").mkdir()
+    write_certificate(tmp_path / "other", "client", "client")
+    with gateway(tmp_path, tmp_path / "ca.pem") as running:
+        for folder, status in ((tmp_path, 401), (None, 0), (tmp_path / "other", 0)):
+            trust = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+            if folder is not None:
+                trust.load_cert_chain(folder / "client.pem", folder / "client.key")
+            try:
+                with httpx2.Client(verify=trust) as client:
+                    found = client.get(f"https://127.0.0.1:{running.port}/v1/models").status_code
+            except httpx2.TransportError:
+                found = 0
+            assert found == status, folder
+
+
+def test_requests_have_the_priority_of_their_key(running: Running, tmp_path: Path) -> None:
+    levels = {"levels": 3, "default": 2}
+    repository = write_built(tmp_path, "a", serving={"priority": levels, "slo": {"p99_ms": 50.0}})
+    url = {"url": running.triton_url}
+    pipelines = Pipelines(["a", "b"], {}, repository, url)
+
+    async def embed(name: str, priority: int | None) -> int:
+        CALLER.set(Caller("x", KeyEntry(sha256="0" * 64, priority=priority)))
+        await pipelines.find(name).client.embed(["a"])
+        return running.recorder.priorities[-1]
+
+    async def embed_all() -> list[int]:
+        found = [await embed("a", level) for level in (1, 9, None)] + [await embed("b", 1)]
+        await pipelines.close()
+        return found
+
+    assert asyncio.run(embed_all()) == [1, 3, 0, 0]
+
+
+def test_tokens_are_limited_after_they_are_counted() -> None:
+    caller = Caller("a", KeyEntry(sha256="0" * 64, tokens_per_s=10))
+    caller.take_request()
+    caller.spend_tokens(110)
+    with pytest.raises(ApiError, match="limit of tokens per second") as caught:
+        caller.take_request()
+    assert caught.value.status == 429
+    assert 8 < (caught.value.retry_after_s or 0) <= 10
 
 
 def test_a_gateway_for_other_machines_needs_keys() -> None:

@@ -9,10 +9,12 @@ import queue
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +26,12 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from certificates import write_certificate
 from conftest import build_into
 from hot_reload_cases import Asker, hooks, write_tickets
 from processes import eventually
-from triptych.client import Client, InferenceError
+from triptych.base.api_keys import KeyEntry, KeyFile, make_key, print_keys
+from triptych.client import AccessDeniedError, Client, InferenceError, Tls
 from triptych.serving.fleet.fleet import Fleet, Replica
 from triptych.serving.fleet.serve import new_fleet
 from triptych.serving.readiness import responds_ok
@@ -147,6 +151,53 @@ def page_of(url: str) -> str:
         return str(page.read().decode())
 
 
+def guard(folder: Path) -> tuple[str, ...]:
+    """Return the options of `serve` for a key, certificates of both sides and a gateway."""
+    write_certificate(folder, "first")
+    key, digest = make_key()
+    (folder / "key").write_text(key)
+    (folder / "keys.yaml").write_text(print_keys(KeyFile(keys={"a": KeyEntry(sha256=digest)})))
+    files = {"tls-certificate": "server.pem", "tls-key": "server.key", "client-ca": "ca.pem"}
+    words = {"keys": "keys.yaml", **files}
+    return ("--http-api", "0", *(w for n, f in words.items() for w in (f"--{n}", str(folder / f))))
+
+
+def credentials(folder: Path) -> dict[str, Any]:
+    tls = Tls(folder / "ca.pem", folder / "server.pem", folder / "server.key")
+    return {"tls": tls, "headers": {"Authorization": f"Bearer {(folder / 'key').read_text()}"}}
+
+
+def check_access(folder: Path, said: dict[str, Any]) -> None:
+    """Envoy and the gateway take the key and the certificate, until the key is revoked."""
+    context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+    context.load_cert_chain(folder / "server.pem", folder / "server.key")
+    body = json.dumps({"rows": [{"text": "where is it"}]}).encode()
+    headers = {**credentials(folder)["headers"], "content-type": "application/json"}
+    request = urllib.request.Request(f"{said['api']}/v1/pipelines/tickets", body, headers)
+    with urllib.request.urlopen(request, context=context, timeout=60) as answer:
+        assert answer.status == 200
+    words = [
+        *(TRIPTYCH, "infer", "tickets", "--text", "where is it", "--url", said["grpc"], "--json"),
+        *("--api-key-file", str(folder / "key"), "--ca", str(folder / "ca.pem")),
+        *("--certificate", str(folder / "server.pem")),
+        *("--certificate-key", str(folder / "server.key")),
+    ]
+    assert subprocess.run(words, capture_output=True, timeout=120).returncode == 0
+    (folder / "keys.yaml").write_text("keys: {}")
+
+    def is_revoked() -> bool:
+        try:
+            with Client("tickets", said["grpc"], **credentials(folder)) as client:
+                client.classify(["where is it"])
+        except AccessDeniedError:
+            return True
+        return False
+
+    assert eventually(is_revoked)
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(request, context=context, timeout=60)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_serve_leaves_nothing_behind(
     pipeline: Path, tmp_path: Path, number: signal.Signals
@@ -155,10 +206,11 @@ def test_serve_leaves_nothing_behind(
     has_candidate = number == signal.SIGTERM
     mirror = ("--mirror", f"{build_candidate(pipeline, tmp_path)}:1") if has_candidate else ()
     samples = tmp_path / "samples"
+    access = () if has_candidate else guard(tmp_path)
     serve = subprocess.Popen(
         [
             *(TRIPTYCH, "serve", str(repository), "--replicas", "2", "--json", *FREE_PORTS),
-            *("--samples", str(samples), *mirror),
+            *("--samples", str(samples), *mirror, *access),
         ],
         stdout=subprocess.PIPE,
         text=True,
@@ -166,7 +218,8 @@ def test_serve_leaves_nothing_behind(
     try:
         assert serve.stdout is not None
         said = json.loads(serve.stdout.readline())
-        with Client("tickets", said["grpc"]) as client:
+        options = {} if has_candidate else credentials(tmp_path)
+        with Client("tickets", said["grpc"], **options) as client:
             assert client.classify(["where is it"])[0][0].label == "FIRST"
             # What the candidate answers is sampled, and nobody gets it.
             kept: list[Path] = []
@@ -176,7 +229,9 @@ def test_serve_leaves_nothing_behind(
                 kept.extend(samples.glob(".candidate/tickets/*.jsonl"))
                 return bool(kept)
 
-            if has_candidate:
+            if not has_candidate:
+                check_access(tmp_path, said)
+            else:
                 assert eventually(is_sampled)
                 answer = json.loads(kept[0].read_text().splitlines()[1])["answer"]
                 assert answer["label"]["texts"] == ["OTHER"]

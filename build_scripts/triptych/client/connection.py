@@ -7,7 +7,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,27 @@ class Tls:
             private_key=_read_pem("tls.key", self.key),
             certificate_chain=_read_pem("tls.certificate", self.certificate),
         )
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Encryption and key of clients that are created without `tls` and `headers` of their own.
+
+    Attributes:
+        tls: Encryption; None for plain text.
+        api_key: Key that is sent as ``authorization: Bearer``; None for no key.
+    """
+
+    tls: Tls | None = None
+    api_key: str | None = field(default=None, repr=False)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+
+
+CREDENTIALS: ContextVar[Credentials | None] = ContextVar("credentials", default=None)
+"""Credentials of the verb that runs, whose functions create clients by address."""
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,9 @@ _TEXTS: tuple[tuple[str, str, type[InferenceError]], ...] = (
     ("INVALID_ARGUMENT", "incomplete string data", BatchNeighborError),
 )
 _UNCODED = (
+    # Errors of a proxy, which it sends as the name of a model.
+    ("per second of the key is reached", "RESOURCE_EXHAUSTED"),
+    ("the key may not use", "PERMISSION_DENIED"),
     ("is not found", "NOT_FOUND"),
     ("inputs but got", "INVALID_ARGUMENT"),
     ("unexpected inference input", "INVALID_ARGUMENT"),

@@ -20,9 +20,11 @@ from tritonclient.grpc import service_pb2
 
 from triptych.base.errors import UserError, warn_renamed
 from triptych.client.connection import (
+    CREDENTIALS,
     MAX_MESSAGE_BYTES,
     ChannelFactory,
     Connection,
+    Credentials,
     KeepAlive,
     Tls,
     read_target,
@@ -67,6 +69,12 @@ _NOT_GIVEN: Any = object()
 
 CALL_HEADERS: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("call_headers", default=())
 """Headers of the calls of an `AsyncClient` in this context, in addition to those of the client."""
+
+
+CALL_PARAMETERS: ContextVar[Mapping[str, Parameter] | None] = ContextVar(
+    "call_parameters", default=None
+)
+"""Parameters of the rows that clients send in this context, unless a call has its own."""
 
 
 class UnaryCall(NamedTuple):
@@ -149,13 +157,16 @@ class PipelineClient:
                 given=dns_refresh_s,
                 remedy="Give None for no refresh",
             )
+        credentials = CREDENTIALS.get() or Credentials()
+        tls = credentials.tls if tls is None else tls
+        headers = credentials.headers if headers is None else headers
         self.pipeline = pipeline
         self._target = read_target(url)
         self.url = self._target.shown
         self._channels = ChannelFactory(self._target, tls, keep_alive, max_message_bytes)
         self._dns_refresh_s = dns_refresh_s if self._target.is_named else None
         # gRPC rejects capital letters in header names.
-        self._metadata = tuple((name.lower(), value) for name, value in (headers or {}).items())
+        self._metadata = tuple((name.lower(), value) for name, value in headers.items())
         self._timeout_s = timeout_s
         self._rows_per_request = rows_per_request
         self._max_in_flight = max_in_flight
@@ -219,6 +230,8 @@ class PipelineClient:
         *,
         keep_going: bool,
     ) -> Flow[Work]:
+        own = parameters or {}
+        parameters = {**(CALL_PARAMETERS.get() or {}), **own}
         # One row cannot exceed the batch limit, so it needs no second round trip. Without rows only
         # `infer`, which does not keep going, returns something: the outputs' shapes. Parameters
         # need one, because a pipeline with a response cache takes them as inputs.
@@ -228,12 +241,12 @@ class PipelineClient:
             except DeadlineExceededError:
                 raise deadline.exceeded_error(answered=(0, encoded.count)) from None
             config.check_takes_rows(self.pipeline)
-            if parameters and PRIORITY in parameters and not self._has_priorities:
+            if PRIORITY in own and not self._has_priorities:
                 yield from self._check_priorities(config, deadline)
         work = Work(
             self.pipeline,
             encoded,
-            parameters or {},
+            parameters,
             config=self._config,
             rows_per_request=self._rows_per_request,
             deadline=deadline,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from triptych.base.explained import ExplainedValue, render_files
 from triptych.deploy.context import DeploymentContext, Manifests
+from triptych.deploy.envoy_access import secret_files
 from triptych.deploy.kubernetes import (
     ENVOY_USER,
     TEMPLATES,
@@ -52,7 +53,7 @@ def make_files(c: DeploymentContext) -> Manifests:
         "http_api_tls": _escape(os.fspath(Path(c.options.http_api_tls or "").resolve())),
     }
     files = render_files(TEMPLATES / "compose.yaml.j2", **values)
-    files["envoy.yaml"] = envoy_configuration(c, SERVERS)
+    files |= {"envoy.yaml": envoy_configuration(c, SERVERS), **secret_files(c.options)}
     return Manifests(files, c.version, _FILE, "docker compose --file {} up --detach")
 
 

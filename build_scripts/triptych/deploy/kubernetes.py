@@ -15,6 +15,7 @@ from triptych.container.manifests import largest_request_mib
 from triptych.container.settings import read_settings
 from triptych.deploy.context import DeploymentContext, Manifests
 from triptych.deploy.dashboard import Rows, lay_out
+from triptych.deploy.envoy_access import access_files, gateway_port, mounts, secret_files
 from triptych.deploy.http_api import http_api_values
 from triptych.deploy.metrics import parse_quantile
 from triptych.deploy.numbers import (
@@ -83,6 +84,7 @@ def make_files(c: DeploymentContext) -> Manifests:
     )
     if options.envoy is not None:
         files["base/envoy.yaml"] = envoy_configuration(c, f"{options.name}-replicas")
+        files |= {f"base/{name}": data for name, data in secret_files(options).items()}
     return Manifests({**files, **render_alertmanager()}, c.version, overlay, APPLY)
 
 
@@ -141,7 +143,12 @@ def template_values(c: DeploymentContext) -> dict[str, Any]:
             "grace_s": PRE_STOP_S + exit_s * (1 + _SETTLE_S) + _MARGIN_S,
             "memory_mib": envoy_memory(c),
         },
-        "http_api": http_api_values(c, str(_IMAGE.repository), PORTS["grpc"]),
+        "envoy_mounts": list(mounts(options)),
+        "envoy_files": ["envoy.yaml", *secret_files(options)],
+        "gateway_port": gateway_port(options),
+        "http_api": http_api_values(
+            c, str(_IMAGE.repository), gateway_port(options) or PORTS["grpc"]
+        ),
         "dashboard": json.dumps(dashboard, indent=1),
         "camel": camel,
         "windows": WINDOWS,
@@ -219,7 +226,15 @@ def envoy_configuration(c: DeploymentContext, host: str) -> Any:
         at = EndpointNames(f"{c.options.name}-candidate", PORTS["grpc"], PORTS["http"])
         mirror = Mirror(c.options.mirrored.share, at)
     endpoints = EndpointNames(host, PORTS["grpc"], PORTS["http"])
-    return bootstrap(settings, listen, endpoints, [c.pipeline], mirror)
+    return bootstrap(
+        settings,
+        listen,
+        endpoints,
+        [c.pipeline],
+        mirror,
+        access=access_files(c.options, CONFIG_FOLDER),
+        gateway=gateway_port(c.options),
+    )
 
 
 def envoy_arguments(workers: int) -> list[str]:

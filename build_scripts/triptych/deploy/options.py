@@ -212,6 +212,30 @@ class DeployOptions:
             "--target compose their folder. Default: no encryption.",
         ),
     ] = None
+    envoy_tls: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECRET",
+            help="Secret with the certificate of Envoy, tls.crt and tls.key; with --target compose "
+            "their folder. Default: no encryption.",
+        ),
+    ] = None
+    envoy_client_ca: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECRET",
+            help="Secret with ca.crt, the authorities of the client certificates that Envoy then "
+            "requires; with --target compose its folder. Default: none.",
+        ),
+    ] = None
+    envoy_keys: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECRET",
+            help="Secret with the files of `triptych key --envoy-folder`, the API keys that Envoy "
+            "requires; with --target compose their folder. Default: no keys.",
+        ),
+    ] = None
     mirrored: Annotated[
         MirrorOption | None,
         typer.Option(
@@ -264,6 +288,15 @@ class DeployOptions:
         """Name of Envoy's Deployment; None without Envoy."""
         has_own = self.target == "kubernetes" and self.gateway is None
         return f"{self.name}-envoy" if has_own else None
+
+    @property
+    def envoy_secrets(self) -> dict[str, str | None]:
+        """Secrets of Envoy by option."""
+        return {
+            "--envoy-tls": self.envoy_tls,
+            "--envoy-client-ca": self.envoy_client_ca,
+            "--envoy-keys": self.envoy_keys,
+        }
 
     @property
     def workload(self) -> str:
@@ -344,13 +377,31 @@ def _rules(o: DeployOptions) -> list[_Rule]:
             "Add the option, or leave --http-api-tls out",
         ),
         _Rule(
-            "--http-api-tls",
-            o.http_api_tls is None
-            or o.target == "compose"
-            or bool(_SECRET.fullmatch(o.http_api_tls)),
-            "must be the name of a Secret",
-            o.http_api_tls,
-            "See `kubectl get secrets`",
+            "--envoy-client-ca",
+            o.envoy_client_ca is None or o.envoy_tls is not None,
+            "needs --envoy-tls",
+            o.envoy_client_ca,
+            "Add the option, or leave --envoy-client-ca out",
+        ),
+        *(
+            _Rule(
+                option,
+                value is None or o.target == "compose" or bool(_SECRET.fullmatch(value)),
+                "must be the name of a Secret",
+                value,
+                "See `kubectl get secrets`",
+            )
+            for option, value in (("--http-api-tls", o.http_api_tls), *o.envoy_secrets.items())
+        ),
+        *(
+            _Rule(
+                option,
+                value is None or (o.target != "kserve" and o.gateway is None),
+                "is only supported for an Envoy of its own",
+                o.gateway or f"--target {o.target}",
+                "Let the gateway of the cluster authenticate clients",
+            )
+            for option, value in o.envoy_secrets.items()
         ),
         *(
             _Rule(

@@ -11,10 +11,11 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
 from triptych.client import AsyncGeneration, Chunk, InferenceError, Sampling, Usage
+from triptych.client.flows import CALL_PARAMETERS
 from triptych.gateway.errors import OPENAI, from_inference, invalid
 from triptych.gateway.http import Body, Operation, Stream
 from triptych.gateway.openai import TokenUsage
-from triptych.gateway.pipelines import Endpoints, Lines
+from triptych.gateway.pipelines import Endpoints, Lines, spend_tokens
 from triptych.gateway.tools import CallSplitter, NamedTool, Tool, ToolCall, choose_tools
 
 _SAMPLING = (
@@ -94,8 +95,9 @@ class _GenerationBody(Body):
     user: str | None = None
 
     def sampling(self, **others: Any) -> Sampling:
-        """Return the given sampling parameters."""
+        """Return the given sampling parameters, and those of the key."""
         values = {name: getattr(self, name) for name in _SAMPLING} | others
+        values |= CALL_PARAMETERS.get() or {}
         return {name: value for name, value in values.items() if value is not None}  # type: ignore[return-value]
 
 
@@ -229,6 +231,7 @@ class Generate(Endpoints):
             ApiError: The request is invalid.
             InferenceError: The pipeline does not answer.
         """
+        client = (await self._pipelines.find(body.model).generating()).client
         sampling = body.sampling(
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -238,7 +241,6 @@ class Generate(Endpoints):
         if calls is not None and calls.schema is not None:
             sampling["json_schema"] = calls.schema
         messages = [message.plain() for message in body.messages]
-        client = (await self._pipelines.find(body.model).generating()).client
         return await self._answer(
             client.chat(messages, tools=tools, **sampling), body, _ChatForm(calls)
         )
@@ -251,8 +253,8 @@ class Generate(Endpoints):
             InferenceError: The pipeline does not answer.
         """
         prompt = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
-        sampling = body.sampling(max_tokens=body.max_tokens, logprobs=body.logprobs)
         client = (await self._pipelines.find(body.model).generating()).client
+        sampling = body.sampling(max_tokens=body.max_tokens, logprobs=body.logprobs)
         return await self._answer(client.generate(prompt, **sampling), body, _CompletionForm())
 
     async def _answer(
@@ -273,6 +275,7 @@ class Generate(Endpoints):
             return Stream(_events(generation, first, head, form, with_usage=with_usage))
         async with generation:
             whole = await generation.whole()
+        spend_tokens(_total(whole.usage))
         choice = {
             "index": 0,
             **form.choice(whole.text, whole.finish_reason),
@@ -292,6 +295,7 @@ async def _events(
     """Yield the server-sent events of a stream; closing the iterator cancels the generation."""
     nothing = {"usage": None} if with_usage else {}
     usage: Usage | None = None
+    chunks = 0
     async with generation:
         try:
             if form.first is not None:
@@ -300,6 +304,7 @@ async def _events(
             chunk = first
             while chunk is not None:
                 usage = chunk.usage or usage
+                chunks += 1
                 choice = {
                     "index": 0,
                     **form.delta(chunk.text, chunk.finish_reason),
@@ -312,11 +317,17 @@ async def _events(
         except InferenceError as error:
             yield _event(OPENAI.body(from_inference(error, "messages")))
             return
+        finally:  # also if the client disconnects, before the number of tokens is known
+            spend_tokens(_total(usage) or chunks)
     yield b"data: [DONE]\n\n"
 
 
 def _event(data: Mapping[str, Any]) -> bytes:
     return b"data: " + to_json(data) + b"\n\n"
+
+
+def _total(usage: Usage | None) -> int:
+    return 0 if usage is None else usage.prompt_tokens + usage.completion_tokens
 
 
 def _usage(usage: Usage | None) -> dict[str, Any] | None:
@@ -325,7 +336,7 @@ def _usage(usage: Usage | None) -> dict[str, Any] | None:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "total_tokens": _total(usage),
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
 

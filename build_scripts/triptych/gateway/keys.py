@@ -1,53 +1,22 @@
-"""API keys: a file with hashes, pipelines and limits of each key, read again when it changes."""
+"""API keys of the gateway: their limits, and the file of keys, read again when it changes."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
 import sys
 import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
+from triptych.base.api_keys import KeyEntry, file_stamps, read_keys
 from triptych.base.errors import UserError
-from triptych.base.files import parse_yaml
 from triptych.gateway.errors import ApiError
 
-_PREFIX = "triptych-"
-_KEY_BYTES = 32
 _LOOK_S = 0.5
 """Minimum time between two looks at the file, in seconds."""
-
-
-class KeyEntry(BaseModel):
-    """A key in the file.
-
-    Attributes:
-        sha256: SHA-256 of the key in hex. A random key of 256 bits needs no slower hash.
-        pipelines: Names of the pipelines that it may use; None for all.
-        requests_per_s: Maximum number of requests per second; None for no limit.
-        items_per_s: Maximum number of texts, pairs, images and answers per second.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    pipelines: list[str] | None = None
-    requests_per_s: float | None = Field(default=None, gt=0)
-    items_per_s: float | None = Field(default=None, gt=0)
-
-
-class _KeyFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    keys: dict[str, KeyEntry] = Field(default_factory=dict)
 
 
 @dataclass
@@ -75,8 +44,12 @@ class _Bucket:
         lacking = min(float(count), self._most) - self.level
         if lacking > 1e-9:
             return lacking / self.rate
-        self.level -= count
+        self.spend(count)
         return 0.0
+
+    def spend(self, count: int) -> None:
+        """Take `count` that is used already; later ones wait for it."""
+        self.level -= count
 
 
 class Caller:
@@ -92,17 +65,27 @@ class Caller:
         self.entry = entry
         self._requests = _Bucket(entry.requests_per_s)
         self._items = _Bucket(entry.items_per_s)
+        self._tokens = _Bucket(entry.tokens_per_s)
 
     def may_use(self, pipeline: str) -> bool:
         return self.entry.pipelines is None or pipeline in self.entry.pipelines
 
     def take_request(self) -> None:
         """Count a request; raise `ApiError` if it is over the limit."""
+        _check(self._tokens.take(0), "tokens")
         _check(self._requests.take(1), "requests")
 
     def take_items(self, count: int) -> None:
         """Count texts; raise `ApiError` if they are over the limit."""
         _check(self._items.take(count), "items")
+
+    @property
+    def has_token_limit(self) -> bool:
+        return self.entry.tokens_per_s is not None
+
+    def spend_tokens(self, count: int) -> None:
+        """Count tokens, which are known after the work; the next request waits if it must."""
+        self._tokens.spend(count)
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
@@ -129,9 +112,9 @@ class Keys:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._looked_s = time.monotonic()
-        self._stamp = _stamp(path)
+        self._stamp = file_stamps([path])
         self._callers: dict[str, Caller] = {}
-        self._take_over(read_keys(path))
+        self._take_over(read_keys(path).keys)
 
     def find(self, authorization: bytes) -> Caller:
         """Return the caller with the key of an ``authorization`` header.
@@ -164,12 +147,12 @@ class Keys:
         if now_s - self._looked_s < _LOOK_S:
             return
         self._looked_s = now_s
-        stamp = _stamp(self._path)
+        stamp = file_stamps([self._path])
         if stamp == self._stamp:
             return
         self._stamp = stamp
         try:
-            self._take_over(read_keys(self._path))
+            self._take_over(read_keys(self._path).keys)
         except UserError as error:
             print(f"warning: keys are not changed: {error.message}", file=sys.stderr, flush=True)
 
@@ -182,49 +165,3 @@ class Keys:
             else Caller(name, entry)
             for name, entry in entries.items()
         }
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino
-
-
-def read_keys(path: Path) -> dict[str, KeyEntry]:
-    """Return the entries of a file of keys by name.
-
-    Raises:
-        UserError: The file cannot be read, or is invalid.
-    """
-    try:
-        plain = parse_yaml(path.read_text(encoding="utf-8")) or {}
-        return _KeyFile.model_validate(plain).keys
-    except OSError as error:
-        given: object = error.strerror
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        given = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    except ValueError:
-        given = "no YAML"
-    raise UserError(
-        str(path),
-        "must be a file of keys",
-        given=given,
-        remedy="Write one with `triptych key new NAME`",
-    )
-
-
-def make_key() -> tuple[str, str]:
-    """Return a new key and its SHA-256 in hex."""
-    key = _PREFIX + secrets.token_urlsafe(_KEY_BYTES)
-    return key, hashlib.sha256(key.encode()).hexdigest()
-
-
-def print_keys(entries: Mapping[str, KeyEntry]) -> str:
-    """Return the content of a file of keys."""
-    plain: dict[str, Any] = {
-        name: entry.model_dump(exclude_none=True) for name, entry in entries.items()
-    }
-    return yaml.safe_dump({"keys": plain}, sort_keys=False)

@@ -13,10 +13,12 @@ from tokenizers import Tokenizer
 
 from triptych.base.errors import UserError, closest
 from triptych.client import AsyncClient, Client, PipelineConfig
+from triptych.client.flows import CALL_PARAMETERS, PRIORITY
 from triptych.container.manifests import MANIFEST_FILE
 from triptych.gateway.errors import ApiError, invalid
 from triptych.gateway.http import Shared
 from triptych.gateway.keys import CALLER
+from triptych.repository.manifest import BuildManifest, find_manifest
 from triptych.runtime.row_types import RowInputs, TextRowMaker, find_class
 from triptych.runtime.triton_io import read_settings
 
@@ -221,6 +223,16 @@ class Pipeline:
             return None
         return self._step[2]
 
+    def priority_levels(self) -> int:
+        """Return the number of priority levels; 0 without levels, or without a repository."""
+        if self._repository is None:
+            return 0
+        manifest = find_manifest(self._repository, self.name, BuildManifest)
+        if manifest is None:
+            return 0
+        priority = getattr(manifest.spec.serving, "priority", None)
+        return 0 if priority is None else priority.levels
+
     async def labels(self) -> list[str]:
         """Return the labels of a classification in the order of their ids; empty if not known."""
         if self._repository is None:
@@ -234,7 +246,10 @@ class Pipeline:
     async def count_tokens(
         self, columns: Mapping[str, list[str]], parameters: Mapping[str, Any]
     ) -> int | None:
-        """Return the number of tokens of all rows; None without the files of the pipeline."""
+        """Return the number of tokens of all rows; None without the files of the pipeline.
+
+        They count for the limit of the key.
+        """
         step = await self.step()
         if step is None:
             return None
@@ -243,7 +258,16 @@ class Pipeline:
             counts = step.count(columns, parameters)
         else:
             counts = await asyncio.to_thread(step.count, columns, parameters)
-        return None if counts is None else sum(counts)
+        if counts is None:
+            return None
+        spend_tokens(sum(counts))
+        return sum(counts)
+
+    async def spend_tokens(self, columns: Mapping[str, list[Any]]) -> None:
+        """Count the tokens of all rows for the limit of the key, if it has one."""
+        caller = CALLER.get()
+        if caller is not None and caller.has_token_limit:
+            await self.count_tokens(columns, {})
 
     async def decode(self, rows: Sequence[list[int]], field: str) -> list[str]:
         """Return the text of each row of token ids.
@@ -357,11 +381,23 @@ class Pipelines:
             name = names[0]
         name = self.aliases.get(name, name)
         found = self._opened.get(name)
-        if found is None or not _may_use(name):
+        if not _may_use(name):
+            raise ApiError(
+                403,
+                "permission_denied",
+                f"The key may not use pipeline {name[:80]!r}. Choose one of: "
+                f"{', '.join(self.names_and_aliases()) or 'none'}.",
+                param="model",
+            )
+        if found is None:
             if name not in self.names():
                 raise not_found(name, self.names_and_aliases())
             client = AsyncClient(name, **self._options)
             found = self._opened[name] = Pipeline(name, client, self._repository)
+        caller = CALLER.get()
+        priority = None if caller is None else caller.entry.priority
+        levels = found.priority_levels() if priority else 0
+        CALL_PARAMETERS.set({PRIORITY: min(priority, levels)} if priority and levels else None)
         return found
 
     async def only(self, task: str) -> Pipeline:
@@ -379,7 +415,7 @@ class Pipelines:
                 continue
             found.append(pipeline)
         if len(found) == 1:
-            return found[0]
+            return self.find(found[0].name)
         names = ", ".join(pipeline.name for pipeline in found) or "none"
         raise ApiError(
             404,
@@ -411,6 +447,13 @@ class Endpoints:
         rows: list[Any] = [given] if is_one else given  # type: ignore[assignment]
         self._limits.check_items(field, len(rows))
         return rows if isinstance(rows[0], str) else await pipeline.decode(rows, field)
+
+
+def spend_tokens(count: int) -> None:
+    """Count tokens for the limit of the key, if there is one."""
+    caller = CALLER.get()
+    if caller is not None:
+        caller.spend_tokens(count)
 
 
 def _may_use(name: str) -> bool:

@@ -6,14 +6,14 @@ import asyncio
 import ssl
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from triptych.base.api_keys import file_stamps
 from triptych.base.errors import UserError
+from triptych.base.server_tls import ServerTls
 from triptych.gateway import GRACE_S
 from triptych.gateway.app import make_app
 from triptych.gateway.http import Shared
@@ -30,51 +30,6 @@ STALLED_S = 60.0
 
 _TICKS_PER_LOOK = 20
 """Number of ticks of uvicorn, 0.1 s each, between two looks at the files of certificates."""
-
-
-@dataclass(frozen=True)
-class ServerTls:
-    """Certificate of the gateway.
-
-    Attributes:
-        certificate: PEM file of the certificate and its chain.
-        key: PEM file of its private key.
-        client_ca: PEM file of the authorities of client certificates, which are then required.
-    """
-
-    certificate: Path
-    key: Path
-    client_ca: Path | None = None
-
-    def context(self) -> ssl.SSLContext:
-        """Return a context for new connections.
-
-        Raises:
-            UserError: A file cannot be read, or certificate and key do not fit.
-        """
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
-        try:
-            context.load_cert_chain(self.certificate, self.key)
-            if self.client_ca is not None:
-                context.load_verify_locations(self.client_ca)
-                context.verify_mode = ssl.CERT_REQUIRED
-        except OSError as error:  # ssl.SSLError is one
-            raise UserError(
-                "--tls-certificate",
-                "must be a PEM file, with its key in --tls-key",
-                given=f"{self.certificate} and {self.key} ({error.strerror or error})",
-                remedy="Check the paths, and that both belong together",
-            ) from error
-        return context
-
-    def stamps(self) -> list[int]:
-        """Return a value that changes with the files."""
-        try:
-            return [path.stat().st_mtime_ns for path in (self.certificate, self.key)]
-        except OSError:  # between two files that are replaced
-            return []
 
 
 class _Protocol(HttpToolsProtocol):  # type: ignore[misc]
@@ -131,7 +86,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
         super().__init__(config)
         self._tls = tls
         self._context = context
-        self._stamps = [] if tls is None else tls.stamps()
+        self._stamps = file_stamps(tls.paths) if tls else None
         self._on_ready = on_ready
 
     async def startup(self, sockets: Any = None) -> None:
@@ -145,7 +100,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
         return bool(await super().on_tick(counter))
 
     def _renew(self, tls: ServerTls) -> None:
-        stamps = tls.stamps()
+        stamps = file_stamps(tls.paths)
         if stamps == self._stamps or not stamps or self._context is None:
             return
         self._stamps = stamps

@@ -105,6 +105,7 @@ class Tasks(Endpoints):
         parameters = {each: _parameter(each, value) for each, value in body.parameters.items()}
         outputs = await pipeline.client.infer(inputs, parameters=parameters)
         self._items.labels(pipeline.name).inc(len(body.rows))
+        await pipeline.spend_tokens(inputs)
         columns = plain_outputs(config, outputs)
         return {
             "rows": [

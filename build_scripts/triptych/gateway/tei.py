@@ -158,6 +158,7 @@ class Tei(Endpoints):
             prompt=body.prompt_name,
         )
         self._items.labels(pipeline.name).inc(len(texts))
+        await pipeline.spend_tokens({"text": texts})
         plain: list[list[float]] = vectors.tolist()
         return plain
 
@@ -190,6 +191,8 @@ class Tei(Endpoints):
             top_k=rule.get("max"),
         )
         self._items.labels(pipeline.name).inc(len(rows))
+        columns = zip(("text", "text_pair"), zip(*rows, strict=True), strict=False)
+        await pipeline.spend_tokens({each: list(column) for each, column in columns})
         labels = [[_prediction(choice) for choice in each] for each in choices]
         return labels if is_batch else labels[0]
 

@@ -54,6 +54,7 @@ CHECKS = (
     LintCheck("histogram-release", fleet.queries, fleet.histogram_release),
     LintCheck("balanced", _kinds("Service"), fleet.balanced),
     LintCheck("closed", _kinds("Service"), fleet.closed),
+    LintCheck("host-port", _servers, fleet.host_port),
     LintCheck("canary-percent", _kinds("InferenceService"), fleet.canary_percent),
     LintCheck("grpc-port", _servers, fleet.grpc_port),
 )

@@ -5,6 +5,7 @@ Queries of Prometheus in autoscalers, rules and analyses are checked here, too.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -26,6 +27,10 @@ REMOVED = {
     "networking.k8s.io/v1beta1": ("1.22", "networking.k8s.io/v1"),
     "batch/v1beta1": ("1.25", "batch/v1"),
 }
+_AUTHENTICATES = re.compile(
+    r"require_client_certificate\W+true|(jwt_authn|api_key_auth|basic_auth|ext_authz|oauth2)\.v3"
+)
+"""Settings of Envoy by which clients authenticate."""
 _STANDARD = ("Standard", "RawDeployment", "")
 
 
@@ -119,14 +124,45 @@ def balanced(service: ManifestObject) -> Iterator[Flaw]:
 
 def closed(service: ManifestObject) -> Iterator[Flaw]:
     kind = service.spec.get("type")
-    if kind in ("LoadBalancer", "NodePort") and any(
-        selects(service, server) for server in service.folder.servers
-    ):
+    if kind not in ("LoadBalancer", "NodePort"):
+        return
+    if any(selects(service, server) for server in service.folder.servers):
         yield error(
             "Triton does not authenticate clients, so it must not be reachable from outside",
             f"type: {kind}",
             "Make it ClusterIP, behind a gateway that authenticates clients",
         )
+    configs = " ".join(json.dumps(one.data) for one in service.folder.of("ConfigMap"))
+    if _AUTHENTICATES.search(configs) is None and any(
+        _within(mapping(service.spec.get("selector")), labels)
+        for labels in _proxies(service.folder)
+    ):
+        yield error(
+            "A proxy that is reachable from outside must authenticate clients",
+            f"type: {kind}, and an Envoy without keys and client certificates",
+            "Add --envoy-keys or --envoy-client-ca to `triptych deploy`, or make it ClusterIP",
+        )
+
+
+def host_port(server: ServerPods) -> Iterator[Flaw]:
+    ports = [mapping(port) for port in sequence(server.container.get("ports"))]
+    opened = [f"hostPort: {port['hostPort']}" for port in ports if "hostPort" in port]
+    opened += ["hostNetwork: true"] if server.pod.get("hostNetwork") else []
+    if opened:
+        yield error(
+            "Triton does not authenticate clients, so it must not be reachable from outside",
+            ", ".join(opened),
+            "Leave it out: the proxy reaches the pod in the network of the cluster",
+        )
+
+
+def _proxies(folder: Folder) -> Iterator[dict[str, object]]:
+    """Yield the labels of the pods that run Envoy."""
+    for one in folder.of("Deployment", "DaemonSet"):
+        template = mapping(one.spec.get("template"))
+        containers = sequence(mapping(template.get("spec")).get("containers"))
+        if any("envoy" in str(mapping(each).get("image", "")) for each in containers):
+            yield mapping(mapping(template.get("metadata")).get("labels"))
 
 
 def disruption_budget(server: ServerPods) -> Iterator[Flaw]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -214,7 +215,8 @@ def _expand(function: Callable[..., None]) -> Callable[..., None]:
             name: cls(**{field.name: values.pop(field.name) for field in fields(cls)})
             for name, cls in classes.items()
         }
-        function(**values, **made)
+        # Variables of the context that a verb sets, such as its credentials, end with it.
+        copy_context().run(function, **values, **made)
 
     command.__name__ = function.__name__
     command.__doc__ = function.__doc__

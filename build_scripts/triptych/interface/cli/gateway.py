@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,6 +19,7 @@ from triptych.gateway import MAX_BODY_MIB, MAX_ITEMS, PORT
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     REPOSITORY,
+    ConnectionOptions,
     Json,
     output,
     print_json,
@@ -27,6 +28,9 @@ from triptych.interface.cli.options import (
     warn,
 )
 
+if TYPE_CHECKING:
+    from triptych.base.server_tls import ServerTls
+
 _MIB = 1 << 20
 
 KEYS_FILE = Path("keys.yaml")
@@ -34,7 +38,7 @@ KEYS_FILE = Path("keys.yaml")
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayOptions:
-    """Options of `gateway` that `serve` has, too."""
+    """Options of `gateway` that `serve` has, too, for Envoy and the gateway."""
 
     aliases: Annotated[
         list[str] | None,
@@ -47,14 +51,14 @@ class GatewayOptions:
     keys: Annotated[
         Path | None,
         typer.Option(
-            help="File of API keys that clients of the HTTP APIs need; see `triptych key`. "
-            "Default: no keys."
+            help="File of API keys that clients need; see `triptych key`. It is read again when it "
+            "changes. Default: no keys."
         ),
     ] = None
     tls_certificate: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file of the certificate of the HTTP APIs. It is read again when it changes. "
+            help="PEM file of the server's certificate. It is read again when it changes. "
             "Default: no encryption."
         ),
     ] = None
@@ -64,15 +68,15 @@ class GatewayOptions:
     client_ca: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file of the authorities of client certificates, which the HTTP APIs then "
-            "require. Default: none."
+            help="PEM file of the authorities of client certificates, which are then required. "
+            "Default: none."
         ),
     ] = None
     insecure: Annotated[
         bool,
         typer.Option(
             "--insecure",
-            help="Serve the HTTP APIs to other machines without keys and client certificates.",
+            help="Serve other machines without keys and client certificates.",
         ),
     ] = False
     access_log: Annotated[
@@ -83,8 +87,16 @@ class GatewayOptions:
         ),
     ] = False
 
+    def server_tls(self) -> ServerTls | None:
+        """Return the certificate; None for plain text."""
+        from triptych.base.server_tls import ServerTls
+
+        if self.tls_certificate is None or self.tls_key is None:
+            return None
+        return ServerTls(self.tls_certificate, self.tls_key, self.client_ca)
+
     def check(self, host: str) -> None:
-        """Check the options for a gateway that listens on `host`.
+        """Check the options for a gateway, or for Envoy, that listens on `host`.
 
         Raises:
             UserError: An alias is malformed, a file of TLS is missing, or every client is served.
@@ -111,7 +123,7 @@ class GatewayOptions:
         if self.keys is None and self.client_ca is None and not self.insecure:
             raise UserError(
                 "--host",
-                "must be this machine for a gateway without keys and client certificates",
+                "must be this machine without keys and client certificates",
                 given=host,
                 remedy="Give --keys or --client-ca, or --insecure behind a proxy that "
                 "authenticates clients",
@@ -139,6 +151,7 @@ def gateway(
     ] = None,
     *,
     options: GatewayOptions,
+    connection: ConnectionOptions,
     url: Annotated[
         str, typer.Option(help="gRPC address of the Triton servers.")
     ] = "127.0.0.1:8001",
@@ -174,7 +187,7 @@ def gateway(
         from triptych.gateway.http import RequestLimits, Shared
         from triptych.gateway.keys import Keys
         from triptych.gateway.pipelines import Pipelines
-        from triptych.gateway.serve import ServerTls, make_server
+        from triptych.gateway.serve import make_server
         from triptych.gateway.traces import RequestTracer, export_to
     except ImportError as error:
         raise UserError(
@@ -188,6 +201,7 @@ def gateway(
 
     options.check(host)
     trace = read_trace(os.environ)
+    connection.apply()
     pipelines = Pipelines(
         names or (),
         parse_aliases(options.aliases or ()),
@@ -196,9 +210,7 @@ def gateway(
     )
     if port:  # else the gateway picks a free one
         reserve_ports(host, {"--port": port})
-    tls = None
-    if options.tls_certificate is not None and options.tls_key is not None:
-        tls = ServerTls(options.tls_certificate, options.tls_key, options.client_ca)
+    tls = options.server_tls()
 
     def announce(port: int) -> None:
         address = f"http{'s' if tls else ''}://{host}:{port}"
@@ -254,6 +266,29 @@ def key(
             "Default: no limit.",
         ),
     ] = None,
+    max_tokens: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Maximum number of tokens per second in the gateway, of prompts and answers. "
+            "Default: no limit.",
+        ),
+    ] = None,
+    priority: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Priority level of the key's requests in the gateway, 1 for the first. Pipelines "
+            "without levels ignore it. Default: that of the pipeline.",
+        ),
+    ] = None,
+    envoy_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder in which Envoy's files of all keys are written again, for the Secret of "
+            "`deploy --envoy-keys`. Default: none is written."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Add an API key of the gateway, or revoke one.
@@ -261,9 +296,10 @@ def key(
     A new key is printed once. The file has only its hash. Gateways read the file again within a
     second.
     """
-    from triptych.gateway.keys import KeyEntry, make_key, print_keys, read_keys
+    from triptych.base.api_keys import KeyEntry, KeyFile, make_key, print_keys, read_keys
 
-    entries = read_keys(keys) if keys.exists() else {}
+    content = read_keys(keys) if keys.exists() else KeyFile()
+    entries = content.keys
     if (name in entries) == (action == "new"):
         raise UserError(
             "NAME",
@@ -274,12 +310,22 @@ def key(
     made, digest = make_key()
     if action == "new":
         entries[name] = KeyEntry(
-            sha256=digest, pipelines=pipelines, requests_per_s=max_requests, items_per_s=max_items
+            sha256=digest,
+            pipelines=pipelines,
+            requests_per_s=max_requests,
+            items_per_s=max_items,
+            tokens_per_s=max_tokens,
+            priority=priority,
         )
     else:
         del entries[name]
     with os_errors_as_user_errors(keys.parent):
-        write_files(keys.parent, {keys.name: print_keys(entries)}, is_private=True)
+        write_files(keys.parent, {keys.name: print_keys(content)}, is_private=True)
+    if envoy_folder is not None:
+        from triptych.serving.fleet.access import Access
+
+        envoy_folder.mkdir(parents=True, exist_ok=True)
+        Access(keys=keys).write(envoy_folder)
     if as_json:
         print_json({"name": name, "key": made if action == "new" else None})
     else:
@@ -317,7 +363,7 @@ class GatewayProcess:
         options: Options of the gateway.
 
     Raises:
-        UserError: The port is busy, or an option is invalid.
+        UserError: The port is busy.
     """
 
     def __init__(
@@ -332,7 +378,6 @@ class GatewayProcess:
         if port is not None:
             from triptych.serving.ports import reserve_ports
 
-            options.check(host)
             port = reserve_ports(host, {"--http-api": port})["--http-api"]
         self._port = port
         self._address = f"http{'s' if options.tls_certificate else ''}://{host}:{port}"

@@ -14,6 +14,7 @@ import typer
 from triptych.base.errors import UserError
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
+    ConnectionOptions,
     Json,
     Name,
     fail,
@@ -33,6 +34,7 @@ _PROGRESS_INTERVAL_S = 10.0
 @verb()
 def infer(
     name: Name,
+    *,
     text: Annotated[
         list[str] | None,
         typer.Option("--text", "-t", help="Text to send; may be repeated. Default: no text."),
@@ -111,6 +113,7 @@ def infer(
             help="Request timeout in seconds. Default: 30, or 600 to generate text for a file."
         ),
     ] = None,
+    connection: ConnectionOptions,
     as_json: Json = False,
 ) -> None:
     """Send texts, images, a file of rows or a chat to a served pipeline.
@@ -128,6 +131,7 @@ def infer(
         send_rows,
     )
 
+    connection.apply()
     if chat is not None or prompt is not None:
         others = (text, text_pair, image, file, out, text_column, text_pair_column, image_column)
         given = (chat is None) + (prompt is None)

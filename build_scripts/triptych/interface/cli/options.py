@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -115,6 +116,9 @@ REPORTS = Path("reports")
 SAMPLES = Path("samples")
 """Default folder of sampled rows; outside the repository, which is shipped."""
 
+API_KEY_VARIABLE = "TRIPTYCH_API_KEY"
+"""Variable of the API key with which verbs connect to a server."""
+
 Name = Annotated[str, typer.Argument(help="Name of the pipeline's folder.")]
 Names = Annotated[list[str], typer.Argument(help="Names of the pipelines' folders.")]
 Pipelines = Annotated[Path, typer.Option("--pipelines", help="Folder of the pipelines.")]
@@ -154,6 +158,60 @@ class Folders:
 
     pipelines: Pipelines = PIPELINES
     repository: Repository = REPOSITORY
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionOptions:
+    """Key and certificates with which a verb connects to the server at --url."""
+
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"File of the API key. Default: the variable {API_KEY_VARIABLE}, or no key."
+        ),
+    ] = None
+    ca: Annotated[
+        Path | None,
+        typer.Option(
+            help="PEM file of the authorities that sign the server's certificate; encrypts the "
+            "connection. Default: no encryption."
+        ),
+    ] = None
+    certificate: Annotated[
+        Path | None, typer.Option(help="PEM file of the client's certificate. Default: none.")
+    ] = None
+    certificate_key: Annotated[
+        Path | None, typer.Option(help="PEM file of the key of --certificate. Default: none.")
+    ] = None
+
+    def apply(self) -> None:
+        """Use the key and the certificates for all clients that this verb creates.
+
+        Raises:
+            UserError: The file of the key cannot be read, or --ca is missing.
+        """
+        from triptych.client.connection import CREDENTIALS, Credentials, Tls
+
+        key = os.environ.get(API_KEY_VARIABLE)
+        if self.api_key_file is not None:
+            try:
+                key = self.api_key_file.read_text(encoding="ascii").strip()
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    "--api-key-file",
+                    "must be a file with an API key",
+                    given=f"{self.api_key_file} ({type(error).__name__})",
+                    remedy="Write the key of `triptych key new` into it",
+                ) from error
+        if self.ca is None and (self.certificate or self.certificate_key):
+            raise UserError(
+                "--certificate",
+                "is only supported with --ca",
+                given=self.certificate,
+                remedy="Give the authorities of the server's certificate in --ca",
+            )
+        tls = None if self.ca is None else Tls(self.ca, self.certificate, self.certificate_key)
+        CREDENTIALS.set(Credentials(tls, key or None))
 
 
 @dataclass(frozen=True, kw_only=True)

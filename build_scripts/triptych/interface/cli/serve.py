@@ -256,6 +256,7 @@ def serve(
     from triptych.container.flags import USE_TLS
     from triptych.container.machine import find_gpus
     from triptych.repository.store import recover
+    from triptych.serving.fleet.access import Access
     from triptych.serving.fleet.mirror import check_same_pipelines, parse_mirror
     from triptych.serving.fleet.serve import check_gpus, count_replicas
     from triptych.serving.ports import is_loopback
@@ -284,11 +285,9 @@ def serve(
             given=f"profile {options.profile}, {count} servers, {options.host}",
             remedy="In production set TRIPTYCH_CLIENT_SHM (docker/README.md)",
         )
-    if not is_loopback(options.host):
-        warn(
-            f"{options.host} can be reached from other machines, and Triton does not authenticate "
-            "clients: put a gateway in front that does (docker/README.md)"
-        )
+    host = check_access(
+        options.host, api, replicas=count, has_http_api=options.http_api is not None
+    )
     recover(repository)
     flags = check_and_make_flags(repository, production=options.production, one_gpu=bool(named))
     if count > 1 and USE_TLS in flags:
@@ -300,7 +299,7 @@ def serve(
         )
     same = {
         "models": models,
-        "host": options.host,
+        "host": host,
         "log_file": options.log_file,
         "exchanges": not options.production,
         "production_flags": flags,
@@ -310,7 +309,42 @@ def serve(
     if count == 1:
         _serve_one(repository, options, named, beside, same)
     else:
-        _serve_fleet(repository, options, count, mirrored, beside, {"gpus": named, **same})
+        access = Access(api.server_tls(), api.keys)
+        fleet = {"gpus": named, "access": access, **same}
+        _serve_fleet(repository, options, count, mirrored, beside, fleet)
+
+
+def check_access(host: str, access: GatewayOptions, *, replicas: int, has_http_api: bool) -> str:
+    """Check who may send requests, and return the address on which Triton or Envoy listens.
+
+    Raises:
+        UserError: Other machines are served without keys and client certificates, or an option
+            needs Envoy or the gateway.
+    """
+    from triptych.serving.ports import is_loopback
+
+    has_envoy = replicas > 1
+    if has_envoy or has_http_api:
+        access.check(host)
+        # Triton itself does not authenticate clients: only the gateway may reach it.
+        return host if has_envoy or access.insecure else "127.0.0.1"
+    for option in ("keys", "tls_certificate", "tls_key", "client_ca"):
+        if getattr(access, option) is not None:
+            raise UserError(
+                f"--{option.replace('_', '-')}",
+                "is only supported with --replicas or --http-api",
+                given="one server",
+                remedy="Add --replicas 2, whose Envoy encrypts and authenticates, or --http-api",
+            )
+    if not is_loopback(host) and not access.insecure:
+        raise UserError(
+            "--host",
+            "must be this machine for one server, because Triton does not authenticate clients",
+            given=host,
+            remedy="Add --replicas 2 with --keys or --client-ca, or --insecure behind a proxy that "
+            "authenticates clients",
+        )
+    return host
 
 
 def _serve_one(
@@ -380,7 +414,7 @@ def _serve_fleet(
             described = fleet.described()
             for line in find_capacity_warnings(replica["pid"] for replica in described):
                 warn(line)
-            endpoints = {**fleet.endpoints, **beside.start(fleet.endpoints["grpc"])}
+            endpoints = {**fleet.endpoints, **beside.start(fleet.proxy.gateway_url)}
             _announce(endpoints, {"replicas": described}, as_json=options.as_json)
 
         asked = serve_until_signal(fleet, announce, meanwhile=beside.poll, before_stop=beside.end)

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from triptych.base.explained import ExplainedValue, render_yaml
+from triptych.serving.fleet.access import AccessFiles
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _HEAP_MIB, _HEAP_REQUESTS = 512, 64
+_PRIVATE_MODE = 0o600
 _BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000)
 
 
@@ -340,6 +342,8 @@ def bootstrap(
     mirror: Mirror | None = None,
     *,
     admin_socket: str = ADMIN_SOCKET,
+    access: AccessFiles | None = None,
+    gateway: Path | int | None = None,
 ) -> Any:
     """Return the configuration, with the reasons of its numbers (see `base.explained`).
 
@@ -350,6 +354,9 @@ def bootstrap(
         pipelines: Names that requests may address. Steps of pipelines are not among them.
         mirror: Candidate that gets copies of requests; None without one.
         admin_socket: Path of the Unix socket of Envoy's admin page.
+        access: Files of certificates and keys; None for plain text without keys.
+        gateway: Unix socket or port of gRPC for the gateway alone, without TLS and keys; None for
+            none.
     """
     clusters = [_cluster(service, service.cluster, endpoints) for service in (GRPC, HTTP)]
     if mirror is not None:
@@ -360,13 +367,17 @@ def bootstrap(
     listeners = [
         {
             **_listener(service, pipelines),
-            "port": listen.grpc_port if service.is_grpc else listen.http_port,
+            "listener": name,
+            "address": address,
             "script": _script(settings, service),
             "routes_file": str(endpoints.routes(service))
             if isinstance(endpoints, EndpointFiles)
             else None,
+            "transport_socket": files and files.transport_socket(is_grpc=service.is_grpc),
+            "access_filters": files.filters("tokens", "keys", "requests") if files else [],
+            "count_filters": files.filters("items") if files else [],
         }
-        for service in (GRPC, HTTP)
+        for name, service, address, files in _addresses(listen, access, gateway)
     ]
     error_texts = {
         413: f"The request is larger than {settings.max_request_mib.value} MiB, the maximum of the "
@@ -374,6 +385,10 @@ def bootstrap(
         404: "This proxy does not forward this request, which is not for a pipeline: send it to "
         "the address of one server",
     }
+    if access is not None and access.has_keys:
+        error_texts[429] = (
+            "The limit of the key is reached: try again after the time in Retry-After"
+        )
     return render_yaml(
         _TEMPLATES / "envoy.yaml.j2",
         s=settings,
@@ -386,6 +401,22 @@ def bootstrap(
         admin_pages=list(_admin_pages(listen)),
         admin_socket=admin_socket,
     )
+
+
+def _addresses(
+    listen: Listen, access: AccessFiles | None, gateway: Path | int | None
+) -> Iterator[tuple[str, Service, dict[str, Any], AccessFiles | None]]:
+    """Yield name, service, address and access of each listener for requests."""
+
+    def address(port: int) -> dict[str, Any]:
+        return {"socket_address": {"address": listen.host, "port_value": port}}
+
+    yield "grpc", GRPC, address(listen.grpc_port), access
+    yield "http", HTTP, address(listen.http_port), access
+    if isinstance(gateway, Path):
+        yield "gateway", GRPC, {"pipe": {"path": str(gateway), "mode": _PRIVATE_MODE}}, None
+    elif gateway is not None:
+        yield "gateway", GRPC, address(gateway), None
 
 
 def _admin_pages(listen: Listen) -> Iterator[dict[str, Any]]:

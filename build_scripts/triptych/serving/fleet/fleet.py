@@ -385,7 +385,7 @@ class Fleet:
         ]
 
     def reconcile(self) -> None:
-        """Restart crashed and frozen servers, and roll out new builds.
+        """Restart crashed and frozen servers, roll out new builds, and renew keys and certificates.
 
         Call it about three times per second.
 
@@ -407,6 +407,10 @@ class Fleet:
             self._restart_proxy("does not answer")
         if self._candidate is not None:
             self._candidate.reconcile()
+        try:
+            self.proxy.renew_access()
+        except UserError as error:
+            self._on_problem(f"keys and certificates are not changed: {error.message}")
         self._check_for_builds()
         self._update_next()
 

@@ -18,6 +18,7 @@ from triptych.base.explained import plain, yaml_of
 from triptych.base.files import write_files
 from triptych.container.entrypoint import server_variables
 from triptych.serving.embedded import server_path
+from triptych.serving.fleet.access import Access
 from triptych.serving.fleet.envoy import (
     GRPC,
     HTTP,
@@ -54,6 +55,8 @@ class Proxy:
         listen: Host and free ports.
         log_file: File of Envoy's log.
         mirror: Receiver of copied requests; None without one.
+        access: Certificate and keys; None for plain text without keys.
+        gateway_socket: Socket of gRPC for the gateway of this machine; None for none.
         orphan_paths: Files and folders to remove if this process dies before it calls `stop`.
     """
 
@@ -64,12 +67,16 @@ class Proxy:
         *,
         log_file: Path,
         mirror: Mirror | None = None,
+        access: Access | None = None,
+        gateway_socket: Path | None = None,
         orphan_paths: Sequence[Path] = (),
     ) -> None:
         self._settings = settings
         self._listen = listen
         self._log_file = log_file
         self._mirror = mirror
+        self._access = access or Access()
+        self._gateway_socket = gateway_socket
         self._orphan_paths = tuple(orphan_paths)
         self._folder = Path()
         self._process: ServerProcess | None = None
@@ -81,6 +88,12 @@ class Proxy:
     @property
     def http_url(self) -> str:
         return self._url(self._listen.http_port)
+
+    @property
+    def gateway_url(self) -> str:
+        """Address of gRPC for the gateway, without TLS and keys."""
+        path = self._gateway_socket
+        return self.grpc_url if path is None else f"unix:{path}"
 
     @property
     def metrics_url(self) -> str:
@@ -100,6 +113,7 @@ class Proxy:
         try:
             files = self._files
             self.route_to(servers, pipelines)
+            self._access.write(self._folder)
             config = self._folder / "envoy.yaml"
             data = bootstrap(
                 self._settings,
@@ -108,6 +122,8 @@ class Proxy:
                 pipelines,
                 self._mirror,
                 admin_socket=str(self._folder / _ADMIN_SOCKET),
+                access=self._access.files(self._folder),
+                gateway=self._gateway_socket,
             )
             write_files(self._folder, {config.name: yaml_of(data)})
             self._process = ServerProcess(
@@ -141,6 +157,15 @@ class Proxy:
         write_files(
             self._folder, {file.name: json.dumps(plain(data)) for file, data in content.items()}
         )
+
+    def renew_access(self) -> None:
+        """Take over keys and certificates that have changed; no connection is closed.
+
+        Raises:
+            UserError: A file has a mistake, so that nothing changes.
+        """
+        if self._process is not None:
+            self._access.renew(self._folder)
 
     def wait_drained(self, server: Server, timeout_s: float) -> bool:
         """Wait until Envoy sends no more requests to this server; return whether it succeeded."""

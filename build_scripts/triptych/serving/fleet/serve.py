@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,12 +17,13 @@ from triptych.container.manifests import find_pipelines, largest_request_mib
 from triptych.repository.manifest import EncoderManifest, find_manifest, kind_of_build
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.endpoint import in_order, until_signal
+from triptych.serving.fleet.access import Access
 from triptych.serving.fleet.envoy import EndpointNames, Listen, Mirror, proxy_settings
 from triptych.serving.fleet.fleet import CandidateServer, Fleet, Replica, ReplicaBuild
 from triptych.serving.fleet.mirror import MirrorOption
 from triptych.serving.fleet.proxy import Proxy, find_envoy
 from triptych.serving.ports import reserve_ports
-from triptych.serving.server import Server
+from triptych.serving.server import Server, new_shell_safe_dir
 
 _MIB = 2**20
 
@@ -124,6 +126,7 @@ def new_fleet(
     mirrored: MirrorOption | None = None,
     candidate_environment: Mapping[str, str] | None = None,
     exchanges: bool = True,
+    access: Access | None = None,
     log_file: Path | None = None,
     load_s: float = 120.0,
     on_change: Callable[[str], None],
@@ -133,8 +136,8 @@ def new_fleet(
 
     Each entry of `gpus`, written as in ``CUDA_VISIBLE_DEVICES``, is the GPU of one replica; without
     it each replica sees all GPUs. `mirrored` is a candidate with the same flags and with
-    `candidate_environment`. Each server and Envoy write a log file whose name starts like
-    `log_file`. The other arguments are those of `Fleet` and `Server`.
+    `candidate_environment`. `access` is that of Envoy. Each server and Envoy write a log file whose
+    name starts like `log_file`. The other arguments are those of `Fleet` and `Server`.
 
     Raises:
         UserError: Envoy is not installed, a port is busy, or the folder beside the repository
@@ -166,6 +169,8 @@ def new_fleet(
     with ExitStack() as opened:
         with os_errors_as_user_errors(repository.resolve().parent):
             folder = opened.enter_context(sibling_work_dir(repository, "serve"))
+        sockets = new_shell_safe_dir()  # short, because the path of a socket has at most 107 bytes
+        opened.callback(shutil.rmtree, sockets, ignore_errors=True)
         settings = proxy_settings(
             replicas=replicas,
             max_request_mib=largest_request_mib(repository),
@@ -195,7 +200,9 @@ def new_fleet(
             Listen(host, **{name: ports[name] for name in wanted}),
             log_file=_sibling_log(log_file, "envoy") or folder / "envoy.log",
             mirror=mirror,
-            orphan_paths=[folder],
+            access=access,
+            gateway_socket=sockets / "grpc.sock",
+            orphan_paths=[folder, sockets],
         )
         yield Fleet(
             repository,

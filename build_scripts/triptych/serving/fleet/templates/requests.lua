@@ -4,12 +4,13 @@
 -- `IS_GRPC` and `MAX_BYTES`, the maximum size of a message, are set above. The context of the
 -- route has the names of the pipelines and `*` as keys; each wait for the body ends what it
 -- returned. A Lua error would let the request pass, so that every check runs in `pcall`.
+-- With keys, the metadata `triptych` has what the key may do (see keys.lua), and gets the number of items.
 
-local byte, find, match, sub = string.byte, string.find, string.match, string.sub
+local byte, find, gmatch, match, sub = string.byte, string.find, string.gmatch, string.match, string.sub
 local MAX_FIELDS = 4096
 local MAX_JSON_BYTES = 65536
 local MAX_JSON_DEPTH = 8
-local INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED = 3, 5, 12
+local INVALID_ARGUMENT, NOT_FOUND, PERMISSION_DENIED, EXHAUSTED, UNIMPLEMENTED = 3, 5, 7, 8, 12
 local HTTP_STATUS = {[INVALID_ARGUMENT] = 400, [NOT_FOUND] = 404, [UNIMPLEMENTED] = 415}
 local MALFORMED = "The request is malformed"
 
@@ -101,7 +102,15 @@ local function check_strings(name, count, data, at, last)
   end
 end
 
+local function key_of(handle)
+  return handle:streamInfo():dynamicMetadata():get("triptych")
+end
+
 local function check_name(name, handle)
+  local key = key_of(handle)
+  if key and key.pipelines and not find(key.pipelines, "|" .. name .. "|", 1, true) then
+    fault(PERMISSION_DENIED, "The key may not use pipeline " .. match(name, "^[%w_.%-]*"))
+  end
   if name == "*" or not handle:filterContext():get(name) then
     -- The second half is read by clients of Triton.
     local text = "This proxy only forwards requests for pipelines. Request for unknown model: '"
@@ -109,7 +118,43 @@ local function check_name(name, handle)
   end
 end
 
+-- Counts the items of a request for the limit of its key, which holds those of one second.
+local function count_items(items, handle)
+  local key = key_of(handle)
+  if key and key.items then
+    if items > math.max(key.items, 1) then
+      fault(INVALID_ARGUMENT, "The request has " .. items .. " rows, and the key may send "
+        .. key.items .. " per second: send less at once")
+    end
+    local metadata = handle:streamInfo():dynamicMetadata()
+    metadata:set("triptych", "count", items)
+    metadata:set("triptych", "counted", key.name)
+  end
+end
+
+-- Envoy's filter counts a stream once. Its messages are counted here, for all streams of a key that
+-- this thread serves.
+local buckets = {}
+local function take(key, unit, count, now)
+  local rate = key[unit]
+  if rate == nil then
+    return
+  end
+  local name = unit .. " " .. key.name .. " " .. (key.subject or "")
+  local capacity = math.max(rate, 1)
+  local bucket = buckets[name] or {level = capacity, at = now}
+  buckets[name] = bucket
+  bucket.level = math.min(capacity, bucket.level + (now - bucket.at) / 1000 * rate)
+  bucket.at = now
+  if bucket.level < count then
+    local wait = math.ceil((count - bucket.level) / rate * 1000)
+    fault(EXHAUSTED, "The limit of " .. unit .. " per second of the key is reached: wait " .. wait .. " ms")
+  end
+  bucket.level = bucket.level - count
+end
+
 -- A message whose field 1 is the name of a model; ModelInferRequest has inputs and contents.
+-- Returns the number of rows.
 local function check_message(data, at, last, handle)
   local inputs, contents, name = {}, {}, nil
   each_field(data, at, last, function(number, first, final)
@@ -124,17 +169,15 @@ local function check_message(data, at, last, handle)
       contents[#contents + 1] = {first, final}
     end
   end)
-  if #contents == 0 then
-    return
-  end
-  if #contents ~= #inputs then
+  if #contents > 0 and #contents ~= #inputs then
     malformed("it has " .. #inputs .. " inputs and " .. #contents .. " raw_input_contents")
   end
+  local rows = 1
   for index, range in ipairs(inputs) do
-    local tensor, datatype, count = "", "", 1
+    local tensor, datatype, count, first_dimension = "", "", 1, nil
     each_field(data, range[1], range[2], function(number, first, final, value)
       if number == 3 and value then
-        count = count * value
+        count, first_dimension = count * value, first_dimension or value
       elseif first == nil then
         return
       elseif number == 1 then
@@ -144,23 +187,28 @@ local function check_message(data, at, last, handle)
       elseif number == 3 then
         while first <= final do
           value, first = varint(data, first, final)
-          count = count * value
+          count, first_dimension = count * value, first_dimension or value
         end
       end
     end)
-    if datatype == "BYTES" then
-      local content = contents[index]
+    rows = math.max(rows, first_dimension or 1)
+    local content = contents[index]
+    if datatype == "BYTES" and content then
       check_strings(match(tensor, "^[%w_.%-]*"), count, data, content[1], content[2])
     end
   end
+  return rows
 end
 
-local function check_unary(data, handle)
+local function check_unary(data, handle, is_inference)
   local a, b, c, d, e = byte(data, 1, 5)
   if a ~= 0 or ((b * 256 + c) * 256 + d) * 256 + e ~= #data - 5 then
     malformed("it is not one gRPC message without compression")
   end
-  check_message(data, 6, #data, handle)
+  local rows = check_message(data, 6, #data, handle)
+  if is_inference then
+    count_items(rows, handle)
+  end
 end
 
 -- Returns the value of a JSON text at a position, and the position behind it.
@@ -288,12 +336,24 @@ local function replacement(text)
   return "\0\0\0\0" .. string.char(#name + 2, 10, #name) .. name
 end
 
+local function check_streamed(data, at, final, handle)
+  local rows = check_message(data, at, final, handle)
+  local key = key_of(handle)
+  if key then
+    take(key, "items", rows, handle:timestamp())
+    if key.has_streamed then
+      take(key, "requests", 1, handle:timestamp())
+    end
+    handle:streamInfo():dynamicMetadata():set("triptych", "has_streamed", true)
+  end
+end
+
 -- Returns what is forwarded in place of a complete message from `at` to `final`.
 local function checked_message(data, at, final, handle)
   if byte(data, at) ~= 0 then
     return replacement("Messages of streams must not be compressed")
   end
-  local found = fault_of(check_message, data, at + 5, final, handle)
+  local found = fault_of(check_streamed, data, at + 5, final, handle)
   return found and replacement(found.text) or sub(data, at, final)
 end
 
@@ -352,20 +412,32 @@ function envoy_on_request(handle)
     if not handle:filterContext():get("*") then
       return -- It has no route, so that it is not forwarded.
     end
-    if find(headers:get(":path"), "Stream", 1, true) then
+    local path = headers:get(":path")
+    if find(path, "Stream", 1, true) then
       return check_stream(handle)
     end
     local body = handle:body()
     if body ~= nil and body:length() > 0 then
-      found = fault_of(check_unary, body:getBytes(0, body:length()), handle)
+      local is_inference = find(path, "/ModelInfer", 1, true) ~= nil
+      found = fault_of(check_unary, body:getBytes(0, body:length()), handle, is_inference)
     end
   else
+    local key, path = key_of(handle), headers:get(":path")
+    local counts = key and key.items and (find(path, "/infer", 1, true) or find(path, "/generate", 1, true))
     local size = headers:get("inference-header-content-length")
-    if size == nil or size == "0" then
-      return
+    local has_binary = size ~= nil and size ~= "0"
+    local body = (counts or has_binary) and handle:body() or nil
+    if counts then
+      local rows = 1
+      for dimension in gmatch(body and body:getBytes(0, body:length()) or "", '"shape"%s*:%s*%[%s*(%d+)') do
+        rows = math.max(rows, tonumber(dimension))
+      end
+      found = fault_of(count_items, rows, handle)
+    end
+    if found or not has_binary then
+      return found and respond(handle, found)
     end
     size = tonumber(match(size, "^%d+$"))
-    local body = handle:body()
     if size == nil or body == nil or size > body:length() or size > MAX_JSON_BYTES then
       local text = "Inference-Header-Content-Length must be at most the size of the body and "
       found = {status = INVALID_ARGUMENT, text = text .. MAX_JSON_BYTES}

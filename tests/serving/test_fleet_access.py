@@ -1,0 +1,450 @@
+"""Keys, limits and certificates at a real Envoy before a real server."""
+
+import base64
+import http.client
+import json
+import re
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+from typer.testing import CliRunner
+
+from certificates import under_load, write_certificate
+from processes import eventually
+from triptych.base.api_keys import IssuerEntry, KeyEntry, KeyFile, make_key, print_keys
+from triptych.base.errors import UserError
+from triptych.base.server_tls import ServerTls
+from triptych.client import AccessDeniedError, Client, OverloadedError, Tls
+from triptych.interface.cli import app
+from triptych.serving.fleet.access import Access
+from triptych.serving.fleet.envoy import Listen, proxy_settings
+from triptych.serving.fleet.proxy import Proxy
+from triptych.serving.ports import reserve_ports
+
+pytestmark = pytest.mark.server
+
+NAME, OTHER = "minilm_packed", "minilm_bucketed"
+LOOPBACK = "127.0.0.1"
+SERVICE = "/inference.GRPCInferenceService"
+
+
+@dataclass
+class Guarded:
+    """Envoy with keys and mutual TLS."""
+
+    proxy: Proxy
+    folder: Path
+    entries: KeyFile
+    log_file: Path
+
+    def new_key(self, name: str, **limits: Any) -> str:
+        key, digest = make_key()
+        self.entries.keys[name] = KeyEntry(sha256=digest, **limits)
+        self.write_keys()
+        assert eventually(lambda: self.code(key) != "UNAUTHENTICATED")
+        return key
+
+    def write_keys(self) -> None:
+        (self.folder / "keys.yaml").write_text(print_keys(self.entries))
+        self.proxy.renew_access()
+
+    @property
+    def tls(self) -> Tls:
+        return Tls(self.folder / "ca.pem", self.folder / "client.pem", self.folder / "client.key")
+
+    def channel(self) -> grpc.Channel:
+        return grpc.secure_channel(self.proxy.grpc_url, self.tls.credentials())
+
+    def client(self, key: str, name: str = NAME, **options: Any) -> Client:
+        headers = {"Authorization": f"Bearer {key}"}
+        return Client(name, self.proxy.grpc_url, tls=self.tls, headers=headers, **options)
+
+    def call(self, key: str | None, message: Any = None, method: str = "ServerReady") -> Any:
+        """Send a message; return the code, text and headers of its error."""
+        metadata = [("authorization", f"Bearer {key}")] if key is not None else []
+        with self.channel() as channel:
+            data = b"" if message is None else message.SerializeToString()
+            try:
+                channel.unary_unary(f"{SERVICE}/{method}")(data, metadata=metadata, timeout=60)
+            except grpc.RpcError as error:
+                return error.code().name, error.details(), dict(error.trailing_metadata() or ())
+        return "OK", "", {}
+
+    def code(self, key: str | None, message: Any = None, method: str = "ServerReady") -> str:
+        return str(self.call(key, message, method)[0])
+
+    def post(self, path: str, key: str | None = None, body: bytes = b"{}", more: Any = None) -> Any:
+        context = ssl.create_default_context(cafile=str(self.folder / "ca.pem"))
+        context.load_cert_chain(self.folder / "client.pem", self.folder / "client.key")
+        host, _, port = self.proxy.http_url.rpartition(":")
+        connection = http.client.HTTPSConnection(host, int(port), timeout=60, context=context)
+        try:
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            headers |= more or {}
+            connection.request("POST" if body else "GET", path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(), dict(answer.getheaders())
+        finally:
+            connection.close()
+
+
+@pytest.fixture(scope="module")
+def guarded(minilm_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    folder = tmp_path_factory.mktemp("guarded")
+    for file in ("server", "client"):
+        write_certificate(folder, file, file)
+    (folder / "keys.yaml").write_text("keys: {}\n")
+    names = ("grpc_port", "http_port", "metrics_port")
+    tls = ServerTls(folder / "server.pem", folder / "server.key", folder / "ca.pem")
+    proxy = Proxy(
+        proxy_settings(replicas=1, max_request_mib=1),
+        Listen(LOOPBACK, **reserve_ports(LOOPBACK, dict.fromkeys(names, 0))),
+        log_file=folder / "envoy.log",
+        access=Access(tls, folder / "keys.yaml"),
+        gateway_socket=folder / "grpc.sock",
+    )
+    try:
+        proxy.start([minilm_server], [NAME, OTHER])
+        assert proxy.wait_healthy([minilm_server], 60)
+        yield Guarded(proxy, folder, KeyFile(), folder / "envoy.log")
+    finally:
+        proxy.stop()
+
+
+def infer_request(name: str = NAME, rows: int = 1) -> Any:
+    request = pb.ModelInferRequest(model_name=name, raw_input_contents=[b"\1\0\0\0a" * rows])
+    request.inputs.add(name="text", datatype="BYTES", shape=[rows, 1])
+    return request
+
+
+def infer_body(rows: int = 1, **parameters: int) -> bytes:
+    entry: dict[str, Any] = {"name": "text", "datatype": "BYTES", "shape": [rows, 1]}
+    entry |= {"parameters": parameters} if parameters else {"data": ["a"] * rows}
+    return json.dumps({"inputs": [entry]}).encode()
+
+
+def test_a_key_opens_its_pipelines_over_grpc_and_http(guarded: Guarded) -> None:
+    key = guarded.new_key("shop", pipelines=[NAME])
+    path = f"/v2/models/{NAME}/infer"
+    assert guarded.code(key, infer_request(), "ModelInfer") == "OK"
+    assert guarded.post(path, key, infer_body())[0] == 200
+    with guarded.client(key) as client:
+        assert len(client.embed(["a", "b"])) == 2
+    for wrong in (None, "", "none", key[:-1], key + "a", "x" * 5000):
+        assert guarded.code(wrong, infer_request(), "ModelInfer") == "UNAUTHENTICATED", wrong
+        status, text, headers = guarded.post(path, wrong, infer_body())
+        assert (status, headers["www-authenticate"]) == (401, "Bearer"), wrong
+        assert json.loads(text)["error"].endswith("Ask its operator for one."), wrong
+    for name in (OTHER, "unknown", f"{NAME}_core"):
+        assert guarded.code(key, infer_request(name), "ModelInfer") == "PERMISSION_DENIED", name
+        assert (
+            guarded.code(key, pb.ModelReadyRequest(name=name), "ModelReady") == "PERMISSION_DENIED"
+        )
+        assert guarded.post(f"/v2/models/{name}/infer", key, infer_body())[0] == 403, name
+    with (
+        guarded.client(key, OTHER) as client,
+        pytest.raises(AccessDeniedError, match="may not use"),
+    ):
+        client.embed(["a"])
+    with guarded.channel() as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        metadata = [("authorization", f"Bearer {key}")]
+        answers = stub.ModelStreamInfer(
+            iter([infer_request(), infer_request(OTHER)]), metadata=metadata, timeout=60
+        )
+        assert ["may not use" in answer.error_message for answer in answers] == [False, True]
+    every = guarded.new_key("every")
+    assert guarded.code(every, infer_request(OTHER), "ModelInfer") == "OK"
+    assert guarded.code(every, infer_request(f"{NAME}_core"), "ModelInfer") == "NOT_FOUND"
+
+
+def test_infer_sends_a_key_and_encrypts(guarded: Guarded, tmp_path: Path) -> None:
+    key, file = guarded.new_key("terminal"), tmp_path / "key"
+    file.write_text(f"{key}\n")
+    own = guarded.folder
+    words = ["infer", NAME, "--text", "a", "--url", guarded.proxy.grpc_url, "--json"]
+    certificate = ["--certificate", str(own / "client.pem")]
+    tls = ["--ca", str(own / "ca.pem"), *certificate, "--certificate-key", str(own / "client.key")]
+    variable = {"TRIPTYCH_API_KEY": key}
+    for more, environment in ((["--api-key-file", str(file)], {}), ([], variable)):
+        done = CliRunner().invoke(app, [*words, *tls, *more], env=environment)
+        assert done.exit_code == 0, done.output
+        assert len(json.loads(done.stdout)) == 1
+    refused = {
+        "UNAUTHENTICATED|must be Bearer": tls,
+        "only supported with --ca": certificate,
+        "must be a file with an API key": [*tls, "--api-key-file", str(own / "none")],
+    }
+    for message, more in refused.items():
+        done = CliRunner().invoke(app, [*words, *more])
+        assert done.exit_code != 0, message
+        assert re.search(message, f"{done.output} {done.exception}"), (message, done.output)
+        assert key not in f"{done.output} {done.exception}"
+    with Client(NAME, guarded.proxy.gateway_url) as client:  # without what the verb used
+        assert len(client.embed(["a"])) == 1
+
+
+def test_health_and_the_gateway_of_this_machine_need_no_key(guarded: Guarded) -> None:
+    assert guarded.post("/v2/health/ready", body=b"")[0] == 200
+    with guarded.channel() as channel:
+        channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60)
+    assert (guarded.folder / "grpc.sock").stat().st_mode & 0o777 == 0o600
+    with Client(NAME, guarded.proxy.gateway_url) as client:
+        assert len(client.embed(["a"])) == 1
+
+
+def test_limits_are_those_of_the_key_and_tell_when_to_retry(guarded: Guarded) -> None:
+    slow = guarded.new_key("slow", requests_per_s=0.5)
+    other = guarded.new_key("other")
+    answers = [guarded.call(slow) for _ in range(4)]
+    code, text, headers = answers[-1]
+    assert code == "RESOURCE_EXHAUSTED"
+    assert text.startswith("[overloaded retry_after_ms=2000] The limit of requests"), text
+    assert headers["retry-after"] == "2"
+    assert guarded.code(other) == "OK"
+    path = f"/v2/models/{NAME}/infer"
+    status, text, headers = [guarded.post(path, slow, infer_body()) for _ in range(4)][-1]
+    assert (status, headers["retry-after"]) == (429, "2")
+    assert "limit of the key" in text
+    assert guarded.post(path, other, infer_body())[0] == 200
+    with guarded.client(slow, retry=None) as client, pytest.raises(OverloadedError) as caught:
+        client.embed(["a"])
+    assert caught.value.again_s == 2
+
+
+def test_items_are_counted_over_grpc_http_and_streams(guarded: Guarded) -> None:
+    key = guarded.new_key("items", items_per_s=8)
+    path = f"/v2/models/{NAME}/infer"
+    codes = {guarded.code(key, infer_request(rows=8), "ModelInfer") for _ in range(4)}
+    assert codes == {"OK", "RESOURCE_EXHAUSTED"}
+    assert guarded.code(key) == "OK"  # has no items
+    code, text, _ = guarded.call(key, infer_request(rows=9), "ModelInfer")
+    assert (code, "9 rows" in text) == ("INVALID_ARGUMENT", True)
+    assert guarded.post(f"/v2/models/{NAME}/config", key, b"")[0] == 200
+    statuses = {guarded.post(path, key, infer_body(8))[0] for _ in range(4)}
+    assert statuses == {200, 429}
+    assert guarded.post(path, key, infer_body(9))[0] == 400
+    head, raw = infer_body(9, binary_data_size=5 * 9), b"\1\0\0\0a" * 9
+    size = {"inference-header-content-length": str(len(head))}
+    status, text, _ = guarded.post(path, key, head + raw, size)
+    assert (status, "9 rows" in text) == (400, True)
+    assert guarded.post(path, guarded.new_key("many"), head + raw, size)[0] == 200
+    with guarded.channel() as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        requests = [infer_request(rows=8) for _ in range(4)]
+        metadata = [("authorization", f"Bearer {key}")]
+        answers = list(stub.ModelStreamInfer(iter(requests), metadata=metadata, timeout=60))
+    texts = [answer.error_message for answer in answers]
+    assert "" in texts
+    assert any("limit of items per second of the key is reached" in text for text in texts)
+
+
+def test_a_key_is_revoked_without_a_restart_and_a_mistake_changes_nothing(
+    guarded: Guarded,
+) -> None:
+    key, other = guarded.new_key("brief"), guarded.new_key("stays")
+    pid = guarded.proxy.pid
+    with guarded.channel() as channel:
+        ready = channel.unary_unary(f"{SERVICE}/ServerReady")
+        metadata = [("authorization", f"Bearer {key}")]
+        ready(b"", metadata=metadata, timeout=60)
+        del guarded.entries.keys["brief"]
+        guarded.write_keys()
+        assert eventually(lambda: guarded.code(key) == "UNAUTHENTICATED")
+        with pytest.raises(grpc.RpcError):  # also on a connection that is open
+            ready(b"", metadata=metadata, timeout=60)
+    (guarded.folder / "keys.yaml").write_text("keys: [")
+    with pytest.raises(UserError, match="file of keys"):
+        guarded.proxy.renew_access()
+    assert guarded.code(other) == "OK"
+    assert guarded.proxy.pid == pid
+
+
+def sign(folder: Path, **claims: Any) -> str:
+    """Return a token with a signature of `folder`/rsa.key, which is made first with its JWKS."""
+
+    def encode(data: bytes) -> str:
+        return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+    def openssl(*words: str, **options: Any) -> bytes:
+        done = subprocess.run(
+            ["openssl", *words], cwd=folder, check=True, capture_output=True, **options
+        )
+        return bytes(done.stdout)
+
+    if not (folder / "rsa.key").exists():
+        openssl("genrsa", "-out", "rsa.key", "2048")
+        modulus = openssl("rsa", "-in", "rsa.key", "-noout", "-modulus").decode().split("=")[1]
+        key = {"kty": "RSA", "alg": "RS256", "kid": "1", "e": "AQAB"}
+        key["n"] = encode(bytes.fromhex(modulus.strip()))
+        (folder / "jwks.json").write_text(json.dumps({"keys": [key]}))
+    parts = ({"alg": "RS256", "kid": "1"}, {"exp": int(time.time()) + 600, **claims})
+    text = ".".join(encode(json.dumps(part).encode()) for part in parts)
+    signature = openssl("dgst", "-sha256", "-sign", "rsa.key", input=text.encode())
+    return f"{text}.{encode(signature)}"
+
+
+def test_a_token_of_an_issuer_is_a_key(guarded: Guarded, tmp_path: Path) -> None:
+    claims = {"iss": "https://login.example", "aud": "triptych", "sub": "ann"}
+    token = sign(guarded.folder, **claims)
+    guarded.entries.issuers["company"] = IssuerEntry(
+        issuer=str(claims["iss"]),
+        audiences=["triptych"],
+        jwks=Path("jwks.json"),
+        pipelines=[NAME],
+        requests_per_s=0.1,
+        items_per_s=8,
+    )
+    guarded.write_keys()
+    assert eventually(lambda: guarded.code(token) != "UNAUTHENTICATED")
+    bob = sign(guarded.folder, **{**claims, "sub": "bob"})
+    assert guarded.code(bob, infer_request(), "ModelInfer") == "OK"  # has a rate of his own
+    assert guarded.code(bob) == "RESOURCE_EXHAUSTED"
+    assert guarded.post(f"/v2/models/{NAME}/infer", bob, infer_body())[0] == 200
+    eve = sign(guarded.folder, **{**claims, "sub": "eve"})
+    assert guarded.code(eve, infer_request(OTHER), "ModelInfer") == "PERMISSION_DENIED"
+    assert guarded.post(f"/v2/models/{OTHER}/infer", eve, infer_body())[0] == 403
+    wrong = {
+        "another key": sign(tmp_path, **claims),
+        "another audience": sign(guarded.folder, **{**claims, "aud": "other"}),
+        "another issuer": sign(guarded.folder, **{**claims, "iss": "https://other.example"}),
+        "expired": sign(guarded.folder, **claims, exp=int(time.time()) - 600),
+        "no signature": token.rpartition(".")[0] + ".",
+        "changed": token.replace(".", ".e", 1),
+    }
+    for case, other in wrong.items():
+        assert guarded.code(other) == "UNAUTHENTICATED", case
+        assert guarded.post("/v2", other)[0] == 401, case
+    del guarded.entries.issuers["company"]
+    guarded.write_keys()
+    assert eventually(lambda: guarded.code(token) == "UNAUTHENTICATED")
+
+
+def test_keys_are_in_no_log_metric_or_request_to_the_server(
+    guarded: Guarded, minilm_server: Any
+) -> None:
+    key = guarded.new_key("secret")
+    assert guarded.code(key, infer_request(), "ModelInfer") == "OK"
+    assert guarded.code(key + "x", infer_request(), "ModelInfer") == "UNAUTHENTICATED"
+    host, _, port = (
+        guarded.proxy.metrics_url.removeprefix("http://").partition("/")[0].rpartition(":")
+    )
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    connection.request("GET", "/metrics")
+    metrics = connection.getresponse().read().decode()
+    connection.close()
+    admin = guarded.proxy._read_admin("/config_dump?include_eds").decode()
+    for text in (guarded.log_file.read_text(), metrics, admin):
+        assert key not in text
+        assert key.removeprefix("triptych-") not in text
+
+
+def test_what_controls_a_server_is_closed_with_a_valid_key_too(guarded: Guarded) -> None:
+    key = guarded.new_key("curious")
+    closed = {
+        "RepositoryIndex": pb.RepositoryIndexRequest(),
+        "RepositoryModelLoad": pb.RepositoryModelLoadRequest(model_name=NAME),
+        "RepositoryModelUnload": pb.RepositoryModelUnloadRequest(model_name=NAME),
+        "SystemSharedMemoryStatus": pb.SystemSharedMemoryStatusRequest(),
+        "SystemSharedMemoryRegister": pb.SystemSharedMemoryRegisterRequest(name="a", key="/a"),
+        "SystemSharedMemoryUnregister": pb.SystemSharedMemoryUnregisterRequest(),
+        "CudaSharedMemoryStatus": pb.CudaSharedMemoryStatusRequest(),
+        "CudaSharedMemoryRegister": pb.CudaSharedMemoryRegisterRequest(name="a"),
+        "CudaSharedMemoryUnregister": pb.CudaSharedMemoryUnregisterRequest(),
+        "TraceSetting": pb.TraceSettingRequest(),
+        "LogSettings": pb.LogSettingsRequest(),
+        "ModelStatistics": pb.ModelStatisticsRequest(),
+    }
+    for method, message in closed.items():
+        code, text, _ = guarded.call(key, message, method)
+        assert code in ("NOT_FOUND", "UNIMPLEMENTED"), method
+        assert "does not forward" in text, method
+    paths = [
+        *("/v2/repository/index", f"/v2/repository/models/{NAME}/load"),
+        f"/v2/repository/models/{NAME}/unload",
+        *(f"/v2/{kind}sharedmemory{end}" for kind in ("system", "cuda") for end in ("/status",)),
+        "/v2/systemsharedmemory/region/a/register",
+        "/v2/systemsharedmemory/region/a/unregister",
+        "/v2/cudasharedmemory/region/a/register",
+        *("/v2/logging", "/v2/trace/setting", f"/v2/models/{NAME}/trace/setting"),
+        *(f"/v2/models/{NAME}/stats", "/v2/models/stats"),
+        f"/v2/health/../repository/models/{NAME}/unload",
+    ]
+    for path in paths:
+        for body in (b"{}", b""):
+            status, text, _ = guarded.post(path, key, body)
+            assert status == 404, (path, status)
+            assert "does not forward" in text, path
+    with guarded.client(key) as client:
+        assert len(client.embed(["a"])) == 1
+
+
+def test_a_client_needs_a_certificate_of_the_authority(guarded: Guarded, tmp_path: Path) -> None:
+    write_certificate(tmp_path, "client", "client")  # of another authority
+    trusted = guarded.folder / "ca.pem"
+    strangers = [Tls(trusted), Tls(trusted, tmp_path / "client.pem", tmp_path / "client.key")]
+    for tls in strangers:
+        with grpc.secure_channel(guarded.proxy.grpc_url, tls.credentials()) as channel:
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60)
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    with grpc.insecure_channel(guarded.proxy.grpc_url) as channel, pytest.raises(grpc.RpcError):
+        channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60)
+    assert guarded.code(None) == "UNAUTHENTICATED"
+
+
+def test_certificates_are_replaced_under_load_without_a_lost_request(guarded: Guarded) -> None:
+    key = guarded.new_key("busy")
+
+    @contextmanager
+    def connect() -> Iterator[Callable[[], object]]:
+        message, metadata = (
+            infer_request().SerializeToString(),
+            [("authorization", f"Bearer {key}")],
+        )
+        with guarded.channel() as channel:
+            send = channel.unary_unary(f"{SERVICE}/ModelInfer")
+            yield lambda: send(message, metadata=metadata, timeout=60)
+
+    seen = {presented(guarded)}
+    with under_load(connect) as load:
+        for _ in range(5):
+            write_certificate(guarded.folder, "server", "server")
+            guarded.proxy.renew_access()
+            wanted = (guarded.folder / "server.pem").read_text()
+            assert eventually(partial(presents, guarded, wanted))
+            seen.add(wanted)
+            load.goes_on()
+        # A pair that does not fit is not taken over.
+        (guarded.folder / "server.key").write_bytes((guarded.folder / "client.key").read_bytes())
+        with pytest.raises(UserError, match="belong together"):
+            guarded.proxy.renew_access()
+        load.goes_on()
+    assert load.lost == []
+    assert len(seen) == 6
+
+
+def presents(guarded: Guarded, certificate: str) -> bool:
+    return presented(guarded) == certificate
+
+
+def presented(guarded: Guarded) -> str:
+    """Return the certificate that Envoy presents."""
+    context = ssl.create_default_context(cafile=str(guarded.folder / "ca.pem"))
+    context.load_cert_chain(guarded.folder / "client.pem", guarded.folder / "client.key")
+    host, _, port = guarded.proxy.grpc_url.rpartition(":")
+    plain = socket.create_connection((host, int(port)), timeout=60)
+    with context.wrap_socket(plain, server_hostname=host) as secure:
+        return ssl.DER_cert_to_PEM_cert(secure.getpeercert(binary_form=True) or b"")
