@@ -16,6 +16,8 @@ export TRITON_IMAGE
 # and the bytecode lies where no repository or package is written.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
+# What is built here is cached here, not in the user's cache.
+export TRIPTYCH_CACHE ?= $(CURDIR)/.cache/triptych
 
 .PHONY: help install setup setup-generation docs tables recording demo demo-chat test test-in-container test-long check coverage serve image engine-in-container examples compare compare-path compare-tasks compare-generation grid scaling precisions gpu-test soak fuzz results clean
 help:  ## Show this list

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from triptych.core.gate.cached import GateFailure
     from triptych.interface.api import BuildResult, ServerHandle, build, new, serve
 
+    __version__: str
+
 __all__ = [
     "BuildResult",
     "Client",
@@ -39,8 +41,16 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> Any:
     """Import at the first use: the package is in images and steps that need none of it."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("triptych")
     if name not in __all__ and name not in _FORMER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
     return getattr(import_module(_ELSEWHERE.get(name, "triptych.interface.api")), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

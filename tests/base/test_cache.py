@@ -13,7 +13,7 @@ import pytest
 
 from conftest import ROOT, quiet
 from triptych.base import cache
-from triptych.base.cache import cached_stage, code_hash, sha256_of
+from triptych.base.cache import cache_root, cached_stage, code_hash, sha256_of
 from triptych.core.engine.stage import CODE as ENGINE_CODE
 from triptych.core.export.to_onnx import CODE as EXPORT_CODE
 from triptych.core.gate.cached import CODE as GATE_CODE
@@ -192,3 +192,18 @@ def test_what_a_killed_build_left_goes_and_what_another_writes_stays(root: Path)
             assert (under_way / "model.onnx").exists()
         finally:
             alive.kill()
+
+
+def test_the_cache_is_that_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("TRIPTYCH_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_root() == tmp_path / "home/.cache/triptych"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_root() == tmp_path / "xdg/triptych"
+    former = tmp_path / ".cache/triptych"
+    former.mkdir(parents=True)
+    assert cache_root() == former  # as an earlier release left it
+    monkeypatch.setenv("TRIPTYCH_CACHE", "own")
+    assert cache_root() == tmp_path / "own"

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
-from conftest import build_into
+from conftest import build_into, quiet
 from failing_models import STOP_ONCE
 from hot_reload_cases import Asker, hooks, write_tickets
-from triptych.building.dev import Watch
+from triptych.building.dev import Watch, rebuild
+from triptych.building.unchecked import REASON, write_unchecked
 from triptych.repository.history import rollback
+from triptych.repository.lint import run_checks
+from triptych.repository.manifest import build_id
 from triptych.serving.hot_reload import HotReload
 from triptych.serving.server import Server
 
@@ -207,10 +210,36 @@ def test_a_step_that_would_load_for_ever_is_loaded_again(pipelines: Path, tmp_pa
     assert (told, asker.failures) == ([], [])
 
 
+def test_an_edit_of_hooks_is_marked_until_the_gate_has_run(pipelines: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(pipelines / "tickets", tmp_path / "tickets"))
+    repository, file = tmp_path / "repository", folder / "hooks.py"
+    file.write_text(hooks("FIRST"))
+    build_into(folder, repository)
+    built = build_id(repository, "tickets")
+    assert write_unchecked(folder, repository) == ""  # nothing was edited
+    file.write_text(hooks("SECOND").replace("after(rows)", "after(rows, inputs)"))
+    assert write_unchecked(folder, repository) == ""  # the tensors between the steps change
+    file.write_text(hooks("SECOND"))
+    assert write_unchecked(folder, repository) == built
+    (finding,) = [f for f in run_checks(repository) if f.severity in ("error", "warning")]
+    assert (finding.id, REASON in finding.given) == ("gate-accepted", True)
+    file.write_text("def after(rows): return rows[: 12 if len(rows) > 12 else None]\n")
+    lines: list[str] = []
+    done = rebuild(folder, repository, (), lambda _, line: lines.append(line), ["hooks.py"])
+    assert "hooks.after must return 150 rows" in str(done.failure)
+    assert "the edit failed: the build before it is served again" in lines
+    hook = (repository / "tickets_postprocess/1/hooks.py").read_text()
+    assert hook == hooks("SECOND")
+    file.write_text(hooks("SECOND"))
+    assert rebuild(folder, repository, (), quiet).failure is None
+    assert [f for f in run_checks(repository) if f.severity in ("error", "warning")] == []
+
+
 @pytest.fixture
 def dev(pipelines: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """`triptych dev` on the classifier."""
+    """`triptych dev` on the classifier, which is built already."""
     (pipelines / "tickets/hooks.py").write_text(hooks("FIRST"))
+    build_into(pipelines / "tickets", tmp_path / "repository")
     options = ["--json", *(f"--{kind}-port=0" for kind in ("grpc", "http", "metrics"))]
     options += [f"--pipelines={pipelines}", f"--repository={tmp_path / 'repository'}"]
     process = subprocess.Popen(
@@ -238,15 +267,15 @@ def test_dev_serves_each_change_and_keeps_what_worked(
     dev: subprocess.Popen[str], pipelines: Path
 ) -> None:
     file = pipelines / "tickets/hooks.py"
-    assert told(dev)["error"] == ""
     ready = told(dev)
+    assert told(dev)["error"] == ""
     with Asker(ready["grpc"]) as asker:
         asker.wait_for("FIRST")
         file.write_text(hooks("SECOND"))
+        asker.wait_for("SECOND")
         change = told(dev)
         assert (change["changed"], change["error"]) == (["hooks.py"], "")
-        assert change["models"] == ["tickets", "tickets_postprocess", "tickets_preprocess"]
-        asker.wait_for("SECOND")
+        assert change["models"] == ["tickets"]  # the edit is served already
 
         file.write_text("def after(rows): return rows[0]['label']")
         assert "hooks.after must return 150 rows" in told(dev)["error"]
@@ -268,5 +297,6 @@ def test_dev_serves_each_change_and_keeps_what_worked(
     assert dev.returncode == 0, said
     assert "stopped (SIGINT)" in said
     assert "was rebuilt and reloaded: tickets_postprocess" in said
+    assert "the edit is served, unchecked; the gate runs behind it" in said
     with pytest.raises(ProcessLookupError):
         os.kill(ready["pid"], 0)

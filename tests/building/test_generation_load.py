@@ -115,7 +115,7 @@ def test_promises_of_both_kinds(tmp_path: Path) -> None:
     assert str(slo) == "ttft p99 <= 500 ms, itl p99 <= 50 ms, at least 2/s"
     for given, said in (
         ("p99_ms: 50", "serving.slo.p99_ms.*is not a field of the spec.*ttft_p50"),
-        ("ttft_p99: 500", "serving.slo.ttft_p99.*valid string"),
+        ("ttft_p99: 500", "serving.slo.ttft_p99.*must be a text.*quotes"),
         ("ttft_p99: 5 hours", "must be a time greater than 0, at most 1 hour, such as 500ms"),
         ("itl_p99: 0ms", "a time greater than 0"),
         ("throughput: 0.0", "greater than 0"),

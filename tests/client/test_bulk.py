@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,7 +52,7 @@ def test_every_row_has_its_own_answer_in_its_place(toy: Toy, tmp_path: Path) -> 
     assert (done.rows, done.done, done.earlier, done.failed) == (1000, 1000, 0, 0)
     assert len(told) > 3
     found = pq.read_table(out)
-    assert found.column_names == ["id", "body", "embedding", "error"]
+    assert found.column_names == ["id", "body", "embedding"]
     assert found.select(["id", "body"]).equals(table)
     vectors = np.array(found["embedding"].to_pylist(), np.float32)
     np.testing.assert_allclose(vectors, [expected(text) for text in texts], atol=1e-6)
@@ -133,9 +135,9 @@ def test_each_input_has_its_column_or_one_value(toy: Toy, tmp_path: Path) -> Non
     done = infer(toy, "reader", *words, *pair, "--text", "at", "-p", "max_answer_len=1")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out.tsv").read_text().splitlines() == [
-        "q\tpassage\tanswer\tscore\tstart\tend\terror",
-        "now\twhere\t\t0.25\t-1\t0\t",
-        "at\tthat\ta\t0.25\t2\t3\t",
+        "q\tpassage\tanswer\tscore\tstart\tend",
+        "now\twhere\t\t0.25\t-1\t0",
+        "at\tthat\ta\t0.25\t2\t3",
     ]
     (tmp_path / "out.tsv").unlink()
     done = infer(toy, "reader", *words, *pair)
@@ -150,6 +152,41 @@ def test_each_input_has_its_column_or_one_value(toy: Toy, tmp_path: Path) -> Non
         seen, lost = csv.DictReader(file)
     assert json.loads(seen["score"]) == [1.0]
     assert "`image` must be a readable file" in lost["error"]
+
+
+def test_rows_come_from_standard_input_with_parameters_from_a_column(
+    toy: Toy, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    words = ["infer", "classifier", "--url", toy.url, "-f", "-", "-o", str(out), "--format", "csv"]
+    words += ["--parameter-column", "top_k=wanted", "--empty", "refuse", "-p", "top_k=3"]
+    rows = b"text,wanted\na,2\n,1\nb,\nc,[\n"
+    done = CliRunner().invoke(app, words, input=rows)
+    assert done.exit_code == 1, done.output
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [len(row.get("label", [])) for row in found] == [2, 0, 3, 0]
+    assert found[1]["error"] == "`text` is empty"
+    assert "`top_k` must be a plain value" in found[3]["error"]
+    out.unlink()
+    done = CliRunner().invoke(app, [*words, "--empty", "skip"], input=b"text,wanted\na,2\n,1\n")
+    assert done.exit_code == 0, done.output
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert found[1] == {"text": "", "wanted": "1"}
+
+
+def test_an_interrupted_run_says_how_it_is_continued(toy: Toy, tmp_path: Path) -> None:
+    file, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(json.dumps({"text": f"cut {n}."}) + "\n" for n in range(40_000)))
+    command = [sys.executable, "-m", "triptych.interface.cli", "infer", "toy", "--url", toy.url]
+    run = subprocess.Popen(
+        [*command, "-f", str(file), "-o", str(out)], stderr=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: list(tmp_path.glob("out.jsonl.parts/*.part")), "a part that is kept")
+    run.send_signal(signal.SIGINT)
+    _, told = run.communicate(timeout=60)
+    assert run.returncode == 130, told
+    assert re.search(r"interrupted: [\d,]+ rows are stored in .*run the same command", told)
+    assert not out.exists()
 
 
 def test_rows_of_jsonl_have_parameters_of_their_own(toy: Toy, tmp_path: Path) -> None:

@@ -13,7 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from triptych.base.errors import UserError
-from triptych.client.bulk.formats import ERROR, AnswerColumn, Table, check_columns, name_columns
+from triptych.client.bulk.conversion import open_writer
+from triptych.client.bulk.formats import (
+    ERROR,
+    AnswerColumn,
+    RowChunk,
+    Table,
+    check_columns,
+    name_columns,
+)
 from triptych.client.bulk.jobs import BatchSizeTuner
 from triptych.client.bulk.run import Parts, open_table
 
@@ -28,7 +36,9 @@ COLUMNS = [
 def answered(table: Table, out: Path, column: str, size: int = 2) -> list[Any]:
     """Every row gets the same answer, but those that are none; the texts that were read."""
     texts: list[Any] = []
-    parts, done = Parts(out), 0
+    parts, done, failed = Parts(out), 0, 0
+    scan = table.scan([column])
+    writer = open_writer(table, scan, out, COLUMNS, json_cells=False)
     with parts.locked({}):
         for chunk in table.chunks({"text": column}, size, 0):
             assert chunk.first == done
@@ -40,10 +50,11 @@ def answered(table: Table, out: Path, column: str, size: int = 2) -> list[Any]:
                 return [None if fault else value for fault in faults]
 
             answers = {"label": each(["ü", "b"]), "score": each(0.5), "entities": each([{"a": 1}])}
-            encoded = table.encode(chunk, COLUMNS, {**answers, ERROR: faults})
-            parts.add(chunk.first, chunk.count, 0, table.pack([encoded]))
+            failed += len(chunk.faults)
+            encoded = writer.encode(chunk, COLUMNS, {**answers, ERROR: faults})
+            parts.add(chunk.first, chunk.count, 0, writer.pack([encoded]))
         with parts.output() as file:
-            table.join(parts.done().paths, COLUMNS, file)
+            writer.join(parts.done().paths, COLUMNS if failed else COLUMNS[:-1], file)
     assert not parts.folder.exists()
     return texts
 
@@ -70,8 +81,8 @@ def test_cells_stay_as_they_are(tmp_path: Path, suffix: str, separator: str, end
     assert raw.endswith(end)
     with out.open(encoding="utf-8", newline="") as file:
         header, *found = csv.reader(file, delimiter=separator)
-    assert header[3:] == ["label", "score", "entities", "error"]
-    assert found == [[*row, '["ü", "b"]', "0.5", '[{"a": 1}]', ""] for row in rows]
+    assert header[3:] == ["label", "score", "entities"]  # without a failed row no column of errors
+    assert found == [[*row, '["ü", "b"]', "0.5", '[{"a": 1}]'] for row in rows]
 
 
 def test_a_row_of_another_width_fails_alone_and_keeps_its_cells(tmp_path: Path) -> None:
@@ -149,17 +160,21 @@ def test_a_file_that_is_none_is_a_mistake(tmp_path: Path) -> None:
         ("a.csv", b"", "must begin with a header of unique"),
         ("b.csv", b"a,a\n", "twice: a"),
         ("c.csv", b'text\n"a\nb\n', "c.csv:3"),
-        ("d.csv", b"text\na\n\xff\n", "must be text in UTF-8"),
-        ("e.jsonl", b'{"text": "\xff"}', "must be text in UTF-8"),
+        ("d.csv", b"te\xfft\na\n", "byte 0xff at position 2"),
         ("f.parquet", b"PAR1", "must be a parquet file"),
+        ("g.csv", b"PK\x03\x04rest", "such as .xlsx"),
+        ("h.jsonl", "{}".encode("utf-16"), "Add --encoding utf-16"),
+        ("i.jsonl", b"PAR1", "Give it the extension .parquet"),
+        ("j.jsonl", b"{}\0", "bytes of value 0"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError) as caught:
             open_table(tmp_path / name, tmp_path / f"out{name[1:]}").scan([])
         assert said in caught.value.message, name
-    for name, out in (("rows.csv", "out.jsonl"), ("rows.txt", "out.txt")):
-        with pytest.raises(UserError, match="must end with"):
-            open_table(tmp_path / name, tmp_path / out)
+    with pytest.raises(UserError, match=r"must end with .*\.parquet or \.npy"):
+        open_table(tmp_path / "rows.csv", tmp_path / "out.txt")
+    with pytest.raises(UserError, match="name of an encoding"):
+        open_table(tmp_path / "rows.csv", tmp_path / "out.csv", encoding="klingon")
     with pytest.raises(UserError, match="readable"):
         open_table(tmp_path / "nowhere.csv", tmp_path / "out.csv")
     (tmp_path / "rows.csv").write_text("id,texts\n1,a\n")
@@ -168,6 +183,90 @@ def test_a_file_that_is_none_is_a_mistake(tmp_path: Path) -> None:
         UserError, match=r"Did you mean `texts`\? Give the column with --text-column"
     ):
         check_columns({"text": "text"}, scan, tmp_path / "rows.csv")
+
+
+def test_a_row_of_other_bytes_fails_alone_and_keeps_them(tmp_path: Path) -> None:
+    for suffix, content in (
+        (".csv", b"id,text\n1,a\n2,b\xff\n3,\xc3\xbc\n"),
+        (".jsonl", b'{"text": "a"}\n\n{"text": "b\xff"}\n{"text": "\xc3\xbc"}\n'),
+        (".txt", b"a\nb\xff\n\xc3\xbc\n"),
+    ):
+        path = tmp_path / f"rows{suffix}"
+        out = tmp_path / f"out{'.jsonl' if suffix == '.txt' else suffix}"
+        path.write_bytes(content)
+        assert answered(open_table(path, out), out, "text") == ["a", None, "ü"]
+        found = out.read_text(encoding="utf-8").splitlines()
+        (broken,) = [line for line in found if "udcff" in line]
+        assert "must be text in utf-8. Given: byte 0xff at position" in broken
+        assert sum("0.5" in line for line in found) == 2
+        out.unlink()
+        latin = open_table(path, out, encoding="latin-1")
+        assert answered(latin, out, "text") == ["a", "bÿ", "Ã¼"]
+        assert "bÿ" in out.read_text(encoding="utf-8")
+        out.unlink()
+
+
+def test_rows_are_written_in_another_format(tmp_path: Path) -> None:
+    csv_file, jsonl, parquet = (tmp_path / f"rows.{kind}" for kind in ("csv", "jsonl", "parquet"))
+    csv_file.write_text("id;text\n007;a\n;ü\n", encoding="utf-8")
+    jsonl.write_text('{"id": 7, "text": "a", "tags": ["x"]}\n{"text": "ü"}\n', encoding="utf-8")
+    pq.write_table(
+        pa.table({"id": [7, None], "text": ["a", "ü"], "image": [b"\xff", None]}), parquet
+    )
+    answer = {"label": '["ü", "b"]', "score": "0.5", "entities": '[{"a": 1}]'}
+    out = tmp_path / "out.parquet"
+    assert answered(open_table(csv_file, out), out, "text") == ["a", "ü"]
+    rows = pq.read_table(out).to_pylist()
+    assert [row["id"] for row in rows] == ["007", ""]
+    assert rows[0]["label"] == ["ü", "b"]
+    assert "error" not in rows[0]
+    out.unlink()
+    assert answered(open_table(jsonl, out), out, "text") == ["a", "ü"]
+    rows = pq.read_table(out).to_pylist()
+    assert [(row["id"], row["tags"]) for row in rows] == [("7", '["x"]'), (None, None)]
+    out, pictured = tmp_path / "out.tsv", {"id": "7", "text": "a", "image": "/w=="}
+    for source, own in (
+        (csv_file, ({"id": "007", "text": "a"}, {"id": "", "text": "ü"})),
+        (jsonl, ({"id": "7", "text": "a", "tags": '["x"]'}, {"id": "", "text": "ü", "tags": ""})),
+        (
+            parquet,
+            (pictured, {"id": "", "text": "ü", "image": ""}),
+        ),
+    ):
+        answered(open_table(source, out), out, "text")
+        with out.open(encoding="utf-8", newline="") as file:
+            assert list(csv.DictReader(file, delimiter="\t")) == [{**row, **answer} for row in own]
+        out.unlink()
+    out = tmp_path / "out.jsonl"
+    answered(open_table(parquet, out), out, "text")
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert rows[0]["image"] == "/w=="
+    assert (rows[1]["id"], rows[1]["score"]) == (None, 0.5)
+
+
+def test_vectors_are_one_array(tmp_path: Path) -> None:
+    path, out = tmp_path / "rows.txt", tmp_path / "out.npy"
+    path.write_text("a\nb\nc\n")
+    vector = AnswerColumn("embedding", "embedding", np.float32, (0,))
+    table = open_table(path, out)
+    scan = table.scan([])
+    writer = open_writer(table, scan, out, [vector], json_cells=False)
+    answers: list[list[Any]] = [[None], [[1.0, 2.0]], [[3.0, 4.0]]]
+    for number, answer in enumerate(answers):
+        chunk = RowChunk(number, 1, {}, ["a"])
+        part = writer.pack([writer.encode(chunk, [vector], {"embedding": answer})])
+        (tmp_path / f"{number}").write_bytes(part)
+    with out.open("wb") as file:
+        writer.join([tmp_path / f"{number}" for number in range(3)], [vector], file)
+    found = np.load(out)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.array([[np.nan] * 2, [1, 2], [3, 4]], np.float32))
+    with pytest.raises(UserError, match="has not exactly one output of vectors"):
+        open_writer(
+            table, scan, out, [AnswerColumn("score", "score", np.float32)], json_cells=False
+        )
+    with pytest.raises(UserError, match=r"out\.parquet or out\.npy, or add --json-cells"):
+        open_writer(table, scan, tmp_path / "out.csv", [vector], json_cells=False)
 
 
 def test_answers_take_no_column_of_the_file() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc
+from typer.testing import CliRunner
 
 from client_toy import (
     DIM,
@@ -26,6 +27,7 @@ from client_toy import (
     wait_until,
     write_model,
 )
+from triptych.base.errors import UserError
 from triptych.client import (
     CanceledError,
     Client,
@@ -40,6 +42,7 @@ from triptych.client import (
     ServerUnreachableError,
     work,
 )
+from triptych.interface.cli import app
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
@@ -247,10 +250,35 @@ def test_no_server_is_unreachable(call: Call) -> None:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
         for texts in (["a"], ["a", "b"]):
-            with pytest.raises(
-                ServerUnreachableError, match=f"answered at 127.0.0.1:{port}: .*refused"
-            ):
+            told = f"answered at 127.0.0.1:{port}: nothing listens there. Start a server"
+            with pytest.raises(ServerUnreachableError, match=told):
                 call("toy", "embed", texts, options={"url": f"127.0.0.1:{port}"})
+
+
+def test_the_port_of_http_is_recognized(call: Call, toy: Toy) -> None:
+    told = "the server closes connections of gRPC.*the port of gRPC is 8001 by default"
+    with pytest.raises(ServerUnreachableError, match=told):
+        call("toy", "embed", ["a"], options={"url": toy.http_url})
+
+
+@pytest.mark.parametrize("rows", [None, "one text", 5])
+def test_one_value_instead_of_rows_is_refused(call: Call, rows: object) -> None:
+    told = "must be a list with one element per row"
+    for method in ("embed", "embed_each", "classify"):
+        with pytest.raises(InvalidRequestError, match=f"`text` {told}"):
+            call("toy", method, rows)
+    with pytest.raises(InvalidRequestError, match=f"`body` {told}"):
+        call("toy", "infer", {"body": rows})
+    with pytest.raises(InvalidRequestError, match="`inputs` must be a mapping"):
+        call("toy", "infer", rows)
+
+
+def test_an_unknown_pipeline_is_told_with_those_that_are_served(toy: Toy) -> None:
+    done = CliRunner().invoke(app, ["infer", "toys", "-t", "a", "--url", toy.url])
+    assert isinstance(done.exception, UserError)
+    assert "is not served there. Given: toys. Did you mean `toy`? Pipelines there:" in str(
+        done.exception
+    )
 
 
 def test_a_silent_server_meets_the_deadline(call: Call) -> None:

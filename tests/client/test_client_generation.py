@@ -466,7 +466,7 @@ def test_the_command_streams_to_the_terminal(toy: ToyChat) -> None:
     for wrong, said in (
         (["--parameter", "temperature=9"], "`temperature` must be a number"),
         (["--text", "a"], "cannot be combined"),
-        (["--parameter", "stop=[a, b]", "--url", "127.0.0.1:1"], "no Triton server answered"),
+        (["--parameter", "stop=[a, b]", "--url", "127.0.0.1:1"], "nothing listens there"),
     ):
         done = CliRunner().invoke(app, [*words, *wrong])
         assert said in str(done.exception), wrong

@@ -11,6 +11,7 @@ from conftest import quiet
 from engine_networks import OPTIONS
 from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
+from triptych.base.extras import install_command
 from triptych.core.engine import api, dry_run
 from triptych.core.engine.dry_run import call_worker, run_dry_build
 from triptych.repository.records import DryRun
@@ -145,7 +146,9 @@ def test_without_tensorrt_for_rtx_the_dry_run_is_skipped(
     lines: list[str] = []
     monkeypatch.setattr(api, "RTX_DISTRIBUTION", "no-such-distribution")
     assert run(graph(tmp_path, HALF), lambda _stage, line: lines.append(line)) is None
-    assert lines == [f"skipped: TensorRT for RTX is not installed ({dry_run.GET_IT})"]
+    assert lines == [
+        f"skipped: TensorRT for RTX is not installed ({install_command(dry_run.EXTRA)})"
+    ]
 
 
 def test_the_nearest_compute_capability_is_taken() -> None:

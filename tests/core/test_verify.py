@@ -223,7 +223,7 @@ def test_mistakes_are_said(base: Path, url: str, tmp_path: Path) -> None:
     words = ["topics", "--pipelines", str(base / "p"), "-r", str(base / "r")]
     done = CliRunner().invoke(app, ["verify", *words, "--url", "127.0.0.1:9"])
     assert isinstance(done.exception, UserError)
-    assert "no Triton server answered at 127.0.0.1:9" in str(done.exception)
+    assert "127.0.0.1:9: nothing listens there" in str(done.exception)
     with pytest.raises(UserError, match="does not contain the pipeline"):
         verify(base / "p/topics", tmp_path)
     write_pipeline(tmp_path / "nobody", model={"source": str(base / "m/topics")})

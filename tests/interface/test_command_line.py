@@ -1,5 +1,6 @@
 """Help, version, former names and settings of the command line."""
 
+import json
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -10,6 +11,7 @@ import typer.main
 from typer.testing import CliRunner
 
 import triptych
+from conftest import write_pipeline
 from triptych.base.errors import UserError
 from triptych.deploy.options import DeployOptions
 from triptych.interface.cli import app
@@ -24,7 +26,7 @@ FRAGMENT = re.compile(
 )
 UNIT = re.compile(
     r"[Ss]econds|requests/s|Requests/s|Number|number|Port|Price|Share|Percentage|[Mm]aximum growth"
-    r"|Mi or"
+    r"|Mi or|Priority level"
 )
 
 
@@ -82,7 +84,9 @@ def test_help_is_as_wide_as_the_terminal_and_names_values_by_words(
         widest = max(len(line) for screen in screens.values() for line in screen.splitlines())
         assert maximum - 10 <= widest <= maximum, columns
     types = {found for screen in screens.values() for found in re.findall(r"<[a-z][^>]*>", screen)}
-    assert types == {"<development|production>"}
+    assert types == {
+        *("<development|production>", "<csv|tsv|jsonl|parquet|text>", "<send|skip|refuse>"),
+    }
     assert "--image PATH" in screens["infer"]
     assert "  files...  File" in screens["drift"]
 
@@ -173,3 +177,53 @@ def test_settings_of_deploy_stand_in_a_file(tmp_path: Path) -> None:
             read_settings(path, context)
         assert caught.value.field == f"{path}{field}", text
         assert said in caught.value.message, text
+
+
+def test_a_shell_completes_verbs_and_names_of_pipelines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_pipeline(tmp_path / "pipelines/tickets")
+    monkeypatch.chdir(tmp_path)
+    for words, found in (("triptych roll", "rollback"), ("triptych build tick", "tickets")):
+        asked = {
+            "_TRIPTYCH_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - 1),
+        }
+        done = CliRunner().invoke(app, [], prog_name="triptych", env=asked)
+        assert done.output.split() == [found], words
+
+
+def test_list_shows_pipelines_and_builds_of_folders_and_servers(tmp_path: Path) -> None:
+    write_pipeline(tmp_path / "p/tickets")
+    (tmp_path / "p/broken").mkdir()
+    (tmp_path / "p/broken/pipeline.yaml").write_text("[")
+    words = ["list", "--pipelines", str(tmp_path / "p"), "-r", str(tmp_path / "r")]
+    done = CliRunner().invoke(app, [*words, "--url", "127.0.0.1:9", "--json"])
+    assert done.exit_code == 0, done.output
+    nothing = {"build": "", "built_at": "", "precision": "", "served": []}
+    assert json.loads(done.stdout) == [
+        {"pipeline": "broken", "task": "", **nothing},
+        {"pipeline": "tickets", "task": "text-embedding", **nothing},
+    ]
+    done = CliRunner().invoke(app, [*words, "--url", "127.0.0.1:9"])
+    assert "tickets  text-embedding  not built, not served" in done.output
+
+
+def test_an_interrupted_verb_says_what_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("triptych.spec.any_spec.load_any_spec", interrupt)
+    done = CliRunner().invoke(app, ["build", "minilm"])
+    assert done.exit_code == 130
+    assert "interrupted: finished stages are cached, and the repository is as it was" in done.stderr
+
+
+def test_functions_name_arguments_and_the_package_lists_its_names(tmp_path: Path) -> None:
+    write_pipeline(tmp_path / "tickets")
+    with pytest.raises(UserError, match=r"`overrides core\.precision` must be") as caught:
+        triptych.build("tickets", pipelines=tmp_path, overrides={"core.precision": "int4"})
+    assert "--" not in caught.value.message
+    assert {"build", "serve", "Client", "__version__"} <= set(dir(triptych))
+    assert triptych.__version__ == version("triptych")

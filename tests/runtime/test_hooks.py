@@ -255,6 +255,15 @@ def test_a_server_that_stops_waits_for_a_slow_hook(base: Path, tmp_path: Path) -
     assert all(label.label.isupper() for label in labels)
 
 
+def test_a_hook_that_fails_names_the_row(url: str) -> None:
+    texts = ["all is well", "a much longer text, so that the client sorts it first", "all is well"]
+    with Client("cleaned", url) as client:
+        for word, kind in (("refuse me", InvalidRequestError), ("break", PipelineFailedError)):
+            with pytest.raises(kind) as caught:
+                client.classify([*texts[:2], word, texts[2]])
+            assert caught.value.row == 2
+
+
 def test_hooks_may_refuse_made_up_rows_in_a_build(tmp_path: Path, base: Path) -> None:
     folder = shutil.copytree(base / "p/plain", tmp_path / "plain")
     (folder / "hooks.py").write_text(

@@ -119,7 +119,7 @@ def test_no_wheel_is_told_before_its_missing_stubs() -> None:
         "embedded-wheel",
         "embedded-stub",
     ]
-    with pytest.raises(UserError, match="pip install -e"):
+    with pytest.raises(UserError, match="pip install nvidia-pytriton=="):
         check_requirements(platform)
 
 

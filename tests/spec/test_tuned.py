@@ -104,7 +104,7 @@ def test_a_file_or_an_slo_of_another_form_is_refused(folder: Path) -> None:
         ("set: {task: reranking}", "is not a field that tuning may set"),
         (
             "set: {core.max_batch_size: many}",
-            "tuned.yaml: core.max_batch_size` must be a valid integer",
+            "tuned.yaml: core.max_batch_size` must be a whole number",
         ),
     ):
         (folder / TUNED_FILE).write_text(text, encoding="utf-8")

@@ -229,6 +229,7 @@ class Toy:
     url: str
     repository: Path
     operator_headers: Mapping[str, str] = field(default_factory=dict)
+    http_url: str = ""
 
     def seen(self, containing: str, step: str = "toy_step") -> list[Seen]:
         """What `step` executed with a text that contains the string."""
@@ -275,7 +276,7 @@ def serve_toy(folder: Path, models: tuple[str, ...] = ALONE) -> Iterator[Toy]:
     repository = write_repository(folder)
     # By name, so that the server lets a test unload one of them.
     with Server(repository, models=models) as server:
-        yield Toy(server.grpc_url, repository, server.operator_headers)
+        yield Toy(server.grpc_url, repository, server.operator_headers, server.http_url)
 
 
 Call = Callable[..., Any]

@@ -27,8 +27,17 @@ PARTIAL = ".partial-"
 
 
 def cache_root() -> Path:
-    """Return ``$TRIPTYCH_CACHE``, or ``.cache/triptych`` in the working directory."""
-    return Path(os.environ.get(CACHE_VARIABLE) or Path(".cache", "triptych")).absolute()
+    """Return the folder of the cache: ``$TRIPTYCH_CACHE``, else that of the user.
+
+    That of the user is ``triptych`` in ``$XDG_CACHE_HOME``, by default ``~/.cache``. An existing
+    ``.cache/triptych`` in the working directory, as earlier releases wrote, is used before it.
+    """
+    if given := os.environ.get(CACHE_VARIABLE):
+        return Path(given).absolute()
+    former = Path(".cache", "triptych").absolute()
+    if former.is_dir():
+        return former
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "triptych").absolute()
 
 
 def sha256_of(path: Path) -> str:

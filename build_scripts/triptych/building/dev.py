@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from triptych.base.errors import Progress
-from triptych.building.build import BuildOutcome, build
-from triptych.building.kinds import STEPS, read_compiled
-from triptych.building.pipeline_checks import Check
-from triptych.spec.any_spec import load_compiled
+
+if TYPE_CHECKING:
+    from triptych.building.build import BuildOutcome
+    from triptych.building.pipeline_checks import Check
 
 
 @dataclass(frozen=True)
@@ -37,21 +40,45 @@ class Round:
         return [check for check in self.checks if check.severity != "ok"]
 
 
-def rebuild(folder: Path, repository: Path, overrides: Sequence[str], progress: Progress) -> Round:
+def rebuild(
+    folder: Path,
+    repository: Path,
+    overrides: Sequence[str],
+    progress: Progress,
+    changed: Sequence[str] = (),
+) -> Round:
     """Check the pipeline in `folder` and build it into `repository`.
+
+    If only ``hooks.py`` has `changed`, the build in the repository gets it before the gate runs;
+    if the gate or another stage then fails, the build before is put back.
 
     Returns every exception as `Round.failure`, so that `dev` continues after an error.
     """
+    # They take seconds to load, in which a server can start.
+    from triptych.building.build import build
+    from triptych.building.kinds import STEPS, read_compiled
+    from triptych.building.unchecked import write_unchecked
+    from triptych.repository.history import rollback
+    from triptych.runtime.hooking import HOOKS_FILE
+    from triptych.spec.any_spec import load_compiled
+
     started = time.monotonic()
     checks: tuple[Check, ...] = ()
-    built, failure = None, None
+    built, failure, before = None, None, ""
     try:
         spec = load_compiled(folder, overrides)
         checks = tuple(STEPS[spec.kind].check_folder(folder))
         if all(check.severity != "error" for check in checks):
+            if list(changed) == [HOOKS_FILE]:
+                before = write_unchecked(folder, repository)
+            if before:
+                progress("hooks", "the edit is served, unchecked; the gate runs behind it")
             built = build(read_compiled(spec, progress), repository, progress)
     except Exception as error:
         failure = error
+    if before and built is None:
+        rollback(repository, folder.name, before)
+        progress("hooks", "the edit failed: the build before it is served again")
     return Round(checks, built, failure, time.monotonic() - started)
 
 
@@ -103,3 +130,47 @@ class Watch:
                 shown = path.relative_to(self._folder).as_posix()
                 found[shown] = (status.st_mtime_ns, status.st_size)
         return found
+
+
+class DevBuilds:
+    """Builds of a pipeline after each change of its files, in a thread beside its server.
+
+    Args:
+        folder: Folder of the pipeline.
+        build: Builds the pipeline after a change of these files.
+        show: Called with the changed files and the result of each build.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        build: Callable[[list[str]], Round],
+        show: Callable[[list[str], Round], None],
+    ) -> None:
+        self._watch = Watch(folder)
+        self._build = build
+        self._show = show
+        self._changed: set[str] = set()
+        self._ended: queue.SimpleQueue[tuple[list[str], Round]] = queue.SimpleQueue()
+        self.is_busy = False
+
+    def poll(self) -> None:
+        """Show the result of a build that has ended, and begin one if files have changed."""
+        self._changed.update(self._watch.changed())
+        if not self._ended.empty():
+            self.is_busy = False
+            self._show(*self._ended.get())
+        if self._changed and not self.is_busy:
+            self.start()
+
+    def start(self) -> None:
+        """Begin a build; no other build may be in progress."""
+        changed = sorted(self._changed)
+        self._changed.clear()
+        self.is_busy = True
+
+        def run() -> None:
+            self._ended.put((changed, self._build(changed)))
+
+        # The end of the server ends a build as well, which leaves the repository as it is.
+        threading.Thread(target=run, daemon=True).start()

@@ -98,7 +98,15 @@ class AccessDeniedError(InferenceError):
 
 
 class ServerUnreachableError(InferenceError):
-    """No server responded: wrong address, not running, other TLS settings, or a lost connection."""
+    """No server responded: wrong address, not running, other TLS settings, or a lost connection.
+
+    Attributes:
+        reason: Reason in a few words, such as ``nothing listens there``.
+        remedy: Instruction that fixes it.
+    """
+
+    reason: str = ""
+    remedy: str = ""
 
 
 _STEPS: dict[str, type[InferenceError]] = {
@@ -152,8 +160,27 @@ _REMEDIES: dict[type[InferenceError], str] = {
     PipelineNotFoundError: "Check the name, and that the server's repository contains it",
     PipelineNotReadyError: "Wait until the server reports the pipeline ready",
     AccessDeniedError: "Give the header in `headers`",
-    ServerUnreachableError: "Check the address and `tls`, and that the server is running",
 }
+_UNCONNECTED = re.compile(
+    r"^(?:connections to all backends failing|failed to connect to all addresses); last error: "
+    r"(?:[A-Z_]+: )?(?:ipv[46]:\S+: )?"
+)
+"""Start of gRPC's messages before the reason why no connection was made."""
+_OTHER_PORT = "Check the address and `tls`: the port of gRPC is 8001 by default, that of HTTP 8000"
+_UNREACHABLE = (
+    (
+        "connection refused",
+        "nothing listens there",
+        "Start a server with `triptych serve`, or give the address of one",
+    ),
+    (
+        "socket closed",
+        "the server closes connections of gRPC, as ports of HTTP and of TLS do",
+        _OTHER_PORT,
+    ),
+    ("failed parsing http/2", "the port has another protocol than gRPC", _OTHER_PORT),
+)
+"""Part of gRPC's reason why no connection was made, the reason in words, and the remedy."""
 # An address in gRPC's messages.
 _ADDRESS = re.compile(r"\bipv[46]:(\[[0-9a-fA-F:%]+\]:\d+|[\d.]+:\d+)")
 _PREFIX = re.compile(f"^{TRITON_PREFIX}")
@@ -181,18 +208,31 @@ def status_error(code: str, details: str, *, url: str, rows: Sequence[int] = ())
     else:
         text = _PREFIX.sub("", details, count=1)
         kind = _kind(code, text.lower())
+    reason, remedy = "", _REMEDIES.get(kind)
     if kind is ServerUnreachableError:
-        text = f"No Triton server answered at {url}: {text}"
+        reason, remedy = _explain_unreachable(text)
+        text = f"No Triton server answered at {url}: {reason}"
     elif kind is InvalidRequestError and code == "RESOURCE_EXHAUSTED":
         text = f"{text}. Lower `rows_per_request` or raise `max_message_bytes`"
-    remedy = _REMEDIES.get(kind)
     message = text if remedy is None else f"{text.rstrip('.')}. {remedy}."
     error = kind(message, row)
     if isinstance(error, OverloadedError):
         error.again_s = again_s
+    if isinstance(error, ServerUnreachableError):
+        error.reason, error.remedy = reason, remedy or ""
     address = _ADDRESS.search(details)
     error.address = address[1] if address else url
     return error
+
+
+def _explain_unreachable(text: str) -> tuple[str, str]:
+    """Return the reason why no server was reached, from gRPC's text, and the remedy."""
+    reason = _UNCONNECTED.sub("", text)
+    unconnected = reason != text or reason.startswith("Failed parsing")
+    for part, words, remedy in _UNREACHABLE if unconnected else ():
+        if part in reason.lower():
+            return words, remedy
+    return reason, "Check the address and `tls`, and that the server is running"
 
 
 def stream_error(text: str, *, url: str) -> InferenceError:

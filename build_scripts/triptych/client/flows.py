@@ -44,6 +44,7 @@ from triptych.client.wire import (
     Parameter,
     PipelineConfig,
     Rows,
+    check_inputs,
     encode_rows,
     has_typed_rows,
     read_config,
@@ -347,6 +348,7 @@ def _infer(
     *,
     keep_going: bool,
 ) -> Flow[Work]:
+    check_inputs(inputs)
     deadline = self._deadline(timeout_s)
     config = self._config
     if config is None and has_typed_rows(inputs):

@@ -22,9 +22,9 @@ from triptych.client import (
     InvalidRequestError,
     PipelineConfig,
     Sampling,
-    ServerUnreachableError,
 )
-from triptych.client.bulk.formats import JsonLines, PlainText, open_rows
+from triptych.client.bulk.formats import UTF_8, JsonLines, PlainText, open_rows
+from triptych.client.server_info import request_failure
 from triptych.client.wire import Parameter
 from triptych.spec.traffic import PARAMETERS
 
@@ -58,6 +58,8 @@ def read_input_rows(
     *,
     values: Sequence[str] = (),
     types: Mapping[str, str] = {},
+    encoding: str = UTF_8,
+    suffix: str | None = None,
 ) -> list[InputRow]:
     """Return the rows of ``--text``, ``--text-pair``, ``--image`` and ``--file``, in this order.
 
@@ -74,17 +76,17 @@ def read_input_rows(
         row = _parse_pairs(values, lambda text: text, "must be INPUT=VALUE", "image=street.jpg")
         return [_input_row(_typed_values(row, types, "--input"), Path(), "", types)]
     if file is not None:
-        table = open_rows(file)
+        table = open_rows(file, encoding, suffix)
         if not isinstance(table, JsonLines):
             raise UserError(
                 "--out",
-                f"is required for a {file.suffix} file",
+                f"is required for a {table.suffix} file",
                 given="nothing",
-                remedy=f"Write for example --out {file.stem}.answers{file.suffix}",
+                remedy=f"Write for example --out {file.stem}.answers{table.suffix}",
             )
         if not isinstance(table, PlainText):
             return _read_objects(table, _single_values(columns), types)
-        columns["text"] += [line for _, line in table.lines()]
+        columns["text"] += [_read_text(table, number, line) for number, line in table.lines()]
     columns = {name: values for name, values in columns.items() if values}
     if not columns:
         raise UserError(
@@ -103,6 +105,14 @@ def read_input_rows(
         )
     rows = zip(*(v if len(v) == count else v * count for v in columns.values()), strict=True)
     return [_input_row(dict(zip(columns, row, strict=True)), Path()) for row in rows]
+
+
+def _read_text(table: PlainText, number: int, line: str) -> str:
+    try:
+        return str(table.parse(line)["text"])
+    except ValueError as error:
+        remedy = "Name the encoding of the file with --encoding"
+        raise UserError(f"{table.path}:{number}", str(error), remedy=remedy) from error
 
 
 def read_constants(
@@ -143,16 +153,19 @@ def parse_parameters(pairs: Sequence[str]) -> dict[str, Parameter]:
     Raises:
         UserError: The text is not a pair, or its value is neither a scalar nor a list of scalars.
     """
-
-    def convert(text: str) -> Parameter | None:
-        value = parse_yaml(text)
-        # A list is read without YAML's types: `[yes, 1.50]` names two labels.
-        return request_parameter(
-            yaml.load(text, yaml.BaseLoader) if isinstance(value, list) else value
-        )
-
     rule = "must be KEY=VALUE, with a plain value or a list of plain values"
-    return _parse_pairs(pairs, convert, rule, "dimensions=128")
+    return _parse_pairs(pairs, parse_parameter, rule, "dimensions=128")
+
+
+def parse_parameter(text: str) -> Parameter | None:
+    """Return the value of a request parameter, read as YAML; None if it is none.
+
+    Raises:
+        ValueError: The text is not YAML.
+    """
+    value = parse_yaml(text)
+    # A list is read without YAML's types: `[yes, 1.50]` names two labels.
+    return request_parameter(yaml.load(text, yaml.BaseLoader) if isinstance(value, list) else value)
 
 
 def parse_sampling(pairs: Sequence[str]) -> Sampling:
@@ -230,23 +243,6 @@ def stream_answer(
                 yield from client.chat([{"role": "user", "content": str(chat)}], **sampling)
     except InferenceError as error:
         raise request_failure(pipeline, url, error) from error
-
-
-def request_failure(pipeline: str, url: str, error: InferenceError, remedy: str = "") -> UserError:
-    """Return the error of the command line for a request without a result.
-
-    `remedy` replaces the usual one.
-    """
-    if isinstance(error, ServerUnreachableError):
-        return UserError(
-            "--url",
-            "must be the gRPC address of a running server",
-            given=f"{url}, where no Triton server answered",
-            remedy=remedy or f"Start one with `triptych serve {pipeline}`, or give its address",
-        )
-    return UserError(
-        f"{pipeline} at {url}", "did not answer the request", given=error, remedy=remedy
-    )
 
 
 def plain_outputs(

@@ -6,11 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from triptych.base.errors import UserError
+from triptych.base.errors import UserError, closest
 from triptych.client.connection import read_target
+from triptych.client.errors import (
+    InferenceError,
+    PipelineNotFoundError,
+    ServerUnreachableError,
+    status_error,
+)
+from triptych.spec.kind import STEP_SUFFIXES
 
 _TIMEOUT_S = 120.0
 _CONFIG_TIMEOUT_S = 10.0
+_DIRECT = [("grpc.enable_http_proxy", 0)]
 
 
 def reload_pipeline(
@@ -57,18 +65,57 @@ def check_served(url: str, pipeline: str) -> None:
     from tritonclient.grpc import InferenceServerClient
     from tritonclient.utils import InferenceServerException
 
-    direct = [("grpc.enable_http_proxy", 0)]
-    with InferenceServerClient(read_target(url).uri, channel_args=direct) as client:
+    with InferenceServerClient(read_target(url).uri, channel_args=_DIRECT) as client:
         try:
             client.get_model_config(pipeline, client_timeout=_CONFIG_TIMEOUT_S)
         except InferenceServerException as error:
-            silent = error.status() == "StatusCode.UNAVAILABLE"
-            raise UserError(
-                f"{pipeline} at {url}",
-                "is not served there",
-                given=f"no Triton server answered at {url}" if silent else error.message(),
-                remedy="Start it with `triptych serve`, or name another server with --url",
-            ) from error
+            code = str(error.status()).removeprefix("StatusCode.")
+            failure = status_error(code, error.message(), url=url)
+            raise request_failure(pipeline, url, failure) from error
+
+
+def list_served(url: str) -> list[str]:
+    """Return the names of the pipelines that a server has loaded, without their steps.
+
+    The list is empty if the server does not answer or, as in production, restricts statistics.
+    """
+    from tritonclient.grpc import InferenceServerClient
+    from tritonclient.utils import InferenceServerException
+
+    with InferenceServerClient(read_target(url).uri, channel_args=_DIRECT) as client:
+        try:
+            loaded = client.get_inference_statistics(client_timeout=_CONFIG_TIMEOUT_S)
+        except InferenceServerException:
+            return []
+    names = {model.name for model in loaded.model_stats}
+    return sorted(name for name in names if not name.endswith(STEP_SUFFIXES))
+
+
+def request_failure(pipeline: str, url: str, error: InferenceError, remedy: str = "") -> UserError:
+    """Return the error of the command line for a request without a result.
+
+    `remedy` replaces the usual one.
+    """
+    if isinstance(error, ServerUnreachableError):
+        usual = error.remedy.replace("`triptych serve`", f"`triptych serve {pipeline}`")
+        return UserError(
+            "--url",
+            "must be the gRPC address of a running server",
+            given=f"{url}: {error.reason}",
+            remedy=remedy or usual,
+        )
+    if isinstance(error, PipelineNotFoundError):
+        served = list_served(url)
+        listed = f"Pipelines there: {', '.join(served)}" if served else "Check the name"
+        return UserError(
+            f"{pipeline} at {url}",
+            "is not served there",
+            given=pipeline,
+            remedy=f"{closest(pipeline, served)}{listed}",
+        )
+    return UserError(
+        f"{pipeline} at {url}", "did not answer the request", given=error, remedy=remedy
+    )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from numpy.typing import NDArray
 
 from triptych.client.errors import InvalidRequestError
-from triptych.client.wire import Parameter, PipelineConfig, Rows
+from triptych.client.wire import Parameter, PipelineConfig, Rows, check_rows
 
 
 class Choice(NamedTuple):
@@ -165,7 +165,8 @@ def embed(
         or uint8 [texts, bytes] with another encoding.
     """
     # The width of a vector varies with the request's parameters, so only a response has it.
-    none = not isinstance(texts, str | bytes) and not len(texts)
+    check_rows("text", texts)
+    none = not len(texts)
     outputs: tuple[str, ...] = ("embedding", "embedding_int8", "embedding_uint8")
     if encoding is not None:  # else the pipeline's own parameters decide
         of_encoding = {"float": 0, "uint8": 2, "ubinary": 2}.get(encoding, 1)
@@ -357,6 +358,7 @@ def rerank(
     def read(outputs: Outputs) -> list[Ranked]:
         return sorted(in_order(outputs), key=lambda ranked: -ranked.score)
 
+    check_rows("text_pair", passages)
     inputs = {"text": [query] * len(passages), "text_pair": passages}
     return TaskCall(inputs, _given(prompt=prompt), ("score",), read, read_row, timeout_s)
 

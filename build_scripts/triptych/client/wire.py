@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +110,17 @@ class PipelineConfig:
         return {name: np.empty((0, *row), dtype) for name, (dtype, row) in self.outputs.items()}
 
 
+def check_inputs(inputs: object) -> None:
+    """Raise `InvalidRequestError` if the inputs of a call are not one list of rows each."""
+    if not isinstance(inputs, Mapping):
+        raise InvalidRequestError(
+            "`inputs` must be a mapping with a list of rows for each input. "
+            f"Given: {type(inputs).__name__}. Write for example {{'text': ['hello']}}."
+        )
+    for name, column in inputs.items():
+        check_rows(name, column)
+
+
 def has_typed_rows(inputs: Rows) -> bool:
     """Return whether a row is neither text nor bytes, so that its encoding depends on the input."""
     values = [column[0] for column in inputs.values() if len(column)]
@@ -132,11 +143,7 @@ def encode_rows(inputs: Rows, config: PipelineConfig | None = None) -> EncodedRo
     types: dict[str, str] = {}
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for name, values in inputs.items():
-        if isinstance(values, str | bytes):
-            raise InvalidRequestError(
-                f"`{name}` must be a list with one element per row. "
-                f"Given: one {type(values).__name__}. Put it into a list."
-            )
+        check_rows(name, values)
         column = columns[name] = []
         kind = TEXT_INPUT if config is None else config.input_types.get(name, TEXT_INPUT)
         if kind != TEXT_INPUT:
@@ -163,6 +170,16 @@ def encode_rows(inputs: Rows, config: PipelineConfig | None = None) -> EncodedRo
         given = ", ".join(f"`{name}` {length}" for name, length in lengths.items()) or "no input"
         raise InvalidRequestError(f"The inputs must have the same number of rows. Given: {given}.")
     return EncodedRows(columns, next(iter(lengths.values())), refused, types, shapes)
+
+
+def check_rows(name: str, values: object) -> None:
+    """Raise `InvalidRequestError` if the rows of an input are one value instead of several."""
+    if isinstance(values, str | bytes) or not isinstance(values, Sized):
+        raise InvalidRequestError(
+            f"`{name}` must be a list with one element per row. "
+            f"Given: {'None' if values is None else f'one {type(values).__name__}'}. "
+            "Put it into a list."
+        )
 
 
 def _check_names(inputs: Rows, config: PipelineConfig) -> None:

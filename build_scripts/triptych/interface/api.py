@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +25,39 @@ PIPELINES = Path("pipelines")
 REPOSITORY = Path("model_repository")
 
 
-def no_progress(_stage: str, _line: str) -> None:
-    """Ignore the progress of a build."""
+def print_progress(stage: str, line: str) -> None:
+    """Print the outcome of a stage of a build on stderr."""
+    print(f"  {stage:8} {line}", file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True)
+def _no_progress(_stage: str, _line: str) -> None:
+    """Ignore the outcome of a stage."""
+
+
+_WORDS = re.compile(r"`triptych [^`]*`|--([a-z]+(?:-[a-z]+)*)")
+"""Commands, which messages keep, and options of the command line."""
+_ARGUMENTS = {"set": "overrides", "answer": "answers"}
+"""Argument for each option that has another name in Python."""
+
+
+@contextmanager
+def _name_arguments() -> Iterator[None]:
+    """Let errors of the block name arguments of Python instead of options of the command line."""
+
+    def argument(match: re.Match[str]) -> str:
+        option = match[1]
+        return match[0] if option is None else _ARGUMENTS.get(option, option.replace("-", "_"))
+
+    try:
+        yield
+    except UserError as error:
+        parts = {name: _WORDS.sub(argument, text) for name, text in error.as_dict().items()}
+        if parts == error.as_dict():
+            raise
+        raise UserError(**parts) from error
+
+
+@dataclass(frozen=True, repr=False)
 class BuildResult:
     """Result of `build`, whose accuracy gate has passed.
 
@@ -53,6 +84,22 @@ class BuildResult:
 
         plan = self.built.plan
         return plot_row_lengths(None if plan is None else plan.lengths)
+
+    def __repr__(self) -> str:
+        changed = ", ".join(self.built.changed) or "nothing"
+        figures = ", ".join(f"{name}={value:.4g}" for name, value in self.figures.items())
+        return f"BuildResult(written: {changed}; gate: {figures})"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the gate's metrics with their limits, for notebooks."""
+        rows = "".join(
+            f"<tr><td>{escape(verdict.metric)}</td><td>{verdict.value:.4g}</td>"
+            f"<td>{verdict.limit:.4g}</td><td>{'passed' if verdict.passed else 'failed'}</td></tr>"
+            for verdict in self.built.gate.verdicts
+        )
+        changed = escape(", ".join(self.built.changed) or "nothing")
+        head = "<tr><th>metric</th><th>value</th><th>limit</th><th></th></tr>"
+        return f"<p>written: {changed}</p><table>{head}{rows}</table>"
 
 
 @dataclass(frozen=True)
@@ -85,12 +132,27 @@ class ServerHandle:
         inputs: Mapping[str, list[str] | list[bytes]],
         parameters: Mapping[str, str | int | float | bool] | None = None,
     ) -> Mapping[str, NDArray[Any]]:
-        """Return the outputs of a pipeline by name, of shape ``[rows, …]``; texts are bytes.
+        """Return the outputs of a pipeline by name, of shape ``[rows, …]``; texts are str.
+
+        An output of bytes that are no text in UTF-8 stays bytes.
 
         Raises:
             InferenceError: The pipeline rejects the request or fails.
         """
-        return self.client(name).infer(inputs, parameters=parameters)
+        outputs = self.client(name).infer(inputs, parameters=parameters)
+        return {output: _decode_texts(array) for output, array in outputs.items()}
+
+
+def _decode_texts(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array of bytes as one of str, if all are text; other arrays as they are."""
+    if array.dtype.kind != "O":
+        return array
+    texts: NDArray[Any] = array.ravel().copy()
+    try:
+        texts[:] = [element.decode() for element in texts]
+    except UnicodeDecodeError:
+        return array
+    return texts.reshape(array.shape)
 
 
 def new(
@@ -127,14 +189,15 @@ def new(
     choice = None
     if template is not None:
         choice = TemplateChoice(template=template, answers=answers or {}, ref=ref, trust=trust)
-    made = scaffold(
-        name,
-        task=task,
-        model=model,
-        with_hooks=hooks,
-        pipelines=Path(pipelines),
-        choice=choice,
-    )
+    with _name_arguments():
+        made = scaffold(
+            name,
+            task=task,
+            model=model,
+            with_hooks=hooks,
+            pipelines=Path(pipelines),
+            choice=choice,
+        )
     return Path(made.folder)
 
 
@@ -147,7 +210,7 @@ def build(
     accept_failed_gate: str = "",
     engine_dry_run: bool = True,
     rehearsal: bool | None = None,
-    progress: Progress = no_progress,
+    progress: Progress | None = print_progress,
 ) -> BuildResult:
     """Build a pipeline of any kind, as `triptych build` does, without a report.
 
@@ -159,7 +222,7 @@ def build(
         accept_failed_gate: Reason to accept a failed gate, which is recorded.
         engine_dry_run: Whether a machine that cannot build the engine does a dry run of its build.
         rehearsal: Former name of `engine_dry_run`.
-        progress: Called with each stage and its outcome, such as ``print``.
+        progress: Called with each stage and its outcome; None for no output.
 
     Raises:
         GateFailure: The model's accuracy is insufficient; nothing was written.
@@ -175,12 +238,14 @@ def build(
         warn_renamed("rehearsal", "engine_dry_run", DeprecationWarning)
         engine_dry_run = rehearsal
     changes = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
-    spec = load_any_spec(Path(pipelines) / name, changes)
-    inputs = STEPS[spec.kind].read(spec, progress)
-    accept = accept_failed_gate.strip()
-    built = build_pipeline(
-        inputs, Path(repository), progress, accept=accept, engine_dry_run=engine_dry_run
-    )
+    report = progress or _no_progress
+    with _name_arguments():
+        spec = load_any_spec(Path(pipelines) / name, changes)
+        inputs = STEPS[spec.kind].read(spec, report)
+        accept = accept_failed_gate.strip()
+        built = build_pipeline(
+            inputs, Path(repository), report, accept=accept, engine_dry_run=engine_dry_run
+        )
     return BuildResult(built)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .request_errors import RequestError
+from .request_errors import HookFailure, RequestError
 
 HOOKS_FILE = "hooks.py"
 MODULE_NAME = "triptych_hooks"
@@ -82,18 +82,20 @@ def call_hook(
         inputs: Rows of the request, for a hook that takes them.
 
     Raises:
-        RequestError: The hook raised ValueError; the error has its message.
+        RequestError: The hook raised ValueError; the error has its message and, if the hook raises
+            for a row alone as well, the first such row.
         RuntimeError: The hook raised another exception, or its result has another form.
     """
-    given = len(rows)
+    given, copies = len(rows), [dict(row) for row in rows]
     try:
         result = hook(rows) if inputs is None else hook(rows, inputs=inputs)
-    except ValueError as error:
-        raise RequestError(
-            f"hooks.{name}", "rejected the request", str(error), "Correct the request"
-        ) from error
     except BaseException as error:  # sys.exit() in a hook must not end the step
-        raise RuntimeError(f"hooks.{name} raised {type(error).__name__}: {error}") from error
+        index, cause = _first_failure(hook, copies, inputs) or (None, error)
+        if isinstance(cause, ValueError):
+            raise RequestError(
+                f"hooks.{name}", "rejected the request", str(cause), "Correct the request", index
+            ) from error
+        raise HookFailure(f"hooks.{name} raised {type(cause).__name__}: {cause}", index) from error
     if not isinstance(result, list) or len(result) != given:
         count = len(result) if isinstance(result, list) else type(result).__name__
         raise RuntimeError(f"hooks.{name} must return {given} rows, returned {count}")
@@ -102,6 +104,21 @@ def call_hook(
             found = sorted(map(str, row)) if isinstance(row, dict) else type(row).__name__
             raise RuntimeError(f"hooks.{name} must return rows with {list(keys)}, found {found}")
     return result
+
+
+def _first_failure(
+    hook: Hook, rows: list[Row], inputs: list[Row] | None
+) -> tuple[int, BaseException] | None:
+    """Return the first row for which a hook raises alone, with its exception; None for none."""
+    for index, row in enumerate(rows):
+        try:
+            if inputs is None:
+                hook([row])
+            else:
+                hook([row], inputs=inputs[index : index + 1])
+        except BaseException as error:
+            return index, error
+    return None
 
 
 def call_before(

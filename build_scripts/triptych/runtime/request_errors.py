@@ -106,11 +106,22 @@ class EngineDied(StepError):
         )
 
 
+class HookFailure(RuntimeError):
+    """A hook raised an exception; `row` is the first row for which it raises alone, if one is."""
+
+    def __init__(self, text: str, row: int | None) -> None:
+        super().__init__(text)
+        self.row = row
+
+
 class InternalError(StepError):
-    """Internal error of a step."""
+    """Internal error of a step, or of a hook with its row."""
 
     def __init__(self, cause: BaseException) -> None:
-        super().__init__(f"{type(cause).__name__}: {cause}. This is a bug of the pipeline.")
+        row = cause.row if isinstance(cause, HookFailure) else None
+        numbers = {} if row is None else {ROW: row}
+        text = f"{type(cause).__name__}: {cause}. This is a bug of the pipeline."
+        super().__init__(text, **numbers)
 
 
 class ReadError(NamedTuple):

@@ -10,11 +10,11 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 from triptych.base.errors import Finding, Severity
+from triptych.base.extras import extra_requirements, install_command
 from triptych.base.release_changes import defects_of
 from triptych.container.machine import find_driver, find_tensorrt
 from triptych.serving.embedded import (
@@ -91,7 +91,8 @@ def read_machine(ports: Mapping[str, int], shm_path: Path) -> MachineInfo:
     Raises:
         UserError: A port is out of range.
     """
-    requirements = _extra_requirements()
+    requirements = extra_requirements()
+    torch = requirements.get("build", {}).get("torch", "")
     temporary_folder = Path(tempfile.gettempdir())
     gpus, driver = _read_gpus()
     return MachineInfo(
@@ -109,28 +110,12 @@ def read_machine(ports: Mapping[str, int], shm_path: Path) -> MachineInfo:
             extra: {name: package_version(name) for name in packages}
             for extra, packages in requirements.items()
         },
-        torch_pin=requirements.get("build", {}).get("torch"),
+        torch_pin=torch.partition("==")[2] or None,
         gpus=gpus,
         driver=driver,
         tensorrt=find_tensorrt(os.environ),
         perf_analyzer=_on_path("perf_analyzer"),
     )
-
-
-def _extra_requirements() -> dict[str, dict[str, str]]:
-    """Return the versions that triptych pins, by extra and package; empty if not pinned."""
-    try:
-        lines = metadata.requires("triptych") or []
-    except metadata.PackageNotFoundError:
-        return {}
-    extras: dict[str, dict[str, str]] = {}
-    for line in lines:
-        package = re.match(r"[\w.-]+", line)
-        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", line)
-        if package and extra:
-            pin = re.search(r"==\s*([\w.]+)", line.partition(";")[0])
-            extras.setdefault(extra[1], {})[package[0]] = pin[1] if pin else ""
-    return extras
 
 
 def _read_stub_python() -> StubPython | None:
@@ -322,7 +307,7 @@ def _packages(machine: MachineInfo) -> Iterable[Finding]:
             f"{purpose} needs the packages of the extra `{extra}`",
             f"missing: {', '.join(missing)}" if missing else ", ".join(there) or "unknown",
             severity,
-            f"Run `pip install -e .[{extra}]`",
+            f"Run `{install_command(extra)}`",
         )
     torch = machine.extras.get("build", {}).get("torch")
     if torch is None or machine.torch_pin is None:
@@ -382,7 +367,7 @@ def _gpus(machine: MachineInfo) -> Iterable[Finding]:
         ", ".join([*there, *(f"no {name}" for name in missing)]),
         "info",
         "Nothing, if the images do both (docker/README.md); else install `tensorrt` and run "
-        "`pip install -e .[gpu]`",
+        f"`{install_command('gpu')}`",
     )
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from triptych.base.errors import UserError
+from triptych.base.extras import install_command
 from triptych.base.releases import Release
 from triptych.container.entrypoint import find_release as find_image_release
 from triptych.container.supervisor import STUB
 from triptych.serving.generation_environment import step_variables
 
-INSTALL_LOCAL = "pip install -e .[local]"
 # Release of the server in the `nvidia-pytriton` wheel.
 EMBEDDED_RELEASE = Release(24, 10)
 _GLIBC_MIN = (2, 35)
@@ -102,7 +102,7 @@ REQUIREMENTS = (
         "needs the `nvidia-pytriton` wheel",
         lambda machine: bool(machine.stub_versions),
         lambda machine: "installed" if machine.stub_versions else "not installed",
-        f"Run `{INSTALL_LOCAL}`, or run inside an NGC tritonserver container",
+        f"Run `{install_command('local')}`, or run inside an NGC tritonserver container",
     ),
     Requirement(
         "embedded-stub",

@@ -28,7 +28,7 @@ from triptych.spec.fields import (
     Serving,
     Tokenizer,
 )
-from triptych.spec.kind import GENERATION, TEXT2TEXT, Kind, kind_of_task
+from triptych.spec.kind import GENERATION, STEP_SUFFIXES, TEXT2TEXT, Kind, kind_of_task
 from triptych.spec.renamed import former_fields, rename_fields
 from triptych.spec.tuned import TUNED_FILE, read_tuned
 
@@ -287,10 +287,10 @@ def check_folder(folder: Path, path: Path) -> None:
             given=folder.name,
             remedy="Rename the folder: the names of Triton's models are derived from it",
         )
-    if folder.name.endswith(("_preprocess", "_core", "_postprocess")):
+    if folder.name.endswith(STEP_SUFFIXES):
         raise UserError(
             str(folder),
-            "must not end with the name of a step (_preprocess, _core, _postprocess)",
+            f"must not end with the name of a step ({', '.join(STEP_SUFFIXES)})",
             given=folder.name,
             remedy="Rename the folder, so that it differs from the steps of other pipelines",
         )
@@ -366,7 +366,16 @@ def _problem(model: type[BaseModel], field: str, details: Sequence[ErrorDetails]
         remedy = f"{_meant(model, first['loc'], known)}Fields here: {', '.join(known)}"
         rule, given = "is not a field of the spec", first["loc"][-1]
         return UserError(field, rule, given=given, remedy=remedy if known else "Remove it")
-    rules = [detail["msg"].removeprefix("Value error, ") for detail in details]
+    if first["type"] == "model_type":
+        known = _fields_at(model, first["loc"])
+        example = "source: ..." if "source" in known else f"{known[0]}: ..."
+        return UserError(
+            field,
+            f"must be a mapping with the fields {', '.join(known)}",
+            given=given,
+            remedy=f"Write `{example}` below `{field}:`, on a line of its own and indented",
+        )
+    rules = [_plain_rule(detail) for detail in details]
     if all(rule.startswith("Input should be ") for rule in rules):
         rule = "must be " + " or ".join(rule.removeprefix("Input should be ") for rule in rules)
     else:
@@ -378,6 +387,27 @@ def _problem(model: type[BaseModel], field: str, details: Sequence[ErrorDetails]
     elif first["type"] == "string_type" and isinstance(given, int | float):
         remedy = "Write the value in quotes: YAML reads it as a number"
     return UserError(field, rule, given=given, remedy=remedy)
+
+
+_PLAIN_TYPES = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+}
+
+
+def _plain_rule(detail: ErrorDetails) -> str:
+    """Return the rule of a problem in words of YAML instead of those of Python."""
+    if detail["type"] in _PLAIN_TYPES:
+        return f"Input should be {_PLAIN_TYPES[detail['type']]}"
+    return detail["msg"].removeprefix("Value error, ")
 
 
 def _as_user_error(source: str, problems: Sequence[UserError]) -> UserError:

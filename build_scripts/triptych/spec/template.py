@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from triptych.base.errors import UserError, closest
+from triptych.base.extras import install_command
 from triptych.base.files import parse_yaml
 from triptych.spec.spec import SPEC_FILE, check_folder
 
@@ -342,7 +343,7 @@ def _copier_errors(source: str) -> Iterator[None]:
             "--template",
             "needs the package copier if the template is not built in",
             given=error,
-            remedy="Install it: pip install 'triptych[templates]'",
+            remedy=f"Run `{install_command('templates')}`",
         ) from error
     if shutil.which("git") is None:
         raise UserError(

@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
+from triptych.base.extras import install_command
 from triptych.building.generation.inputs import (
     GeneratingInputs,
     Prompt,
@@ -74,7 +75,7 @@ def write_marian(folder: Path, source: Path, target: Path) -> None:
             "model.source",
             "requires sentencepiece for Marian's tokenizer",
             given="not installed",
-            remedy="Run `make setup`, or `pip install -e .[text2text]`",
+            remedy=f"Run `{install_command('text2text')}`",
         )
     from transformers import AutoTokenizer
 
@@ -152,7 +153,7 @@ def convert(folder: Path, target: Path, precision: str) -> None:
             "core.backend",
             "requires CTranslate2",
             given="not installed",
-            remedy="Run `make setup`, or `pip install -e .[text2text]`",
+            remedy=f"Run `{install_command('text2text')}`",
         ) from error
 
     class Converter(TransformersConverter):  # type: ignore[misc]  # it has no types

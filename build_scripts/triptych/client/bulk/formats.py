@@ -5,12 +5,16 @@ A format reads chunks of rows, and writes them with additional columns for the r
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
@@ -75,10 +79,31 @@ class Scan(NamedTuple):
     columns: Sequence[str]
 
 
-class Table(Protocol):
-    """A file of rows in one format."""
+class Writer(Protocol):
+    """Writer of the rows of a file with their results; parts first, then the whole file."""
+
+    def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> Any:
+        """Return `chunk` with its results in a form that `pack` takes."""
+
+    def pack(self, encoded: Sequence[Any]) -> bytes:
+        """Return the content of a part."""
+
+    def join(self, parts: Sequence[Path], columns: Sequence[AnswerColumn], out: IO[bytes]) -> None:
+        """Write the whole file from its parts; the last column of parts is that of errors.
+
+        Without a column of errors in `columns`, that of the parts is left out.
+        """
+
+
+class Table(Writer, Protocol):
+    """A file of rows in one format, which it also writes.
+
+    Attributes:
+        suffix: Extension of the files that it writes.
+    """
 
     path: Path
+    suffix: str
 
     def scan(self, names: Sequence[str]) -> Scan:
         """Read through the file and look for a column of each of `names`.
@@ -90,14 +115,8 @@ class Table(Protocol):
     def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[RowChunk]:
         """Yield the rows after the first `skip` in chunks; `wanted` has the column by input."""
 
-    def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> Any:
-        """Return `chunk` with its results in a form that `pack` takes."""
-
-    def pack(self, encoded: Sequence[Any]) -> bytes:
-        """Return the content of a part."""
-
-    def join(self, parts: Sequence[Path], columns: Sequence[AnswerColumn], out: IO[bytes]) -> None:
-        """Write the whole file from its parts."""
+    def values(self, chunk: RowChunk) -> list[dict[str, Any]]:
+        """Return the original rows of a chunk by the names of their columns."""
 
 
 Answers = Mapping[str, Sequence[Any]]
@@ -142,20 +161,76 @@ def check_columns(wanted: Mapping[str, str], scan: Scan, path: Path) -> None:
             raise UserError(
                 f"{path}: {column}",
                 f"is not a column of the file; input `{name}` needs one",
-                given=f"the columns {', '.join(scan.columns)}" if scan.columns else "no column",
+                given=_list_columns(scan.columns),
                 remedy=f"{closest(column, scan.columns)}Give the column with {option}",
             )
 
 
 _MAX_SHOWN = 20
+UTF_8 = "utf-8"
+
+
+def _list_columns(columns: Sequence[str]) -> str:
+    more = ", ..." if len(columns) > _MAX_SHOWN else ""
+    return f"the columns {', '.join(columns[:_MAX_SHOWN])}{more}" if columns else "no column"
+
+
+_FOREIGN = (
+    (b"PK\x03\x04", "a zip file, such as .xlsx", "Export the sheet as CSV"),
+    (b"\xd0\xcf\x11\xe0", "a file of an old office program, such as .xls", "Export it as CSV"),
+    (b"PAR1", "a parquet file", "Give it the extension .parquet"),
+    (b"\x1f\x8b", "a gzip file", "Decompress it"),
+)
+"""First bytes of files that are no text, what they are, and the remedy."""
+
+
+def _check_text(path: Path, encoding: str) -> None:
+    """Raise `UserError` if a file is no text in `encoding`, judged by its first bytes."""
+    with path.open("rb") as file:  # a missing file is reported here
+        start = file.read(1024)
+    for mark, name, remedy in _FOREIGN:
+        if start.startswith(mark):
+            raise UserError(str(path), "must be text", given=name, remedy=remedy)
+    if encoding == UTF_8 and start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        remedy = "Add --encoding utf-16"
+        raise UserError(str(path), "must be text in UTF-8", given="UTF-16", remedy=remedy)
+    if encoding == UTF_8 and b"\0" in start:
+        remedy = "Give a file of text, or its encoding with --encoding"
+        raise UserError(str(path), "must be text", given="bytes of value 0", remedy=remedy)
+
+
+_UNDECODED = re.compile("[\udc80-\udcff]")
+"""Characters that Python decodes from bytes that are not of an encoding."""
+
+
+def check_decoded(text: str, encoding: str = UTF_8) -> None:
+    """Raise `ValueError` if a text was decoded from bytes that are not of its encoding."""
+    if not text.isascii() and (found := _UNDECODED.search(text)):
+        byte = ord(found[0]) - 0xDC00
+        raise ValueError(
+            f"must be text in {encoding}. Given: byte {byte:#04x} at position {found.start()}"
+        )
+
+
+def encode_text(text: str) -> bytes:
+    """Return text as UTF-8; what is no text, such as a byte of another encoding, is escaped."""
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _open_text(path: Path, encoding: str, newline: str) -> IO[str]:
+    name = "utf-8-sig" if encoding == UTF_8 else encoding
+    return path.open(encoding=name, newline=newline, errors="surrogateescape")
 
 
 class JsonLines:
     """Rows as JSON objects; a line is written unchanged, with results before its closing brace."""
 
-    def __init__(self, path: Path) -> None:
-        path.open("rb").close()  # a missing file is reported here
+    suffix = ".jsonl"
+
+    def __init__(self, path: Path, encoding: str = UTF_8) -> None:
+        _check_text(path, encoding)
         self.path = path
+        self._encoding = encoding
 
     def scan(self, names: Sequence[str]) -> Scan:
         rows, found, columns = 0, set[str](), dict[str, None]()
@@ -166,9 +241,17 @@ class JsonLines:
             except ValueError:
                 continue
             found |= {name for name in names if name in row}
-            if len(columns) < _MAX_SHOWN:
-                columns |= dict.fromkeys(row)
-        return Scan(rows, frozenset(found), list(columns)[:_MAX_SHOWN])
+            columns |= dict.fromkeys(row)
+        return Scan(rows, frozenset(found), list(columns))
+
+    def values(self, chunk: RowChunk) -> list[dict[str, Any]]:
+        rows = []
+        for line in chunk.original:
+            try:
+                rows.append(self.parse(line))
+            except ValueError:
+                rows.append({"line": line})
+        return rows
 
     def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[RowChunk]:
         lines = islice((line for _, line in self.lines()), skip, None)
@@ -200,7 +283,7 @@ class JsonLines:
             inner = own.strip()[1:-1].strip()
             answer = json.dumps(results, ensure_ascii=False)[1:]
             lines.append(f"{{{inner}{', ' if inner and results else ''}{answer}\n")
-        return "".join(lines).encode("utf-8", "backslashreplace")
+        return encode_text("".join(lines))
 
     def pack(self, encoded: Sequence[bytes]) -> bytes:
         return b"".join(encoded)
@@ -211,15 +294,10 @@ class JsonLines:
     def lines(self) -> Iterator[tuple[int, str]]:
         """Yield each line with its number, from 1."""
         # Only line feeds separate lines: a JSON string may contain other line separators.
-        with self.path.open(encoding="utf-8-sig", newline="\n") as file:
-            number = 0
-            try:
-                for line in file:
-                    number += 1
-                    if not self._is_blank(line):
-                        yield number, line.rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise not_utf8(self.path, number, error) from error
+        with _open_text(self.path, self._encoding, "\n") as file, _decoding(self.path):
+            for number, line in enumerate(file, 1):
+                if not self._is_blank(line):
+                    yield number, line.rstrip("\r\n")
 
     def _is_blank(self, line: str) -> bool:
         return not line.strip()
@@ -239,6 +317,7 @@ class JsonLines:
         Raises:
             ValueError: The line is not a JSON object.
         """
+        check_decoded(line, self._encoding)
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -255,9 +334,10 @@ class PlainText(JsonLines):
         return False
 
     def _own(self, line: str) -> str:
-        return json.dumps(self.parse(line), ensure_ascii=False)
+        return json.dumps({"text": line}, ensure_ascii=False)
 
     def parse(self, line: str) -> dict[str, Any]:
+        check_decoded(line, self._encoding)
         return {"text": line}
 
 
@@ -268,14 +348,18 @@ def copy_parts(parts: Sequence[Path], out: IO[bytes]) -> None:
             shutil.copyfileobj(part, out)
 
 
-def not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> UserError:
-    """Return the error for a file in another encoding; `line` is the last one read."""
-    return UserError(
-        str(path),
-        "must be text in UTF-8",
-        given=f"byte {error.object[error.start]:#04x} shortly after line {line}",
-        remedy="Convert it, as with `iconv -f latin1 -t utf-8`",
-    )
+@contextmanager
+def _decoding(path: Path) -> Iterator[None]:
+    """Raise `UserError` for bytes that no row of the file can be read with."""
+    try:
+        yield
+    except UnicodeError as error:
+        raise UserError(
+            str(path),
+            "must be text in its encoding",
+            given=error,
+            remedy="Name the encoding of the file with --encoding",
+        ) from error
 
 
 def _own_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,15 +376,23 @@ _MAX_CELL = 1 << 24
 class Delimited:
     """Table with comma, semicolon (if its header has no comma) or tab between cells."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, encoding: str = UTF_8, *, suffix: str = ".csv") -> None:
+        self.path, self.suffix = path, suffix
+        self._encoding = encoding
         csv.field_size_limit(_MAX_CELL)
-        self._separator = "\t" if path.suffix.lower() == ".tsv" else ","
+        _check_text(path, encoding)
+        self._separator = "\t" if suffix == ".tsv" else ","
         first = self._first_line()
         self._line_end = "\r\n" if first.endswith("\r\n") else "\n"
-        if path.suffix.lower() == ".csv" and "," not in first and ";" in first:
+        if suffix == ".csv" and "," not in first and ";" in first:
             self._separator = ";"
         self._header = next(self._rows(), [])
+        try:
+            check_decoded("".join(self._header), encoding)
+        except ValueError as error:
+            raise UserError(
+                f"{path}:1", str(error), remedy="Name the encoding of the file with --encoding"
+            ) from error
         twice = {name for name in self._header if self._header.count(name) > 1}
         if twice or not self._header:
             raise UserError(
@@ -316,13 +408,10 @@ class Delimited:
 
     def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[RowChunk]:
         rows = islice(self._rows(), 1 + skip, None)
-        width = len(self._header)
         indexes = {name: self._header.index(column) for name, column in wanted.items()}
         while batch := list(islice(rows, size)):
             faults = {
-                row: f"must have {width} cells, as the header. Given: {len(cells)}"
-                for row, cells in enumerate(batch)
-                if len(cells) != width
+                row: fault for row, cells in enumerate(batch) if (fault := self._fault(cells))
             }
             columns = {
                 name: [None if row in faults else cells[index] for row, cells in enumerate(batch)]
@@ -331,13 +420,27 @@ class Delimited:
             yield RowChunk(skip, len(batch), columns, batch, faults)
             skip += len(batch)
 
+    def _fault(self, cells: Sequence[str]) -> str:
+        width = len(self._header)
+        if len(cells) != width:
+            return f"must have {width} cells, as the header. Given: {len(cells)}"
+        for name, cell in zip(self._header, cells, strict=True):
+            try:
+                check_decoded(cell, self._encoding)
+            except ValueError as error:
+                return f"`{name}` {error}"
+        return ""
+
+    def values(self, chunk: RowChunk) -> list[dict[str, Any]]:
+        return [dict(zip(self._header, cells, strict=False)) for cells in chunk.original]
+
     def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> bytes:
         width = len(self._header)
         rows = []
         for row, cells in enumerate(chunk.original):
             # Surplus cells come last, so that they do not shift the results.
             own = (cells + [""] * width)[:width]
-            results = [_cell(answers[column.output][row]) for column in columns]
+            results = [cell_of(answers[column.output][row]) for column in columns]
             rows.append([*own, *results, *cells[width:]])
         return self._write(rows)
 
@@ -345,23 +448,26 @@ class Delimited:
         return b"".join(encoded)
 
     def join(self, parts: Sequence[Path], columns: Sequence[AnswerColumn], out: IO[bytes]) -> None:
-        out.write(self._write([[*self._header, *(column.name for column in columns)]]))
-        copy_parts(parts, out)
+        header = [*self._header, *(column.name for column in columns)]
+        out.write(self._write([header]))
+        if columns[-1].output == ERROR:
+            copy_parts(parts, out)
+            return
+        for part in parts:
+            for cells in read_cells(part, self._separator):
+                out.write(self._write([cells[: len(header)]]))
 
     def _write(self, rows: Sequence[Sequence[str]]) -> bytes:
         text = io.StringIO()
         csv.writer(text, delimiter=self._separator, lineterminator=self._line_end).writerows(rows)
-        return text.getvalue().encode("utf-8", "backslashreplace")
+        return encode_text(text.getvalue())
 
     def _first_line(self) -> str:
-        with self.path.open(encoding="utf-8-sig", newline="") as file:
-            try:
-                return file.readline(_MAX_CELL)
-            except UnicodeDecodeError as error:
-                raise not_utf8(self.path, 0, error) from error
+        with _open_text(self.path, self._encoding, "") as file, _decoding(self.path):
+            return file.readline(_MAX_CELL)
 
     def _rows(self) -> Iterator[list[str]]:
-        with self.path.open(encoding="utf-8-sig", newline="") as file:
+        with _open_text(self.path, self._encoding, "") as file, _decoding(self.path):
             reader = csv.reader(file, delimiter=self._separator, strict=True)
             try:
                 yield from (cells for cells in reader if cells)
@@ -372,39 +478,59 @@ class Delimited:
                     given=error,
                     remedy="Fix the row that begins there or above",
                 ) from error
-            except UnicodeDecodeError as error:
-                raise not_utf8(self.path, reader.line_num, error) from error
 
 
-def _cell(value: Any) -> str:
+def read_cells(part: Path, separator: str) -> Iterator[list[str]]:
+    """Yield the rows of a finished part of a table."""
+    with part.open(encoding="utf-8", newline="") as file:
+        yield from csv.reader(file, delimiter=separator, strict=True)
+
+
+def cell_of(value: Any) -> str:
+    """Return a value as the text of a cell; lists and objects as JSON."""
     if value is None or value == []:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _open_parquet(path: Path) -> Table:
+def _open_parquet(path: Path, _encoding: str) -> Table:
     from triptych.client.bulk.parquet import Parquet
 
     return Parquet(path)
 
 
-FORMATS: dict[str, Callable[[Path], Table]] = {
+FORMATS: dict[str, Callable[[Path, str], Table]] = {
     ".csv": Delimited,
-    ".tsv": Delimited,
+    ".tsv": partial(Delimited, suffix=".tsv"),
     ".jsonl": JsonLines,
     ".parquet": _open_parquet,
 }
 """Format by file extension; a file with another extension has a text per line."""
 
 
-def open_rows(path: Path) -> Table:
+def open_rows(path: Path, encoding: str = UTF_8, suffix: str | None = None) -> Table:
     """Return the rows of `path`.
 
+    Args:
+        path: File of rows.
+        encoding: Name of the encoding of its text.
+        suffix: Extension of its format; None for that of the file.
+
     Raises:
-        UserError: The file cannot be read.
+        UserError: The file cannot be read, or the encoding is unknown.
     """
     try:
-        return FORMATS.get(path.suffix.lower(), PlainText)(path)
+        name = codecs.lookup(encoding).name
+    except LookupError as error:
+        raise UserError(
+            "--encoding",
+            "must be the name of an encoding that Python has",
+            given=encoding,
+            remedy="Write for example --encoding latin-1",
+        ) from error
+    kind = path.suffix.lower() if suffix is None else suffix
+    try:
+        return FORMATS.get(kind, PlainText)(path, name)
     except OSError as error:
         raise UserError(
             "--file",

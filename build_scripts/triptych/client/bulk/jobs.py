@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -29,10 +30,11 @@ from triptych.client import (
     Retry,
     ServerUnreachableError,
 )
-from triptych.client.bulk.formats import ERROR, AnswerColumn, Answers, RowChunk, Scan
+from triptych.client.bulk.formats import ERROR, UTF_8, AnswerColumn, Answers, RowChunk, Scan
 from triptych.client.generation import encode_inputs
 from triptych.client.rows import (
     TIMEOUT_S,
+    parse_parameter,
     parse_parameters,
     parse_sampling,
     parse_value,
@@ -41,9 +43,13 @@ from triptych.client.rows import (
 )
 from triptych.client.streams import AsyncGeneration
 from triptych.client.wire import Parameter
+from triptych.spec.traffic import PARAMETERS
 
 Result = TypeVar("Result")
 RowResult = Mapping[str, Any] | InferenceError
+EmptyCells = Literal["send", "skip", "refuse"]
+SPOOLED = "triptych-stdin-"
+"""Start of the name of the folder that holds a copy of standard input."""
 
 _UNREACHABLE_ERRORS = (ServerUnreachableError, PipelineNotReadyError, CanceledError)
 _ROW_ERRORS = (
@@ -88,6 +94,12 @@ class BulkOptions:
         pairs: Parameters of every request, ``KEY=VALUE``.
         timeout_s: Maximum time in seconds for a request, and for the server to be unreachable.
             None: 30, or 600 for a pipeline that generates text.
+        parameter_columns: Column of the file by request parameter.
+        empty: Treatment of rows with an empty input: they are sent, left without a result, or
+            reported as errors.
+        encoding: Name of the encoding of the file's text.
+        suffix: Extension of the file's format; None for that of the file.
+        json_cells: Whether vectors are written into cells, as JSON.
     """
 
     pipeline: str
@@ -98,17 +110,56 @@ class BulkOptions:
     constants: Mapping[str, str | bytes] = field(default_factory=dict)
     pairs: Sequence[str] = ()
     timeout_s: float | None = None
+    parameter_columns: Mapping[str, str] = field(default_factory=dict)
+    empty: EmptyCells = "send"
+    encoding: str = UTF_8
+    suffix: str | None = None
+    json_cells: bool = False
 
     def identity(self) -> dict[str, object]:
         """Return the options that a resumed run must share with the interrupted one."""
         stat = self.file.stat()
+        read = [str(self.file.resolve()), stat.st_size, stat.st_mtime_ns]
+        if self.file.parent.name.startswith(SPOOLED):  # a copy of standard input
+            read = ["-", hashlib.sha256(self.file.read_bytes()).hexdigest()]
         return {
             "pipeline": self.pipeline,
-            "file": [str(self.file.resolve()), stat.st_size, stat.st_mtime_ns],
+            "file": read,
             "columns": dict(self.columns),
             "constants": {name: repr(value) for name, value in self.constants.items()},
             "parameters": sorted(self.pairs),
+            "parameter columns": dict(self.parameter_columns),
+            "empty cells": self.empty,
+            "encoding": self.encoding,
+            "JSON in cells": self.json_cells,
         }
+
+
+def prepare(chunk: RowChunk, options: BulkOptions) -> RowChunk:
+    """Return a chunk with the parameters of its columns, and with its empty rows marked.
+
+    A row with an empty text as its fault has no result and no error.
+    """
+    columns = dict(chunk.columns)
+    faults = dict(chunk.faults)
+    parameters = [dict(own) for own in chunk.parameters] or [{} for _ in range(chunk.count)]
+    for name in options.parameter_columns:
+        for row, cell in enumerate(columns.pop(f"{PARAMETERS}.{name}")):
+            try:
+                value = parse_parameter(cell) if isinstance(cell, str) and cell else cell
+            except ValueError as error:
+                faults.setdefault(row, f"`{name}` must be a plain value. Given: {error}")
+                continue
+            if value not in (None, ""):
+                parameters[row][name] = value
+    if options.empty != "send":
+        for row in range(chunk.count):
+            empty = [name for name, column in columns.items() if column[row] in (None, "", b"")]
+            if empty:
+                told = f"`{empty[0]}` is empty" if options.empty == "refuse" else ""
+                faults.setdefault(row, told)
+    given = parameters if chunk.parameters or options.parameter_columns else ()
+    return replace(chunk, columns=columns, faults=faults, parameters=given)
 
 
 CHUNKS = 3
@@ -271,9 +322,9 @@ class TensorSender:
                 else:
                     for name, value in result.items():
                         answers[name][row] = value
-        if first_error and sent >= _MIN_FAILED_ROWS and all(errors):
+        if first_error and sent >= _MIN_FAILED_ROWS and None not in errors:
             raise first_error
-        return {**answers, ERROR: errors}
+        return {**answers, ERROR: [error or None for error in errors]}
 
     def _read(self, chunk: RowChunk, errors: list[str | None]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
@@ -510,7 +561,7 @@ class TextSender:
         rows = [
             (result.text, result.finish_reason, *_token_counts(result), None)
             if isinstance(result, Completion)
-            else (None, None, None, None, result if isinstance(result, str) else result.message)
+            else (*([None] * 4), (result if isinstance(result, str) else result.message) or None)
             for result in results
         ]
         names = [*(column.name for column in _TEXT_COLUMNS), ERROR]

@@ -10,7 +10,8 @@ from typing import IO, Any
 import numpy as np
 
 from triptych.base.errors import UserError
-from triptych.client.bulk.formats import AnswerColumn, Answers, RowChunk, Scan
+from triptych.base.extras import install_command
+from triptych.client.bulk.formats import AnswerColumn, Answers, RowChunk, Scan, Table
 
 try:
     import pyarrow as pa
@@ -20,21 +21,69 @@ except ImportError as error:
         "--file",
         "must be .csv, .tsv or .jsonl where pyarrow is not installed",
         given=error,
-        remedy="Run `pip install triptych[parquet]`",
+        remedy=f"Run `{install_command('parquet')}`",
     ) from error
 
 _GROUP_ROWS = 10_000
 """Minimum number of rows of a written row group, because parts may be small."""
 
 
-class Parquet:
+class _Written:
+    """Parquet files of rows with the columns of `schema`, before those of the results."""
+
+    suffix = ".parquet"
+
+    def __init__(self, schema: Any) -> None:
+        self._schema = schema
+
+    def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> Any:
+        schema = self._extended(columns)
+        added = []
+        for column in columns:
+            values = answers[column.output]
+            values = _as_text(values) if _is_text(column) else values
+            added.append(pa.array(values, schema.field(column.name).type))
+        return pa.RecordBatch.from_arrays([*self._own(chunk), *added], schema=schema)
+
+    def _own(self, chunk: RowChunk) -> Sequence[Any]:
+        """Return the original columns of a chunk."""
+        own: Sequence[Any] = chunk.original.columns
+        return own
+
+    def pack(self, encoded: Sequence[Any]) -> bytes:
+        sink = pa.BufferOutputStream()
+        with pq.ParquetWriter(sink, encoded[0].schema) as writer:
+            writer.write_table(pa.Table.from_batches(encoded))
+        content: bytes = sink.getvalue().to_pybytes()
+        return content
+
+    def join(self, parts: Sequence[Path], columns: Sequence[AnswerColumn], out: IO[bytes]) -> None:
+        waiting: list[Any] = []
+        schema = self._extended(columns)
+        with pq.ParquetWriter(out, schema) as writer:
+            for path in parts:
+                with pq.ParquetFile(path) as part:
+                    waiting.append(part.read().select(schema.names))
+                if sum(table.num_rows for table in waiting) >= _GROUP_ROWS:
+                    writer.write_table(pa.concat_tables(waiting))
+                    waiting.clear()
+            if waiting:
+                writer.write_table(pa.concat_tables(waiting))
+
+    def _extended(self, columns: Sequence[AnswerColumn]) -> Any:
+        added = [pa.field(column.name, _type(column)) for column in columns]
+        return pa.schema([*self._schema, *added], self._schema.metadata)
+
+
+class Parquet(_Written):
     """A parquet file, read a row group's batches at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             with pq.ParquetFile(path) as file:
-                self._schema, self._rows = file.schema_arrow, file.metadata.num_rows
+                super().__init__(file.schema_arrow)
+                self._rows = file.metadata.num_rows
         except pa.ArrowException as error:
             raise _not_parquet(path, error) from error
 
@@ -51,33 +100,9 @@ class Parquet:
                 columns = {name: rows.column(column).to_pylist() for name, column in wanted.items()}
                 yield RowChunk(first - rows.num_rows, rows.num_rows, columns, rows)
 
-    def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> Any:
-        schema = self._extended(columns)
-        added = []
-        for column in columns:
-            values = answers[column.output]
-            values = _as_text(values) if _is_text(column) else values
-            added.append(pa.array(values, schema.field(column.name).type))
-        return pa.RecordBatch.from_arrays([*chunk.original.columns, *added], schema=schema)
-
-    def pack(self, encoded: Sequence[Any]) -> bytes:
-        sink = pa.BufferOutputStream()
-        with pq.ParquetWriter(sink, encoded[0].schema) as writer:
-            writer.write_table(pa.Table.from_batches(encoded))
-        content: bytes = sink.getvalue().to_pybytes()
-        return content
-
-    def join(self, parts: Sequence[Path], columns: Sequence[AnswerColumn], out: IO[bytes]) -> None:
-        waiting: list[Any] = []
-        with pq.ParquetWriter(out, self._extended(columns)) as writer:
-            for path in parts:
-                with pq.ParquetFile(path) as part:
-                    waiting.append(part.read())
-                if sum(table.num_rows for table in waiting) >= _GROUP_ROWS:
-                    writer.write_table(pa.concat_tables(waiting))
-                    waiting.clear()
-            if waiting:
-                writer.write_table(pa.concat_tables(waiting))
+    def values(self, chunk: RowChunk) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = chunk.original.to_pylist()
+        return rows
 
     def _batches(self, size: int) -> Iterator[Any]:
         try:
@@ -86,9 +111,25 @@ class Parquet:
         except (pa.ArrowException, OSError) as error:
             raise _not_parquet(self.path, error) from error
 
-    def _extended(self, columns: Sequence[AnswerColumn]) -> Any:
-        added = [pa.field(column.name, _type(column)) for column in columns]
-        return pa.schema([*self._schema, *added], self._schema.metadata)
+
+class ParquetWriter(_Written):
+    """Rows of another format as parquet: their columns are text, lists and objects as JSON."""
+
+    def __init__(self, table: Table, names: Sequence[str]) -> None:
+        super().__init__(pa.schema([pa.field(name, pa.string()) for name in names]))
+        self._table = table
+
+    def _own(self, chunk: RowChunk) -> Sequence[Any]:
+        rows = self._table.values(chunk)
+        return [
+            pa.array(_as_text([_valid(row.get(name)) for row in rows]), pa.string())
+            for name in self._schema.names
+        ]
+
+
+def _valid(value: Any) -> Any:
+    """Return text with bytes that were no text escaped, since parquet has only UTF-8."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _not_parquet(path: Path, error: Exception) -> UserError:

@@ -22,13 +22,15 @@ from typing import IO, Any, NamedTuple
 from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors, sync, write_files
 from triptych.client import AsyncClient, InferenceError
+from triptych.client.bulk.conversion import OUTPUTS, open_writer
 from triptych.client.bulk.formats import (
     ERROR,
-    FORMATS,
+    UTF_8,
     AnswerColumn,
     Answers,
     RowChunk,
     Table,
+    Writer,
     beside,
     check_columns,
     name_columns,
@@ -42,26 +44,26 @@ from triptych.client.bulk.jobs import (
     TensorSender,
     TextJob,
     TextSender,
+    prepare,
 )
-from triptych.client.rows import request_failure
+from triptych.client.server_info import request_failure
+from triptych.spec.traffic import PARAMETERS
 
 
-def open_table(path: Path, out: Path) -> Table:
+def open_table(path: Path, out: Path, *, encoding: str = UTF_8, suffix: str | None = None) -> Table:
     """Return the rows of `path`, whose results go to `out`; unknown formats are lines of text.
 
     Raises:
-        UserError: The file cannot be read, or `out` has another format.
+        UserError: The file cannot be read, or `out` has an unknown format.
     """
-    suffix = path.suffix.lower()
-    wanted = suffix if suffix in FORMATS else ".jsonl"
-    if out.suffix.lower() != wanted:
+    if out.suffix.lower() not in OUTPUTS:
         raise UserError(
             "--out",
-            f"must end with {wanted}, the format of the rows (.jsonl for texts)",
+            f"must end with {', '.join(OUTPUTS[:-1])} or {OUTPUTS[-1]}",
             given=out,
-            remedy=f"Name it {out.with_suffix(wanted).name}",
+            remedy=f"Name it {out.with_suffix('.jsonl').name}",
         )
-    return open_rows(path)
+    return open_rows(path, encoding, suffix)
 
 
 _RUN = "run.json"
@@ -213,14 +215,27 @@ def run(options: BulkOptions, report: Callable[[BulkProgress], None]) -> BulkPro
         UserError: The file, its columns or `out` are invalid, the server rejected a request for
             which no single row is to blame, or it was not reached.
     """
-    table = open_table(options.file, options.out)
+    table = open_table(options.file, options.out, encoding=options.encoding, suffix=options.suffix)
     parts = Parts(options.out)
     try:
         return asyncio.run(_Run(options, table, parts, report).run())
     except InferenceError as error:
-        stored = parts.done().rows
-        remedy = f"{stored} rows are stored: run the same command to resume" if stored else ""
+        remedy = describe_stored(options.out)
         raise request_failure(options.pipeline, options.url, error, remedy) from error
+
+
+def describe_stored(out: Path) -> str:
+    """Return how an interrupted run that writes `out` is continued; empty if it has stored nothing.
+
+    The text is one sentence without its end.
+    """
+    parts = Parts(out)
+    stored = parts.done().rows
+    return (
+        f"{stored:,} rows are stored in {parts.folder}: run the same command to resume"
+        if stored
+        else ""
+    )
 
 
 class _Run:
@@ -233,6 +248,7 @@ class _Run:
     ) -> None:
         self._options = options
         self._table = table
+        self._writer: Writer = table
         self._parts = parts
         self._report = report
         self._encoded: list[Any] = []
@@ -246,18 +262,27 @@ class _Run:
             job = (TextJob if config.generates else TensorJob)(options, config)
             outputs = [*job.outputs, AnswerColumn(ERROR, ERROR)]
             names = [n for o in outputs for n in (o.name, beside(options.pipeline, o.name))]
-            scan = self._table.scan([*job.inputs, *names])
+            also = options.parameter_columns.values()
+            scan = self._table.scan([*job.inputs, *names, *also])
             wanted = job.wanted(scan)
-            check_columns(wanted, scan, options.file)
+            given = {f"{PARAMETERS}.{key}": name for key, name in options.parameter_columns.items()}
+            check_columns({**wanted, **given}, scan, options.file)
+            self._writer = open_writer(
+                self._table, scan, options.out, job.outputs, json_cells=options.json_cells
+            )
             columns = name_columns(options.pipeline, outputs, scan.names)
             senders = {size: await job.open_sender(size, stack) for size in job.batch_sizes.sizes}
             with self._parts.locked(options.identity()):
-                chunks = self._table.chunks(wanted, job.chunk_rows, self._parts.done().rows)
+                read = self._table.chunks(
+                    {**wanted, **given}, job.chunk_rows, self._parts.done().rows
+                )
+                chunks = (prepare(chunk, options) for chunk in read)
                 progress = await self._send_all(
                     senders, job.batch_sizes, chunks, columns, scan.rows
                 )
+                kept = columns if progress.failed else columns[:-1]  # no column of errors
                 with self._parts.output() as out:
-                    self._table.join(self._parts.done().paths, columns, out)
+                    self._writer.join(self._parts.done().paths, kept, out)
             return progress
 
     async def _send_all(
@@ -285,7 +310,7 @@ class _Run:
                 chunk, task = in_flight[0]
                 answers = await task
                 batch_sizes.end(chunk.count, time.monotonic())
-                encoded = await asyncio.to_thread(self._table.encode, chunk, columns, answers)
+                encoded = await asyncio.to_thread(self._writer.encode, chunk, columns, answers)
                 in_flight.popleft()
                 self._encoded.append(encoded)
                 self._done += chunk.count
@@ -306,6 +331,6 @@ class _Run:
     def _store(self) -> None:
         if self._encoded:
             failed = self._failed - self._failed_before
-            content = self._table.pack(self._encoded)
+            content = self._writer.pack(self._encoded)
             self._parts.add(self._first, self._done - self._first, failed, content)
             self._encoded, self._first, self._failed_before = [], self._done, self._failed

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from triptych.base.errors import UserError
+from triptych.base.extras import install_command
 from triptych.spec.engine_plan import EnginePlan
 
 _OLDEST_MAJOR = 10
@@ -129,7 +130,7 @@ class RtxApi(Api):
                 RTX_MODULE,
                 "cannot be loaded for a dry run",
                 given=error,
-                remedy="Install it again: pip install -e .[tensorrt]",
+                remedy=f"Install it again: {install_command('tensorrt')}",
             ) from error
         self.version = str(self.trt.__version__)
         self.name = f"TensorRT for RTX {self.version}"

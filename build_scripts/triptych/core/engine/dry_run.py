@@ -22,6 +22,7 @@ from typing import Any
 
 from triptych.base.cache import cached_stage, code_hash
 from triptych.base.errors import Progress, UserError
+from triptych.base.extras import install_command
 from triptych.base.files import scratch_folder
 from triptych.core.engine.api import (
     USUAL_CAPABILITY,
@@ -38,7 +39,7 @@ from triptych.spec.engine_plan import EnginePlan
 TIMEOUT_S = 900.0
 """Time limit of a dry run in seconds. MiniLM takes 3 s."""
 
-GET_IT = "pip install -e .[tensorrt]"
+EXTRA = "tensorrt"
 WITHOUT = "build with --no-dry-run"
 _CODE = (
     "core/engine/api.py",
@@ -83,7 +84,9 @@ def run_dry_build(
     """
     version = installed_rtx_version()
     if not version:
-        progress("dry run", f"skipped: TensorRT for RTX is not installed ({GET_IT})")
+        progress(
+            "dry run", f"skipped: TensorRT for RTX is not installed ({install_command(EXTRA)})"
+        )
         return None
     target = nearest_capability(gpu or USUAL_CAPABILITY)
     asked = {

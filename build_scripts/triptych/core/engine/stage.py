@@ -15,11 +15,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from triptych.base.cache import cached_stage, code_hash, key_of, sha256_of
 from triptych.base.errors import Progress, UserError
+from triptych.base.extras import install_command
 from triptych.base.onnx_graph import MODEL_FILE, hashes_of_graph
 from triptych.base.tensors import ROW_STRIDE
 from triptych.core.engine.api import Api
 from triptych.core.engine.cuda import BuildGpu, read_gpu
-from triptych.core.engine.dry_run import GET_IT, run_dry_build
+from triptych.core.engine.dry_run import EXTRA, run_dry_build
 from triptych.core.engine.inspection import Inspection, inspect
 from triptych.core.engine.make import Request, make_engine, make_request, timing_file
 from triptych.core.engine.parity import check_engine
@@ -279,7 +280,9 @@ class _Stage:
             gpu="" if there is None else there.compute_capability,
         )
         if record is None:
-            raise UserError("TensorRT for RTX", "is not installed", remedy=f"Run `{GET_IT}`")
+            raise UserError(
+                "TensorRT for RTX", "is not installed", remedy=f"Run `{install_command(EXTRA)}`"
+            )
         changed = self._write(replace(self._manifest, dry_run=record), {})
         return EngineResult(self._name, self._owner, changed, record)
 

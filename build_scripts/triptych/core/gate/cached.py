@@ -183,7 +183,8 @@ class Gate:
         return replace(result, probe=probe, failures=(*result.failures, *failures))
 
     def _told(self, result: GateResult, suffix: str) -> GateResult:
-        self._progress("gate", _line(result) + suffix)
+        for line in _lines(result, suffix):
+            self._progress("gate", line)
         if result.probe is not None:
             self._progress("gate", describe_probe(result.probe))
         return result
@@ -253,13 +254,21 @@ def _notes(
         yield f"not checked outside your traffic: {reason}"
 
 
-def _line(result: GateResult) -> str:
+def _lines(result: GateResult, suffix: str) -> Iterator[str]:
+    """Yield a sentence about a result, then its metrics with their limits."""
+    limited = [verdict for verdict in result.verdicts if verdict.limit is not None]
+    failed = sum(not verdict.passed for verdict in limited)
+    if result.passed:
+        yield f"passed{suffix}: the artifact answers as the original within {len(limited)} limits"
+    else:
+        yield f"FAILED{suffix}: {failed} of {len(limited)} limits are not met"
     parts = [
         f"{verdict.metric} {_figure(verdict.value)}"
+        + ("" if verdict.limit is None else f" (limit {verdict.limit:g})")
         for verdict in result.verdicts
         if verdict.limit is not None or verdict.metric == "max_difference"
     ]
-    return f"{'passed' if result.passed else 'FAILED'}: {', '.join(parts)}"
+    yield ", ".join(parts)
 
 
 def _figure(value: float) -> str:

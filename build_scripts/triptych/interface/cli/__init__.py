@@ -1,7 +1,7 @@
 """The command line: options, output and exit codes, without domain logic.
 
-Exit codes: 0 success; 1 findings, a failed gate or a missed SLO; 2 invalid input. Any other code is
-a bug.
+Exit codes: 0 success; 1 findings, a failed gate or a missed SLO; 2 invalid input; 130 an interrupt.
+Any other code is a bug.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from triptych.interface.cli import (  # noqa: F401  (their verbs)
     infer,
     measure,
     monitor,
+    overview,
     pipelines,
     serve,
     templates,

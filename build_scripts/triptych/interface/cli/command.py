@@ -20,15 +20,25 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 from triptych.base.errors import Formerly, describe_renamed
 
 VERBS = {
-    "Build": (
-        *("new", "templates", "update", "test", "inspect", "build", "engine", "lint"),
-        *("history", "rollback"),
-    ),
-    "Serve": ("serve", "gateway", "key", "dev", "ui", "infer", "doctor"),
+    "Create": ("new", "templates", "update", "test", "dev"),
+    "Build": ("inspect", "build", "engine", "lint", "list", "history", "rollback"),
+    "Serve": ("serve", "infer", "ui", "gateway", "key", "doctor"),
     "Measure": ("verify", "bench", "bench-diff", "tune", "shadow"),
     "Operate": ("deploy", "monitor", "traffic", "drift"),
 }
 """Verbs in the order of the help, by their group."""
+EXIT_INTERRUPTED = 130
+KEPT = {
+    "build": ": finished stages are cached, and the repository is as it was. "
+    "Run the same command to continue.",
+    "bench": ": no result was written.",
+    "tune": ": finished trials are kept, and tuned.yaml is as it was. "
+    "Run the same command to continue.",
+    "shadow": ": no result was written.",
+    "monitor": ": the rows of earlier runs are kept, those of this run are compared by the next.",
+    "verify": ": no result was written.",
+}
+"""Text about the results of a verb that was interrupted."""
 MAX_HELP_WIDTH = 120
 """Maximum width of the help, in columns; a narrower terminal has narrower help."""
 WORDS = {Path: "PATH", str: "TEXT", int: "N", float: "N"}
@@ -132,6 +142,13 @@ class _Verb(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, self._replace_former(args))
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print(f"interrupted{KEPT.get(str(self.name), '')}", file=sys.stderr)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
     def _replace_former(self, words: Sequence[str]) -> list[str]:
         options: list[str] = []
         arguments: list[str] = []
@@ -159,7 +176,6 @@ app = typer.Typer(
     epilog="Exit codes: 0 success; 1 findings, a failed check, a missed SLO or an alarm; 2 a "
     "mistake in the command, the files or the environment.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_HELP_WIDTH},

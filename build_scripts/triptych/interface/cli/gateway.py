@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from triptych.base.errors import UserError
+from triptych.base.extras import install_command
 from triptych.base.files import os_errors_as_user_errors, write_files
 from triptych.gateway import MAX_BODY_MIB, MAX_ITEMS, PORT
 from triptych.interface.cli.command import verb
@@ -194,7 +195,7 @@ def gateway(
             "triptych gateway",
             "needs the packages of the extra `gateway`",
             given=error,
-            remedy="Run `pip install 'triptych[gateway]'`",
+            remedy=f"Run `{install_command('gateway')}`",
         ) from error
     from triptych.container.settings import read_trace
     from triptych.serving.ports import reserve_ports

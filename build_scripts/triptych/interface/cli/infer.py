@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from triptych.base.errors import UserError
-from triptych.interface.cli.command import verb
+from triptych.interface.cli.command import EXIT_INTERRUPTED, verb
 from triptych.interface.cli.options import (
     ConnectionOptions,
     Json,
@@ -21,6 +24,7 @@ from triptych.interface.cli.options import (
     output,
     print_json,
     progress,
+    sigterm_as_interrupt,
     status,
 )
 
@@ -54,7 +58,8 @@ def infer(
         typer.Option(
             "--file",
             "-f",
-            help="File of rows: .csv, .tsv, .parquet, .jsonl, or one text per line. Default: none.",
+            help="File of rows: .csv, .tsv, .parquet, .jsonl, or one text per line; - is standard "
+            "input. Default: none.",
         ),
     ] = None,
     out: Annotated[
@@ -62,10 +67,18 @@ def infer(
         typer.Option(
             "--out",
             "-o",
-            help="File for the rows of --file with their answers; required for .csv, .tsv and "
+            help="File for the rows of --file with their answers, in the format of its extension: "
+            ".csv, .tsv, .jsonl, .parquet, or .npy for vectors alone; required for .csv, .tsv and "
             ".parquet. Default: print the answers.",
         ),
     ] = None,
+    file_format: Annotated[
+        Literal["csv", "tsv", "jsonl", "parquet", "text"] | None,
+        typer.Option("--format", help="Format of --file. Default: that of its extension, or text."),
+    ] = None,
+    encoding: Annotated[
+        str, typer.Option(help="Encoding of the text in --file, such as latin-1 or utf-16.")
+    ] = "utf-8",
     text_column: Annotated[
         str | None, typer.Option(help="Column of the texts in --file. Default: text.")
     ] = None,
@@ -76,6 +89,25 @@ def infer(
         str | None,
         typer.Option(help="Column of images in --file, as paths or bytes. Default: image."),
     ] = None,
+    parameter_columns: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--parameter-column",
+            metavar="KEY=COLUMN",
+            help="Request parameter whose value for each row is a column of --file; may be "
+            "repeated. Default: no column.",
+        ),
+    ] = None,
+    empty: Annotated[
+        Literal["send", "skip", "refuse"],
+        typer.Option(
+            help="Treatment of rows of --file with an empty input: they are sent, stay without an "
+            "answer, or get an error."
+        ),
+    ] = "send",
+    json_cells: Annotated[
+        bool, typer.Option("--json-cells", help="Write vectors into .csv and .tsv, as JSON.")
+    ] = False,
     values: Annotated[
         list[str] | None,
         typer.Option(
@@ -147,6 +179,7 @@ def infer(
         return
     columns = {"text": text_column, "text_pair": text_pair_column, "image": image_column}
     named = {name: column for name, column in columns.items() if column is not None}
+    suffix = None if file_format is None else f".{file_format}"
     if out is not None:
         from triptych.client.bulk.jobs import BulkOptions
         from triptych.client.bulk.run import run
@@ -157,23 +190,45 @@ def infer(
                 "--out", "is only supported with --file", given=out, remedy="Add --file FILE"
             )
         constants = read_constants(text or (), text_pair or (), image or ())
-        options = BulkOptions(name, file, out, url, named, constants, parameters or (), timeout_s)
-        with _progress_display() as show:
+        with _spooled(file) as source, _continued(out), _progress_display() as show:
+            options = BulkOptions(
+                name,
+                source,
+                out,
+                url,
+                named,
+                constants,
+                parameters or (),
+                timeout_s,
+                parameter_columns=_parse_columns(parameter_columns or ()),
+                empty=empty,
+                encoding=encoding,
+                suffix=suffix,
+                json_cells=json_cells,
+            )
             done = run(options, show)
         _print_run(done, out, as_json)
         return
-    if named:
+    if named or parameter_columns or empty != "send" or json_cells:
         raise UserError(
             "--out",
-            "is required with options that name columns",
+            "is required with options about columns and cells",
             given="nothing",
             remedy="Add --out FILE",
         )
     limit_s = TIMEOUT_S if timeout_s is None else timeout_s
     types = find_row_types(name, url, limit_s) if values or file is not None else {}
-    rows = read_input_rows(
-        text or (), text_pair or (), image or (), file, values=values or (), types=types
-    )
+    with _spooled(file) as source:
+        rows = read_input_rows(
+            text or (),
+            text_pair or (),
+            image or (),
+            source,
+            values=values or (),
+            types=types,
+            encoding=encoding,
+            suffix=suffix,
+        )
     parsed = parse_parameters(parameters or ())
     answers = send_rows(name, rows, url=url, parameters=parsed, timeout_s=limit_s)
     if as_json:
@@ -222,27 +277,76 @@ def _generate(
     )
 
 
+def _parse_columns(pairs: Sequence[str]) -> dict[str, str]:
+    columns = {}
+    for pair in pairs:
+        key, _, column = pair.partition("=")
+        if not key or not column:
+            raise UserError(
+                "--parameter-column",
+                "must be KEY=COLUMN",
+                given=pair,
+                remedy="Write for example --parameter-column top_k=wanted",
+            )
+        columns[key] = column
+    return columns
+
+
+@contextmanager
+def _spooled(file: Path | None) -> Iterator[Any]:
+    """Yield the file of rows; standard input as a copy, since it is read twice."""
+    from triptych.client.bulk.jobs import SPOOLED
+
+    if file is None or str(file) != "-":
+        yield file
+        return
+    with tempfile.TemporaryDirectory(prefix=SPOOLED) as folder:
+        copy = Path(folder, "stdin")
+        with copy.open("wb") as target:
+            shutil.copyfileobj(sys.stdin.buffer, target)
+        yield copy
+
+
+@contextmanager
+def _continued(out: Path) -> Iterator[None]:
+    """Say how a run is continued that is interrupted in the block."""
+    from triptych.client.bulk.run import describe_stored
+
+    try:
+        with sigterm_as_interrupt():
+            yield
+    except KeyboardInterrupt:
+        told = describe_stored(out) or "nothing is stored: run the same command again"
+        status.print(f"interrupted: {told}", style="yellow", markup=False)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
 @contextmanager
 def _progress_display() -> Iterator[Callable[[BulkProgress], None]]:
     """Yield a function that prints the progress of a run.
 
-    A terminal shows each call, other outputs get a line every `_PROGRESS_INTERVAL_S`.
+    A terminal shows a bar, other outputs get a line every `_PROGRESS_INTERVAL_S`.
     """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     shown_at = time.monotonic()
-    with status.status("reading") as spinner:
+    shown = TextColumn("{task.description}", markup=False)
+    with Progress(
+        shown, BarColumn(), TimeRemainingColumn(), console=status, disable=not status.is_terminal
+    ) as bar:
+        task = bar.add_task("reading", total=None)
 
         def show(now: BulkProgress) -> None:
             nonlocal shown_at
-            left_s = (now.rows - now.done) / now.rows_per_s if now.rows_per_s else 0.0
             line = (
                 f"{now.done:,} of {now.rows:,} rows, {now.rows_per_s:,.0f} rows/s, "
-                f"{now.failed:,} failed, {left_s / 60:,.0f} min left"
+                f"{now.failed:,} failed"
             )
-            if status.is_terminal:
-                spinner.update(line)
-            elif time.monotonic() - shown_at > _PROGRESS_INTERVAL_S:
+            bar.update(task, description=line, completed=now.done, total=now.rows)
+            if not status.is_terminal and time.monotonic() - shown_at > _PROGRESS_INTERVAL_S:
                 shown_at = time.monotonic()
-                progress("infer", line)
+                left_s = (now.rows - now.done) / now.rows_per_s if now.rows_per_s else 0.0
+                progress("infer", f"{line}, {left_s / 60:,.0f} min left")
 
         yield show
 
@@ -253,7 +357,10 @@ def _print_run(done: BulkProgress, out: Path, as_json: bool) -> None:
     result = {"out": str(out), **done.as_dict()}
     if done.failed:
         rows = amount(done.rows, "row")
-        fail(as_json, result, f"{done.failed:,} of {rows}; column `error` of {out} has the reasons")
+        reasons = f"column `error` of {out} has the reasons"
+        if out.suffix.lower() == ".npy":
+            reasons = f"their rows in {out} are NaN or 0; another format has the reasons"
+        fail(as_json, result, f"{done.failed:,} of {rows}; {reasons}")
     if as_json:
         print_json(result)
         return

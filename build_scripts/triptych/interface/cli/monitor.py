@@ -237,6 +237,7 @@ def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRu
     from triptych.repository.manifest import build_id
     from triptych.spec.any_spec import load_compiled
 
+    began_s = time.process_time()
     spec = load_compiled(folders.pipelines / name)
     folder = options.reports / name / RUN_FOLDER
     timeline = read_timeline(folder)
@@ -254,6 +255,13 @@ def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRu
         servers=options.server_count,
         show_texts=options.show_texts,
     )
+    if result.rows:
+        spent_s = time.process_time() - began_s
+        progress(
+            "cost",
+            f"{spent_s:.1f} s of processor time on this machine, {1e3 * spent_s / result.rows:.0f} "
+            "ms a row, most of it in the original model",
+        )
     timeline = timeline.after(result, sample.known)
     write_report(lambda target: write_monitor_report(result, timeline, target), folder)
     return result

@@ -119,8 +119,20 @@ SAMPLES = Path("samples")
 API_KEY_VARIABLE = "TRIPTYCH_API_KEY"
 """Variable of the API key with which verbs connect to a server."""
 
-Name = Annotated[str, typer.Argument(help="Name of the pipeline's folder.")]
-Names = Annotated[list[str], typer.Argument(help="Names of the pipelines' folders.")]
+
+def _complete_name(incomplete: str) -> list[str]:
+    """Return the names of pipelines in the default folder that begin with a text, for a shell."""
+    found = (path.parent.name for path in PIPELINES.glob("*/pipeline.yaml"))
+    return sorted(name for name in found if name.startswith(incomplete))
+
+
+Name = Annotated[
+    str, typer.Argument(help="Name of the pipeline's folder.", autocompletion=_complete_name)
+]
+Names = Annotated[
+    list[str],
+    typer.Argument(help="Names of the pipelines' folders.", autocompletion=_complete_name),
+]
 Pipelines = Annotated[Path, typer.Option("--pipelines", help="Folder of the pipelines.")]
 Repository = Annotated[
     Path, typer.Option("--repository", "-r", help="Folder of the model repository.")

@@ -189,6 +189,8 @@ def build(
     # Every spec is read before the first build: a typo in the last one costs no time.
     specs = [load_any_spec(folders.pipelines / name, overrides or ()) for name in names]
     reason = (accept or "").strip()
+    if reports == REPORTS and folders.repository.name != REPOSITORY.name:
+        reports = REPORTS / folders.repository.name  # not over the report of the current build
     results = []
     for number, spec in enumerate(specs):
         status.print(f"{spec.name}", style="bold", markup=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -95,22 +97,33 @@ def dev(
 ) -> None:
     """Serve a pipeline, and rebuild it when its files change.
 
-    A failed build is reported, and the server keeps the previous one. Ctrl-C ends the server.
+    A pipeline that is built already is served at once, and built again in the background. An edit
+    of hooks.py is served after a short check, and marked as unchecked until the accuracy gate has
+    run. A failed build is reported, and the server keeps the previous one. Ctrl-C ends the server.
     """
-    from triptych.building.dev import Watch, rebuild
+    from triptych.building.dev import DevBuilds, rebuild
+    from triptych.repository.store import recover
     from triptych.serving.hot_reload import HotReload
     from triptych.serving.server import Server
+    from triptych.spec.spec import SPEC_FILE, check_folder
 
     folder = folders.pipelines / name
-    watch = Watch(folder)
+    check_folder(folder, folder / SPEC_FILE)
 
-    def build(changed: list[str]) -> bool:
-        done = rebuild(folder, folders.repository, overrides or (), progress)
+    def build(changed: list[str]) -> Round:
+        return rebuild(folder, folders.repository, overrides or (), progress, changed)
+
+    def show(changed: list[str], done: Round) -> None:
         _print_round(done, as_json=as_json, changed=changed)
-        return done.built is not None
 
-    if not build([]):
-        raise typer.Exit(EXIT_FINDINGS)
+    builds = DevBuilds(folder, build, show)
+    recover(folders.repository)
+    outdated = _is_built(folders.repository, name)
+    if not outdated:
+        done = build([])
+        show([], done)
+        if done.built is None:
+            raise typer.Exit(EXIT_FINDINGS)
     server = Server(folders.repository, models=[name], **vars(ports))
     exchange = HotReload(
         server,
@@ -120,12 +133,15 @@ def dev(
     )
 
     def check_files() -> bool:
-        changed = watch.changed()
-        if changed:
-            build(changed)
+        builds.poll()
         return exchange.poll()
 
     def announce() -> None:
+        nonlocal outdated
+        if outdated:  # at the first start
+            outdated = False
+            progress("build", "an earlier build is served; the files are built behind it")
+            builds.start()
         if as_json:
             print(json.dumps({"grpc": server.grpc_url, "pid": server.pid}), flush=True)
             return
@@ -136,6 +152,21 @@ def dev(
         )
 
     run(server, announce, timeout_s=timeout_s, meanwhile=check_files)
+    if builds.is_busy:  # the interpreter cannot end a thread that computes
+        status.print("the build in progress is dropped", markup=False)
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _is_built(repository: Path, name: str) -> bool:
+    """Return whether a build of the pipeline can be served as it is."""
+    from triptych.serving.endpoint import check_built
+
+    try:
+        check_built(repository, name)
+    except UserError:
+        return False
+    return True
 
 
 def _print_round(done: Round, *, as_json: bool, changed: list[str]) -> None:
@@ -488,6 +519,10 @@ def verify(
     exit_with_verdict(verification_data(result), lines, passed=result.passed, as_json=as_json)
 
 
+_MARKS = {"info": ("missing", ""), "warning": ("warning", "yellow"), "error": ("broken", "red")}
+"""Mark and style of a line of `doctor`, by severity; what is missing may not be needed."""
+
+
 @verb()
 def doctor(ports: Ports, as_json: Json = False) -> None:
     """Check this machine, and print how to fix what is missing."""
@@ -500,10 +535,13 @@ def doctor(ports: Ports, as_json: Json = False) -> None:
         print_json(findings)
     else:
         for finding in findings:
+            mark, style = _MARKS[finding["severity"]]
             if finding["severity"] == "info" and not finding["remedy"]:
-                say(output, f"ok: {finding['id']}: {finding['given']}")
-            else:
-                print_finding(output, finding)
+                mark, style = "ok", "green"
+            say(output, f"{mark:8} {finding['id']:18} {finding['given']}", style)
+            if finding["remedy"]:
+                say(output, f"{'':8} {finding['rule']}")
+                say(output, f"{'':8} -> {finding['remedy']}")
         output.print(amount(errors, "error") if errors else "no problems found", markup=False)
     raise typer.Exit(EXIT_FINDINGS if errors else 0)
 

@@ -99,7 +99,11 @@ class MonitorRun:
     def summary(self) -> str:
         """Text about a run without alarm and drift, and about the evidence that it lacks."""
         if not self.rows:
-            return "nothing was compared in this run, so it says nothing about the answers"
+            return (
+                "nothing was compared in this run, so it says nothing about the answers; a server "
+                "writes sampled rows at the end of each window (serving.sample.window_s, by "
+                "default 60 s), and each row is compared once"
+            )
         lacking = [test for test in self.tests if not test.is_proven]
         if not lacking:
             return "no alarms, no drift; the limits are met with 95 % confidence"
@@ -186,9 +190,19 @@ def format_test(test: MeanTest) -> str:
     mean = "-" if test.mean is None else f"{test.mean:.4g}"
     return (
         f"  {test.name}: mean loss {mean} over {test.rows} rows since the build"
-        f" (limit {test.allowed:.2g}), evidence 10^{test.evidence:.1f},"
-        f" alarm from 10^{test.needed:.1f}"
+        f" (limit {test.allowed:.2g}): {_evidence_in_words(test)}"
+        f" (10^{test.evidence:.1f}; an alarm needs 10^{test.needed:.1f})"
     )
+
+
+def _evidence_in_words(test: MeanTest) -> str:
+    """Return how strong the evidence is that a limit is exceeded."""
+    if test.alarmed:
+        return "the limit is exceeded"
+    if test.evidence <= 0:
+        return "no evidence that it is exceeded"
+    strength = "weak" if test.evidence < test.needed / 2 else "strong"
+    return f"{strength} evidence that it is exceeded"
 
 
 RUN_FOLDER = "monitor"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -249,16 +250,37 @@ def _in_manifest(model: Model, *keys: str) -> Any:
 
 def manifest_files(model: Model) -> Iterator[Flaw]:
     """Check that every file in the build manifest is unchanged since the build."""
+    missing: dict[str, list[str]] = {}
     for name, digest in sorted((_in_manifest(model, "files") or {}).items()):
         path = model.repository.root / name
-        there = is_file(path)
-        if not there or sha256_of(path) != digest.lower().removeprefix("sha256:"):
-            yield error(
-                f"must be as it was built and verified, see {model.manifest_file}",
-                "the content has changed" if there else "the file is missing",
-                f"Build {model.name} again: change the pipeline, not its built files",
-                name,
+        if not is_file(path):
+            missing.setdefault(_missing_folder(model.repository.root, path) or name, []).append(
+                name
             )
+        elif sha256_of(path) != digest.lower().removeprefix("sha256:"):
+            yield _changed(model, name, "the content has changed")
+    for place, files in missing.items():
+        one = files == [place]
+        given = "the file is missing" if one else f"the folder is missing, with {len(files)} files"
+        yield _changed(model, place, given)
+
+
+def _changed(model: Model, place: str, given: str) -> Flaw:
+    return error(
+        f"must be as it was built and verified, see {model.manifest_file}",
+        given,
+        f"Build {model.name} again: change the pipeline, not its built files",
+        place,
+    )
+
+
+def _missing_folder(root: Path, path: Path) -> str:
+    """Return the outermost missing folder of a missing file, or of the file that a link names."""
+    target = Path(os.path.normpath(path.parent / path.readlink())) if path.is_symlink() else path
+    missing = [folder for folder in target.parents if not exists(folder)]
+    if not missing or not missing[-1].is_relative_to(root):
+        return ""
+    return missing[-1].relative_to(root).as_posix()
 
 
 def traffic(model: Model) -> Iterator[Flaw]:
@@ -351,7 +373,18 @@ _GPU_MODULES = {
 
 def python_model(model: Model) -> Iterator[Flaw]:
     """Check that every Python file parses, and that the model file defines its class."""
+    broken = [source for source in model.sources if _is_broken_link(source.path)]
+    if broken:
+        files = f"{broken[0].file} and {len(broken) - 1} more" if broken[1:] else broken[0].file
+        yield error(
+            "must have no links to files that are missing",
+            f"{files}, to {broken[0].path.readlink().parent}",
+            "Copy the repository with its links, or build the pipeline again",
+            broken[0].file,
+        )
     for source in model.sources:
+        if source in broken:
+            continue
         if source.problem:
             yield error(
                 "must be Python that parses",
@@ -415,7 +448,12 @@ def python_import(model: Model) -> Iterator[Flaw]:
 
 
 def _is_module(path: Path) -> bool:
-    return exists(path.parent / f"{path.name}.py") or exists(path)
+    module = path.parent / f"{path.name}.py"
+    return exists(module) or exists(path) or _is_broken_link(module)  # `python_model` reports it
+
+
+def _is_broken_link(path: Path) -> bool:
+    return path.is_symlink() and not exists(path)
 
 
 def python_kind(model: Model) -> Iterator[Flaw]:

@@ -29,10 +29,11 @@ from typing import Any, Literal
 import numpy as np
 
 from triptych.base.errors import UserError
+from triptych.base.extras import install_command
 from triptych.base.files import scratch_folder
 from triptych.base.wheels import download_wheels
 from triptych.serving.bench.perf_output import PERCENTILE, LoadResult, read_export
-from triptych.serving.embedded import INSTALL_LOCAL, find_wheel
+from triptych.serving.embedded import find_wheel
 
 # The last release whose binary runs on glibc 2.35, like the embedded server; later ones need 2.38.
 VERSION = "2.51.0"
@@ -146,7 +147,7 @@ def _link_libraries(folder: Path) -> None:
                 "perf_analyzer",
                 f"needs {name}, which comes with the `nvidia-pytriton` wheel",
                 given="a wheel without it" if wheel else "no such wheel",
-                remedy=f"Run `{INSTALL_LOCAL}`, or put a perf_analyzer that runs on PATH",
+                remedy=f"Run `{install_command('local')}`, or put a perf_analyzer on PATH",
             )
         (folder / name).symlink_to(found[0].resolve())
 

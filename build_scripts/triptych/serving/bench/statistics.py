@@ -9,8 +9,8 @@ from typing import Any
 
 from tritonclient import grpc
 
-from triptych.base.errors import UserError
-from triptych.client.server_info import StepStatistics, read_statistics
+from triptych.client.errors import status_error
+from triptych.client.server_info import StepStatistics, read_statistics, request_failure
 from triptych.serving.bench.results import StepUse
 
 STEPS = ("preprocess", "core", "postprocess")
@@ -98,19 +98,9 @@ class ServerCounts:
         try:
             return ask(model, client_timeout=_TIMEOUT_S)
         except grpc.InferenceServerException as error:
-            if str(error.status()).endswith(("NOT_FOUND", "INVALID_ARGUMENT")):
-                raise UserError(
-                    "pipeline",
-                    "must be a model that the server has loaded",
-                    given=f"{model}: {error.message()}",
-                    remedy="Check its name, and the server's log",
-                ) from error
-            raise UserError(
-                "url",
-                "must be the gRPC address of a running server",
-                given=f"{self._url}: {error.message()}",
-                remedy="Start it with `triptych serve NAME`, or check host and port",
-            ) from error
+            code = str(error.status()).removeprefix("StatusCode.")
+            failure = status_error(code, error.message(), url=self._url)
+            raise request_failure(model, self._url, failure) from error
 
 
 def step_use(step: ServedStep, counts: Counts, share: float, seconds: float) -> StepUse:

