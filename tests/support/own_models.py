@@ -372,3 +372,139 @@ def write_sounds(folder: Path, **fields: Any) -> Path:
 def make_sound(length: int, seed: int) -> Any:
     """Return int16 samples of noise."""
     return (np.random.default_rng(seed).normal(size=length) * 3000).astype(np.int16)
+
+
+def save_dense(path: Path, name: str, size: int, outputs: Mapping[str, int], seed: int) -> None:
+    """Write a network with one layer with random weights for each output of an input."""
+    random = np.random.default_rng(seed)
+    weights = {n: random.normal(size=(size, w)).astype(np.float32) for n, w in outputs.items()}
+    nodes = [NODE("MatMul", [name, f"w_{output}"], [output]) for output in outputs]
+    save_graph(
+        path,
+        nodes,
+        [MAKE(name, FLOAT, ["n", size])],
+        [MAKE(output, FLOAT, ["n", width]) for output, width in outputs.items()],
+        {f"w_{output}": value for output, value in weights.items()},
+    )
+
+
+PAIR_HOOKS = """
+import numpy as np
+
+
+def preprocess(rows, parameters):
+    counts = np.array([[text.count(letter) for letter in "abcdefgh"] for text in rows["text"]])
+    return {"counts": counts.astype(np.float32), "length": counts.sum(1, keepdims=True)}
+
+
+def postprocess(arrays, rows):
+    vector = arrays["vectors.result"]
+    norm = np.linalg.norm(vector, axis=1, keepdims=True) + 1e-9
+    best = arrays["classes.result"].argmax(axis=1)
+    return {
+        "vector": vector / norm,
+        "label": [f"class {index}" for index in best],
+        "letters": arrays["length"][:, 0],
+        "echo": rows["text"],
+    }
+"""
+
+
+def write_pair(folder: Path, **fields: Any) -> Path:
+    """Write a pipeline with two models that get one array: a vector and a class."""
+    folder.mkdir(parents=True)
+    save_dense(folder / "vectors.onnx", "counts", 8, {"result": 6}, 1)
+    save_dense(folder / "classes.onnx", "counts", 8, {"result": 3}, 2)
+    (folder / "hooks.py").write_text(PAIR_HOOKS.lstrip())
+    random = np.random.default_rng(3)
+    texts = ["".join(random.choice(list("abcdefgh "), 12)) for _ in range(40)]
+    write_rows(folder, [{"text": text} for text in texts])
+    spec = {
+        "task": "model",
+        "models": {
+            "vectors": {"onnx": "vectors.onnx"},
+            "classes": {"onnx": "classes.onnx", "instances": 2, "core": {"threads": 1}},
+        },
+        "inputs": {"text": {"type": "text"}},
+        "outputs": {
+            "vector": {"type": "float", "shape": [6], "metric": "cosine"},
+            "label": {"type": "text"},
+            "letters": {"type": "int"},
+            "echo": {"type": "text"},
+        },
+        **fields,
+    }
+    (folder / "pipeline.yaml").write_text(json.dumps(spec))
+    return folder
+
+
+CHAIN_HOOKS = """
+
+
+def crop(arrays, parameters):
+    images, where, counts = [], [], []
+    for pixels, boxes, scores in zip(arrays["pixels"], arrays["boxes"], arrays["scores"]):
+        kept = _suppress(boxes, scores, parameters["threshold"], parameters["overlap"])
+        counts.append(len(kept))
+        for x1, y1, x2, y2 in boxes[kept].round().astype(int):
+            part = pixels[:, max(y1, 0) : max(y2, y1 + 1), max(x1, 0) : max(x2, x1 + 1)]
+            images.append(_fit(part) if part.size else np.zeros((3, 8, 8), np.float32))
+        where.append(boxes[kept])
+    where = np.concatenate(where) / np.repeat(arrays["scale"], counts, axis=0)
+    return {"parts": np.array(images), "where": where}, counts
+
+
+def _fit(part):
+    rows, columns = (np.linspace(0, size - 1, 8).round().astype(int) for size in part.shape[1:])
+    return part[:, rows][:, :, columns]
+
+
+def postprocess(arrays, rows, counts):
+    ends = np.cumsum(counts)[:-1]
+    tall = arrays["shape"].argmax(axis=1)
+    return {
+        "box": np.split(arrays["where"], ends),
+        "label": [[("light", "dark")[i] for i in part] for part in np.split(tall, ends)],
+        "size": [len(data) for data in rows["image"]],
+    }
+"""
+
+
+def write_chain(folder: Path, **fields: Any) -> Path:
+    """Write a pipeline that detects bright rectangles and classifies each of them."""
+    write_detector(folder)
+    nodes = [
+        NODE("Flatten", ["parts"], ["flat"], axis=1),
+        NODE("MatMul", ["flat", "weight"], ["product"]),
+        NODE("Add", ["product", "bias"], ["shape"]),
+    ]
+    weight = np.stack([np.full(192, 1 / 192), np.full(192, -1 / 192)], axis=1)
+    save_graph(
+        folder / "classifier.onnx",
+        nodes,
+        [MAKE("parts", FLOAT, ["n", 3, 8, 8])],
+        [MAKE("shape", FLOAT, ["n", 2])],
+        {"weight": weight.astype(np.float32), "bias": np.array([0, 1], np.float32)},
+    )
+    before = HOOKS[: HOOKS.index("def postprocess")] + HOOKS[HOOKS.index("def _suppress") :]
+    before = before.replace("import onnx\n", "")
+    before = before.replace('"scale": scale}', '"scale": scale, "pixels": pixels}')
+    (folder / "hooks.py").write_text(before.lstrip() + CHAIN_HOOKS)
+    spec = {key: value for key, value in SPEC.items() if key not in ("model", "outputs")} | {
+        "models": {
+            "detector": {"onnx": "detector.onnx"},
+            "classifier": {
+                "onnx": "classifier.onnx",
+                "step": "crop",
+                "core": {"max_batch_size": 64},
+            },
+        },
+        "outputs": {
+            "box": {"type": "float", "shape": ["detections", 4], "metric": "iou"},
+            "label": {"type": "text", "shape": ["detections"]},
+            "size": {"type": "int"},
+        },
+        **fields,
+    }
+    (folder / "pipeline.yaml").write_text(json.dumps(spec))
+    return folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from triptych.base.cache import versions_of
@@ -17,14 +17,17 @@ from triptych.core.engine.stage import (
     write_engine_samples,
 )
 from triptych.core.export.to_onnx import LIBRARIES
+from triptych.core.gate.cached import coarsest_of, join_gates
 from triptych.core.gate.ranges import find_ranges
 from triptych.core.gate.runs import write_warm_ups
 from triptych.core.gate_rows import measure_diversity
 from triptych.core.inputs import PipelineInputs
+from triptych.core.own_chain import open_artifact
 from triptych.core.precision.stage import CheckedCore, full_precision, lower_precision, shared_core
 from triptych.repository.card import CARD_FILE, render_card
 from triptych.repository.manifest import (
     MANIFEST_FILE,
+    CoreRecord,
     EncoderManifest,
     find_manifest,
     make_manifest,
@@ -32,7 +35,7 @@ from triptych.repository.manifest import (
 )
 from triptych.repository.python_env import make_python_env
 from triptych.repository.records import DryRun
-from triptych.repository.render import Rendered, render
+from triptych.repository.render import CoreFiles, Rendered, render
 from triptych.repository.sharing import check_sharers, owner_of_core
 from triptych.repository.store import hash_files
 from triptych.spec.model_source import read_license
@@ -62,11 +65,32 @@ def make_encoder_core(
         UserError: The model cannot be exported or converted.
     """
     core = _make_core(inputs, repository, progress, accept, write)
+    if inputs.others:
+        core = _make_others(core, repository, progress, accept, write)
     if built_after is not None:
         spec = inputs.plan.spec
         own_key = core.key if spec.core.shared_from is None else None
         check_sharers(repository, spec.name, own_key, built_after)
     return core
+
+
+def _make_others(
+    core: CheckedCore,
+    repository: Path,
+    progress: Progress,
+    accept: str,
+    write: WriteRepository,
+) -> CheckedCore:
+    """Return the first core with those of the other models, and with the gate of the pipeline."""
+    cores = [core]
+    for inputs in core.inputs.others:
+        behind = inputs.run_behind(
+            {each.plan.model: open_artifact(each.file) for each in cores},
+            {each.plan.model: each.files for each in cores},
+            coarsest_of([each.gate.precision for each in cores]),
+        )
+        cores.append(_make_core(behind, repository, progress, accept, write))
+    return replace(core, cores=tuple(cores), gate=join_gates([each.gate for each in cores]))
 
 
 def _make_core(
@@ -99,14 +123,15 @@ def render_encoder(
         UserError: NVIDIA's parser or builder refuses the graph.
     """
     plan, name = core.plan, core.plan.spec.name
-    shared = plan.spec.core.shared_from is not None
+    others = [CoreFiles(each.plan, each.file, _warm_ups(each, progress)) for each in core.cores[1:]]
     files = render(
         plan,
         core_file=core.file,
         tokenizer_file=core.inputs.tokenizer_file,
         hooks=core.inputs.hooks,
         question=core.inputs.shortest_row,
-        warm_ups=None if shared else write_warm_ups(core.inputs, core.file, core.files, progress),
+        warm_ups=_warm_ups(core, progress),
+        others=others,
         samples=write_engine_samples(core.inputs, progress),
         python_env=make_python_env(plan, progress) if plan.spec.serving.python_env else None,
         ranges=find_ranges(core.inputs, progress),
@@ -117,7 +142,11 @@ def render_encoder(
     )
     previous = find_manifest(repository, name, EncoderManifest)
     # The hashes are of the graph that the gate ran, so `serve` rejects a file changed since then.
-    graph = {f"{plan.step('core')}/1/{part}": digest for part, digest in core.files.items()}
+    graph = {
+        f"{each.plan.step('core')}/1/{part}": digest
+        for each in core.cores or (core,)
+        for part, digest in each.files.items()
+    }
     hashes = hash_files(files, graph)
     engine = find_reusable_engine(
         repository, plan, previous, hashes, planned_engine(plan, core.gate)
@@ -141,9 +170,21 @@ def render_encoder(
         dry_run=dry_run,
         variety={} if variety is None else asdict(variety),
         previous=previous,
+        cores={
+            each.plan.model: CoreRecord(each.key, each.source_key, each.gate.precision)
+            for each in core.cores
+        },
     )
     files[f"{name}/{MANIFEST_FILE}"] = manifest.as_bytes()
-    return Rendered(files, [repository / plan.step("core")] if shared else [])
+    shared = [each for each in plan.cores if each.spec.core.shared_from is not None]
+    return Rendered(files, [repository / each.step("core") for each in shared])
+
+
+def _warm_ups(core: CheckedCore, progress: Progress) -> Path | None:
+    """Return the folder with the data of a core's warm-ups; None if it is another pipeline's."""
+    if core.plan.spec.core.shared_from is not None:
+        return None
+    return write_warm_ups(core.inputs, core.file, core.files, progress)
 
 
 def _dry_run(

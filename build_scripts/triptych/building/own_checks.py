@@ -27,16 +27,19 @@ from triptych.building.pipeline_checks import (
     run_tests,
     without_bytecode,
 )
-from triptych.core.export.own_graph import RunGraph, open_own_model
+from triptych.core.export.own_graph import RunGraph, open_own_model, read_graph
 from triptych.core.gate.answers import equal_outputs
-from triptych.core.own_inputs import OwnReader, find_interface, read_interface, takes_rows
+from triptych.core.own_chain import run_models
+from triptych.core.own_reader import OwnReader
+from triptych.core.own_stages import find_stages, takes_rows
 from triptych.core.requests import GateRequest
 from triptych.runtime.hooking import HOOKS_FILE, MODULE_NAME, NUMPY_TYPES, REDACT, load_hooks
 from triptych.runtime.own_model import OwnDecoder, OwnRowMaker
+from triptych.runtime.own_step import OwnStep
 from triptych.runtime.request_errors import RequestError
-from triptych.runtime.row_types import CoreRows, RowInputs
+from triptych.runtime.row_types import Arrays, CoreRows, RowInputs, find_class
 from triptych.spec.model_fields import ModelSpec, load_model_spec
-from triptych.spec.model_info import ModelInfo, OwnInterface
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.tasks.own import COMPARE_PREFIX, own_task
 from triptych.spec.traffic import TRAFFIC_FILE
 
@@ -80,7 +83,7 @@ def check_own_pipeline(folder: Path) -> list[Check]:
             hooks = None
             checks.append(Check("hooks", note="none: tensors of the same name are passed on"))
         if checks[-1].severity != "error":
-            checks += _run_functions(spec, reader, requests, takes_rows=takes_rows(hooks))
+            checks += _run_functions(spec, reader, requests, hooks)
     if hooks is not None:
         checks.append(run_tests(folder))
     return checks
@@ -93,7 +96,12 @@ def _check_functions(spec: ModelSpec, hooks: ModuleType | None) -> Check:
         for name, field in spec.outputs.items()
         if field.compared_by == "function"
     }
-    known = {**FUNCTIONS, **dict.fromkeys(compared, ("actual", "expected")), REDACT: None}
+    known = {
+        **dict.fromkeys(spec.steps, FUNCTIONS["postprocess"]),
+        **FUNCTIONS,
+        **dict.fromkeys(compared, ("actual", "expected")),
+        REDACT: None,
+    }
     for name, value in vars(hooks).items():
         is_own = inspect.isfunction(value) and value.__module__ == MODULE_NAME
         if name in known:
@@ -132,37 +140,61 @@ class _Chunk(NamedTuple):
 
 
 def _run_functions(
-    spec: ModelSpec, reader: OwnReader, requests: Sequence[GateRequest], *, takes_rows: bool
+    spec: ModelSpec,
+    reader: OwnReader,
+    requests: Sequence[GateRequest],
+    hooks: ModuleType | None,
 ) -> list[Check]:
-    # A module shows its outputs by its results alone.
-    original = synthetic_graph(()) if spec.model.onnx is not None else open_own_model(spec)
     try:
-        graph = read_interface(spec, reader, requests, original)
+        runs = {name: _open_synthetic(spec.with_model(name)) for name in spec.models or [""]}
+        found = find_stages(spec, reader, requests, runs, rows=takes_rows(hooks, spec))
     except UserError as error:
-        return [Check("model", "error", str(error))]
-    try:
-        own = OwnInterface(graph.inputs, graph.outputs, takes_rows=takes_rows)
-        run = synthetic_graph(own.outputs)
-        own = find_interface(own, reader.discover(own, requests), spec, run)
-    except UserError as error:
+        if isinstance(error.__cause__, RequestError) and len(spec.steps) > 1:
+            note = f"{error} (of synthetic outputs of the core)"
+            return [Check("between-models", "warning", note)]
         return [Check("preprocess", "error", str(error))]
-    info = ModelInfo("", "", 0, 0, 0, own=own)
+    first = found.stages[0]
+    info = ModelInfo("", "", 0, 0, 0, own=first.own)
+    task = own_task(spec)
     maker = reader.maker(info)
-    decoder = OwnDecoder(own_task(spec).settings(info), spec.folder)
     alone = [_Chunk(request.row_inputs, [index]) for index, request in enumerate(requests)]
     together = _joined(reader, requests)
     made, preprocess = _check_preprocess(maker, alone, together)
     if preprocess.severity == "error":
         return [preprocess]
-    # A core returns for a row in a batch what it returns alone.
-    feeds = [{t.name: each.tensors[t.name] for t in own.inputs} for each in made]
-    outputs = [run(feed) for feed in feeds]
-    shown = ", ".join(tensor.name for tensor in (*own.inputs, *own.outputs))
-    return [
-        Check("model", note=shown),
-        preprocess,
-        _check_postprocess(decoder, own, requests, made, outputs),
-    ]
+    graphs = found.graphs.values()
+    shown = ", ".join(t.name for graph in graphs for t in (*graph.inputs, *graph.outputs))
+    checks = [Check("model", note=shown), preprocess]
+    arrays: Sequence[Arrays] = [each.tensors for each in made]
+    for index, stage in enumerate(found.stages):
+        # A core returns for a row in a batch what it returns alone.
+        past = [tensor.name for tensor in stage.own.past_core]
+        results = [
+            {**run_models(runs, stage.models, each), **{name: each[name] for name in past}}
+            for each in arrays
+        ]
+        if index + 1 < len(found.stages):
+            step = reader.step(found.stages[index + 1])
+            arrays, check = _check_behind(step.name, step, requests, results)
+        else:
+            decoder = find_class(task.decode)(task.settings(info), spec.folder)
+            arrays, check = _check_behind("postprocess", decoder, requests, results)
+        checks.append(check)
+        if len(arrays) < len(requests):
+            break
+    return checks
+
+
+def _open_synthetic(spec: ModelSpec) -> RunGraph:
+    """Return a function with synthetic outputs of the model's shapes.
+
+    A module shows its outputs by its results alone.
+    """
+    return (
+        synthetic_graph(read_graph(spec).outputs)
+        if spec.model.onnx is not None
+        else open_own_model(spec)
+    )
 
 
 def _joined(reader: OwnReader, requests: Sequence[GateRequest]) -> list[_Chunk]:
@@ -205,33 +237,30 @@ def _check_preprocess(
     return made, Check("preprocess", note=f"{len(alone)} rows, {row_us:,.0f} us a row")
 
 
-def _check_postprocess(
-    decoder: OwnDecoder,
-    own: OwnInterface,
+def _check_behind(
+    name: str,
+    decoder: OwnDecoder | OwnStep,
     requests: Sequence[GateRequest],
-    made: Sequence[CoreRows],
-    outputs: Sequence[Mapping[str, NDArray[Any]]],
-) -> Check:
-    past_core = [tensor.name for tensor in own.past_core]
-    began, answers = time.perf_counter(), []
-    for request, core_rows, values in zip(requests, made, outputs, strict=True):
-        arrays = {**values, **{name: core_rows.tensors[name] for name in past_core}}
+    results: Sequence[Arrays],
+) -> tuple[list[Arrays], Check]:
+    """Return what a function behind a model makes of synthetic results, as far as it does."""
+    began, answers = time.perf_counter(), list[Arrays]()
+    for request, arrays in zip(requests, results, strict=True):
         try:
             answers.append(decoder.decode(arrays, (), request.parameters))
         except RequestError as error:
-            return Check("postprocess", "warning", f"{error} (of synthetic outputs of the core)")
+            return [], Check(name, "warning", f"{error} (of synthetic outputs of the core)")
         except RuntimeError as error:
             if error.__cause__ is None or isinstance(error.__cause__, TypeError | ValueError):
-                return Check("postprocess", "error", str(error))
+                return [], Check(name, "error", str(error))
             note = (
                 f"{error} (of synthetic outputs of the core: `build` calls it with the model's own)"
             )
-            return Check("postprocess", "warning", note)
+            return [], Check(name, "warning", note)
     row_us = (time.perf_counter() - began) / len(requests) * 1e6
     shapes = ", ".join(f"{name} {list(value.shape[1:])}" for name, value in answers[0].items())
-    return Check(
-        "postprocess", note=f"{len(answers)} synthetic rows, {row_us:,.0f} us a row: {shapes}"
-    )
+    note = f"{len(answers)} synthetic rows, {row_us:,.0f} us a row: {shapes}"
+    return answers, Check(name, note=note)
 
 
 def synthetic_graph(outputs: Sequence[Tensor]) -> RunGraph:

@@ -9,12 +9,15 @@ from types import ModuleType
 from typing import Any
 
 from triptych.base.errors import Progress, UserError
+from triptych.core.export.own_graph import RunGraph
 from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, gate_rows
+from triptych.core.own_chain import Chain
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, Sample
 from triptych.repository.config_text import check_config_texts
 from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.runtime.hooking import HOOKS_FILE, REDACT, has_parameter, load_hooks
+from triptych.spec.fields import Precision
 from triptych.spec.model_fields import CompiledSpec, is_own
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import locate, read_model
@@ -72,6 +75,11 @@ class PipelineInputs:
         hooks: Content of the pipeline's ``hooks.py``; None if it has none.
         labeled: Rows with ground truth, if there are any.
         traffic: Every request of ``traffic.jsonl`` as a client sends it, for load tests.
+        chain: Functions and models of an own pipeline with several models, of which these are the
+            inputs of one; else None.
+        others: Inputs of the other models.
+        upstream: Hashes of the cores whose results are among the requests, by model.
+        coarsest: Lowest precision of these cores.
     """
 
     plan: Plan
@@ -83,6 +91,34 @@ class PipelineInputs:
     hooks: bytes | None
     labeled: LabeledRequests = field(default_factory=LabeledRequests)
     traffic: tuple[Mapping[str, Any], ...] = ()
+    chain: Chain | None = None
+    others: tuple[PipelineInputs, ...] = ()
+    upstream: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    coarsest: Precision = "fp32"
+
+    @property
+    def model(self) -> str:
+        """Name of the model, of several in one ensemble; else empty."""
+        return self.plan.model
+
+    def run_behind(
+        self,
+        cores: Mapping[str, RunGraph],
+        files: Mapping[str, Mapping[str, str]],
+        coarsest: Precision = "fp32",
+    ) -> PipelineInputs:
+        """Return the inputs with the results of cores in place of those of the user's models.
+
+        Args:
+            cores: Function that runs each core, by model.
+            files: Hashes of the files of each core.
+            coarsest: Lowest precision of the cores.
+        """
+        if self.chain is None:
+            return self
+        runs = {**self.chain.originals, **cores}
+        requests = self.chain.requests(self.model, self.requests, runs)
+        return replace(self, requests=tuple(requests), upstream=dict(files), coarsest=coarsest)
 
     @property
     def spec(self) -> CompiledSpec:

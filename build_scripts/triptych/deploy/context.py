@@ -160,7 +160,14 @@ def read_context(
     measured = read_measurements(build, options, reports)
     sizes = compute_sizes(build, options, measured, repository)
     version = build_id(repository, pipeline)[:VERSION_DIGITS]
-    metrics = Metrics(pipeline, options.namespace, options.workload, options.envoy, time_scale)
+    metrics = Metrics(
+        pipeline,
+        options.namespace,
+        options.workload,
+        options.envoy,
+        time_scale,
+        is_chain=bool(build.cores),
+    )
     candidate = baseline = None
     if options.mirrored is not None:
         other = options.mirrored.repository

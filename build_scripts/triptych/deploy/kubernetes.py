@@ -283,8 +283,9 @@ def ready_script() -> str:
 
 def monitor_memory(c: DeploymentContext) -> ExplainedValue:
     """Return the memory of one run of the monitor in MiB."""
-    core = c.repository / f"{c.pipeline}_core"
-    size_mib = sum(file.stat().st_size for file in core.rglob("*") if file.is_file()) / _MIB
+    cores = [c.repository / f"{c.pipeline}_core", *c.repository.glob(f"{c.pipeline}.*_core")]
+    files = [file for core in cores for file in core.rglob("*") if file.is_file()]
+    size_mib = sum(file.stat().st_size for file in files) / _MIB
     mib = _MONITOR_MIB + _MONITOR_CORE_FACTOR * size_mib
     return ExplainedValue(
         math.ceil(mib / _STEP_MIB) * _STEP_MIB,

@@ -37,6 +37,7 @@ class Metrics:
         envoy: Deployment of Envoy, configured as by `serve --replicas`; None if clients reach
             the servers directly.
         time_scale: Factor of every window; below 1 for tests.
+        is_chain: Whether the pipeline has several models.
     """
 
     pipeline: str
@@ -44,6 +45,7 @@ class Metrics:
     workload: str
     envoy: str | None = None
     time_scale: float = 1.0
+    is_chain: bool = False
 
     def window(self, text: str) -> str:
         """Return a duration such as ``5m``, scaled, as text."""
@@ -243,7 +245,10 @@ class Metrics:
         return self._select(name, f'model="{self.pipeline}"', *more)
 
     def _series(self, name: str, *steps: str) -> str:
-        models = "|".join(f"{self.pipeline}_{step}" for step in steps)
+        names = [f"{self.pipeline}_{step}" for step in steps]
+        if self.is_chain and steps == STEPS:
+            names.append(f"{self.pipeline}[.].+")
+        models = "|".join(names)
         return self._select(name, f'model=~"{models}"')
 
     def _rows(self, part: str) -> str:

@@ -24,16 +24,16 @@ def render_card(plan: Plan, gate: GateResult, *, license: str, unpacked: str) ->
         license: License of the model as its own card names it; empty if it names none.
         unpacked: Reason why the layout is not packed; empty if it is, or was not requested.
     """
-    spec, info = plan.spec, plan.info
+    spec = plan.spec
     about = {
         "task": spec.task,
         "inputs": ", ".join(tensor.name for tensor in plan.task.inputs),
         "outputs": ", ".join(tensor.name for tensor in plan.task.outputs),
-        "model": spec.model.source,
+        "model": plan.sources,
         "revision": spec.model.revision or "none given",
         "license of the model": license or "its files name none",
-        "architecture": info.architecture,
-        "SHA-256 of the model's files": info.sha256,
+        "architecture": ", ".join(core.info.architecture for core in plan.cores),
+        "SHA-256 of the model's files": ", ".join(core.info.sha256 for core in plan.cores),
         "precision": gate.precision,
         "layout": plan.layout + (f" ({unpacked})" if unpacked else ""),
         "oldest Triton": spec.serving.triton,

@@ -37,7 +37,7 @@ def explain(plan: Plan, step: str) -> dict[str, str]:
     Fields that `serving.config` sets have a comment that names it.
     """
     serving, reasons = plan.spec.serving, plan.reasons
-    comments = {"name": written_by(plan.spec.name)}
+    comments = {"name": written_by(plan.spec.name.partition(".")[0])}
     if step == "ensemble":
         comments |= {
             "version_policy": "serving.versions.",
@@ -50,7 +50,8 @@ def explain(plan: Plan, step: str) -> dict[str, str]:
         comments |= {
             "max_batch_size": _sentence(reasons["max_batch_size"]),
             "dynamic_batching": _STEP_BATCHING + _LIMITED_BY[serving.flow_control],
-            "instance_group": f"serving.instances.{step}. Each instance is a process.",
+            "instance_group": f"serving.instances.{plan.instances_of(step)}. Each instance is a "
+            "process.",
         }
     if step == "core":
         comments |= _core_comments(plan)
@@ -77,7 +78,7 @@ def own_comments(comments: dict[str, str], text: str, step: str) -> dict[str, st
 
 def _core_comments(plan: Plan) -> dict[str, str]:
     queue, on_gpu = plan.spec.serving.queue, plan.spec.core.device == "gpu"
-    group = "serving.instances.core"
+    group = "serving.instances.core" + f", or models.{plan.model}.instances" * bool(plan.model)
     if on_gpu:
         everywhere = plan.spec.serving.gpus == "all"
         group += " on each GPU of " + ("the server" if everywhere else "serving.gpus")

@@ -29,6 +29,7 @@ from triptych.repository.records import DryRun, EngineRecord, GateResult, plain_
 from triptych.runtime.triton_io import read_settings
 from triptych.spec.any_spec import AnySpec
 from triptych.spec.engine_plan import EnginePlan
+from triptych.spec.fields import Precision
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 from triptych.spec.kind import MODEL, Kind, kind_of_task
 from triptych.spec.model_fields import ModelSpec
@@ -126,6 +127,15 @@ def _kind_name(spec: Any) -> str:
     return (Kind.MODEL if task == MODEL else Kind.ENCODER).name
 
 
+@dataclass(frozen=True)
+class CoreRecord:
+    """Record of one of several cores; see `EncoderManifest`."""
+
+    core_key: str
+    source_key: str
+    precision: Precision
+
+
 @dataclass(frozen=True, kw_only=True)
 class EncoderManifest(BuildManifest):
     """The record of one build with a compiled graph as its core.
@@ -136,7 +146,10 @@ class EncoderManifest(BuildManifest):
         engine: The engine in the repository, if it was built of this core.
         dry_run: Result of the dry-run engine build; None if there was none. Older manifests call it
             ``rehearsal``.
+        cores: Record of each core by the name of its model, if there are several models.
     """
+
+    OPTIONAL = ("cores",)
 
     spec: Annotated[
         Annotated[PipelineSpec, Tag(Kind.ENCODER.name)]
@@ -150,6 +163,7 @@ class EncoderManifest(BuildManifest):
     dry_run: Annotated[
         DryRun | None, Field(validation_alias=AliasChoices("dry_run", "rehearsal"))
     ] = None
+    cores: Mapping[str, CoreRecord] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -205,6 +219,7 @@ def make_manifest(
     dry_run: DryRun | None,
     variety: Mapping[str, int | float],
     previous: EncoderManifest | None,
+    cores: Mapping[str, CoreRecord],
 ) -> EncoderManifest:
     """Return the manifest of an encoder; it has the time of `previous` if all else is equal.
 
@@ -240,6 +255,7 @@ def make_manifest(
         traffic=traffic,
         gate=gate,
         files=files,
+        cores=cores,
     )
     return with_time_of(manifest, previous)
 
@@ -345,4 +361,6 @@ def _task_in(content: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from triptych.base.releases import OLDEST, fields_newer_than, parse_release, without_newer_fields
-from triptych.base.tensors import ROW_SPAN, Tensor
+from triptych.base.tensors import REQUEST_TICKET, ROW_SPAN, Tensor
 from triptych.container.health import QUESTION_FILE
 from triptych.repository.bundle import Link, bundle
 from triptych.repository.config import (
@@ -33,7 +33,9 @@ from triptych.runtime.decode_rows import RANGES_FILE
 from triptych.runtime.own_model import FILES_FOLDER, ROW_TYPES, make_array
 from triptych.runtime.triton_io import SETTINGS_FILE
 from triptych.spec.model_fields import is_own
+from triptych.spec.model_info import ModelNames, OwnInterface, OwnStage
 from triptych.spec.plan import Plan
+from triptych.spec.tasks.own import step_settings
 from triptych.spec.tasks.task import CLASS_SCORES, LABELS_FILE, Task
 
 BATCH_TOKENS = {"cpu": 0, "gpu": 512}
@@ -93,6 +95,20 @@ class Rendered(NamedTuple):
     beside: Sequence[Path] = ()
 
 
+class CoreFiles(NamedTuple):
+    """Files of a core.
+
+    Attributes:
+        plan: Plan of the core.
+        file: Path of the ``model.onnx``.
+        warm_ups: Folder with the data of the warm-ups; None if another pipeline owns the core.
+    """
+
+    plan: Plan
+    file: Path
+    warm_ups: Path | None
+
+
 class Ranges(NamedTuple):
     """File with the ranges of the vectors' elements, and the sizes of unit vectors in it."""
 
@@ -129,6 +145,7 @@ def render(
     samples: Path | None = None,
     python_env: Path | None = None,
     ranges: Ranges | None = None,
+    others: Sequence[CoreFiles] = (),
 ) -> dict[str, Content]:
     """Return every file of the pipeline except its manifest, by path relative to the repository.
 
@@ -145,34 +162,19 @@ def render(
         python_env: Archive of the steps' packages, if the spec has `serving.python_env`.
         ranges: Ranges of the vectors' elements, for text-embedding.
         plan: Plan of the pipeline.
+        others: Files of the cores of the other models.
     """
-    name, task = plan.spec.name, plan.task
-    beside = () if plan.info.own is None else plan.info.own.past_core
-    outputs = [tensor.name for tensor in (*plan.core.outputs, *beside)]
-    answers = {
-        "core_outputs": outputs,
-        "decoder": task.decode,
-        "outputs": plan.task.output_settings,
-        "packed_tokens": plan.packed and plan.core.per_token,
-    }
-    if ranges is not None:
-        answers["range_sizes"] = list(ranges.sizes)
-    from_core = (*plan.core.outputs, *plan.past_core)
-    configs = {
-        "ensemble": _ensemble(plan),
-        "preprocess": _python_step(
-            plan, "preprocess", plan.request_inputs, plan.preprocess_outputs
-        ),
-        "postprocess": _python_step(plan, "postprocess", from_core, task.outputs),
-    }
-    files = _python_files(plan, tokenizer_file, hooks)
-    for step, own in (("preprocess", _row_settings(plan)), ("postprocess", answers)):
+    name = plan.spec.name
+    files, configs = _python_files(plan, tokenizer_file, hooks), {"ensemble": _ensemble(plan)}
+    steps = python_steps(plan, ranges)
+    for step, (read, made, own) in steps.items():
+        configs[step] = _python_step(plan, step, read, made)
         folder = f"{plan.step(step)}/1"
         names = _find_settings_read(files, folder)
         used = {name: value for name, value in {**_settings(plan), **own}.items() if name in names}
         files[f"{folder}/{SETTINGS_FILE}"] = print_settings(used)
     if python_env is not None:
-        for step in ("preprocess", "postprocess"):
+        for step in steps:
             configs[step].parameters[ENV_PARAMETER].string_value = ENV_PATH
             files[f"{plan.step(step)}/{ENV_FILE}"] = python_env
     for step, config in configs.items():
@@ -187,17 +189,92 @@ def render(
         files[f"{plan.step('postprocess')}/1/{RANGES_FILE}"] = ranges.file
     if samples is not None:
         files[f"{name}/{SAMPLES_FILE}"] = samples
-    if warm_ups is not None:
-        files |= _core_files(plan, core_file, warm_ups)
+    for core in (CoreFiles(plan, core_file, warm_ups), *others):
+        if core.warm_ups is not None:
+            files |= _core_files(core.plan, core.file, core.warm_ups)
     return files
 
 
-def step_roots(task: Task, parts: Iterable[str]) -> dict[str, list[str]]:
+def stages_of(plan: Plan) -> tuple[OwnStage, ...]:
+    """Return the functions of a pipeline and their models; one of each for most pipelines."""
+    if plan.stages:
+        return plan.stages
+    inputs, outputs = (
+        {t.name: t.name for t in each} for each in (plan.core_inputs, plan.core.outputs)
+    )
+    past_core = () if plan.info.own is None else plan.info.own.past_core
+    own = OwnInterface(plan.core_inputs, plan.core.outputs, past_core)
+    return (OwnStage("preprocess", own, (ModelNames("", inputs, outputs),)),)
+
+
+def _past(plan: Plan, index: int) -> tuple[tuple[Tensor, ...], list[str]]:
+    """Return the tensors that go past the models of a stage, and the names for the step behind.
+
+    The names are those of the results that its function takes, without the ticket.
+    """
+    own = stages_of(plan)[index].own
+    tensors = (REQUEST_TICKET, *own.past_core) if index else plan.past_core
+    return tensors, [tensor.name for tensor in (*own.outputs, *own.past_core)]
+
+
+class PythonStep(NamedTuple):
+    """Tensors and settings of a Python step."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    settings: Mapping[str, object]
+
+
+def python_steps(plan: Plan, ranges: Ranges | None) -> dict[str, PythonStep]:
+    """Return the Python steps in the order of the ensemble."""
+    steps: dict[str, PythonStep] = {}
+    read, names, made = plan.request_inputs, list[str](), plan.preprocess_outputs
+    settings: dict[str, object] = _row_settings(plan)
+    for index, stage in enumerate(stages_of(plan)):
+        past, results = _past(plan, index)
+        if index:
+            made = (*stage.own.inputs, *past)
+            settings = {
+                **_step_settings(plan, stage),
+                "core_outputs": names,
+                "outputs": [{"name": tensor.name, "optional": False} for tensor in made],
+            }
+        steps[stage.function] = PythonStep(read, made, settings)
+        read, names = (*stage.own.outputs, *past), results
+    answers: dict[str, object] = {
+        "core_outputs": names,
+        "decoder": plan.task.decode,
+        "outputs": plan.task.output_settings,
+        "packed_tokens": plan.packed and plan.core.per_token,
+    }
+    if ranges is not None:
+        answers["range_sizes"] = list(ranges.sizes)
+    return steps | {"postprocess": PythonStep(read, plan.task.outputs, answers)}
+
+
+def _step_settings(plan: Plan, stage: OwnStage) -> dict[str, object]:
+    """Return the settings of a step between models that do not depend on its place."""
+    if not is_own(plan.spec):
+        raise TypeError(f"{plan.spec.name} has one model")
+    first = next(each for each in plan.cores if each.model == stage.models[0].model)
+    return {
+        **step_settings(plan.spec, plan.info, stage),
+        "bucket_edges": list(first.bucket_edges),
+        "decoder": "own_step.OwnStep",
+        "packed_tokens": False,
+        "rows_from": stage.own.inputs[0].name,
+    }
+
+
+def step_roots(
+    task: Task, parts: Iterable[str], between: Sequence[str] = ()
+) -> dict[str, list[str]]:
     """Return the definitions of the runtime that each Python step needs, for `bundle`.
 
     Args:
         task: Task of the pipeline.
         parts: Parts of the runtime that it uses, of `PARTS`.
+        between: Names of the steps between models.
     """
     roots = {
         "preprocess": ["preprocess.TritonPythonModel", task.rows],
@@ -207,7 +284,9 @@ def step_roots(task: Task, parts: Iterable[str]) -> dict[str, list[str]]:
     for name in [*parts, *(name for name, is_used in of_task if is_used)]:
         for step, used in PARTS[name].items():
             roots[step] += used.split()
-    return roots
+    # A step between models has the parts of postprocess, and another decoder.
+    main, _, *rest = roots["postprocess"]
+    return roots | {name: [main, "own_step.OwnStep", *rest] for name in between}
 
 
 def _python_files(
@@ -232,7 +311,8 @@ def _python_files(
         "results of tokens": plan.packed and plan.core.per_token,
         "own inputs": plan.info.own is not None,
     }
-    roots = step_roots(plan.task, [name for name, is_used in parts.items() if is_used])
+    used = [name for name, is_used in parts.items() if is_used]
+    roots = step_roots(plan.task, used, [stage.function for stage in plan.stages[1:]])
     files: dict[str, Content] = {
         **bundle({f"{plan.step(step)}/1": own for step, own in roots.items()})
     }
@@ -251,6 +331,8 @@ def _python_files(
 def _has_free_dimensions(plan: Plan) -> bool:
     """Return whether a Python step has an input whose rows may differ in shape."""
     tensors = (*plan.request_inputs, *plan.core.outputs, *plan.past_core)
+    if len(plan.stages) > 1:
+        return True
     return any(-1 in tensor.config_dims for tensor in tensors)
 
 
@@ -322,18 +404,25 @@ def _ensemble(plan: Plan) -> Any:
     # Tensors of the user's own graph may have the names of the ensemble's inputs and outputs.
     inner = "" if plan.info.own is None else CORE_TENSOR_PREFIX
 
-    def wire(tensors: tuple[Tensor, ...], prefix: str = "") -> dict[str, str]:
+    def wire(tensors: Sequence[Tensor], prefix: str = "") -> dict[str, str]:
         return {tensor.name: prefix + tensor.name for tensor in tensors}
 
-    own = () if plan.info.own is None else plan.info.own.past_core
     labeled = CLASS_SCORES if plan.spec.serving.class_scores else None
-    slo, past_core = plan.spec.serving.slo, {**wire(plan.past_core), **wire(own, inner)}
-    to_core, from_core = wire(plan.core_inputs, inner), wire(plan.core.outputs, inner)
-    steps = [
-        ("preprocess", wire(plan.request_inputs), {**to_core, **past_core}),
-        ("core", to_core, from_core),
-        ("postprocess", {**from_core, **past_core}, wire(plan.task.outputs)),
-    ]
+    slo, read = plan.spec.serving.slo, wire(plan.request_inputs)
+    steps, cores = [], iter(plan.cores)
+    for index, stage in enumerate(stages_of(plan)):
+        from_step = f"{stage.function}." if plan.stages else inner
+        past = wire(_past(plan, index)[0], from_step if index else "")
+        past |= wire(stage.own.past_core, from_step)
+        steps.append((stage.function, read, {**wire(stage.own.inputs, from_step), **past}))
+        read = past
+        for model, inputs, outputs in stage.models:
+            from_core = f"{model}." if plan.stages else inner
+            made = {name: from_core + name for name in outputs}
+            core = next(cores).step("core")
+            steps.append((core, {n: from_step + array for n, array in inputs.items()}, made))
+            read = {**{array: made[name] for name, array in outputs.items()}, **read}
+    steps.append(("postprocess", read, wire(plan.task.outputs)))
     return new_config(
         name=plan.spec.name,
         platform="ensemble",
@@ -351,7 +440,7 @@ def _ensemble(plan: Plan) -> Any:
             "max_inflight_requests": plan.spec.serving.max_inflight_requests or 0,
             "step": [
                 {
-                    "model_name": plan.step(step),
+                    "model_name": step if step.endswith("_core") else plan.step(step),
                     "model_version": -1,
                     "input_map": read,
                     "output_map": written,
@@ -388,7 +477,7 @@ def _row_settings(plan: Plan) -> dict[str, object]:
         "encoded_inputs": [tensor.name for tensor in plan.task.inputs if tensor.content == "image"],
         "layout": plan.layout,
         "row_maker": plan.task.rows,
-        "core_rows": plan.rows_at_once,
+        "core_rows": sum(core.rows_at_once for core in plan.cores),
         "refuses_parameters": plan.spec.serving.response_cache,
         "max_requests": plan.spec.serving.queue.max_in_flight,
         "max_wait_ms": plan.spec.serving.longest_wait_ms,
@@ -432,7 +521,7 @@ def _python_step(
     return new_config(
         name=plan.step(step),
         backend="python",
-        max_batch_size=plan.max_batch_size,
+        max_batch_size=max(core.max_batch_size for core in plan.cores),
         # A step handles each request separately, so requests of unequal shapes may share a batch.
         input=[
             {**declare_input(tensor), "allow_ragged_batch": -1 in tensor.config_dims}
@@ -440,7 +529,7 @@ def _python_step(
         ],
         output=[declare(tensor) for tensor in outputs],
         # KIND_AUTO, the default, would put a Python step on the GPU in a GPU build.
-        instance_group=[{"kind": "KIND_CPU", "count": getattr(plan.spec.serving.instances, step)}],
+        instance_group=[{"kind": "KIND_CPU", "count": plan.instances(step)}],
         # No queue policy nor delay here: see `runtime.flow_control`.
         dynamic_batching={},
     )

@@ -254,8 +254,12 @@ class OwnRowMaker:
         core_inputs: The dtype and dims of each input of the core.
     """
 
+    min_count = 1
+    """Smallest number of core rows of a row."""
+
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        (self._function,) = load_functions(folder, ["preprocess"])
+        self.name: str = settings.get("function", "preprocess")
+        (self._function,) = load_functions(folder, [self.name])
         self.core_inputs: Mapping[str, Mapping[str, Any]] = settings["core_inputs"]
         self._past_core: Mapping[str, Mapping[str, Any]] | None = settings.get("past_core")
         self._fields: Mapping[str, Mapping[str, Any]] = settings["own_inputs"]
@@ -278,20 +282,18 @@ class OwnRowMaker:
     def _make(self, request: RowInputs) -> CoreRows:
         rows = request.columns
         count = len(next(iter(rows.values())))
-        result, counts = self._call(rows, request.parameters, count)
-        if not isinstance(result, dict):
-            found = type(result).__name__
-            raise RuntimeError(f"hooks.preprocess must return a dict of arrays, returned {found}")
+        if self._function is None:
+            known = [name for name in self.core_inputs if name in rows]
+            result, counts = (
+                {name: make_array(self._fields[name], rows[name]) for name in known},
+                None,
+            )
+        else:
+            arguments = {"rows": rows, "parameters": request.parameters}
+            result, counts = self._call(self._function, arguments, count)
         if (counts is not None) is not self._has_counts and self._past_core is not None:
             raise RuntimeError("hooks.preprocess must return counts always or never")
-        total = count if counts is None else sum(counts)
-        if total > self._max_rows:
-            raise RequestError(
-                next(iter(rows)),
-                f"must become at most {self._max_rows} rows of the core in one request",
-                total,
-                "Send fewer or smaller rows in one request",
-            )
+        total = self._count(count, counts)
         tensors = self._check(result, total)
         if counts is not None:
             rest = [0] * (total - count)
@@ -306,7 +308,9 @@ class OwnRowMaker:
         sizes = {name: tensors[name].shape[axis] for name, axis in of.items()}
         size, most = max(sizes.values()), self._axis["max"]
         if len(set(sizes.values())) > 1:
-            raise RuntimeError(f"hooks.preprocess must return arrays of one size, returned {sizes}")
+            raise RuntimeError(
+                f"hooks.{self.name} must return arrays of one size, returned {sizes}"
+            )
         if size > most:
             rule = f"must become at most {most} along the free axis of the model"
             remedy = "Send a shorter value, or cut it in preprocess"
@@ -317,23 +321,37 @@ class OwnRowMaker:
         return rows._replace(tensors=pad_tensors(rows, width))
 
     def _call(
-        self, rows: Mapping[str, Column], parameters: Parameters, count: int
-    ) -> tuple[Any, list[int] | None]:
-        """Return the arrays of `preprocess`, and the number of core rows of each row if given."""
-        if self._function is None:
-            known = [name for name in self.core_inputs if name in rows]
-            return {name: make_array(self._fields[name], rows[name]) for name in known}, None
-        arguments = {"rows": rows, "parameters": parameters}
-        result = call_function("preprocess", self._function, arguments)
-        if not isinstance(result, tuple) or len(result) != 2:
-            return result, None
-        counts = [int(each) for each in result[1]]
-        if len(counts) != count or min(counts) < 1:
-            raise RuntimeError(
-                f"hooks.preprocess must return a count of at least 1 for each of {count} rows, "
-                f"returned {counts!r:.80}"
+        self, function: Function, arguments: Mapping[str, Any], count: int
+    ) -> tuple[dict[str, Any], list[int] | None]:
+        """Return the arrays of the function, and the number of core rows of each row if given."""
+        result, counts = call_function(self.name, function, arguments), None
+        if isinstance(result, tuple) and len(result) == 2:
+            result, counts = result[0], [int(each) for each in result[1]]
+            if len(counts) != count or min(counts) < self.min_count:
+                raise RuntimeError(
+                    f"hooks.{self.name} must return a count of at least {self.min_count} for each "
+                    f"of {count} rows, returned {counts!r:.80}"
+                )
+        if not isinstance(result, dict):
+            found = type(result).__name__
+            raise RuntimeError(f"hooks.{self.name} must return a dict of arrays, returned {found}")
+        return result, counts
+
+    def _count(self, count: int, counts: Sequence[int] | None) -> int:
+        """Return the number of core rows of a request.
+
+        Raises:
+            RequestError: There are too many.
+        """
+        total = count if counts is None else sum(counts)
+        if total > self._max_rows:
+            raise RequestError(
+                next(iter(self._fields)),
+                f"must become at most {self._max_rows} rows of the core in one request",
+                total,
+                "Send fewer or smaller rows in one request",
             )
-        return result[0], counts
+        return total
 
     def _forwarded(self, rows: Mapping[str, Column], missing: int) -> dict[str, NDArray[Any]]:
         """Return the inputs as tensors, with `missing` empty rows at the end."""
@@ -354,8 +372,8 @@ class OwnRowMaker:
         strange = [n for n in result if n not in known] if self._past_core is not None else []
         if missing or strange:
             raise RuntimeError(
-                f"hooks.preprocess must return arrays with the names {', '.join(wanted)}, returned "
-                f"{', '.join(map(str, result)) or 'none'}"
+                f"hooks.{self.name} must return arrays with the names {', '.join(wanted)}, "
+                f"returned {', '.join(map(str, result)) or 'none'}"
             )
         tensors = {}
         for name, value in result.items():
@@ -367,19 +385,48 @@ class OwnRowMaker:
                 )
                 if not fits or len(array) != total:
                     raise RuntimeError(
-                        f"hooks.preprocess: `{name}` must have the shape {[total, *dims]}, it has "
+                        f"hooks.{self.name}: `{name}` must have the shape {[total, *dims]}, it has "
                         f"{list(array.shape)}"
                     )
                 try:
                     array = cast_numbers(array, NUMPY_TYPES[known[name]["dtype"]])
                 except (TypeError, ValueError) as error:
-                    raise RuntimeError(f"hooks.preprocess: `{name}` {error}") from error
+                    raise RuntimeError(f"hooks.{self.name}: `{name}` {error}") from error
             elif len(array) != total:
                 raise RuntimeError(
-                    f"hooks.preprocess: `{name}` must have {total} rows, it has {list(array.shape)}"
+                    f"hooks.{self.name}: `{name}` must have {total} rows, it has "
+                    f"{list(array.shape)}"
                 )
             tensors[name] = np.ascontiguousarray(array)
         return tensors
+
+
+class CoreResults:
+    """Reader of the results of cores and of the tensors that go past them.
+
+    Args:
+        settings: Settings of the step; see `OwnRowMaker`.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._reader = OwnInputs(settings) if settings["takes_rows"] else None
+
+    def read(self, outputs: Arrays) -> tuple[dict[str, Any], int]:
+        """Return the arguments of a function except the parameters, and the number of rows."""
+        arrays, arguments = dict(outputs), dict[str, Any]()
+        count = len(next(iter(arrays.values())))
+        if ROW_COUNTS in arrays:
+            counts = arrays.pop(ROW_COUNTS).ravel()
+            count = int(np.count_nonzero(counts))
+            arguments["counts"] = counts[:count].tolist()
+        return arguments | self.split(arrays, count), count
+
+    def split(self, arrays: dict[str, NDArray[Any]], count: int) -> dict[str, Any]:
+        """Return arrays and, if the functions take them, the inputs of `count` rows."""
+        forwarded = [name for name in arrays if name.startswith(FORWARDED_PREFIX)]
+        sent = {n.removeprefix(FORWARDED_PREFIX): arrays.pop(n)[:count] for n in forwarded}
+        rows = {} if self._reader is None else {"rows": self._reader.columns(sent)}
+        return {"arrays": arrays, **rows}
 
 
 class OwnDecoder:
@@ -393,23 +440,14 @@ class OwnDecoder:
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
         (self._function,) = load_functions(folder, ["postprocess"])
         self._fields: Mapping[str, Mapping[str, Any]] = settings["own_outputs"]
-        self._reader = OwnInputs(settings) if settings["takes_rows"] else None
+        self._results = CoreResults(settings)
 
     def decode(self, outputs: Arrays, metadata: Metadata, parameters: Parameters) -> Arrays:
         """Return the declared outputs, ``[rows, ...]`` each."""
-        arrays = dict(outputs)
-        count, arguments = len(next(iter(arrays.values()))), {"parameters": parameters}
-        if ROW_COUNTS in arrays:
-            counts = arrays.pop(ROW_COUNTS).ravel()
-            count = int(np.count_nonzero(counts))
-            arguments["counts"] = counts[:count].tolist()
-        forwarded = [name for name in arrays if name.startswith(FORWARDED_PREFIX)]
-        sent = {n.removeprefix(FORWARDED_PREFIX): arrays.pop(n)[:count] for n in forwarded}
-        result: Any = arrays
+        arguments, count = self._results.read(outputs)
+        result: Any = arguments["arrays"]
         if self._function is not None:
-            arguments["arrays"] = arrays
-            if self._reader is not None:
-                arguments["rows"] = self._reader.columns(sent)
+            arguments["parameters"] = parameters
             result = call_function("postprocess", self._function, arguments)
         if not isinstance(result, dict) or (
             self._function is not None and result.keys() != self._fields.keys()

@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from .request_errors import RequestError
-from .row_types import NO_TICKET, find_class, read_payload, read_ticket
+from .row_types import NO_TICKET, find_class, read_payload, read_ticket, write_ticket
 from .triton_io import (
     Inputs,
     check_parameters,
@@ -28,7 +28,8 @@ from .triton_io import (
 class TritonPythonModel:
     """Step that decodes the core's outputs ``[core rows, …]`` to the ensemble's ``[n, …]``.
 
-    ``request_ticket`` is optional: a request without it was sent to this step itself.
+    ``request_ticket`` is optional: a request without it was sent to this step itself. A step
+    between two cores passes the ticket on, and ends the request only if it fails.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -38,6 +39,7 @@ class TritonPythonModel:
         self._rules = settings["request_parameters"]
         self._defaults = settings["parameters"]
         self._unpacks = settings["packed_tokens"]
+        self._rows_from: str | None = settings.get("rows_from")
         self._decoder = find_class(settings["decoder"])(settings, folder)
         # A step has only the modules that its pipeline uses.
         self._after: Any = None
@@ -100,11 +102,15 @@ class TritonPythonModel:
                 result = self._after(result, partial(read_bytes, inputs))
             if self._samples is not None and sample:
                 self._samples.put(sample, result)
+            if self._rows_from is not None and "request_ticket" in inputs:
+                rows = len(result[self._rows_from])
+                result = {**result, "request_ticket": write_ticket(numbers, payload, rows)}
+                ticket = NO_TICKET  # the step behind the next core ends the request
             return pb_utils.InferenceResponse(
                 [
                     pb_utils.Tensor(name, result[name])
                     for name in self._names
-                    if result[name].size or name not in self._optional
+                    if name in result and (result[name].size or name not in self._optional)
                 ]
             )
         except Exception as error:

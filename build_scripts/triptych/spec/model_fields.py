@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -111,6 +112,25 @@ class OwnModel(Frozen):
     def revision(self) -> str | None:
         """None, because a file has no revision."""
         return None
+
+
+PREPROCESS = "preprocess"
+"""Function that makes the inputs of the first model."""
+
+
+class StepModel(OwnModel):
+    """One of several models in an ensemble.
+
+    Attributes:
+        step: Function of ``hooks.py`` that makes the inputs of the model: `preprocess`, or another
+            one, which gets the results of the models before it.
+        core: Settings of its core; fields that are not given are those of the pipeline's `core`.
+        instances: Number of instances. None: `serving.instances.core`.
+    """
+
+    step: Name = PREPROCESS
+    core: CoreSettings = CoreSettings()
+    instances: Positive | None = None
 
 
 class InputField(Frozen):
@@ -252,6 +272,9 @@ class ModelSpec(BaseModel):
         folder: Folder of the pipeline; not part of a build manifest.
         tuned: Fields whose values come from ``tuned.yaml``.
         task: Always ``model``.
+        model: The model; of several, the first one.
+        models: Several models by name, in the order in which they run; else empty. `core` and
+            `serving.instances.core` are then those of the first one.
         inputs: Inputs of a request by name.
         parameters: Request parameters by name.
         outputs: Outputs of the pipeline by name.
@@ -266,6 +289,7 @@ class ModelSpec(BaseModel):
     tuned: dict[str, bool | int | float | str | None] = {}
     task: Literal["model"]
     model: OwnModel
+    models: dict[Name, StepModel] = {}
     inputs: Annotated[dict[Name, InputField], Field(min_length=1)]
     parameters: dict[Name, ParameterField] = {}
     outputs: Annotated[dict[Name, OutputField], Field(min_length=1)]
@@ -287,6 +311,41 @@ class ModelSpec(BaseModel):
     def max_text_bytes(self) -> int:
         """Maximum size of any text in bytes."""
         return max(field.max_bytes for field in self.inputs.values())
+
+    @property
+    def steps(self) -> dict[str, list[str]]:
+        """Names of the models by the function that makes their inputs; one without a name alone."""
+        steps: dict[str, list[str]] = {}
+        for name, model in self.models.items():
+            steps.setdefault(model.step, []).append(name)
+        return steps or {PREPROCESS: [""]}
+
+    @property
+    def core_name(self) -> str:
+        """Name of the core in Triton without its ending; that of the first model of several."""
+        return f"{self.name}.{next(iter(self.models))}" if self.models else self.name
+
+    def max_rows(self, step: str) -> int:
+        """Return the maximum number of rows that the models behind a function take at once."""
+        return min(self.with_model(name).core.max_batch_size for name in self.steps[step])
+
+    def with_model(self, name: str) -> ModelSpec:
+        """Return the spec with one of several models alone; the spec itself for an empty name."""
+        if not name:
+            return self
+        model = self.models[name]
+        count = model.instances or self.serving.instances.core
+        instances = self.serving.instances.model_copy(update={"core": count})
+        serving = self.serving.model_copy(update={"instances": instances})
+        return self.model_copy(
+            update={
+                "name": f"{self.name}.{name}",
+                "model": model,
+                "models": {},
+                "core": model.core,
+                "serving": serving,
+            }
+        )
 
     @property
     def model_file(self) -> Path:
@@ -329,8 +388,67 @@ class ModelSpec(BaseModel):
             found += [(f.relative_to(root).as_posix(), f) for f in files if f.is_file()]
         return found
 
+    @model_validator(mode="before")
+    @classmethod
+    def _spread(cls, given: Any) -> Any:
+        """Fill in the settings of each of several models, and those of the first as `model`."""
+        models = given.get("models") if isinstance(given, dict) else None
+        if not models or not isinstance(models, dict):
+            return given
+        if not all(isinstance(model, dict) for model in models.values()):
+            return given
+        cores = [given.get("core"), *(model.get("core") for model in models.values())]
+        if not all(isinstance(core or {}, dict) for core in cores):
+            return given
+        filled = {
+            name: {**model, "core": {**(cores[0] or {}), **(model.get("core") or {})}}
+            for name, model in models.items()
+        }
+        first = next(iter(filled.values()))
+        model = {name: value for name, value in first.items() if name in OwnModel.model_fields}
+        named = given.get("model", model)
+        if any(value != model.get(name) for name, value in named.items() if value):
+            raise _refused("models", "replaces model", "both are given", "Remove `model`")
+        serving = copy.deepcopy(given.get("serving") or {})
+        if first.get("instances") is not None:
+            serving.setdefault("instances", {})["core"] = first["instances"]
+        return {
+            **given,
+            "models": filled,
+            "model": model,
+            "core": first["core"],
+            "serving": serving,
+        }
+
+    def _check_steps(self) -> None:
+        steps = self.steps
+        if next(iter(steps)) != PREPROCESS:
+            first = next(iter(self.models))
+            rule = f"must be {PREPROCESS} for the first model"
+            raise _refused(f"models.{first}.step", rule, next(iter(steps)), "Move the model down")
+        taken = {"setup", "postprocess", "redact", *steps, *RESERVED_NAMES}
+        for name, model in self.models.items():
+            if name in taken or model.step in taken - {*steps}:
+                rule = "must not have the name of a function with another purpose"
+                raise _refused(f"models.{name}", rule, f"step {model.step}", "Rename it")
+            if model.core.backend == "tensorrt":
+                rule = "is not supported for several models in one ensemble"
+                remedy = "Use core.accelerator: tensorrt, or a pipeline for each model"
+                raise _refused(f"models.{name}.core.backend", rule, "tensorrt", remedy)
+            if model.core.precision == "auto":
+                rule = "must name a precision for several models in one ensemble"
+                remedy = "Choose one for each model"
+                raise _refused(f"models.{name}.core.precision", rule, "auto", remedy)
+        for models in steps.values():
+            axes = [self.models[name].axes for name in models if name]
+            if any(each != axes[0] for each in axes):
+                rule = "must be equal for the models of one step, which get the same arrays"
+                remedy = "Declare the same axes, or give one of the models a step of its own"
+                raise _refused(f"models.{models[-1]}.axes", rule, "different axes", remedy)
+
     @model_validator(mode="after")
     def _fits(self) -> ModelSpec:
+        self._check_steps()
         names = [*self.inputs, *self.parameters, *self.outputs]
         for name in names:
             if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from triptych.base.tensors import Tensor
 
@@ -92,7 +92,8 @@ class OwnInterface:
         outputs: Outputs of the core.
         past_core: Tensors that `preprocess` or the step sends to postprocess past the core.
         has_counts: Whether `preprocess` returns the number of core rows of each row.
-        takes_rows: Whether `postprocess` takes the inputs of the request.
+        takes_rows: Whether `postprocess` or another function behind a core takes the inputs of the
+            request.
     """
 
     inputs: tuple[Tensor, ...]
@@ -104,6 +105,35 @@ class OwnInterface:
     def padded(self, axis: str) -> dict[str, int]:
         """Return the number of a named axis for each input that has it, with the batch as 0."""
         return {t.name: t.dims.index(axis) + 1 for t in self.inputs if axis in t.dims}
+
+
+class ModelNames(NamedTuple):
+    """Names of the arrays of one of several models.
+
+    Attributes:
+        model: Name of the model.
+        inputs: Array that `OwnStage.function` makes for each input of the graph.
+        outputs: Array that the function behind gets for each output of the graph.
+    """
+
+    model: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class OwnStage:
+    """A function of an own pipeline with several models, and the models that it feeds.
+
+    Attributes:
+        function: Name of the function.
+        own: The arrays that the function makes, and that its models return.
+        models: Names of the arrays of each model.
+    """
+
+    function: str
+    own: OwnInterface
+    models: tuple[ModelNames, ...]
 
 
 @dataclass(frozen=True)

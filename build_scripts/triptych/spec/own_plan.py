@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from triptych.spec.engine_plan import engine_plan
 from triptych.spec.model_fields import ModelSpec
-from triptych.spec.model_info import ModelInfo
+from triptych.spec.model_info import ModelInfo, OwnInterface
 from triptych.spec.plan import TENSOR_CORE_MULTIPLE, Plan, WarmUp, choose_edges
 from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import Lengths
@@ -19,8 +20,10 @@ def make_own_plan(
     task: Task,
     parameters: Mapping[str, Any],
     sizes: Sequence[int] = (),
+    *,
+    graph: OwnInterface,
 ) -> Plan:
-    """Return the plan of a pipeline whose graph was read into `info`.
+    """Return the plan of a pipeline, or of one of its models.
 
     Args:
         spec: Spec of the pipeline.
@@ -28,9 +31,8 @@ def make_own_plan(
         task: Task of the pipeline.
         parameters: Defaults of the request parameters.
         sizes: Size of the free axis for each core row of the traffic; none without such an axis.
+        graph: Interface of the model's graph. That of `info` may have the tensors of several.
     """
-    if info.own is None:
-        raise ValueError("the graph of the pipeline was not read")
     most = spec.core.max_batch_size
     edges: tuple[int, ...] = ()
     lengths = None
@@ -42,7 +44,7 @@ def make_own_plan(
     engine = None
     if "tensorrt" in (spec.core.backend, spec.core.accelerator):
         longest = 0 if axis is None else axis.max
-        engine = engine_plan(spec, info.own.inputs, lengths, edges, longest, most)
+        engine = engine_plan(spec, graph.inputs, lengths, edges, longest, most)
     rows = {1, most if spec.core.device == "gpu" else 1}
     return Plan(
         spec=spec,
@@ -55,8 +57,8 @@ def make_own_plan(
         max_batch_size=most,
         request_rows=most,
         bucket_edges=edges,
-        core_inputs=info.own.inputs,
-        core=task.core(info, parameters),
+        core_inputs=graph.inputs,
+        core=task.core(replace(info, own=graph), parameters),
         warm_ups=tuple(WarmUp(count, size) for size in edges or (1,) for count in sorted(rows)),
         engine=engine,
         cost=None,

@@ -36,8 +36,8 @@ from triptych.spec.engine_plan import (
     graph_sizes,
     row_cost,
 )
-from triptych.spec.model_fields import CompiledSpec, is_own
-from triptych.spec.model_info import ModelInfo
+from triptych.spec.model_fields import PREPROCESS, CompiledSpec, is_own
+from triptych.spec.model_info import ModelInfo, OwnStage
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks import Core, Task
 from triptych.spec.tasks.catalog import PROMPT
@@ -127,6 +127,9 @@ class Plan:
         engine: Plan of the TensorRT engine, built ahead or inside ONNX Runtime; None without one.
         cost: Expected cost of a row in both layouts; None for images.
         gives_inputs: Whether the request's inputs are forwarded to postprocess, for `hooks.after`.
+        stages: Functions and models of an own pipeline with several models; else empty. The plan is
+            that of the first model.
+        others: Plans of the other models.
     """
 
     spec: CompiledSpec
@@ -145,6 +148,31 @@ class Plan:
     engine: EnginePlan | None
     cost: RowCost | None
     gives_inputs: bool = False
+    stages: tuple[OwnStage, ...] = ()
+    others: tuple[Plan, ...] = ()
+
+    @property
+    def cores(self) -> tuple[Plan, ...]:
+        """The plan of each core, in the order in which they run."""
+        return (self, *self.others)
+
+    @property
+    def model(self) -> str:
+        """Name of the model, of several in one ensemble; else empty."""
+        return self.spec.core_name.partition(".")[2]
+
+    def instances_of(self, step: str) -> str:
+        """Return the field of `serving.instances` for a step; between models as of preprocess."""
+        return step if hasattr(self.spec.serving.instances, step) else PREPROCESS
+
+    def instances(self, step: str) -> int:
+        """Return the number of instances of a step."""
+        return int(getattr(self.spec.serving.instances, self.instances_of(step)))
+
+    @property
+    def sources(self) -> str:
+        """The models as the spec names them."""
+        return ", ".join(core.spec.model.source for core in self.cores)
 
     @property
     def encoder_spec(self) -> PipelineSpec:
@@ -188,12 +216,15 @@ class Plan:
 
     @property
     def preprocess_outputs(self) -> tuple[Tensor, ...]:
-        return (*self.core_inputs, *self.past_core, DIRECT_CALL)
+        made = self.core_inputs if self.info.own is None else self.info.own.inputs
+        return (*made, *self.past_core, DIRECT_CALL)
 
     def step(self, name: str) -> str:
-        """Return the Triton model name of a step."""
-        owner = self.spec.core.shared_from if name == "core" else None
-        return f"{owner or self.spec.name}_{name}"
+        """Return the Triton model name of a step: a core, or one that calls a function."""
+        if name == "core":
+            return f"{self.spec.core.shared_from or self.spec.core_name}_core"
+        ends = ("preprocess", "postprocess")
+        return f"{self.spec.name}_{name}" if name in ends else f"{self.spec.name}.{name}_step"
 
     @property
     def builds_engine(self) -> bool:
@@ -349,7 +380,7 @@ def row_settings(
         **task.settings(info),
     }
     if is_own(spec):
-        return settings
+        return settings | {"max_core_rows": spec.max_rows(PREPROCESS)}
     if info.image is not None:
         return settings | {
             "image": asdict(info.image),

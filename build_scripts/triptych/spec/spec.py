@@ -87,6 +87,11 @@ class PipelineSpec(BaseModel):
         return Kind.ENCODER
 
     @property
+    def core_name(self) -> str:
+        """Name of its own core in Triton without its ending."""
+        return self.name
+
+    @property
     def makes_outputs(self) -> bool:
         """Whether a function of the pipeline makes the outputs from those of the core."""
         return self.custom is not None

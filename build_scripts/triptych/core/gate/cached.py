@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,18 @@ from triptych.core.gate.reference import check_tokens, measure_rounding, referen
 from triptych.core.gate.runs import Decoding, open_core
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import hash_requests, rows_of
-from triptych.repository.records import GateResult, read_record
+from triptych.repository.records import GateResult, Verdict, read_record
 from triptych.spec.fields import Precision
 from triptych.spec.model_fields import is_own
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.accuracy import above_rounding, metrics_of, probe_limits, thresholds
+from triptych.spec.tasks.accuracy import (
+    TOLERANCES,
+    above_rounding,
+    is_lower_better,
+    metrics_of,
+    probe_limits,
+    thresholds,
+)
 
 CODE = (
     "core/gate/*.py",
@@ -86,7 +93,10 @@ class Gate:
         self.precision = precision
         self._inputs = inputs
         self._progress = progress
-        self._limits = limits_of(inputs, precision)
+        # The outputs have the errors of the cores before this one, too.
+        outputs = limits_of(inputs, coarsest_of([precision, inputs.coarsest]))
+        own = limits_of(inputs, precision)
+        self._limits = own | {name: limit for name, limit in outputs.items() if "." in name}
         self._probe_limits = _probe_limits(inputs, precision)
         self._tokens_checked = False
         plan, labeled = inputs.plan, inputs.labeled
@@ -108,6 +118,8 @@ class Gate:
         }
         if plan.info.own is not None:  # the functions make the outputs that the gate compares
             key |= {"hooks": hash_hooks(inputs), "outputs": plan.task.metrics}
+        if inputs.chain is not None:  # so do the other models
+            key |= {"chain": inputs.chain.key, "upstream": inputs.upstream, "name": inputs.model}
         self.judged_by = key_of("gate", key)
 
     def run(self, artifact: Path, files: Mapping[str, str]) -> GateResult:
@@ -190,6 +202,37 @@ class Gate:
         return result
 
 
+def coarsest_of(precisions: Iterable[Precision]) -> Precision:
+    """Return the precision with the loosest limits."""
+    return max(precisions, key=list(TOLERANCES).index)
+
+
+def join_gates(gates: Sequence[GateResult]) -> GateResult:
+    """Return the result of a pipeline from those of its cores, in the order in which they run.
+
+    The outputs of the pipeline are those behind the last core; the metrics of cores have their
+    worst value.
+    """
+    last = gates[-1]
+
+    def worst(verdict: Verdict) -> Verdict:
+        same = [v for gate in gates for v in gate.verdicts if v.metric == verdict.metric]
+        if "." in verdict.metric:
+            return verdict
+        sign = 1 if is_lower_better(verdict.metric) else -1
+        return max(same, key=lambda each: (not each.passed, sign * each.value))
+
+    return replace(
+        last,
+        precision=coarsest_of([gate.precision for gate in gates]),
+        finite=all(gate.finite for gate in gates),
+        verdicts=tuple(map(worst, last.verdicts)),
+        failures=tuple(dict.fromkeys(text for gate in gates for text in gate.failures)),
+        notes=tuple(dict.fromkeys(note for gate in gates for note in gate.notes)),
+        accepted=next((gate.accepted for gate in gates if gate.accepted), ""),
+    )
+
+
 def limits_of(inputs: PipelineInputs, precision: Precision) -> dict[str, float]:
     """Return the limit of each metric for `precision`: the spec's limit, else the default.
 
@@ -201,11 +244,13 @@ def limits_of(inputs: PipelineInputs, precision: Precision) -> dict[str, float]:
 
 def decoding_of(inputs: PipelineInputs) -> Decoding:
     """Return the decoder of core outputs, without `hooks.after`."""
-    plan = inputs.plan
+    plan, chain = inputs.plan, inputs.chain
+    reference = find_reference(plan.spec) if is_own(plan.spec) else None
     return Decoding(
         task=plan.task,
         settings={**plan.task.settings(plan.info), "outputs": plan.task.output_settings},
-        reference=find_reference(plan.spec) if is_own(plan.spec) else None,
+        reference=chain.answer if chain is not None and reference is None else reference,
+        decoder=None if chain is None else chain.behind(inputs.model),
         folder=plan.spec.folder if plan.spec.makes_outputs else inputs.tokenizer_folder,
     )
 

@@ -290,14 +290,16 @@ class Decoding:
         task: Task of the decoder.
         settings: Settings of the task, as the postprocess step gets them.
         folder: Folder of the ``tokenizer.json``, or of the functions of a custom task.
-        reference: Answers of the user's own ``reference.py``, in place of the decoded outputs of
-            the original model; None without one.
+        reference: Answers of the user's own ``reference.py`` or of several models, in place of the
+            decoded outputs of the original model; None without them.
+        decoder: Decoder in place of that of the task; None for the latter.
     """
 
     task: Task
     settings: Mapping[str, Any]
     folder: Path
     reference: Reference | None = None
+    decoder: Any = None
 
 
 def decode(
@@ -315,7 +317,9 @@ def decode(
     """
     if len(outputs) != sum(len(request.rows) for request in requests):
         raise ValueError(f"{len(outputs)} outputs are not one for each core row of the requests")
-    decoder = find_class(decoding.task.decode)(decoding.settings, decoding.folder)
+    decoder = decoding.decoder
+    if decoder is None:
+        decoder = find_class(decoding.task.decode)(decoding.settings, decoding.folder)
     answers: list[Decoded] = []
     for request, rows in zip(requests, by_request(requests, outputs), strict=True):
         columns = {name: _stack([row[name] for row in rows]) for name in rows[0]}

@@ -34,6 +34,8 @@ class CheckedCore:
         source_key: Hash of everything that decided the fp32 graph it was made of, in hex.
         files: SHA-256 hashes of the graph's files that the gate checked, by name.
         not_packed_reason: Reason for a bucketed layout instead of a packed one; else empty.
+        cores: Cores of several models, the first of which this is; else empty. `gate` is then that
+            of the pipeline.
     """
 
     inputs: PipelineInputs
@@ -43,6 +45,7 @@ class CheckedCore:
     gate: GateResult
     files: Mapping[str, str]
     not_packed_reason: str = ""
+    cores: tuple[CheckedCore, ...] = ()
 
     @property
     def plan(self) -> Plan:

@@ -17,6 +17,7 @@ from triptych.building.generation.render import FROM_CORE, INPUTS, OUTPUTS, TO_C
 from triptych.building.generation.text2text import Text2TextInputs
 from triptych.core.inputs import PipelineInputs
 from triptych.repository.manifest import EncoderManifest, find_manifest
+from triptych.repository.render import python_steps, stages_of
 from triptych.runtime.engine_ctranslate2 import UNKNOWN
 from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
@@ -190,18 +191,13 @@ def describe_encoder(inputs: PipelineInputs, repository: Path) -> Described:
 def describe_plan(plan: Plan) -> Described:
     """Return the plan of an encoder as plain data."""
     core, serving, task = plan.spec.core, plan.spec.serving, plan.task
-    made = made_by_server(plan.core_inputs)
-    steps = {
-        "preprocess": (plan.request_inputs, plan.preprocess_outputs, "python"),
-        "core": (plan.core_inputs + made, plan.core.outputs, core.backend),
-        "postprocess": ((*plan.core.outputs, *plan.past_core), task.outputs, "python"),
-    }
     rules = task.parameters(plan.info)
     return {
         "pipeline": plan.spec.name,
         "task": task.name,
         **({"tuned": dict(plan.spec.tuned)} if plan.spec.tuned else {}),
         "model": _describe_model(plan),
+        **_draw(plan),
         "traffic": _describe_traffic(plan),
         "batching": {
             "layout": _describe_layout(plan),
@@ -229,17 +225,52 @@ def describe_plan(plan: Plan) -> Described:
                 "inputs": _describe_tensors(task.inputs),
                 "outputs": _describe_tensors(task.outputs),
             },
-            **{
-                plan.step(step): {
-                    "backend": backend,
-                    "instances": getattr(serving.instances, step),
-                    "inputs": _describe_tensors(inputs),
-                    "outputs": _describe_tensors(outputs),
-                }
-                for step, (inputs, outputs, backend) in steps.items()
-            },
+            **_describe_steps(plan),
         },
     }
+
+
+def _describe_steps(plan: Plan) -> Described:
+    """Return the models of the ensemble, in its order."""
+
+    def python(step: str) -> Described:
+        return {
+            "backend": "python",
+            "instances": plan.instances(step),
+            "inputs": _describe_tensors(steps[step].inputs),
+            "outputs": _describe_tensors(steps[step].outputs),
+        }
+
+    steps, cores, described = python_steps(plan, None), iter(plan.cores), Described()
+    for stage in stages_of(plan):
+        described[plan.step(stage.function)] = python(stage.function)
+        for _, core in zip(stage.models, cores, strict=False):
+            settings = core.spec.core
+            described[core.step("core")] = {
+                "backend": settings.backend,
+                "instances": core.spec.serving.instances.core,
+                **(_describe_batching(core) if plan.stages else {}),
+                "inputs": _describe_tensors(core.core_inputs + made_by_server(core.core_inputs)),
+                "outputs": _describe_tensors(core.core.outputs),
+            }
+    return described | {plan.step("postprocess"): python("postprocess")}
+
+
+def _describe_batching(core: Plan) -> Described:
+    """Return the settings of one of several cores."""
+    return {"precision": core.spec.core.precision, "max_batch_size": core.max_batch_size}
+
+
+def _draw(plan: Plan) -> Described:
+    """Return the graph of several models in a line; models that run beside each other in []."""
+    if not plan.stages:
+        return {}
+    line = [", ".join(tensor.name for tensor in plan.task.inputs)]
+    for stage in plan.stages:
+        models = " | ".join(names.model for names in stage.models)
+        line += [stage.function, models if len(stage.models) == 1 else f"[{models}]"]
+    line += ["postprocess", ", ".join(tensor.name for tensor in plan.task.outputs)]
+    return {"graph": " -> ".join(line)}
 
 
 def describe_versions(versions: Sequence[int]) -> Described:
@@ -291,7 +322,7 @@ def _describe_serving(plan: Plan) -> Described:
 def _describe_model(plan: Plan) -> Described:
     info = plan.info
     described: Described = {
-        "source": plan.spec.model.source,
+        "source": plan.sources,
         "architecture": info.architecture,
     }
     if plan.core.reads == "pooled":

@@ -17,7 +17,7 @@ from triptych.building.build import BuildOutcome, build
 from triptych.building.kinds import read_compiled
 from triptych.core.gate_rows import CALIBRATION_ROWS, split_traffic
 from triptych.core.inputs import PipelineInputs
-from triptych.core.own_inputs import OwnReader
+from triptych.core.own_reader import OwnReader
 from triptych.core.requests import MIN_RECOMMENDED_ROWS, hash_inputs
 from triptych.operate.monitor.findings import list_edits
 from triptych.operate.monitor.results import MonitorRun

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from triptych.base.errors import Progress, UserError
 from triptych.core.gate.answers import DecodedAnswer, reference_answers
 from triptych.core.inputs import PipelineInputs
-from triptych.core.own_inputs import OwnReader
+from triptych.core.own_reader import OwnReader
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest
 from triptych.runtime.hooking import HOOKS_FILE, find_hook
@@ -162,7 +162,7 @@ Reader = RequestReader | OwnReader
 def make_reader(inputs: PipelineInputs) -> Reader:
     plan = inputs.plan
     if is_own(plan.spec):
-        return OwnReader(plan.spec, plan.task, plan.info)
+        return OwnReader(plan.spec, plan.task, plan.info, inputs.chain)
     before = find_hook(plan.spec.folder, "before")
     return RequestReader(plan.encoder_spec, plan.task, plan.info, inputs.tokenizer_folder, before)
 

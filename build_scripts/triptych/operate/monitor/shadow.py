@@ -13,7 +13,7 @@ from triptych.base.tensors import Tensor
 from triptych.core.gate.live import TOGETHER, LiveResponse, live_requests, run_live
 from triptych.core.gate.verify import rules_of
 from triptych.core.inputs import PipelineInputs, task_of
-from triptych.core.own_inputs import OwnReader
+from triptych.core.own_reader import OwnReader
 from triptych.core.requests import GateRequest
 from triptych.operate.monitor.findings import hooks_differ
 from triptych.operate.monitor.sample import (

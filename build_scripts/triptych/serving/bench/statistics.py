@@ -146,8 +146,12 @@ def _read_counts(model: str, response: Any) -> Counts:
 
 def _step(pipeline: str, config: Any) -> ServedStep:
     name = config.name.removeprefix(f"{pipeline}_")
+    if config.name.startswith(f"{pipeline}."):  # of one of several models
+        name = config.name.removeprefix(f"{pipeline}.")
+    elif name not in STEPS:
+        name = config.name
     return ServedStep(
-        step=name if name in STEPS else config.name,
+        step=name,
         model=config.name,
         instances=sum(
             group.count * (len(group.gpus) if group.kind == group.KIND_GPU else 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from triptych.runtime.hooking import load_hooks
 from triptych.spec.kind import MODEL
 from triptych.spec.model_fields import ModelSpec, OutputField
-from triptych.spec.model_info import ModelInfo, OwnInterface
+from triptych.spec.model_info import ModelInfo, OwnInterface, OwnStage
 from triptych.spec.tasks.compare import TIE, Comparison, Outputs
 from triptych.spec.tasks.task import Core, Parameters, Task
 
@@ -51,7 +52,7 @@ def own_task(spec: ModelSpec) -> Task:
         inputs=tuple(field.tensor(name) for name, field in spec.inputs.items()),
         outputs=tuple(field.tensor(name) for name, field in spec.outputs.items()),
         rows="own_model.OwnRowMaker",
-        decode="own_model.OwnDecoder",
+        decode="own_step.StepDecoder" if len(spec.steps) > 1 else "own_model.OwnDecoder",
         core=core,
         metrics=tuple(metrics.values()),
         compare_outputs=partial(_compare, spec, metrics),
@@ -59,6 +60,18 @@ def own_task(spec: ModelSpec) -> Task:
         parameters=lambda info: {name: field.rule for name, field in spec.parameters.items()},
         settings=settings,
     )
+
+
+def step_settings(spec: ModelSpec, info: ModelInfo, stage: OwnStage) -> dict[str, object]:
+    """Return the settings of a step that calls a function between models."""
+    settings = own_task(spec.with_model(spec.steps[stage.function][0])).settings(
+        replace(info, own=stage.own)
+    )
+    return {
+        **settings,
+        "function": stage.function,
+        "max_core_rows": spec.max_rows(stage.function),
+    }
 
 
 def _interface(info: ModelInfo) -> OwnInterface:
