@@ -43,8 +43,11 @@ WEIGHTS = {
     "object-detection": "colors",
     "audio-classification": "weights",
     "two-towers": "projection",
+    "chain.detector": "colors",
+    "chain.classifier": "weights",
 }
-"""A tensor of each example model, of which the test of the gate changes a column."""
+"""A tensor of each example model, of which the test of the gate changes a column. Of several models
+in a template, each has an entry."""
 
 
 @pytest.mark.parametrize("name", OWN_MODELS)
@@ -54,12 +57,13 @@ def test_the_example_model_is_what_its_script_writes(
     folder = write(tmp_path, name)
     monkeypatch.syspath_prepend(folder)
     (script,) = folder.glob("make_*.py")
-    (file,) = [*folder.glob("*.onnx"), *folder.glob("*.safetensors")]
-    shipped = file.read_bytes()
-    assert len(shipped) < 10_000
-    file.unlink()
+    files = [*folder.glob("*.onnx"), *folder.glob("*.safetensors")]
+    shipped = {file: file.read_bytes() for file in files}
+    for file, content in shipped.items():
+        assert len(content) < 10_000
+        file.unlink()
     runpy.run_path(str(script))
-    assert file.read_bytes() == shipped
+    assert shipped == {file: file.read_bytes() for file in files}
 
 
 @pytest.mark.parametrize("name", OWN_MODELS)
@@ -173,10 +177,12 @@ def server(base: Path) -> Iterator[Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", OWN_MODELS)
+@pytest.mark.parametrize("name", WEIGHTS)
 def test_the_gate_finds_a_changed_weight(name: str, base: Path, tmp_path: Path) -> None:
-    inputs = read_own_inputs(load_model_spec(base / "pipelines" / name), quiet)
-    gate = Gate(inputs, "fp32", quiet)
+    pipeline, _, model_name = name.partition(".")
+    inputs = read_own_inputs(load_model_spec(base / "pipelines" / pipeline), quiet)
+    cores = {each.model: each for each in (inputs, *inputs.others)}
+    gate = Gate(cores[model_name], "fp32", quiet)
     core = base / f"repository/{name}_core/1/model.onnx"
     assert gate.run(core, {"model.onnx": f"right {name}"}).passed
     model = onnx.load(core)
@@ -272,6 +278,26 @@ def test_a_detector_finds_the_squares_of_its_samples(base: Path, server: Any) ->
         boxes = zip(answer["label"], answer["box"].tolist(), strict=True)
         assert sorted((bytes(label), box) for label, box in boxes) == sorted(objects)
         assert (answer["score"] > 0.9).all()
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_a_chain_classifies_what_it_detects(base: Path, server: Any) -> None:
+    found, folder = _send("chain", base, server)
+    objects = [
+        {bytes(label): box for label, box in zip(each["label"], each["box"].tolist(), strict=True)}
+        for each in found
+    ]
+    assert objects == [
+        {b"dotted": [16, 20, 32, 36]},
+        {b"dotted": [64, 56, 128, 120], b"plain": [16, 16, 48, 48]},
+        {b"plain": [16, 32, 80, 96], b"dotted": [160, 32, 224, 96]},
+        {},
+    ]
+    with Client("chain", server.grpc_url) as client:
+        images = [(folder / f"samples/{name}.png").read_bytes() for name in ("none", "two")]
+        together = client.infer({"image": images}, parameters={"max_objects": 1})
+    assert together["label"].tolist() == [[b""], [b"dotted"]]
 
 
 @pytest.mark.long

@@ -388,49 +388,50 @@ def save_dense(path: Path, name: str, size: int, outputs: Mapping[str, int], see
     )
 
 
-PAIR_HOOKS = """
+CORES_HOOKS = """
 import numpy as np
 
 
 def preprocess(rows, parameters):
-    counts = np.array([[text.count(letter) for letter in "abcdefgh"] for text in rows["text"]])
-    return {"counts": counts.astype(np.float32), "length": counts.sum(1, keepdims=True)}
+    return {"features": rows["features"], "bias": rows["bias"][:, None]}
+
+
+def rank(arrays, parameters):
+    both = np.concatenate([arrays["vectors.result"], arrays["classes.result"]], axis=1)
+    best = arrays["classes.result"].argmax(axis=1)
+    return {"both": both * parameters["factor"], "bias": arrays["bias"], "best": best}
 
 
 def postprocess(arrays, rows):
-    vector = arrays["vectors.result"]
-    norm = np.linalg.norm(vector, axis=1, keepdims=True) + 1e-9
-    best = arrays["classes.result"].argmax(axis=1)
     return {
-        "vector": vector / norm,
-        "label": [f"class {index}" for index in best],
-        "letters": arrays["length"][:, 0],
-        "echo": rows["text"],
+        "risk": arrays["risk"] + arrays["bias"],
+        "label": [f"class {index}" for index in arrays["best"]],
+        "total": rows["features"].sum(axis=1),
     }
 """
 
 
-def write_pair(folder: Path, **fields: Any) -> Path:
-    """Write a pipeline with two models that get one array: a vector and a class."""
+def write_cores(folder: Path, **fields: Any) -> Path:
+    """Write a pipeline with two models that get one array, and a third behind them."""
     folder.mkdir(parents=True)
-    save_dense(folder / "vectors.onnx", "counts", 8, {"result": 6}, 1)
-    save_dense(folder / "classes.onnx", "counts", 8, {"result": 3}, 2)
-    (folder / "hooks.py").write_text(PAIR_HOOKS.lstrip())
+    save_dense(folder / "vectors.onnx", "features", 4, {"result": 16}, 1)
+    save_dense(folder / "classes.onnx", "features", 4, {"result": 3}, 2)
+    save_dense(folder / "risks.onnx", "both", 19, {"risk": 16}, 3)
+    (folder / "hooks.py").write_text(CORES_HOOKS.lstrip())
     random = np.random.default_rng(3)
-    texts = ["".join(random.choice(list("abcdefgh "), 12)) for _ in range(40)]
-    write_rows(folder, [{"text": text} for text in texts])
+    write_rows(folder, [{"features": row} for row in random.normal(size=(40, 4)).tolist()])
     spec = {
-        "task": "model",
+        **{key: TABLE[key] for key in ("task", "inputs")},
         "models": {
             "vectors": {"onnx": "vectors.onnx"},
             "classes": {"onnx": "classes.onnx", "instances": 2, "core": {"threads": 1}},
+            "risks": {"onnx": "risks.onnx", "step": "rank", "core": {"max_batch_size": 64}},
         },
-        "inputs": {"text": {"type": "text"}},
+        "parameters": {"factor": {"type": "float", "default": 1.0}},
         "outputs": {
-            "vector": {"type": "float", "shape": [6], "metric": "cosine"},
+            "risk": {"type": "float", "shape": [16]},
             "label": {"type": "text"},
-            "letters": {"type": "int"},
-            "echo": {"type": "text"},
+            "total": {"type": "float"},
         },
         **fields,
     }
@@ -442,6 +443,8 @@ CHAIN_HOOKS = """
 
 
 def crop(arrays, parameters):
+    if not parameters["threshold"]:
+        raise ValueError("a threshold is needed", 0)
     images, where, counts = [], [], []
     for pixels, boxes, scores in zip(arrays["pixels"], arrays["boxes"], arrays["scores"]):
         kept = _suppress(boxes, scores, parameters["threshold"], parameters["overlap"])

@@ -96,9 +96,9 @@ def _check_functions(spec: ModelSpec, hooks: ModuleType | None) -> Check:
         for name, field in spec.outputs.items()
         if field.compared_by == "function"
     }
+    called = {**dict.fromkeys(spec.steps, FUNCTIONS["postprocess"]), **FUNCTIONS}
     known = {
-        **dict.fromkeys(spec.steps, FUNCTIONS["postprocess"]),
-        **FUNCTIONS,
+        **called,
         **dict.fromkeys(compared, ("actual", "expected")),
         REDACT: None,
     }
@@ -118,7 +118,7 @@ def _check_functions(spec: ModelSpec, hooks: ModuleType | None) -> Check:
                 )
         elif is_own and not name.startswith("_"):
             problems.append(
-                f"`{name}` is called by nobody: the functions are {', '.join(FUNCTIONS)}; begin the"
+                f"`{name}` is called by nobody: the functions are {', '.join(called)}; begin the"
                 " name of a function for your own use with `_`"
             )
     problems += [f"`{name}` is missing" for name in sorted(compared - set(found))]

@@ -426,9 +426,9 @@ class ModelSpec(BaseModel):
             first = next(iter(self.models))
             rule = f"must be {PREPROCESS} for the first model"
             raise _refused(f"models.{first}.step", rule, next(iter(steps)), "Move the model down")
-        taken = {"setup", "postprocess", "redact", *steps, *RESERVED_NAMES}
+        taken = {"setup", "postprocess", "redact", *RESERVED_NAMES}
         for name, model in self.models.items():
-            if name in taken or model.step in taken - {*steps}:
+            if name in taken | {*steps} or model.step in taken:
                 rule = "must not have the name of a function with another purpose"
                 raise _refused(f"models.{name}", rule, f"step {model.step}", "Rename it")
             if model.core.backend == "tensorrt":

@@ -1,0 +1,227 @@
+"""Several models in one ensemble, from pipeline.yaml to answers of a real tritonserver."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import numpy_helper
+
+from conftest import quiet
+from own_models import PICTURES, picture, write_chain, write_cores
+from triptych.base.errors import UserError
+from triptych.building.build import BuildOutcome, build
+from triptych.building.own_checks import check_own_pipeline
+from triptych.client import Client, InvalidRequestError
+from triptych.core.gate.cached import Gate
+from triptych.core.own_inputs import read_own_inputs
+from triptych.repository.manifest import EncoderManifest, read_manifest
+from triptych.runtime.flow_control import PREFIX_VARIABLE, InFlight
+from triptych.runtime.own_step import pack_arrays, unpack_arrays
+from triptych.serving.server import Server
+from triptych.spec.model_fields import load_model_spec
+
+pytestmark = pytest.mark.server
+
+
+def make(base: Path, name: str, *overrides: str) -> BuildOutcome:
+    inputs = read_own_inputs(load_model_spec(base / "pipelines" / name, overrides), quiet)
+    return build(inputs, base / "repository", quiet)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with pipelines and their repository; one core of `cores` has 8 bits."""
+    base = tmp_path_factory.mktemp("cores")
+    write_chain(base / "pipelines/chain")
+    write_cores(base / "pipelines/cores")
+    make(base, "chain")
+    outcome = make(base, "cores", "models.risks.core.precision=int8", "outputs.risk.limit=0.6")
+    assert outcome.gate.precision == "int8"
+    assert outcome.gate.passed
+    return base
+
+
+@pytest.fixture(scope="module")
+def server(base: Path) -> Iterator[Any]:
+    with Server(base / "repository") as server:
+        yield server
+
+
+def test_objects_are_found_cut_out_and_classified(server: Any) -> None:
+    images = [picture(boxes, size) for size, boxes in PICTURES]
+    with Client("chain", server.grpc_url) as client:
+        together = client.infer({"image": images})
+        alone = [client.infer({"image": [image]}) for image in images]
+        for row, (_, boxes) in enumerate(PICTURES):
+            assert alone[row]["label"].tolist() == [[b"light"] * len(boxes)]
+            assert together["box"][row][: len(boxes)].tolist() == alone[row]["box"][0].tolist()
+            assert together["size"][row].tolist() == [len(images[row])]
+        assert client.infer({"image": images[2:3] * 5})["label"].shape == (5, 0)
+        first, second = client.infer_each({"image": [images[0], b"no image"]})
+    assert not isinstance(first, InvalidRequestError)
+    assert "cannot be decoded" in str(second)
+
+
+def test_a_request_that_fails_between_models_is_ended(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PREFIX_VARIABLE, server._tag)
+    image = picture(*reversed(PICTURES[1]))
+    with Client("chain", server.grpc_url) as client:
+        for _ in range(20):
+            with pytest.raises(InvalidRequestError, match="row 0.*a threshold is needed"):
+                client.infer({"image": [image]}, parameters={"threshold": 0.0})
+        assert client.infer({"image": [image]})["label"].shape == (1, 2)
+    assert InFlight("chain").load().requests == 0
+
+
+def test_models_of_one_step_share_their_arrays(base: Path, server: Any) -> None:
+    folder = base / "pipelines/cores"
+    features = np.random.default_rng(1).normal(size=(30, 4)).astype(np.float32)
+    first, second = (
+        onnxruntime.InferenceSession(folder / f"{name}.onnx").run(None, {"features": features})[0]
+        for name in ("vectors", "classes")
+    )
+    session = onnxruntime.InferenceSession(folder / "risks.onnx")
+    (risk,) = session.run(None, {"both": 0.5 * np.concatenate([first, second], axis=1)})
+    with Client("cores", server.grpc_url) as client:
+        got = client.infer({"features": features}, parameters={"factor": 0.5})
+        steps = {step.model: step for step in client.step_statistics()}
+    assert [label.decode() for label in got["label"][:, 0]] == [
+        f"class {best}" for best in second.argmax(axis=1)
+    ]
+    np.testing.assert_allclose(got["total"][:, 0], features.sum(axis=1), rtol=1e-4)
+    assert np.abs(got["risk"] - risk - 0.5).max() < 0.1 * np.abs(risk).max()
+    assert list(steps) == [
+        "cores_preprocess",
+        "cores.vectors_core",
+        "cores.classes_core",
+        "cores.rank_step",
+        "cores.risks_core",
+        "cores_postprocess",
+    ]
+    config = (base / "repository/cores.classes_core/config.pbtxt").read_text()
+    assert "count: 2" in config
+    manifest = read_manifest(base / "repository", "cores", EncoderManifest)
+    precisions = {name: core.precision for name, core in manifest.cores.items()}
+    assert precisions == {"vectors": "fp32", "classes": "fp32", "risks": "int8"}
+
+
+@pytest.mark.parametrize("model", ["vectors", "classes", "risks"])
+def test_the_gate_finds_a_fault_in_each_core(base: Path, tmp_path: Path, model: str) -> None:
+    inputs = read_own_inputs(load_model_spec(base / "pipelines/cores"), quiet)
+    core = next(each for each in (inputs, *inputs.others) if each.model == model)
+    gate = Gate(core, "fp32", quiet)
+    shutil.copy(base / f"pipelines/cores/{model}.onnx", tmp_path / "right.onnx")
+    assert gate.run(tmp_path / "right.onnx", {"model.onnx": f"right {model}"}).passed
+    graph = onnx.load(tmp_path / "right.onnx")
+    (weight,) = graph.graph.initializer
+    values = numpy_helper.to_array(weight).copy()
+    values[:, 0] *= 1.01
+    weight.CopyFrom(numpy_helper.from_array(values, weight.name))
+    onnx.save(graph, tmp_path / "model.onnx")
+    result = gate.run(tmp_path / "model.onnx", {"model.onnx": f"changed {model}"})
+    # The class of a row does not depend on so small a change, but the risk behind it does.
+    assert {verdict.metric for verdict in result.verdicts if not verdict.passed} >= {
+        "max_difference",
+        "risk.max_difference",
+    }
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model": {"onnx": "risks.onnx"}}, "models` replaces model"),
+    ({"models": {"risks": {"onnx": "risks.onnx", "step": "rank"}}}, "must be preprocess"),
+    ({"models": {"preprocess": {"onnx": "vectors.onnx"}}}, "must not have the name of a function"),
+    ({"models": {"a": {"onnx": "vectors.onnx", "step": "setup"}}}, "must be preprocess"),
+    (
+        {"models": {"a": {"onnx": "vectors.onnx"}, "b": {"onnx": "risks.onnx", "step": "setup"}}},
+        "must not have the name of a function",
+    ),
+    ({"core": {"precision": "auto"}}, "must name a precision"),
+    (
+        {"models": {"a": {"onnx": "vectors.onnx", "core": {"backend": "tensorrt"}}}},
+        "is not supported for several models",
+    ),
+    ({"models": {"a": {"onnx": "vectors.onnx", "cores": {}}}}, "is not a field of the spec"),
+    (
+        {
+            "models": {
+                "a": {"onnx": "vectors.onnx", "axes": {"tokens": {"max": 8}}},
+                "b": {"onnx": "classes.onnx"},
+            }
+        },
+        "must be equal for the models of one step",
+    ),
+]
+
+
+def test_a_wrong_graph_of_models_is_refused(tmp_path: Path) -> None:
+    for number, (fields, message) in enumerate(WRONG):
+        folder = write_cores(tmp_path / f"wrong{number}", **fields)
+        with pytest.raises(UserError) as refused:
+            pytest.fail(f"{fields}: {load_model_spec(folder)}")
+        assert message in str(refused.value), fields
+
+
+def test_the_check_without_a_server_calls_the_functions_between_models(tmp_path: Path) -> None:
+    folder = write_cores(tmp_path / "cores")
+    hooks = (folder / "hooks.py").read_text()
+    names = {check.name: check for check in check_own_pipeline(folder)}
+    assert names["rank"].note.startswith("40 synthetic rows")
+    changes = {
+        ('"both": both', '"all": both'): "must return arrays with the names both",
+        ("def rank(arrays,", "def rank(array,"): "it gets arrays, rows, parameters, counts",
+        ("def rank(", "def _rank("): "has no function `rank`",
+        ("axis=1)\\n    best", "axis=0)\\n    best"): "all the input array dimensions",
+        ('arrays["best"]', 'arrays["first"]'): "KeyError: 'first'",
+    }
+    for (old, new), message in changes.items():
+        (folder / "hooks.py").write_text(
+            hooks.replace(old.replace("\\n", "\n"), new.replace("\\n", "\n"))
+        )
+        notes = [check.note for check in check_own_pipeline(folder) if check.severity != "ok"]
+        assert any(message in note for note in notes), (message, notes)
+
+
+def test_arrays_of_any_shape_go_past_a_model() -> None:
+    texts = np.array([[b"", b"a b"], [b"\xff", b"c"]], object)
+    arrays = {
+        "numbers": np.arange(6, dtype=np.int16).reshape(3, 2, 1),
+        "none": np.zeros((0, 4), np.float32),
+        "one": np.array(7),
+        "words": np.array(["ä", "longer"]),
+        "texts": texts,
+    }
+    for rows in (1, 3, 1000):
+        packed = pack_arrays(arrays, rows)
+        assert (len(packed), packed.dtype) == (rows, np.uint8)
+        found = unpack_arrays(packed)
+        assert list(found) == list(arrays)
+        for name, array in arrays.items():
+            assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+            assert found[name].tolist() == array.tolist()
+    with pytest.raises(RuntimeError, match="`mixed` must be an array of numbers or texts"):
+        pack_arrays({"mixed": np.array([1, None], object)}, 1)
+
+
+def test_a_model_may_take_the_settings_of_the_pipeline(tmp_path: Path) -> None:
+    folder = write_cores(tmp_path / "cores", core={"threads": 2, "max_batch_size": 16})
+    spec = load_model_spec(folder, ["serving.instances.core=3"])
+    plans = read_own_inputs(spec, quiet).plan.cores
+    found = {
+        plan.model: (
+            plan.spec.core.threads,
+            plan.max_batch_size,
+            plan.spec.serving.instances.core,
+        )
+        for plan in plans
+    }
+    assert found == {"vectors": (2, 16, 3), "classes": (1, 16, 2), "risks": (2, 64, 3)}
+    assert plans[0].request_rows == 16
+    assert json.loads((folder / "pipeline.yaml").read_text())["core"]["threads"] == 2
