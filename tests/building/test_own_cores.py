@@ -75,7 +75,7 @@ def test_a_request_that_fails_between_models_is_ended(
     image = picture(*reversed(PICTURES[1]))
     with Client("chain", server.grpc_url) as client:
         for _ in range(20):
-            with pytest.raises(InvalidRequestError, match="row 0.*a threshold is needed"):
+            with pytest.raises(InvalidRequestError, match="a threshold is needed"):
                 client.infer({"image": [image]}, parameters={"threshold": 0.0})
         assert client.infer({"image": [image]})["label"].shape == (1, 2)
     assert InFlight("chain").load().requests == 0

@@ -171,7 +171,7 @@ def render(
         configs[step] = _python_step(plan, step, read, made)
         folder = f"{plan.step(step)}/1"
         names = _find_settings_read(files, folder)
-        used = {name: value for name, value in {**_settings(plan), **own}.items() if name in names}
+        used = {name: value for name, value in own.items() if name in names}
         files[f"{folder}/{SETTINGS_FILE}"] = print_settings(used)
     if python_env is not None:
         for step in steps:
@@ -229,12 +229,15 @@ def python_steps(plan: Plan, ranges: Ranges | None) -> dict[str, PythonStep]:
     """Return the Python steps in the order of the ensemble."""
     steps: dict[str, PythonStep] = {}
     read, names, made = plan.request_inputs, list[str](), plan.preprocess_outputs
-    settings: dict[str, object] = _row_settings(plan)
+    common = _settings(plan)
+    settings: dict[str, object] = {**common, **_row_settings(plan)}
     for index, stage in enumerate(stages_of(plan)):
         past, results = _past(plan, index)
         if index:
             made = (*stage.own.inputs, *past)
+            # Only the last step writes samples.
             settings = {
+                **{name: value for name, value in common.items() if name != "sample"},
                 **_step_settings(plan, stage),
                 "core_outputs": names,
                 "outputs": [{"name": tensor.name, "optional": False} for tensor in made],
@@ -242,6 +245,7 @@ def python_steps(plan: Plan, ranges: Ranges | None) -> dict[str, PythonStep]:
         steps[stage.function] = PythonStep(read, made, settings)
         read, names = (*stage.own.outputs, *past), results
     answers: dict[str, object] = {
+        **common,
         "core_outputs": names,
         "decoder": plan.task.decode,
         "outputs": plan.task.output_settings,

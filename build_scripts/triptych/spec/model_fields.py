@@ -272,9 +272,10 @@ class ModelSpec(BaseModel):
         folder: Folder of the pipeline; not part of a build manifest.
         tuned: Fields whose values come from ``tuned.yaml``.
         task: Always ``model``.
-        model: The model; of several, the first one.
-        models: Several models by name, in the order in which they run; else empty. `core` and
-            `serving.instances.core` are then those of the first one.
+        models: Several models by name in place of `model`, in the order in which they run, each
+            with the fields of `model`, and with `step` (the function in ``hooks.py`` that makes its
+            inputs), `core` and `instances`. After the spec is read, `model`, `core` and
+            `serving.instances.core` are those of the first one.
         inputs: Inputs of a request by name.
         parameters: Request parameters by name.
         outputs: Outputs of the pipeline by name.
