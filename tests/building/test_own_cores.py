@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from conftest import quiet
@@ -21,6 +22,8 @@ from triptych.client import Client, InvalidRequestError
 from triptych.core.gate.cached import Gate
 from triptych.core.own_inputs import read_own_inputs
 from triptych.repository.manifest import EncoderManifest, read_manifest
+from triptych.repository.sharing import check_sharers
+from triptych.repository.store import read_build
 from triptych.runtime.flow_control import PREFIX_VARIABLE, InFlight
 from triptych.runtime.own_step import pack_arrays, unpack_arrays
 from triptych.serving.server import Server
@@ -44,6 +47,21 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     outcome = make(base, "cores", "models.risks.core.precision=int8", "outputs.risk.limit=0.6")
     assert outcome.gate.precision == "int8"
     assert outcome.gate.passed
+    spec = json.loads((base / "pipelines/cores/pipeline.yaml").read_text())
+    for name in ("vectors", "classes"):
+        spec["models"][name]["core"] = {"shared_from": f"cores.{name}"}
+    write_cores(base / "pipelines/second", models=spec["models"])
+    make(base, "second")
+    alone = write_cores(base / "pipelines/alone")
+    (alone / "hooks.py").unlink()
+    fields: dict[str, Any] = {
+        "model": {"onnx": "classes.onnx"},
+        "core": {"shared_from": "cores.classes"},
+    }
+    fields |= {"inputs": {"features": {"type": "float", "shape": [4]}}}
+    fields |= {"outputs": {"result": {"type": "float", "shape": [3]}}}
+    (alone / "pipeline.yaml").write_text(json.dumps({"task": "model", **fields}))
+    make(base, "alone")
     return base
 
 
@@ -72,7 +90,8 @@ def test_a_request_that_fails_between_models_is_ended(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PREFIX_VARIABLE, server._tag)
-    image = picture(*reversed(PICTURES[1]))
+    size, boxes = PICTURES[1]
+    image = picture(boxes, size)
     with Client("chain", server.grpc_url) as client:
         for _ in range(20):
             with pytest.raises(InvalidRequestError, match="a threshold is needed"):
@@ -111,6 +130,46 @@ def test_models_of_one_step_share_their_arrays(base: Path, server: Any) -> None:
     manifest = read_manifest(base / "repository", "cores", EncoderManifest)
     precisions = {name: core.precision for name, core in manifest.cores.items()}
     assert precisions == {"vectors": "fp32", "classes": "fp32", "risks": "int8"}
+
+
+def test_a_core_is_shared_by_pipelines(base: Path, server: Any) -> None:
+    repository = base / "repository"
+    cores = {path.name for path in repository.iterdir() if path.name.endswith("_core")}
+    assert {name for name in cores if not name.startswith("chain")} == {
+        *(f"cores.{name}_core" for name in ("vectors", "classes", "risks")),
+        "second.risks_core",
+    }
+    features = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
+    with (
+        Client("cores", server.grpc_url) as first,
+        Client("second", server.grpc_url) as second,
+        Client("alone", server.grpc_url) as alone,
+    ):
+        labels = first.infer({"features": features})["label"]
+        assert second.infer({"features": features})["label"].tolist() == labels.tolist()
+        best = alone.infer({"features": features})["result"].argmax(axis=1)
+    assert [f"class {index}".encode() for index in best] == labels[:, 0].tolist()
+    for shared, message in {
+        "cores.risks": "whose core has another model",
+        "cores": "Set core.shared_from to cores.vectors, cores.classes, cores.risks",
+        "second.vectors": "shares the core of cores.vectors",
+        "third": "is not built into the repository",
+        "alone.classes": "must name a core of another pipeline",
+    }.items():
+        with pytest.raises(UserError) as refused:
+            make(base, "alone", f"core.shared_from={shared}")
+        assert message in str(refused.value), shared
+    with pytest.raises(UserError, match="it would be removed"):
+        check_sharers(repository, "cores", {}, ["second", "alone"])
+    with pytest.raises(UserError, match="it would change"):
+        check_sharers(repository, "cores", {"cores.vectors": "", "cores.classes": ""}, ["alone"])
+    builds = {name: read_build(repository, name) for name in ("cores", "second", "alone")}
+    for name in ("second", "alone"):
+        build, owner = builds[name], builds["cores"]
+        assert build is not None
+        assert owner is not None
+        assert build.share == "cores"
+        assert set(build.shared_rows) <= set(owner.core_rows)
 
 
 @pytest.mark.parametrize("model", ["vectors", "classes", "risks"])
@@ -191,7 +250,7 @@ def test_the_check_without_a_server_calls_the_functions_between_models(tmp_path:
 
 def test_arrays_of_any_shape_go_past_a_model() -> None:
     texts = np.array([[b"", b"a b"], [b"\xff", b"c"]], object)
-    arrays = {
+    arrays: dict[str, NDArray[Any]] = {
         "numbers": np.arange(6, dtype=np.int16).reshape(3, 2, 1),
         "none": np.zeros((0, 4), np.float32),
         "one": np.array(7),
@@ -200,7 +259,7 @@ def test_arrays_of_any_shape_go_past_a_model() -> None:
     }
     for rows in (1, 3, 1000):
         packed = pack_arrays(arrays, rows)
-        assert (len(packed), packed.dtype) == (rows, np.uint8)
+        assert (len(packed), packed.dtype.name) == (rows, "uint8")
         found = unpack_arrays(packed)
         assert list(found) == list(arrays)
         for name, array in arrays.items():

@@ -24,7 +24,8 @@ from triptych.building.own_checks import check_own_pipeline
 from triptych.client import Client, InvalidRequestError
 from triptych.core.export.own_graph import read_graph, with_axis
 from triptych.core.gate.cached import Gate
-from triptych.core.own_inputs import OwnReader, read_own_inputs
+from triptych.core.own_inputs import read_own_inputs
+from triptych.core.own_reader import OwnReader
 from triptych.interface.api import build
 from triptych.runtime.own_model import load_functions
 from triptych.serving.server import Server

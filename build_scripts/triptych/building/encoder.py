@@ -68,9 +68,12 @@ def make_encoder_core(
     if inputs.others:
         core = _make_others(core, repository, progress, accept, write)
     if built_after is not None:
-        spec = inputs.plan.spec
-        own_key = core.key if spec.core.shared_from is None else None
-        check_sharers(repository, spec.name, own_key, built_after)
+        keys = {
+            each.plan.spec.core_name: each.key
+            for each in core.cores or (core,)
+            if each.plan.spec.core.shared_from is None
+        }
+        check_sharers(repository, inputs.plan.spec.name, keys, built_after)
     return core
 
 
@@ -103,7 +106,7 @@ def _make_core(
     wanted = inputs.plan.spec.core
     if wanted.shared_from is not None:
         owner = owner_of_core(repository, inputs.plan.spec)
-        core = full_precision(inputs.replanned(owner.plan.layout), progress, accept)
+        core = full_precision(inputs.replanned(owner.layout), progress, accept)
         return shared_core(core, owner, repository, progress, accept)
     check_possible(wanted)
     core = full_precision(inputs, progress, accept)

@@ -73,14 +73,16 @@ def read_own_inputs(
     Raises:
         UserError: The spec, the graph, the functions or the traffic has a mistake.
     """
-    check_config_texts(spec.serving.config, shares_core=False)
+    specs = [spec.with_model(name) for name in spec.models or [""]]
+    shares = any(each.core.shared_from is not None for each in specs)
+    check_config_texts(spec.serving.config, shares_core=shares)
     spec.own_files()
     task = own_task(spec)
     report_tuned(spec, progress)
     hooks = load_checked_hooks(spec)
     reader = OwnReader(spec, task)
     requests = reader.read(traffic or spec.folder / TRAFFIC_FILE)
-    runs = {name: open_own_model(spec.with_model(name)) for name in spec.models or [""]}
+    runs = dict(zip(spec.models or [""], map(open_own_model, specs), strict=True))
     found = find_stages(spec, reader, requests[:KNOWN_ROWS], runs, rows=takes_rows(hooks, spec))
     for name, graph in found.graphs.items():
         source = spec.with_model(name).model.source

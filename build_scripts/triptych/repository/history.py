@@ -122,11 +122,7 @@ def _sharers(repository: Path, owner: str) -> list[tuple[str, BuildRecord]]:
 
 
 def _fits(sharer: BuildRecord, owner: BuildRecord) -> bool:
-    return (
-        not owner.share
-        and sharer.core_key == owner.core_key
-        and sharer.max_batch_size <= owner.max_batch_size
-    )
+    return all(rows <= owner.core_rows.get(key, -1) for key, rows in sharer.shared_rows.items())
 
 
 def _find_fitting(repository: Path, name: str, owner: str, core: BuildRecord) -> HistoryBuild:

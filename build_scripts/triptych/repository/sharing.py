@@ -2,23 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.base.errors import UserError
-from triptych.repository.manifest import MANIFEST_FILE, EncoderManifest, find_manifest
-from triptych.spec.fields import Precision
-from triptych.spec.model_fields import CompiledSpec
+from triptych.repository.manifest import (
+    MANIFEST_FILE,
+    CoreRecord,
+    EncoderManifest,
+    find_manifest,
+)
+from triptych.spec.fields import CoreSettings, Precision
+from triptych.spec.model_fields import CompiledSpec, is_own
+from triptych.spec.plan import Layout
 
 
-def owner_of_core(repository: Path, spec: CompiledSpec) -> EncoderManifest:
-    """Return the manifest of the pipeline whose core `spec` shares.
+@dataclass(frozen=True)
+class UsedCore:
+    """A core that a built pipeline uses.
+
+    Attributes:
+        name: Name in Triton without its ending, by which `core.shared_from` names it.
+        settings: Settings of the core.
+        layout: Layout of its batches.
+        record: Record of the core.
+    """
+
+    name: str
+    settings: CoreSettings
+    layout: Layout
+    record: CoreRecord
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another pipeline owns the core."""
+        return self.settings.shared_from is not None
+
+
+def used_cores(manifest: EncoderManifest) -> Iterator[UsedCore]:
+    """Yield the cores that a pipeline uses."""
+    spec, layout = manifest.spec, manifest.plan.layout
+    first = CoreRecord(manifest.core_key, manifest.source_key, manifest.gate.precision)
+    for name, record in (manifest.cores or {"": first}).items():
+        one = spec.with_model(name) if is_own(spec) else spec
+        yield UsedCore(one.core.shared_from or one.core_name, one.core, layout, record)
+
+
+def owner_of_core(repository: Path, spec: CompiledSpec) -> UsedCore:
+    """Return the core of another pipeline that `spec` shares.
 
     Raises:
-        UserError: That pipeline is not built, or shares a core itself.
+        UserError: That pipeline is not built, has no such core, or shares it itself.
     """
-    owner = str(spec.core.shared_from)
-    manifest = find_manifest(repository, owner, EncoderManifest) if owner != spec.name else None
+    wanted = str(spec.core.shared_from)
+    owner = wanted.partition(".")[0]
+    is_other = owner != spec.name.partition(".")[0]
+    manifest = find_manifest(repository, owner, EncoderManifest) if is_other else None
     if manifest is None:
         raise UserError(
             "core.shared_from",
@@ -26,17 +66,21 @@ def owner_of_core(repository: Path, spec: CompiledSpec) -> EncoderManifest:
             given=owner,
             remedy=f"Run `triptych build {owner}` first, or name both in one command",
         )
-    if manifest.spec.core.shared_from is not None:
+    cores = list(used_cores(manifest))
+    found = next((core for core in cores if core.name == wanted and not core.is_shared), None)
+    if found is None:
+        shared = next((core.name for core in cores if core.is_shared), "")
+        names = ", ".join(core.name for core in cores if not core.is_shared)
         raise UserError(
             "core.shared_from",
             "names a pipeline without its own core",
-            given=f"{owner}, which shares the core of {manifest.spec.core.shared_from}",
-            remedy=f"Set core.shared_from to {manifest.spec.core.shared_from}",
+            given=f"{wanted}, which shares the core of {shared}" if shared else wanted,
+            remedy=f"Set core.shared_from to {names or shared}",
         )
-    return manifest
+    return found
 
 
-def check_shareable(spec: CompiledSpec, source_key: str, owner: EncoderManifest) -> Precision:
+def check_shareable(spec: CompiledSpec, source_key: str, owner: UsedCore) -> Precision:
     """Return the precision of the owner's core, if the core can serve `spec`.
 
     `source_key` is the key of the fp32 core of `spec`.
@@ -45,8 +89,8 @@ def check_shareable(spec: CompiledSpec, source_key: str, owner: EncoderManifest)
         UserError: The owner's core is made of another graph, is too small, or has another
             precision.
     """
-    own, theirs, precision = spec.core, owner.spec.core, owner.gate.precision
-    if owner.source_key != source_key:
+    own, theirs, precision = spec.core, owner.settings, owner.record.precision
+    if owner.record.source_key != source_key:
         raise UserError(
             "core.shared_from",
             "names a pipeline whose core has another model, task head or parameters",
@@ -71,14 +115,14 @@ def check_shareable(spec: CompiledSpec, source_key: str, owner: EncoderManifest)
 
 
 def check_sharers(
-    repository: Path, name: str, core_key: str | None, together: Sequence[str]
+    repository: Path, name: str, core_keys: Mapping[str, str], together: Sequence[str]
 ) -> None:
-    """Check that the pipelines which share the core of `name` can use the core of `core_key`.
+    """Check that the pipelines which share a core of `name` can use its new cores.
 
     Args:
         repository: Folder of the models.
         name: Name of the pipeline that is built.
-        core_key: Key of its new core; None if it will have no core.
+        core_keys: Key of each of its new cores by name; none of cores that it shares itself.
         together: Pipelines that are built right after this one.
 
     Raises:
@@ -87,18 +131,17 @@ def check_sharers(
     for path in sorted(repository.glob(f"*/{MANIFEST_FILE}")):
         other = path.parent.name
         manifest = find_manifest(repository, other, EncoderManifest)
-        if (
-            manifest is None
-            or manifest.spec.core.shared_from != name
-            or manifest.core_key == core_key
-        ):
-            continue
-        if core_key is None or other not in together:
-            raise UserError(
-                name,
-                "has a core that another pipeline shares",
-                given=f"{other} uses it, and it would "
-                + ("be removed" if core_key is None else "change"),
-                remedy=f"Run `triptych build {name} {other}`, or remove "
-                f"core.shared_from from {other}",
-            )
+        for core in () if manifest is None else used_cores(manifest):
+            key = core_keys.get(core.name)
+            is_own_core = core.name.partition(".")[0] == name
+            if not core.is_shared or not is_own_core or core.record.core_key == key:
+                continue
+            if key is None or other not in together:
+                raise UserError(
+                    name,
+                    "has a core that another pipeline shares",
+                    given=f"{other} uses it, and it would "
+                    + ("be removed" if key is None else "change"),
+                    remedy=f"Run `triptych build {name} {other}`, or remove "
+                    f"core.shared_from from {other}",
+                )

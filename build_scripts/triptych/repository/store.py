@@ -62,9 +62,9 @@ class BuildRecord:
     Attributes:
         built_at: Time of the build, UTC, ISO 8601.
         files: SHA-256 in hex of each file, by path relative to the repository.
-        share: Pipeline whose core it uses; empty if it has its own.
-        core_key: Hash of the core; empty if the manifest has none.
-        max_batch_size: Maximum batch size; 0 if the manifest has none.
+        share: Pipeline of which it uses a core; empty if it has its own.
+        core_rows: Maximum batch size of each of its own cores by the core's hash.
+        shared_rows: Maximum batch size that it needs of each core of `share` by the core's hash.
         lacks_engine: Whether it cannot serve before `triptych engine` has run.
         gate: Gate result as plain data; empty if the manifest has none.
     """
@@ -72,8 +72,8 @@ class BuildRecord:
     built_at: str
     files: Mapping[str, str]
     share: str
-    core_key: str
-    max_batch_size: int
+    core_rows: Mapping[str, int]
+    shared_rows: Mapping[str, int]
     lacks_engine: bool
     gate: Mapping[str, Any]
 
@@ -82,22 +82,34 @@ def read_build(folder: Path, pipeline: str) -> BuildRecord | None:
     """Return the record of the build in a folder of models; None if it is missing or unreadable."""
     try:
         manifest = read_manifest_file(folder / pipeline / MANIFEST_FILE)
-        core = manifest["spec"]["core"]
+        cores = list(_read_cores(manifest))
+        share = next((owner for owner, *_ in cores if owner), "")
         files = {str(path): str(digest) for path, digest in manifest["files"].items()}
         if not all(map(_is_inside, files)):
             return None
         return BuildRecord(
             built_at=str(manifest["built_at"]),
             files=files,
-            share=core.get("shared_from") or core.get("share") or "",
-            core_key=manifest.get("core_key", ""),
-            max_batch_size=core.get("max_batch_size", 0),
+            share=share,
+            core_rows={key: rows for owner, key, rows in cores if not owner},
+            shared_rows={key: rows for owner, key, rows in cores if owner and owner == share},
             lacks_engine=manifest["plan"].get("engine") is not None
             and manifest.get("engine") is None,
             gate=manifest.get("gate") or {},
         )
     except (ManifestError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _read_cores(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
+    """Yield the owner of each core, empty for the pipeline itself, its hash and its batch size."""
+    spec, records = manifest["spec"], manifest.get("cores") or {}
+    models = spec.get("models") or {"": spec}
+    for name, model in models.items():
+        core = model["core"]
+        shared = core.get("shared_from") or core.get("share") or ""
+        key = records.get(name, manifest).get("core_key", "")
+        yield shared.partition(".")[0], key, core.get("max_batch_size", 0)
 
 
 def _is_inside(path: str) -> bool:

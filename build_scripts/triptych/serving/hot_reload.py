@@ -237,12 +237,15 @@ class HotReload:
 
     def _groups(self, built: Mapping[str, list[str]]) -> list[list[str]]:
         """Return the rebuilt pipelines; those that share a core together."""
-        cores: dict[str, list[str]] = {}
+        groups: list[tuple[set[str], list[str]]] = []
         for pipeline in find_pipelines(self._server.repository):
             if pipeline.name in built:
-                core = next((step for step in pipeline.steps if step.endswith("_core")), "")
-                cores.setdefault(core or pipeline.name, []).append(pipeline.name)
-        return list(cores.values())
+                cores, names = {s for s in pipeline.steps if s.endswith("_core")}, [pipeline.name]
+                for group in [each for each in groups if each[0] & cores]:
+                    groups.remove(group)
+                    cores, names = cores | group[0], [*group[1], *names]
+                groups.append((cores, names))
+        return [names for _, names in groups]
 
     def _put(self, group: Mapping[str, list[str]], wrong: Mapping[str, str]) -> bool:
         """Reload pipelines; return whether their new builds are served."""

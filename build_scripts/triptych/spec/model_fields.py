@@ -421,6 +421,16 @@ class ModelSpec(BaseModel):
             "serving": serving,
         }
 
+    def _check_sharing(self) -> None:
+        cores = [self.core, *(model.core for model in self.models.values())]
+        for shared in [core.shared_from for core in cores if core.shared_from is not None]:
+            if shared.partition(".")[0] == self.name:
+                rule = "must name a core of another pipeline"
+                raise _refused("core.shared_from", rule, shared, "Remove it")
+            if self.serving.priority is not None:
+                rule = "is a setting of the core, which another pipeline has"
+                raise _refused("serving.priority", rule, "set here", f"Set it in {shared}")
+
     def _check_steps(self) -> None:
         steps = self.steps
         if next(iter(steps)) != PREPROCESS:
@@ -449,6 +459,7 @@ class ModelSpec(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> ModelSpec:
+        self._check_sharing()
         self._check_steps()
         names = [*self.inputs, *self.parameters, *self.outputs]
         for name in names:
@@ -461,7 +472,6 @@ class ModelSpec(BaseModel):
             rule = "must begin with an input without a default, which gives the number of rows"
             raise _refused("inputs", rule, next(iter(self.inputs)), "Move it down")
         unsupported: dict[str, object] = {
-            "core.shared_from": self.core.shared_from,
             "serving.class_scores": self.serving.class_scores or None,
         }
         lists = [name for name, each in self.inputs.items() if each.type == "bytes" and each.shape]

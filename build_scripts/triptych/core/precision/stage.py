@@ -15,9 +15,8 @@ from triptych.core.gate.cached import Gate, GateFailure
 from triptych.core.inputs import PipelineInputs
 from triptych.core.precision.layer_exclusion import convert_with_exclusions
 from triptych.core.requests import core_feed, rows_of
-from triptych.repository.manifest import EncoderManifest
 from triptych.repository.records import GateResult
-from triptych.repository.sharing import check_shareable
+from triptych.repository.sharing import UsedCore, check_shareable
 from triptych.spec.fields import Precision
 from triptych.spec.model_fields import is_own
 from triptych.spec.plan import Plan
@@ -125,7 +124,7 @@ def lower_precision(
 
 
 def shared_core(
-    core: CheckedCore, owner: EncoderManifest, repository: Path, progress: Progress, accept: str
+    core: CheckedCore, owner: UsedCore, repository: Path, progress: Progress, accept: str
 ) -> CheckedCore:
     """Return the owner's core in place of this pipeline's own, if it passes this pipeline's gate.
 
@@ -137,7 +136,7 @@ def shared_core(
     file = repository / core.plan.step("core") / "1" / MODEL_FILE
     files = {part.name: sha256_of(part) for part in file.parent.glob(f"{MODEL_FILE}*")}
     gate = Gate(core.inputs, precision, progress).run(file, files)
-    taken = replace(core, file=file, key=owner.core_key, gate=gate, files=files)
+    taken = replace(core, file=file, key=owner.record.core_key, gate=gate, files=files)
     return taken.accepted(accept)
 
 
