@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from pathlib import Path
 
 from markupsafe import Markup
@@ -48,6 +49,15 @@ SERIES_KINDS = ("s1", "s2", "s3", "s4")
 """CSS classes of the plotted tests."""
 
 
+MAX_SHOWN_RUNS = 50
+"""Maximum number of runs in the table of a report, the last ones."""
+
+
+def format_time(at: float) -> str:
+    """Return a Unix time as a date and time of day in UTC."""
+    return datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
 def write_monitor_report(run: MonitorRun, timeline: Timeline, folder: Path) -> Path:
     """Write the report of the last run and the timeline into `folder`; see `write_report`."""
     drift = run.drift
@@ -57,6 +67,11 @@ def write_monitor_report(run: MonitorRun, timeline: Timeline, folder: Path) -> P
         run=run,
         proposed=[line.strip() for line, _ in proposed],
         runs=timeline.runs,
+        past=[
+            (format_time(past.at), past.build[:12], past.rows, len(past.alarms), len(past.drifts))
+            for past in reversed(timeline.runs[-MAX_SHOWN_RUNS:])
+        ],
+        worst=run.worst or timeline.worst,
         evidence_plot=_evidence(run, timeline),
         quality_plot=_quality(run, timeline),
     )

@@ -249,6 +249,8 @@ class Timeline:
         files: Names of the sample files that were read and still exist.
         last: Names of the files of the last run that had new files.
         runs: Past runs, oldest first.
+        worst: Rows with the largest errors, without their texts, of the last run of this build that
+            compared rows.
     """
 
     schema: int = SCHEMA
@@ -257,6 +259,7 @@ class Timeline:
     files: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
     runs: tuple[PastRun, ...] = ()
+    worst: tuple[LargeErrorRow, ...] = ()
 
     def evidence_about(self, build: str) -> Mapping[str, SequentialEvidence]:
         """Return the evidence about `build`; empty for another build than the last run's."""
@@ -277,7 +280,10 @@ class Timeline:
         runs = (*self.runs, past)[-MAX_RUNS:]
         new = tuple(file for file in files if file not in self.files)
         last = new or tuple(file for file in self.last if file in files)
-        return Timeline(SCHEMA, run.build, run.evidence, tuple(files), last, runs)
+        worst = self.worst if self.build == run.build else ()
+        if run.rows:
+            worst = tuple(replace(row, preview="", expected="", actual="") for row in run.worst)
+        return Timeline(SCHEMA, run.build, run.evidence, tuple(files), last, runs, worst)
 
     def as_text(self) -> str:
         plain: Any = plain_data(asdict(self))
