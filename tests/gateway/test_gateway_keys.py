@@ -25,10 +25,10 @@ import pytest
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 from typer.testing import CliRunner
 
-from certificates import under_load, write_certificate
+from certificates import sign_token, under_load, write_certificate, wrong_tokens
 from client_toy import wait_until
 from deploy_cases import write_built
-from triptych.base.api_keys import KeyEntry
+from triptych.base.api_keys import IssuerEntry, KeyEntry, KeyFile, print_keys
 from triptych.base.server_tls import ServerTls
 from triptych.deploy.http_api import health_script
 from triptych.gateway.errors import ApiError
@@ -280,6 +280,40 @@ def test_a_client_needs_a_certificate_of_the_authority(tmp_path: Path) -> None:
             except httpx2.TransportError:
                 found = 0
             assert found == status, folder
+
+
+def test_a_token_of_an_issuer_is_a_key(running: Running, tmp_path: Path) -> None:
+    claims = {"iss": "https://login.example", "aud": "triptych", "sub": "ann"}
+    token, bob = (sign_token(running.folder, **{**claims, "sub": n}) for n in ("ann", "bob"))
+    entry = IssuerEntry(
+        issuer=str(claims["iss"]),
+        audiences=["triptych"],
+        jwks=json.loads((running.folder / "jwks.json").read_text()),
+        pipelines=["a"],
+        requests_per_s=0.01,
+    )
+    running.keys.write_text(print_keys(KeyFile(issuers={"company": entry})))
+    with running.client(token) as ann, running.client(bob) as other:
+        wait_until(lambda: works(ann), "the issuer is known")
+        with pytest.raises(openai.RateLimitError):
+            works(ann)
+        assert works(other)  # has a rate of his own
+    carl = sign_token(running.folder, **{**claims, "sub": "carl"})
+    with running.client(carl) as client, pytest.raises(openai.PermissionDeniedError):
+        works(client, "b")
+    for case, wrong in wrong_tokens(running.folder, tmp_path, claims).items():
+        with running.client(wrong) as client:
+            assert not works(client), case
+    running.keys.write_text("keys: {}\n")
+    with running.client(token) as client:
+
+        def is_refused() -> bool:
+            try:
+                return not works(client)
+            except openai.RateLimitError:
+                return False
+
+        wait_until(is_refused, "the issuer is revoked")
 
 
 def test_requests_have_the_priority_of_their_key(running: Running, tmp_path: Path) -> None:

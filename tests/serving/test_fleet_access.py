@@ -1,13 +1,10 @@
 """Keys, limits and certificates at a real Envoy before a real server."""
 
-import base64
 import http.client
 import json
 import re
 import socket
 import ssl
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +18,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 from typer.testing import CliRunner
 
-from certificates import under_load, write_certificate
+from certificates import sign_token, under_load, write_certificate, wrong_tokens
 from processes import eventually
 from triptych.base.api_keys import IssuerEntry, KeyEntry, KeyFile, make_key, print_keys
 from triptych.base.errors import UserError
@@ -272,33 +269,9 @@ def test_a_key_is_revoked_without_a_restart_and_a_mistake_changes_nothing(
     assert guarded.proxy.pid == pid
 
 
-def sign(folder: Path, **claims: Any) -> str:
-    """Return a token with a signature of `folder`/rsa.key, which is made first with its JWKS."""
-
-    def encode(data: bytes) -> str:
-        return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
-
-    def openssl(*words: str, **options: Any) -> bytes:
-        done = subprocess.run(
-            ["openssl", *words], cwd=folder, check=True, capture_output=True, **options
-        )
-        return bytes(done.stdout)
-
-    if not (folder / "rsa.key").exists():
-        openssl("genrsa", "-out", "rsa.key", "2048")
-        modulus = openssl("rsa", "-in", "rsa.key", "-noout", "-modulus").decode().split("=")[1]
-        key = {"kty": "RSA", "alg": "RS256", "kid": "1", "e": "AQAB"}
-        key["n"] = encode(bytes.fromhex(modulus.strip()))
-        (folder / "jwks.json").write_text(json.dumps({"keys": [key]}))
-    parts = ({"alg": "RS256", "kid": "1"}, {"exp": int(time.time()) + 600, **claims})
-    text = ".".join(encode(json.dumps(part).encode()) for part in parts)
-    signature = openssl("dgst", "-sha256", "-sign", "rsa.key", input=text.encode())
-    return f"{text}.{encode(signature)}"
-
-
 def test_a_token_of_an_issuer_is_a_key(guarded: Guarded, tmp_path: Path) -> None:
     claims = {"iss": "https://login.example", "aud": "triptych", "sub": "ann"}
-    token = sign(guarded.folder, **claims)
+    token = sign_token(guarded.folder, **claims)
     guarded.entries.issuers["company"] = IssuerEntry(
         issuer=str(claims["iss"]),
         audiences=["triptych"],
@@ -309,21 +282,14 @@ def test_a_token_of_an_issuer_is_a_key(guarded: Guarded, tmp_path: Path) -> None
     )
     guarded.write_keys()
     assert eventually(lambda: guarded.code(token) != "UNAUTHENTICATED")
-    bob = sign(guarded.folder, **{**claims, "sub": "bob"})
+    bob = sign_token(guarded.folder, **{**claims, "sub": "bob"})
     assert guarded.code(bob, infer_request(), "ModelInfer") == "OK"  # has a rate of his own
     assert guarded.code(bob) == "RESOURCE_EXHAUSTED"
     assert guarded.post(f"/v2/models/{NAME}/infer", bob, infer_body())[0] == 200
-    eve = sign(guarded.folder, **{**claims, "sub": "eve"})
+    eve = sign_token(guarded.folder, **{**claims, "sub": "eve"})
     assert guarded.code(eve, infer_request(OTHER), "ModelInfer") == "PERMISSION_DENIED"
     assert guarded.post(f"/v2/models/{OTHER}/infer", eve, infer_body())[0] == 403
-    wrong = {
-        "another key": sign(tmp_path, **claims),
-        "another audience": sign(guarded.folder, **{**claims, "aud": "other"}),
-        "another issuer": sign(guarded.folder, **{**claims, "iss": "https://other.example"}),
-        "expired": sign(guarded.folder, **claims, exp=int(time.time()) - 600),
-        "no signature": token.rpartition(".")[0] + ".",
-        "changed": token.replace(".", ".e", 1),
-    }
+    wrong = wrong_tokens(guarded.folder, tmp_path, claims)
     for case, other in wrong.items():
         assert guarded.code(other) == "UNAUTHENTICATED", case
         assert guarded.post("/v2", other)[0] == 401, case

@@ -1,12 +1,16 @@
-"""Certificates of an authority that exists for a test, and load while they are replaced."""
+"""Certificates and tokens of an authority that exists for a test, and load meanwhile."""
 
+import base64
+import json
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from client_toy import wait_until
 
@@ -76,3 +80,41 @@ def under_load(
             over.set()
     for each in both:
         each.result()
+
+
+def sign_token(folder: Path, **claims: Any) -> str:
+    """Return a token with a signature of `folder`/rsa.key, which is made first with its JWKS."""
+
+    def encode(data: bytes) -> str:
+        return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+    def openssl(*words: str, **options: Any) -> bytes:
+        done = subprocess.run(
+            ["openssl", *words], cwd=folder, check=True, capture_output=True, **options
+        )
+        return bytes(done.stdout)
+
+    if not (folder / "rsa.key").exists():
+        openssl("genrsa", "-out", "rsa.key", "2048")
+        modulus = openssl("rsa", "-in", "rsa.key", "-noout", "-modulus").decode().split("=")[1]
+        key = {"kty": "RSA", "alg": "RS256", "kid": "1", "e": "AQAB"}
+        key["n"] = encode(bytes.fromhex(modulus.strip()))
+        (folder / "jwks.json").write_text(json.dumps({"keys": [key]}))
+    parts = ({"alg": "RS256", "kid": "1"}, {"exp": int(time.time()) + 600, **claims})
+    text = ".".join(encode(json.dumps(part).encode()) for part in parts)
+    signature = openssl("dgst", "-sha256", "-sign", "rsa.key", input=text.encode())
+    return f"{text}.{encode(signature)}"
+
+
+def wrong_tokens(folder: Path, other: Path, claims: dict[str, Any]) -> dict[str, str]:
+    """Return tokens like that of `claims` that are not valid; `other` is for another key."""
+    token = sign_token(folder, **claims)
+    return {
+        "another key": sign_token(other, **claims),
+        "another audience": sign_token(folder, **{**claims, "aud": "other"}),
+        "another issuer": sign_token(folder, **{**claims, "iss": "https://other.example"}),
+        "expired": sign_token(folder, **claims, exp=int(time.time()) - 600),
+        "no signature": token.rpartition(".")[0] + ".",
+        "changed": token.replace(".", ".e", 1),
+        "not for this header": ".".join(["e30", *token.split(".")[1:]]),
+    }

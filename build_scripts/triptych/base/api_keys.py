@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,6 +17,10 @@ from triptych.base.files import parse_yaml
 
 _PREFIX = "triptych-"
 _KEY_BYTES = 32
+MAX_SUBJECTS = 10_000
+"""Maximum number of subjects of tokens whose rates are kept; the least recent one is dropped."""
+CLOCK_SKEW_S = 60
+"""Time in seconds by which a token may have expired, because clocks differ."""
 
 
 class Permissions(BaseModel):
@@ -53,12 +59,12 @@ class IssuerEntry(Permissions):
     Attributes:
         issuer: Value of ``iss`` in its tokens.
         audiences: Values of ``aud``, one of which a token must have.
-        jwks: File of its public keys (JWKS), relative to the file of keys.
+        jwks: Its public keys (JWKS), or their file, relative to the file of keys.
     """
 
     issuer: str = Field(min_length=1)
     audiences: list[str] = Field(min_length=1)
-    jwks: Path
+    jwks: Path | dict[str, Any]
 
 
 class KeyFile(BaseModel):
@@ -99,6 +105,37 @@ def read_keys(path: Path) -> KeyFile:
         given=given,
         remedy="Write one with `triptych key new NAME`",
     )
+
+
+def read_jwks(keys: Path, entry: IssuerEntry) -> str:
+    """Return the public keys of an issuer in the file of keys at `keys`.
+
+    Raises:
+        UserError: Its file cannot be read, or has no keys.
+    """
+    inline = isinstance(entry.jwks, dict)
+    path = keys if isinstance(entry.jwks, dict) else keys.parent / entry.jwks
+    try:
+        text = json.dumps(entry.jwks) if inline else path.read_text(encoding="utf-8")
+        if json.loads(text)["keys"]:
+            return text
+        given = "no key"
+    except OSError as error:
+        given = str(error.strerror)
+    except (ValueError, LookupError, TypeError):
+        given = "no JSON with `keys`"
+    raise UserError(
+        "jwks",
+        "must be a file of public keys (JWKS)",
+        given=f"{path} ({given})",
+        remedy="Save the answer of the issuer's jwks_uri there",
+    )
+
+
+def files_of(keys: Path, file: KeyFile) -> list[Path]:
+    """Return the file of keys, and the files of the public keys of issuers."""
+    sets = [entry.jwks for entry in file.issuers.values()]
+    return [keys, *(keys.parent / path for path in sets if isinstance(path, Path))]
 
 
 def make_key() -> tuple[str, str]:

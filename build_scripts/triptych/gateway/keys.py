@@ -6,12 +6,25 @@ import hashlib
 import hmac
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from triptych.base.api_keys import KeyEntry, file_stamps, read_keys
+from triptych.base.api_keys import (
+    CLOCK_SKEW_S,
+    MAX_SUBJECTS,
+    IssuerEntry,
+    KeyEntry,
+    Permissions,
+    file_stamps,
+    files_of,
+    read_jwks,
+    read_keys,
+)
 from triptych.base.errors import UserError
 from triptych.gateway.errors import ApiError
 
@@ -60,7 +73,7 @@ class Caller:
         entry: Entry of the key in the file.
     """
 
-    def __init__(self, name: str, entry: KeyEntry) -> None:
+    def __init__(self, name: str, entry: Permissions) -> None:
         self.name = name
         self.entry = entry
         self._requests = _Bucket(entry.requests_per_s)
@@ -112,9 +125,11 @@ class Keys:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._looked_s = time.monotonic()
-        self._stamp = file_stamps([path])
         self._callers: dict[str, Caller] = {}
-        self._take_over(read_keys(path).keys)
+        self._tokens = Tokens({})
+        self._paths = [path]
+        self._take_over()
+        self._stamps = file_stamps(self._paths)
 
     def find(self, authorization: bytes) -> Caller:
         """Return the caller with the key of an ``authorization`` header.
@@ -124,13 +139,17 @@ class Keys:
         """
         self._look()
         scheme, _, key = authorization.partition(b" ")
+        key = key.strip()
         found: Caller | None = None
         if scheme.lower() == b"bearer":
-            given = hashlib.sha256(key.strip()).hexdigest()
+            given = hashlib.sha256(key).hexdigest()
             # Compares with every key, so that the time does not depend on the key.
             for caller in self._callers.values():
-                if hmac.compare_digest(caller.entry.sha256, given):
+                if isinstance(caller.entry, KeyEntry) and hmac.compare_digest(
+                    caller.entry.sha256, given
+                ):
                     found = caller
+            found = found or self._tokens.find(key)
         if found is None:
             raise ApiError(
                 401,
@@ -142,26 +161,102 @@ class Keys:
         return found
 
     def _look(self) -> None:
-        """Read the file again if it has changed; a file with a mistake changes nothing."""
+        """Read the files again if one has changed; a file with a mistake changes nothing."""
         now_s = time.monotonic()
         if now_s - self._looked_s < _LOOK_S:
             return
         self._looked_s = now_s
-        stamp = file_stamps([self._path])
-        if stamp == self._stamp:
+        stamps = file_stamps(self._paths)
+        if stamps == self._stamps:
             return
-        self._stamp = stamp
+        self._stamps = stamps
         try:
-            self._take_over(read_keys(self._path).keys)
+            self._take_over()
         except UserError as error:
             print(f"warning: keys are not changed: {error.message}", file=sys.stderr, flush=True)
 
-    def _take_over(self, entries: Mapping[str, KeyEntry]) -> None:
+    def _take_over(self) -> None:
         """Replace all keys; a key whose entry is the same keeps its current rates."""
+        file = read_keys(self._path)
+        sets = {name: read_jwks(self._path, entry) for name, entry in file.issuers.items()}
+        issuers = {
+            entry.issuer: Issuer(name, entry, sets[name]) for name, entry in file.issuers.items()
+        }
         before = self._callers
+        self._tokens = self._tokens.replaced(issuers)
         self._callers = {
             name: before[name]
             if name in before and before[name].entry == entry
             else Caller(name, entry)
-            for name, entry in entries.items()
+            for name, entry in file.keys.items()
         }
+        self._paths = files_of(self._path, file)
+
+
+@dataclass(frozen=True)
+class Issuer:
+    """Issuer of tokens, with its public keys as JSON."""
+
+    name: str
+    entry: IssuerEntry
+    jwks: str
+
+    @cached_property
+    def keys(self) -> Any:
+        """The public keys, as a `jwt.PyJWKSet`."""
+        import jwt
+
+        return jwt.PyJWKSet.from_json(self.jwks)
+
+
+class Tokens:
+    """Verifies JSON web tokens, and holds the rates of their subjects.
+
+    Args:
+        issuers: Issuers by the ``iss`` of their tokens.
+        callers: Callers by issuer and subject, the least recent one first.
+    """
+
+    def __init__(
+        self, issuers: Mapping[str, Issuer], callers: Mapping[tuple[str, str], Caller] | None = None
+    ) -> None:
+        self._issuers = issuers
+        self._callers = OrderedDict(callers or {})
+
+    def replaced(self, issuers: Mapping[str, Issuer]) -> Tokens:
+        """Return the tokens of other issuers; one whose entry is the same keeps its rates."""
+        entries = {name: issuer.entry for name, issuer in issuers.items()}
+        kept = {
+            key: caller
+            for key, caller in self._callers.items()
+            if entries.get(key[0]) == caller.entry
+        }
+        return Tokens(issuers, kept)
+
+    def find(self, token: bytes) -> Caller | None:
+        """Return the subject of a token; None if it is not valid."""
+        if not self._issuers or token.count(b".") != 2:
+            return None
+        import jwt
+
+        try:
+            stated = jwt.decode(token, options={"verify_signature": False})["iss"]
+            issuer = self._issuers[stated]
+            key = issuer.keys[jwt.get_unverified_header(token)["kid"]]
+            claims = jwt.decode(
+                token,
+                key,
+                algorithms=[key.algorithm_name],
+                audience=issuer.entry.audiences,
+                issuer=stated,
+                leeway=CLOCK_SKEW_S,
+                options={"require": ["exp"]},
+            )
+        except (jwt.PyJWTError, LookupError, TypeError, ValueError):
+            return None
+        subject = (stated, str(claims.get("sub")))
+        caller = self._callers.pop(subject, None) or Caller(issuer.name, issuer.entry)
+        self._callers[subject] = caller
+        if len(self._callers) > MAX_SUBJECTS:
+            self._callers.popitem(last=False)
+        return caller

@@ -14,8 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triptych.base.api_keys import KeyEntry, KeyFile, Permissions, file_stamps, read_keys
-from triptych.base.errors import UserError
+from triptych.base.api_keys import (
+    CLOCK_SKEW_S,
+    MAX_SUBJECTS,
+    KeyEntry,
+    KeyFile,
+    Permissions,
+    file_stamps,
+    files_of,
+    read_jwks,
+    read_keys,
+)
 from triptych.base.files import write_files
 from triptych.base.server_tls import ServerTls
 
@@ -28,8 +37,6 @@ _KINDS = {"tokens": _JWT, "keys": _LUA, "requests": _LIMIT, "items": _LIMIT}
 _TLS = f"{_EXTENSIONS}.transport_sockets.tls.v3"
 _RATE_S = 1000
 """Time in seconds by which a rate is written as a whole number."""
-_MAX_SUBJECTS = 10_000
-"""Maximum number of subjects of tokens whose rates are kept; the least recent one is dropped."""
 _ALWAYS = {"default_value": {"numerator": 100, "denominator": "HUNDRED"}}
 
 
@@ -149,9 +156,9 @@ class Access:
             found |= _secrets(self._tls)
         if self._keys is not None:
             file = read_keys(self._keys)
-            sets = {name: self._keys.parent / e.jwks for name, e in file.issuers.items()}
-            paths += [self._keys, *sets.values()]
-            found |= key_filters(file, {name: _read_jwks(path) for name, path in sets.items()})
+            paths += files_of(self._keys, file)
+            sets = {name: read_jwks(self._keys, entry) for name, entry in file.issuers.items()}
+            found |= key_filters(file, sets)
         self._paths = paths
         return {f"{name}.yaml": json.dumps({"resources": [data]}) for name, data in found.items()}
 
@@ -197,25 +204,6 @@ def _named_secrets(certificate: Any, clients: Any) -> dict[str, Any]:
     }
 
 
-def _read_jwks(path: Path) -> str:
-    """Return the public keys of an issuer; raise `UserError` if the file has none."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        if json.loads(text)["keys"]:
-            return text
-        given = "no key"
-    except OSError as error:
-        given = str(error.strerror)
-    except (ValueError, LookupError, TypeError):
-        given = "no JSON with `keys`"
-    raise UserError(
-        "jwks",
-        "must be a file of public keys (JWKS)",
-        given=f"{path} ({given})",
-        remedy="Save the answer of the issuer's jwks_uri there",
-    )
-
-
 def key_filters(file: KeyFile, jwks: Mapping[str, str]) -> dict[str, Any]:
     """Return the filters of tokens, keys and limits by name; `jwks` is that of each issuer."""
     keys = [_permissions(*each) for each in file.keys.items()]
@@ -249,6 +237,7 @@ def _token_filter(file: KeyFile, jwks: Mapping[str, str]) -> dict[str, Any]:
             "from_headers": [{"name": "authorization", "value_prefix": "Bearer "}],
             "payload_in_metadata": "token",
             "require_expiration": True,
+            "clock_skew_seconds": CLOCK_SKEW_S,
         }
         for name, entry in file.issuers.items()
     }
@@ -293,7 +282,7 @@ def _limit(
         # Marks the response for the script, which removes it.
         "response_headers_to_add": [{"header": {"key": "x-key-limited", "value": unit}}],
         "always_consume_default_token_bucket": False,
-        "max_dynamic_descriptors": _MAX_SUBJECTS,
+        "max_dynamic_descriptors": MAX_SUBJECTS,
         "rate_limits": [
             {"actions": actions, **(hits if unit == "items" else {})}
             for actions in ([name], [name, subject])
