@@ -44,11 +44,12 @@ def main() -> int:
     parser = make_parser(__doc__, "key_limits", "Limits of keys", rounds=7, seconds=10.0)
     parser.add_argument("--limit", type=float, default=10.0, help="requests/s of the key")
     parser.add_argument("--rate", type=float, default=20.0, help="requests/s of the other keys")
+    parser.add_argument("--repository", type=Path, help="repository with minilm; else it is built")
     options = parser.parse_args()
     (secret, digest), *others = [make_key() for _ in range(1 + _OTHERS)]
     entries = {"limited": KeyEntry(sha256=digest, requests_per_s=options.limit)}
     entries |= {f"other-{n}": KeyEntry(sha256=sha) for n, (_, sha) in enumerate(others)}
-    repository = build(CACHE / "key-limits")
+    repository = options.repository or build(CACHE / "key-limits")
     with tempfile.TemporaryDirectory() as folder, Server(repository) as server:
         keys = Path(folder) / "keys.yaml"
         keys.write_text(print_keys(KeyFile(keys=entries)))
