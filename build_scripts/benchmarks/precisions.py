@@ -27,7 +27,7 @@ from triptych.core.precision.layer_exclusion import ConvertedCore, convert_with_
 from triptych.core.requests import Feed, core_feed
 from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.repository.records import Conversion
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import thresholds

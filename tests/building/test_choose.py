@@ -1,6 +1,8 @@
 """`core.precision: auto`: real builds, real servers, real load; the fastest that passes ships."""
 
+import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ from triptych.building import auto as choose
 from triptych.building import build as building
 from triptych.building.auto import Throughput
 from triptych.building.build import BuildOutcome
+from triptych.container.processor import find_instruction_sets, sets_for
 from triptych.core.engine.stage import EngineFailure
 from triptych.core.gate.cached import GateFailure
 from triptych.core.inputs import read_inputs
+from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.repository.records import GateResult
+from triptych.spec.backends import BACKENDS
 from triptych.spec.spec import load_spec
 
 pytestmark = pytest.mark.long
@@ -48,7 +53,10 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
     }
     folder = tmp_path_factory.mktemp("pipelines") / "tiny"
     return write_pipeline(
-        folder, model={"source": str(tiny_model)}, core={"precision": "auto"}, accuracy=limits
+        folder,
+        model={"source": str(tiny_model)},
+        core={"backend": "onnxruntime", "precision": "auto"},
+        accuracy=limits,
     )
 
 
@@ -146,6 +154,40 @@ def test_a_candidate_that_fails_is_not_measured(
     assert built.gate.precision == "fp32"
 
 
+def test_without_a_backend_in_the_spec_backends_are_compared(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measurement is pretended: OpenVINO in bf16 is the fastest."""
+    repository = tmp_path / "repository"
+
+    def pretend(
+        repositories: Mapping[str, Path], *args: Any, **options: Any
+    ) -> dict[str, Throughput]:
+        rates = {"openvino bf16": 9.0, "fp32": 4.0}
+        return {name: Throughput(rates.get(name, 1.0), 1.0, 1.0, 1.0, 1) for name in repositories}
+
+    monkeypatch.setattr(choose, "measure_throughputs", pretend)
+    folder = write_pipeline(
+        tmp_path / "open",
+        model={"source": str(tiny_model)},
+        core={"precision": "auto"},
+        accuracy={"min_cosine": 0.9, "max_difference": 0.2},
+    )
+    built = building.build(read_inputs(load_spec(folder), quiet), repository, quiet)
+    trials = {trial.label: trial for trial in built.gate.candidates}
+    assert tuple(trials) == (*CANDIDATES, "openvino fp32", "openvino bf16", "openvino int8")
+    assert trials["openvino bf16"].status == "chosen"
+    manifest = read_manifest(repository, "open", EncoderManifest)
+    core = manifest.spec.core
+    assert (core.backend, core.precision, manifest.plan.layout) == ("openvino", "bf16", "bucketed")
+    assert manifest.spec.serving.instances.core == len(os.sched_getaffinity(0))
+    assert manifest.instruction_sets == sets_for("bf16", find_instruction_sets())
+    text = (repository / "open_core/config.pbtxt").read_text(encoding="utf-8")
+    assert 'key: "HINT_BF16"' in text
+    again = read_inputs(load_spec(folder), quiet).with_built_layout(repository)
+    assert again.plan.spec.core.backend == "openvino"
+
+
 def test_where_fp32_is_wrong_nothing_is_chosen(pipeline: Path, tmp_path: Path) -> None:
     inputs = read_inputs(load_spec(pipeline, ["accuracy.max_difference=1e-12"]), quiet)
     with pytest.raises(GateFailure, match="differs from the reference"):
@@ -186,7 +228,8 @@ def test_an_engine_that_differs_from_its_graph_does_not_race(
         }
 
     monkeypatch.setattr(choose, "missing_for_engines", lambda: "")
-    monkeypatch.setattr(choose, "RUNS", {("tensorrt", "gpu"): ("fp32", "fp16", "bf16")})
+    tried = replace(BACKENDS["tensorrt"], tried={"gpu": ("fp32", "fp16", "bf16")})
+    monkeypatch.setattr(choose, "BACKENDS", {**BACKENDS, "tensorrt": tried})
     monkeypatch.setattr(encoder, "build_engine_here", engine)
     monkeypatch.setattr(choose, "measure_throughputs", pretend)
     inputs = read_inputs(load_spec(pipeline, ["core.backend=tensorrt"]), quiet)

@@ -12,7 +12,14 @@ from container_cases import H100, H200, L4, T4, machine, write_pipeline
 from triptych.base.errors import UserError
 from triptych.container.lock_check import check_repository, has_version_compatible_plans, main
 from triptych.container.machine import Machine, find_driver, find_gpus, find_tensorrt
-from triptych.container.manifests import remove_byte_code
+from triptych.container.manifests import core_variables, remove_byte_code
+from triptych.container.processor import (
+    FP32_LIMIT,
+    find_instruction_sets,
+    find_processor,
+    node_label,
+    sets_for,
+)
 
 HERE = machine(H200)
 
@@ -189,6 +196,45 @@ def test_without_hashes_files_must_only_be_there(tmp_path: Path) -> None:
 def test_pipelines_on_onnxruntime_pass_without_a_gpu(tmp_path: Path) -> None:
     write_pipeline(tmp_path, backend="onnxruntime", built=False, plan=None)
     assert check(tmp_path, machine(tensorrt=None, driver=None)) == ""
+
+
+def test_missing_instruction_sets_are_told_with_what_they_cost(tmp_path: Path) -> None:
+    write_pipeline(tmp_path, backend="openvino", built=False, plan=None)
+    lock = tmp_path / "minilm/triptych.lock.json"
+    content = json.loads(lock.read_text())
+    trials = [("fp32", "passed", 100.0), ("bf16", "chosen", 290.0)]
+    content |= {
+        "instruction_sets": ["avx512_bf16", "amx_bf16"],
+        "gate": {
+            "precision": "bf16",
+            "candidates": [
+                {"precision": precision, "status": status, "throughput_per_s": rate}
+                for precision, status, rate in trials
+            ],
+        },
+    }
+    lock.write_text(json.dumps(content))
+    here = machine()._replace(instruction_sets=("avx512f", "avx512_bf16"))
+    assert check(tmp_path, here) == (
+        "warning: minilm: its precision was measured with avx512_bf16, amx_bf16, and this "
+        "processor lacks amx_bf16: it is slower here, up to 2.9 times, what it gained over fp32"
+    )
+    assert check(tmp_path, here._replace(instruction_sets=("avx512_bf16", "amx_bf16"))) == ""
+    assert core_variables(tmp_path) == {}
+    content["gate"] = {"precision": "fp32"}
+    lock.write_text(json.dumps(content))
+    assert core_variables(tmp_path) == FP32_LIMIT
+
+
+def test_instruction_sets_are_those_of_the_kernel(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text("model name\t: A B\nflags\t\t: fpu amx_bf16 avx2 avx512f\n\nflags\t: other\n")
+    assert find_instruction_sets(file) == ("avx2", "avx512f", "amx_bf16")
+    assert find_processor(file) == "A B"
+    assert find_instruction_sets(tmp_path / "none") == ()
+    assert sets_for("bf16", find_instruction_sets(file)) == ("amx_bf16",)
+    assert sets_for("fp32", find_instruction_sets(file)) == ()
+    assert node_label("avx512_vnni") == "feature.node.kubernetes.io/cpu-cpuid.AVX512VNNI"
 
 
 def test_a_shared_core_is_checked_with_its_owner_only(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from triptych.core.inputs import read_inputs
 from triptych.core.precision.layer_exclusion import CoreConverter
 from triptych.core.precision.linear import Recipe
 from triptych.repository.records import Conversion
+from triptych.spec.backends import Precision
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
-from triptych.spec.fields import Precision
 from triptych.spec.spec import load_spec
 
 pytestmark = pytest.mark.build

@@ -21,7 +21,7 @@ from triptych.core.gate.live import (
 )
 from triptych.core.gate.verify import ANSWER_AGREEMENT, judge_live
 from triptych.repository.records import GateResult, LiveRun
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import thresholds
 

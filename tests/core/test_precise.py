@@ -13,7 +13,7 @@ from triptych.building import build as building
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.precision.layer_exclusion import ConvertedCore, convert_with_exclusions
 from triptych.repository.records import GateResult
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 from triptych.spec.spec import load_spec
 
 

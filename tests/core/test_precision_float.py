@@ -16,7 +16,7 @@ from triptych.core.precision.calibrate import model_ranges
 from triptych.core.precision.float16 import convert
 from triptych.core.precision.linear import Recipe
 from triptych.repository.records import Conversion, plain_record, read_record
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 
 pytestmark = pytest.mark.build
 

@@ -14,7 +14,7 @@ from conftest import LAYOUTS
 from triptych.base.onnx_graph import read_model, value_types, write_model
 from triptych.core.precision.linear import Recipe, find_groups
 from triptych.core.precision.quantize import Quantizer, convert_int8
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 
 pytestmark = pytest.mark.build
 

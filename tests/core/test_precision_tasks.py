@@ -21,7 +21,7 @@ from triptych.building.build import BuildOutcome, build
 from triptych.core.inputs import read_inputs
 from triptych.core.precision.calibrate import MAX_VECTORS, capture, quiet_options
 from triptych.core.precision.linear import Recipe, find_groups
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 from triptych.spec.spec import load_spec
 
 pytestmark = pytest.mark.build

@@ -51,6 +51,18 @@ def manifests(folder: Path, **fields: Any) -> Manifests:
     return make_manifests(repository, "minilm", options(), write_bench(folder / "reports"))
 
 
+def test_nodes_have_the_instruction_sets_of_the_choice(tmp_path: Path) -> None:
+    sets = ("avx512_bf16", "amx_bf16")
+    made = manifests(tmp_path / "amx", instruction_sets=sets)
+    pod = document(made, "resources.yaml")["spec"]["template"]["spec"]
+    prefix = "feature.node.kubernetes.io/cpu-cpuid."
+    assert pod["nodeSelector"] == {f"{prefix}AVX512BF16": "true", f"{prefix}AMXBF16": "true"}
+    (text,) = (text for path, text in made.files.items() if path.endswith("resources.yaml"))
+    assert "measured in fp32 with it" in yaml_of(text)
+    plain_pod = document(manifests(tmp_path / "any"), "resources.yaml")["spec"]["template"]["spec"]
+    assert "nodeSelector" not in plain_pod
+
+
 def alerts(made: Manifests) -> dict[str, str]:
     """Name to expression."""
     groups = document(made, "prometheus-rule.yaml")["spec"]["groups"]

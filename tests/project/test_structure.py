@@ -71,6 +71,7 @@ HEAVY = {
     "cuda": {"core/engine/", "serving/backends"},
     "onnx": {"core/engine/", "core/export/", "base/onnx_", "repository/lint/", "core/precision/"},
     "onnxruntime": {"base/onnx_", "core/precision/", "serving/backends"},
+    "openvino": {"core/openvino.py"},
     "huggingface_hub": {"spec/model_source.py"},
     "pyarrow": {"client/bulk/parquet.py"},
     "sentence_transformers": {"core/gate/reference.py"},
@@ -164,7 +165,7 @@ import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {"torch", "transformers", "onnx", "onnxruntime", "onnxscript",
-                                      "huggingface_hub", "safetensors", "pytriton",
+                                      "huggingface_hub", "openvino", "safetensors", "pytriton",
                                       "starlette", "uvicorn"}:
             raise ImportError(name + " is not installed here")
 sys.meta_path.insert(0, Refuse())

@@ -103,6 +103,60 @@ def test_priorities_and_session_options_are_in_the_config_and_in_inspect(tmp_pat
     assert not {"response_cache", "priority", "session", "versions"} & set(others)
 
 
+def test_options_of_accelerators_are_those_of_the_backend(tmp_path: Path) -> None:
+    options = "{memory_limit_mib: 2, arena: as_requested, convolution_search: default"
+    of_tensorrt = ", workspace_mib: 3, engine_cache: false, optimization_level: 4"
+    of_tensorrt += ", min_subgraph_size: 5, share_context_memory: true, layer_norm_fp32: true"
+    of_cuda = {
+        "gpu_mem_limit": str(2 * 2**20),
+        "arena_extend_strategy": "1",
+        "cudnn_conv_algo_search": "2",
+    }
+    cuda = core_config(
+        plan_of(tmp_path / "cuda", ["core.device=gpu", f"core.accelerator_options={options}}}"])
+    )
+    given = ["core.device=gpu", "core.accelerator=tensorrt"]
+    both = core_config(
+        plan_of(tmp_path / "both", [*given, f"core.accelerator_options={options}{of_tensorrt}}}"])
+    )
+    for config in (cuda, both):
+        assert {key: value.string_value for key, value in config.parameters.items()} == of_cuda
+    assert not cuda.optimization.execution_accelerators.gpu_execution_accelerator
+    (accelerator,) = both.optimization.execution_accelerators.gpu_execution_accelerator
+    fixed = {key: text for key, text in accelerator.parameters.items() if "profile" not in key}
+    assert fixed == {
+        "max_workspace_size_bytes": str(3 * 2**20),
+        "precision_mode": "FP32",
+        "trt_builder_optimization_level": "4",
+        "trt_context_memory_sharing_enable": "true",
+        "trt_layer_norm_fp32_fallback": "true",
+        "trt_min_subgraph_size": "5",
+    }
+
+
+def test_a_core_of_openvino_runs_each_request_alone(tmp_path: Path) -> None:
+    given = ["core.backend=openvino", "core.precision=bf16", "serving.instances.core=2"]
+    plan = plan_of(tmp_path, [*given, "core.threads=3"])
+    config = core_config(plan)
+    assert config.max_batch_size == 0
+    assert config.default_model_filename == "model.onnx"
+    assert not config.HasField("dynamic_batching")
+    tensors = {t.name: list(t.dims) for t in (*config.input, *config.output)}
+    assert tensors["input_ids"] == [-1, -1]
+    assert all(dims[0] == -1 for dims in tensors.values())
+    warm_up = config.model_warmup[0]
+    assert warm_up.batch_size == 1
+    assert list(warm_up.inputs["row_length"].dims) == [1, 1]
+    assert {key: value.string_value for key, value in config.parameters.items()} == {
+        "HINT_BF16": "YES",
+        "INFERENCE_NUM_THREADS": "6",
+        "NUM_STREAMS": "2",
+        "PERFORMANCE_HINT": "THROUGHPUT",
+    }
+    limited = core_config(plan_of(tmp_path / "limited", [given[0], "serving.queue.timeout_ms=9"]))
+    assert limited.dynamic_batching.default_queue_policy.default_timeout_microseconds == 9000
+
+
 def test_inspect_tells_the_flow_control_and_its_limit(tmp_path: Path) -> None:
     cases = {
         ("triptych", "queue.max_backlog_ms=700"): "preprocess rejects .* for more than 700 ms, or",

@@ -15,7 +15,7 @@ from triptych.core.precision import float16, quantize
 from triptych.core.precision.linear import Recipe
 from triptych.repository.lint.engine import support_of, unsupported
 from triptych.repository.records import Conversion
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 
 pytestmark = pytest.mark.build
 

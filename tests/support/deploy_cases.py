@@ -62,6 +62,7 @@ def write_built(
     name: str = "minilm",
     engine: EngineRecord | None = None,
     mean_tokens: float | None = None,
+    instruction_sets: tuple[str, ...] = (),
     **fields: Any,
 ) -> Path:
     """A repository with one pipeline as `build` leaves it, as far as `deploy` reads it.
@@ -84,6 +85,7 @@ def write_built(
         traffic={} if mean_tokens is None else {"mean_tokens": mean_tokens},
         gate=GateResult("fp32", 1, 0, True, (), ()),
         files={},
+        instruction_sets=instruction_sets,
     )
     repository = folder / "repository"
     (repository / name).mkdir(parents=True)

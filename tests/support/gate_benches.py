@@ -19,7 +19,7 @@ from triptych.core.gate.runs import RowOutputs, RunBatch, open_core
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.requests import Expected, Sample, rows_of
 from triptych.repository.records import GateResult
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.accuracy import metrics_of, thresholds
 

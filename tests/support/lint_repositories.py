@@ -209,6 +209,16 @@ class Edits:
         self.write("solo/config.pbtxt", SOLO + extra)
         self.write("solo/1/model.py", code)
 
+    def openvino(self, extra: str = "", dims: str = "-1, 4", more: str = "") -> None:
+        """Add a model for OpenVINO to the repository; `more` is added to its only input."""
+        self.write(
+            "solo/config.pbtxt",
+            f'name: "solo" backend: "openvino" '
+            f'input {{ name: "x" data_type: TYPE_FP32 dims: [{dims}] {more} }} '
+            f'output {{ name: "y" data_type: TYPE_FP32 dims: [{dims}] }} {extra}',
+        )
+        self.write("solo/1/model.xml", "<net />")
+
     def generation(self, settings: dict[str, Any]) -> None:
         """Add a Python model that has the settings of a core that generates text."""
         self.solo()

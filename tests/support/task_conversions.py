@@ -10,7 +10,7 @@ import numpy as np
 from conftest import traffic_texts
 from triptych.core.precision import float16, quantize
 from triptych.repository.records import Conversion
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 
 CONVERT: dict[Precision, Callable[..., Conversion]] = {
     "int8": quantize.convert_int8,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.model import CACHE, MAX_LENGTH, PIPELINE, model_folder
 from benchmarks.test_models import write_spec
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 from triptych.spec.traffic import TRAFFIC_FILE
 
 HOME = CACHE / "gpu"

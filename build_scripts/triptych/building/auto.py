@@ -1,5 +1,6 @@
 """`core.precision: auto`: build, check and measure every precision that runs here.
 
+If the spec names no backend, the precisions of OpenVINO are measured with those of ONNX Runtime.
 Candidates that fail the gate are dropped. The others are measured on real servers with the
 pipeline's own traffic, and the fastest is chosen. Earlier results come from the cache.
 """
@@ -9,27 +10,29 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
+from triptych.container.processor import find_processor
 from triptych.core.engine.stage import EngineFailure, missing_for_engines
 from triptych.core.gate.cached import GateFailure
 from triptych.core.inputs import PipelineInputs
-from triptych.core.precision.stage import CheckedCore, lower_precision
+from triptych.core.precision.stage import CheckedCore, full_precision, lower_precision
 from triptych.core.requests import hash_requests
 from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.repository.records import GateResult, PrecisionTrial, plain_record, read_record
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.bench import perf_analyzer
-from triptych.serving.doctor import processor
 from triptych.serving.endpoint import UNSAMPLED
 from triptych.serving.server import Server
-from triptych.spec.fields import CoreSettings, Precision, check_runs
+from triptych.spec.backends import BACKENDS, BackendName, Precision
+from triptych.spec.fields import CoreSettings, check_runs
 
 ROUNDS = 3
 WINDOW_S = 1.5
@@ -59,14 +62,14 @@ class Throughput:
 
 
 def measure_throughputs(
-    repositories: Mapping[Precision, Path],
+    repositories: Mapping[str, Path],
     pipeline: str,
     requests: Sequence[perf_analyzer.Request],
     *,
-    baseline: Precision,
+    baseline: str,
     clients: int,
     progress: Progress,
-) -> dict[Precision, Throughput]:
+) -> dict[str, Throughput]:
     """Measure the candidates in turn, round after round, while all servers keep running.
 
     An idle server costs no time, and a drift of the machine affects all candidates equally.
@@ -82,7 +85,7 @@ def measure_throughputs(
     Raises:
         UserError: A server does not start, or answers with an error.
     """
-    results: dict[Precision, list[perf_analyzer.LoadResult]] = {name: [] for name in repositories}
+    results: dict[str, list[perf_analyzer.LoadResult]] = {name: [] for name in repositories}
     with ExitStack() as stack:
         servers = {
             name: stack.enter_context(Server(path, models=[pipeline], environment=UNSAMPLED))
@@ -140,13 +143,6 @@ CODE = (
     "repository/*.py",
 )
 
-RUNS: dict[tuple[str, str], tuple[Precision, ...]] = {
-    ("onnxruntime", "cpu"): ("fp32", "int8", "int8_dynamic", "fp16"),
-    ("tensorrt", "gpu"): ("fp32", "fp16", "bf16", "int8", "fp8"),
-}
-"""Backend and device to the precisions to try. On a CPU, ONNX Runtime does not support bf16 and
-computes fp8 and fp16 in fp32. Some models are still faster in fp16, because they are smaller."""
-
 WriteRepository = Callable[[CheckedCore, Path], object]
 """Writes a repository with the pipeline around a core into a folder, engine included."""
 
@@ -157,10 +153,22 @@ def check_possible(core: CoreSettings) -> None:
     Raises:
         UserError: The precision cannot be built or measured here.
     """
+    if core.backend == "openvino" and not has_openvino():
+        raise UserError(
+            "core.backend",
+            "needs the package openvino, with which the accuracy gate runs the core",
+            given="openvino",
+            remedy="Run `pip install -e .[openvino]`, or set core.backend to onnxruntime",
+        )
     if core.precision == AUTO:
         _candidates_of(core)
     else:
         check_runs(core.precision, core.backend, core.device)
+
+
+def has_openvino() -> bool:
+    """Return whether OpenVINO is installed."""
+    return find_spec("openvino") is not None
 
 
 def choose(
@@ -178,17 +186,34 @@ def choose(
         EngineFailure: The engine of the fp32 core differs from its graph.
         UserError: The device cannot be measured here.
     """
-    precisions = _candidates_of(core.plan.spec.core)
-    cores: dict[Precision, CheckedCore] = {}
-    candidates: dict[Precision, PrecisionTrial] = {}
+    spec = core.plan.spec
+    bases = {str(precision): (core, precision) for precision in _candidates_of(spec.core)}
+    if core.plan.backend.runs_gate:
+        bases = {name: (base, name) for name, base in _bases_on(spec.core.backend, core, progress)}
+    for backend in _other_backends(spec.core) if core.inputs.chain is None else ():
+        for precision, base in _bases_on(backend, core, progress):
+            bases[f"{backend} {precision}"] = base, precision
+    cores: dict[str, CheckedCore] = {}
+    candidates: dict[str, PrecisionTrial] = {}
     with sibling_work_dir(repository, "auto") as scratch:
-        for number, precision in enumerate(precisions, start=1):
-            progress("auto", f"{precision}: {number}/{len(precisions)}")
-            target = scratch / precision
-            found, candidates[precision] = _try(core, precision, target, write, progress)
+        folders = {name: scratch / name.replace(" ", "_") for name in bases}
+        for number, (name, (base, precision)) in enumerate(bases.items(), start=1):
+            progress("auto", f"{name}: {number}/{len(bases)}")
+            found, trial = _try(base, precision, folders[name], write, progress)
+            own = base.plan.spec.core.backend
+            candidates[name] = replace(trial, backend="" if own == spec.core.backend else own)
             if found is not None:
-                cores[precision] = found
-        rates = _measure(core.inputs, {name: scratch / name for name in cores}, progress)
+                cores[name] = found
+        if not cores:
+            raise UserError(
+                "core.precision",
+                "must have a precision that passes the gate",
+                given="; ".join(
+                    f"{name}: {one.note or one.failures}" for name, one in candidates.items()
+                ),
+                remedy="Name another backend, or one precision to see its worst rows",
+            )
+        rates = _measure(core.inputs, {name: folders[name] for name in cores}, progress)
     for name, rate in rates.items():
         candidates[name] = replace(
             candidates[name], throughput_per_s=rate.throughput_per_s, p99_ms=rate.p99_ms
@@ -201,7 +226,7 @@ def choose(
 
 
 def _candidates_of(core: CoreSettings) -> tuple[Precision, ...]:
-    known = RUNS.get((core.backend, core.device))
+    known = BACKENDS[core.backend].tried.get(core.device)
     missing = missing_for_engines() if core.backend == "tensorrt" else ""
     if known is None or missing:
         raise UserError(
@@ -213,6 +238,32 @@ def _candidates_of(core: CoreSettings) -> tuple[Precision, ...]:
     return known
 
 
+def _other_backends(core: CoreSettings) -> tuple[BackendName, ...]:
+    """Return the backends to compare with that of the spec, which the spec leaves open."""
+    named = {"backend", "layout"} & core.model_fields_set
+    return ("openvino",) if core.device == "cpu" and not named and has_openvino() else ()
+
+
+def _bases_on(
+    backend: BackendName, core: CheckedCore, progress: Progress
+) -> Iterator[tuple[Precision, CheckedCore]]:
+    """Yield the fp32 core planned for a backend without batches, for each precision to try there.
+
+    There are none if its graph fails the gate. The backend has an instance for each processor of
+    this machine, unless the spec has more, because an instance computes one request at a time.
+    """
+    spec = core.plan.spec
+    for precision in BACKENDS[backend].tried[spec.core.device]:
+        changes = {"backend": backend, "layout": "bucketed", "precision": precision}
+        inputs = core.inputs.replanned("bucketed", spec.core.model_copy(update=changes))
+        inputs = inputs.with_core_instances(len(os.sched_getaffinity(0)))
+        try:
+            yield precision, full_precision(inputs, progress, "")
+        except GateFailure as failure:
+            progress("auto", f"{backend}: {failure}")
+            return
+
+
 def _try(
     core: CheckedCore,
     precision: Precision,
@@ -221,17 +272,18 @@ def _try(
     progress: Progress,
 ) -> tuple[CheckedCore | None, PrecisionTrial]:
     """Write the core in `precision` to `target` and return it; None if it fails or cannot run."""
+    is_served = precision == BASELINE and not core.plan.backend.runs_gate
     try:
-        found = core if precision == BASELINE else lower_precision(core, precision, progress)
+        found = core if is_served else lower_precision(core, precision, progress)
         write(found, target)
     except GateFailure as failure:
         return None, _candidate(precision, failure.gate)
     except EngineFailure as failure:
-        if precision == BASELINE:
+        if is_served:
             raise
         return None, PrecisionTrial(precision, "failed", failure.gate.failures)
     except UserError as error:
-        if precision == BASELINE:
+        if is_served:
             raise
         return None, PrecisionTrial(precision, "not runnable", note=str(error))
     size = sum(path.stat().st_size for path in target.glob("*_core/1/*"))
@@ -250,8 +302,8 @@ def _candidate(precision: Precision, gate: GateResult) -> PrecisionTrial:
 
 
 def _measure(
-    inputs: PipelineInputs, repositories: Mapping[Precision, Path], progress: Progress
-) -> dict[Precision, Throughput]:
+    inputs: PipelineInputs, repositories: Mapping[str, Path], progress: Progress
+) -> dict[str, Throughput]:
     name = inputs.plan.spec.name
     requests = [dict(request.sent) for request in inputs.requests if not request.edge]
     key: dict[str, object] = {
@@ -262,8 +314,8 @@ def _measure(
         },
         "requests": hash_requests(inputs.requests),
         "clients": CLIENTS,
-        "machine": [platform.processor(), processor(), len(os.sched_getaffinity(0))],
-        "versions": versions_of("onnxruntime", "nvidia-pytriton", "tokenizers"),
+        "machine": [platform.processor(), find_processor(), len(os.sched_getaffinity(0))],
+        "versions": versions_of("onnxruntime", "openvino", "nvidia-pytriton", "tokenizers"),
         "code": code_hash(*CODE),
     }
 
@@ -278,4 +330,4 @@ def _measure(
     if cached:
         progress("throughput", "as measured before (cached)")
     text = (folder / THROUGHPUT_FILE).read_text(encoding="utf-8")
-    return read_record(dict[Precision, Throughput], json.loads(text))
+    return read_record(dict[str, Throughput], json.loads(text))

@@ -9,6 +9,7 @@ from pathlib import Path
 from triptych.base.cache import versions_of
 from triptych.base.errors import Progress
 from triptych.building.auto import WriteRepository, check_possible, choose
+from triptych.container.processor import find_instruction_sets, sets_for
 from triptych.core.engine.dry_run import run_dry_build
 from triptych.core.engine.stage import (
     build_engine_here,
@@ -112,7 +113,7 @@ def _make_core(
     core = full_precision(inputs, progress, accept)
     if wanted.precision == "auto":
         return choose(core, repository, write, progress)
-    if wanted.precision == core.gate.precision:
+    if wanted.precision == core.gate.precision and not core.plan.backend.runs_gate:
         return core
     return lower_precision(core, wanted.precision, progress, accept)
 
@@ -177,6 +178,7 @@ def render_encoder(
             each.plan.model: CoreRecord(each.key, each.source_key, each.gate.precision)
             for each in core.cores
         },
+        instruction_sets=_instruction_sets(core),
     )
     files[f"{name}/{MANIFEST_FILE}"] = manifest.as_bytes()
     shared = [each for each in plan.cores if each.spec.core.shared_from is not None]
@@ -188,6 +190,14 @@ def _warm_ups(core: CheckedCore, progress: Progress) -> Path | None:
     if core.plan.spec.core.shared_from is not None:
         return None
     return write_warm_ups(core.inputs, core.file, core.files, progress)
+
+
+def _instruction_sets(core: CheckedCore) -> tuple[str, ...]:
+    """Return the instruction sets on which the choice of the core's precision depends."""
+    chosen_here = core.gate.candidates or core.plan.backend.runs_gate
+    if core.plan.spec.core.device != "cpu" or not chosen_here:
+        return ()
+    return sets_for(core.gate.precision, find_instruction_sets())
 
 
 def _dry_run(

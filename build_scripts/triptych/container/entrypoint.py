@@ -28,7 +28,7 @@ from triptych.container.lock_check import (
     has_version_compatible_plans,
 )
 from triptych.container.machine import Machine, read_machine
-from triptych.container.manifests import find_pipelines, largest_request_mib
+from triptych.container.manifests import core_variables, find_pipelines, largest_request_mib
 from triptych.container.settings import KEY_VARIABLE, Settings, read_settings
 from triptych.container.shared_memory import SharedRegions, new_prefix
 from triptych.container.supervisor import supervise
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return supervise(
             words,
-            server_variables(os.environ),
+            core_variables(settings.repository) | server_variables(os.environ),
             is_ready=lambda: find_server_fault(settings.health_url) is None,
             ask=lambda: HealthCheck(find_pipelines(settings.repository)).ask(settings.health_url),
             grace_s=settings.options.exit_timeout_s,

@@ -133,7 +133,7 @@ def _check(
         if path == pipeline.plan_file:
             remedy = f"{_rebuild(pipeline)}, or copy it again"
         yield ManifestProblem(pipeline.name, "error", f"{path} {fault}{others}: {remedy}")
-    if machine is not None and manifest.needs_engine:
+    if machine is not None:
         for line in _warnings(manifest, machine):
             yield ManifestProblem(pipeline.name, "warning", line)
 
@@ -178,6 +178,17 @@ def _errors(pipeline: ServedPipeline, manifest: StartupManifest, machine: Machin
 
 
 def _warnings(manifest: StartupManifest, machine: Machine) -> Iterator[str]:
+    missing = [name for name in manifest.instruction_sets if name not in machine.instruction_sets]
+    if missing:
+        cost = ""
+        if manifest.slowdown is not None:
+            cost = f", up to {manifest.slowdown:.1f} times, what it gained over fp32"
+        yield (
+            f"its precision was measured with {', '.join(manifest.instruction_sets)}, and this "
+            f"processor lacks {', '.join(missing)}: it is slower here{cost}"
+        )
+    if not manifest.needs_engine:
+        return
     if machine.tensorrt is None:
         yield "no TensorRT was found here: its version could not be compared with the engine's"
     built, here = (

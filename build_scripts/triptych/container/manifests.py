@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from triptych.container.processor import FP32_LIMIT
+
 MANIFEST_FILE = "triptych.lock.json"
 # Of one ensemble's config: enough to find its steps without a parser of protobuf text.
 _IS_ENSEMBLE = re.compile(r'^\s*platform:\s*"ensemble"', re.MULTILINE)
@@ -64,12 +66,18 @@ class StartupManifest(NamedTuple):
         needs_engine: Whether the pipeline's own core runs on TensorRT.
         engine: Engine of the core; None if it has not been built.
         gpus: Ids of the GPUs that the core runs on; None for all that the server sees.
+        instruction_sets: Instruction sets of the processor with which the precision was measured.
+        slowdown: Throughput of the chosen precision by that of fp32, where both were measured.
+        fp32_by_openvino: Whether OpenVINO must compute the core in fp32.
     """
 
     files: Mapping[str, str]
     needs_engine: bool = False
     engine: EngineTarget | None = None
     gpus: tuple[int, ...] | None = ()
+    instruction_sets: tuple[str, ...] = ()
+    slowdown: float | None = None
+    fp32_by_openvino: bool = False
 
 
 class ServedPipeline(NamedTuple):
@@ -134,8 +142,16 @@ def _parse(manifest: Mapping[str, Any], pipeline: str) -> StartupManifest:
     if f"{pipeline}/config.pbtxt" not in files:
         raise ValueError("it does not list the files of this pipeline")
     # A shared core is checked with the pipeline that owns it.
-    if core["backend"] != "tensorrt" or core.get("shared_from") or core.get("share"):
+    if core.get("shared_from") or core.get("share"):
         return StartupManifest(files)
+    if core["backend"] != "tensorrt":
+        by_openvino = core["backend"] == "openvino"
+        return StartupManifest(
+            files,
+            instruction_sets=tuple(manifest.get("instruction_sets", ())),
+            slowdown=_slowdown(manifest.get("gate", {})),
+            fp32_by_openvino=by_openvino and manifest["gate"]["precision"] == "fp32",
+        )
     record = None
     if (engine := manifest["engine"]) is not None:
         major, minor = map(int, engine["compute_capability"].split("."))
@@ -149,6 +165,29 @@ def _parse(manifest: Mapping[str, Any], pipeline: str) -> StartupManifest:
     gpus = manifest["spec"]["serving"]["gpus"]
     numbers = None if gpus == "all" else tuple(map(int, gpus))
     return StartupManifest(files, True, record, numbers)
+
+
+def _slowdown(gate: Mapping[str, Any]) -> float | None:
+    """Return the throughput of the chosen precision by that of fp32 on the same backend."""
+    trials = gate.get("candidates", ())
+    for chosen in (trial for trial in trials if trial["status"] == "chosen"):
+        for trial in trials:
+            same_backend = trial.get("backend") == chosen.get("backend")
+            if same_backend and trial["precision"] == "fp32" and trial["throughput_per_s"]:
+                return float(chosen["throughput_per_s"] / trial["throughput_per_s"])
+    return None
+
+
+def core_variables(repository: Path) -> dict[str, str]:
+    """Return the environment variables of a server that the cores of the repository need."""
+    for pipeline in find_pipelines(repository):
+        try:
+            manifest = pipeline.read_manifest()
+        except ManifestError:
+            continue
+        if manifest is not None and manifest.fp32_by_openvino:
+            return FP32_LIMIT
+    return {}
 
 
 _CHUNK_BYTES = 2**20

@@ -17,7 +17,8 @@ from triptych.core.requests import GateRequest, Sample
 from triptych.repository.config_text import check_config_texts
 from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.runtime.hooking import HOOKS_FILE, REDACT, has_parameter, load_hooks
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
+from triptych.spec.fields import CoreSettings
 from triptych.spec.model_fields import CompiledSpec, is_own
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import locate, read_model
@@ -134,20 +135,37 @@ class PipelineInputs:
         """Request of the traffic with the smallest number of characters or bytes."""
         return min(self.traffic, key=_size_of)
 
-    def replanned(self, layout: Layout) -> PipelineInputs:
-        """Return the inputs with a plan for another layout."""
+    def replanned(self, layout: Layout, core: CoreSettings | None = None) -> PipelineInputs:
+        """Return the inputs with a plan for another layout, and for other settings of the core."""
         old = self.plan
-        if is_own(old.spec):
-            return self  # rows of equal shape have one layout
-        plan = make_plan(old.spec, old.info, old.task, old.parameters, old.lengths, layout=layout)
+        spec = old.spec if core is None else old.spec.model_copy(update={"core": core})
+        if is_own(spec):  # rows of equal shape have one layout
+            return replace(self, plan=replace(old, spec=spec))
+        plan = make_plan(spec, old.info, old.task, old.parameters, old.lengths, layout=layout)
         return replace(self, plan=replace(plan, gives_inputs=old.gives_inputs))
 
+    def with_core_instances(self, count: int) -> PipelineInputs:
+        """Return the inputs with at least `count` instances of the core."""
+        spec = self.plan.spec
+        instances = spec.serving.instances
+        more = instances.model_copy(update={"core": max(count, instances.core)})
+        serving = spec.serving.model_copy(update={"instances": more})
+        spec = spec.model_copy(update={"serving": serving})
+        return replace(self, plan=replace(self.plan, spec=spec))
+
     def with_built_layout(self, repository: Path) -> PipelineInputs:
-        """Return the inputs in the layout that was built, which may differ from the spec's."""
+        """Return the inputs in the layout and for the backend that were built.
+
+        Both may differ from the spec's: not every model can be packed, and ``precision: auto``
+        compares backends.
+        """
         manifest = find_manifest(repository, self.plan.spec.name, EncoderManifest)
-        if manifest is None or manifest.plan.layout == self.plan.layout:
+        if manifest is None:
             return self
-        return self.replanned(manifest.plan.layout)
+        core, layout = manifest.spec.core, manifest.plan.layout
+        if core.backend != self.plan.spec.core.backend:
+            return self.replanned(layout, core)
+        return self if layout == self.plan.layout else self.replanned(layout)
 
 
 def _size_of(row: Mapping[str, Any]) -> int:

@@ -6,11 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from triptych.base.errors import Finding, UserError
 from triptych.base.explained import ExplainedValue, reasons_of
 from triptych.container.manifests import find_pipelines
+from triptych.container.processor import node_label
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.numbers import MeasuredReplica, Sizes, compute_sizes, read_measurements
 from triptych.deploy.options import DeployOptions, complete_options
@@ -34,12 +36,14 @@ class Placement(NamedTuple):
         gpu_resource: Name of the resource that a container requests; None on a CPU.
         gpus: Number of GPUs, or slices of one.
         product: Value of the label `PRODUCT`; None for any GPU.
+        labels: Labels of nodes on a CPU, by node-feature-discovery.
     """
 
     overlay: str
     gpu_resource: str | None = None
     gpus: ExplainedValue | None = None
     product: ExplainedValue | None = None
+    labels: Mapping[str, ExplainedValue] = MappingProxyType({})
 
 
 class CandidateBuild(NamedTuple):
@@ -230,7 +234,11 @@ def _place(build: EncoderManifest, options: DeployOptions, measured: MeasuredRep
                 given=f"{options.gpu_product}; the core was built for the CPU",
                 remedy="Set core.device: gpu and build it again",
             )
-        return Placement("cpu")
+        measured_with = ExplainedValue(
+            "true", f"measured in {build.gate.precision} with it; by node-feature-discovery"
+        )
+        sets = dict.fromkeys(map(node_label, build.instruction_sets), measured_with)
+        return Placement("cpu", labels=sets)
     product = _find_product(build, options)
     used = measured.gpu_memory_mib
     memory = "not measured" if used is None else f"measured: {used:.0f} MiB of its memory in use"

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError
+from triptych.base.onnx_graph import MODEL_FILE
 from triptych.base.releases import CONTEXT_MEMORY, Release, first_release, parse_release
 from triptych.base.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
 from triptych.runtime.packing import count_slots
 from triptych.spec.engine_plan import EnginePlan
-from triptych.spec.fields import SessionOptions
+from triptych.spec.fields import AcceleratorOptions, CoreSettings, SessionOptions
 from triptych.spec.model_fields import CompiledSpec
 from triptych.spec.plan import Plan
 from triptych.spec.slo import Slo
@@ -157,6 +158,55 @@ ONNX Runtime releases the memory of a large batch. Measured on MiniLM in fp32, 2
 row takes 3.6 ms in both cases."""
 
 
+def core_parameters(plan: Plan) -> dict[str, str]:
+    """Return the `parameters` that the backend of the core reads."""
+    core, parameters = plan.spec.core, {}
+    if core.backend == "openvino":
+        return openvino_parameters(core, plan.spec.serving.instances.core)
+    if core.threads is not None:
+        parameters["intra_op_thread_count"] = str(core.threads)
+    if core.device == "cpu":
+        parameters |= session_parameters(core.session)
+    elif core.backend == "onnxruntime":
+        parameters |= cuda_parameters(core.accelerator_options)
+    if core.engine.context_memory != "static":  # the backend's default strategy
+        parameters[CONTEXT_MEMORY] = core.engine.context_memory.upper()
+    return parameters
+
+
+def cuda_parameters(options: AcceleratorOptions) -> dict[str, str]:
+    """Return the parameters of ONNX Runtime's CUDA kernels that differ from the defaults.
+
+    The backend numbers the choices. It reads them from `parameters` alone: values in the CUDA
+    accelerator are replaced by its defaults.
+    """
+    usual, parameters = AcceleratorOptions(), {}
+    if options.memory_limit_mib is not None:
+        parameters["gpu_mem_limit"] = str(options.memory_limit_mib * 2**20)
+    if options.arena != usual.arena:
+        parameters["arena_extend_strategy"] = "1"
+    if options.convolution_search != usual.convolution_search:
+        number = ("exhaustive", "heuristic", "default").index(options.convolution_search)
+        parameters["cudnn_conv_algo_search"] = str(number)
+    return parameters
+
+
+def openvino_parameters(core: CoreSettings, instances: int) -> dict[str, str]:
+    """Return the parameters of the OpenVINO backend (`ParseParameters` of its src/openvino.cc).
+
+    All instances share one compiled model. Each stream of it runs one request at a time.
+    """
+    parameters = {
+        "NUM_STREAMS": str(instances),
+        "PERFORMANCE_HINT": "LATENCY" if instances == 1 else "THROUGHPUT",
+    }
+    if core.threads is not None:
+        parameters["INFERENCE_NUM_THREADS"] = str(core.threads * instances)
+    if core.precision == "bf16":
+        parameters["HINT_BF16"] = "YES"
+    return parameters
+
+
 def session_parameters(options: SessionOptions) -> dict[str, str]:
     """Return the parameters of the ONNX Runtime backend for a core on a CPU."""
     parameters = {"enable_mem_pattern": str(int(options.memory_pattern))}
@@ -170,9 +220,7 @@ def session_parameters(options: SessionOptions) -> dict[str, str]:
 
 def core_config(plan: Plan) -> Any:
     """Return the core's ModelConfig; all numbers come from the plan."""
-    core, serving, engine = plan.spec.core, plan.spec.serving, plan.spec.core.engine
-    # `static` is the backend's default strategy.
-    memory = None if engine.context_memory == "static" else engine.context_memory.upper()
+    core, serving = plan.spec.core, plan.spec.serving
     config = new_config(
         name=plan.step("core"),
         backend=core.backend,
@@ -182,15 +230,7 @@ def core_config(plan: Plan) -> Any:
         instance_group=[_instances(plan)],
         dynamic_batching={"max_queue_delay_microseconds": serving.queue.max_delay_us},
         model_warmup=[_warm_up(plan, rows=w.rows, tokens=w.tokens) for w in plan.warm_ups],
-        parameters={
-            key: {"string_value": str(value)}
-            for key, value in (
-                ("intra_op_thread_count", core.threads),
-                *(session_parameters(core.session).items() if core.device == "cpu" else ()),
-                (CONTEXT_MEMORY, memory),
-            )
-            if value is not None
-        },
+        parameters={key: {"string_value": text} for key, text in core_parameters(plan).items()},
     )
     timeout_ms = serving.queue.timeout_ms
     if serving.flow_control == "triton":
@@ -209,7 +249,25 @@ def core_config(plan: Plan) -> Any:
         _optimize(plan, config.optimization)
     if plan.packed:
         _join_rows(plan, config)
+    if not plan.backend.batches:
+        _run_requests_alone(config)
     return config
+
+
+def _run_requests_alone(config: Any) -> None:
+    """Give a core the batch dimension in `dims`, so that each request is a batch of its own."""
+    config.max_batch_size = 0
+    config.default_model_filename = MODEL_FILE
+    for tensor in (*config.input, *config.output):
+        tensor.dims.insert(0, -1)
+    for warm_up in config.model_warmup:
+        rows, warm_up.batch_size = warm_up.batch_size, 1
+        for value in warm_up.inputs.values():
+            value.dims.insert(0, rows)
+    batching = config.dynamic_batching
+    batching.ClearField("max_queue_delay_microseconds")
+    if batching == type(batching)():  # else it has a policy of the queue, or priorities
+        config.ClearField("dynamic_batching")
 
 
 def _instances(plan: Plan) -> dict[str, Any]:
@@ -249,21 +307,33 @@ def _optimize(plan: Plan, optimization: Any) -> None:
             cuda.graph_spec.add(batch_size=spec.batch_size, input=shapes, graph_lower_bound=bound)
     if core.accelerator == "tensorrt" and engine is not None:
         optimization.execution_accelerators.gpu_execution_accelerator.add(
-            name="tensorrt", parameters=_accelerator(engine, core.accelerator_cache)
+            name="tensorrt", parameters=_accelerator(engine, core)
         )
 
 
-def _accelerator(engine: EnginePlan, cache: str) -> dict[str, str]:
+def _accelerator(engine: EnginePlan, core: CoreSettings) -> dict[str, str]:
     """Return the parameters of ONNX Runtime's TensorRT accelerator (see its src/onnxruntime.cc).
 
     Without shapes it builds an engine for every new shape of a batch, while requests wait. Without
     a cache each start of the server builds every engine again.
     """
-    return {
-        "trt_engine_cache_enable": "true",
-        "trt_engine_cache_path": cache,
-        "trt_timing_cache_enable": "true",
-        "trt_timing_cache_path": cache,
+    options, cache = core.accelerator_options, core.accelerator_cache
+    parameters: dict[str, str] = {}
+    if options.engine_cache:
+        for kind in ("engine", "timing"):
+            parameters[f"trt_{kind}_cache_enable"] = "true"
+            parameters[f"trt_{kind}_cache_path"] = cache
+    if options.workspace_mib is not None:
+        parameters["max_workspace_size_bytes"] = str(options.workspace_mib * 2**20)
+    if options.optimization_level is not None:
+        parameters["trt_builder_optimization_level"] = str(options.optimization_level)
+    if options.min_subgraph_size is not None:
+        parameters["trt_min_subgraph_size"] = str(options.min_subgraph_size)
+    if options.share_context_memory:
+        parameters["trt_context_memory_sharing_enable"] = "true"
+    if options.layer_norm_fp32:
+        parameters["trt_layer_norm_fp32_fallback"] = "true"
+    return parameters | {
         "precision_mode": ACCELERATOR_PRECISION.get(engine.precision, "FP32"),
         **{
             f"trt_profile_{short}_shapes": ",".join(

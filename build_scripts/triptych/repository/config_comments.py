@@ -28,6 +28,7 @@ _CPU_MEMORY = (
     "ONNX Runtime frees the memory of a large batch after it, and does not plan again for each new "
     "shape."
 )
+_STREAMS = "A stream for each instance; each computes one request at a time, without a batch."
 _SESSION = "The others are of core.session."
 
 
@@ -93,6 +94,8 @@ def _core_comments(plan: Plan) -> dict[str, str]:
         "intra_op_thread_count is core.threads." if plan.spec.core.threads else "",
         "" if on_gpu else _CPU_MEMORY if plan.spec.core.session == SessionOptions() else _SESSION,
     ]
+    if plan.spec.core.backend == "openvino":
+        parameters = [_STREAMS]
     return {
         "batch_input": "Triton joins the rows of a batch end to end, without padding.",
         "dynamic_batching": "" if queue.max_delay_us else _sentence(plan.reasons["queue"]),

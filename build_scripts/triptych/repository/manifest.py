@@ -28,8 +28,8 @@ from triptych.container.manifests import ManifestError, read_manifest_file
 from triptych.repository.records import DryRun, EngineRecord, GateResult, plain_data
 from triptych.runtime.triton_io import read_settings
 from triptych.spec.any_spec import AnySpec
+from triptych.spec.backends import Precision
 from triptych.spec.engine_plan import EnginePlan
-from triptych.spec.fields import Precision
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 from triptych.spec.kind import MODEL, Kind, kind_of_task
 from triptych.spec.model_fields import ModelSpec
@@ -147,9 +147,11 @@ class EncoderManifest(BuildManifest):
         dry_run: Result of the dry-run engine build; None if there was none. Older manifests call it
             ``rehearsal``.
         cores: Record of each core by the name of its model, if there are several models.
+        instruction_sets: Instruction sets of this processor that made the precision faster, where
+            it was chosen or checked for a CPU; see `container.processor`.
     """
 
-    OPTIONAL = ("cores",)
+    OPTIONAL = ("cores", "instruction_sets")
 
     spec: Annotated[
         Annotated[PipelineSpec, Tag(Kind.ENCODER.name)]
@@ -164,6 +166,7 @@ class EncoderManifest(BuildManifest):
         DryRun | None, Field(validation_alias=AliasChoices("dry_run", "rehearsal"))
     ] = None
     cores: Mapping[str, CoreRecord] = field(default_factory=dict)
+    instruction_sets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,7 @@ def make_manifest(
     variety: Mapping[str, int | float],
     previous: EncoderManifest | None,
     cores: Mapping[str, CoreRecord],
+    instruction_sets: tuple[str, ...] = (),
 ) -> EncoderManifest:
     """Return the manifest of an encoder; it has the time of `previous` if all else is equal.
 
@@ -252,6 +256,7 @@ def make_manifest(
         ),
         engine=engine,
         dry_run=dry_run,
+        instruction_sets=instruction_sets,
         traffic=traffic,
         gate=gate,
         files=files,

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, SkipValidation, TypeAdapter
 
+from triptych.spec.backends import Precision
 from triptych.spec.engine_plan import ShapeRange
-from triptych.spec.fields import Precision
 from triptych.spec.renamed import METRICS
 from triptych.spec.tasks.labeled import LabeledResult
 
@@ -108,6 +108,7 @@ class PrecisionTrial:
         size_bytes: Size of the core's files in bytes.
         excluded_layers: Layers that stayed in higher precision.
         note: Reason why it is not runnable.
+        backend: Backend that it was tried on; empty for that of the spec.
     """
 
     precision: Precision
@@ -119,6 +120,12 @@ class PrecisionTrial:
     size_bytes: int | None = None
     excluded_layers: tuple[str, ...] = ()
     note: str = ""
+    backend: str = ""
+
+    @property
+    def label(self) -> str:
+        """Name of the trial: the precision, after the backend if it is not that of the spec."""
+        return f"{self.backend} {self.precision}".strip()
 
 
 @dataclass(frozen=True)

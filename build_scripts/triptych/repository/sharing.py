@@ -13,7 +13,8 @@ from triptych.repository.manifest import (
     EncoderManifest,
     find_manifest,
 )
-from triptych.spec.fields import CoreSettings, Precision
+from triptych.spec.backends import Precision
+from triptych.spec.fields import CoreSettings
 from triptych.spec.model_fields import CompiledSpec, is_own
 from triptych.spec.plan import Layout
 

@@ -17,6 +17,7 @@ from triptych.base.errors import Finding, Severity
 from triptych.base.extras import extra_requirements, install_command
 from triptych.base.release_changes import defects_of
 from triptych.container.machine import find_driver, find_tensorrt
+from triptych.container.processor import find_instruction_sets, find_processor, sets_for
 from triptych.serving.embedded import (
     EMBEDDED_RELEASE,
     REQUIREMENTS,
@@ -83,6 +84,8 @@ class MachineInfo:
     driver: str | None
     tensorrt: str | None
     perf_analyzer: Path | None
+    processor: str = ""
+    instruction_sets: tuple[str, ...] = ()
 
 
 def read_machine(ports: Mapping[str, int], shm_path: Path) -> MachineInfo:
@@ -115,6 +118,8 @@ def read_machine(ports: Mapping[str, int], shm_path: Path) -> MachineInfo:
         driver=driver,
         tensorrt=find_tensorrt(os.environ),
         perf_analyzer=_on_path("perf_analyzer"),
+        processor=find_processor(),
+        instruction_sets=find_instruction_sets(),
     )
 
 
@@ -170,6 +175,7 @@ _EXTRAS: tuple[tuple[str, str, Severity], ...] = (
     ("build", "`triptych build`", "warning"),
     ("local", "serving without a container", "warning"),
     ("fleet", "`triptych serve --replicas`", "info"),
+    ("openvino", "`core.backend: openvino`", "info"),
 )
 
 
@@ -199,6 +205,7 @@ def check_machine(machine: MachineInfo) -> list[Finding]:
         *_embedded(machine),
         *_resources(machine),
         *_packages(machine),
+        _processor(machine),
         *_gpus(machine),
         _finding(
             "perf-analyzer",
@@ -322,6 +329,21 @@ def _packages(machine: MachineInfo) -> Iterable[Finding]:
     )
 
 
+def _processor(machine: MachineInfo) -> Finding:
+    """Return what this processor computes fast besides fp32; slow precisions are no fault."""
+    fast = [name for name in ("bf16", "int8") if sets_for(name, machine.instruction_sets)]
+    sets = ", ".join(machine.instruction_sets) or "none of these instruction sets"
+    return _finding(
+        "processor",
+        True,
+        "`core.backend: openvino` is fast in bf16 with amx_bf16 or avx512_bf16, and int8 is fast "
+        "with amx_int8, avx512_vnni or avx_vnni",
+        f"{machine.processor or 'unknown processor'}: {sets}; fast: {', '.join(['fp32', *fast])}",
+        "info",
+        "",
+    )
+
+
 def _gpus(machine: MachineInfo) -> Iterable[Finding]:
     listed = ", ".join(f"{gpu.name} ({gpu.memory_mib} MiB)" for gpu in machine.gpus)
     yield _finding(
@@ -369,10 +391,3 @@ def _gpus(machine: MachineInfo) -> Iterable[Finding]:
         "Nothing, if the images do both (docker/README.md); else install `tensorrt` and run "
         f"`{install_command('gpu')}`",
     )
-
-
-def processor() -> str:
-    """Return the processor's name from ``/proc/cpuinfo``; empty if unknown."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")

@@ -35,7 +35,7 @@ from triptych.container.flags import (
 from triptych.container.health import HealthCheck
 from triptych.container.lock_check import enforce
 from triptych.container.machine import read_machine
-from triptych.container.manifests import find_pipelines, remove_byte_code
+from triptych.container.manifests import core_variables, find_pipelines, remove_byte_code
 from triptych.container.settings import read_settings
 from triptych.container.supervisor import (
     EndlessLoad,
@@ -295,6 +295,7 @@ class Server:
             self._process = ServerProcess(
                 self._command(installation, tag),
                 {
+                    **core_variables(self.repository),
                     **server_variables(os.environ),
                     **installation.environment,
                     **self.environment,

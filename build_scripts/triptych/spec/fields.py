@@ -8,26 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from triptych.base.errors import UserError
 from triptych.base.releases import OLDEST
+from triptych.spec.backends import BACKENDS, BackendName, DeviceName, Precision
 from triptych.spec.slo import Slo
-
-Precision = Literal["fp32", "fp16", "bf16", "int8", "int8_dynamic", "fp8"]
-"""Precision of the core's weights and activations. ``int8`` has activation ranges fixed by
-calibration rows at build; ``int8_dynamic`` computes a range for each token while serving."""
-
-
-_REFUSED: dict[tuple[str, str], dict[str, str]] = {
-    ("onnxruntime", "cpu"): {
-        "bf16": "ONNX Runtime has no bf16 kernels for a CPU; int8 is the fast one there",
-        "fp8": "no CPU computes in fp8, and ONNX Runtime takes it for int8; int8 is the fast one",
-    },
-    ("tensorrt", "gpu"): {
-        "int8_dynamic": "TensorRT has ranges fixed when it builds; int8 finds them by calibration",
-    },
-    ("onnxruntime", "gpu"): {
-        "fp8": "ONNX Runtime takes fp8 for int8 where it fuses; fp16 is the fast one there",
-    },
-}
-"""Backend and device to the precisions that they cannot compute correctly, each with its reason."""
 
 
 def check_runs(precision: str, backend: str, device: str) -> None:
@@ -36,7 +18,7 @@ def check_runs(precision: str, backend: str, device: str) -> None:
     Raises:
         UserError: It cannot.
     """
-    reason = _REFUSED.get((backend, device), {}).get(precision)
+    reason = BACKENDS[backend].refused.get(device, {}).get(precision)
     if reason is not None:
         raise UserError(
             "core.precision",
@@ -154,16 +136,55 @@ class SessionOptions(Frozen):
     memory_pattern: bool = False
 
 
+class AcceleratorOptions(Frozen):
+    """Options of ONNX Runtime on a GPU: of its CUDA kernels, and of the TensorRT accelerator.
+
+    Attributes:
+        memory_limit_mib: Maximum GPU memory of the CUDA kernels in MiB. None: no limit.
+        arena: Growth of the GPU memory of the CUDA kernels: ``power_of_two`` or ``as_requested``.
+        convolution_search: Choice of cuDNN's algorithm for convolutions: ``exhaustive``,
+            ``heuristic`` or ``default``.
+        workspace_mib: Maximum scratch memory of TensorRT's kernels in MiB. None: ONNX Runtime's
+            default.
+        engine_cache: Whether built engines and timings are kept in `core.accelerator_cache`.
+        optimization_level: Effort of TensorRT's builder from 0 to 5. None: its default.
+        min_subgraph_size: Minimum number of operators that TensorRT takes over. None: 1.
+        share_context_memory: Whether the engines of a graph share their scratch memory.
+        layer_norm_fp32: Whether TensorRT computes layer norms of an fp16 core in fp32.
+    """
+
+    memory_limit_mib: Positive | None = None
+    arena: Literal["power_of_two", "as_requested"] = "power_of_two"
+    convolution_search: Literal["exhaustive", "heuristic", "default"] = "exhaustive"
+    workspace_mib: Positive | None = None
+    engine_cache: bool = True
+    optimization_level: Annotated[int, Field(ge=0, le=5)] | None = None
+    min_subgraph_size: Positive | None = None
+    share_context_memory: bool = False
+    layer_norm_fp32: bool = False
+
+    @property
+    def of_tensorrt(self) -> bool:
+        """Whether an option of the TensorRT accelerator differs from its default."""
+        usual = AcceleratorOptions(
+            memory_limit_mib=self.memory_limit_mib,
+            arena=self.arena,
+            convolution_search=self.convolution_search,
+        )
+        return self != usual
+
+
 class CoreSettings(Frozen):
     """Options of the compiled model.
 
     Attributes:
         backend: Name of the Triton backend.
-        device: ``gpu`` uses instances of KIND_GPU; ``tensorrt`` supports no other device.
+        device: ``gpu`` uses instances of KIND_GPU; ``tensorrt`` supports no other device, and
+            ``openvino`` only ``cpu``.
         precision: Precision of weights and activations. ``int8`` has activation ranges fixed by
             calibration rows at build; ``int8_dynamic`` computes a range for each token while
             serving. ``auto`` builds and measures every precision that runs on this machine, and
-            uses the fastest one that passes the gate.
+            uses the fastest one that passes the gate; without a `backend` those of OpenVINO, too.
         layout: Batch layout of rows of different length. A model whose rows cannot be packed
             without changing results is built bucketed. ``auto`` uses the layout with the lower
             expected cost for the traffic.
@@ -173,18 +194,20 @@ class CoreSettings(Frozen):
             lowers the number of rows until a batch of rows of maximum length fits.
         bucket_count: Number of padded lengths in the bucketed layout.
         threads: Number of threads that share the work of one operator, in each instance
-            (``intra_op_thread_count`` of the backend). None: one per physical core.
+            (``intra_op_thread_count`` of ONNX Runtime's backend; all instances together have
+            ``INFERENCE_NUM_THREADS`` of OpenVINO's). None: one per physical core.
         session: Further options of ONNX Runtime on a CPU.
         accelerator: Kernels of ONNX Runtime on a GPU: its own CUDA kernels, or TensorRT for the
             operators that TensorRT supports, built when the model loads.
         accelerator_cache: Absolute path of the server's folder in which the TensorRT accelerator
             keeps the engines and timings that it has built. Without a volume there, each new
             container builds them again.
+        accelerator_options: Further options of ONNX Runtime on a GPU.
         engine: Options of the TensorRT engine.
     """
 
-    backend: Literal["onnxruntime", "tensorrt"] = "onnxruntime"
-    device: Literal["cpu", "gpu"] = "cpu"
+    backend: BackendName = "onnxruntime"
+    device: DeviceName = "cpu"
     precision: Literal[Precision, "auto"] = "fp32"
     layout: Literal["packed", "bucketed", "auto"] = "packed"
     max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 32
@@ -195,27 +218,49 @@ class CoreSettings(Frozen):
     shared_from: str | None = None
     accelerator: Literal["cuda", "tensorrt"] = "cuda"
     accelerator_cache: Annotated[str, Field(pattern=r"^/[^\x00]*$")] = "/tmp/triptych-engines"
+    accelerator_options: AcceleratorOptions = AcceleratorOptions()
     engine: EngineSettings = EngineSettings()
 
     @model_validator(mode="before")
     @classmethod
-    def _gpu_for_tensorrt(cls, given: Any) -> Any:
-        """Set `device` to gpu for the tensorrt backend, the only device it supports."""
-        if isinstance(given, dict) and given.get("backend") == "tensorrt":
-            return {"device": "gpu", **given}
-        return given
+    def _defaults_of_backend(cls, given: Any) -> Any:
+        """Set device and layout to the defaults of the backend."""
+        known = BACKENDS.get(str(given.get("backend"))) if isinstance(given, dict) else None
+        if known is None:
+            return given
+        return {"device": known.devices[0], "layout": known.layouts[0], **given}
 
     @model_validator(mode="after")
     def _fits(self) -> CoreSettings:
-        if self.backend == "tensorrt" and self.device != "gpu":
-            raise ValueError("core.device must be gpu for the tensorrt backend: remove core.device")
+        known = BACKENDS[self.backend]
+        for name, value, allowed in (
+            ("device", self.device, known.devices),
+            ("layout", self.layout, known.layouts),
+        ):
+            if value not in allowed:
+                raise ValueError(
+                    f"core.{name} must be {' or '.join(allowed)} for the {self.backend} backend: "
+                    f"remove core.{name}"
+                )
         if self.device == "gpu" and self.threads is not None:
             raise ValueError("core.threads is only supported for device cpu")
-        if self.device == "gpu" and self.session != SessionOptions():
-            raise ValueError("core.session is only supported for device cpu")
+        session_runs = (self.backend, self.device) == ("onnxruntime", "cpu")
+        if not session_runs and self.session != SessionOptions():
+            raise ValueError("core.session is only supported for onnxruntime on device cpu")
         if self.accelerator != "cuda" and (self.backend, self.device) != ("onnxruntime", "gpu"):
             raise ValueError(
                 "core.accelerator is only supported for the onnxruntime backend on a gpu"
+            )
+        options = self.accelerator_options
+        on_gpu = (self.backend, self.device) == ("onnxruntime", "gpu")
+        if options != AcceleratorOptions() and not on_gpu:
+            raise ValueError(
+                "core.accelerator_options is only supported for the onnxruntime backend on a gpu"
+            )
+        if options.of_tensorrt and self.accelerator != "tensorrt":
+            raise ValueError(
+                "core.accelerator_options has options of TensorRT, which need core.accelerator: "
+                "tensorrt"
             )
         if self.backend != "tensorrt" and self.engine != EngineSettings():
             raise ValueError("core.engine is only supported for the tensorrt backend")

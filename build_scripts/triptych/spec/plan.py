@@ -27,6 +27,7 @@ from triptych.base.tensors import (
 )
 from triptych.runtime.hooking import FORWARDED_PREFIX
 from triptych.runtime.packing import count_slots
+from triptych.spec.backends import BACKENDS, CoreBackend
 from triptych.spec.engine_plan import (
     USUAL_HEAD_SIZE,
     USUAL_WIDENING,
@@ -230,6 +231,11 @@ class Plan:
     def builds_engine(self) -> bool:
         """Whether the core is a TensorRT engine that the engine stage builds."""
         return self.spec.core.backend == "tensorrt"
+
+    @property
+    def backend(self) -> CoreBackend:
+        """Properties of the core's backend."""
+        return BACKENDS[self.spec.core.backend]
 
     @property
     def gather_threshold(self) -> int:

@@ -46,8 +46,8 @@ from triptych.core.requests import (
 from triptych.repository.records import (
     GateResult,
 )
+from triptych.spec.backends import Precision
 from triptych.spec.engine_plan import ShapeRange
-from triptych.spec.fields import Precision
 from triptych.spec.tasks.accuracy import default_limits
 from triptych.spec.tasks.compare import TIE
 from triptych.spec.tasks.metrics_vectors import COSINES

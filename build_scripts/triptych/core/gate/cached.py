@@ -11,6 +11,7 @@ from typing import Any
 
 from triptych.base.cache import cached_stage, code_hash, key_of, sha256_of, versions_of
 from triptych.base.errors import Progress
+from triptych.container.processor import find_instruction_sets
 from triptych.core.gate.check import GateLabels, check, describe_probe, judge_probe
 from triptych.core.gate.own_reference import REFERENCE_FILE, find_reference
 from triptych.core.gate.reference import check_tokens, measure_rounding, reference_of
@@ -18,7 +19,7 @@ from triptych.core.gate.runs import Decoding, open_core
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import hash_requests, rows_of
 from triptych.repository.records import GateResult, Verdict, read_record
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 from triptych.spec.model_fields import is_own
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.accuracy import (
@@ -37,6 +38,7 @@ CODE = (
     "!runtime/engine_*.py",
     "!runtime/generation_*.py",
     "!runtime/engine_ctranslate2.py",
+    "core/openvino.py",
     "core/requests.py",
     "base/onnx_graph.py",
     "repository/records.py",
@@ -81,6 +83,8 @@ class Gate:
         inputs: Inputs of the pipeline, with the gate's rows.
         precision: Precision of the cores, which decides the limits.
         progress: Receives each result.
+        served: Whether the cores are those that will be served, so that they run as `open_core`
+            says; else ONNX Runtime runs them.
 
     Attributes:
         judged_by: Hash of everything that decides a verdict besides the artifact, in hex.
@@ -89,8 +93,16 @@ class Gate:
         UserError: The spec sets a limit for a metric that the task does not have.
     """
 
-    def __init__(self, inputs: PipelineInputs, precision: Precision, progress: Progress) -> None:
+    def __init__(
+        self,
+        inputs: PipelineInputs,
+        precision: Precision,
+        progress: Progress,
+        *,
+        served: bool = False,
+    ) -> None:
         self.precision = precision
+        self._served_in = precision if served else ""
         self._inputs = inputs
         self._progress = progress
         # The outputs have the errors of the cores before this one, too.
@@ -120,6 +132,8 @@ class Gate:
             key |= {"hooks": hash_hooks(inputs), "outputs": plan.task.metrics}
         if inputs.chain is not None:  # so do the other models
             key |= {"chain": inputs.chain.key, "upstream": inputs.upstream, "name": inputs.model}
+        if served and plan.backend.runs_gate:
+            key |= {"run_by": [versions_of("openvino"), find_instruction_sets()]}
         self.judged_by = key_of("gate", key)
 
     def run(self, artifact: Path, files: Mapping[str, str]) -> GateResult:
@@ -166,7 +180,7 @@ class Gate:
         limits = above_rounding(self._limits, rounding, overrides_of(inputs))
         notes = _notes(inputs, self.precision, rounding, self._limits, limits)
         decoding = decoding_of(inputs) if task.decodes_answers else None
-        run = open_core(artifact, plan)
+        run = open_core(artifact, plan, self._served_in)
         result = check(
             run,
             inputs.requests,

@@ -46,7 +46,7 @@ from triptych.core.requests import (
     shorten,
 )
 from triptych.repository.records import GateResult, ProbeResult, Verdict, WorstRow
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 from triptych.spec.tasks.accuracy import METRICS, OWN_METRICS, is_lower_better
 from triptych.spec.tasks.labeled import LabeledResult, LabeledRow, compare_labeled
 from triptych.spec.tasks.task import Core

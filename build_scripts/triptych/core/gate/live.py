@@ -35,7 +35,7 @@ from triptych.core.gate.runs import as_floats
 from triptych.core.requests import GateRequest
 from triptych.runtime.hooking import NUMPY_TYPES
 from triptych.runtime.row_types import RowMaker, find_class
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.accuracy import TOLERANCES, Tolerance
 from triptych.spec.tasks.compare import Outputs

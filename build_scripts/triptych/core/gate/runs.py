@@ -19,6 +19,7 @@ from triptych.base.onnx_graph import open_session
 from triptych.base.tensors import ROW_OFFSET, Tensor, TokenRow
 from triptych.core.gate.own_reference import Reference, answer_all
 from triptych.core.inputs import PipelineInputs
+from triptych.core.openvino import compile_model
 from triptych.core.requests import (
     Expected,
     Feed,
@@ -55,13 +56,7 @@ def open_onnx(path: Path, core: Core, inputs: tuple[Tensor, ...], *, pad_token_i
 
     The other arguments are those of `by_rows`.
     """
-    session = open_session(path)
-    names = [tensor.name for tensor in core.outputs]
-
-    def run(feed: Feed) -> Mapping[str, NDArray[Any]]:
-        return dict(zip(names, session.run(names, feed), strict=True))
-
-    return by_rows(run, core, inputs, pad_token_id=pad_token_id)
+    return by_rows(_run_onnx(path, core), core, inputs, pad_token_id=pad_token_id)
 
 
 def by_rows(
@@ -109,10 +104,38 @@ def _cut_axes(
     }
 
 
-def open_core(path: Path, plan: Plan) -> RunBatch:
-    """Call `open_onnx` for the core of a plan."""
-    pad = plan.info.pad_token_id
-    return open_onnx(path, plan.core, plan.core_inputs, pad_token_id=pad)
+def open_core(path: Path, plan: Plan, served_in: str = "") -> RunBatch:
+    """Return a function that runs a batch of rows through the core of a plan on the CPU.
+
+    Args:
+        path: Path of the ``model.onnx``.
+        plan: Plan of the pipeline.
+        served_in: Precision in which the core's backend computes the graph, to run it with the
+            backend's own library if the gate does that (`CoreBackend.runs_gate`). Empty, or for
+            another backend: ONNX Runtime runs the graph as it is.
+    """
+    own = served_in and plan.backend.runs_gate
+    run = _run_openvino(path, plan.core, served_in) if own else _run_onnx(path, plan.core)
+    return by_rows(run, plan.core, plan.core_inputs, pad_token_id=plan.info.pad_token_id)
+
+
+def _run_onnx(path: Path, core: Core) -> RunFeed:
+    session = open_session(path)
+    names = [tensor.name for tensor in core.outputs]
+    return lambda feed: dict(zip(names, session.run(names, feed), strict=True))
+
+
+def _run_openvino(path: Path, core: Core, precision: str) -> RunFeed:
+    hint = {"fp32": "f32", "bf16": "bf16"}.get(precision)
+    properties = {} if hint is None else {"INFERENCE_PRECISION_HINT": hint}
+    request = compile_model(path, properties)[1].create_infer_request()
+    names = [tensor.name for tensor in core.outputs]
+
+    def run(feed: Feed) -> Mapping[str, NDArray[Any]]:
+        results = request.infer(feed)
+        return {name: results[name] for name in names}
+
+    return run
 
 
 def _cut(

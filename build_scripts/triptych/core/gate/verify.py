@@ -46,7 +46,7 @@ from triptych.core.requests import MIN_RECOMMENDED_ROWS
 from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.repository.records import GateResult, LiveRun, Verdict, WorstRow
 from triptych.runtime.hooking import find_hook
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.accuracy import Tolerance, above_rounding, is_lower_better, is_met
 from triptych.spec.tasks.compare import Outputs

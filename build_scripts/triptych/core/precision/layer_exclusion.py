@@ -33,7 +33,7 @@ from triptych.core.precision.calibrate import quiet_options
 from triptych.core.precision.linear import Recipe
 from triptych.core.requests import Expected, Feed, Sample, core_feed, hash_rows
 from triptych.repository.records import Conversion, GateResult, plain_record, read_record
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 
 LIBRARIES = ("onnx", "onnxruntime", "numpy")
 CODE = (
@@ -169,7 +169,7 @@ class CoreConverter:
 
         with scratch_folder("triptych-layers-") as scratch:
             self._writer()(kept, scratch)
-            run = open_core(scratch / MODEL_FILE, self._plan)
+            run = open_core(scratch / MODEL_FILE, self._plan, self._precision)
             return core_error(run, rows, expected, self._plan.core)
 
     def _writer(self) -> Write:

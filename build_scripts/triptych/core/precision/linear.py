@@ -10,7 +10,7 @@ from typing import Any
 
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import FLOAT, initializers, readers
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 
 SMALLEST = 16
 """Minimum number of inputs and of outputs of a layer to quantize. Smaller layers gain nothing."""

@@ -17,7 +17,7 @@ from triptych.core.precision.layer_exclusion import convert_with_exclusions
 from triptych.core.requests import core_feed, rows_of
 from triptych.repository.records import GateResult
 from triptych.repository.sharing import UsedCore, check_shareable
-from triptych.spec.fields import Precision
+from triptych.spec.backends import Precision
 from triptych.spec.model_fields import is_own
 from triptych.spec.plan import Plan
 
@@ -108,15 +108,17 @@ def full_precision(inputs: PipelineInputs, progress: Progress, accept: str) -> C
 def lower_precision(
     core: CheckedCore, precision: Precision, progress: Progress, accept: str = ""
 ) -> CheckedCore:
-    """Return the fp32 core converted to another precision.
+    """Return the fp32 core in the precision in which it is served, fp32 included.
 
-    The gate's result contains the record of the conversion.
+    The gate's result contains the record of the conversion, if the graph was converted.
 
     Raises:
         GateFailure: The core differs from the reference, and `accept` is empty.
         UserError: The graph cannot be converted.
     """
-    gate = Gate(core.inputs, precision, progress)
+    gate = Gate(core.inputs, precision, progress, served=True)
+    if precision in core.plan.backend.rounded:
+        return replace(core, gate=gate.run(core.file, core.files)).accepted(accept)
     lowered = convert_with_exclusions(core.inputs, core.file, core.key, gate, progress)
     result = replace(lowered.gate, conversion=lowered.conversion)
     lower_core = replace(core, file=lowered.file, key=lowered.key, gate=result, files=lowered.files)
@@ -135,7 +137,7 @@ def shared_core(
     precision = check_shareable(core.plan.spec, core.source_key, owner)
     file = repository / core.plan.step("core") / "1" / MODEL_FILE
     files = {part.name: sha256_of(part) for part in file.parent.glob(f"{MODEL_FILE}*")}
-    gate = Gate(core.inputs, precision, progress).run(file, files)
+    gate = Gate(core.inputs, precision, progress, served=True).run(file, files)
     taken = replace(core, file=file, key=owner.record.core_key, gate=gate, files=files)
     return taken.accepted(accept)
 

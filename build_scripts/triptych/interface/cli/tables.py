@@ -110,11 +110,11 @@ def print_candidates(console: Console, candidates: Sequence[PrecisionTrial]) -> 
         ["layers excluded", *(str(len(one.excluded_layers)) for one in candidates)],
         *(line(metric, [one.get(metric) for one in verdicts], ".4g") for metric in verdicts[0]),
     ]
-    print_table(console, "Precision", ["", *(one.precision for one in candidates)], rows)
+    print_table(console, "Precision", ["", *(one.label for one in candidates)], rows)
     for one in candidates:
         for text in (*one.failures, one.note):
             if text:
-                say(console, f"  {one.precision}: {text}")
+                say(console, f"  {one.label}: {text}")
 
 
 def _print_excluded_layers(console: Console, conversion: Conversion) -> None:

@@ -65,7 +65,7 @@ def page(gate: GateResult, about: GateHeader) -> str:
             "Precision": gate.precision,
             **about.versions,
         },
-        remarks=[(each.precision, _remarks(each)) for each in gate.candidates],
+        remarks=[(each.label, _remarks(each)) for each in gate.candidates],
     )
 
 
@@ -106,7 +106,7 @@ def _metrics(candidates: Sequence[PrecisionTrial]) -> list[str]:
 def _candidate_lines(candidates: Sequence[PrecisionTrial]) -> dict[str, list[str]]:
     """Return a table line for each measure, with a cell for each candidate."""
     speeds = [number(each.throughput_per_s) for each in candidates]
-    slow = dict(zip((each.precision for each in candidates), speeds, strict=True)).get("fp32")
+    slow = dict(zip((each.label for each in candidates), speeds, strict=True)).get("fp32")
     sizes = [number(each.size_bytes) for each in candidates]
     lines: dict[str, list[str]] = {
         "Rows/s": [figure(speed, 1) for speed in speeds],
@@ -137,9 +137,9 @@ def _scatter(gate: GateResult) -> _Scatter | None:
     for each in gate.candidates:
         x, y = number(_verdicts(each).get(metric)), number(each.throughput_per_s)
         if x is None or y is None or each.status == "not runnable":
-            missing.append(str(each.precision))
+            missing.append(each.label)
         else:
-            points.append(plots.PrecisionPoint(each.precision, each.status, x, max(y, 0.0)))
+            points.append(plots.PrecisionPoint(each.label, each.status, x, max(y, 0.0)))
     if not points:
         return None
     svg = plots.candidates(points, metric, limit, higher=not is_lower_better(metric))

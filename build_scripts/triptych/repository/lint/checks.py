@@ -12,7 +12,15 @@ from triptych.base import releases
 from triptych.base.errors import Finding, UserError
 from triptych.base.files import scratch_folder
 from triptych.repository.bundle import Link
-from triptych.repository.lint import config, core, ensemble, files, profiles
+from triptych.repository.lint import (
+    accelerators,
+    config,
+    core,
+    ensemble,
+    files,
+    openvino,
+    profiles,
+)
 from triptych.repository.lint.engine import (
     engine_built,
     engine_cores,
@@ -59,6 +67,11 @@ CHECKS = (
     LintCheck("profile-names", engine_cores, profiles.profile_names),
     LintCheck("profile-range", engine_cores, profiles.profile_range),
     LintCheck("profile-switching", engine_cores, profiles.profile_switching),
+    LintCheck("accelerators", Repository.executed, accelerators.execution_accelerators),
+    LintCheck("openvino-parameters", openvino.openvino_models, openvino.openvino_parameters),
+    LintCheck("openvino-tensors", openvino.openvino_models, openvino.openvino_tensors),
+    LintCheck("openvino-batches", openvino.openvino_models, openvino.openvino_batches),
+    LintCheck("openvino-kind", openvino.openvino_models, openvino.openvino_kind),
     LintCheck("batch-input", Repository.executed, core.batch_input),
     LintCheck("batch-shapes", Repository.executed, config.batch_shapes),
     LintCheck("dynamic-batching", Repository.executed, config.dynamic_batching),

@@ -304,7 +304,7 @@ def ensemble_batch(wiring: Wiring) -> Iterator[Flaw]:
                 f"Set max_batch_size of {step.model_name} to at least {allowed}, or the ensemble's "
                 f"to {limit}",
             )
-        elif limit == 0 < allowed:
+        elif limit == 0 < allowed and step.model and step.model.backend != "openvino":
             yield warning(
                 "should batch if its ensemble does",
                 given,

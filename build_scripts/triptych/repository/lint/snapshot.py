@@ -313,7 +313,8 @@ BACKENDS: dict[str, Backend] = {
     "tensorflow": Backend(("tensorflow_graphdef", "tensorflow_savedmodel")),
     "vllm": Backend(model_file="model.json", batches_itself=True),
     "tensorrtllm": Backend(batches_itself=True),
-    **dict.fromkeys(("openvino", "dali", "fil", "identity", "repeat", "square"), Backend()),
+    "openvino": Backend(model_file="model.xml"),
+    **dict.fromkeys(("dali", "fil", "identity", "repeat", "square"), Backend()),
 }
 
 GRAPH_BACKENDS = ("onnxruntime", "tensorrt")
@@ -394,9 +395,12 @@ class Model:
             for place in self.served_folders
         )
         # An engine is stored beside the graph it is built from, with any name.
-        name = own_file if own_file and self.backend == "onnxruntime" else MODEL_FILE
+        name = own_file if own_file and self.backend != "tensorrt" else MODEL_FILE
         self.graphs: list[Graph] = []
-        if repository.reads_graphs and self.config is not None and self.backend in GRAPH_BACKENDS:
+        has_graph = self.backend in GRAPH_BACKENDS
+        if self.backend == "openvino":  # it loads an IR and other formats, too
+            has_graph = own_file.endswith(".onnx")
+        if repository.reads_graphs and self.config is not None and has_graph:
             for version in self.served_versions:
                 # A model with external weights may be a folder that contains the ONNX file.
                 places = [f"{version}/{name}", f"{version}/{name}/{name}"]

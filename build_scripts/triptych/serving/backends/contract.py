@@ -118,7 +118,7 @@ class Contract(NamedTuple):
     """Part of a ModelConfig that defines feeds and responses.
 
     Attributes:
-        backend: ``onnxruntime`` or ``tensorrt``.
+        backend: ``onnxruntime``, ``tensorrt`` or ``openvino``.
     """
 
     model: str
@@ -252,7 +252,7 @@ def check_model(
     for output in contract.outputs:
         tensor = known[output.name]
         dims = (*batch, *output.dims) if output.scatter_source is None else tensor.dims
-        fits = _overlaps if contract.backend == "tensorrt" else _equals
+        fits = {"tensorrt": _overlaps, "openvino": _accepts}.get(contract.backend, _equals)
         _check_tensor(contract, tensor, output.data_type, dims, fits)
 
 

@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from triptych.base.cache import versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.client.connection import check_single
+from triptych.container.processor import find_processor
 from triptych.core.inputs import PipelineInputs
 from triptych.repository.manifest import EncoderManifest, build_id, find_manifest
 from triptych.serving.bench.baselines import ALL, Baselines
@@ -32,7 +33,6 @@ from triptych.serving.bench.results import (
     RateSearch,
     Subject,
 )
-from triptych.serving.doctor import processor
 from triptych.serving.embedded import describe_local_server
 from triptych.serving.endpoint import check_built, open_endpoint
 from triptych.spec.slo import AnySlo, GenerationSlo, Slo
@@ -300,7 +300,7 @@ def describe_target(
 def describe_machine() -> dict[str, str]:
     memory_gib = psutil.virtual_memory().total / 2**30
     return {
-        "processor": processor() or platform.machine(),
+        "processor": find_processor() or platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{memory_gib:.0f} GiB",
         "system": platform.platform(terse=True),

@@ -1,0 +1,126 @@
+"""Checks of models for Triton's OpenVINO backend (src/openvino.cc of its repository).
+
+The backend compiles a model for batches of `max_batch_size` rows. It refuses a batch unless the
+first request of it has all of these rows. With ``ENABLE_BATCH_PADDING`` it adds rows of zeros, if
+all other dimensions of the graph are static. With `max_batch_size: 0` each request runs alone, in
+any shape that the graph accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from triptych.repository.lint.snapshot import (
+    Flaw,
+    Model,
+    Repository,
+    enum_name,
+    error,
+    names,
+    warning,
+)
+from triptych.spec.openvino_parameters import KNOWN, properties_of
+
+_TYPES = tuple(
+    f"TYPE_{name}"
+    for name in (
+        *("BOOL", "UINT8", "UINT16", "UINT32", "UINT64"),
+        *("INT8", "INT16", "INT32", "INT64", "FP16", "FP32"),
+    )
+)
+"""Types that the backend passes to OpenVINO."""
+
+
+def openvino_models(repository: Repository) -> Iterator[Model]:
+    """Yield the models with ``backend: "openvino"``."""
+    return (model for model in repository.executed() if model.backend == "openvino")
+
+
+def openvino_parameters(model: Model) -> Iterator[Flaw]:
+    """Check the parameters: wrong values stop the load, and unknown names have no effect."""
+    parameters = {key: value.string_value for key, value in model.config.parameters.items()}
+    try:
+        properties_of(parameters)
+    except ValueError as refusal:
+        yield error(
+            "must have values that the OpenVINO backend accepts, or it does not load the model",
+            str(refusal),
+            "Correct the parameter, or remove it for the backend's default",
+        )
+    unknown = sorted(set(parameters) - set(KNOWN))
+    if unknown:
+        yield warning(
+            "should have only parameters that the OpenVINO backend reads: it ignores others",
+            names(unknown),
+            f"Remove them; known: {names(KNOWN)}",
+        )
+
+
+def openvino_tensors(model: Model) -> Iterator[Flaw]:
+    """Check that the backend supports the types and kinds of the inputs and outputs."""
+    config = model.config
+    for kind, tensors in (("input", config.input), ("output", config.output)):
+        wrong = [t.name for t in tensors if enum_name(t, "data_type") not in _TYPES]
+        if wrong:
+            yield error(
+                f"must have {kind}s of a type that the OpenVINO backend supports",
+                names(wrong),
+                f"Use one of {names(_TYPES)}, or another backend",
+            )
+    joined = sorted(model.ragged | model.added)
+    if joined:
+        yield error(
+            "must not have ragged inputs or batch_input: the OpenVINO backend ignores both",
+            names(joined),
+            "Pad the rows, or use the onnxruntime backend",
+        )
+    optional = [tensor.name for tensor in config.input if tensor.optional]
+    if optional:
+        yield error(
+            "must not have optional inputs: for a request without one, the OpenVINO backend uses "
+            "the value of the request before",
+            names(optional),
+            "Remove optional: true",
+        )
+
+
+def openvino_batches(model: Model) -> Iterator[Flaw]:
+    """Check that requests reach the backend in the only batch size that it runs."""
+    config = model.config
+    rows = config.max_batch_size
+    if rows < 1:
+        return
+    padded = config.parameters["ENABLE_BATCH_PADDING"].string_value.lower() == "yes"
+    if not padded:
+        yield error(
+            "must have max_batch_size: 0, or the OpenVINO backend refuses every batch whose first "
+            f"request has not {rows} rows",
+            f"max_batch_size {rows}",
+            "Set max_batch_size: 0 and write the batch as the first of dims: -1",
+        )
+    elif model.varying:
+        yield error(
+            "must not pad batches of variable length: the OpenVINO backend copies such a batch "
+            "into a tensor of its former size",
+            f"ENABLE_BATCH_PADDING, and variable inputs {names(model.varying)}",
+            "Set max_batch_size: 0 and write the batch as the first of dims: -1",
+        )
+    elif rows > 1:
+        yield warning(
+            "should not pad batches: each one computes all rows, and after a full batch the "
+            "OpenVINO backend pads in memory that it has released",
+            f"max_batch_size {rows}, ENABLE_BATCH_PADDING",
+            "Set max_batch_size: 0 and write the batch as the first of dims: -1",
+        )
+
+
+def openvino_kind(model: Model) -> Iterator[Flaw]:
+    """Check that the instances are of KIND_CPU; the device is a parameter."""
+    for index, group in enumerate(model.config.instance_group):
+        kind = enum_name(group, "kind")
+        if kind not in ("KIND_CPU", "KIND_AUTO"):
+            yield error(
+                "must have instances of KIND_CPU: the OpenVINO backend supports no other kind",
+                f"instance_group {group.name or index}: {kind}",
+                "Write kind: KIND_CPU; the parameter TARGET_DEVICE chooses the device",
+            )
