@@ -13,8 +13,10 @@ import pytest
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
+from client_toy import wait_until
 from conftest import quiet
 from own_models import PICTURES, picture, write_chain, write_cores
+from scaffolding import run
 from triptych.base.errors import UserError
 from triptych.building.build import BuildOutcome, build
 from triptych.building.own_checks import check_own_pipeline
@@ -26,6 +28,7 @@ from triptych.repository.sharing import check_sharers
 from triptych.repository.store import read_build
 from triptych.runtime.flow_control import PREFIX_VARIABLE, InFlight
 from triptych.runtime.own_step import pack_arrays, unpack_arrays
+from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
 
@@ -41,7 +44,7 @@ def make(base: Path, name: str, *overrides: str) -> BuildOutcome:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with pipelines and their repository; one core of `cores` has 8 bits."""
     base = tmp_path_factory.mktemp("cores")
-    write_chain(base / "pipelines/chain")
+    write_chain(base / "pipelines/chain", serving={"sample": {"rate": 1.0, "window_s": 0.2}})
     write_cores(base / "pipelines/cores")
     make(base, "chain")
     outcome = make(base, "cores", "models.risks.core.precision=int8", "outputs.risk.limit=0.6")
@@ -67,7 +70,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(base: Path) -> Iterator[Any]:
-    with Server(base / "repository") as server:
+    environment = {FOLDER_VARIABLE: str(base / "samples")}
+    with Server(base / "repository", environment=environment) as server:
         yield server
 
 
@@ -84,6 +88,26 @@ def test_objects_are_found_cut_out_and_classified(server: Any) -> None:
         first, second = client.infer_each({"image": [images[0], b"no image"]})
     assert not isinstance(first, InvalidRequestError)
     assert "cannot be decoded" in str(second)
+
+
+def test_sampled_rows_are_compared(base: Path, server: Any) -> None:
+    images = [picture(boxes, size) for size, boxes in PICTURES]
+    with Client("chain", server.grpc_url) as client:
+        client.infer({"image": images})
+
+    def stored() -> int:
+        texts = [file.read_text() for file in (base / "samples/chain").glob("*.jsonl")]
+        return sum(text.count('"inputs"') for text in texts)
+
+    wait_until(lambda: stored() >= len(images), "samples")
+    folders = ("pipelines", "repository", "samples", "reports")
+    where = [word for name in folders for word in (f"--{name}", str(base / name))]
+    done = run("monitor", "chain", *where, "--json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    result = json.loads(done.stdout)
+    assert result["rows"] >= 4
+    assert {"box.iou", "label.exact"} <= {found["metric"] for found in result["metrics"]}
+    assert not result["alarms"]
 
 
 def test_a_request_that_fails_between_models_is_ended(
