@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from alert_cases import Case, deployed, deployed_cases, deployed_talk
+from alert_cases import Case, deployed, deployed_cases, deployed_gateway, deployed_talk
 from benchmarks.prometheus_tools import tool
 from triptych.repository.config import HISTOGRAM
 
@@ -189,6 +189,32 @@ def test_a_fleet_that_is_too_small_short_of_replicas_or_unseen_is_told(
             for one in check["exp_alerts"]:
                 one["exp_labels"] = {**one["exp_labels"], "pod": "minilm-1"}
     promtool("test", "rules", write_test(tmp_path, "fleet", case, busy, checks, (missing, died)))
+
+
+def test_failing_and_missing_gateways_are_reported(tmp_path: Path) -> None:
+    case = deployed_gateway(tmp_path / "deployed")
+    of = 'namespace="default",pod="minilm-http-api-1"'
+    held = [
+        {"series": f'triptych_gateway_requests_total{{{of},status="{status}"}}', "values": values}
+        for status, values in (("200", "0+1000x60"), ("503", "0+1x10 10+100x10 1010+1x30"))
+    ]
+    down = 'namespace="default",deployment="minilm-http-api"'
+    held.append(
+        {
+            "series": f"kube_deployment_status_replicas_unavailable{{{down}}}",
+            "values": "0x30 1x30",
+        }
+    )
+    missing = raised(case, 90, "MinilmHttpApiNotReady", is_raised=True)
+    missing["exp_alerts"][0]["exp_labels"] |= {"deployment": "minilm-http-api"}
+    checks = [
+        raised(case, 18, "MinilmHttpApiFailures", is_raised=False),
+        raised(case, 40, "MinilmHttpApiFailures", is_raised=True),
+        raised(case, 58, "MinilmHttpApiFailures", is_raised=False),
+        raised(case, 70, "MinilmHttpApiNotReady", is_raised=False),
+        missing,
+    ]
+    promtool("test", "rules", write_case(tmp_path, "gateway", case, held, checks))
 
 
 def test_what_streams_late_hangs_or_finds_no_place_is_told(talking: Case, tmp_path: Path) -> None:

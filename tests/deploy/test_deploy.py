@@ -204,6 +204,13 @@ def test_variables_of_the_server_are_in_the_manifests_of_every_target(tmp_path: 
     )
     memory = [int(each["resources"]["limits"]["memory"][:-2]) for each in (before, after)]
     assert memory[1] - memory[0] == 2 * 64 + 256
+    traced = {"TRIPTYCH_TRACE": "http://otel:4318/v1/traces", "TRIPTYCH_TRACE_RATE": "10"}
+    words = [f"{name}={value}" for name, value in {**traced, "TRIPTYCH_LOAD_THREADS": "2"}.items()]
+    chosen = options(variables=words, **HTTP_API)
+    made = make_manifests(repository, "minilm", chosen, reports)
+    pod = document(made, "http-api-deployment.yaml")["spec"]["template"]["spec"]
+    given = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
+    assert given == {"HOME": "/tmp", **traced}
     for wrong, said in (
         ("TRIPTYCH_CORE_THREADS=none", "must be a whole number"),
         ("TRIPTYCH_CORE_THREAD=8", "Did you mean"),
@@ -236,6 +243,10 @@ def test_the_gateway_has_keys_and_time_to_end_on_every_target(tmp_path: Path) ->
                 assert pod["terminationGracePeriodSeconds"] > int(settle_s) + GRACE_S
                 # Its Service, its policy and its budget are of its pods.
                 template = document(made, "http-api-deployment.yaml")["spec"]["template"]
+                scaler = document(made, "http-api-scaler.yaml")["spec"]
+                name = document(made, "http-api-deployment.yaml")["metadata"]["name"]
+                assert scaler["scaleTargetRef"]["name"] == name
+                assert 2 <= scaler["minReplicas"] <= scaler["maxReplicas"]
                 for name, keys in (
                     ("service", ["selector"]),
                     ("disruption-budget", ["selector", "matchLabels"]),

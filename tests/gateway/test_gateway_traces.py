@@ -9,8 +9,8 @@ import pytest
 from client_toy import wait_until
 from otlp_receiver import Span, otlp_receiver
 from served_command import endpoints_of, serving
+from triptych.gateway.traces import export_to
 
-pytestmark = pytest.mark.server
 NAME = "minilm_packed"
 CALLER = "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = "a" * 32, "b" * 32
@@ -21,6 +21,23 @@ def children(spans: list[Span], parent: Span) -> dict[str, Span]:
     return {span.name: span for span in spans if span.parent_id == parent.span_id}
 
 
+def test_a_share_of_the_requests_without_a_trace_is_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds
+    with otlp_receiver() as (url, spans):
+        tracer = export_to(url, 4)
+        traces = [tracer.start("GET /health", {}) for _ in range(400)]
+        for trace in traces:
+            trace.end(503)
+        sampled = {trace.trace_id for trace in traces if trace.headers}
+        assert 50 < len(sampled) < 150  # 100 expected, with a standard deviation of 9
+        wait_until(lambda: len(spans) >= len(sampled), "the spans are exported")
+    assert {span.trace_id for span in spans} == sampled
+    assert {span.attributes["http.response.status_code"] for span in spans} == {503}
+
+
+@pytest.mark.server
 @pytest.mark.parametrize(
     "options", [(), pytest.param(("--replicas", "2"), marks=pytest.mark.long, id="envoy")]
 )

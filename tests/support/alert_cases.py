@@ -13,6 +13,9 @@ WATCHED = ("summary", "histogram", "envoy")
 """Who tells latencies: Triton 24.10, Triton 26.08, an Envoy in front."""
 
 
+RULES = ("base/prometheus-rule.yaml", "base/http-api-rule.yaml")
+
+
 class Case(NamedTuple):
     """A deployment: its rules, and how its metrics look at a share of slow requests."""
 
@@ -23,8 +26,8 @@ class Case(NamedTuple):
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.documents["base/prometheus-rule.yaml"]["spec"]["groups"]
-        return found
+        rules = [name for name in RULES if name in self.documents]
+        return [group for name in rules for group in self.documents[name]["spec"]["groups"]]
 
     @property
     def alerts(self) -> dict[str, dict[str, Any]]:
@@ -50,6 +53,14 @@ def deployed(
     made = make_manifests(repository, "minilm", chosen, folder / "none")
     documents = {file: plain(document) for file, document in made.files.items()}
     return Case(f"{'-'.join(promise)}-{watched}", promise, watched, documents)
+
+
+def deployed_gateway(folder: Path) -> Case:
+    """A deployment with the HTTP gateway."""
+    chosen = options(http_api_image="triptych-build:26.11", **BY_HAND)
+    made = make_manifests(write_built(folder), "minilm", chosen, folder / "none")
+    documents = {file: plain(document) for file, document in made.files.items()}
+    return Case("gateway", {}, "envoy", documents)
 
 
 def deployed_cases(base: Path) -> list[Case]:

@@ -12,7 +12,10 @@ from triptych.gateway import GRACE_S, MAX_BODY_MIB, PORT
 _KEYS, _TLS = "/run/triptych/keys", "/run/triptych/tls"
 _BASE_MIB, _BODIES, _COPIES = 256, 8, 4
 _MARGIN_S = 5
-_FILES = ("deployment", "service", "replicas", "disruption-budget", "network-policy", "pod-monitor")
+_FILES = (
+    *("deployment", "scaler", "service", "replicas", "disruption-budget", "network-policy"),
+    *("pod-monitor", "rule"),
+)
 
 
 def http_api_values(c: DeploymentContext, repository: str, grpc_port: int) -> dict[str, Any]:
@@ -45,6 +48,14 @@ def http_api_values(c: DeploymentContext, repository: str, grpc_port: int) -> di
             *(tls if options.http_api_tls is not None else ()),
             "--access-log",
         ],
+        "env": {
+            "HOME": "/tmp",
+            **{
+                name: value
+                for name, value in options.server_variables.items()
+                if name.startswith("TRIPTYCH_TRACE")
+            },
+        },
         "health": ["python3", "-c", health_script(PORT, has_tls=options.http_api_tls is not None)],
         "pre_stop": ExplainedValue(
             ["sleep", str(PRE_STOP_S)],

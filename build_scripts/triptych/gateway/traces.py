@@ -11,6 +11,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _NAMES = ("traceparent", "tracestate")
+_EXPORT_S = 3.0
+"""Maximum time to send spans, by which a missing collector delays the end of the gateway."""
 
 
 class RequestTrace:
@@ -77,5 +79,5 @@ def export_to(url: str, rate: int) -> RequestTracer:
     provider = TracerProvider(
         ParentBasedTraceIdRatio(1 / rate), Resource.create({"service.name": "triptych-gateway"})
     )
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url)))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url, timeout=_EXPORT_S)))
     return RequestTracer(provider.get_tracer("triptych.gateway"))
