@@ -140,6 +140,7 @@ def test_what_a_pipeline_cannot_do_is_refused(api: openai.OpenAI) -> None:
         ("tool_choice", {"tool_choice": "required"}),
         ("json_schema", {"tools": TOOLS, "tool_choice": "required"}),
         ("temperature", {"temperature": 3}),
+        ("min_tokens", {"extra_body": {"min_tokens": -1, "ignore_eos": True}}),
         ("`n`", {"n": 2}),
         ("max_tokens", {"max_tokens": 100_000}),
         ("messages", {"messages": []}),

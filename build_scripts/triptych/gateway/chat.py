@@ -20,7 +20,7 @@ from triptych.gateway.tools import CallSplitter, NamedTool, Tool, ToolCall, choo
 
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "adapter"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos"),
 )
 _ANY_OBJECT = {"type": "object"}
 
@@ -79,6 +79,8 @@ class ResponseFormat(Body):
 class _GenerationBody(Body):
     model: str
     max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
