@@ -278,21 +278,16 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
     unheld = write_bench(tmp_path / "unheld", rate=never)
     other = write_bench(tmp_path / "other", slo=Slo(p99_ms=70.0))
     old = write_bench(tmp_path / "old", subject=subject(measured_at="2025-01-02T03:04:05Z"))
-    bare = write_bench(tmp_path / "bare", rate=None)
     by_hand = {"rps_per_replica": 9.0, "cpu_cores": 1.0, "memory_mib": 2048}
     argo = {"gateway": "public", "rollout": "argo"}
     built = {
-        "unpromised": write_built(tmp_path / "unpromised", serving={}),
         "shared": write_built(tmp_path / "shared", core={"shared_from": "other"}),
         "no engine": write_built(tmp_path / "unbuilt", **TENSORRT),
         "engine": write_built(tmp_path / "engine", engine=ENGINE, **TENSORRT),
-        "two": write_built(tmp_path / "two"),
         "sampling": write_built(tmp_path / "sampling", **SAMPLING),
     }
     baseline = write_built(tmp_path / "baseline", mean_tokens=10, **SAMPLING)
     watched = {"monitor_image": "watch:1", "baseline": baseline}
-    write_built(tmp_path / "two-more", "other")
-    (tmp_path / "two-more/repository/other").rename(built["two"] / "other")
     cases: list[tuple[Path, dict[str, Any], Path, str]] = [
         (tmp_path, {}, reports, "triptych build minilm"),
         (repository, {"name": "ticket_routing"}, reports, "--name ticket-routing"),
@@ -305,17 +300,12 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
         (repository, {"max_growth": 11.0}, reports, "--max-growth"),
         (repository, {"prometheus": "prometheus:9090"}, reports, "http://"),
         (repository, {"rps_per_replica": float("nan")}, reports, "above 0"),
-        (built["unpromised"], {}, reports, "must have a latency limit"),
         (built["shared"], {}, reports, "core.shared_from"),
-        (built["two"], {}, reports, "minilm and other"),
         (built["no engine"], {}, reports, "triptych engine minilm"),
         (built["no engine"], {"target": "kserve"}, reports, "triptych engine minilm"),
         (built["no engine"], {"target": "compose"}, reports, "triptych engine minilm"),
         (built["engine"], {"gpu_product": "NVIDIA-L4"}, reports, "the engine is of NVIDIA-H200"),
         (repository, {"gpu_product": "NVIDIA-L4"}, reports, "built for the CPU"),
-        (repository, {}, none, "bench minilm --find-max-rate"),
-        (repository, {}, bare, "bench minilm --find-max-rate"),
-        (repository, {"rps_per_replica": 9.0}, none, "--cpu and --memory"),
         (repository, {}, slow, "one client alone was measured"),
         (repository, {}, unheld, "must be met at some rate"),
         (repository, {}, other, "measured for p99 <= 70 ms; the SLO is p99 <= 80 ms"),
@@ -358,6 +348,47 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
     # A result of another build is no matter where nothing of it is used; enough grace is enough.
     assert make_manifests(repository, "minilm", options(**by_hand), old)
     assert make_manifests(repository, "minilm", options(max_grace_seconds=50), reports)
+
+
+def test_what_is_missing_is_assumed_marked_and_can_be_replaced(tmp_path: Path) -> None:
+    repository = write_built(tmp_path, serving={})
+    write_built(tmp_path / "more", "other")
+    (tmp_path / "more/repository/other").rename(repository / "other")
+    none = tmp_path / "none"
+    abouts = ["latency limit", "capacity", "processor cores", "memory", "content of the volume"]
+    for target in TARGETS:
+        made = make_manifests(repository, "minilm", options(target=target), none)
+        assert len(made.assumptions) == len(abouts)
+        for assumption, about in zip(made.assumptions, abouts, strict=True):
+            assert assumption.about.startswith(about)
+            assert re.search(r"`triptych (bench|build) minilm", assumption.remedy), about
+    words = ["deploy", "minilm", "--repository", str(repository), "--reports", str(none)]
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert " ".join(done.stdout.split()).count("ASSUMED ") == len(abouts)
+    files = [path.read_text() for path in (tmp_path / "out").rglob("*.yaml")]
+    text = " ".join(word for word in " ".join(files).split() if word != "#")
+    for marked in (
+        "ASSUMED capacity of a replica: 10/s",
+        "ASSUMED processor cores of a replica: 3",
+        "ASSUMED memory of a replica",
+        "p99 <= 500 ms (assumed)",
+    ):
+        assert marked in text, marked
+    given = ["--rps-per-replica=50", "--cpu=2", "--memory=2Gi", "--json"]
+    done = CliRunner().invoke(app, [*words, *given, "--out", str(tmp_path / "given")])
+    listed = [each["about"] for each in json.loads(done.stdout)["assumptions"]]
+    assert len(listed) == 2
+    # A bench without a search has the rate of one client; with a search nothing is assumed.
+    bare = write_bench(tmp_path / "bare", rate=None)
+    repository = write_built(tmp_path / "usual")
+    (assumption,) = make_manifests(repository, "minilm", options(), bare).assumptions
+    assert (assumption.about, assumption.reason) == (
+        "capacity of a replica",
+        "of one client alone, measured",
+    )
+    measured = write_bench(tmp_path / "reports")
+    assert make_manifests(repository, "minilm", options(), measured).assumptions == []
 
 
 def test_what_cannot_work_for_generated_text_is_refused(tmp_path: Path) -> None:

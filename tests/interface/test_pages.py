@@ -52,7 +52,7 @@ def test_texts_keep_what_can_be_read() -> None:
 def test_figures_never_round_a_fault_away() -> None:
     texts = {
         None: "—", math.nan: "—", 0: "0", 0.5: "0.5000", 1.0: "1.0000", 0.99999997: "0.99999997",
-        -0.0017: "-0.0017", 3.1e-6: "3.1 x 10⁻⁶", 12345.678: "12,345.6780", 1e30: "1.0 x 10³⁰",
+        -0.0017: "-0.0017", 3.1e-6: "3.1e-06", 12345.678: "12,345.6780", 1e30: "1.0e+30",
     }  # fmt: skip
     assert [typed(figure(value)) for value in texts] == list(texts.values())
     assert figure(True) == "—"
@@ -74,7 +74,7 @@ def test_numbers_are_finite_or_none() -> None:
 def test_measured_numbers_have_three_digits_that_count() -> None:
     texts = {
         None: "—", math.inf: "—", 0.0: "0", 231.94: "232", 23.194: "23.2", 1.0: "1.00",
-        0.0456: "0.0456", 12345.6: "12,346", -4.2: "-4.20", 2e-6: "2.0 x 10⁻⁶", 3e12: "3.0 x 10¹²",
+        0.0456: "0.0456", 12345.6: "12,346", -4.2: "-4.20", 2e-6: "2.0e-06", 3e12: "3.0e+12",
     }  # fmt: skip
     assert [typed(rounded(value)) for value in texts] == list(texts.values())
 

@@ -25,7 +25,15 @@ from task_models import tagger
 from triptych.base.formatting import figure
 from triptych.client import Client, StepStatistics
 from triptych.interface.page.demo import DemoPage, RequestTimes, open_pipeline
-from triptych.interface.page.form import SECOND, Form, ScoreBar, TextPiece, mark_spans, view_answer
+from triptych.interface.page.form import (
+    SECOND,
+    Form,
+    OutputView,
+    ScoreBar,
+    TextPiece,
+    mark_spans,
+    view_answer,
+)
 from triptych.interface.page.web import PageServer
 from triptych.interface.page.web import _read as read_form
 from triptych.spec.spec import load_spec
@@ -162,9 +170,29 @@ def test_answers_are_shown_as_their_tasks_have_them() -> None:
     assert view_answer("vectors", one * 2, rows).lines == (
         "Cosine similarity of both vectors: 0.9600",
     )
-    assert view_answer("outputs", one, [{"score": 0.5}]).lines == ("score: 0.5000",)
+    row = {
+        "score": 0.5,
+        "top": ["a", "b", "c"],
+        "chance": [0.5, 0.25, 0.25],
+        "boxes": [{"x": 1, "label": "cat"}, {"x": 2}],
+        "about": '{"team": "billing", "urgent": true}',
+        "note": ["[draft"],
+    }
+    (outputs,) = view_answer("outputs", one, [row]).outputs
+    assert outputs == (
+        OutputView(
+            "top, chance",
+            head=("top", "chance"),
+            rows=(("a", "0.5000"), ("b", "0.2500"), ("c", "0.2500")),
+        ),
+        OutputView("score", texts=("0.5000",)),
+        OutputView("boxes", head=("x", "label"), rows=(("1", "cat"), ("2", ""))),
+        OutputView("about", head=("team", "urgent"), rows=(("billing", "true"),)),
+        OutputView("note", texts=("[draft",)),
+    )
     # An `after` of the pipeline's own may return another form.
-    assert view_answer("entities", one, [{"entities": "none"}]).lines == ("entities: none",)
+    (outputs,) = view_answer("entities", one, [{"entities": "none"}]).outputs
+    assert outputs == (OutputView("entities", texts=("none",)),)
 
 
 def test_times_say_when_they_are_not_of_one_request_alone() -> None:
@@ -286,6 +314,7 @@ def test_a_browser_shows_entities_times_and_errors_and_runs_nothing(
     ]
     assert all(float(together) > 0 for _, together in seen["times"][:3])
     assert seen["error"].startswith("`text` must have at most 1000 bytes. Given: 1800 bytes.")
+    assert seen["cut_on_a_phone"] == []
     assert seen["scripts"] == 0
     assert seen["ran"] is None
     assert seen["requested"]
@@ -317,6 +346,12 @@ async def browse(url: str) -> dict[str, Any]:
             "ran": await tab.run("window.ran"),
             "scripts": await tab.run("document.scripts.length + document.images.length"),
         }
+        phone = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+        await tab.call("Emulation.setDeviceMetricsOverride", **phone)
+        seen["cut_on_a_phone"] = await tab.run(
+            "[...document.querySelectorAll('.scroll')].filter(it =>"
+            " it.scrollWidth > it.clientWidth).map(it => it.getAttribute('aria-label'))"
+        )
         await tab.type("textarea", "too long " * 200)
         await tab.submit("button")
         error = await tab.run("document.querySelector('#error').innerText")

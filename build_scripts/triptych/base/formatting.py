@@ -19,7 +19,6 @@ MAX_TEXT = 240
 
 _LARGEST = 1e300
 _NAMED = {"\n": "↵", "\r": "␍", "\t": "⇥"}
-_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(value: Any) -> float | None:
@@ -122,9 +121,9 @@ def figures(value: Any, limit: Any) -> tuple[str, str]:
 
 
 def power(value: float) -> str:
-    """Return the label of a tick on a logarithmic axis: 1, 10, 10³, 10⁻⁶."""
+    """Return the label of a tick on a logarithmic axis: 1, 10, 1e+03, 1e-06."""
     exponent = round(log10(value))
-    return {0: "1", 1: "10"}.get(exponent, f"10{str(exponent).translate(_SUPERSCRIPTS)}")
+    return {0: "1", 1: "10"}.get(exponent, f"1e{exponent:+03d}")
 
 
 def amount(count: int, noun: str, plural: str = "s") -> str:
@@ -133,9 +132,8 @@ def amount(count: int, noun: str, plural: str = "s") -> str:
 
 
 def _scientific(value: float, digits: int) -> str:
-    head, _, tail = f"{value:.{digits}e}".partition("e")
-    words = (head.replace("-", MINUS), TIMES, f"10{str(int(tail)).translate(_SUPERSCRIPTS)}")
-    return "\N{NO-BREAK SPACE}".join(words)
+    """Return ``6.0e-06``, because many fonts lack superscripts."""
+    return f"{value:.{digits}e}"
 
 
 def _spelled(text: str, form: str) -> Markup:

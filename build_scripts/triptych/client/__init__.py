@@ -25,7 +25,7 @@ from triptych.client.retry import Retry
 from triptych.client.server_info import StepStatistics
 from triptych.client.streams import AsyncGeneration, Generation
 from triptych.client.sync import Client
-from triptych.client.tasks import Answer, Choice, Entity, Ranked
+from triptych.client.tasks import Answer, Choice, Entity, Ranked, TokenChoice
 from triptych.client.wire import PipelineConfig
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "ServerUnreachableError",
     "StepStatistics",
     "Tls",
+    "TokenChoice",
     "Usage",
 ]
 

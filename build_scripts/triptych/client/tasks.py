@@ -20,10 +20,22 @@ from triptych.client.wire import Parameter, PipelineConfig, Rows, check_rows
 
 
 class Choice(NamedTuple):
-    """A label (a token for fill-mask) with its `score` from 0 to 1."""
+    """A label with its `score` from 0 to 1."""
 
     label: str
     score: float
+
+
+class TokenChoice(NamedTuple):
+    """A token for a masked word with its `score` from 0 to 1."""
+
+    token: str
+    score: float
+
+    @property
+    def label(self) -> str:
+        """The token, under its name in former versions."""
+        return self.token
 
 
 class Entity(NamedTuple):
@@ -67,6 +79,7 @@ RowOutputs = dict[str, NDArray[Any]]
 Outputs = Mapping[str, NDArray[Any]]
 Whole = TypeVar("Whole")
 Row = TypeVar("Row")
+Named = TypeVar("Named")
 
 Vectors = NDArray[Any]
 """float32, or int8 or uint8 where an encoding says so."""
@@ -257,13 +270,13 @@ def classify_zero_shot(
 
 def fill_mask(
     texts: Texts, *, top_k: int | None = None, timeout_s: float | None = None
-) -> TaskCall[list[list[Choice]], list[Choice]]:
+) -> TaskCall[list[list[TokenChoice]], list[TokenChoice]]:
     """Find the best `top_k` tokens for the model's mask token, which each text must have.
 
     Returns:
-        For each text the tokens (`Choice.label`), best first.
+        For each text the tokens with their scores, best first.
     """
-    return _choices({"text": texts}, _given(top_k=top_k), timeout_s, names="token")
+    return _ranked({"text": texts}, _given(top_k=top_k), timeout_s, "token", TokenChoice)
 
 
 def entities(
@@ -364,15 +377,23 @@ def rerank(
 
 
 def _choices(
+    inputs: Rows, parameters: dict[str, Parameter], timeout_s: float | None
+) -> TaskCall[list[list[Choice]], list[Choice]]:
+    return _ranked(inputs, parameters, timeout_s, "label", Choice)
+
+
+def _ranked(
     inputs: Rows,
     parameters: dict[str, Parameter],
     timeout_s: float | None,
-    *,
-    names: str = "label",
-) -> TaskCall[list[list[Choice]], list[Choice]]:
-    def read_row(_: int, outputs: RowOutputs) -> list[Choice]:
+    names: str,
+    make: Callable[[str, float], Named],
+) -> TaskCall[list[list[Named]], list[Named]]:
+    """Return a call whose output `names` has names with their scores, best first."""
+
+    def read_row(_: int, outputs: RowOutputs) -> list[Named]:
         pairs = zip(outputs[names].tolist(), outputs["score"].tolist(), strict=True)
-        return [Choice(name.decode(), score) for name, score in pairs]
+        return [make(name.decode(), score) for name, score in pairs]
 
     return TaskCall(inputs, parameters, (names, "score"), _by_row(read_row), read_row, timeout_s)
 

@@ -13,6 +13,7 @@ from triptych.base.errors import Finding, UserError
 from triptych.base.explained import ExplainedValue, reasons_of
 from triptych.container.manifests import find_pipelines
 from triptych.container.processor import node_label
+from triptych.deploy.assumptions import Assumption, assume_alone, assume_slo
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.numbers import MeasuredReplica, Sizes, compute_sizes, read_measurements
 from triptych.deploy.options import DeployOptions, complete_options
@@ -62,6 +63,7 @@ class DeploymentContext:
         version: First digits of the hash of the build manifest, which name the repository's image
             or volume.
         baseline: First digits of the hash of the active build; None without a comparison.
+        assumptions: Assumptions in place of what was not measured or set.
         slo: Text of the SLO.
         limits_ms: Latency limits that Envoy can measure, which are those of whole answers.
         gpus: Number of GPUs of a replica.
@@ -91,6 +93,7 @@ class DeploymentContext:
     sample: SamplingSettings | None = None
     candidate: CandidateBuild | None = None
     baseline: str | None = None
+    assumptions: Sequence[Assumption] = ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class Manifests:
         start: Path of the folder or file that the tool takes.
         tool: Command with ``{}`` in place of the path of `start`.
         known_defects: Known defects of the image's Triton that the pipeline meets.
+        assumptions: Assumptions of the context.
     """
 
     files: Mapping[str, Any]
@@ -110,6 +114,7 @@ class Manifests:
     start: str
     tool: str
     known_defects: Sequence[Finding] = ()
+    assumptions: Sequence[Assumption] = ()
 
     def command(self, folder: Path) -> str:
         """Return the command that applies the manifests written to `folder`."""
@@ -127,6 +132,7 @@ class Manifests:
                 for field, value, reason in reasons_of(document)
             ],
             "known_defects": [finding.as_dict() for finding in self.known_defects],
+            "assumptions": [assumption.as_dict() for assumption in self.assumptions],
         }
 
 
@@ -148,7 +154,7 @@ def read_context(
         time_scale: Factor of all windows of queries; below 1 for tests.
 
     Raises:
-        UserError: A measurement is missing, or an option cannot work.
+        UserError: A measurement is of another build, or an option cannot work.
     """
     if options.affinity_header is not None:
         raise UserError(
@@ -159,9 +165,13 @@ def read_context(
         )
     build = read_manifest(repository, pipeline, EncoderManifest)
     options = complete_options(options, build.spec)
-    check_alone(repository, pipeline)
     _check_build(build, options)
-    measured = read_measurements(build, options, reports)
+    measured = read_measurements(build, options, reports, repository)
+    build, assumptions = assume_slo(build)
+    assumptions += [
+        *measured.assumptions,
+        *assume_alone(pipeline, find_others(repository, pipeline)),
+    ]
     sizes = compute_sizes(build, options, measured, repository)
     version = build_id(repository, pipeline)[:VERSION_DIGITS]
     metrics = Metrics(
@@ -188,7 +198,7 @@ def read_context(
         sizes=sizes,
         version=version,
         placement=_place(build, options, measured),
-        slo=str(build.spec.serving.slo),
+        slo=describe_slo(build.spec.serving.slo, assumptions),
         metrics=metrics,
         objectives=list(encoder_objectives(build, options, metrics)),
         rule_values=encoder_rule_values(build, options, measured, metrics),
@@ -200,6 +210,7 @@ def read_context(
         sample=build.spec.serving.sample,
         candidate=candidate,
         baseline=baseline,
+        assumptions=assumptions,
     )
 
 
@@ -209,20 +220,14 @@ def gpu_resource(product: str | None) -> str:
     return f"nvidia.com/mig-{profile[1]}" if profile else "nvidia.com/gpu"
 
 
-def check_alone(repository: Path, name: str) -> None:
-    """Check that a repository holds one pipeline, since one Deployment serves one pipeline.
+def find_others(repository: Path, name: str) -> list[str]:
+    """Return the names of the other pipelines in a repository."""
+    return [pipeline.name for pipeline in find_pipelines(repository) if pipeline.name != name]
 
-    Raises:
-        UserError: The repository also holds other pipelines.
-    """
-    others = [pipeline.name for pipeline in find_pipelines(repository) if pipeline.name != name]
-    if others:
-        raise UserError(
-            str(repository),
-            "must hold only the pipeline that is deployed: each scales by its own load",
-            given=f"{name} and {', '.join(others)}",
-            remedy=f"Run `triptych build {name} --repository FOLDER` and name that folder here",
-        )
+
+def describe_slo(slo: object, assumptions: Sequence[Assumption]) -> str:
+    """Return the text of an SLO, which says so if it is assumed."""
+    return f"{slo}{' (assumed)' * any('latency limit' in each.about for each in assumptions)}"
 
 
 def _place(build: EncoderManifest, options: DeployOptions, measured: MeasuredReplica) -> Placement:
@@ -309,13 +314,6 @@ def _check_build(build: EncoderManifest, options: DeployOptions) -> None:
             "must not be set for a pipeline that is deployed",
             given=f"{name} uses the core of {build.spec.core.shared_from}",
             remedy=f"Run `triptych build {name} --set core.shared_from=null --repository FOLDER`",
-        )
-    if not serving.slo.limits_us:
-        raise UserError(
-            "serving.slo",
-            "must have a latency limit: capacity, scaling and alerts follow from it",
-            given=serving.slo,
-            remedy=f"Set for example serving.slo.p99_ms: 50, and run `triptych build {name}`",
         )
     for option, given in (
         ("--monitor-image", options.monitor_image),

@@ -13,11 +13,12 @@ from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue
 from triptych.container.manifests import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
+from triptych.deploy.assumptions import assume_alone
 from triptych.deploy.context import (
     VERSION_DIGITS,
     DeploymentContext,
     Placement,
-    check_alone,
+    find_others,
     gpu_resource,
 )
 from triptych.deploy.metrics import GenerationQueries
@@ -79,7 +80,6 @@ def read_generation_context(
                 given=value,
                 remedy=remedy,
             )
-    check_alone(repository, spec.name)
     placement = _place(spec, options)
     sizes = _sizes(repository, spec, options)
     metrics = GenerationQueries(spec.name, options.namespace, options.workload, options.envoy)
@@ -107,6 +107,7 @@ def read_generation_context(
             **options.environment,
         },
         concurrency=ExplainedValue(max(1, math.floor(float(threshold.value))), threshold.reason),
+        assumptions=assume_alone(spec.name, find_others(repository, spec.name)),
     )
 
 

@@ -16,6 +16,7 @@ from triptych.container.flags import CACHE_MIB
 from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.container.manifests import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
+from triptych.deploy.assumptions import Assumption, assume_cores, assume_memory, assume_rate
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.variables import CACHE, CACHE_SIZE, step_shm_mib
 from triptych.repository.manifest import EncoderManifest
@@ -41,6 +42,7 @@ class MeasuredReplica:
         memory_mib: Maximum memory.
         load_s: Time from start to ready; None if it is unknown.
         gpu_memory_mib: Maximum memory in use on the GPU; None without one.
+        assumptions: Assumptions among these numbers.
     """
 
     capacity_per_s: ExplainedValue
@@ -48,26 +50,27 @@ class MeasuredReplica:
     memory_mib: ExplainedValue
     load_s: float | None
     gpu_memory_mib: float | None
+    assumptions: tuple[Assumption, ...] = ()
 
 
 def read_measurements(
-    build: EncoderManifest, options: DeployOptions, reports: Path
+    build: EncoderManifest, options: DeployOptions, reports: Path, repository: Path
 ) -> MeasuredReplica:
-    """Return the measurements of a built pipeline.
+    """Return the measurements of a built pipeline, and assumptions in place of missing ones.
 
     Args:
         build: Manifest of the build that is deployed.
         options: Options of the user, which override measurements.
         reports: Folder of the pipeline's reports.
+        repository: Repository with the build.
 
     Raises:
-        UserError: A number is neither measured nor given, comes from another build or SLO, or shows
-            that the SLO cannot be met.
+        UserError: A number comes from another build or SLO, or shows that the SLO cannot be met.
     """
     bench = _read_bench(build, options, reports / "bench/bench.json")
     if bench is not None:
         _check_promise(bench, options.rps_per_replica)
-    return _with_use(build, options, bench, _capacity(build, options, bench, reports))
+    return _with_use(build, options, bench, repository)
 
 
 def memory_seen_mib(build: EncoderManifest, reports: Path) -> float | None:
@@ -84,20 +87,15 @@ def memory_seen_mib(build: EncoderManifest, reports: Path) -> float | None:
 
 
 def _capacity(
-    build: EncoderManifest, options: DeployOptions, bench: BenchResult | None, reports: Path
+    build: EncoderManifest,
+    options: DeployOptions,
+    bench: BenchResult | None,
+    assumptions: list[Assumption],
 ) -> ExplainedValue:
     if options.rps_per_replica is not None:
         return ExplainedValue(options.rps_per_replica, "given by the user (--rps-per-replica)")
     if bench is None or bench.rate is None:
-        raise UserError(
-            "--rps-per-replica",
-            "is required where the capacity of one replica is not measured",
-            given="no search for it in the last bench"
-            if bench
-            else f"no {reports}/bench/bench.json",
-            remedy=f"Run `triptych bench {build.spec.name} --find-max-rate`, or pass "
-            "--rps-per-replica",
-        )
+        return _assume(assumptions, *assume_rate(build, bench))
     rate = bench.rate
     broken = rate.lowest_broken_per_s
     more = "" if broken is None else f", {broken:.4g}/s missed it"
@@ -105,25 +103,18 @@ def _capacity(
     return ExplainedValue(rate.highest_per_s, held)
 
 
+def _assume(assumptions: list[Assumption], value: float, assumption: Assumption) -> ExplainedValue:
+    assumptions.append(assumption)
+    return ExplainedValue(value, str(assumption))
+
+
 def _with_use(
-    build: EncoderManifest,
-    options: DeployOptions,
-    bench: BenchResult | None,
-    capacity: ExplainedValue,
+    build: EncoderManifest, options: DeployOptions, bench: BenchResult | None, repository: Path
 ) -> MeasuredReplica:
+    assumptions: list[Assumption] = []
+    capacity = _capacity(build, options, bench, assumptions)
     used = None if bench is None else _use_at(bench, capacity.value)
-    missing = [
-        option
-        for option, given in (("--cpu", options.cpu_cores), ("--memory", options.memory_mib))
-        if given is None and (used is None or not used.processes)
-    ]
-    if missing:
-        raise UserError(
-            " and ".join(missing),
-            "is required where it was not measured",
-            given="a bench of a server elsewhere" if bench else "no bench of this build",
-            remedy=f"Run `triptych bench {build.spec.name} --find-max-rate` without --url",
-        )
+    is_measured = used is not None and bool(used.processes)
     cores = sum(one.cpu_cores for one in used.processes) if used else 0.0
     memory = _most_memory_mib(bench)
     if options.memory_mib is not None and options.memory_mib < memory:
@@ -140,12 +131,16 @@ def _with_use(
         capacity_per_s=capacity,
         cpu_cores=ExplainedValue(options.cpu_cores, "given by the user (--cpu)")
         if options.cpu_cores is not None
+        else _assume(assumptions, *assume_cores(build))
+        if not is_measured
         else ExplainedValue(
             cores,
             f"measured: {cores:.2f} of {seen} cores busy, at the rate nearest to capacity{where}",
         ),
         memory_mib=ExplainedValue(options.memory_mib, "given by the user (--memory)")
         if options.memory_mib is not None
+        else _assume(assumptions, *assume_memory(build, repository))
+        if not is_measured
         else ExplainedValue(
             memory * MEMORY_MARGIN,
             f"measured: {memory:.0f} MiB at most{where}, times {MEMORY_MARGIN:g} for requests "
@@ -153,6 +148,7 @@ def _with_use(
         ),
         load_s=None if bench is None else bench.load_s,
         gpu_memory_mib=max(gpus, default=None),
+        assumptions=tuple(assumptions),
     )
 
 
@@ -321,8 +317,7 @@ def compute_sizes(
         cpu_milli=ExplainedValue(
             f"{max(100, math.ceil(measured.cpu_cores.value * 10) * 100)}m",
             f"{measured.cpu_cores.reason}. No limit: throttling would cost the slowest requests, "
-            "and a step without CPU for a second ends the server (docker/README.md, Deaths and "
-            "stops). "
+            "and a step without CPU for a second ends the server (docker/faults.md). "
             f"{_threads(build)}",
         ),
         threshold_per_s=ExplainedValue(

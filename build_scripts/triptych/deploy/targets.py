@@ -44,7 +44,7 @@ def make_manifests(
     """Return the manifests of a built pipeline for one target.
 
     Args:
-        repository: Repository with this pipeline and no other.
+        repository: Repository with this pipeline.
         pipeline: Name of the pipeline.
         options: Options of the user.
         reports: Folder of the pipeline's reports, with the result of `bench`; not read for a
@@ -58,7 +58,7 @@ def make_manifests(
     target = import_module(f"triptych.deploy.{options.target}")
     manifests: Manifests = target.make_files(context)
     defects = find_known_defects(repository, context.options.triton)
-    return replace(manifests, known_defects=defects)
+    return replace(manifests, known_defects=defects, assumptions=context.assumptions)
 
 
 def known_of(repository: Path, pipeline: str, reports: Path) -> Known:

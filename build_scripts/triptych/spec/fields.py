@@ -61,6 +61,14 @@ class ModelSource(Frozen):
     revision: str | None = None
 
 
+def name_of_source(source: str) -> str:
+    """Return the name of a model by its source: the last part of a path, or the source itself."""
+    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
+    if source.startswith("package:") or not is_path:
+        return source
+    return source.rstrip("/").rpartition("/")[2] or source
+
+
 class Tokenizer(Frozen):
     """Limits on tokenized text.
 

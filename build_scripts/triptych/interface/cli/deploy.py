@@ -20,6 +20,7 @@ from triptych.interface.cli.options import (
     output,
     print_json,
     progress,
+    say,
 )
 
 OUT = Path("deploy")
@@ -39,9 +40,10 @@ def deploy(
 ) -> None:
     """Generate manifests for Kubernetes, KServe or Docker Compose.
 
-    The build needs a latency limit in serving.slo and, unless it generates text, a result of
-    `bench --find-max-rate`. Each number in the manifests has a comment with its reason.
-    Options can also be set in deploy.yaml beside pipeline.yaml, such as `peak_rps: 200`.
+    Capacity, memory and scaling follow from serving.slo and from a result of `bench
+    --find-max-rate`; numbers that are missing are assumed, and marked with what replaces them.
+    Each number in the manifests has a comment with its reason. Options can also be set in
+    deploy.yaml beside pipeline.yaml, such as `peak_rps: 200`.
     """
     from triptych.deploy.folder import write_manifests
     from triptych.deploy.targets import make_manifests
@@ -64,6 +66,8 @@ def deploy(
         return
     for file in manifests.files:
         progress("write", str(folder / file))
+    for assumption in manifests.assumptions:
+        say(output, str(assumption), "yellow")
     for finding in manifests.known_defects:
         print_finding(output, finding.as_dict())
     output.print(manifests.command(folder), markup=False)

@@ -300,13 +300,18 @@ def parse_seconds(option: str, text: str) -> float:
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """Handle SIGTERM as Ctrl-C while the block runs, so that servers are stopped."""
+    """Handle SIGTERM as Ctrl-C while the block runs, so that servers are stopped.
+
+    SIGINT is handled, too: a shell ignores it in processes that a script starts in the background.
+    """
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    handled = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, interrupt) for number in handled]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(handled, before, strict=True):
+            signal.signal(number, handler)

@@ -13,6 +13,7 @@ from typing import Any, cast
 from triptych.client import Client, Completion, Generation, InferenceError, Sampling
 from triptych.interface.page.web import MAX_EXAMPLES, PageServer, read_text
 from triptych.interface.report.pages import lines, render
+from triptych.spec.fields import name_of_source
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 from triptych.spec.traffic import TRAFFIC_FILE, read_lines
 
@@ -127,7 +128,7 @@ class ChatPage(PageServer):
             name=self._spec.name,
             task=self._spec.task,
             has_turns=self.has_turns,
-            model=self._spec.model.source,
+            model=name_of_source(self._spec.model.source),
             url=self._grpc_url,
             # The last answer was already streamed if there is a summary.
             messages=messages if summary is None else messages[:-1],

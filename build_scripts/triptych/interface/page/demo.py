@@ -28,6 +28,7 @@ from triptych.interface.page.form import (
 from triptych.interface.page.web import EXAMPLE, MAX_EXAMPLES, PageServer, read_text
 from triptych.interface.report.pages import render
 from triptych.repository.manifest import find_settings
+from triptych.spec.fields import name_of_source
 from triptych.spec.model_fields import CompiledSpec, is_own
 from triptych.spec.traffic import (
     PARAMETERS,
@@ -295,7 +296,7 @@ def _page(
         "demo.html.j2",
         name=pipeline.spec.name,
         task=pipeline.spec.task,
-        model=pipeline.spec.model.source,
+        model=name_of_source(pipeline.spec.model.source),
         url=pipeline.client.url,
         fields=pipeline.form.fields,
         values=values,

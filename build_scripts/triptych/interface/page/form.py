@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from triptych.base.files import parse_yaml
 from triptych.base.tensors import Tensor
-from triptych.client.rows import describe_answer, request_parameter
+from triptych.client.rows import request_parameter
 from triptych.client.wire import Parameter
 from triptych.spec.tasks import Task, View
 from triptych.spec.tasks.task import ViewKind
@@ -201,11 +202,29 @@ class VectorView:
 
 
 @dataclass(frozen=True)
+class OutputView:
+    """View of an output of a row.
+
+    Attributes:
+        name: Name of the output.
+        texts: Its values; one for a single value.
+        head: Columns of a table; empty unless the output is a list of objects, or an object.
+        rows: Rows of the table.
+    """
+
+    name: str
+    texts: tuple[str, ...] = ()
+    head: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
 class AnswerView:
     """View of an answer; parts that a task does not have are empty.
 
     Attributes:
         lines: Answer as text.
+        outputs: Outputs of each row, for tasks whose outputs only the pipeline knows.
         bars: Labels with their scores, highest first.
         pieces: Complete text in pieces, with highlights.
         vectors: Vector of each row.
@@ -213,6 +232,7 @@ class AnswerView:
     """
 
     lines: tuple[str, ...] = ()
+    outputs: tuple[tuple[OutputView, ...], ...] = ()
     bars: tuple[ScoreBar, ...] = ()
     pieces: tuple[TextPiece, ...] = ()
     vectors: tuple[VectorView, ...] = ()
@@ -292,7 +312,56 @@ def _vectors(_: object, rows: Sequence[Row]) -> AnswerView:
 
 
 def _outputs(_: object, rows: Sequence[Row]) -> AnswerView:
-    return AnswerView(lines=tuple(line for row in rows for line in describe_answer(row)))
+    return AnswerView(outputs=tuple(tuple(_view_outputs(row)) for row in rows))
+
+
+def _view_outputs(row: Row) -> Iterator[OutputView]:
+    """Yield the views of a row's outputs; lists of one length are columns of one table."""
+    lists = {name: value for name, value in row.items() if _is_column(value)}
+    sizes = {len(value) for value in lists.values()}
+    if len(lists) > 1 and len(sizes) == 1:
+        lines = tuple(map(_texts, zip(*lists.values(), strict=True)))
+        yield OutputView(", ".join(lists), head=tuple(lists), rows=lines)
+    else:
+        lists = {}
+    yield from (_view_output(name, row[name]) for name in row if name not in lists)
+
+
+def _is_column(value: object) -> bool:
+    """Return whether a value is a list of several texts or numbers."""
+    return (
+        isinstance(value, list)
+        and len(value) > 1
+        and not any(isinstance(entry, list | dict) for entry in value)
+    )
+
+
+def _view_output(name: str, value: Any) -> OutputView:
+    """Return the view of an output; text that is JSON of a list or an object is read."""
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value
+    if isinstance(value, str) and value[:1] in ("[", "{"):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, dict) and value:
+        return OutputView(name, head=tuple(map(str, value)), rows=(_texts(value.values()),))
+    entries = value if isinstance(value, list) else [value]
+    if entries and all(isinstance(entry, dict) and entry for entry in entries):
+        head = dict.fromkeys(key for entry in entries for key in entry)
+        rows = tuple(_texts(entry.get(key, "") for key in head) for entry in entries)
+        return OutputView(name, head=tuple(map(str, head)), rows=rows)
+    return OutputView(name, texts=_texts(entries))
+
+
+def _texts(values: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(
+        f"{value:.4f}"
+        if isinstance(value, float)
+        else value
+        if isinstance(value, str)
+        else json.dumps(value, ensure_ascii=False)
+        for value in values
+    )
 
 
 def _share(score: float) -> float:

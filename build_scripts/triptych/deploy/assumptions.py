@@ -1,0 +1,123 @@
+"""Assumptions of a deployment, in place of what nobody has measured or set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from triptych.repository.manifest import EncoderManifest
+from triptych.serving.bench.results import BenchResult
+
+P99_MS = 500.0
+"""Assumed latency limit at p99 in ms, which Triton's histogram has as a bound by default."""
+RATE_PER_S = 10.0
+"""Assumed requests per second of a replica: one at a time, 100 ms each."""
+STEP_MIB, SERVER_MIB, CORE_COPIES = 256, 256, 3
+"""Assumed memory of a Python step and of the server in MiB; copies of the core's files in memory,
+since a runtime packs the weights while it loads them."""
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """A number of the manifests that is neither measured nor set.
+
+    Attributes:
+        about: Meaning of the number.
+        value: The number with its unit.
+        reason: Source of the number.
+        remedy: What replaces it: a command, an option or a field.
+    """
+
+    about: str
+    value: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"ASSUMED {self.about}: {self.value}, {self.reason}. {self.remedy}"
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def assume_slo(build: EncoderManifest) -> tuple[EncoderManifest, list[Assumption]]:
+    """Return the build with a latency limit, and the assumption if it had none."""
+    serving = build.spec.serving
+    if serving.slo.limits_us:
+        return build, []
+    slo = serving.slo.model_copy(update={"p99_ms": P99_MS})
+    spec = build.spec.model_copy(
+        update={"serving": serving.model_copy(update={"slo": slo})},
+    )
+    assumption = Assumption(
+        "latency limit, from which alerts and times follow",
+        f"p99 <= {P99_MS:g} ms",
+        "a bound that Triton's histogram has",
+        f"Set serving.slo.p99_ms, and run `triptych build {build.spec.name}`",
+    )
+    return replace(build, spec=spec), [assumption]
+
+
+def assume_alone(name: str, others: Iterable[str]) -> list[Assumption]:
+    """Return the assumption that the served volume or image holds one pipeline of a repository."""
+    names = ", ".join(others)
+    if not names:
+        return []
+    return [
+        Assumption(
+            "content of the volume or image",
+            f"{name} alone",
+            f"although the repository also holds {names}: each pipeline scales by its own load",
+            f"Run `triptych build {name} --repository FOLDER`, and copy that folder",
+        )
+    ]
+
+
+def assume_rate(build: EncoderManifest, bench: BenchResult | None) -> tuple[float, Assumption]:
+    """Return the requests per second of a replica: those of one client, if they are measured."""
+    points = [] if bench is None else bench.points
+    rates = [
+        measured.throughput_per_s
+        for point in points
+        if point.load.kind == "concurrency" and point.load.value == 1
+        for measured in point.rounds
+    ]
+    rate = min(rates, default=RATE_PER_S)
+    reason = "of one client alone, measured" if rates else "one request at a time, 100 ms each"
+    return rate, Assumption(
+        "capacity of a replica",
+        f"{rate:.4g}/s",
+        reason,
+        f"Run `triptych bench {build.spec.name} --find-max-rate`, or pass --rps-per-replica",
+    )
+
+
+def assume_cores(build: EncoderManifest) -> tuple[float, Assumption]:
+    """Return the number of cores that a replica keeps busy: one for each instance and thread."""
+    instances = build.spec.serving.instances
+    threads = build.spec.core.threads or 1
+    cores = float(instances.preprocess + instances.core * threads + instances.postprocess)
+    return cores, Assumption(
+        "processor cores of a replica",
+        f"{cores:g}",
+        "one for each instance of a step, and for each of core.threads",
+        f"Run `triptych bench {build.spec.name} --find-max-rate`, or pass --cpu",
+    )
+
+
+def assume_memory(build: EncoderManifest, repository: Path) -> tuple[float, Assumption]:
+    """Return the memory of a replica in MiB, by the size of the files of its core."""
+    folder = repository / f"{build.spec.name}_core"
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
+    instances = build.spec.serving.instances
+    steps = instances.preprocess + instances.postprocess
+    memory = float(SERVER_MIB + STEP_MIB * steps + math.ceil(CORE_COPIES * size * instances.core))
+    return memory, Assumption(
+        "memory of a replica without a batch and shared memory",
+        f"{memory:.0f} MiB",
+        f"{SERVER_MIB} for the server, {STEP_MIB} for each Python step, and {CORE_COPIES} times "
+        "the files of the core",
+        f"Run `triptych bench {build.spec.name} --find-max-rate`, or pass --memory",
+    )
