@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from scaffolding import run
 from triptych.base.errors import UserError
 from triptych.building.build import BuildOutcome, build
 from triptych.building.own_checks import check_own_pipeline
-from triptych.client import Client, InvalidRequestError
+from triptych.client import Client, InferenceError, InvalidRequestError
 from triptych.core.gate.cached import Gate
 from triptych.core.own_inputs import read_own_inputs
 from triptych.repository.manifest import EncoderManifest, read_manifest
@@ -29,6 +30,7 @@ from triptych.repository.store import read_build
 from triptych.runtime.flow_control import PREFIX_VARIABLE, InFlight
 from triptych.runtime.own_step import pack_arrays, unpack_arrays
 from triptych.runtime.sampling import FOLDER_VARIABLE
+from triptych.serving.hot_reload import HotReload
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
 
@@ -71,7 +73,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(base: Path) -> Iterator[Any]:
     environment = {FOLDER_VARIABLE: str(base / "samples")}
-    with Server(base / "repository", environment=environment) as server:
+    names = ["chain", "cores", "second", "alone"]
+    with Server(base / "repository", models=names, environment=environment) as server:
         yield server
 
 
@@ -308,3 +311,55 @@ def test_a_model_may_take_the_settings_of_the_pipeline(tmp_path: Path) -> None:
     assert found == {"vectors": (2, 16, 3), "classes": (1, 16, 2), "risks": (2, 64, 3)}
     assert plans[0].request_rows == 16
     assert json.loads((folder / "pipeline.yaml").read_text())["core"]["threads"] == 2
+
+
+def test_functions_that_pass_other_arrays_replace_those_before(base: Path, server: Any) -> None:
+    told: list[str] = []
+    exchange = HotReload(server, on_reload=told.append, on_problem=told.append)
+    hooks = base / "pipelines/second/hooks.py"
+    text = hooks.read_text()
+    total = 'rows["features"].sum(axis=1)'
+    passed = text.replace('"best": best}', '"best": best, "eight": best * 0 + 8}')
+    changes = {  # another array past the last model; the functions alone
+        8.0: passed.replace(total, 'arrays["eight"]'),
+        9.0: text.replace(total, '[9.0] * len(arrays["best"])'),
+    }
+    for value, changed in changes.items():
+        hooks.write_text(changed)
+        with Asked(server.grpc_url) as asked:
+            make(base, "second")
+            assert exchange.poll(), told
+            asked.wait_for(value)
+        assert asked.failures == []
+    assert len(told) == 2
+    assert all("second was rebuilt and reloaded" in line for line in told)
+
+
+class Asked:
+    """Client that asks `second` for the total of one row all the time."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._stop = url, threading.Event()
+        self.totals: list[float] = []
+        self.failures: list[str] = []
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "Asked":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def wait_for(self, total: float) -> None:
+        wait_until(lambda: self.totals[-1:] == [total], f"a total of {total}")
+
+    def _run(self) -> None:
+        with Client("second", self._url, timeout_s=60.0) as client:
+            while not self._stop.is_set():
+                try:
+                    found = client.infer({"features": [[1.0, 2.0, 3.0, 4.0]]})["total"]
+                    self.totals.append(float(found[0, 0]))
+                except InferenceError as error:
+                    self.failures.append(str(error))

@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.base.cache import key_of
 from triptych.base.onnx_graph import open_session
 from triptych.base.tensors import Tensor
 from triptych.core.export.own_graph import OwnGraph, RunGraph
 from triptych.core.requests import GateRequest, make_record
 from triptych.runtime.own_model import OwnDecoder, OwnRowMaker
-from triptych.runtime.own_step import PASSED, OwnStep
+from triptych.runtime.own_step import PASSED, OwnStep, unpack_arrays
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import Arrays, Metadata, Parameters
 from triptych.spec.model_info import ModelNames, OwnStage
 
-PASSED_TENSOR = Tensor(PASSED, "UINT8", ("bytes",))
 Runs = Mapping[str, RunGraph]
 """Function that runs each model, by its name."""
 
@@ -66,6 +66,15 @@ def arrays_of(
         for tensor in graph.outputs:
             outputs[names.outputs[tensor.name]] = replace(tensor, name=names.outputs[tensor.name])
     return tuple(inputs.values()), tuple(outputs.values())
+
+
+def name_passed(tensors: dict[str, NDArray[Any]]) -> Tensor:
+    """Rename the tensor with the arrays that a function passes on, and return its declaration."""
+    packed = tensors.pop(PASSED)
+    names = key_of("passed", {"names": sorted(unpack_arrays(packed))})
+    tensor = Tensor(f"{PASSED}_{names[:8]}", "UINT8", ("bytes",))
+    tensors[tensor.name] = packed
+    return tensor
 
 
 def run_models(runs: Runs, models: Sequence[ModelNames], arrays: Arrays) -> dict[str, NDArray[Any]]:

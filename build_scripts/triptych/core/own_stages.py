@@ -20,10 +20,10 @@ from triptych.core.export.own_graph import (
     with_axis,
 )
 from triptych.core.own_chain import (
-    PASSED_TENSOR,
     Runs,
     arrays_of,
     name_arrays,
+    name_passed,
     rows_of_model,
     run_models,
 )
@@ -123,7 +123,8 @@ def find_stages(
         made = make(own, names, requests)
         own = find_interface(own, made, spec.with_model(models[0]), run)
         if stages:
-            own = replace(own, past_core=(PASSED_TENSOR,))
+            passed = [name_passed(each.tensors) for each in made]
+            own = replace(own, past_core=(passed[0],))
         stages.append(OwnStage(function, own, names))
         known = {tensor.name: tensor for tensor in (*own.inputs, *own.outputs)}
         for each in names:

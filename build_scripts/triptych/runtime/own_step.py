@@ -20,7 +20,9 @@ from .own_model import ROW_COUNTS, CoreResults, OwnDecoder, OwnRowMaker, make_ar
 from .row_types import Arrays, CoreRows, Metadata, Parameters
 
 PASSED = "passed_arrays"
-"""Tensor UINT8 ``[core rows, bytes]`` with the arrays that go past a model; see `pack_arrays`."""
+"""Beginning of the name of a tensor UINT8 ``[core rows, bytes]`` with the arrays that go past a
+model; see `pack_arrays`. The rest depends on their names, so that a hot reload of functions that
+pass other arrays replaces the steps together."""
 _ROWS = "row_total"
 _SIZE = struct.Struct("<I")
 
@@ -74,10 +76,11 @@ class StepResults(CoreResults):
     """Reader of the results of cores behind a function between models."""
 
     def read(self, outputs: Arrays) -> tuple[dict[str, Any], int]:
-        if PASSED not in outputs:
+        arrays, arguments = dict(outputs), dict[str, Any]()
+        name = next((name for name in arrays if name.startswith(PASSED)), None)
+        if name is None:
             return super().read(outputs)
-        arrays = {name: value for name, value in outputs.items() if name != PASSED}
-        passed, arguments = unpack_arrays(outputs[PASSED]), dict[str, Any]()
+        passed = unpack_arrays(arrays.pop(name))
         count = int(passed.pop(_ROWS))
         if ROW_COUNTS in passed:
             counts = passed.pop(ROW_COUNTS)
@@ -110,6 +113,7 @@ class OwnStep(OwnRowMaker):
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
         super().__init__(settings, folder)
+        self._passed = next(iter(settings["past_core"]), PASSED)
         self._past_core = None
         self._results = StepResults(settings)
         if self._function is None:
@@ -136,4 +140,4 @@ class OwnStep(OwnRowMaker):
             passed[ROW_COUNTS] = np.array(counts)
         for name, column in arguments.get("rows", {}).items():
             passed[FORWARDED_PREFIX + name] = make_array(self._fields[name], column)
-        return {**rows.tensors, PASSED: pack_arrays(passed, rows.row_count)}
+        return {**rows.tensors, self._passed: pack_arrays(passed, rows.row_count)}

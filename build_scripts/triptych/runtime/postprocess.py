@@ -38,6 +38,7 @@ class TritonPythonModel:
         self._core_outputs = settings["core_outputs"]
         self._rules = settings["request_parameters"]
         self._defaults = settings["parameters"]
+        self._is_behind_step = any(n.startswith("passed_arrays") for n in self._core_outputs)
         self._unpacks = settings["packed_tokens"]
         self._rows_from: str | None = settings.get("rows_from")
         self._decoder = find_class(settings["decoder"])(settings, folder)
@@ -84,7 +85,7 @@ class TritonPythonModel:
                 except (ValueError, struct.error) as error:
                     raise _refused(numbers) from error
                 # Behind a step between cores, a ticket has the rows of the last batch.
-                count = numbers[1] if "passed_arrays" in self._core_outputs else len(sent)
+                count = numbers[1] if self._is_behind_step else len(sent)
                 sample = self._check(numbers, payload, sample, count)
                 ticket = numbers
             parameters = check_parameters(
