@@ -1,5 +1,6 @@
 """Help, version, former names and settings of the command line."""
 
+import io
 import json
 import re
 from importlib.metadata import version
@@ -14,7 +15,7 @@ import triptych
 from conftest import write_pipeline
 from triptych.base.errors import UserError
 from triptych.deploy.options import DeployOptions
-from triptych.interface.cli import app
+from triptych.interface.cli import app, options
 from triptych.interface.cli.command import IGNORED, MOVED, RENAMED, VERBS
 from triptych.interface.cli.deploy import read_settings
 from triptych.spec.scaffold import tasks
@@ -227,3 +228,15 @@ def test_functions_name_arguments_and_the_package_lists_its_names(tmp_path: Path
     assert "--" not in caught.value.message
     assert {"build", "serve", "Client", "__version__"} <= set(dir(triptych))
     assert triptych.__version__ == version("triptych")
+
+
+def test_long_verbs_show_their_time_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal in (True, False):
+        screen = io.StringIO()
+        terminal = options.Terminal(file=screen, force_terminal=is_terminal)
+        monkeypatch.setattr(options, "status", terminal)
+        with options.show_elapsed("building [mine]"):
+            options.progress("export", "done")
+        assert "export   done" in screen.getvalue()
+        shown = re.search(r"building \[mine\].*0:00:0", screen.getvalue())
+        assert (shown is not None) == is_terminal

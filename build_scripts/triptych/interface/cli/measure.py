@@ -24,6 +24,7 @@ from triptych.interface.cli.options import (
     parse_seconds,
     print_json,
     progress,
+    show_elapsed,
     sigterm_as_interrupt,
     status,
     write_report,
@@ -210,7 +211,7 @@ def bench(
         baselines=baseline,
         price=price.price(),
     )
-    with sigterm_as_interrupt():
+    with sigterm_as_interrupt(), show_elapsed(f"measuring {name}"):
         result = steps.bench(
             steps.read(spec, progress),
             folders.repository,
@@ -283,7 +284,7 @@ def tune(
         overrides=tuple(overrides or ()),
     )
     try:
-        with sigterm_as_interrupt():
+        with sigterm_as_interrupt(), show_elapsed(f"tuning {name}"):
             result = tune_pipeline(folder, folders.repository, tuning, progress)
     except (GateFailure, LintFailure) as failure:
         message = f"{failure}; run `triptych build {name}` for the details"

@@ -246,6 +246,24 @@ def progress(stage: str, line: str) -> None:
     status.print(f"  {stage:8} {line}", markup=False)
 
 
+@contextmanager
+def show_elapsed(label: str) -> Iterator[None]:
+    """Show a label with the time since the block began, on a terminal, while the block runs."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
+        console=status,
+        transient=True,
+        refresh_per_second=1,  # it must not take processor time from what is measured
+        disable=not status.is_terminal,
+    ) as bar:
+        bar.add_task(label, total=None)
+        yield
+
+
 def write_report(write: Callable[[Path], Path], folder: Path) -> Path:
     """Write a report into `folder` and return the path of its page.
 

@@ -27,6 +27,7 @@ from triptych.interface.cli.options import (
     output,
     print_json,
     progress,
+    show_elapsed,
     status,
     write_report,
 )
@@ -196,14 +197,15 @@ def build(
         status.print(f"{spec.name}", style="bold", markup=False)
         following = [later.name for later in specs[number + 1 :]]
         try:
-            built = build_pipeline(
-                STEPS[spec.kind].read(spec, progress),
-                folders.repository,
-                progress,
-                built_after=following,
-                accept=reason,
-                engine_dry_run=not no_dry_run,
-            )
+            with show_elapsed(f"building {spec.name}"):
+                built = build_pipeline(
+                    STEPS[spec.kind].read(spec, progress),
+                    folders.repository,
+                    progress,
+                    built_after=following,
+                    accept=reason,
+                    engine_dry_run=not no_dry_run,
+                )
         except (GateFailure, EngineFailure) as failure:
             plan = failure.plan if isinstance(failure, GateFailure) else None
             report = _report(plan, failure.gate, reports)
