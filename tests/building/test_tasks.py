@@ -382,6 +382,7 @@ BAD: list[tuple[str, dict[str, list[Any]], dict[str, Any], list[str]]] = [
         ["1 texts x 35 labels"],
     ),
     ("hypotheses", {"text": ["a"]}, {"hypothesis_template": "no place"}, ["{}"]),
+    ("hypotheses", {"text": ["a"]}, {"hypothesis_template": "{{}} {}"}, ["no {{ or }}"]),
     ("hypotheses", {"text": [""]}, {}, ["`text`", "not be empty"]),
     ("hypotheses", {"text": ["a"]}, {"multi_label": 1}, ["multi_label", "true or false"]),
     ("images", {"image": [b"no image"]}, {}, ["image"]),

@@ -229,6 +229,14 @@ def test_models_and_settings_that_will_not_do_are_named(tmp_path: Path) -> None:
         search.write_text(json.dumps({**own, **changed}))
         words = f"no {next(iter(changed))} in its generation_config"
         check_refused(words, read_text2text, load_text2text_spec(folder), quiet)
+    search.write_text(json.dumps({**own, "max_length": 30, "do_sample": True}))
+    told: list[str] = []
+    for parts in (["has do_sample"], ["ends an answer after 29 tokens", "has do_sample"]):
+        told.clear()
+        spec = load_text2text_spec(folder)
+        read_text2text(spec, lambda stage, line: told.extend([line] * (stage == "WARNING")))
+        assert [part in line for part, line in zip(parts, told, strict=True)] == [True] * len(parts)
+        change(folder / "pipeline.yaml", core={"threads": 1})  # no max_new_tokens
     config = json.loads((tmp_path / "model/config.json").read_bytes())
     config["architectures"] = ["M2M100ForConditionalGeneration"]
     (tmp_path / "model/config.json").write_text(json.dumps(config))

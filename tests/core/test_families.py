@@ -92,6 +92,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "esm": {"vocab_size": 700, "is_folding_model": False},
     "gpt_neo": {"attention_types": [[["global"], 1]], "attention_layers": ["global"]},
     "luke": {"entity_vocab_size": 8},
+    "gptj": {"rotary_dim": 8},
     "perceiver": {"num_latents": 8, "d_latents": 32, "num_blocks": 1},
     "xlnet": {"d_head": 16},
 }
@@ -175,6 +176,7 @@ def config_of(family: str, labels: int, tokenizer: Any) -> Any:
         setattr(config, name, value)
     if labels:
         names = [f"label {number}" for number in range(labels)]
+        config.num_labels = labels  # that of PVT does not follow from the names
         config.id2label = dict(enumerate(names))
         config.label2id = {name: number for number, name in enumerate(names)}
     return config

@@ -13,6 +13,8 @@ from checkpoint_files import change, write
 from conftest import build_into, quiet, write_pipeline
 from mistakes import check_refused
 from task_models import MODELS
+from triptych.base.errors import Progress
+from triptych.base.tensors import TokenRow
 from triptych.core.gate.cached import Gate, GateFailure
 from triptych.core.gate.reference import check_tokens, load_as_user, reference_outputs
 from triptych.core.inputs import PipelineInputs, read_inputs
@@ -24,6 +26,7 @@ from triptych.spec.spec import load_spec
 pytestmark = [pytest.mark.build, pytest.mark.filterwarnings("ignore")]
 
 SENTENCE, TRANSFORMER = "config_sentence_transformers.json", "sentence_bert_config.json"
+POOLING = "1_Pooling/config.json"
 IDENTITY = "torch.nn.modules.linear.Identity"
 LONG = "every word of this sentence counts " * 80
 TEXTS = [
@@ -34,13 +37,19 @@ TEXTS = [
 """Two thirds of them are rows of the gate."""
 
 
-def inputs_of(folder: Path, model: Path, task: str) -> PipelineInputs:
+def inputs_of(
+    folder: Path, model: Path, task: str, progress: Progress = quiet, **spec: Any
+) -> PipelineInputs:
     """What a build reads for `TEXTS`."""
-    write_pipeline(folder, task=task, model={"source": str(model)})
+    write_pipeline(folder, task=task, model={"source": str(model)}, **spec)
     pairs = {"text_pair": "And a second text"} if task == "reranking" else {}
     lines = [json.dumps({"text": text, **pairs}) for text in TEXTS]
     (folder / "traffic.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    return read_inputs(load_spec(folder), quiet)
+    return read_inputs(load_spec(folder), progress)
+
+
+def token_rows(inputs: PipelineInputs) -> list[TokenRow]:
+    return [row for row in rows_of(inputs.requests) if isinstance(row, TokenRow)]
 
 
 def found_by(inputs: PipelineInputs) -> np.ndarray[Any, Any]:
@@ -75,6 +84,12 @@ SETTINGS: dict[str, dict[str, dict[str, object]]] = {
         "tokenizer_config.json": {"model_max_length": 20},
     },
     "prompt": {SENTENCE: {"prompts": {"query": "Query: "}, "default_prompt_name": "query"}},
+    "usual prompt": {SENTENCE: {"prompts": {}, "default_prompt_name": "document"}},
+    "no pooling mode": {POOLING: {"pooling_mode": None}},
+    "no flag of a pooling mode": {
+        POOLING: {"pooling_mode": None, "pooling_mode_mean_tokens": False}
+    },
+    "order of pooling modes": {POOLING: {"pooling_mode": ["weightedmean", "cls", "max", "mean"]}},
 }
 
 
@@ -93,6 +108,108 @@ def test_settings_of_sentence_transformers_are_applied(sentences: Path, tmp_path
         assert found.shape == wanted.shape, name
         assert inputs.plan.info.embedding_size == wanted.shape[1], name
         assert np.abs(found - wanted).max() <= 1e-5, name
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+BERT = {**SIZES, "intermediate_size": 32, "initializer_range": 0.4}
+GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 2, "initializer_range": 0.4}
+T5 = {"d_model": 32, "d_ff": 32, "num_layers": 1, "num_heads": 2, "d_kv": 16}
+LENGTHS: list[tuple[str, dict[str, Any], int, str]] = [
+    ("BertModel", {**BERT, "max_position_embeddings": 130}, 130, ""),
+    ("RobertaModel", {**BERT, "max_position_embeddings": 130, "pad_token_id": 1}, 128, ""),
+    ("GPT2Model", {**GPT2, "n_positions": 700}, 700, ""),
+    ("T5EncoderModel", T5, 512, "no file of the model limits its texts"),
+]
+"""Class and config of models whose tokenizer has no limit, the limit, and words of a warning."""
+
+
+def test_the_length_of_a_text_is_that_of_sentence_transformers(model: Path, tmp_path: Path) -> None:
+    import torch
+    import transformers
+    from sentence_transformers import SentenceTransformer
+
+    change(model / "tokenizer_config.json", model_max_length=None)
+    told: list[str] = []
+
+    def tell(stage: str, line: str) -> None:
+        told.extend([line] * ("cut after" in line))
+
+    for name, settings, length, words in LENGTHS:
+        (model / "config.json").unlink()
+        torch.manual_seed(0)
+        network = getattr(transformers, name)
+        network(network.config_class(vocab_size=30522, **settings)).save_pretrained(model)
+        inputs = inputs_of(tmp_path / name.lower(), model, "text-embedding", tell)
+        assert inputs.plan.max_length == length, name
+        assert [words in line for line in told] == [True] * bool(words), told
+        user = SentenceTransformer(str(model), device="cpu")
+        if name == "RobertaModel" or words:  # it fails for longer texts, or reads all of them
+            user.max_seq_length = length
+        wanted = user.encode([str(request.inputs["text"]) for request in inputs.requests])
+        assert max(len(row.ids) for row in token_rows(inputs)) == length
+        assert np.abs(found_by(inputs) - wanted).max() <= 1e-5 * max(1, wanted.max()), name
+    # A model without a limit has that of the pipeline, beyond the usual one as well.
+    limit = {"tokenizer": {"max_length": 900}}
+    assert inputs_of(tmp_path / "p", model, "text-embedding", tell, **limit).plan.max_length == 900
+    assert len(told) == 1
+
+
+def test_a_length_above_that_of_the_config_is_told(sentences: Path, tmp_path: Path) -> None:
+    change(sentences / TRANSFORMER, max_seq_length=700)
+    lines: list[str] = []
+    inputs_of(tmp_path / "p", sentences, "text-embedding", lambda _, line: lines.append(line))
+    assert any("cut after 512 tokens" in line and "after 700" in line for line in lines)
+
+
+def test_files_count_only_for_the_class_that_saved_them(sentences: Path, tmp_path: Path) -> None:
+    """Another class of sentence-transformers converts the model; a pipeline reads no such file."""
+    import transformers
+    from sentence_transformers import CrossEncoder, SentenceTransformer
+
+    config = transformers.BertConfig.from_pretrained(sentences, num_labels=1, initializer_range=0.4)
+    transformers.BertForSequenceClassification(config).save_pretrained(sentences)
+    change(sentences / TRANSFORMER, max_seq_length=20, do_lower_case=True)
+    prompt = {"prompts": {"a": "A: "}, "default_prompt_name": "a", "truncate_dim": 12}
+    for number, saved_by in enumerate(("SentenceTransformer", "CrossEncoder")):
+        change(sentences / SENTENCE, model_type=saved_by, activation_fn=IDENTITY, **prompt)
+        if saved_by == "CrossEncoder":
+            modules = json.loads((sentences / "modules.json").read_text(encoding="utf-8"))
+            write(sentences / "modules.json", modules[:1])
+            change(sentences / TRANSFORMER, transformer_task="sequence-classification")
+            change(sentences / TRANSFORMER, modality_config=None, module_output_name=None)
+        for task in ("text-embedding", "reranking", "text-classification"):
+            inputs = inputs_of(tmp_path / f"{task}{number}", sentences, task)
+            check_tokens(inputs)
+            texts = [tuple(map(str, request.inputs.values())) for request in inputs.requests]
+            if task == "text-embedding":
+                embedder = SentenceTransformer(str(sentences), device="cpu")
+                wanted = embedder.encode([text for (text,) in texts])
+            elif task == "reranking":
+                wanted = CrossEncoder(str(sentences), device="cpu").predict(texts)[:, None]
+            else:
+                classify = transformers.pipeline(task, model=str(sentences), device="cpu")
+                told = classify([text for (text,) in texts], top_k=None, truncation=True)
+                wanted = np.array([[row[0]["score"]] for row in told])
+            assert np.abs(found_by(inputs) - wanted).max() <= 1e-5, (saved_by, task)
+            counts = saved_by == {
+                "text-embedding": "SentenceTransformer",
+                "reranking": "CrossEncoder",
+            }.get(task)
+            assert inputs.plan.max_length == (20 if counts else 512)
+            assert dict(inputs.plan.info.prompts) == ({"a": "A: "} if counts else {})
+
+
+def test_texts_in_a_chat_template_are_refused(sentences: Path, tmp_path: Path) -> None:
+    (sentences / "modules.json").rename(sentences / "modules.txt")
+    check_tokens(inputs_of(tmp_path / "p", sentences, "text-embedding"))
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    (sentences / "chat_template.jinja").write_text(template)
+    inputs = inputs_of(tmp_path / "q", sentences, "text-embedding")
+    check_refused(["chat_template of the model", "SentenceTransformer"], check_tokens, inputs)
+    # A model that was saved without a template in its settings reads texts alone.
+    (sentences / "modules.txt").rename(sentences / "modules.json")
+    change(sentences / TRANSFORMER, modality_config=None, module_output_name=None)
+    check_tokens(inputs_of(tmp_path / "r", sentences, "text-embedding"))
 
 
 def test_without_modules_json_no_setting_counts(model: Path, tmp_path: Path) -> None:
@@ -162,6 +279,7 @@ def test_other_tokens_are_found(sentences: Path, tmp_path: Path) -> None:
     check_refused("same tokens as in sentence-transformers", check_tokens, inputs)
 
 
+LINEAR = ["linear_attention"]
 LINES: dict[str, list[dict[str, object]]] = {
     "text-classification": [{"text": text} for text in TEXTS],
     "text-pair-classification": [{"text": text, "text_pair": text[::-1]} for text in TEXTS],
@@ -301,11 +419,17 @@ def test_models_that_a_row_of_tokens_does_not_decide_are_refused(tmp_path: Path)
         "num_attention_heads": 2,
         "intermediate_size": 16,
     }
+    linear = {
+        **{"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
+        **{"linear_num_value_heads": 2, "linear_num_key_heads": 2, "layer_types": LINEAR},
+        **{"shared_expert_intermediate_size": 8, "num_key_value_heads": 2, "head_dim": 8},
+    }
     sparse = {"block_size": 4, "num_random_blocks": 1, "max_position_embeddings": 96}
     for number, (config, words) in enumerate(
         (
             (transformers.BigBirdConfig(**sizes, **sparse), ["attention_type", "original_full"]),
             (transformers.LayoutLMConfig(**sizes), ["`bbox`", "texts alone"]),
+            (transformers.Qwen3NextConfig(**sizes, **linear), ["chunks", "Qwen3NextGatedDelta"]),
         )
     ):
         folder = tmp_path / str(number)
@@ -313,6 +437,58 @@ def test_models_that_a_row_of_tokens_does_not_decide_are_refused(tmp_path: Path)
         check_refused(words, load_model, folder, "AutoModel")
     change(tmp_path / "0/config.json", attention_type="original_full")
     assert load_model(tmp_path / "0", "AutoModel").config.attention_type == "original_full"
+
+
+def test_a_config_that_counts_other_classes_than_it_names_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    from triptych.core.export.to_onnx import load_model
+
+    config = transformers.PvtConfig(image_size=64, id2label={0: "a", 1: "b"}, num_labels=5)
+    transformers.PvtForImageClassification(config).save_pretrained(tmp_path)
+    words = ["id2label in config.json", "2 labels, and num_labels is 5"]
+    check_refused(words, load_model, tmp_path, "AutoModelForImageClassification")
+
+
+def test_a_model_that_fails_in_its_own_library_ends_in_one_message(
+    sentences: Path, model: Path, tmp_path: Path
+) -> None:
+    import transformers
+
+    config = transformers.BertConfig.from_pretrained(model, num_labels=3)
+    transformers.BertForSequenceClassification(config).save_pretrained(model)
+    for task, folder in (("text-embedding", sentences), ("text-classification", model)):
+        change(folder / "config.json", chunk_size_feed_forward=7)
+        inputs = inputs_of(tmp_path / task, folder, task)
+        check_refused(["fails in PyTorch on a row", "chunk size 7"], found_by, inputs)
+
+
+def test_the_class_of_entailment_is_that_of_the_pipeline(model: Path, tmp_path: Path) -> None:
+    import transformers
+
+    labels = {0: "contradiction", 1: "neutral", 2: "entailment"}
+    config = transformers.BertConfig.from_pretrained(model, id2label=labels)
+    transformers.BertForSequenceClassification(config).save_pretrained(model)
+    folder = write_pipeline(
+        tmp_path / "p", task="zero-shot-classification", model={"source": str(model)}
+    )
+    line = {"text": "late", "parameters": {"candidate_labels": ["a", "b"]}}
+    (folder / "traffic.jsonl").write_text(json.dumps(line))
+    for indexes, is_read in (
+        ({"contradiction": 0, "neutral": 1, "entailment": 2}, True),
+        ({"LABEL_0": 0, "LABEL_1": 1, "LABEL_2": 2}, True),  # transformers takes the last one
+        ({"entailment": 0, "neutral": 1, "contradiction": 2}, False),
+    ):
+        change(model / "config.json", label2id=indexes)
+        spec = load_spec(folder)
+        classify = transformers.pipeline("zero-shot-classification", model=str(model))
+        if is_read:
+            plan = read_inputs(spec, quiet).plan
+            entailment = range(3)[classify.entailment_id]
+            assert plan.task.settings(plan.info)["entailment"] == entailment == 2
+        else:
+            assert classify.entailment_id == 0
+            check_refused("label2id in config.json", read_inputs, spec, quiet)
 
 
 def test_inputs_that_the_tokenizer_makes_and_no_core_has_are_refused(

@@ -1,9 +1,11 @@
 """Pooling, heads, limits and prompts as the files of a model state them."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ import pytest
 
 from checkpoint_files import change, write
 from mistakes import check_refused
-from triptych.spec.model_info import Dense, Normalize
-from triptych.spec.model_source import read_model_info, read_tokenizer
+from triptych.spec.model_info import Dense, Loader, Normalize
+from triptych.spec.model_source import AFTER_PADDING, read_model_info, read_tokenizer
 
 pytestmark = pytest.mark.build
 
@@ -23,6 +25,7 @@ IDENTITY, SIGMOID, TANH = (
 )
 SENTENCE = "config_sentence_transformers.json"
 CROSS_ENCODER = {"model_type": "CrossEncoder"}
+TABLE = re.compile(r"position_embeddings = nn.Embedding\([^()]*padding_idx=self.padding_idx")
 TRANSFORMER = {"idx": 0, "path": "", "type": "sentence_transformers.base.modules.Transformer"}
 POOLING = {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
 DENSE = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
@@ -73,6 +76,14 @@ def test_flags_limits_and_prompts_are_honored(model: Path) -> None:
     assert facts.head == (Dense("2_Dense", 64, 16, False, TANH),)
     assert (facts.embedding_size, facts.max_length, facts.lowercase) == (16, 128, True)
     assert (facts.prompts, facts.default_prompt) == ({"query": "query: "}, "query")
+    normalize = {"idx": 1, "path": "9", "type": "sentence_transformers.models.Normalize"}
+    for modules, head in (
+        ([normalize, POOLING], ()),  # as there, it does nothing before there is a vector
+        ([POOLING, normalize], (Normalize(),)),
+    ):
+        assert (
+            read_model_info(written(model, {"modules.json": [TRANSFORMER, *modules]})).head == head
+        )
 
 
 def pooled(**settings: object) -> dict[str, object]:
@@ -87,6 +98,10 @@ def labeled(**config: object) -> dict[str, object]:
     return {"config.json": {"architectures": [CLASSIFIER], **config}}
 
 
+def saved_by(name: str) -> dict[str, object]:
+    return {SENTENCE: {"model_type": name}, "modules.json": [TRANSFORMER]}
+
+
 def cross_encoder(*modules: object, **sentence: object) -> dict[str, object]:
     return {SENTENCE: {**CROSS_ENCODER, **sentence}, "modules.json": [TRANSFORMER, *modules]}
 
@@ -97,7 +112,7 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
         "LSTM as module 1",
     ),
     (pooled(pooling_mode="median"), "pool"),
-    (pooled(), "pool"),
+    (pooled(pooling_mode=[]), "pool"),
     ({"config.json": "{"}, "config.json` is not valid JSON"),
     ({"config.json": []}, "config.json` must be a JSON object"),
     ({"modules.json": "{}"}, "modules.json` must be a JSON list"),
@@ -117,12 +132,37 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
         },
         "a vector for each token (ColBERT)",
     ),
+    (
+        {"modules.json": [TRANSFORMER, DENSE], "2_Dense/config.json": {"use_residual": True}},
+        "its result is added to its input (use_residual)",
+    ),
+    ({"modules.json": [{**TRANSFORMER, "path": "0_BERT"}]}, "its files are in the folder 0_BERT"),
+    (saved_by("SparseEncoder"), "a model of sparse vectors over the vocabulary (SPLADE)"),
+    (saved_by("MultiVectorEncoder"), "a model with a vector for each token (ColBERT)"),
+    ({"modules.json": [TRANSFORMER], SENTENCE: {"prompts": {"a": 3}}}, "text for each name"),
+    ({"modules.json": [TRANSFORMER], SENTENCE: {"prompts": ["a"]}}, "text for each name"),
+    (
+        {"modules.json": [TRANSFORMER], "sentence_bert_config.json": {"max_seq_length": "9"}},
+        "must be an integer",
+    ),
     ({"tokenizer_config.json": {"tokenizer_class": "CanineTokenizer"}}, "characters or bytes"),
     ({"tokenizer.json": None, "vocab.txt": None}, "tokenizer"),
     (labeled(id2label={"0": "a", "2": "b"}), "id2label"),
     (labeled(id2label={"x": "a"}), "id2label"),
     (labeled(id2label=["a", "b"]), "id2label"),
     (labeled(id2label={"1": "a"}), "id2label"),
+    (
+        {
+            "modules.json": [TRANSFORMER],
+            SENTENCE: {"prompts": {"a": "b"}, "default_prompt_name": "c"},
+        },
+        "Use one of: a",
+    ),
+    ({"config.json": {"model_type": "unheard-of", "hidden_size": None}}, "unheard-of"),
+]
+"""Files of a model that are changed, and words of the error."""
+
+PAIR_MISTAKES: list[tuple[dict[str, object], str]] = [
     (labeled(id2label={"0": "x"}, sentence_transformers={"activation_fn": TANH}), TANH),
     (
         labeled(id2label={"0": "x"}, sentence_transformers={"activation_fn": "mine.Identity"}),
@@ -136,24 +176,19 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
         cross_encoder({"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.LogitScore"}),
         "true_token_id",
     ),
-    (
-        {
-            "modules.json": [TRANSFORMER],
-            SENTENCE: {"prompts": {"a": "b"}, "default_prompt_name": "c"},
-        },
-        "Use one of: a",
-    ),
-    ({"config.json": {"model_type": "unheard-of", "hidden_size": None}}, "unheard-of"),
 ]
-"""Files of a model that are changed, and words of the error."""
+"""Likewise for a cross-encoder."""
 
 
 def test_what_cannot_be_read_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    for number, (files, words) in enumerate(MISTAKES):
-        folder = Path(shutil.copytree(tiny_model, tmp_path / str(number)))
-        check_refused(words, read_model_info, written(folder, files))
+    loaders: tuple[Loader, Loader] = "SentenceTransformer", "CrossEncoder"
+    for loader, mistakes in zip(loaders, (MISTAKES, PAIR_MISTAKES), strict=True):
+        for number, (files, words) in enumerate(mistakes):
+            folder = Path(shutil.copytree(tiny_model, tmp_path / f"{loader}{number}"))
+            read = partial(read_model_info, loader=loader)
+            check_refused(words, read, written(folder, files))
     tokenizer = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
-    folder = written(tmp_path / "0", dict.fromkeys(tokenizer))
+    folder = written(tmp_path / "CrossEncoder0", dict.fromkeys(tokenizer))
     check_refused("tokenizer", read_tokenizer, folder)
     write(tmp_path / "esm/config.json", {"model_type": "esm"})
     pieces = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVS"]
@@ -173,9 +208,26 @@ def test_files_of_another_part_of_a_model_do_not_matter(model: Path) -> None:
 
 
 def test_positions_taken_by_padding_are_not_counted(model: Path) -> None:
-    change(model / "config.json", max_position_embeddings=514, pad_token_id=1)
     write(model / "tokenizer_config.json", {})
-    assert read_model_info(model).max_length == 512
+    for name, length in (("bert", 514), ("roberta", 512)):
+        values = {"model_type": name, "max_position_embeddings": 514, "pad_token_id": 1}
+        change(model / "config.json", **values)
+        assert read_model_info(model).max_length == length
+
+
+def test_model_types_that_count_positions_after_padding_are_those_of_transformers() -> None:
+    import transformers
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    heads = ("TEXT_ENCODING", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "MASKED_LM")
+    found = {"ibert"}  # its table is a class of its own
+    for head in heads:
+        for name in getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES"):
+            module = configuration_auto.model_type_to_module_name(name)
+            folder = Path(str(transformers.__file__)).parent / "models" / module
+            if any(map(TABLE.search, map(Path.read_text, folder.glob("modeling_*.py")))):
+                found.add(name)
+    assert found == set(AFTER_PADDING)
 
 
 def test_labels_are_those_of_a_classifying_head(model: Path) -> None:
@@ -225,12 +277,13 @@ def test_the_activations_are_those_of_the_pipeline_and_of_the_cross_encoder(mode
         write(model / "config.json", {**plain, "architectures": [CLASSIFIER], **config})
         write(model / "modules.json", [TRANSFORMER])
         write(model / SENTENCE, sentence)
-        facts = read_model_info(model)
+        facts = read_model_info(model, loader="CrossEncoder")
         assert (facts.activation, facts.relevance) == (activation, relevance), (config, sentence)
 
 
 def test_the_modules_of_a_cross_encoder_pool_nothing(model: Path) -> None:
-    assert read_model_info(written(model, cross_encoder())).head == ()
+    folder = written(model, cross_encoder())
+    assert read_model_info(folder, loader="CrossEncoder").head == ()
 
 
 def retype(model: Path, change_types: Callable[[Any], int]) -> None:

@@ -57,6 +57,7 @@ def render_page(results: Sequence[Result]) -> str:
     count = Counter(result.outcome for result in results)
     shown = [result for result in results if result.outcome != NOT_MEASURED]
     families = len({result.family for result in shown})
+    left = count[NOT_MEASURED]
     lines = [
         "# Model families",
         "",
@@ -73,8 +74,7 @@ def render_page(results: Sequence[Result]) -> str:
         f"- {count['differs']} pass the accuracy gate and differ by more than the limit.",
         f"- {count['refused']} are refused by `build`, with the message in the table.",
         f"- {count['not built']} are not checked: no small model could be made, as the table says.",
-        "",
-        f"{count[NOT_MEASURED]} more results, of these or other families, are not measured yet.",
+        *(["", f"{left} more results are not measured yet."] if left else []),
         "",
         "| family | task | result | largest difference | message |",
         "| --- | --- | --- | --- | --- |",

@@ -220,11 +220,12 @@ def read_inputs(
     lines = read_traffic(file.parent, [tensor.name for tensor in task.inputs], file=file.name)
     folder = locate(spec.model, spec.folder)
     for_images = any(tensor.content == "image" for tensor in task.inputs)
-    info, tokenizer = read_model(folder, progress, for_images=for_images)
+    info, tokenizer = read_model(folder, progress, for_images=for_images, loader=task.loader)
     info = _with_prompts(info, spec, task)
     progress("source", f"{info.architecture}, from {spec.model.source}")
     task.check(info)
     task, info = with_logit_score(task, info)
+    info = _with_length(info, spec, task, progress)
     _warn_of_labels(info, task, progress)
     if spec.serving.class_scores:
         task = with_class_scores(task, info)
@@ -263,6 +264,28 @@ def read_inputs(
         labeled=_read_labeled(spec, task, reader, progress),
         traffic=tuple(request.sent for request in requests),
     )
+
+
+def _with_length(info: ModelInfo, spec: PipelineSpec, task: Task, progress: Progress) -> ModelInfo:
+    """Return `info` with the length that the spec gives to a model that limits none.
+
+    Warn if the reference reads longer texts than the pipeline does without a limit in the spec.
+    """
+    own, known = spec.tokenizer.max_length, info.library_length
+    if own is not None:
+        return replace(info, max_length=own) if known is None and info.image is None else info
+    if info.image is not None or task.max_length is not None or known == info.max_length:
+        return info
+    library = task.loader or "transformers"
+    progress(
+        "WARNING",
+        f"no file of the model limits its texts, so that {library} does not cut them: they are "
+        f"cut after {info.max_length} tokens unless the pipeline sets tokenizer.max_length"
+        if known is None
+        else f"texts are cut after {info.max_length} tokens (max_position_embeddings in "
+        f"config.json); {library} cuts them after {known} (max_seq_length)",
+    )
+    return info
 
 
 def _warn_of_labels(info: ModelInfo, task: Task, progress: Progress) -> None:

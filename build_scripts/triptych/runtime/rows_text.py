@@ -252,10 +252,11 @@ class HypothesisRowMaker(TokenRowMaker):
                 'Send a JSON list such as ["a", "b"]',
             )
         template: str = request.parameters["hypothesis_template"]
-        if "{}" not in template:
+        # transformers reads a doubled brace as one.
+        if "{}" not in template or "{{" in template or "}}" in template:
             raise RequestError(
                 "parameter hypothesis_template",
-                "must have {} in place of the label",
+                "must have {} in place of the label, and no {{ or }}",
                 repr(template)[:80],
                 "Write for example 'This text is about {}.'",
             )

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from triptych.base.tensors import Tensor
 
 Activation = Literal["softmax", "sigmoid", "none"]
+Loader = Literal["SentenceTransformer", "CrossEncoder", ""]
 Resize = Literal["none", "exact", "shorter"]
 
 
@@ -145,6 +146,8 @@ class ModelInfo:
         architecture: Class name in ``config.json``.
         hidden_size: Size of a token's vector.
         max_length: Maximum number of tokens in a row, including special tokens.
+        library_length: Maximum number of tokens to which the reference cuts a text; None if its
+            files give none.
         pad_token_id: Id of the padding token; it never affects results.
         lowercase: Whether sentence-transformers puts a lower-casing before the tokenizer's own
             normalization. Special tokens are found before it.
@@ -155,6 +158,8 @@ class ModelInfo:
         default_prompt: Name of the prompt for requests that name none; None for no prompt.
         free_prompt: Whether a request may send the text of a prompt instead of a name.
         labels: Label of each output of a classifying head, by index.
+        entailment: Index that transformers' zero-shot pipeline takes for the label ``entailment``;
+            None if the config has no ``label2id``.
         activation: Function from logits to scores, as transformers' pipelines choose it.
         relevance: Function from the one logit of a cross-encoder to its score, as
             sentence-transformers chooses it.
@@ -178,6 +183,7 @@ class ModelInfo:
     hidden_size: int
     max_length: int
     pad_token_id: int
+    library_length: int | None = None
     lowercase: bool = False
     pooling: tuple[str, ...] = ("mean",)
     head: tuple[Dense | Normalize | Truncate | LogitScore, ...] = ()
@@ -186,6 +192,7 @@ class ModelInfo:
     default_prompt: str | None = None
     free_prompt: bool = False
     labels: tuple[str, ...] = ()
+    entailment: int | None = None
     activation: Activation = "softmax"
     relevance: Activation = "sigmoid"
     logit_score: LogitScore | None = None
@@ -206,7 +213,7 @@ class ModelInfo:
     def of_core(self) -> dict[str, Any]:
         """Fields that affect the core, as plain data, without prompts and estimates of cost."""
         aside = {"prompts", "default_prompt", "free_prompt", "special_ids", "pair_template"}
-        aside |= {"layers", "heads", "intermediate_size"}
+        aside |= {"layers", "heads", "intermediate_size", "library_length", "entailment"}
         aside |= {"own"} if self.own is None else set()
         return {key: value for key, value in asdict(self).items() if key not in aside}
 

@@ -1,7 +1,8 @@
-"""Settings of sentence-transformers' Transformer module: applied, without effect, or refused.
+"""Settings of sentence-transformers: applied, without effect, or refused.
 
-The other files are read in `model_text`. As in sentence-transformers, its files count only beside a
-``modules.json``, and unknown keys of ``config_sentence_transformers.json`` do not count.
+Modules are read in `model_text`. As in sentence-transformers, its files count only beside a
+``modules.json``, and only for the class that saved them. Unknown keys of
+``config_sentence_transformers.json`` do not count.
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from triptych.base.errors import UserError
-from triptych.spec.model_text import read_json
+from triptych.spec.model_info import Loader
+from triptych.spec.model_text import Module, SentenceConfig, read_json, read_module_list
+
+CONFIG = "config_sentence_transformers.json"
+OTHER_CLASSES = {
+    "MultiVectorEncoder": "a model with a vector for each token (ColBERT)",
+    "SparseEncoder": "a model of sparse vectors over the vocabulary (SPLADE)",
+}
+"""Classes of sentence-transformers whose models are not served, with the meaning."""
+USUAL_PROMPTS = ("query", "document")
+"""Prompts that a SentenceTransformer always has, empty unless its files give them."""
 
 FILES = tuple(
     f"sentence_{kind}_config.json"
@@ -58,6 +69,75 @@ class TransformerSettings(NamedTuple):
     lowercase: bool = False
 
 
+class Saved(NamedTuple):
+    """Files that sentence-transformers has saved; without contents if they do not count.
+
+    Attributes:
+        modules: Entries of ``modules.json``.
+        sentence: Content of ``config_sentence_transformers.json``.
+        transformer: Settings of the Transformer module.
+    """
+
+    modules: tuple[Module, ...] = ()
+    sentence: SentenceConfig = {}  # noqa: RUF012
+    transformer: TransformerSettings = TransformerSettings()
+
+
+def read_saved(folder: Path, loader: Loader) -> Saved:
+    """Return the files of sentence-transformers that count for `loader`.
+
+    As there, a model that another class has saved is converted: only its transformer counts.
+
+    Raises:
+        UserError: A setting changes results and is not supported.
+    """
+    if not loader or not (folder / "modules.json").is_file():
+        return Saved()
+    sentence: SentenceConfig = read_json(folder / CONFIG, default={})
+    saved_by = sentence.get("model_type", "SentenceTransformer")
+    if saved_by in OTHER_CLASSES:
+        raise UserError(
+            f"model_type in {CONFIG}",
+            f"must be {loader}",
+            given=f"{saved_by}, {OTHER_CLASSES[saved_by]}",
+            remedy="Choose another model",
+        )
+    if saved_by != loader:
+        return Saved()
+    modules = tuple(read_module_list(folder))
+    return Saved(modules, sentence, read_transformer_settings(folder))
+
+
+def read_prompts(sentence: SentenceConfig, loader: Loader) -> tuple[dict[str, str], str | None]:
+    """Return the prompts of a model by name, and the name of its default prompt.
+
+    Raises:
+        UserError: A prompt is not a text, or there is no prompt of the default's name.
+    """
+    given = sentence.get("prompts") or {}
+    prompts = {}
+    for name, text in given.items() if isinstance(given, dict) else [("", given)]:
+        if not isinstance(text, str | None):
+            raise UserError(
+                f"prompts in {CONFIG}",
+                "must have a text for each name",
+                given=f"{text!r:.80}",
+                remedy="Correct the file",
+            )
+        prompts[name] = text or ""
+    default = sentence.get("default_prompt_name")
+    if loader == "SentenceTransformer" and default in USUAL_PROMPTS:
+        prompts.setdefault(default, "")
+    if default is not None and default not in prompts:
+        raise UserError(
+            f"default_prompt_name in {CONFIG}",
+            "must be the name of a prompt",
+            given=default,
+            remedy=f"Use one of: {', '.join(prompts) or 'none, so remove it'}",
+        )
+    return prompts, default
+
+
 def read_transformer_settings(folder: Path) -> TransformerSettings:
     """Return the settings of the Transformer module in a folder with ``modules.json``.
 
@@ -77,8 +157,16 @@ def read_transformer_settings(folder: Path) -> TransformerSettings:
             remedy="Choose a model without it, or move the setting to config.json or "
             "tokenizer_config.json",
         )
+    longest = settings.get("max_seq_length")
+    if longest is not None and not isinstance(longest, int):
+        raise UserError(
+            f"max_seq_length in {name}",
+            "must be an integer",
+            given=longest,
+            remedy="Correct the file",
+        )
     return TransformerSettings(
-        max_length=settings.get("max_seq_length"),
+        max_length=longest,
         lowercase=bool(settings.get("do_lower_case")),
     )
 

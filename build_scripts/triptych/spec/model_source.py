@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,14 @@ from triptych.base.errors import Progress, UserError
 from triptych.base.files import parse_yaml
 from triptych.spec.fields import ModelSource
 from triptych.spec.model_adapter import refuse_adapter
-from triptych.spec.model_info import ImageInfo, LogitScore, ModelInfo
-from triptych.spec.model_settings import TransformerSettings, read_transformer_settings
+from triptych.spec.model_info import Activation, ImageInfo, Loader, LogitScore, ModelInfo
+from triptych.spec.model_settings import read_prompts, read_saved
 from triptych.spec.model_text import (
     ModelConfig,
-    SentenceConfig,
+    Module,
+    check_cross_encoder,
     read_activation,
+    read_entailment,
     read_json,
     read_labels,
     read_logit_score,
@@ -220,7 +222,8 @@ def check_model_files(folder: Path, field: str, source: str) -> None:
             remedy="Choose a model of transformers for token-classification",
         )
     if not has_config:
-        read_modules(folder, {}, {})  # names modules that are not served, which have no config.json
+        # Names modules that are not served, which have no config.json.
+        read_modules(folder, read_module_list(folder), {}, {})
         raise UserError(
             field,
             "must contain a Hugging Face model (config.json, weights, tokenizer)",
@@ -270,7 +273,11 @@ def _package_folder(source: str) -> Path:
 
 
 def read_model_info(
-    folder: Path, sha256: str | None = None, *, for_images: bool = True
+    folder: Path,
+    sha256: str | None = None,
+    *,
+    for_images: bool = True,
+    loader: Loader = "SentenceTransformer",
 ) -> ModelInfo:
     """Read information about the model from the files in `folder`.
 
@@ -279,28 +286,33 @@ def read_model_info(
         sha256: `hash_model` of the folder if known; reading weights takes long.
         for_images: Whether a ``preprocessor_config.json`` is read; False for tasks that read texts,
             where it is that of another part of the model.
+        loader: Class of sentence-transformers that loads the model for the reference.
 
     Raises:
         UserError: A setting that affects results is not supported.
     """
     config: ModelConfig = read_json(folder / "config.json")
-    sentence: SentenceConfig = {}
-    transformer = TransformerSettings()
-    if (folder / "modules.json").is_file():
-        sentence = read_json(folder / "config_sentence_transformers.json", default={})
-        transformer = read_transformer_settings(folder)
-    pooling, include_prompt, head = read_modules(folder, config, sentence)
-    prompts, default_prompt = sentence.get("prompts") or {}, sentence.get("default_prompt_name")
-    if default_prompt is not None and default_prompt not in prompts:
-        raise UserError(
-            "default_prompt_name in config_sentence_transformers.json",
-            "must be the name of a prompt",
-            given=default_prompt,
-            remedy=f"Use one of: {', '.join(prompts) or 'none, so remove it'}",
-        )
+    saved = read_saved(folder, loader)
+    is_pairs = loader == "CrossEncoder"
+    if is_pairs:
+        check_cross_encoder(folder, saved.modules)
+    pooling, include_prompt, head = read_modules(
+        folder, () if is_pairs else saved.modules, config, saved.sentence
+    )
+    prompts, default_prompt = read_prompts(saved.sentence, loader)
     labels = read_labels(config)
     image = _image_info(folder) if for_images else None
-    texts = _TextInfo() if image and not _has_vocabulary(folder) else _read_texts(folder, config)
+    texts = _TextInfo()
+    if not image or _has_vocabulary(folder):
+        texts = _read_texts(folder, config, saved.modules if is_pairs else None)
+    relevance: Activation = "sigmoid"
+    if is_pairs:
+        relevance = read_relevance(config, saved.sentence, 1 if texts.logit_score else len(labels))
+    max_length, library_length = USUAL_LENGTH, None
+    if not image:
+        max_length, library_length = _lengths(
+            folder, config, texts.max_length, saved.transformer.max_length
+        )
 
     def size(name: str) -> int | None:
         own: Mapping[str, object] = config
@@ -311,17 +323,19 @@ def read_model_info(
         sha256=sha256 or hash_model(folder),
         architecture=(config.get("architectures") or [config.get("model_type", "unknown")])[0],
         hidden_size=0 if image else _hidden_size(folder, config),
-        max_length=_max_length(folder, config, transformer),
+        max_length=max_length,
+        library_length=library_length,
         pad_token_id=config.get("pad_token_id") or 0,
-        lowercase=transformer.lowercase and not texts.lowercase,
+        lowercase=saved.transformer.lowercase and not texts.lowercase,
         pooling=pooling,
         head=head,
         include_prompt=include_prompt,
         prompts=prompts,
         default_prompt=default_prompt,
         labels=labels,
+        entailment=read_entailment(config, len(labels)),
         activation=read_activation(config, len(labels)),
-        relevance=read_relevance(config, sentence, 1 if texts.logit_score else len(labels)),
+        relevance=relevance,
         logit_score=texts.logit_score,
         pair_template=texts.pair_template,
         segments=texts.segments,
@@ -361,6 +375,7 @@ def read_tokenizer(folder: Path) -> str:
 class _TextInfo(NamedTuple):
     """The part of `ModelInfo` that the tokenizer knows."""
 
+    max_length: object = None
     segments: int = 1
     mask_token: str | None = None
     mask_token_id: int | None = None
@@ -371,13 +386,16 @@ class _TextInfo(NamedTuple):
     pair_template: tuple[tuple[str, ...], ...] | None = ()
 
 
-def _read_texts(folder: Path, config: ModelConfig) -> _TextInfo:
-    tokenizer = load_tokenizer(folder)
-    logit_score = read_logit_score(folder, config, tokenizer.convert_tokens_to_ids)
+def _read_texts(folder: Path, config: ModelConfig, scored: Sequence[Module] | None) -> _TextInfo:
+    """Return what the tokenizer knows; `scored` are the modules of a cross-encoder."""
+    tokenizer, logit_score = load_tokenizer(folder), None
+    if scored is not None:
+        logit_score = read_logit_score(folder, scored, config, tokenizer.convert_tokens_to_ids)
     template: tuple[tuple[str, ...], ...] | None = ()
     if logit_score is not None and tokenizer.chat_template:
         template = read_pair_template(partial(tokenizer.apply_chat_template, tokenize=False))
     return _TextInfo(
+        max_length=tokenizer.model_max_length,
         segments=_segments(tokenizer, _setting(folder, config, "type_vocab_size") or 1),
         mask_token=tokenizer.mask_token,
         mask_token_id=tokenizer.mask_token_id,
@@ -498,20 +516,39 @@ def _setting(folder: Path, config: ModelConfig, name: str) -> Any:
         ) from error
 
 
-def _max_length(folder: Path, config: ModelConfig, transformer: TransformerSettings) -> int:
-    """Return the smaller limit of tokenizer and model, without positions that padding uses.
+AFTER_PADDING = (
+    *("camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke"),
+    *("markuplm", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
+    "xmod",
+)
+"""Model types that count positions from the padding token's id on; earlier ones are unused."""
+USUAL_LENGTH = 512
+"""Maximum number of tokens of a row if no file of the model gives one."""
+NO_LIMIT = 1_000_000
+"""Limits from here on stand for none."""
 
-    That of sentence-transformers overrides the tokenizer's.
+
+def _lengths(
+    folder: Path, config: ModelConfig, own: object, saved: int | None
+) -> tuple[int, int | None]:
+    """Return `max_length` and `library_length` of `ModelInfo`.
+
+    The limit that sentence-transformers has `saved` overrides the tokenizer's (`own`) and the
+    model's.
     """
-    tokenizer = read_json(folder / "tokenizer_config.json", default={})
-    positions = config.get("max_position_embeddings")
-    if (
-        positions and positions % 8
-    ):  # RoBERTa's family: positions up to the padding token's are unused
+    positions = _limit(_setting(folder, config, "max_position_embeddings"))
+    known = [limit for limit in (_limit(own), positions) if limit]
+    library = saved or min(known, default=None)
+    if positions and config.get("model_type") in AFTER_PADDING:
         positions -= (config.get("pad_token_id") or 0) + 1
-    limits = (transformer.max_length or tokenizer.get("model_max_length"), positions)
-    known = [int(limit) for limit in limits if limit and limit < 1_000_000]
-    return min(known) if known else 512
+        library = min(library or positions, positions)  # it fails for a longer text
+    if library is None:
+        return USUAL_LENGTH, None
+    return min(library, positions or library), library
+
+
+def _limit(value: object) -> int | None:
+    return int(value) if isinstance(value, int | float) and 0 < value < NO_LIMIT else None
 
 
 def hash_model(folder: Path) -> str:
@@ -529,11 +566,11 @@ CODE = ("spec/model_*.py", "spec/image_*.py", "spec/model_text.py")
 
 
 def read_model(
-    folder: Path, progress: Progress, *, for_images: bool
+    folder: Path, progress: Progress, *, for_images: bool, loader: Loader
 ) -> tuple[ModelInfo, Path | None]:
     """Return the information about the model in `folder` and the cached ``tokenizer.json``.
 
-    An image model has no tokenizer. `for_images` is as in `read_model_info`.
+    An image model has no tokenizer. `for_images` and `loader` are as in `read_model_info`.
 
     Raises:
         UserError: A setting that affects results is not supported, or there is no fast tokenizer.
@@ -542,12 +579,13 @@ def read_model(
     inputs = {
         "model": sha256,
         "for_images": for_images,
+        "loader": loader,
         "versions": versions_of("transformers", "tokenizers"),
         "code": code_hash(*CODE),
     }
 
     def work(target: Path) -> None:
-        info = read_model_info(folder, sha256, for_images=for_images)
+        info = read_model_info(folder, sha256, for_images=for_images, loader=loader)
         (target / "facts.json").write_text(json.dumps(asdict(info)), encoding="utf-8")
         if info.image is None:
             (target / "tokenizer.json").write_text(read_tokenizer(folder), encoding="utf-8")

@@ -14,10 +14,11 @@ from triptych.spec.model_info import Activation, Dense, LogitScore, Normalize, T
 CLASSIFIES = "Classification"
 """Part of the class name of every transformers model with a classifying head."""
 
+ENTAILMENT = "entail"
+"""Beginning of the label of a model of inference for hypotheses that follow, in lower case."""
+
 LABELS_BY_DEFAULT = 2
 """Number of classes if the config gives none: transformers does not write this default."""
-
-CROSS_ENCODER = "CrossEncoder"
 
 LOGIT_SCORE = "LogitScore"
 """Module of sentence-transformers that scores by the logit of a token."""
@@ -31,10 +32,11 @@ class ModelConfig(TypedDict, total=False):
     architectures: list[str] | None
     model_type: str
     id2label: Mapping[str, str] | None
+    label2id: Mapping[str, int] | None
     num_labels: int | None
     _num_labels: int | None
     problem_type: str | None
-    sentence_transformers: Mapping[str, str] | None
+    sentence_transformers: Mapping[str, str | None] | None
     sbert_ce_default_activation_function: str | None
     pad_token_id: int | None
     vocab_size: int | None
@@ -79,6 +81,15 @@ def read_labels(config: ModelConfig) -> tuple[str, ...]:
     return tuple(by_index[index] for index in range(len(names)))
 
 
+def read_entailment(config: ModelConfig, classes: int) -> int | None:
+    """Return the class that transformers takes for entailment, by ``label2id``, else the last."""
+    indexes = config.get("label2id")
+    if not isinstance(indexes, dict):
+        return None
+    named = (i for label, i in indexes.items() if label.lower().startswith(ENTAILMENT))
+    return next(named, classes - 1)
+
+
 def read_activation(config: ModelConfig, classes: int) -> Activation:
     """Return the function from logits to scores, as transformers' pipelines choose it."""
     problem = config.get("problem_type")
@@ -95,7 +106,7 @@ def read_relevance(config: ModelConfig, sentence: SentenceConfig, classes: int) 
     Raises:
         UserError: The activation of a cross-encoder is neither the identity nor a sigmoid.
     """
-    named = _cross_encoder_activation(config, sentence)
+    named = sentence.get("activation_fn") or _config_activation(config)
     if classes == 1 and named is not None:
         kind = named.rsplit(".", 1)[-1]
         if not named.startswith("torch.") or kind not in CROSS_ENCODER_ACTIVATIONS:
@@ -109,17 +120,12 @@ def read_relevance(config: ModelConfig, sentence: SentenceConfig, classes: int) 
     return "sigmoid"
 
 
-def _cross_encoder_activation(config: ModelConfig, sentence: SentenceConfig) -> str | None:
-    """Return the dotted name of the torch module, stored in a place that depends on the version."""
-    return (
-        (sentence.get("activation_fn") if is_cross_encoder(sentence) else None)
-        or (config.get("sentence_transformers") or {}).get("activation_fn")
-        or config.get("sbert_ce_default_activation_function")
-    )
-
-
-def is_cross_encoder(sentence: SentenceConfig) -> bool:
-    return sentence.get("model_type") == CROSS_ENCODER
+def _config_activation(config: ModelConfig) -> str | None:
+    """Return the dotted name of the torch module, whose place depends on the version."""
+    newer = config.get("sentence_transformers") or {}
+    if "activation_fn" in newer:
+        return newer["activation_fn"]
+    return config.get("sbert_ce_default_activation_function")
 
 
 SENTENCE = "sentence_embedding"
@@ -134,14 +140,14 @@ POOLING = {
 """Flags in the pooling config of sentence-transformers, in the order of concatenation."""
 
 
-class _Module(TypedDict):
+class Module(TypedDict):
     """Entry of ``modules.json``: a dotted class name and the folder of its settings."""
 
     type: str
     path: str
 
 
-def _kind(module: _Module) -> str:
+def _kind(module: Module) -> str:
     """Return the name of a module's class without its package."""
     return module["type"].rsplit(".", 1)[-1]
 
@@ -154,25 +160,20 @@ class _DenseConfig(TypedDict, total=False):
 
 
 def read_modules(
-    folder: Path, config: ModelConfig, sentence: SentenceConfig
+    folder: Path, modules: Sequence[Module], config: ModelConfig, sentence: SentenceConfig
 ) -> tuple[tuple[str, ...], bool, tuple[Dense | Normalize | Truncate, ...]]:
     """Return pooling modes, whether prompts are pooled, and modules after pooling.
 
-    They are read from ``modules.json``.
-
-    As in sentence-transformers, a model without that file is not normalized, and pooled by the last
+    As in sentence-transformers, a model without modules is not normalized, and pooled by the last
     token if it generates text from left to right, else by the mean.
 
     Raises:
         UserError: A module, or a setting of one, affects results and is not supported.
     """
-    modules = read_module_list(folder)
-    if is_cross_encoder(sentence):
-        _check_cross_encoder(folder, modules, sentence)
-        modules = []
     pooling: tuple[str, ...] = ("lasttoken",) if not modules and _is_causal(config) else ("mean",)
     include_prompt = True
     head: list[Dense | Normalize | Truncate] = []
+    is_pooled = False
     for index, module in enumerate(modules):
         kind, path = _kind(module), folder / module["path"]
         settings = read_json(path / "config.json", default={})
@@ -186,19 +187,25 @@ def read_modules(
         if kind == "Pooling":
             pooling = _pooling(settings, path)
             include_prompt = bool(settings.get("include_prompt", True))
+            is_pooled = True
         elif kind == "Dense" and on_vectors:
             head.append(_dense(settings, module["path"], path / "config.json"))
         elif kind == "Normalize" and on_vectors:
-            head.append(Normalize())
+            head += [Normalize()] * is_pooled  # before there is a vector, it does nothing
         else:
-            meaning = _OTHER_MODULES.get(kind, "")
-            if kind == "Dense":
+            meaning, remedy = _OTHER_MODULES.get(kind, ""), "Choose a model without that module"
+            if settings.get("use_residual"):
+                meaning = "its result is added to its input (use_residual)"
+            elif kind in ("Dense", "Normalize"):
                 meaning = "a vector for each token (ColBERT)"
+            elif kind == "Transformer" and index == 0:
+                meaning = f"its files are in the folder {module['path']}"
+                remedy = "Load the model with sentence-transformers and save it again"
             raise UserError(
                 str(folder / "modules.json"),
                 "must be a Transformer, then Pooling, Dense and Normalize on the pooled vector",
                 given=f"{module['type']} as module {index}" + f": {meaning}" * bool(meaning),
-                remedy="Choose a model without that module",
+                remedy=remedy,
             )
     if size := sentence.get("truncate_dim"):
         head.append(Truncate(size))
@@ -218,13 +225,13 @@ _OTHER_MODULES = {
 """Results of the modules of sentence-transformers that are not served."""
 
 
-def read_module_list(folder: Path) -> list[_Module]:
+def read_module_list(folder: Path) -> list[Module]:
     """Return the modules that ``modules.json`` names; none without the file.
 
     Raises:
         UserError: The file is not a list of objects with `type` and `path`.
     """
-    modules: list[_Module] = read_json(folder / "modules.json", [], list)
+    modules: list[Module] = read_json(folder / "modules.json", [], list)
     for module in modules:
         fields = module if isinstance(module, dict) else {}
         if not all(isinstance(fields.get(name), str) for name in ("type", "path")):
@@ -266,16 +273,21 @@ def read_json(path: Path, default: Any = None, kind: type = dict) -> Any:
 
 
 def read_logit_score(
-    folder: Path, config: ModelConfig, find_id: Callable[[str], int | None]
+    folder: Path,
+    modules: Sequence[Module],
+    config: ModelConfig,
+    find_id: Callable[[str], int | None],
 ) -> LogitScore | None:
     """Return the score of a reranker that generates text; None for other models.
 
-    As in sentence-transformers, a model without ``modules.json`` is scored by ``yes`` and ``no``.
+    As in sentence-transformers, a model without modules is scored by ``yes`` and ``no``.
 
     Args:
+        folder: Folder of the model.
+        modules: Modules of a saved cross-encoder.
+        config: Content of ``config.json``.
         find_id: Function that returns the id of a token; None if there is no such token.
     """
-    modules = read_module_list(folder)
     for module in modules:
         if _kind(module) == LOGIT_SCORE:
             settings = read_json(folder / module["path"] / "config.json", default={})
@@ -349,10 +361,12 @@ def _spaced(parts: Sequence[str], before: str, after: str) -> list[str]:
     ]
 
 
-def _check_cross_encoder(
-    folder: Path, modules: Sequence[_Module], sentence: SentenceConfig
-) -> None:
-    """Check that nothing but the classifying head affects a cross-encoder's scores."""
+def check_cross_encoder(folder: Path, modules: Sequence[Module]) -> None:
+    """Check that nothing but the classifying head affects a cross-encoder's scores.
+
+    Raises:
+        UserError: There is another module.
+    """
     kinds = [_kind(module) for module in modules]
     if kinds not in ([], ["Transformer"], ["Transformer", LOGIT_SCORE]):
         raise UserError(
@@ -365,12 +379,13 @@ def _check_cross_encoder(
 
 def _pooling(settings: Mapping[str, object], path: Path) -> tuple[str, ...]:
     mode = settings.get("pooling_mode")  # newer files name the modes, older ones set flags
+    modes: tuple[str, ...]
     if isinstance(mode, str):
-        modes = tuple(mode.split("+"))
+        modes = (mode,)
     elif isinstance(mode, Sequence):
         modes = tuple(mode)
     else:
-        modes = tuple(name for flag, name in POOLING.items() if settings.get(flag))
+        modes = tuple(name for flag, name in POOLING.items() if settings.get(flag)) or ("mean",)
     unknown = set(modes) - set(POOLING.values())
     if unknown or not modes:
         raise UserError(

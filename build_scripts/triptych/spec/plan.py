@@ -396,7 +396,7 @@ def row_settings(
     if PROMPT_LENGTH in inputs_of(info, task):
         settings["prompt_end_ids"] = list(info.special_ids)
     return settings | {
-        "lowercase": info.lowercase and task.of_sentences,
+        "lowercase": info.lowercase,
         "max_length": max_length_of(spec, info, task),
         "overflow": spec.tokenizer.truncation,
         "pad_token_id": info.pad_token_id,

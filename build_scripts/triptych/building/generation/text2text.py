@@ -229,6 +229,9 @@ NOT_SEARCHED_BY = (
     "stop_strings",
     "watermarking_config",
     "bad_words_ids",
+    "force_words_ids",
+    "constraints",
+    "dola_layers",
 )
 """Fields of ``generation_config.json`` that CTranslate2 does not follow, unless null, 0 or 1."""
 
@@ -259,11 +262,15 @@ class SearchInfo:
         answer_begins: Token ids at the beginning of every answer.
         end: Id of the token that ends an answer.
         own: Search settings of the model's ``generation_config.json``, as `GREEDY`.
+        samples: Whether ``generate`` samples an answer by default.
+        max_new_tokens: Maximum number of tokens of an answer in that file; None for none.
     """
 
     answer_begins: tuple[int, ...]
     end: int
     own: dict[str, Setting]
+    samples: bool = False
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -377,9 +384,25 @@ def read_text2text(spec: Text2TextSpec, progress: Progress) -> Text2TextInputs:
         answers=answers,
         search={**answers.own, **named},
     )
-    if inputs.other_search:
-        progress("WARNING", inputs.other_search)
+    for words in (inputs.other_search, *_other_answers(spec, answers)):
+        if words:
+            progress("WARNING", words)
     return replace(inputs, prompts=make_prompts(inputs, lines, progress))
+
+
+def _other_answers(spec: Text2TextSpec, answers: SearchInfo) -> Iterator[str]:
+    """Yield warnings of answers that end or are chosen otherwise than by ``generate``."""
+    most, least = spec.core.max_new_tokens, answers.max_new_tokens
+    if least is not None and least < most and "max_new_tokens" not in spec.core.model_fields_set:
+        yield (
+            f"generation_config.json ends an answer after {least} tokens, the pipeline after "
+            f"{most}; set core.max_new_tokens"
+        )
+    if answers.samples:
+        yield (
+            "generation_config.json has do_sample: transformers samples an answer, and the "
+            "pipeline searches for the likeliest one unless a request has a temperature"
+        )
 
 
 def _read_model(folder: Path, progress: Progress) -> tuple[GenerationModel, SearchInfo]:
@@ -457,8 +480,16 @@ def _read_info(folder: Path, sha256: str) -> tuple[GenerationInfo, SearchInfo]:
         "early_stopping": generation.early_stopping,
     }
     said = {name: value for name, value in own.items() if value is not None}
-    begins = () if first is None else (first,)
-    return info, SearchInfo(begins, info.stop_token_ids[0], {**GREEDY, **said})
+    most = generation.max_new_tokens
+    if most is None and generation.max_length is not None:
+        most = generation.max_length - 1  # it counts the start token of the decoder
+    return info, SearchInfo(
+        answer_begins=() if first is None else (first,),
+        end=info.stop_token_ids[0],
+        own={**GREEDY, **said},
+        samples=bool(generation.do_sample),
+        max_new_tokens=most,
+    )
 
 
 def _check_search(config: Any, generation: Any) -> None:

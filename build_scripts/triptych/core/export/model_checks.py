@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from triptych.base.errors import UserError
+from triptych.spec.model_text import CLASSIFIES
 
 TEXT_ALONE = {
     "bbox": "the box of each word on its page",
@@ -19,15 +20,21 @@ TEXT_ALONE = {
 """Inputs of models of more than texts, which a row of tokens cannot give, with their meaning."""
 
 
+CHUNKED = "GatedDeltaNet"
+"""End of the name of layers with linear attention, of Qwen3-Next and others."""
+
+
 def check_model(model: Any) -> None:
     """Check that a torch model can be served by its token ids or pixels alone.
 
     Raises:
-        UserError: The model has another main input, or weights that are not finite; it is a model
-            of texts with other inputs; or a text changes the model, so that its results depend on
-            earlier texts.
+        UserError: The model has another main input, weights that are not finite, or a head with
+            another number of classes than the config names; it is a model
+            of texts with other inputs or with layers that compute a text in chunks; or a text
+            changes the model, so that its results depend on earlier texts.
     """
     check_finite(model)
+    _check_labels(model)
     if model.main_input_name not in ("input_ids", "pixel_values"):
         raise UserError(
             "model.source",
@@ -37,6 +44,7 @@ def check_model(model: Any) -> None:
         )
     if model.main_input_name == "input_ids":
         _check_inputs(model)
+        _check_chunks(model)
         _check_state(model)
 
 
@@ -55,6 +63,18 @@ def check_finite(model: Any) -> None:
             )
 
 
+def _check_labels(model: Any) -> None:
+    """Check that the config names each class: that of PVT has a number beside the names."""
+    names, count = model.config.id2label, model.config.num_labels
+    if CLASSIFIES in type(model).__name__ and names and len(names) != count:
+        raise UserError(
+            "id2label in config.json",
+            "names another number of labels than the model's head has",
+            given=f"{len(names)} labels, and num_labels is {count}",
+            remedy="Correct the wrong one of both",
+        )
+
+
 def _check_inputs(model: Any) -> None:
     """Check that a model of texts needs nothing besides."""
     for name in inspect.signature(model.forward).parameters:
@@ -64,6 +84,18 @@ def _check_inputs(model: Any) -> None:
                 "must be a model of texts alone",
                 given=f"{type(model).__name__}, which also reads `{name}`, {TEXT_ALONE[name]}",
                 remedy="Choose a model of texts",
+            )
+
+
+def _check_chunks(model: Any) -> None:
+    """Check that no layer loops over the chunks of a text: an export keeps their number."""
+    for layer in model.modules():
+        if type(layer).__name__.endswith(CHUNKED):
+            raise UserError(
+                "model.source",
+                "must have no layer that computes a text in chunks of 64 tokens, one by one",
+                given=f"{type(model).__name__} with {type(layer).__name__}",
+                remedy="Choose a model without linear attention",
             )
 
 

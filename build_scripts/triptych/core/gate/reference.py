@@ -43,6 +43,7 @@ OVERRIDES = {
     "set_pooling_include_prompt(False)": "as for hkunlp/instructor-*, which a user loads by name",
     "max_seq_length": "tokenizer.max_length of the pipeline shortens rows before they come here",
     "truncation": "for the same reason; a pipeline of transformers fails for a longer text",
+    "backend=pil": "a server resizes by Pillow; with torchvision, transformers takes its kernels",
     "pixel_values": "computed again from the pixels of a row, with the settings of its processor",
 }
 """Differences from a user's call, each with its reason."""
@@ -71,18 +72,43 @@ def reference_outputs(
     the model of sentence-transformers in fp32 if it is loaded already.
 
     Raises:
-        UserError: The library cannot load the model.
-        ValueError: The core reads the mask token, and a sample has none or several.
+        UserError: The library cannot load the model, or run it.
     """
-    import torch
-
-    from triptych.core.export.to_onnx import load_model
-
     if core.reads == "pooled" or core.activation is not None:
         if double or loaded is None:
             loaded = load_as_user(folder, pairs=core.activation is not None)
-        return _sentence_outputs(loaded, core, samples, double=double)
-    model = load_model(folder, core.auto_class)
+        run: Callable[..., list[Expected]] = partial(_sentence_outputs, loaded)
+    else:
+        from triptych.core.export.to_onnx import load_model
+
+        run = partial(_model_outputs, load_model(folder, core.auto_class), folder, info)
+    if double:
+        return run(core, samples, double=True)
+    try:
+        return run(core, samples, double=False)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            "model.source",
+            "fails in PyTorch on a row of the gate",
+            given=f"{info.architecture}: {type(error).__name__}: {reason}",
+            remedy="Correct the setting in the model's files that causes the error; for texts that "
+            "are too long, lower tokenizer.max_length",
+        ) from error
+
+
+def _model_outputs(
+    model: Any,
+    folder: Path,
+    info: ModelInfo,
+    core: Core,
+    samples: Sequence[Sample],
+    *,
+    double: bool,
+) -> list[Expected]:
+    """Return the results of a model of transformers for each row."""
+    import torch
+
     dtype = torch.float64 if double else torch.float32
     if double:
         model.double()
@@ -248,9 +274,10 @@ def check_tokens(inputs: PipelineInputs) -> Any:
     plan, model = inputs.plan, None
     if plan.info.image is not None or plan.info.own is not None:
         return None
-    if plan.task.of_sentences:
+    if plan.task.loader:
         library = "sentence-transformers"
         model = load_as_user(inputs.model_folder, pairs=plan.core.activation is not None)
+        _check_template(model, plan)
         model.max_seq_length = plan.max_length
         reader = model.transformers_model
         make: Callable[[GateRequest], list[_Features]] = partial(_of_sentences, model, plan.info)
@@ -264,6 +291,19 @@ def check_tokens(inputs: PipelineInputs) -> Any:
         if wanted != list(request.rows):
             raise _other_rows(request, wanted, library)
     return model
+
+
+def _check_template(model: Any, plan: Plan) -> None:
+    """Check that the reference writes texts into a chat template only if preprocess does."""
+    if "message" not in model.modalities or "pair_template" in plan.task.settings(plan.info):
+        return
+    raise UserError(
+        "chat_template of the model",
+        f"must not be there, because {plan.task.loader} writes each text into it",
+        given=plan.info.architecture,
+        remedy="If the model was trained on texts alone, remove the template from a copy of its "
+        "folder, and `message` from modality_config in sentence_bert_config.json",
+    )
 
 
 _Features = Mapping[str, Any]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.spec.model_info import ModelInfo
+from triptych.spec.model_text import ENTAILMENT
 from triptych.spec.tasks.compare import (
     LABEL_METRICS,
     compare_answers,
@@ -81,7 +82,7 @@ def _prompt_settings(info: ModelInfo) -> Mapping[str, object]:
 
 TEXT_EMBEDDING = Task(
     name="text-embedding",
-    of_sentences=True,
+    loader="SentenceTransformer",
     inputs=(TEXT,),
     # Variable axes and one of the outputs: the options `dimensions` and `encoding` decide.
     outputs=(
@@ -212,7 +213,7 @@ def _check_reranking(info: ModelInfo) -> None:
 
 RERANKING = Task(
     name="reranking",
-    of_sentences=True,
+    loader="CrossEncoder",
     inputs=(TEXT, TEXT_PAIR),
     outputs=(Tensor("score", "FP32", (1,)),),
     rows="rows_text.PlainTextRowMaker",
@@ -282,7 +283,7 @@ def _zero_shot_classification_core(info: ModelInfo, parameters: Parameters) -> C
 
 
 def _entailment(info: ModelInfo) -> int | None:
-    named = (i for i, label in enumerate(info.labels) if label.lower().startswith("entail"))
+    named = (i for i, label in enumerate(info.labels) if label.lower().startswith(ENTAILMENT))
     return next(named, None)
 
 
@@ -302,6 +303,14 @@ def _check_zero_shot_classification(info: ModelInfo) -> None:
             "must be a model of natural language inference (a label `entailment` in id2label)",
             given=", ".join(info.labels) or "no labels",
             remedy="Choose a model fine-tuned on NLI data",
+        )
+    if info.entailment not in (None, _entailment(info)):
+        raise UserError(
+            "label2id in config.json",
+            "must have the label `entailment` at its index in id2label",
+            given=f"transformers takes class {info.entailment} for entailment, and id2label names "
+            f"{', '.join(info.labels)}",
+            remedy="Correct the wrong one in a copy of the model's config.json",
         )
 
 

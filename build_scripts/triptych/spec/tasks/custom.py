@@ -116,7 +116,7 @@ def custom_task(custom: Custom) -> Task:
 
     return Task(
         name="custom",
-        of_sentences=custom.head_input == "pooled",
+        loader="SentenceTransformer" if custom.head_input == "pooled" else "",
         inputs=(TEXT, TEXT_PAIR) if pairs else (TEXT,),
         outputs=tuple(map(_tensor, custom.outputs)),
         rows="rows_spans.OffsetRowMaker"

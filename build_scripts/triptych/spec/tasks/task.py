@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import DType, Tensor
-from triptych.spec.model_info import Activation, ModelInfo
+from triptych.spec.model_info import Activation, Loader, ModelInfo
 from triptych.spec.tasks.compare import Compare, Comparison, Outputs
 from triptych.spec.tasks.labeled import LabeledMetric
 
@@ -131,7 +131,8 @@ class Task:
         parameters: Rules of request parameters by name.
         settings: Further settings of both classes, as JSON values.
         pairs: Whether a model row has two segments.
-        of_sentences: Whether the reference is sentence-transformers; else it is transformers.
+        loader: Class of sentence-transformers that loads the model for the reference; empty for
+            transformers' own pipelines.
         has_row_metadata: Whether each model row has row metadata (`tensors.ROW_METADATA`).
         decodes_tokens: Whether postprocess needs the tokenizer.
         max_length: Default maximum number of tokens in a model row; None for the model's limit.
@@ -156,7 +157,7 @@ class Task:
     settings: Callable[[ModelInfo], Mapping[str, object]] = lambda info: {}
     check: Callable[[ModelInfo], None] = lambda info: None
     pairs: bool = False
-    of_sentences: bool = False
+    loader: Loader = ""
     has_row_metadata: bool = False
     decodes_tokens: bool = False
     request_rows: int | None = None
