@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,8 @@ class EmbeddingRequest(Body):
         user: Ignored.
         input_type: Kind of the texts, such as query or passage; chooses the prompt of this name.
         prompt: Name of a prompt of the pipeline, or its text if the pipeline takes any.
+        truncate_prompt_tokens: Only -1, the maximum of the model, which the pipeline applies; as
+            clients of vLLM send it.
     """
 
     model: str
@@ -38,6 +40,7 @@ class EmbeddingRequest(Body):
     user: str | None = None
     input_type: str | None = None
     prompt: str | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=-1)] | None = None
 
 
 class TokenUsage(BaseModel):
