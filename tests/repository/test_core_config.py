@@ -144,6 +144,7 @@ def test_a_core_of_openvino_runs_each_request_alone(tmp_path: Path) -> None:
     tensors = {t.name: list(t.dims) for t in (*config.input, *config.output)}
     assert tensors["input_ids"] == [-1, -1]
     assert all(dims[0] == -1 for dims in tensors.values())
+    assert plan.spec.core.bucket_count == 32
     warm_up = config.model_warmup[0]
     assert warm_up.batch_size == 1
     assert list(warm_up.inputs["row_length"].dims) == [1, 1]

@@ -254,7 +254,10 @@ def _bases_on(
     """
     spec = core.plan.spec
     for precision in BACKENDS[backend].tried[spec.core.device]:
-        changes = {"backend": backend, "layout": "bucketed", "precision": precision}
+        changes: dict[str, object] = {"backend": backend, "layout": "bucketed"}
+        changes["precision"] = precision
+        if "bucket_count" not in spec.core.model_fields_set:
+            changes["bucket_count"] = BACKENDS[backend].bucket_count
         inputs = core.inputs.replanned("bucketed", spec.core.model_copy(update=changes))
         inputs = inputs.with_core_instances(len(os.sched_getaffinity(0)))
         try:

@@ -23,6 +23,8 @@ class CoreBackend:
         layouts: Values of `core.layout` that it supports; the first is the default.
         batches: Whether it runs several requests as one batch. Otherwise the rows of one request
             are a batch, and the config has the batch dimension in `dims`.
+        bucket_count: Default of `core.bucket_count`. More lengths are less padding, but fewer rows
+            of one length, which only matters to a backend that joins them.
         refused: Precisions that it cannot compute correctly on a device, each with the reason.
         tried: Precisions that ``precision: auto`` measures on a device.
         rounded: Precisions in which it computes the fp32 graph as it is; others need a converted
@@ -34,6 +36,7 @@ class CoreBackend:
     devices: tuple[DeviceName, ...]
     layouts: tuple[str, ...] = ("packed", "bucketed", "auto")
     batches: bool = True
+    bucket_count: int = 6
     refused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     tried: Mapping[str, tuple[Precision, ...]] = field(default_factory=dict)
     rounded: tuple[Precision, ...] = ("fp32",)
@@ -73,6 +76,7 @@ BACKENDS: Mapping[str, CoreBackend] = {
         devices=("cpu",),
         layouts=("bucketed",),
         batches=False,
+        bucket_count=32,
         refused={
             "cpu": {
                 "fp16": "OpenVINO computes fp16 in fp32 or bf16 on a CPU; bf16 is the fast one",

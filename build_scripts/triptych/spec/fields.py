@@ -200,7 +200,8 @@ class CoreSettings(Frozen):
         max_batch_size: Maximum number of rows in a batch, and in one request.
         max_batch_mib: Maximum memory of the largest batch in MiB, without the weights. The plan
             lowers the number of rows until a batch of rows of maximum length fits.
-        bucket_count: Number of padded lengths in the bucketed layout.
+        bucket_count: Number of padded lengths in the bucketed layout; 32 by default for
+            ``openvino``.
         threads: Number of threads that share the work of one operator, in each instance
             (``intra_op_thread_count`` of ONNX Runtime's backend; all instances together have
             ``INFERENCE_NUM_THREADS`` of OpenVINO's). None: one per physical core.
@@ -232,11 +233,12 @@ class CoreSettings(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_backend(cls, given: Any) -> Any:
-        """Set device and layout to the defaults of the backend."""
+        """Set the defaults that depend on the backend."""
         known = BACKENDS.get(str(given.get("backend"))) if isinstance(given, dict) else None
         if known is None:
             return given
-        return {"device": known.devices[0], "layout": known.layouts[0], **given}
+        usual = {"device": known.devices[0], "layout": known.layouts[0]}
+        return {**usual, "bucket_count": known.bucket_count, **given}
 
     @model_validator(mode="after")
     def _fits(self) -> CoreSettings:

@@ -312,7 +312,9 @@ class Plan:
             "max_length": limit,
             "max_batch_size": full,
             "request_rows": room,
-            "queue": "no delay by default, since a busy core gathers a batch by itself",
+            "queue": "no delay by default, since a busy core gathers a batch by itself"
+            if self.backend.batches
+            else "the backend runs each request alone",
             "gather_kernel_buffer_threshold": (
                 "a kernel gathers this number of buffers or more; fewer are copied one by one"
             ),
