@@ -165,7 +165,7 @@ def test_compose_takes_its_versions_from_versions_env() -> None:
     required = set(re.findall(r"\$\{([A-Z_]+):\?", text))
     assert plain <= required
     assert required <= {*read_versions(), "TRITON_IMAGE"}
-    documented = (DOCKER / "README.md").read_text()
+    documented = "".join(path.read_text() for path in DOCKER.glob("*.md"))
     optional = set(re.findall(r"\$\{(TRIPTYCH_[A-Z_]+):-", text))
     for name in optional:
         assert name in documented
