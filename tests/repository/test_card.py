@@ -1,14 +1,27 @@
 """The card that a build writes for people: what it says, and which license it finds."""
 
+import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from card_calls import run_card
 from conftest import lock_data
 from load_samples import bench, subject
+from plan_cases import facts
 from triptych.interface.report.bench import write_figures
+from triptych.repository.card import render_card
 from triptych.repository.manifest import build_id
 from triptych.repository.render import Content
 from triptych.repository.store import write_models
 from triptych.spec.model_source import read_license
+from triptych.spec.plan import make_plan
+from triptych.spec.spec import PipelineSpec
+from triptych.spec.tasks import TASKS
+from triptych.spec.traffic import Lengths
 
 
 def test_the_license_is_what_the_models_card_names(tmp_path: Path) -> None:
@@ -25,6 +38,52 @@ def test_the_license_is_what_the_models_card_names(tmp_path: Path) -> None:
         assert read_license(tmp_path) == license, text
     (tmp_path / "README.md").write_bytes(b"\xff")
     assert read_license(tmp_path) == ""
+
+
+@pytest.mark.server
+def test_the_calls_of_a_card_are_answered(
+    minilm_repository: Path, minilm_server: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = minilm_repository / "minilm_packed/README.md"
+    by_http, by_grpc, by_client = run_card(card, minilm_server, None, capsys)
+    (output,) = json.loads(by_http)["outputs"]
+    assert (output["name"], output["shape"]) == ("embedding", [1, 384])
+    for printed in (by_grpc, by_client):
+        first = re.findall(r"-?\d\.\d+(?:e-\d+)?", printed)[0]
+        assert float(first) == pytest.approx(output["data"][0], abs=1e-4)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_card_has_calls_tensors_and_labels_of_its_task(task: str) -> None:
+    source = {"source": "../../models/my-model"}
+    spec = PipelineSpec.model_validate({"name": "mine", "task": task, "model": source})
+    info = facts(labels=("good", "bad|worse"), mask_token="[MASK]", mask_token_id=103)
+    lengths = None if task == "image-classification" else Lengths.of([8, 16, 32], max_length=256)
+    rules = TASKS[task].parameters(info)
+    parameters = {name: rule.default for name, rule in rules.items() if rule.default is not None}
+    plan = make_plan(spec, info, TASKS[task], parameters, lengths)
+    gate: Any = SimpleNamespace(
+        passed=True, accepted="", rows=1, edge_case_rows=1, verdicts=[], precision="fp32"
+    )
+    card = render_card(plan, gate, license="mit", unpacked="").decode()
+    assert "| model | my-model |" in card
+    has_labels = task in ("text-classification", "token-classification", "image-classification")
+    assert ("Labels, by index: `good`, `bad|worse`." in card) == has_labels
+    for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
+        compile(block, "card", "exec")
+    inputs = [tensor for tensor in TASKS[task].inputs if not tensor.optional]
+    bodies = re.findall(r"--data '(.*)'\n", card)
+    assert len(bodies) == (0 if inputs[0].content == "image" else 1)
+    for body in map(json.loads, bodies):
+        assert [each["name"] for each in body["inputs"]] == [tensor.name for tensor in inputs]
+        assert all(each["shape"] == [1, 1] == [len(each["data"])] * 2 for each in body["inputs"])
+        assert {each["name"] for each in body["outputs"]} == {
+            tensor.name for tensor in TASKS[task].outputs if not tensor.optional
+        }
+        assert ("[MASK]" in body["inputs"][0]["data"][0]) == (task == "fill-mask")
+        assert ("parameters" in body) == (task == "zero-shot-classification")
+    for tensor in (*TASKS[task].inputs, *TASKS[task].outputs):
+        assert re.search(rf"(?m)^\| `{tensor.name}` \| (in|out)put", card), tensor.name
 
 
 def test_a_card_never_has_figures_of_another_build(tmp_path: Path) -> None:
