@@ -37,6 +37,7 @@ from triptych.core.gate.cached import Gate, GateFailure
 from triptych.core.own_inputs import read_own_inputs
 from triptych.interface.page.demo import answer, open_pipeline
 from triptych.operate.tune.tune import Tuning, tune_pipeline
+from triptych.runtime.hooking import load_file
 from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
@@ -47,10 +48,15 @@ pytestmark = pytest.mark.server
 
 
 ADDING = """
+def setup(context):
+    global PREFIX
+    PREFIX = (context.folder / "prefix.txt").read_text()
+
+
 def after(rows, inputs):
     for row, asked in zip(rows, inputs):
         row["size"] = float((row["embedding"] ** 2).sum() ** 0.5)
-        row["first"] = (asked["text"].split() or [""])[0]
+        row["first"] = PREFIX + (asked["text"].split() or [""])[0]
     return rows
 """
 
@@ -79,12 +85,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         base / "pipelines/vectors",
         model={"source": str(tiny_model)},
         core={"layout": "bucketed"},
+        files=["prefix.txt"],
         outputs=[
             {"name": "size", "dtype": "FP32"},
             {"name": "first", "dtype": "BYTES"},
         ],
     )
     (vectors / "hooks.py").write_text(ADDING)
+    (vectors / "prefix.txt").write_text("1. ")
     build_into(vectors, base / "repository")
     return base
 
@@ -103,7 +111,7 @@ def server(folder: Path) -> Iterator[Any]:
         yield server
 
 
-def test_a_detector_finds_the_rectangles(server: Any) -> None:
+def test_a_detector_finds_the_rectangles(folder: Path, server: Any) -> None:
     images = [picture(boxes, size) for size, boxes in PICTURES]
     with Client("detector", server.grpc_url) as client:
         found = client.infer({"image": images})
@@ -114,8 +122,11 @@ def test_a_detector_finds_the_rectangles(server: Any) -> None:
             assert not found["box"][row][len(boxes) :].any()
             for box in boxes:
                 assert np.abs(got - box).max(axis=1).min(initial=np.inf) <= 8, (row, got, box)
-        strict = client.infer({"image": images[:1]}, parameters={"threshold": 1.0})
-        assert strict["label"].shape == (1, 0)
+        typed: Any = load_file(folder / "repository/detector/client.py", "typed_detector")
+        strict = typed.infer_detector(client, images[:1], threshold=1.0)
+        assert strict.label.shape == (1, 0)
+        usual = typed.infer_detector(client, image=images[:1])
+        np.testing.assert_array_equal(usual.box[0], found["box"][0][: usual.box.shape[1]])
         first, second, third = client.infer_each({"image": [images[0], b"no image", images[2]]})
     assert isinstance(second, InvalidRequestError)
     assert "cannot be decoded" in str(second)
@@ -134,7 +145,10 @@ def test_a_table_answers_as_its_graph(folder: Path, server: Any) -> None:
     with Client("table", server.grpc_url) as client:
         got = client.infer({"features": features, "bias": bias})
         np.testing.assert_allclose(got["risk"], wanted, atol=1e-5)
-        got = client.infer({"features": features.tolist()})
+        typed: Any = load_file(folder / "repository/table/client.py", "typed_table")
+        answer = typed.infer_table(client, features, bias=bias)
+        np.testing.assert_allclose(answer.risk, wanted, atol=1e-5)
+        got = typed.infer_table(client, features.tolist())._asdict()
         np.testing.assert_allclose(got["risk"], usual, atol=1e-5)
 
 
@@ -499,7 +513,7 @@ def test_after_adds_declared_outputs_to_a_built_in_task(folder: Path, server: An
         found = client.infer({"text": ["two words"]})
         size = np.linalg.norm(found["embedding"][0])
         np.testing.assert_allclose(found["size"], [[size]], rtol=1e-5)
-        assert found["first"].tolist() == [[b"two"]]
+        assert found["first"].tolist() == [[b"1. two"]]
     assert not [each for each in check_pipeline(vectors) if each.severity == "error"]
     (vectors / "hooks.py").write_text(ADDING.replace('"size"', '"length"'))
     (wrong,) = [each for each in check_pipeline(vectors) if each.severity == "error"]

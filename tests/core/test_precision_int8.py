@@ -11,7 +11,10 @@ import pytest
 
 import precision_cases as cases
 from conftest import LAYOUTS
-from triptych.base.onnx_graph import read_model, value_types, write_model
+from own_models import SIZE, save_detector, write_table
+from triptych.base.errors import UserError
+from triptych.base.onnx_graph import open_session, read_model, value_types, write_model
+from triptych.core.precision.convolutions import ConvolutionQuantizer, is_convolutional
 from triptych.core.precision.linear import Recipe, find_groups
 from triptych.core.precision.quantize import Quantizer, convert_int8
 from triptych.spec.backends import Precision
@@ -247,3 +250,31 @@ def test_values_that_never_vary_can_be_quantized(tmp_path: Path) -> None:
     graph, _ = quantize(path, "int8", feeds).converted(())
     write_model(graph, tmp_path / "int8")
     assert np.array_equal(cases.run(tmp_path / "int8/model.onnx", feeds[0])[0], np.zeros((1, 32)))
+
+
+def test_convolutions_are_converted_and_excluded_by_name(tmp_path: Path) -> None:
+    source = tmp_path / "detector.onnx"
+    save_detector(source)
+    assert is_convolutional(read_model(source).graph)
+    table = write_table(tmp_path / "table") / "table.onnx"
+    assert not is_convolutional(read_model(table).graph)
+    random = np.random.default_rng(0)
+    feeds = [
+        {"images": random.random((1, 3, SIZE, SIZE), np.float32) * scale} for scale in (0.5, 1, 0.8)
+    ]
+    quantizer = ConvolutionQuantizer(source, Recipe("int8"), feeds)
+    assert len(quantizer.layers) == 1
+    results = {}
+    for kept in ((), quantizer.layers):
+        graph, conversion = quantizer.converted(kept)
+        assert conversion.excluded_layers == kept
+        weights = {tensor.data_type for tensor in graph.graph.initializer}
+        assert (onnx.TensorProto.INT8 in weights) is not bool(kept)
+        file = write_model(graph, tmp_path / str(len(kept)))
+        results[len(kept)] = open_session(file).run(["scores"], feeds[1])[0]
+    (wanted,) = open_session(source).run(["scores"], feeds[1])
+    np.testing.assert_allclose(results[1], wanted, atol=1e-6)
+    apart = np.abs(results[0] - wanted).max()
+    assert 0 < apart < 0.05
+    with pytest.raises(UserError, match="no rows left to calibrate"):
+        ConvolutionQuantizer(source, Recipe("int8"), [])

@@ -27,7 +27,7 @@ from triptych.core.gate.cached import Gate
 from triptych.core.own_inputs import read_own_inputs
 from triptych.core.own_reader import OwnReader
 from triptych.interface.api import build
-from triptych.runtime.own_model import load_functions
+from triptych.runtime.hooking import load_hooks
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
 from triptych.spec.model_info import OwnInterface
@@ -146,16 +146,16 @@ def test_boxes_of_a_yolo_file_need_no_code(tmp_path: Path) -> None:
     folder = write(tmp_path, "object-detection", model=str(tmp_path / "yolo.onnx"))
     checks = check_own_pipeline(folder)
     assert [check for check in checks if check.severity == "error"] == []
-    preprocess, postprocess = load_functions(folder, ["preprocess", "postprocess"])
-    assert preprocess is not None
-    assert postprocess is not None
+    hooks: Any = load_hooks(folder)
     image = (folder / "samples/wide.png").read_bytes()
-    made = preprocess(rows={"image": [image]}, parameters={})
+    made = hooks.preprocess(rows={"image": [image]}, parameters={})
     assert made["pixels"].shape == (1, 3, 96, 96)
     scale, left, top = made["place"][0, :3]
     boxes = np.array([[48, 48, 20, 10, 0.1, 0.9], [48, 48, 21, 10, 0, 0.8], [9, 9, 2, 2, 0, 0]]).T
     options = {"min_score": 0.5, "max_overlap": 0.3, "max_detections": 20}
-    answer = postprocess(arrays={"found": boxes[None], "place": made["place"]}, parameters=options)
+    answer = hooks.postprocess(
+        arrays={"found": boxes[None], "place": made["place"]}, parameters=options
+    )
     assert answer["label"] == [["dog"]]
     wanted = (np.array([38, 43, 58, 53]) - [left, top, left, top]) / scale
     np.testing.assert_allclose(answer["box"][0], [wanted], rtol=1e-5)

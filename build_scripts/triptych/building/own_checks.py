@@ -38,7 +38,7 @@ from triptych.runtime.own_model import OwnDecoder, OwnRowMaker
 from triptych.runtime.own_step import OwnStep
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import Arrays, CoreRows, RowInputs, find_class
-from triptych.spec.model_fields import ModelSpec, load_model_spec
+from triptych.spec.model_fields import ModelSpec, files_of, load_model_spec
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.tasks.own import COMPARE_PREFIX, own_task
 from triptych.spec.traffic import TRAFFIC_FILE
@@ -64,7 +64,7 @@ def check_own_pipeline(folder: Path) -> list[Check]:
         UserError: The spec, the graph's interface or the traffic cannot be read.
     """
     spec = load_model_spec(folder)
-    spec.own_files()
+    files_of(spec)
     reader = OwnReader(spec, own_task(spec))
     requests = reader.read(folder / TRAFFIC_FILE)
     checks = [Check("spec"), Check("traffic", note=f"{len(requests)} rows")]

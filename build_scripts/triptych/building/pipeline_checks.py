@@ -31,6 +31,7 @@ from triptych.runtime.hooking import (
     MODULE_NAME,
     NUMPY_TYPES,
     REDACT,
+    SETUP,
     Hook,
     Row,
     RowForm,
@@ -40,6 +41,7 @@ from triptych.runtime.hooking import (
     load_hooks,
 )
 from triptych.runtime.request_errors import RequestError
+from triptych.spec.model_fields import files_of
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
@@ -112,6 +114,7 @@ def check_pipeline(folder: Path) -> list[Check]:
         UserError: The spec or the traffic cannot be read, or pytest is not installed.
     """
     spec = load_spec(folder)
+    files_of(spec)
     task = task_of(spec)
     kinds = {tensor.name: bytes if tensor.content == "image" else str for tensor in task.inputs}
     rows = _read_rows(folder, kinds)
@@ -229,7 +232,7 @@ def _check_functions(module: ModuleType, known: Sequence[str], needed: Sequence[
                 problems.append(
                     f"`{name}` must be an ordinary function of one argument, the rows{also}"
                 )
-        elif _is_own_function(name, value):
+        elif name != SETUP and _is_own_function(name, value):
             problems.append(
                 f"`{name}` is called by nobody: the functions are {', '.join(known)}; begin the"
                 " name of a function for your own use with `_`"

@@ -19,7 +19,7 @@ from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.runtime.hooking import HOOKS_FILE, REDACT, has_parameter, load_hooks
 from triptych.spec.backends import Precision
 from triptych.spec.fields import CoreSettings
-from triptych.spec.model_fields import CompiledSpec, is_own
+from triptych.spec.model_fields import CompiledSpec, files_of, is_own
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import locate, read_model
 from triptych.spec.plan import Layout, Plan, make_plan
@@ -214,6 +214,7 @@ def read_inputs(
         UserError: The spec, the model, the hooks or the traffic has a mistake.
     """
     task = task_of(spec)
+    files_of(spec)
     check_config_texts(spec.serving.config, shares_core=spec.core.shared_from is not None)
     report_tuned(spec, progress)
     file = traffic or spec.folder / TRAFFIC_FILE
@@ -366,7 +367,7 @@ def load_checked_hooks(spec: CompiledSpec) -> ModuleType | None:
             str(path),
             "cannot be loaded",
             given=f"{type(error).__name__}: {error}",
-            remedy="Correct the file",
+            remedy="Correct the file, or its function `setup`",
         ) from error
     if sample is not None and sample.redact and not callable(getattr(hooks, REDACT, None)):
         raise UserError(

@@ -43,7 +43,7 @@ from triptych.repository.config_text import check_config_texts
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import find_class
-from triptych.spec.model_fields import ModelSpec
+from triptych.spec.model_fields import ModelSpec, files_of
 from triptych.spec.model_info import ModelInfo, OwnInterface
 from triptych.spec.own_plan import make_own_plan
 from triptych.spec.plan import Plan
@@ -76,7 +76,7 @@ def read_own_inputs(
     specs = [spec.with_model(name) for name in spec.models or [""]]
     shares = any(each.core.shared_from is not None for each in specs)
     check_config_texts(spec.serving.config, shares_core=shares)
-    spec.own_files()
+    files_of(spec)
     task = own_task(spec)
     report_tuned(spec, progress)
     hooks = load_checked_hooks(spec)

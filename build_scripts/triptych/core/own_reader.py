@@ -268,15 +268,7 @@ class OwnReader:
         return {**self._task.settings(info), "max_core_rows": self._spec.max_rows(PREPROCESS)}
 
     def _open(self, settings: Mapping[str, Any]) -> OwnRowMaker:
-        try:
-            return OwnRowMaker(settings, self._spec.folder)
-        except (Exception, SystemExit) as error:  # the user's own `setup`
-            raise UserError(
-                str(self._spec.folder / HOOKS_FILE),
-                "has a function `setup` that fails",
-                given=f"{type(error).__name__}: {error}",
-                remedy="Correct the function",
-            ) from error
+        return OwnRowMaker(settings, self._spec.folder)
 
     def _made(
         self, maker: OwnRowMaker, requests: Sequence[GateRequest]

@@ -30,9 +30,10 @@ from triptych.repository.config_text import merge_config_text
 from triptych.repository.manifest import SAMPLES_FILE
 from triptych.repository.python_env import ENV_FILE, ENV_PARAMETER, ENV_PATH
 from triptych.runtime.decode_rows import RANGES_FILE
-from triptych.runtime.own_model import FILES_FOLDER, ROW_TYPES, make_array
+from triptych.runtime.hooking import FILES_FOLDER
+from triptych.runtime.own_model import ROW_TYPES, make_array
 from triptych.runtime.triton_io import SETTINGS_FILE
-from triptych.spec.model_fields import is_own
+from triptych.spec.model_fields import files_of, is_own
 from triptych.spec.model_info import ModelNames, OwnInterface, OwnStage
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.own import step_settings
@@ -324,9 +325,8 @@ def _python_files(
         folder = f"{plan.step(step)}/1"
         if hooks is not None:
             files[f"{folder}/hooks.py"] = hooks
-        if is_own(plan.spec):
-            own = plan.spec.own_files()
-            files |= {f"{folder}/{FILES_FOLDER}/{path}": file for path, file in own}
+        own = files_of(plan.spec)
+        files |= {f"{folder}/{FILES_FOLDER}/{path}": file for path, file in own}
         if tokenizer_file is not None and (step == "preprocess" or plan.task.decodes_tokens):
             files[f"{plan.step(step)}/1/tokenizer.json"] = tokenizer_file
     return files

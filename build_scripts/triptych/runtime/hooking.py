@@ -19,6 +19,10 @@ from .request_errors import HookFailure, RequestError
 HOOKS_FILE = "hooks.py"
 MODULE_NAME = "triptych_hooks"
 FUNCTIONS = ("before", "after", "decode")
+SETUP = "setup"
+"""Function that runs whenever ``hooks.py`` is loaded."""
+FILES_FOLDER = "files"
+"""Folder in that of a step with the pipeline's `files`."""
 REDACT = "redact"
 """Hook for samples, not for requests."""
 
@@ -40,12 +44,48 @@ NUMPY_TYPES: dict[str, type[np.generic]] = {
 }
 
 
-def load_hooks(folder: Path) -> ModuleType | None:
-    """Return the module ``hooks.py`` of `folder`, or None."""
+class Context:
+    """Argument of `setup`.
+
+    Args:
+        folder: Folder with the pipeline's `files`.
+        labels: Names of the model's classes; empty if the step does not know them.
+
+    Attributes:
+        folder: Folder with the pipeline's `files`.
+    """
+
+    def __init__(self, folder: Path, labels: Sequence[str] = ()) -> None:
+        self.folder = folder
+        self._labels = labels
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of the classes: of the model, else a JSON list in ``labels.json`` of `files`."""
+        if self._labels:
+            return list(self._labels)
+        names: list[str] = json.loads((self.folder / "labels.json").read_text(encoding="utf-8"))
+        return names
+
+    @property
+    def tokenizer(self) -> Any:
+        """`tokenizers.Tokenizer` of ``tokenizer.json`` in `files`."""
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+
+
+def load_hooks(folder: Path, labels: Sequence[str] = ()) -> ModuleType | None:
+    """Return the module ``hooks.py`` of `folder` after its function `setup` has run, or None."""
     path = folder / HOOKS_FILE
     if not path.is_file():
         return None
-    return load_file(path, MODULE_NAME)
+    hooks = load_file(path, MODULE_NAME)
+    setup = getattr(hooks, SETUP, None)
+    if setup is not None:
+        files = folder / FILES_FOLDER
+        setup(Context(files if files.is_dir() else folder, labels))
+    return hooks
 
 
 def load_file(path: Path, name: str) -> ModuleType:
@@ -59,8 +99,8 @@ def load_file(path: Path, name: str) -> ModuleType:
     return module
 
 
-def find_hook(folder: Path, name: str) -> Hook | None:
-    hook: Hook | None = getattr(load_hooks(folder), name, None)
+def find_hook(folder: Path, name: str, labels: Sequence[str] = ()) -> Hook | None:
+    hook: Hook | None = getattr(load_hooks(folder, labels), name, None)
     return hook
 
 
@@ -307,7 +347,7 @@ def find_after(folder: Path, settings: Mapping[str, Any]) -> After | None:
 
     Its arguments are the outputs, and a function that returns the values of a forwarded input.
     """
-    hook = find_hook(folder, "after")
+    hook = find_hook(folder, "after", settings.get("labels", ()))
     if hook is None:
         return None
     form, forwarded = RowForm(settings["outputs"]), settings.get("forwarded_inputs")

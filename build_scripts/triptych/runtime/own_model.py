@@ -9,18 +9,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .bucketing import pad_tensors
-from .hooking import FORWARDED_PREFIX, NUMPY_TYPES, load_hooks
+from .hooking import FORWARDED_PREFIX, NUMPY_TYPES, find_hook
 from .request_errors import RequestError, StepError
 from .row_types import Arrays, CoreRows, Metadata, Parameters, RowInputs
 
-FILES_FOLDER = "files"
 ROW_TYPES = "row_types"
 """Parameter of the ensemble's config: the declared type of each input, as JSON."""
 ROW_COUNTS = "row_counts"
@@ -28,16 +26,6 @@ ROW_COUNTS = "row_counts"
 
 Column = list[Any] | NDArray[Any]
 """One value per row: a list of `str` or `bytes`, or an array ``[rows, ...]``."""
-
-
-class Context(NamedTuple):
-    """Argument of `setup`, which is called once in each process.
-
-    Attributes:
-        folder: Folder with the pipeline's `files`.
-    """
-
-    folder: Path
 
 
 class OwnInputs:
@@ -209,16 +197,6 @@ def cast_numbers(array: NDArray[Any], dtype: type[np.generic]) -> NDArray[Any]:
 Function = Callable[..., Any]
 
 
-def load_functions(folder: Path, names: Sequence[str]) -> list[Function | None]:
-    """Load ``hooks.py`` of `folder`, call its `setup`, and return functions by name."""
-    hooks: ModuleType | None = load_hooks(folder)
-    setup = getattr(hooks, "setup", None)
-    if setup is not None:
-        files = folder / FILES_FOLDER
-        setup(Context(files if files.is_dir() else folder))
-    return [getattr(hooks, name, None) for name in names]
-
-
 def call_function(name: str, function: Function, arguments: Mapping[str, Any]) -> Any:
     """Return the result of a function of the user, called with the arguments that it takes.
 
@@ -259,7 +237,7 @@ class OwnRowMaker:
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
         self.name: str = settings.get("function", "preprocess")
-        (self._function,) = load_functions(folder, [self.name])
+        self._function: Function | None = find_hook(folder, self.name)
         self.core_inputs: Mapping[str, Mapping[str, Any]] = settings["core_inputs"]
         self._past_core: Mapping[str, Mapping[str, Any]] | None = settings.get("past_core")
         self._fields: Mapping[str, Mapping[str, Any]] = settings["own_inputs"]
@@ -438,7 +416,7 @@ class OwnDecoder:
     """
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        (self._function,) = load_functions(folder, ["postprocess"])
+        self._function: Function | None = find_hook(folder, "postprocess")
         self._fields: Mapping[str, Mapping[str, Any]] = settings["own_outputs"]
         self._results = CoreResults(settings)
 

@@ -372,23 +372,6 @@ class ModelSpec(BaseModel):
             if output.limit is not None
         }
 
-    def own_files(self) -> list[tuple[str, Path]]:
-        """Return each file of `files`: its path relative to the pipeline's folder, and the file.
-
-        Raises:
-            UserError: A file does not exist, or is outside of the folder.
-        """
-        found: list[tuple[str, Path]] = []
-        root = self.folder.resolve()
-        for name in self.files:
-            path = (self.folder / name).resolve()
-            if not path.exists() or not path.is_relative_to(root) or path == root:
-                rule = "must name a file or folder in the folder of the pipeline"
-                raise _refused("files", rule, name, "Correct the path")
-            files = sorted(path.rglob("*")) if path.is_dir() else [path]
-            found += [(f.relative_to(root).as_posix(), f) for f in files if f.is_file()]
-        return found
-
     @model_validator(mode="before")
     @classmethod
     def _spread(cls, given: Any) -> Any:
@@ -489,6 +472,24 @@ def _refused(field: str, rule: str, given: object, remedy: str) -> UserError:
 
 CompiledSpec = PipelineSpec | ModelSpec
 """Spec of a pipeline whose core is a compiled graph."""
+
+
+def files_of(spec: CompiledSpec) -> list[tuple[str, Path]]:
+    """Return each file of `files`: its path relative to the pipeline's folder, and the file.
+
+    Raises:
+        UserError: A file does not exist, or is outside of the folder.
+    """
+    found: list[tuple[str, Path]] = []
+    root = spec.folder.resolve()
+    for name in spec.files:
+        path = (spec.folder / name).resolve()
+        if not path.exists() or not path.is_relative_to(root) or path == root:
+            rule = "must name a file or folder in the folder of the pipeline"
+            raise _refused("files", rule, name, "Correct the path")
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        found += [(f.relative_to(root).as_posix(), f) for f in files if f.is_file()]
+    return found
 
 
 def is_own(spec: CompiledSpec) -> TypeIs[ModelSpec]:

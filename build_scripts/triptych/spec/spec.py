@@ -62,6 +62,7 @@ class PipelineSpec(BaseModel):
         custom: Declaration of the task if `task` is ``custom``.
         pairs: Whether rows of text-classification are pairs of `text` and `text_pair`.
         outputs: Outputs that the function `after` adds to those of the task.
+        files: Files or folders that ``hooks.py`` reads while serving, relative to the folder.
     """
 
     model_config = Frozen.model_config
@@ -76,6 +77,7 @@ class PipelineSpec(BaseModel):
     custom: Custom | None = None
     pairs: bool = False
     outputs: list[CustomOutput] = []
+    files: list[str] = []
     tokenizer: Tokenizer = Tokenizer()
     image: Image = Image()
     core: CoreSettings = CoreSettings()

@@ -50,7 +50,7 @@ def reference_answers(
         UserError: A hook of the pipeline fails on the reference's outputs for a row.
     """
     decoded = _decode(inputs, progress, keep=keep)
-    after = find_hook(inputs.plan.spec.folder, "after")
+    after = _find_after(inputs.plan)
     return decoded if after is None else _call_after(after, inputs, decoded)
 
 
@@ -62,13 +62,18 @@ def check_hooks(inputs: PipelineInputs, progress: Progress) -> None:
             `after` changes a row depending on the other rows of its request.
     """
     plan = inputs.plan
-    after = find_hook(plan.spec.folder, "after")
+    after = _find_after(plan)
     if after is None and not plan.spec.makes_outputs:
         return
     decoded = _decode(inputs, progress)
     if after is not None:
         _check_together(after, inputs, decoded, _call_after(after, inputs, decoded))
     progress("hooks", f"{len(decoded)} answers of the model match the declared outputs")
+
+
+def _find_after(plan: Plan) -> Hook | None:
+    labels: Sequence[str] = plan.task.settings(plan.info).get("labels", ())  # type: ignore[assignment]
+    return find_hook(plan.spec.folder, "after", labels)
 
 
 def _decode(

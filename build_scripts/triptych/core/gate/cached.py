@@ -20,7 +20,7 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import hash_requests, rows_of
 from triptych.repository.records import GateResult, Verdict, read_record
 from triptych.spec.backends import Precision
-from triptych.spec.model_fields import is_own
+from triptych.spec.model_fields import files_of, is_own
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.accuracy import (
     TOLERANCES,
@@ -286,7 +286,7 @@ def overrides_of(inputs: PipelineInputs) -> dict[str, float]:
 def hash_hooks(inputs: PipelineInputs) -> str:
     """Return the hash of the pipeline's functions and of the files that they read, in hex."""
     spec = inputs.plan.spec
-    files = spec.own_files() if is_own(spec) else []
+    files = files_of(spec)
     reference = spec.folder / REFERENCE_FILE
     files += [(REFERENCE_FILE, reference)] * reference.is_file()
     parts = [f"{path} {sha256_of(file)}" for path, file in sorted(files)]

@@ -30,6 +30,7 @@ from triptych.core.gate.reference import reference_of
 from triptych.core.inputs import PipelineInputs
 from triptych.core.precision import float16, quantize
 from triptych.core.precision.calibrate import quiet_options
+from triptych.core.precision.convolutions import ConvolutionQuantizer, is_convolutional
 from triptych.core.precision.linear import Recipe
 from triptych.core.requests import Expected, Feed, Sample, core_feed, hash_rows
 from triptych.repository.records import Conversion, GateResult, plain_record, read_record
@@ -45,6 +46,8 @@ CODE = (
 )
 CONVERSION_FILE = "conversion.json"
 RANKING_ROWS = 64
+RANKING_ARRAYS = 8
+"""Maximum number of rows of a ranking if they are images or rows of the user's own model."""
 TIMED_TOKENS = 128
 TIMED_IMAGES = 4
 TIMED_RUNS = 15
@@ -111,7 +114,8 @@ class CoreConverter:
         reference: Callable[[Sequence[Sample]], Sequence[Expected]],
     ) -> dict[str, float]:
         """Return the error of the core's outputs if each layer alone is converted, by layer."""
-        rows = self._calibration[:RANKING_ROWS]
+        is_text = all(isinstance(row, TokenRow) for row in self._calibration[:1])
+        rows = self._calibration[: RANKING_ROWS if is_text else RANKING_ARRAYS]
 
         def work(target: Path) -> None:
             expected = reference(rows)
@@ -194,7 +198,13 @@ def _one_thread() -> Any:
 
 def _writer(source: Path, recipe: Recipe, feeds: Sequence[Mapping[str, Any]]) -> Write:
     if recipe.precision in ("int8", "int8_dynamic"):
-        quantizer = quantize.Quantizer(read_model(source), recipe, feeds)
+        model = read_model(source)
+        quantizer: quantize.Quantizer | ConvolutionQuantizer
+        on_cpu = recipe.backend != "tensorrt" and recipe.device == "cpu"
+        if recipe.precision == "int8" and on_cpu and is_convolutional(model.graph):
+            quantizer = ConvolutionQuantizer(source, recipe, feeds)
+        else:
+            quantizer = quantize.Quantizer(model, recipe, feeds)
 
         def write(kept: Sequence[str], target: Path) -> Conversion:
             graph, conversion = quantizer.converted(kept)
