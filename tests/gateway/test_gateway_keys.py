@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc  # type: ignore[import-untyped]
 import httpx2
@@ -31,10 +31,9 @@ from deploy_cases import write_built
 from triptych.base.api_keys import IssuerEntry, KeyEntry, KeyFile, print_keys
 from triptych.base.server_tls import ServerTls
 from triptych.deploy.http_api import health_script
-from triptych.gateway.errors import ApiError
 from triptych.gateway.http import Shared
 from triptych.gateway.keys import CALLER, Caller, Keys
-from triptych.gateway.pipelines import Pipelines
+from triptych.gateway.pipelines import Pipeline, Pipelines
 from triptych.gateway.serve import make_server
 from triptych.interface.cli import app
 
@@ -127,6 +126,13 @@ def gateway(folder: Path, client_ca: Path | None = None) -> Iterator[Running]:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with gateway(tmp_path_factory.mktemp("keys")) as made:
         yield made
+
+
+def is_known(client: openai.OpenAI) -> bool:
+    try:
+        return bool(client.models.list().data)
+    except openai.AuthenticationError:
+        return False
 
 
 def works(client: openai.OpenAI, model: str = "a") -> bool:
@@ -335,14 +341,42 @@ def test_requests_have_the_priority_of_their_key(running: Running, tmp_path: Pat
     assert asyncio.run(embed_all()) == [1, 3, 0, 0]
 
 
-def test_tokens_are_limited_after_they_are_counted() -> None:
-    caller = Caller("a", KeyEntry(sha256="0" * 64, tokens_per_s=10))
-    caller.take_request()
-    caller.spend_tokens(110)
-    with pytest.raises(ApiError, match="limit of tokens per second") as caught:
-        caller.take_request()
-    assert caught.value.status == 429
-    assert 8 < (caught.value.retry_after_s or 0) <= 10
+class Counted:
+    """A preprocess step whose tokenizer makes ten tokens of each text."""
+
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def count(self, columns: dict[str, list[str]], _: Any) -> list[int]:
+        return [10 for _ in columns["text"]]
+
+
+def test_tokens_are_limited_after_they_are_counted(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def step(_: Pipeline) -> Counted:
+        return Counted()
+
+    monkeypatch.setattr(Pipeline, "step", step)
+    requests = {
+        "/v1/embeddings": {"model": "a", "input": ["a"] * 3},
+        "/tei/a/embed": {"inputs": ["a"] * 3},
+        "/v1/pipelines/a": {"rows": [{"text": "a"}] * 3},
+    }
+    running.keys.write_text("keys: {}\n")
+    keys = {
+        path: running.command("new", path.replace("/", "-")[1:], "--max-tokens", "1")
+        for path in requests
+    }
+    trust = ssl.create_default_context(cafile=str(running.folder / "ca.pem"))
+    with running.client(keys["/tei/a/embed"]) as last:
+        wait_until(lambda: is_known(last), "the keys are known")
+    with httpx2.Client(verify=trust, base_url=f"https://127.0.0.1:{running.port}") as client:
+        for path, body in requests.items():
+            headers = {"authorization": f"Bearer {keys[path]}"}
+            answers = [client.post(path, json=body, headers=headers) for _ in range(2)]
+            assert [each.status_code for each in answers] == [200, 429], path
+            assert "limit of tokens per second" in answers[1].text, path
+            assert 20 < int(answers[1].headers["retry-after"]) <= 29, path
 
 
 def test_a_gateway_for_other_machines_needs_keys() -> None:

@@ -18,7 +18,6 @@ from triptych.base.api_keys import (
     CLOCK_SKEW_S,
     MAX_SUBJECTS,
     IssuerEntry,
-    KeyEntry,
     Permissions,
     file_stamps,
     files_of,
@@ -125,7 +124,7 @@ class Keys:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._looked_s = time.monotonic()
-        self._callers: dict[str, Caller] = {}
+        self._keys: list[tuple[str, Caller]] = []
         self._tokens = Tokens({})
         self._paths = [path]
         self._take_over()
@@ -144,10 +143,8 @@ class Keys:
         if scheme.lower() == b"bearer":
             given = hashlib.sha256(key).hexdigest()
             # Compares with every key, so that the time does not depend on the key.
-            for caller in self._callers.values():
-                if isinstance(caller.entry, KeyEntry) and hmac.compare_digest(
-                    caller.entry.sha256, given
-                ):
+            for digest, caller in self._keys:
+                if hmac.compare_digest(digest, given):
                     found = caller
             found = found or self._tokens.find(key)
         if found is None:
@@ -182,14 +179,14 @@ class Keys:
         issuers = {
             entry.issuer: Issuer(name, entry, sets[name]) for name, entry in file.issuers.items()
         }
-        before = self._callers
+        before = {caller.name: caller for _, caller in self._keys}
         self._tokens = self._tokens.replaced(issuers)
-        self._callers = {
-            name: before[name]
-            if name in before and before[name].entry == entry
-            else Caller(name, entry)
-            for name, entry in file.keys.items()
-        }
+        self._keys = []
+        for name, entry in file.keys.items():
+            caller = before.get(name)
+            if caller is None or caller.entry != entry:
+                caller = Caller(name, entry)
+            self._keys.append((entry.sha256, caller))
         self._paths = files_of(self._path, file)
 
 
