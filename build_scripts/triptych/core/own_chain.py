@@ -104,7 +104,7 @@ class Chain:
     Attributes:
         stages: Functions and their models.
         maker: Batch encoder of the first function.
-        steps: The other functions before models.
+        steps: Functions between models, in the order of the stages.
         decoder: Decoder that calls `postprocess`.
         originals: The user's models.
         key: Hash of the models.

@@ -119,7 +119,7 @@ PREPROCESS = "preprocess"
 
 
 class StepModel(OwnModel):
-    """One of several models in an ensemble.
+    """A model among several in an ensemble.
 
     Attributes:
         step: Function of ``hooks.py`` that makes the inputs of the model: `preprocess`, or another
