@@ -94,6 +94,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "luke": {"entity_vocab_size": 8},
     "gptj": {"rotary_dim": 8},
     "perceiver": {"num_latents": 8, "d_latents": 32, "num_blocks": 1},
+    "swin": {"window_size": 2},
     "xlnet": {"d_head": 16},
 }
 """Settings of single families that must fit the small sizes."""
