@@ -70,6 +70,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[s
 def _calls(plan: Plan) -> Iterator[str]:
     name, inputs = plan.spec.name, [t for t in plan.task.inputs if not t.optional]
     outputs = [tensor.name for tensor in plan.task.outputs if not tensor.optional]
+    outputs = outputs or [plan.task.outputs[0].name]  # of which a request selects one
     parameters = {
         option: "delivery,payment"
         for option, rule in plan.task.parameters(plan.info).items()
