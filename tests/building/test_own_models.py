@@ -370,7 +370,8 @@ def test_sampled_rows_are_compared_and_become_traffic(folder: Path, server: Any)
     kept = (folder / "pipelines/table/traffic.jsonl").read_bytes()
     done = run("traffic", "table", *where, "--json")
     assert json.loads(done.stdout)["added"] >= 20, (done.output, done.exception)
-    assert json.loads(run("traffic", "table", *where, "--json").stdout)["added"] == 0
+    done = run("traffic", "table", *where, "--json")
+    assert json.loads(done.stdout or "{}").get("added") == 0, (done.output, done.exception)
     inputs = read_own_inputs(load_model_spec(folder / "pipelines/table"), quiet)
     assert len(inputs.traffic) >= 60
     assert not any(row.get("bias") == 13 for row in inputs.traffic)
@@ -381,7 +382,9 @@ def test_sampled_rows_are_compared_and_become_traffic(folder: Path, server: Any)
     run("build", "table", *where[:2], "--repository", other, "--set", "core.threads=1")
     replay = ["shadow", "table", other, *where, *reports, "--max-rounds", "0"]
     for source in ([], ["--traffic"]):
-        verdict = json.loads(run(*replay, *source).stdout)
+        done = run(*replay, *source)
+        assert done.stdout, (done.output, done.exception)
+        verdict = json.loads(done.stdout)
         assert verdict["answers"]["rows"] >= 19
         assert verdict["verdict"] != "reject"
 
