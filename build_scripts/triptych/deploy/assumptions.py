@@ -27,7 +27,7 @@ class Assumption:
         about: Meaning of the number.
         value: The number with its unit.
         reason: Source of the number.
-        remedy: What replaces it: a command, an option or a field.
+        remedy: Command, option or field that replaces it.
     """
 
     about: str
