@@ -118,15 +118,17 @@ def test_an_image_of_the_traffic_must_be_there(tmp_path: Path) -> None:
 
 
 def test_the_pipelines_own_tests_fail_with_a_broken_hook(folder: Path) -> None:
-    (folder / "hooks.py").write_text(
-        (folder / "hooks.py").read_text(encoding="utf-8").replace("3)", "1)"), encoding="utf-8"
-    )
+    with (folder / "test_hooks.py").open("a", encoding="utf-8") as file:
+        file.write(
+            "\n\ndef test_scores_have_one_decimal() -> None:\n"
+            "    assert hooks.after([{'score': 0.98765}]) == [{'score': 1.0}]\n"
+        )
     done = run("test", "mine", "--json", "--pipelines", folder.parent)
     assert done.exit_code == 1, done.output
     checks = {check["name"]: check for check in json.loads(done.stdout)}
     assert [name for name, check in checks.items() if not check["ok"]] == ["tests"]
-    assert "test_scores_are_rounded" in checks["tests"]["problem"]
-    assert "1 failed, 1 passed" in run("test", "mine", "--pipelines", folder.parent).stdout
+    assert "test_scores_have_one_decimal" in checks["tests"]["problem"]
+    assert "1 failed, 2 passed" in run("test", "mine", "--pipelines", folder.parent).stdout
 
 
 def test_settings_of_other_tests_further_up_do_not_count(folder: Path) -> None:

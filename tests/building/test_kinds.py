@@ -127,7 +127,7 @@ def case(
 def test_each_layer_has_one_entry_for_each_kind() -> None:
     for table in (READERS, STEPS, FACES, KINDS):
         assert set(table) == set(Kind)
-    assert set(TUNERS) == {Kind.ENCODER, Kind.TEXT_GENERATION}
+    assert set(TUNERS) == set(Kind) - {Kind.TEXT2TEXT}
 
 
 def test_nothing_else_asks_for_the_class_of_a_spec_or_of_inputs() -> None:

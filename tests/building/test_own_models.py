@@ -314,8 +314,8 @@ def test_the_command_sends_typed_rows(folder: Path, server: Any, tmp_path: Path)
 def test_the_page_has_a_field_for_each_input(folder: Path, server: Any) -> None:
     forms: list[tuple[str, dict[str, bytes], str]] = [
         ("detector", {"image": picture(PICTURES[0][1], PICTURES[0][0])}, "bright"),
-        ("table", {"features": b"[1, 2, 3, 4]", "bias": b"0.25"}, "risk: ["),
-        ("table", {"features": b"[0, 0, 0, 0]", "bias": b""}, "risk: ["),
+        ("table", {"features": b"[1, 2, 3, 4]", "bias": b"0.25"}, "<dt>risk</dt>"),
+        ("table", {"features": b"[0, 0, 0, 0]", "bias": b""}, "<dt>risk</dt>"),
         ("table", {"features": b"[1, 2]"}, "must have the shape [4]"),
     ]
     for name, sent, message in forms:

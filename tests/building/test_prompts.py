@@ -132,7 +132,7 @@ def test_the_gate_has_rows_with_each_prompt(tmp_path: Path, tiny_model: Path) ->
 
 
 MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
-    ({"prompts": {"query": 3}}, ["prompts.query", "string"]),
+    ({"prompts": {"query": 3}}, ["prompts.query", "must be a text"]),
     ({"prompts": "some"}, ["prompts", "'any'"]),
     ({"prompts": PROMPTS, "parameters": {"prompt": "x"}}, ["one of none, passage, query"]),
     ({"prompts": {"long": "word " * 600}}, ["leave space for the text"]),

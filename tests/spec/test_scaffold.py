@@ -232,7 +232,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["new", "..", "reranking"], "lower-case letters"),
     (["new", "", "reranking"], "name without a path"),
     (["new", "mine", "translation"], "question-answering, reranking"),
-    (["new", "mine", ".."], "Choose one of: audio-classification, custom"),
+    (["new", "mine", ".."], "Choose one of: audio-classification, chain, custom"),
     (["new", "mine", "reranking", "--model", "./gone"], "no such folder"),
     (["new", "mine", "reranking", "--model", "."], "without config.json"),
     (["new", "mine", "reranking", "--pipelines", "file"], "writable folder"),
