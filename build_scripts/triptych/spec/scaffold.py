@@ -29,6 +29,9 @@ from triptych.spec.template import BUILT_IN, TemplateChoice, find_template, rend
 from triptych.spec.traffic import TRAFFIC_FILE
 
 HOOKS = "hooks"
+ROW_TESTS = BUILT_IN / "test_hooks.py.txt"
+"""Tests of the hooks of every task, with ``@rows@`` in place of the rows in its `ROWS_FILE`."""
+ROWS_FILE = "test_rows.txt"
 STAGING = ".new"
 MASK_TOKEN = "<mask>"
 LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -206,6 +209,9 @@ def _fill(template: Path, target: Path, *, with_hooks: bool, marks: Mapping[str,
             path = path.relative_to(HOOKS)
             if not with_hooks:
                 continue
+        if path.name == ROWS_FILE:
+            path = path.with_name(ROW_TESTS.name)
+            content = ROW_TESTS.read_bytes().replace(b"@rows@\n", content)
         if path.suffix != ".png":
             for mark, value in marks.items():
                 content = content.replace(mark.encode(), value.encode())
