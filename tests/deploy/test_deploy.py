@@ -29,6 +29,7 @@ from mistakes import check_refused
 from triptych.base.errors import UserError
 from triptych.base.explained import plain, reasons_of, yaml_of
 from triptych.container.flags import ServerFlags as ServerOptions
+from triptych.deploy.assumptions import core_files_mib
 from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import TARGETS, parse_mebibytes
@@ -389,6 +390,13 @@ def test_what_is_missing_is_assumed_marked_and_can_be_replaced(tmp_path: Path) -
     )
     measured = write_bench(tmp_path / "reports")
     assert make_manifests(repository, "minilm", options(), measured).assumptions == []
+
+
+def test_the_size_of_a_pipeline_is_that_of_all_its_cores(tmp_path: Path) -> None:
+    for name, mib in (("x_core", 1), ("x.second_core", 2), ("x_preprocess", 4), ("xx_core", 8)):
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "1/model.onnx").write_bytes(bytes(mib << 20))
+    assert core_files_mib(tmp_path, "x") == 3
 
 
 def test_what_cannot_work_for_generated_text_is_refused(tmp_path: Path) -> None:

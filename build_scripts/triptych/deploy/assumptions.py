@@ -107,10 +107,16 @@ def assume_cores(build: EncoderManifest) -> tuple[float, Assumption]:
     )
 
 
+def core_files_mib(repository: Path, pipeline: str) -> float:
+    """Return the size of the files of a pipeline's cores in MiB."""
+    cores = [repository / f"{pipeline}_core", *repository.glob(f"{pipeline}.*_core")]
+    files = [file for core in cores for file in core.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files) / 2**20
+
+
 def assume_memory(build: EncoderManifest, repository: Path) -> tuple[float, Assumption]:
     """Return the memory of a replica in MiB, by the size of the files of its core."""
-    folder = repository / f"{build.spec.name}_core"
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
+    size = core_files_mib(repository, build.spec.name)
     instances = build.spec.serving.instances
     steps = instances.preprocess + instances.postprocess
     memory = float(SERVER_MIB + STEP_MIB * steps + math.ceil(CORE_COPIES * size * instances.core))

@@ -167,8 +167,9 @@ def read_context(
     options = complete_options(options, build.spec)
     _check_build(build, options)
     measured = read_measurements(build, options, reports, repository)
-    build, assumptions = assume_slo(build)
-    assumptions += [
+    build, assumed_slo = assume_slo(build)
+    assumptions = [
+        *assumed_slo,
         *measured.assumptions,
         *assume_alone(pipeline, find_others(repository, pipeline)),
     ]
@@ -198,7 +199,7 @@ def read_context(
         sizes=sizes,
         version=version,
         placement=_place(build, options, measured),
-        slo=describe_slo(build.spec.serving.slo, assumptions),
+        slo=f"{build.spec.serving.slo}{' (assumed)' * bool(assumed_slo)}",
         metrics=metrics,
         objectives=list(encoder_objectives(build, options, metrics)),
         rule_values=encoder_rule_values(build, options, measured, metrics),
@@ -223,11 +224,6 @@ def gpu_resource(product: str | None) -> str:
 def find_others(repository: Path, name: str) -> list[str]:
     """Return the names of the other pipelines in a repository."""
     return [pipeline.name for pipeline in find_pipelines(repository) if pipeline.name != name]
-
-
-def describe_slo(slo: object, assumptions: Sequence[Assumption]) -> str:
-    """Return the text of an SLO, which says so if it is assumed."""
-    return f"{slo}{' (assumed)' * any('latency limit' in each.about for each in assumptions)}"
 
 
 def _place(build: EncoderManifest, options: DeployOptions, measured: MeasuredReplica) -> Placement:

@@ -13,6 +13,7 @@ from triptych.base.explained import ExplainedValue, render_files, render_yaml
 from triptych.container.health import COMMAND
 from triptych.container.manifests import largest_request_mib
 from triptych.container.settings import read_settings
+from triptych.deploy.assumptions import core_files_mib
 from triptych.deploy.context import DeploymentContext, Manifests
 from triptych.deploy.dashboard import Rows, lay_out
 from triptych.deploy.envoy_access import access_files, gateway_port, mounts, secret_files
@@ -283,9 +284,7 @@ def ready_script() -> str:
 
 def monitor_memory(c: DeploymentContext) -> ExplainedValue:
     """Return the memory of one run of the monitor in MiB."""
-    cores = [c.repository / f"{c.pipeline}_core", *c.repository.glob(f"{c.pipeline}.*_core")]
-    files = [file for core in cores for file in core.rglob("*") if file.is_file()]
-    size_mib = sum(file.stat().st_size for file in files) / _MIB
+    size_mib = core_files_mib(c.repository, c.pipeline)
     mib = _MONITOR_MIB + _MONITOR_CORE_FACTOR * size_mib
     return ExplainedValue(
         math.ceil(mib / _STEP_MIB) * _STEP_MIB,
