@@ -113,10 +113,9 @@ def read_jwks(keys: Path, entry: IssuerEntry) -> str:
     Raises:
         UserError: Its file cannot be read, or has no keys.
     """
-    inline = isinstance(entry.jwks, dict)
     path = keys if isinstance(entry.jwks, dict) else keys.parent / entry.jwks
     try:
-        text = json.dumps(entry.jwks) if inline else path.read_text(encoding="utf-8")
+        text = json.dumps(entry.jwks) if path is keys else path.read_text(encoding="utf-8")
         if json.loads(text)["keys"]:
             return text
         given = "no key"

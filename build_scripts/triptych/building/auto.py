@@ -19,6 +19,7 @@ from statistics import median
 
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
+from triptych.base.extras import install_command
 from triptych.container.processor import find_processor
 from triptych.core.engine.stage import EngineFailure, missing_for_engines
 from triptych.core.gate.cached import GateFailure
@@ -158,7 +159,7 @@ def check_possible(core: CoreSettings) -> None:
             "core.backend",
             "needs the package openvino, with which the accuracy gate runs the core",
             given="openvino",
-            remedy="Run `pip install -e .[openvino]`, or set core.backend to onnxruntime",
+            remedy=f"Run `{install_command('openvino')}`, or set core.backend to onnxruntime",
         )
     if core.precision == AUTO:
         _candidates_of(core)

@@ -39,7 +39,7 @@ from triptych.runtime.own_step import OwnStep
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import Arrays, CoreRows, RowInputs, find_class
 from triptych.spec.model_fields import ModelSpec, files_of, load_model_spec
-from triptych.spec.model_info import ModelInfo
+from triptych.spec.model_info import info_of_interface
 from triptych.spec.tasks.own import COMPARE_PREFIX, own_task
 from triptych.spec.traffic import TRAFFIC_FILE
 
@@ -154,7 +154,7 @@ def _run_functions(
             return [Check("between-models", "warning", note)]
         return [Check("preprocess", "error", str(error))]
     first = found.stages[0]
-    info = ModelInfo("", "", 0, 0, 0, own=first.own)
+    info = info_of_interface(first.own)
     task = own_task(spec)
     maker = reader.maker(info)
     alone = [_Chunk(request.row_inputs, [index]) for index, request in enumerate(requests)]

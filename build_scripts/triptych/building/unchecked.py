@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 from pathlib import Path
 
-from triptych.repository.manifest import MANIFEST_FILE, build_id, read_manifest_data
+from triptych.repository.manifest import (
+    MANIFEST_FILE,
+    build_id,
+    print_manifest,
+    read_manifest_data,
+)
 from triptych.repository.render import Content
 from triptych.repository.store import write_models
 from triptych.runtime.hooking import HOOKS_FILE
@@ -47,8 +51,7 @@ def write_unchecked(folder: Path, repository: Path) -> str:
         if not (repository / place).is_symlink():
             contents[place] = new
     manifest["gate"] = {**(manifest.get("gate") or {}), "accepted": REASON}
-    text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
-    contents[f"{name}/{MANIFEST_FILE}"] = text.encode()
+    contents[f"{name}/{MANIFEST_FILE}"] = print_manifest(manifest)
     return before if write_models(repository, contents, keeps_links=True) else ""
 
 

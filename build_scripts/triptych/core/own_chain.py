@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from triptych.base.cache import key_of
 from triptych.base.onnx_graph import open_session
 from triptych.base.tensors import Tensor
-from triptych.core.export.own_graph import OwnGraph, RunGraph
+from triptych.core.export.own_graph import OwnGraph, RunGraph, run_session
 from triptych.core.requests import GateRequest, make_record
 from triptych.runtime.own_model import OwnDecoder, OwnRowMaker
 from triptych.runtime.own_step import PASSED, OwnStep, unpack_arrays
@@ -88,13 +88,7 @@ def run_models(runs: Runs, models: Sequence[ModelNames], arrays: Arrays) -> dict
 
 def open_artifact(file: Path) -> RunGraph:
     """Return a function that runs a core as the server will."""
-    session = open_session(file)
-    names = [output.name for output in session.get_outputs()]
-
-    def run(feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        return dict(zip(names, session.run(None, dict(feed)), strict=True))
-
-    return run
+    return run_session(open_session(file))
 
 
 @dataclass(frozen=True)

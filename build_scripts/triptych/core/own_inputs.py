@@ -16,10 +16,7 @@ import numpy as np
 from triptych.base.cache import key_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.tensors import Tensor
-from triptych.core.export.own_graph import (
-    mixed_rows,
-    open_own_model,
-)
+from triptych.core.export.own_graph import mixed_rows, open_own_model
 from triptych.core.gate.runs import RunBatch, by_rows
 from triptych.core.gate_rows import (
     CALIBRATION_ROWS,
@@ -28,9 +25,7 @@ from triptych.core.gate_rows import (
     split_traffic,
 )
 from triptych.core.inputs import PipelineInputs, load_checked_hooks, report_tuned
-from triptych.core.own_chain import (
-    Chain,
-)
+from triptych.core.own_chain import Chain
 from triptych.core.own_reader import OwnReader
 from triptych.core.own_stages import APART_ROWS, Stages, find_stages, takes_rows
 from triptych.core.requests import (
@@ -44,7 +39,7 @@ from triptych.runtime.hooking import HOOKS_FILE
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import find_class
 from triptych.spec.model_fields import ModelSpec, files_of
-from triptych.spec.model_info import ModelInfo, OwnInterface
+from triptych.spec.model_info import ModelInfo, OwnInterface, info_of_interface
 from triptych.spec.own_plan import make_own_plan
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.own import own_task
@@ -88,7 +83,7 @@ def read_own_inputs(
         source = spec.with_model(name).model.source
         progress("source", f"{source}: {_shown(graph.inputs)} to {_shown(graph.outputs)}")
     stage = found.stages[0]
-    maker = reader.maker(ModelInfo("", "", 0, 0, 0, own=stage.own))
+    maker = reader.maker(info_of_interface(stage.own))
     requests = reader.with_rows(maker, requests, stage.models[0])
     rows = [row for request in requests for row in request.rows]
     plan = _plan(spec, task, reader, found, rows)

@@ -11,26 +11,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.errors import UserError, closest
-from triptych.core.gate_rows import (
-    EDGE_TEXTS,
-)
-from triptych.core.own_chain import (
-    Chain,
-    rows_of_model,
-)
+from triptych.core.gate_rows import EDGE_TEXTS
+from triptych.core.own_chain import Chain, rows_of_model
 from triptych.core.reader import check_line
-from triptych.core.requests import (
-    GateRequest,
-    hash_inputs,
-    preview_text,
-)
+from triptych.core.requests import GateRequest, hash_inputs, preview_text
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.runtime.own_model import OwnInputs, OwnRowMaker, make_array
 from triptych.runtime.own_step import OwnStep
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import Arrays, CoreRows, RowInputs
 from triptych.spec.model_fields import PREPROCESS, InputField, ModelSpec
-from triptych.spec.model_info import ModelInfo, ModelNames, OwnInterface, OwnStage
+from triptych.spec.model_info import (
+    ModelInfo,
+    ModelNames,
+    OwnInterface,
+    OwnStage,
+    info_of_interface,
+)
 from triptych.spec.tasks.own import step_settings
 from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import PARAMETERS, require_lines
@@ -194,15 +191,14 @@ class OwnReader:
         Raises:
             UserError: `preprocess` fails, or its arrays do not fit the graph.
         """
-        settings = self._settings(ModelInfo("", "", 0, 0, 0, own=own))
+        settings = self._settings(info_of_interface(own))
         del settings["past_core"]
         maker = self._open(settings)
         return [made for _, made in self._made(maker, requests)]
 
     def step(self, stage: OwnStage) -> OwnStep:
         """Return a function between models."""
-        info = ModelInfo("", "", 0, 0, 0, own=stage.own)
-        settings = step_settings(self._spec, info, stage)
+        settings = step_settings(self._spec, info_of_interface(stage.own), stage)
         return OwnStep(settings, self._spec.folder)
 
     def call(self, step: OwnStep, request: GateRequest, results: Arrays) -> CoreRows:

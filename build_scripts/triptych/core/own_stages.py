@@ -28,10 +28,7 @@ from triptych.core.own_chain import (
     run_models,
 )
 from triptych.core.own_reader import OwnReader
-from triptych.core.requests import (
-    GateRequest,
-    Sample,
-)
+from triptych.core.requests import GateRequest, Sample
 from triptych.runtime.hooking import FORWARDED_PREFIX, HOOKS_FILE, has_parameter
 from triptych.runtime.own_model import ROW_COUNTS
 from triptych.runtime.own_step import PASSED, unpack_arrays

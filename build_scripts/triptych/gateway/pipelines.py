@@ -165,6 +165,7 @@ class Pipeline:
         self.client = client
         self._repository = repository
         self._step: tuple[Path, int, PreprocessFiles] | None = None
+        self._levels: tuple[int, int] | None = None  # time of the manifest, and its priority levels
 
     async def config(self) -> PipelineConfig:
         """Return the interface of the pipeline.
@@ -227,11 +228,17 @@ class Pipeline:
         """Return the number of priority levels; 0 without levels, or without a repository."""
         if self._repository is None:
             return 0
-        manifest = find_manifest(self._repository, self.name, BuildManifest)
-        if manifest is None:
+        try:
+            changed = (self._repository / self.name / MANIFEST_FILE).stat().st_mtime_ns
+        except OSError:
             return 0
-        priority = getattr(manifest.spec.serving, "priority", None)
-        return 0 if priority is None else priority.levels
+        if self._levels is None or self._levels[0] != changed:
+            manifest = find_manifest(self._repository, self.name, BuildManifest)
+            priority = (
+                None if manifest is None else getattr(manifest.spec.serving, "priority", None)
+            )
+            self._levels = changed, 0 if priority is None else priority.levels
+        return self._levels[1]
 
     async def labels(self) -> list[str]:
         """Return the labels of a classification in the order of their ids; empty if not known."""

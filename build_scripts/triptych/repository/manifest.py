@@ -119,7 +119,12 @@ class BuildManifest:
         plain["spec"] = self.spec.model_dump(mode="json", exclude={"folder"})
         plain["gate"] = self.gate.without_texts().as_dict()
         plain["files"] = dict(sorted(self.files.items()))
-        return (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
+        return print_manifest(plain)
+
+
+def print_manifest(plain: Mapping[str, Any]) -> bytes:
+    """Return the content of a manifest file."""
+    return (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _kind_name(spec: Any) -> str:

@@ -89,13 +89,13 @@ def with_required(packages: Sequence[str]) -> list[str]:
     found: dict[str, None] = {}
     pending = list(packages)
     while pending:
-        name = re.sub(r"[-_.]+", "-", pending.pop()).lower()
+        name = _canonical(pending.pop())
         if name in found:
             continue
         try:
             required = importlib.metadata.requires(name) or ()
         except importlib.metadata.PackageNotFoundError:
-            if name not in {re.sub(r"[-_.]+", "-", each).lower() for each in packages}:
+            if name not in map(_canonical, packages):
                 continue  # of another platform or version of Python
             raise UserError(
                 "serving.python_env",
@@ -111,13 +111,18 @@ def with_required(packages: Sequence[str]) -> list[str]:
     return list(found)
 
 
+def _canonical(name: str) -> str:
+    """Return the name of a package as the package index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def modules_of(packages: Sequence[str]) -> set[str]:
     """Return the names of the modules that installed packages, and those they require, have."""
     known = set(with_required(packages))
     return {
         module
         for module, owners in importlib.metadata.packages_distributions().items()
-        if any(re.sub(r"[-_.]+", "-", owner).lower() in known for owner in owners)
+        if not known.isdisjoint(map(_canonical, owners))
     }
 
 

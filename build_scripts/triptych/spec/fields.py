@@ -257,12 +257,12 @@ class CoreSettings(Frozen):
         session_runs = (self.backend, self.device) == ("onnxruntime", "cpu")
         if not session_runs and self.session != SessionOptions():
             raise ValueError("core.session is only supported for onnxruntime on device cpu")
-        if self.accelerator != "cuda" and (self.backend, self.device) != ("onnxruntime", "gpu"):
+        on_gpu = (self.backend, self.device) == ("onnxruntime", "gpu")
+        if self.accelerator != "cuda" and not on_gpu:
             raise ValueError(
                 "core.accelerator is only supported for the onnxruntime backend on a gpu"
             )
         options = self.accelerator_options
-        on_gpu = (self.backend, self.device) == ("onnxruntime", "gpu")
         if options != AcceleratorOptions() and not on_gpu:
             raise ValueError(
                 "core.accelerator_options is only supported for the onnxruntime backend on a gpu"

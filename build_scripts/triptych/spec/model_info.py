@@ -227,3 +227,8 @@ class ModelInfo:
             elif isinstance(module, Truncate):
                 size = min(size, module.size)
         return size
+
+
+def info_of_interface(own: OwnInterface) -> ModelInfo:
+    """Return the information on an own model of which only the interface is known yet."""
+    return ModelInfo("", "", 0, 0, 0, own=own)

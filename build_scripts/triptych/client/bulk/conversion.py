@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
 import io
 import json
 from collections.abc import Sequence
@@ -24,8 +23,9 @@ from triptych.client.bulk.formats import (
     Writer,
     cell_of,
     copy_parts,
+    encode_cells,
     encode_text,
-    read_cells,
+    read_parts,
 )
 
 VECTORS = ".npy"
@@ -119,22 +119,16 @@ class DelimitedWriter:
         for row, values in enumerate(self._table.values(chunk)):
             own = [cell_of(plain_value(values.get(name))) for name in self._names]
             rows.append([*own, *(cell_of(answers[column.output][row]) for column in columns)])
-        return self._write(rows)
+        return encode_cells(rows, self._separator)
 
     def pack(self, encoded: Sequence[bytes]) -> bytes:
         return b"".join(encoded)
 
     def join(self, parts: Sequence[Path], columns: Sequence[AnswerColumn], out: IO[bytes]) -> None:
         header = [*self._names, *(column.name for column in columns)]
-        out.write(self._write([header]))
-        for part in parts:
-            for cells in read_cells(part, self._separator):
-                out.write(self._write([cells[: len(header)]]))
-
-    def _write(self, rows: Sequence[Sequence[str]]) -> bytes:
-        text = io.StringIO()
-        csv.writer(text, delimiter=self._separator, lineterminator="\n").writerows(rows)
-        return encode_text(text.getvalue())
+        out.write(encode_cells([header], self._separator))
+        for rows in read_parts(parts, self._separator, len(header)):
+            out.write(encode_cells(rows, self._separator))
 
 
 class VectorWriter:

@@ -11,7 +11,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -453,14 +453,11 @@ class Delimited:
         if columns[-1].output == ERROR:
             copy_parts(parts, out)
             return
-        for part in parts:
-            for cells in read_cells(part, self._separator):
-                out.write(self._write([cells[: len(header)]]))
+        for rows in read_parts(parts, self._separator, len(header)):
+            out.write(self._write(rows))
 
-    def _write(self, rows: Sequence[Sequence[str]]) -> bytes:
-        text = io.StringIO()
-        csv.writer(text, delimiter=self._separator, lineterminator=self._line_end).writerows(rows)
-        return encode_text(text.getvalue())
+    def _write(self, rows: Iterable[Sequence[str]]) -> bytes:
+        return encode_cells(rows, self._separator, self._line_end)
 
     def _first_line(self) -> str:
         with _open_text(self.path, self._encoding, "") as file, _decoding(self.path):
@@ -480,10 +477,18 @@ class Delimited:
                 ) from error
 
 
-def read_cells(part: Path, separator: str) -> Iterator[list[str]]:
-    """Yield the rows of a finished part of a table."""
-    with part.open(encoding="utf-8", newline="") as file:
-        yield from csv.reader(file, delimiter=separator, strict=True)
+def read_parts(parts: Sequence[Path], separator: str, width: int) -> Iterator[Iterator[list[str]]]:
+    """Yield the rows of each part of a table, with the first `width` cells of each row."""
+    for part in parts:
+        with part.open(encoding="utf-8", newline="") as file:
+            yield (row[:width] for row in csv.reader(file, delimiter=separator, strict=True))
+
+
+def encode_cells(rows: Iterable[Sequence[str]], separator: str, line_end: str = "\n") -> bytes:
+    """Return rows of a table as text in UTF-8."""
+    text = io.StringIO()
+    csv.writer(text, delimiter=separator, lineterminator=line_end).writerows(rows)
+    return encode_text(text.getvalue())
 
 
 def cell_of(value: Any) -> str:

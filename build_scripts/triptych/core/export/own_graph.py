@@ -184,6 +184,11 @@ def open_graph(file: Path, *, optimize: bool = True) -> RunGraph:
             given=" ".join(str(error).split())[:300],
             remedy="Export it again with operators and an opset that ONNX Runtime supports",
         ) from error
+    return run_session(session)
+
+
+def run_session(session: Any) -> RunGraph:
+    """Return a function that runs an `onnxruntime.InferenceSession`."""
     names = [output.name for output in session.get_outputs()]
 
     def run(feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

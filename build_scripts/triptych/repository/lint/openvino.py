@@ -29,6 +29,7 @@ _TYPES = tuple(
     )
 )
 """Types that the backend passes to OpenVINO."""
+_ALONE = "Set max_batch_size: 0 and write the batch as the first of dims: -1"
 
 
 def openvino_models(repository: Repository) -> Iterator[Model]:
@@ -96,21 +97,21 @@ def openvino_batches(model: Model) -> Iterator[Flaw]:
             "must have max_batch_size: 0, or the OpenVINO backend refuses every batch whose first "
             f"request has not {rows} rows",
             f"max_batch_size {rows}",
-            "Set max_batch_size: 0 and write the batch as the first of dims: -1",
+            _ALONE,
         )
     elif model.varying:
         yield error(
             "must not pad batches of variable length: the OpenVINO backend copies such a batch "
             "into a tensor of its former size",
             f"ENABLE_BATCH_PADDING, and variable inputs {names(model.varying)}",
-            "Set max_batch_size: 0 and write the batch as the first of dims: -1",
+            _ALONE,
         )
     elif rows > 1:
         yield warning(
             "should not pad batches: each one computes all rows, and after a full batch the "
             "OpenVINO backend pads in memory that it has released",
             f"max_batch_size {rows}, ENABLE_BATCH_PADDING",
-            "Set max_batch_size: 0 and write the batch as the first of dims: -1",
+            _ALONE,
         )
 
 

@@ -137,7 +137,7 @@ def _full_instances(measurement: Measurement) -> Bottleneck | None:
         return None
     needed = _needed_cores(step, measurement.resources)
     if needed is None:
-        if step.step.endswith("core"):
+        if step.is_core:
             return _compute(step, "the server's cores were not monitored", measurement)
         evidence = "the server's cores were not monitored"
     elif needed >= MIN_COMPUTE_RATIO * step.busy * (step.instances or 1) and not _has_free_cores(
@@ -182,7 +182,7 @@ def _full_cores(measurement: Measurement) -> Bottleneck | None:
 
 def _compute(step: StepUse, words: str, measurement: Measurement) -> Bottleneck:
     remedy = "Try core.precision or core.max_batch_size, or add another machine"
-    if not step.step.endswith("core"):
+    if not step.is_core:
         remedy = f"Make {step.step} cheaper, or add another machine"
     return Bottleneck(
         "compute",
@@ -245,7 +245,7 @@ def _rest_us(step: StepUse, measurement: Measurement) -> float:
 
 
 def _core(steps: Sequence[StepUse]) -> StepUse:
-    return next((step for step in steps if step.step.endswith("core")), _slowest(steps))
+    return next((step for step in steps if step.is_core), _slowest(steps))
 
 
 def _needed_cores(step: StepUse, resources: Resources | None) -> float | None:

@@ -271,7 +271,7 @@ def split_latency(client_us: float, server_us: float, steps: Sequence[StepUse]) 
     times_us = [us for step in steps for us in (step.queue_us, step.compute_us)]
     excess_us = max(0.0, sum(times_us) - server_us)
     if excess_us:
-        at = 1 + 2 * next((at for at, step in enumerate(steps) if step.step.endswith("core")), 0)
+        at = 1 + 2 * next((at for at, step in enumerate(steps) if step.is_core), 0)
         taken_us = min(excess_us, times_us[at])
         times_us[at] -= taken_us
         scale = 1 - (excess_us - taken_us) / (sum(times_us) or 1.0)

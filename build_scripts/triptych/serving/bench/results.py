@@ -71,6 +71,11 @@ class StepUse:
     busy: float | None  # share of the time that instances ran a batch; None if unknown
 
     @property
+    def is_core(self) -> bool:
+        """Whether the step is the core of a pipeline, or that of one of its models."""
+        return f"_{self.step}".endswith("_core")
+
+    @property
     def mean_batch(self) -> float:
         return self.rows / self.executions if self.executions else 0.0
 
