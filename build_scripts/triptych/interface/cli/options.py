@@ -321,13 +321,11 @@ def sigterm_as_interrupt() -> Iterator[None]:
     """Handle SIGTERM as Ctrl-C while the block runs, so that servers are stopped.
 
     SIGINT is handled, too: a shell ignores it in processes that a script starts in the background.
+    Its handler is Python's own, in place of which asyncio cancels its task: an exception of a
+    handler may be lost in the code of gRPC.
     """
-
-    def interrupt(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
     handled = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, interrupt) for number in handled]
+    before = [signal.signal(number, signal.default_int_handler) for number in handled]
     try:
         yield
     finally:
