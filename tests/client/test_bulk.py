@@ -176,7 +176,9 @@ def test_rows_come_from_standard_input_with_parameters_from_a_column(
 
 def test_an_interrupted_run_says_how_it_is_continued(toy: Toy, tmp_path: Path) -> None:
     file, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
-    file.write_text("".join(json.dumps({"text": f"cut {n}."}) + "\n" for n in range(40_000)))
+    rows = [{"text": f"cut {n}."} for n in range(20_000)]
+    rows[12_000] = {"text": "hold:interrupted"}  # the run does not end before the signal
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, "-m", "triptych.interface.cli", "infer", "toy", "--url", toy.url]
     run = subprocess.Popen(
         [*command, "-f", str(file), "-o", str(out)], stderr=subprocess.PIPE, text=True
@@ -184,6 +186,7 @@ def test_an_interrupted_run_says_how_it_is_continued(toy: Toy, tmp_path: Path) -
     wait_until(lambda: list(tmp_path.glob("out.jsonl.parts/*.part")), "a part that is kept")
     run.send_signal(signal.SIGINT)
     _, told = run.communicate(timeout=60)
+    toy.release("interrupted")
     assert run.returncode == 130, told
     assert re.search(r"interrupted: [\d,]+ rows are stored in .*run the same command", told)
     assert not out.exists()
