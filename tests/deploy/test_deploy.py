@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import promql_parser
@@ -29,7 +30,13 @@ from mistakes import check_refused
 from triptych.base.errors import UserError
 from triptych.base.explained import plain, reasons_of, yaml_of
 from triptych.container.flags import ServerFlags as ServerOptions
-from triptych.deploy.assumptions import core_files_mib
+from triptych.deploy.assumptions import (
+    SERVER_MIB,
+    STEP_MIB,
+    assume_cores,
+    assume_memory,
+    core_files_mib,
+)
 from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import TARGETS, parse_mebibytes
@@ -39,6 +46,8 @@ from triptych.gateway import GRACE_S
 from triptych.interface.cli import app
 from triptych.repository.manifest import TextManifest, read_manifest
 from triptych.spec.generation_fields import Text2TextSpec
+from triptych.spec.model_fields import load_model_spec
+from triptych.spec.scaffold import scaffold
 from triptych.spec.slo import Slo
 
 TENSORRT: dict[str, Any] = {"core": {"backend": "tensorrt"}}
@@ -397,6 +406,15 @@ def test_the_size_of_a_pipeline_is_that_of_all_its_cores(tmp_path: Path) -> None
         (tmp_path / name / "1").mkdir(parents=True)
         (tmp_path / name / "1/model.onnx").write_bytes(bytes(mib << 20))
     assert core_files_mib(tmp_path, "x") == 3
+
+
+def test_processes_of_all_models_are_assumed(tmp_path: Path) -> None:
+    changes = ["models.detector.instances=2", "models.classifier.core.threads=3"]
+    made = scaffold("parts", task="chain", model=None, with_hooks=False, pipelines=tmp_path)
+    build: Any = SimpleNamespace(spec=load_model_spec(Path(made.folder), changes))
+    # preprocess, crop and postprocess; two instances of one thread, and one of three threads
+    assert assume_cores(build)[0] == 3 + 2 + 3
+    assert assume_memory(build, tmp_path)[0] == SERVER_MIB + 3 * STEP_MIB
 
 
 def test_what_cannot_work_for_generated_text_is_refused(tmp_path: Path) -> None:

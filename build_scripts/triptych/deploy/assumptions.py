@@ -9,6 +9,7 @@ from pathlib import Path
 
 from triptych.repository.manifest import EncoderManifest
 from triptych.serving.bench.results import BenchResult
+from triptych.spec.model_fields import CompiledSpec, is_own
 
 P99_MS = 500.0
 """Assumed latency limit at p99 in ms, which Triton's histogram has as a bound by default."""
@@ -94,11 +95,22 @@ def assume_rate(build: EncoderManifest, bench: BenchResult | None) -> tuple[floa
     )
 
 
+def _models(spec: CompiledSpec) -> list[CompiledSpec]:
+    """Return the spec with each of its models alone."""
+    return [spec.with_model(name) for name in spec.models or [""]] if is_own(spec) else [spec]
+
+
+def _processes(spec: CompiledSpec) -> int:
+    """Return the number of Python processes: functions between models have those of preprocess."""
+    instances, functions = spec.serving.instances, len(spec.steps) if is_own(spec) else 1
+    return instances.preprocess * functions + instances.postprocess
+
+
 def assume_cores(build: EncoderManifest) -> tuple[float, Assumption]:
     """Return the number of cores that a replica keeps busy: one for each instance and thread."""
-    instances = build.spec.serving.instances
-    threads = build.spec.core.threads or 1
-    cores = float(instances.preprocess + instances.core * threads + instances.postprocess)
+    models = _models(build.spec)
+    threads = sum(one.serving.instances.core * (one.core.threads or 1) for one in models)
+    cores = float(_processes(build.spec) + threads)
     return cores, Assumption(
         "processor cores of a replica",
         f"{cores:g}",
@@ -117,9 +129,9 @@ def core_files_mib(repository: Path, pipeline: str) -> float:
 def assume_memory(build: EncoderManifest, repository: Path) -> tuple[float, Assumption]:
     """Return the memory of a replica in MiB, by the size of the files of its core."""
     size = core_files_mib(repository, build.spec.name)
-    instances = build.spec.serving.instances
-    steps = instances.preprocess + instances.postprocess
-    memory = float(SERVER_MIB + STEP_MIB * steps + math.ceil(CORE_COPIES * size * instances.core))
+    instances = max(one.serving.instances.core for one in _models(build.spec))
+    steps = _processes(build.spec)
+    memory = float(SERVER_MIB + STEP_MIB * steps + math.ceil(CORE_COPIES * size * instances))
     return memory, Assumption(
         "memory of a replica without a batch and shared memory",
         f"{memory:.0f} MiB",

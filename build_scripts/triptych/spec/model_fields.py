@@ -384,8 +384,17 @@ class ModelSpec(BaseModel):
         cores = [given.get("core"), *(model.get("core") for model in models.values())]
         if not all(isinstance(core or {}, dict) for core in cores):
             return given
+        serving = copy.deepcopy(given.get("serving") or {})
+        instances = serving.setdefault("instances", {}) if isinstance(serving, dict) else None
+        if not isinstance(instances, dict):
+            return given
+        usual = instances.get("core", 1)
         filled = {
-            name: {**model, "core": {**(cores[0] or {}), **(model.get("core") or {})}}
+            name: {
+                **model,
+                "core": {**(cores[0] or {}), **(model.get("core") or {})},
+                "instances": usual if model.get("instances") is None else model["instances"],
+            }
             for name, model in models.items()
         }
         first = next(iter(filled.values()))
@@ -393,9 +402,7 @@ class ModelSpec(BaseModel):
         named = given.get("model", model)
         if any(value != model.get(name) for name, value in named.items() if value):
             raise _refused("models", "replaces model", "both are given", "Remove `model`")
-        serving = copy.deepcopy(given.get("serving") or {})
-        if first.get("instances") is not None:
-            serving.setdefault("instances", {})["core"] = first["instances"]
+        instances["core"] = first["instances"]
         return {
             **given,
             "models": filled,
