@@ -10,6 +10,7 @@ import pytest
 
 from container_cases import H100, H200, L4, T4, machine, write_pipeline
 from triptych.base.errors import UserError
+from triptych.container import lock_check
 from triptych.container.lock_check import check_repository, has_version_compatible_plans, main
 from triptych.container.machine import Machine, find_driver, find_gpus, find_tensorrt
 from triptych.container.manifests import core_variables, remove_byte_code
@@ -20,6 +21,7 @@ from triptych.container.processor import (
     node_label,
     sets_for,
 )
+from triptych.serving.server import check_and_make_flags
 
 HERE = machine(H200)
 
@@ -198,7 +200,9 @@ def test_pipelines_on_onnxruntime_pass_without_a_gpu(tmp_path: Path) -> None:
     assert check(tmp_path, machine(tensorrt=None, driver=None)) == ""
 
 
-def test_missing_instruction_sets_are_told_with_what_they_cost(tmp_path: Path) -> None:
+def test_missing_instruction_sets_are_told_with_what_they_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_pipeline(tmp_path, backend="openvino", built=False, plan=None)
     lock = tmp_path / "minilm/triptych.lock.json"
     content = json.loads(lock.read_text())
@@ -220,6 +224,9 @@ def test_missing_instruction_sets_are_told_with_what_they_cost(tmp_path: Path) -
         "processor lacks amx_bf16: it is slower here, up to 2.9 times, what it gained over fp32"
     )
     assert check(tmp_path, here._replace(instruction_sets=("avx512_bf16", "amx_bf16"))) == ""
+    monkeypatch.setattr(lock_check, "find_instruction_sets", lambda: ("avx2",))
+    assert check_and_make_flags(tmp_path, production=False) == []
+    assert "this processor lacks avx512_bf16, amx_bf16: it is" in capsys.readouterr().err
     assert core_variables(tmp_path) == {}
     content["gate"] = {"precision": "fp32"}
     lock.write_text(json.dumps(content))

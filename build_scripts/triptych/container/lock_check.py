@@ -8,7 +8,7 @@ least one cannot, 2 there is no repository or a setting is wrong.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,6 +24,7 @@ from triptych.container.manifests import (
     find_wrong_files,
     remove_byte_code,
 )
+from triptych.container.processor import find_instruction_sets
 from triptych.container.settings import Settings, read_settings
 
 EXIT_REFUSED = 1
@@ -51,7 +52,7 @@ def check_repository(
 
     Args:
         repository: Folder of the models.
-        machine: Machine to compare engines with; None leaves that to the server.
+        machine: Machine to compare with; None for this one, whose server compares the engines.
         hashes: Whether files are hashed, which takes about a second per GiB of the largest.
 
     Raises:
@@ -133,9 +134,12 @@ def _check(
         if path == pipeline.plan_file:
             remedy = f"{_rebuild(pipeline)}, or copy it again"
         yield ManifestProblem(pipeline.name, "error", f"{path} {fault}{others}: {remedy}")
-    if machine is not None:
-        for line in _warnings(manifest, machine):
-            yield ManifestProblem(pipeline.name, "warning", line)
+    sets = find_instruction_sets() if machine is None else machine.instruction_sets
+    warnings = [*_slower_here(manifest, sets)]
+    if machine is not None and manifest.needs_engine:
+        warnings += _unlike_the_engine(manifest, machine)
+    for line in warnings:
+        yield ManifestProblem(pipeline.name, "warning", line)
 
 
 def _remedy(pipeline: ServedPipeline) -> str:
@@ -177,8 +181,8 @@ def _errors(pipeline: ServedPipeline, manifest: StartupManifest, machine: Machin
         yield f"{pipeline.plan_file} is not the engine that the build manifest describes: {rebuild}"
 
 
-def _warnings(manifest: StartupManifest, machine: Machine) -> Iterator[str]:
-    missing = [name for name in manifest.instruction_sets if name not in machine.instruction_sets]
+def _slower_here(manifest: StartupManifest, sets: Collection[str]) -> Iterator[str]:
+    missing = [name for name in manifest.instruction_sets if name not in sets]
     if missing:
         cost = ""
         if manifest.slowdown is not None:
@@ -187,8 +191,9 @@ def _warnings(manifest: StartupManifest, machine: Machine) -> Iterator[str]:
             f"its precision was measured with {', '.join(manifest.instruction_sets)}, and this "
             f"processor lacks {', '.join(missing)}: it is slower here{cost}"
         )
-    if not manifest.needs_engine:
-        return
+
+
+def _unlike_the_engine(manifest: StartupManifest, machine: Machine) -> Iterator[str]:
     if machine.tensorrt is None:
         yield "no TensorRT was found here: its version could not be compared with the engine's"
     built, here = (
