@@ -1,19 +1,20 @@
-"""Two results side by side: what is a change, what is noise, what cannot be told."""
+"""Two results side by side: a change, noise, or no answer; and prices worked out by hand."""
 
 import json
+import math
 import random
 from collections import Counter
 from dataclasses import replace
-from math import exp
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from load_samples import NASTY, NOTHING_ANSWERED, baseline, bench, measurement, point, subject
 from triptych.base.errors import UserError
 from triptych.interface.report.bench import write_bench_report
-from triptych.serving.bench.comparison import MetricChange, compare_results, read_bench
-from triptych.serving.bench.results import BenchResult, LoadPoint, OfferedLoad
+from triptych.serving.bench.comparison import MetricChange, Price, compare_results, read_bench
+from triptych.serving.bench.results import BenchResult, Cost, LoadPoint, OfferedLoad
 
 
 def rounds(*rates: float) -> BenchResult:
@@ -29,9 +30,8 @@ def change(before: BenchResult, after: BenchResult, name: str) -> MetricChange:
     return found[0]
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "weight"),
-    [
+def test_a_change_is_more_than_the_noise_or_not() -> None:
+    for before, after, weight in (
         ((100, 101, 102), (110, 111, 112), "better"),
         ((110, 111, 112), (100, 101, 102), "worse"),
         ((100, 101, 102), (101, 102, 103), "within 10 %"),  # they overlap
@@ -42,14 +42,9 @@ def change(before: BenchResult, after: BenchResult, name: str) -> MetricChange:
         ((100,), (200, 201), "cannot tell"),
         ((100, 101), (200,), "cannot tell"),
         ((100,), (100,), "cannot tell"),
-    ],
-    ids=str,
-)
-def test_a_change_is_more_than_the_noise_or_not(
-    before: tuple[float, ...], after: tuple[float, ...], weight: str
-) -> None:
-    found = change(rounds(*before), rounds(*after), "requests/s")
-    assert found.weight == weight
+    ):
+        found = change(rounds(*before), rounds(*after), "requests/s")
+        assert found.weight == weight, (before, after)
 
 
 def test_unstable_rounds_prove_nothing() -> None:
@@ -75,7 +70,7 @@ def test_equal_builds_are_seldom_called_faster_and_a_tenth_is_found_in_little_no
         for truth in (1.0, 1.2):
             for _ in range(200):
                 before, after = (
-                    rounds(*(each * exp(rng.gauss(0, noise)) for _ in range(3)))
+                    rounds(*(each * math.exp(rng.gauss(0, noise)) for _ in range(3)))
                     for each in (100, 100 * truth)
                 )
                 found[truth, change(before, after, "requests/s").weight] += 1
@@ -85,23 +80,6 @@ def test_equal_builds_are_seldom_called_faster_and_a_tenth_is_found_in_little_no
         if noise < 0.05:
             assert found[1.2, "better"] > 190, found
             assert found[1.0, "within 10 %"] > 190, found
-
-
-def test_changes_have_a_direction() -> None:
-    faster = compare_results(bench(), bench(drift=1.2))
-    assert [pair.load.value for pair in faster.pairs[:6]] == [1, 2, 4, 8, 16, 32]
-    of_four = {one.name: one for one in faster.pairs[2].changes}
-    ratio = of_four["requests/s"].ratio
-    assert ratio is not None
-    assert ratio.value == pytest.approx(1.2)
-    assert 1.1 < ratio.low < 1.2 < ratio.high < 1.3
-    assert of_four["p99 ms"].weight == "better"
-    assert of_four["p99 ms"].before == pytest.approx(50.5, abs=0.1)
-    assert of_four["core queue ms"].weight == "better"
-    assert of_four["core queue ms"].of_step
-    assert of_four["core batch"].weight == "same"
-    slower = compare_results(bench(drift=1.2), bench())
-    assert {one.weight for one in slower.pairs[0].changes[:3]} == {"worse"}
 
 
 def test_errors_are_compared_where_there_are_any() -> None:
@@ -127,7 +105,7 @@ def test_loads_of_one_side_are_named() -> None:
     assert len(found.only_before) == 5
 
 
-def test_pipelines_of_other_names_are_compared() -> None:
+def test_other_pipelines_are_compared_and_other_machines_and_traffic_are_warned_of() -> None:
     renamed = bench(
         subject=subject(pipeline="minilm_int8", precision="int8", overrides={"core.instances": 2}),
         points=tuple(replace(point(c), contender="minilm_int8") for c in (1, 8)),
@@ -140,9 +118,9 @@ def test_pipelines_of_other_names_are_compared() -> None:
         "core.instances": ("1", "2"),
     }
     assert not found.warnings
-
-
-def test_other_machines_and_traffic_are_warned_of() -> None:
+    again = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert again["pairs"][0]["load"]["value"] == 1
+    assert again["differences"]["precision"] == ["fp32", "int8"]
     other = subject(machine={"processor": "Another"}, lengths={5: 1}, server="host:8001")
     found = compare_results(bench(), bench(subject=other))
     assert len(found.warnings) == 3
@@ -171,48 +149,77 @@ def test_rates_and_cost_are_compared_under_the_same_promise() -> None:
     assert compare_results(before, bench(rate=other, cost=dearer)).totals == ()
 
 
-def test_everything_is_plain_data() -> None:
-    found = compare_results(bench(), bench(drift=1.2, subject=subject(precision="int8")))
-    of_four = found.pairs[2]
-    assert (of_four.contender, str(of_four.load)) == ("minilm", "4 clients")
-    rate = of_four.changes[0]
-    assert (rate.name, round(rate.before), round(rate.after)) == ("requests/s", 145, 174)
-    assert found.differences["precision"] == ("fp32", "int8")
-    again = json.loads(json.dumps(found.as_dict(), allow_nan=False))
-    assert again["pairs"][0]["load"]["value"] == 1
-    assert again["differences"]["precision"] == ["fp32", "int8"]
+def test_any_results_can_be_compared() -> None:
+    usual = bench()
+    for nasty in NASTY.values():
+        for pair in ((usual, nasty), (nasty, usual), (nasty, nasty)):
+            json.dumps(compare_results(*pair).as_dict(), allow_nan=False)
 
 
-@pytest.mark.parametrize("name", NASTY)
-def test_any_results_can_be_compared(name: str) -> None:
-    for pair in ((bench(), NASTY[name]), (NASTY[name], bench()), (NASTY[name], NASTY[name])):
-        found = compare_results(*pair)
-        json.dumps(found.as_dict(), allow_nan=False)
-
-
-def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+def test_a_written_result_is_read_again_and_any_other_file_is_refused(tmp_path: Path) -> None:
     write_bench_report(bench(), tmp_path)
-    assert read_bench(tmp_path) == bench()
-    assert read_bench(tmp_path / "bench.json") == bench()
-
-
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        (None, "must be a readable file"),
+    file = tmp_path / "bench.json"
+    assert read_bench(tmp_path) == read_bench(file) == bench()
+    for text, rule in (
         ("{", "must be JSON"),
         ("[]", "must be a bench result"),
         ('{"schema": "triptych-bench/2"}', "must be a bench result"),
         ("\udcff", "must be JSON"),
-    ],
-)
-def test_what_is_no_result_is_refused(tmp_path: Path, text: str | None, rule: str) -> None:
-    file = tmp_path / "bench.json"
-    if text is not None:
-        file.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(UserError) as caught:
-        read_bench(file)
-    assert caught.value.field == str(file)
-    assert caught.value.rule.startswith(rule)
-    assert caught.value.given
-    assert "triptych bench" in caught.value.remedy
+        (None, "must be a readable file"),
+    ):
+        if text is None:
+            file.unlink()
+        else:
+            file.write_bytes(text.encode("utf-8", "surrogateescape"))
+        with pytest.raises(UserError) as caught:
+            read_bench(file)
+        assert caught.value.field == str(file)
+        assert caught.value.rule.startswith(rule)
+        assert caught.value.given
+        assert "triptych bench" in caught.value.remedy
+
+
+def cost(rate_per_s: float = 100, **price: Any) -> Cost:
+    found = Price(**{"currency": "USD", "headroom": 0.3, **price}).cost(rate_per_s)
+    assert found is not None
+    return found
+
+
+def test_a_price_is_that_of_the_time_and_of_machines_with_headroom() -> None:
+    # 100/s: a million take 10,000 s, at 3.60 an hour 0.001 a second.
+    found = cost(price_per_hour=3.6)
+    assert found.per_million == pytest.approx(10.0)
+    assert (found.monthly, found.machines, found.currency) == (None, None, "USD")
+    # One request a day still takes a machine; 8,640,000 a day are 100/s, 70/s a machine: two.
+    assert cost(price_per_hour=2, daily_requests=1).monthly == pytest.approx(1460)
+    assert cost(price_per_hour=2, daily_requests=8_640_000).monthly == pytest.approx(2920)
+    for peak, headroom, machines in (
+        (70, 0.3, 1), (70.1, 0.3, 2), (700, 0.3, 10), (100, 0, 1), (100, 0.5, 2), (0.01, 0.3, 1)
+    ):  # fmt: skip
+        found = cost(price_per_hour=1, peak_per_s=peak, headroom=headroom)
+        assert (found.machines, found.monthly) == (machines, None), (peak, headroom)
+    # The peak decides what a month costs.
+    found = cost(price_per_hour=1, daily_requests=864_000, peak_per_s=200, currency="EUR")
+    assert (found.machines, found.currency) == (3, "EUR")
+    assert found.monthly == pytest.approx(3 * 730)
+
+
+def test_a_price_out_of_range_is_refused() -> None:
+    changes: dict[str, Any]
+    for field, changes in (
+        ("rate", {"rate_per_s": -1}),
+        ("rate", {"rate_per_s": math.nan}),
+        ("price", {"price_per_hour": 0}),
+        ("price", {"price_per_hour": math.inf}),
+        ("daily requests", {"daily_requests": 0}),
+        ("peak rate", {"peak_per_s": -5}),
+        ("peak rate", {"peak_per_s": 1, "daily_requests": 8_640_000}),
+        ("headroom", {"headroom": 1}),
+        ("headroom", {"headroom": -0.1}),
+        ("headroom", {"headroom": math.nan}),
+    ):
+        with pytest.raises(UserError) as caught:
+            cost(**{"rate_per_s": 100, "price_per_hour": 1, **changes})
+        assert caught.value.field == field
+        assert caught.value.given
+        assert caught.value.remedy

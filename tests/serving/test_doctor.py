@@ -122,19 +122,15 @@ def test_one_broken_fact_gives_its_finding() -> None:
     assert unwell(replace(MACHINE, shm_free_bytes=192 * MIB)) == []
 
 
-def test_without_the_package_nothing_is_known_of_its_extras() -> None:
+def test_missing_packages_are_told_by_their_cause() -> None:
     found = {finding.id: finding for finding in unwell(replace(MACHINE, extras={}))}
     assert set(found) == {"package", *(f"extra-{name}" for name in EXTRAS)}
     assert (found["package"].severity, found["package"].given) == ("error", "not installed")
     assert "pip install -e ." in found["package"].remedy
-
-
-def test_no_wheel_is_told_before_its_missing_stubs() -> None:
+    # A missing wheel is told before its missing stubs.
     platform = replace(PLATFORM, stub_versions=())
-    assert [finding.id for finding in unwell(replace(MACHINE, platform=platform))] == [
-        "embedded-wheel",
-        "embedded-stub",
-    ]
+    ids = [finding.id for finding in unwell(replace(MACHINE, platform=platform))]
+    assert ids == ["embedded-wheel", "embedded-stub"]
     with pytest.raises(UserError, match="pip install nvidia-pytriton=="):
         check_requirements(platform)
 
@@ -152,7 +148,7 @@ def test_what_the_embedded_server_lacks_is_no_error_inside_a_container() -> None
     assert by_id["tritonserver"].given == "/opt/tritonserver/bin/tritonserver"
 
 
-def test_this_machine_can_serve() -> None:
+def test_this_machine_can_serve_and_what_is_taken_or_missing_is_seen(tmp_path: Path) -> None:
     findings = examine(grpc_port=0, http_port=0, metrics_port=0)
     assert [finding for finding in findings if finding.severity == "error"] == []
     by_id = {finding.id: finding for finding in findings}
@@ -161,54 +157,30 @@ def test_this_machine_can_serve() -> None:
     assert "torch" in by_id["extra-build"].given
     for requirement in REQUIREMENTS:
         assert by_id[requirement.id].remedy == ""
-
-
-def test_a_busy_port_is_seen() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        found = {finding.id: finding for finding in examine(metrics_port=port)}
-    assert found["port-metrics"].severity == "warning"
-    assert found["port-metrics"].given == str(port)
-
-
-def test_a_port_out_of_range_is_a_mistake() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, shm = taken.getsockname()[1], tmp_path / "shm"
+        findings = examine(metrics_port=port, shm_path=shm)
+    by_id = {finding.id: finding for finding in findings}
+    assert (by_id["port-metrics"].severity, by_id["port-metrics"].given) == ("warning", str(port))
+    assert by_id["shared-memory"].severity == "error"
+    assert str(shm) in by_id["shared-memory"].remedy
     with pytest.raises(UserError, match="1 to 65535"):
         examine(http_port=65536)
 
 
-def test_a_missing_shared_memory_mount_is_seen(tmp_path: Path) -> None:
-    found = {finding.id: finding for finding in examine(shm_path=tmp_path / "shm")}
-    assert found["shared-memory"].severity == "error"
-    assert str(tmp_path / "shm") in found["shared-memory"].remedy
-
-
-@pytest.mark.parametrize(
-    ("said", "gpus", "driver"),
-    [
-        (
-            "NVIDIA L4, 23034, 8.9, 595.10\nTesla T4, 15360, 7.5, 595.10",
-            (GpuSummary("NVIDIA L4", 23034, (8, 9)), GpuSummary("Tesla T4", 15360, (7, 5))),
-            "595.10",
-        ),
-        ("NVIDIA-SMI has failed because it could not talk to the driver", (), None),
-    ],
-)
-def test_what_nvidia_smi_says_is_read(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    said: str,
-    gpus: tuple[GpuSummary, ...],
-    driver: str | None,
-) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho '{said}'\n")
-    program.chmod(0o755)
+def test_what_nvidia_smi_says_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr("triptych.serving.doctor.find_driver", lambda: None)
-    machine = read_machine({}, Path("/dev/shm"))
-    assert (machine.gpus, machine.driver) == (gpus, driver)
+    both = (GpuSummary("NVIDIA L4", 23034, (8, 9)), GpuSummary("Tesla T4", 15360, (7, 5)))
+    for said, gpus, driver in (
+        ("NVIDIA L4, 23034, 8.9, 595.10\nTesla T4, 15360, 7.5, 595.10", both, "595.10"),
+        ("NVIDIA-SMI has failed because it could not talk to the driver", (), None),
+    ):
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\necho '{said}'\n")
+        program.chmod(0o755)
+        machine = read_machine({}, Path("/dev/shm"))
+        assert (machine.gpus, machine.driver) == (gpus, driver)
 
 
 def test_a_tritonserver_on_path_gets_this_python_first(

@@ -1,17 +1,22 @@
-"""Load on real servers: what a measurement holds, and what it names as the bottleneck."""
+"""Load on a real server: what is sent, what a measurement holds, and the bottleneck it names."""
 
 import re
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from known_speed import write_model
+from processes import running
 from triptych.base.errors import UserError
 from triptych.serving.bench import measure as load_measure
 from triptych.serving.bench import rates
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.measure import BenchTarget, measure
+from triptych.serving.bench.perf_analyzer import VERSION, LoadError, find_perf_analyzer, run
+from triptych.serving.bench.perf_output import check_stability
 from triptych.serving.bench.rates import find_highest_rate
 from triptych.serving.bench.results import Kind, OfferedLoad, from_json, to_json
 from triptych.serving.bench.results import Measurement as Measured
@@ -19,12 +24,38 @@ from triptych.serving.bench.statistics import STEPS
 from triptych.serving.server import Server
 from triptych.spec.slo import Slo
 
-TEXTS = ["one", "two", "three"]
+TEXTS = ["hello", "nul \0 inside", "😀 é", "", 'quote " \\ \n \t \x01', "\u2028", "x" * 3000]
 SECONDS = 0.9
 STEADY_SECONDS = 3.0  # a busy machine's pause must not change what was busy
 SLEEP_S = 0.02
 HELD_S = 0.2
 
+CONFIG = """
+backend: "python"
+max_batch_size: {max_batch_size}
+input {{ name: "text" data_type: TYPE_STRING dims: [1] }}
+output {{ name: "echo" data_type: TYPE_STRING dims: [1] }}
+instance_group {{ kind: KIND_CPU count: {instances} }}
+{batching}
+"""
+ECHO = """
+import time
+from pathlib import Path
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.calls = 0
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            self.calls += 1
+            text = pb_utils.get_input_tensor_by_name(request, "text")
+            {each}
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("echo", text.as_numpy())]))
+        return responses
+"""
 LINE_STEP = """
   step {{
     model_name: "line_{step}" model_version: -1
@@ -40,33 +71,56 @@ ensemble_scheduling { STEPS }
 """
 
 
+def write_model(
+    repository: Path,
+    name: str,
+    each: str = "pass",
+    *,
+    max_batch_size: int = 0,
+    instances: int = 1,
+    batching: str = "",
+) -> None:
+    """A model that repeats its text, and runs the statement `each` for each request."""
+    (repository / name / "1").mkdir(parents=True)
+    config = CONFIG.format(max_batch_size=max_batch_size, instances=instances, batching=batching)
+    (repository / name / "config.pbtxt").write_text(config)
+    (repository / name / "1" / "model.py").write_text(ECHO.format(each=each))
+
+
 def write_line(repository: Path) -> None:
     """An ensemble of three Python steps: one instance that sleeps, before two that rarely do."""
-    sleeps = {"preprocess": SLEEP_S, "core": 0.001, "postprocess": 0.001}
     names = ["text", "one", "two", "echo"]
     steps = ""
-    for place, (step, seconds) in enumerate(sleeps.items()):
-        write_model(repository, f"line_{step}", f"time.sleep({seconds})", max_batch_size=8)
-        if step != "preprocess":
-            config = repository / f"line_{step}" / "config.pbtxt"
-            config.write_text(config.read_text().replace("count: 1", "count: 2"))
+    for place, step in enumerate(("preprocess", "core", "postprocess")):
+        seconds, instances = (0.001, 2) if place else (SLEEP_S, 1)
+        each = f"time.sleep({seconds})"
+        write_model(repository, f"line_{step}", each, max_batch_size=8, instances=instances)
         steps += LINE_STEP.format(step=step, before=names[place], after=names[place + 1])
     (repository / "line" / "1").mkdir(parents=True)
     (repository / "line" / "config.pbtxt").write_text(LINE.replace("STEPS", steps))
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("load") / "repository"
-    write_line(repository)
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("load") / "repository"
+    write_line(folder)
+    seen = folder.parent / "seen.txt"
+    record = f"Path({str(seen)!r}).open('a').write(repr(text.as_numpy().ravel()[0]) + '\\n')"
+    write_model(folder, "recorder", record)
     delay = f"dynamic_batching {{ max_queue_delay_microseconds: {HELD_S * 1e6:.0f} }}"
-    write_model(repository, "held", max_batch_size=8, batching=delay)
-    write_model(repository, "sleeping", "time.sleep(0.05)")
-    write_model(repository, "brief", "time.sleep(0.005)")
-    write_model(repository, "failing", "self.calls += 1; 1 / (self.calls % 5)")
-    write_model(repository, "stuck", "time.sleep(3)")
-    with Server(repository) as running:
-        yield running
+    write_model(folder, "held", max_batch_size=8, batching=delay)
+    write_model(folder, "brief", "time.sleep(0.005)")
+    write_model(folder, "slowing", "time.sleep(0.003 * self.calls)")
+    fail = "raise pb_utils.TritonModelException('row \"7\" is bad')"
+    write_model(folder, "failing", f"if self.calls % 5 == 0: {fail}")
+    write_model(folder, "stuck", "time.sleep(3)")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[Server]:
+    with running(Server(repository)) as server:
+        yield server
 
 
 def target(server: Server, pipeline: str) -> BenchTarget:
@@ -97,6 +151,18 @@ def check_whole(measured: Measured) -> None:
 
 
 @pytest.mark.server
+def test_every_request_is_sent_byte_for_byte(server: Server, repository: Path) -> None:
+    requests: list[Any] = [*TEXTS, {"text": "a tensor by name"}, {"text": b"\xff\x00raw"}]
+    count = 3 * len(requests)
+    result = run(server.grpc_url, "recorder", requests, concurrency=2, request_count=count)
+    seen = (repository.parent / "seen.txt").read_text().splitlines()
+    sent = {text.encode() for text in TEXTS} | {b"a tensor by name", b"\xff\x00raw"}
+    assert set(seen) == {repr(text) for text in sent}
+    assert len(seen) == result.requests == count
+    assert check_stability(result.windows()) == (None, [])
+
+
+@pytest.mark.server
 @pytest.mark.parametrize(
     ("kind", "value", "burst"),
     [("concurrency", 4, 1), ("constant", 40, 1), ("poisson", 40, 1), ("burst", 40, 4)],
@@ -110,78 +176,82 @@ def test_every_kind_of_load_is_measured_in_full(
     check_whole(measured)
     assert [step.step for step in measured.steps] == list(STEPS)
     assert [step.instances for step in measured.steps] == [1, 2, 2]
-    assert measured.steps[0].compute_us > SLEEP_S * 1e6
+    first = measured.steps[0]
+    assert first.compute_us > SLEEP_S * 1e6
     if kind == "concurrency":
+        # One instance answers a request each 20 ms: the fourth client waits for the others.
         assert measured.sent_per_s is None
+        assert 0 < measured.throughput_per_s <= 1.1 / SLEEP_S
+        assert measured.p50_us > 3.5 * SLEEP_S * 1e6
+        assert (first.model, first.mean_batch) == ("line_preprocess", 1.0)
+        assert first.queue_us > 2 * SLEEP_S * 1e6
     else:
         assert measured.sent_per_s is not None
+        # A busy machine sends less than it should, but not more.
         assert 0 < measured.sent_per_s < 1.5 * value
     if kind == "burst":  # the requests of a burst wait for one another: 1.5 sleeps on average
-        assert measured.steps[0].queue_us > SLEEP_S * 1e6
+        assert first.queue_us > SLEEP_S * 1e6
 
 
 @pytest.mark.server
-@pytest.mark.parametrize(
-    ("pipeline", "clients", "kind", "step", "remedy"),
-    [
-        ("line", 6, "instances", "preprocess", "Raise serving.instances.preprocess"),
-        ("sleeping", 3, "instances", "sleeping", "Raise serving.instances.sleeping"),
-        ("held", 1, "queue delay", "held", "Lower serving.queue.max_delay_us of held"),
-    ],
-)
-def test_the_bottleneck_is_named(
-    server: Server, pipeline: str, clients: int, kind: str, step: str, remedy: str
-) -> None:
-    load = OfferedLoad("concurrency", clients)
-    measured = measure(target(server, pipeline), TEXTS, load, seconds=STEADY_SECONDS)
-    check_whole(measured)
-    found = find_bottleneck(measured, load)
-    assert (found.kind, found.step, found.remedy) == (kind, step, remedy), found
+def test_the_bottleneck_is_named(server: Server) -> None:
+    line, held = target(server, "line"), target(server, "held")
+    elsewhere = BenchTarget(server.grpc_url, "line")
+    for place, clients, kind, step, remedy in (
+        (line, 6, "instances", "preprocess", "Raise serving.instances.preprocess"),
+        (held, 4, "queue delay", "held", "Lower serving.queue.max_delay_us of held"),
+        # A server elsewhere is judged by its counts.
+        (elsewhere, 6, "instances", "preprocess", "Raise serving.instances.preprocess"),
+    ):
+        load = OfferedLoad("concurrency", clients)
+        seconds = SECONDS if place is elsewhere else STEADY_SECONDS
+        measured = measure(place, TEXTS, load, seconds=seconds)
+        found = find_bottleneck(measured, load)
+        assert (found.kind, found.step, found.remedy) == (kind, step, remedy), found
+        if place is elsewhere:
+            assert measured.resources is not None
+            assert (measured.resources.machine_cpu, measured.resources.processes) == (None, ())
+        else:
+            check_whole(measured)
+        if place is held:
+            assert measured.steps[0].mean_batch > 1.5
+            assert measured.steps[0].rows >= measured.requests
 
 
 @pytest.mark.server
-def test_a_server_elsewhere_is_judged_by_its_counts(server: Server) -> None:
-    load = OfferedLoad("concurrency", 6)
-    measured = measure(BenchTarget(server.grpc_url, "line"), TEXTS, load, seconds=SECONDS)
-    assert measured.resources is not None
-    assert (measured.resources.machine_cpu, measured.resources.processes) == (None, ())
-    found = find_bottleneck(measured, load)
-    assert (found.kind, found.step) == ("instances", "preprocess"), found
+def test_an_unstable_measurement_is_returned_and_says_so(server: Server) -> None:
+    result = run(server.grpc_url, "slowing", TEXTS, concurrency=1, window_s=0.5)
+    is_stable, warnings = check_stability(result.windows())
+    assert is_stable is False
+    assert "unstable" in warnings[0]
+    assert len({window.throughput_per_s for window in result.windows()}) == 3
 
 
 @pytest.mark.server
 def test_errors_are_counted_by_kind_and_nothing_is_made_up(server: Server) -> None:
-    measured = measure(
-        target(server, "failing"), TEXTS, OfferedLoad("concurrency", 2), seconds=SECONDS
-    )
+    load = OfferedLoad("concurrency", 2)
+    measured = measure(target(server, "failing"), TEXTS, load, seconds=SECONDS)
     (kind,) = measured.errors
-    assert "division by zero" in kind
+    assert "is bad" in kind
     assert not re.search(r"\d", kind)
     assert measured.errors[kind] >= 1
     assert (measured.requests, measured.throughput_per_s, measured.histogram_us) == (0, 0, {})
     assert measured.steps[0].step == "failing"
-
-
-@pytest.mark.server
-def test_missing_answers_are_an_error_of_the_measurement(server: Server) -> None:
-    measured = measure(
-        target(server, "stuck"), TEXTS, OfferedLoad("concurrency", 1), seconds=0.3, timeout_s=1
-    )
+    with pytest.raises(LoadError, match="without errors") as caught:
+        run(server.grpc_url, "failing", TEXTS, concurrency=2, window_s=0.5)
+    assert any('row "7" is bad' in error for error in caught.value.errors)
+    one = OfferedLoad("concurrency", 1)
+    measured = measure(target(server, "stuck"), TEXTS, one, seconds=0.3, timeout_s=1)
     assert list(measured.errors) == ["no answer in time"]
-
-
-@pytest.mark.server
-def test_a_pipeline_that_is_not_there_is_the_users_mistake(server: Server) -> None:
-    with pytest.raises(UserError, match="nowhere") as caught:
-        measure(target(server, "nowhere"), TEXTS, OfferedLoad("concurrency", 1), seconds=SECONDS)
-    assert caught.value.field.startswith("nowhere at ")
+    with pytest.raises(UserError, match="nowhere") as missing:
+        measure(target(server, "nowhere"), TEXTS, one, seconds=SECONDS)
+    assert missing.value.field.startswith("nowhere at ")
 
 
 def test_a_server_that_is_not_there_is_the_users_mistake() -> None:
+    load = OfferedLoad("poisson", 1)
     with pytest.raises(UserError) as caught:
-        measure(
-            BenchTarget("127.0.0.1:1", "line"), TEXTS, OfferedLoad("poisson", 1), seconds=SECONDS
-        )
+        measure(BenchTarget("127.0.0.1:1", "line"), TEXTS, load, seconds=SECONDS)
     assert caught.value.field == "--url"
 
 
@@ -192,7 +262,8 @@ def test_the_highest_rate_lies_below_what_one_instance_can_do(
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(rates, "MAX_BRACKET_RATIO", 3.0)
-    monkeypatch.setattr(rates, "MIN_REQUESTS", 150)
+    monkeypatch.setattr(rates, "MIN_REQUESTS", 100)
+    monkeypatch.setattr(rates, "LOOKS", (3,))
     # A busy machine may send less than 300/s, which is still more than one instance can do.
     monkeypatch.setattr(load_measure, "MIN_SENT_RATIO", 0.75)
     # One request every 5 ms at most.
@@ -201,7 +272,7 @@ def test_the_highest_rate_lies_below_what_one_instance_can_do(
         TEXTS,
         Slo(p50_ms=20_000),
         start_per_s=300,
-        seconds=SECONDS,
+        seconds=0.6,
         budget_s=120,
         progress=lambda _stage, line: lines.append(line),
     )
@@ -214,3 +285,49 @@ def test_the_highest_rate_lies_below_what_one_instance_can_do(
     assert len(first.rounds) > 1, "no single round decides"
     assert first.bottleneck is not None
     assert len(lines) >= len(found.points), "the highest rate is measured again"
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    for field, texts, options in (
+        ("requests", [], {"concurrency": 1}),
+        ("load", TEXTS, {}),
+        ("load", TEXTS, {"concurrency": 1, "request_rate_per_s": 1}),
+        ("concurrency", TEXTS, {"concurrency": 0}),
+        ("request_rate_per_s", TEXTS, {"request_rate_per_s": 0}),
+        ("burst", TEXTS, {"request_rate_per_s": 1, "burst": 0}),
+    ):
+        with pytest.raises(UserError) as caught:
+            run("", "echo", texts, **options)  # type: ignore[arg-type]
+        assert caught.value.field == field
+
+
+def test_perf_analyzer_is_fetched_once_and_again_when_its_libraries_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(find_perf_analyzer().binary.parent, cache / VERSION)
+    found = find_perf_analyzer(cache)
+    fetched_at = found.binary.stat().st_mtime_ns
+    assert find_perf_analyzer(cache) == found
+    assert found.binary.stat().st_mtime_ns == fetched_at
+    assert [path.name for path in cache.iterdir()] == [VERSION]
+
+    library = cache / VERSION / "lib" / "libb64.so.0d"
+    library.unlink()
+    library.symlink_to(tmp_path / "gone")
+    assert find_perf_analyzer(cache).binary.stat().st_mtime_ns > fetched_at
+    assert library.is_file()
+    # One on PATH is used if it runs.
+    own = tmp_path / "bin" / "perf_analyzer"
+    own.parent.mkdir()
+    monkeypatch.setenv("PATH", str(own.parent))
+    for status, is_used in ((0, True), (127, False)):
+        own.write_text(f"#!{sys.executable}\nraise SystemExit({status})\n")
+        own.chmod(0o755)
+        assert (find_perf_analyzer(cache).binary == own) is is_used
+    # A fetch that fails leaves nothing.
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(UserError, match="or put perf_analyzer on PATH") as caught:
+        find_perf_analyzer(tmp_path / "none")
+    assert f"tritonclient=={VERSION}" in caught.value.given
+    assert list((tmp_path / "none").iterdir()) == []

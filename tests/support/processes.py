@@ -1,10 +1,23 @@
-"""Marks that identify the processes and shared-memory regions of a test, and a bounded wait."""
+"""Servers of tests, the marks of their processes and shared memory, and a bounded wait."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, SHM
+from triptych.serving.server import Server
+
+
+@contextmanager
+def running(server: Server, on_progress: Callable[[str], None] | None = None) -> Iterator[Server]:
+    """Run a server, and end it without the seconds that Triton takes to unload its models."""
+    try:
+        server.start()
+        server.wait_ready(on_progress=on_progress)
+        yield server
+    finally:
+        server.stop(grace_s=0.0)
 
 
 def mark_of(pid: int) -> str:
