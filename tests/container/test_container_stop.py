@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from container_image import image_of, server_of
-from failing_models import STOPPED_IN_INITIALIZE, write_model
+from echo_server import write_model
+from failing_models import STOPPED_IN_INITIALIZE
 from processes import eventually, regions
 from triptych.client import Client, PipelineNotReadyError, ServerUnreachableError
 from triptych.container.shared_memory import SharedRegions, new_prefix

@@ -1,14 +1,18 @@
-"""Requests that no server may get, sent to a real Envoy before a real server."""
+"""Requests that no server may get, and clients that never end, at a real Envoy before a server."""
 
 import gzip
 import http.client
 import json
+import socket
 import struct
 import threading
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -16,18 +20,16 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+from envoy_front import NAME, OTHER, SERVICE, STEP, TEXT, envoy, infer_request, send_http
 from processes import eventually
-from triptych.serving.fleet.envoy import Listen, proxy_settings
+from triptych.client import Client, InferenceError
 from triptych.serving.fleet.proxy import Proxy
-from triptych.serving.ports import reserve_ports
 
 pytestmark = pytest.mark.server
 
-NAME, STEP = "minilm_packed", "minilm_packed_core"
-MAX_MIB = 1
-LOOPBACK = "127.0.0.1"
-SERVICE = "/inference.GRPCInferenceService"
-TEXT = b"\5\0\0\0hello"
+LARGE_MIB = 4
+INFER = f"POST /v2/models/{NAME}/infer HTTP/1.1\r\nhost: x\r\ncontent-length: {{size}}\r\n\r\n"
+UNFINISHED = INFER.format(size=LARGE_MIB << 20).encode()
 LYING = {
     "string lengths beyond the data": struct.pack("<I", 500) + b"hello",
     "the largest string length": struct.pack("<I", 0xFFFFFFFF) + b"hello",
@@ -42,18 +44,8 @@ COMPRESSED = "send it without compression"
 @pytest.fixture(scope="module")
 def proxy(minilm_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     """Envoy before the server, which forwards requests for one of its two pipelines."""
-    names = ("grpc_port", "http_port", "metrics_port")
-    proxy = Proxy(
-        proxy_settings(replicas=1, max_request_mib=MAX_MIB),
-        Listen(LOOPBACK, **reserve_ports(LOOPBACK, dict.fromkeys(names, 0))),
-        log_file=tmp_path_factory.mktemp("envoy") / "envoy.log",
-    )
-    try:
-        proxy.start([minilm_server], [NAME])
-        assert proxy.wait_healthy([minilm_server], 60)
+    with envoy(minilm_server, tmp_path_factory.mktemp("envoy"), NAME) as proxy:
         yield proxy
-    finally:
-        proxy.stop()
 
 
 @pytest.fixture
@@ -71,15 +63,13 @@ def no_request_fails_at_the_server(minilm_server: Any) -> Iterator[None]:
 
 
 def count_failures(server: Any) -> list[str]:
-    with urllib.request.urlopen(server.metrics_url, timeout=60) as page:
-        lines = page.read().decode().splitlines()
-    return sorted(line for line in lines if line.startswith("nv_inference_request_failure"))
+    return sorted(samples(server.metrics_url, "nv_inference_request_failure"))
 
 
-def infer_request(model: str = NAME, raw: bytes = TEXT) -> Any:
-    request = pb.ModelInferRequest(model_name=model, raw_input_contents=[raw])
-    request.inputs.add(name="text", datatype="BYTES", shape=[1, 1])
-    return request
+def samples(url: str, name: str) -> list[str]:
+    """Return the lines of a page of metrics that begin with a name."""
+    with urllib.request.urlopen(url, timeout=60) as page:
+        return [line for line in page.read().decode().splitlines() if line.startswith(name)]
 
 
 def send(channel: grpc.Channel, message: bytes, method: str = "ModelInfer", **options: Any) -> str:
@@ -98,15 +88,9 @@ def stream(channel: grpc.Channel, *requests: Any) -> list[str]:
 
 
 def post(proxy: Proxy, path: str, body: bytes = b"{}", **headers: str) -> tuple[int, str]:
-    host, _, port = proxy.http_url.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=60)
-    try:
-        names = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request("POST", path, body, names)
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
-    finally:
-        connection.close()
+    connection = http.client.HTTPConnection(proxy.http_url, timeout=60)
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return send_http(connection, path, body, names)[:2]
 
 
 def send_binary(proxy: Proxy, head: str, raw: bytes) -> tuple[int, str]:
@@ -120,11 +104,11 @@ def json_head(size: int, **changes: Any) -> str:
     return json.dumps({"inputs": [{**entry, **changes}]})
 
 
-def test_a_step_cannot_be_addressed(channel: grpc.Channel) -> None:
+def test_a_step_cannot_be_addressed_or_hidden_in_a_message(channel: grpc.Channel) -> None:
     fine = infer_request().SerializeToString()
     step = pb.ModelInferRequest(model_name=STEP).SerializeToString()
     assert send(channel, fine) == "OK"
-    other = infer_request("minilm_bucketed").SerializeToString()
+    other = infer_request(OTHER).SerializeToString()
     unknown = "NOT_FOUND: This proxy only forwards requests for pipelines."
     for message in (step, other, infer_request("nothing").SerializeToString(), fine + step):
         assert send(channel, message).startswith(unknown)
@@ -136,14 +120,9 @@ def test_a_step_cannot_be_addressed(channel: grpc.Channel) -> None:
     assert send(channel, b"", "ServerReady") == "OK"
     for message in (b"", pb.ModelReadyRequest(name=NAME).SerializeToString()):
         assert send(channel, message, "ModelStatistics").endswith("to the address of one server")
-    assert (
-        send(channel, pb.ModelInferRequest(model_name="*").SerializeToString())[:9] == "NOT_FOUND"
-    )
-
-
-def test_a_step_cannot_be_hidden_in_a_message(channel: grpc.Channel) -> None:
-    """Protobuf ignores the bits of a field number above 32, and takes the last of two names."""
-    fine = infer_request().SerializeToString()
+    every = pb.ModelInferRequest(model_name="*").SerializeToString()
+    assert send(channel, every).startswith("NOT_FOUND")
+    # Protobuf ignores the bits of a field number above 32, and takes the last of two names.
     hidden = {
         "a field number with a bit above 32": b"\x8a\x80\x80\x80\x10" + bytes([len(STEP)]),
         "a group": b"\x0b\x0a" + bytes([len(STEP)]),
@@ -224,18 +203,46 @@ def test_what_the_server_could_read_otherwise_is_rejected(proxy: Proxy) -> None:
         assert status == 400, (size, said)
 
 
-def test_only_pipelines_have_a_path(proxy: Proxy) -> None:
+def test_only_pipelines_and_what_controls_nothing_is_open(
+    channel: grpc.Channel, proxy: Proxy
+) -> None:
     tensor = {"name": "text", "datatype": "BYTES", "shape": [1, 1], "data": ["hello"]}
     body = json.dumps({"inputs": [tensor]}).encode()
     for path in (f"{NAME}/infer", f"{NAME}/versions/1/infer"):
         assert post(proxy, f"/v2/models/{path}", body)[0] == 200
-    closed = (
+    models = (
         f"{STEP}/infer", f"{STEP.replace('_', '%5f')}/infer", f"{NAME}/../{STEP}/infer", "stats",
-        f"{STEP}/generate_stream", f"{STEP}/config", f"{NAME}/stats", "minilm_bucketed/infer",
+        f"{STEP}/generate_stream", f"{STEP}/config", f"{NAME}/stats", f"{OTHER}/infer",
+        f"{NAME}/trace/setting",
     )  # fmt: skip
-    for path in closed:
-        status, said = post(proxy, f"/v2/models/{path}", body)
-        assert (status, said[:37]) == (404, "This proxy does not forward this requ"), path
+    others = (
+        *("repository/index", "logging", "trace/setting"),
+        *(f"repository/models/{NAME}/{verb}load" for verb in ("", "un")),
+        f"health/../repository/models/{NAME}/unload",
+        *(f"{kind}sharedmemory/status" for kind in ("system", "cuda")),
+        *(f"{kind}sharedmemory/region/a/register" for kind in ("system", "cuda")),
+        "systemsharedmemory/region/a/unregister",
+    )
+    for path in (*(f"models/{path}" for path in models), *others):
+        for sent in (body, b""):
+            status, said = post(proxy, f"/v2/{path}", sent)
+            assert (status, said[:37]) == (404, "This proxy does not forward this requ"), path
+    for method, message in (
+        ("RepositoryIndex", pb.RepositoryIndexRequest()),
+        ("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name=NAME)),
+        ("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name=NAME)),
+        ("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest()),
+        ("SystemSharedMemoryRegister", pb.SystemSharedMemoryRegisterRequest(name="a", key="/a")),
+        ("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest()),
+        ("CudaSharedMemoryStatus", pb.CudaSharedMemoryStatusRequest()),
+        ("CudaSharedMemoryRegister", pb.CudaSharedMemoryRegisterRequest(name="a")),
+        ("CudaSharedMemoryUnregister", pb.CudaSharedMemoryUnregisterRequest()),
+        ("TraceSetting", pb.TraceSettingRequest()),
+        ("LogSettings", pb.LogSettingsRequest()),
+    ):
+        code, _, text = send(channel, message.SerializeToString(), method).partition(": ")
+        assert code in ("NOT_FOUND", "UNIMPLEMENTED"), method
+        assert "does not forward" in text, method
 
 
 def test_compressed_requests_are_refused(channel: grpc.Channel, proxy: Proxy) -> None:
@@ -249,7 +256,7 @@ def test_compressed_requests_are_refused(channel: grpc.Channel, proxy: Proxy) ->
     with pytest.raises(grpc.RpcError, match=COMPRESSED):
         list(stub.ModelStreamInfer(iter([infer_request()]), compression=grpc.Compression.Gzip))
     bomb = gzip.compress(b"\0" * (64 << 20))
-    assert len(bomb) < MAX_MIB << 20
+    assert len(bomb) < 1 << 20
     for encoding in ("gzip", "deflate", "identity, gzip"):
         status, said = post(proxy, f"/v2/models/{NAME}/infer", bomb, Content_Encoding=encoding)
         assert status == 415
@@ -259,7 +266,7 @@ def test_compressed_requests_are_refused(channel: grpc.Channel, proxy: Proxy) ->
 def test_each_message_of_a_stream_is_checked(channel: grpc.Channel) -> None:
     """A stream goes on after a wrong message, as it does with Triton itself."""
     lying = infer_request(raw=LYING["string lengths beyond the data"])
-    size = 2 * MAX_MIB << 20
+    size = 2 << 20
     large = infer_request(raw=struct.pack("<I", size) + b"x" * size)
     requests = [infer_request(), infer_request(STEP), lying, large, large, infer_request()]
     texts = [
@@ -276,10 +283,10 @@ def test_each_message_of_a_stream_is_checked(channel: grpc.Channel) -> None:
 def test_the_pipelines_can_change_while_envoy_runs(
     channel: grpc.Channel, proxy: Proxy, minilm_server: Any
 ) -> None:
-    other = infer_request("minilm_bucketed").SerializeToString()
-    path = "/v2/models/minilm_bucketed/config"
+    other = infer_request(OTHER).SerializeToString()
+    path = f"/v2/models/{OTHER}/config"
     assert send(channel, other).startswith("NOT_FOUND")
-    proxy.route_to([minilm_server], [NAME, "minilm_bucketed"])
+    proxy.route_to([minilm_server], [NAME, OTHER])
     try:
         assert eventually(lambda: send(channel, other) == "OK")
         assert eventually(lambda: post(proxy, path)[0] != 404)
@@ -287,3 +294,94 @@ def test_the_pipelines_can_change_while_envoy_runs(
         proxy.route_to([minilm_server], [NAME])
     assert eventually(lambda: send(channel, other).startswith("NOT_FOUND"))
     assert eventually(lambda: post(proxy, path)[0] == 404)
+
+
+def connect(url: str, sent: bytes) -> socket.socket:
+    host, _, port = url.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    connection.sendall(sent)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Return what the other side sends until it closes the connection, at most a minute later."""
+    said = b""
+    with suppress(ConnectionResetError):
+        while part := connection.recv(1 << 16):
+            said += part
+    return said
+
+
+def test_unfinished_requests_are_ended_and_streams_may_wait_longer(
+    minilm_server: Any, tmp_path: Path
+) -> None:
+    """A stream without a message for longer than a request may take is still answered."""
+    limits = {"headers_timeout_s": 1, "request_timeout_s": 1, "idle_request_s": 1}
+    with envoy(minilm_server, tmp_path, NAME, limits=limits) as proxy, ExitStack() as opened:
+        channel = opened.enter_context(grpc.insecure_channel(proxy.grpc_url))
+        requests: Queue[Any] = Queue()
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        answers = stub.ModelStreamInfer(iter(requests.get, None), timeout=120)
+        halves = (UNFINISHED[:40], INFER.format(size=1 << 20).encode() + b"x" * 1000)
+        for _ in range(2):
+            connections = [
+                opened.enter_context(connect(proxy.http_url, sent))
+                for sent in halves
+                for _ in range(20)
+            ]
+            with Client(NAME, proxy.grpc_url, retry=None) as client:
+                assert len(client.embed(["hello"])) == 1
+            for connection in connections:
+                assert read_all(connection).startswith(b"HTTP/1.1 408")
+            requests.put(infer_request())
+            assert next(answers).error_message == ""
+        requests.put(None)
+        assert list(answers) == []
+
+
+def hold_over_http(url: str, opened: ExitStack) -> None:
+    """Send all of a request but its last byte."""
+    connection = opened.enter_context(connect(url, UNFINISHED))
+    with suppress(OSError):  # it was ended meanwhile
+        connection.sendall(b"x" * ((LARGE_MIB << 20) - 1))
+
+
+def hold_over_grpc(url: str, opened: ExitStack) -> None:
+    """Send one message of a request that never ends."""
+    options = [("grpc.max_send_message_length", -1)]
+    channel = opened.enter_context(grpc.insecure_channel(url, options))
+    messages: Queue[bytes | None] = Queue()
+    messages.put(b"x" * ((LARGE_MIB << 20) - 100))
+    opened.callback(messages.put, None)
+    call = channel.stream_unary(f"{SERVICE}/ModelInfer")
+    opened.callback(call.future(iter(messages.get, None), timeout=120).cancel)
+
+
+def test_memory_and_connections_are_bounded_while_clients_hold_unfinished_requests(
+    minilm_server: Any, tmp_path: Path
+) -> None:
+    """Those requests are ended, and other clients are answered."""
+    heap_mib, connections = 64, 100
+    limits = {"max_heap_mib": heap_mib, "min_idle_s": 1, "max_client_connections": connections}
+    with envoy(minilm_server, tmp_path, NAME, max_mib=LARGE_MIB, limits=limits) as proxy:
+
+        def is_answered() -> bool:
+            with suppress(InferenceError), Client(NAME, proxy.grpc_url) as client:
+                return len(client.embed(["hello"])) == 1
+            return False
+
+        def count(name: str) -> int:
+            return sum(int(line.split()[-1]) for line in samples(proxy.metrics_url, name))
+
+        for hold, url in ((hold_over_http, proxy.http_url), (hold_over_grpc, proxy.grpc_url)):
+            with ExitStack() as opened:
+                for _ in range(60):
+                    hold(url, opened)
+                assert eventually(is_answered), hold
+                assert count("envoy_server_memory_allocated") < heap_mib << 20
+        assert count("envoy_envoy_overload_actions_reset_high_memory_stream_count") > 0
+        # More connections than allowed are closed, and metrics remain.
+        with ExitStack() as opened:
+            for _ in range(connections + 1):
+                opened.enter_context(connect(proxy.http_url, b""))
+            assert eventually(lambda: count("envoy_listener_downstream_global_cx_overflow") > 0)

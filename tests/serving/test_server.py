@@ -18,8 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from echo_server import ECHO, ask, write_model
-from processes import eventually, mark_of, regions
+from echo_server import ECHO, ENSEMBLE, ask, write_model
+from http_pages import page
+from processes import eventually, mark_of, regions, running
 from triptych.base.errors import UserError
 from triptych.serving import orphan_cleanup
 from triptych.serving.orphan_cleanup import tagged_processes
@@ -30,36 +31,44 @@ pytestmark = pytest.mark.server
 
 SLOW_TO_LOAD = ECHO.replace("pass", "time.sleep(600)")
 
-ENSEMBLE = """
-platform: "ensemble"
-max_batch_size: 4
-input [{ name: "text" data_type: TYPE_STRING dims: [1] }]
-output [{ name: "out" data_type: TYPE_STRING dims: [1] }]
-ensemble_scheduling { step [{
-  model_name: "echo" model_version: -1
-  input_map { key: "text" value: "text" }
-  output_map { key: "OUTPUT" value: "out" }
-}] }
-"""
+
+def port_of(url: str) -> int:
+    return int(url.removesuffix("/metrics").rpartition(":")[2])
 
 
-def get(url: str, path: str) -> tuple[int, str]:
-    host, port = url.split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=60)
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response.status, response.read().decode()
-    finally:
-        connection.close()
+def assert_nothing_left(mark: str) -> None:
+    """Check that no process and no shared memory of a server is left."""
+    assert tagged_processes(mark) == []
+    assert regions(mark) == []
+
+
+def forge_byte_code(source: Path, folder: Path) -> None:
+    """Put the byte code of other source where Python looks for that of `source`."""
+    forged = folder / "forged.py"
+    forged.write_text(ECHO.replace('"unset"', '"forged"'))
+    stat = source.stat()
+    os.utime(forged, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "pycache_prefix", None)
+        cache = cache_from_source(str(source))
+        py_compile.compile(str(forged), cache, str(source), doraise=True)
+        content = bytearray(Path(cache).read_bytes())
+        content[12:16] = stat.st_size.to_bytes(4, "little")
+        Path(cache).write_bytes(content)
+        # The attack works: Python takes the byte code for that of the source.
+        code = SourceFileLoader("model", str(source)).get_code("model")
+    assert code is not None
+    assert b"forged" in marshal.dumps(code)
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, of which `echo` has forged byte code, and an ensemble of this model."""
     folder = tmp_path_factory.mktemp("repository")
     write_model(folder, "other")
     write_model(folder, "echo")
-    return write_model(folder, "chain", None, config=ENSEMBLE.replace("OUTPUT", "echo"))
+    forge_byte_code(folder / "echo/1/model.py", tmp_path_factory.mktemp("forged"))
+    return write_model(folder, "chain", None, config=ENSEMBLE.format(step="echo", output="echo"))
 
 
 @pytest.fixture(scope="module")
@@ -69,29 +78,36 @@ def progress() -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(repository: Path, progress: list[str]) -> Iterator[Server]:
+    """A server that a thread started which has ended since."""
     server = Server(repository, environment={"TRIPTYCH_TEST": "seen"})
+    with pytest.MonkeyPatch.context() as no_rights:
+        no_rights.setattr(shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(UserError, match="__pycache__"):
+            server.start()
     try:
-        server.start()
+        thread = threading.Thread(target=server.start)
+        thread.start()
+        thread.join()
         server.wait_ready(on_progress=progress.append)
         yield server
     finally:
         server.stop(grace_s=0.0)
 
 
-def test_every_model_is_ready_and_answers(server: Server, progress: list[str]) -> None:
+def test_every_model_answers_from_its_source_in_its_environment(
+    server: Server, repository: Path, progress: list[str]
+) -> None:
     assert ask(server, "grüezi") == "grüezi"
     assert ask(server, "through the ensemble", "chain") == "through the ensemble"
     assert sorted(progress) == ["chain is ready", "echo is ready", "other is ready"]
-
-
-def test_the_steps_see_the_environment(server: Server) -> None:
     assert ask(server, "env:TRIPTYCH_TEST") == "seen"
     assert ask(server, "env:TOKENIZERS_PARALLELISM") == "false"
+    assert ask(server, "env:NO_SUCH_VARIABLE") == "unset"  # not as in the forged byte code
+    assert [path.name for path in (repository / "echo/1").iterdir()] == ["model.py"]
 
 
 def test_the_three_services_listen_on_loopback_only(server: Server) -> None:
-    metrics = server.metrics_url.removeprefix("http://").removesuffix("/metrics")
-    ports = {int(url.rpartition(":")[2]) for url in (server.grpc_url, server.http_url, metrics)}
+    ports = {port_of(url) for url in (server.grpc_url, server.http_url, server.metrics_url)}
     listening: dict[int, str] = {}
     for table in ("tcp", "tcp6"):  # gRPC listens through the IPv6 form of 127.0.0.1
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
@@ -104,28 +120,36 @@ def test_the_three_services_listen_on_loopback_only(server: Server) -> None:
 
 def test_the_metrics_have_latency_quantiles(server: Server) -> None:
     ask(server, "one to count")
-    metrics = server.metrics_url.removeprefix("http://").removesuffix("/metrics")
-    status, page = get(metrics, "/metrics")
+    status, text = page(port_of(server.metrics_url), "/metrics")
     assert status == 200
-    assert 'nv_inference_request_summary_us{model="echo"' in page
-    assert "quantile" in page
+    assert 'nv_inference_request_summary_us{model="echo"' in text
+    assert "quantile" in text
 
 
-def test_a_second_server_runs_beside_the_first(
+def test_a_second_server_runs_beside_the_first_and_answers_what_is_in_flight_at_its_stop(
     server: Server, repository: Path, tmp_path: Path
 ) -> None:
-    with Server(repository, models=["chain"], log_file=tmp_path / "second.log") as second:
+    log_file, asked = tmp_path / "second.log", f"sleep:1:{tmp_path / 'begun'}"
+    with (
+        ThreadPoolExecutor(1) as pool,
+        Server(repository, models=["chain"], log_file=log_file) as second,
+    ):
         mark = mark_of(second.pid)
         assert ask(second, "two") == "two"
         assert ask(server, "one") == "one"
-        assert get(second.http_url, "/v2/models/echo/ready")[0] == 200  # the ensemble's step
-        assert get(second.http_url, "/v2/models/other/ready")[0] != 200
+        assert (
+            page(port_of(second.http_url), "/v2/models/echo/ready")[0] == 200
+        )  # the ensemble's step
+        assert page(port_of(second.http_url), "/v2/models/other/ready")[0] != 200
         assert tagged_processes(mark)
         assert regions(mark)
-    assert tagged_processes(mark) == []
-    assert regions(mark) == []
+        answer = pool.submit(ask, second, asked)
+        assert eventually((tmp_path / "begun").exists)
+        second.stop()
+        assert answer.result(timeout=60.0) == asked
+    assert_nothing_left(mark)
     assert ask(server, "still one") == "still one"
-    assert "Waiting for in-flight requests" in (tmp_path / "second.log").read_text()
+    assert "Waiting for in-flight requests" in log_file.read_text()
 
 
 @pytest.mark.replacement
@@ -136,27 +160,8 @@ def test_own_backends_are_laid_over_the_assembled_ones(tmp_path: Path) -> None:
         ECHO.replace('"echo", text)', '"echo", np.char.upper(text.astype("U")).astype(object))')
     )
     repository = write_model(tmp_path / "repository", "loud", None, backend="shouting")
-    server = Server(repository, backend_directory=backends)
-    try:
-        server.start()
-        server.wait_ready()
+    with running(Server(repository, backend_directory=backends)) as server:
         assert ask(server, "hey", "loud") == "HEY"
-    finally:
-        server.stop(grace_s=0.0)
-
-
-def test_requests_in_flight_are_answered_on_stop(tmp_path: Path, repository: Path) -> None:
-    asked = f"sleep:1:{tmp_path / 'begun'}"
-    server = Server(repository, models=["echo"])
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            server.start()
-            server.wait_ready()
-            answer = pool.submit(ask, server, asked)
-            assert eventually((tmp_path / "begun").exists)
-        finally:
-            server.stop()
-        assert answer.result(timeout=60.0) == asked
 
 
 def test_stop_kills_after_the_grace_and_may_be_called_again(
@@ -176,28 +181,35 @@ def test_stop_kills_after_the_grace_and_may_be_called_again(
             server.stop(grace_s=0.5)
         with pytest.raises((OSError, http.client.HTTPException)):
             answer.result(timeout=60.0)
-    assert tagged_processes(mark) == []
-    assert regions(mark) == []
+    assert_nothing_left(mark)
     assert log_file is not None
     assert not log_file.exists()
     server.stop()
 
 
 def test_stop_cleans_up_after_a_server_that_was_killed(repository: Path) -> None:
-    server = Server(repository, models=["echo"])
+    """A server with the flags of the production profile."""
+    flags = check_and_make_flags(repository, production=True)
+    server = Server(repository, production_flags=flags)
     try:
         server.start()
         server.wait_ready()
+        assert ask(server, "env:NO_SUCH_VARIABLE") == "unset"
         mark = mark_of(server.pid)
         log_file = server.log_file
+        (step,) = (pid for pid, model in server.living_steps().items() if model == "echo")
+        os.kill(step, signal.SIGKILL)
+        death = server.find_crash(within_s=60)
+        assert death is not None
+        assert death.message.startswith(f"`echo` crashed. Given: its process {step} has ended")
+        server.living_steps()  # without the one that died
         os.kill(server.pid, signal.SIGKILL)
         death = server.find_crash(within_s=60)
         assert death is not None
         assert "signal SIGKILL" in death.message
     finally:
         server.stop()
-    assert tagged_processes(mark) == []
-    assert regions(mark) == []
+    assert_nothing_left(mark)
     assert log_file is not None
     assert log_file.is_file()  # what it said before it died
     log_file.unlink()
@@ -224,18 +236,6 @@ def test_empty_folders_of_ended_servers_are_removed(
         server.kill()
     orphan_cleanup.remove_environment_folders()
     assert [folder.exists() for folder in (used, new)] == [True, False]
-
-
-def test_a_server_outlives_the_thread_that_started_it(repository: Path) -> None:
-    server = Server(repository, models=["echo"])
-    try:
-        thread = threading.Thread(target=server.start)
-        thread.start()
-        thread.join()
-        server.wait_ready()
-        assert ask(server, "still here") == "still here"
-    finally:
-        server.stop(grace_s=0.0)
 
 
 # Prints the server's pid, or `ready PID`, and waits to be killed.
@@ -281,9 +281,9 @@ def line_of(child: subprocess.Popen[str]) -> str:
     return child.stdout.readline().strip()
 
 
-@pytest.mark.parametrize("moment", ["started", "loading", "ready"])
+@pytest.mark.parametrize("moment", ["started", "ready"])
 def test_nothing_outlives_a_killed_parent(tmp_path: Path, repository: Path, moment: str) -> None:
-    """Killed as soon as the server is started, while models load, or when they serve."""
+    """Killed as soon as the server is started, or when its models serve."""
     is_ready = moment == "ready"
     served = repository if is_ready else write_model(tmp_path / "slow", "slow", SLOW_TO_LOAD)
     temporary_folder = tmp_path / "temporary"
@@ -294,8 +294,7 @@ def test_nothing_outlives_a_killed_parent(tmp_path: Path, repository: Path, mome
             assert line_of(child) == "ready"
         assert eventually(lambda: "tritonserver" in str(Path(f"/proc/{pid}/exe").readlink()))
         mark = mark_of(pid)
-        # A step's process and its memory are there while it loads.
-        assert moment == "started" or eventually(lambda: bool(regions(mark)))
+        assert not is_ready or regions(mark)
         assert list(temporary_folder.iterdir())
     finally:
         end_child(child)
@@ -318,38 +317,3 @@ def test_ctrl_c_at_the_terminal_reaches_the_server_once(tmp_path: Path, reposito
     assert log_file.read_text().count("Signal (") == 1
     assert list((tmp_path / "temporary").iterdir()) == []
     assert tagged_processes(mark) == []
-
-
-def forge_byte_code(source: Path, folder: Path) -> None:
-    """Put the byte code of other source where Python looks for that of `source`."""
-    forged = folder / "forged.py"
-    forged.write_text(ECHO.replace('"unset"', '"forged"'))
-    stat = source.stat()
-    os.utime(forged, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    cache = cache_from_source(str(source))
-    py_compile.compile(str(forged), cache, str(source), doraise=True)
-    content = bytearray(Path(cache).read_bytes())
-    content[12:16] = stat.st_size.to_bytes(4, "little")
-    Path(cache).write_bytes(content)
-    # The attack works: Python takes the byte code for that of the source.
-    code = SourceFileLoader("model", str(source)).get_code("model")
-    assert code is not None
-    assert b"forged" in marshal.dumps(code)
-
-
-@pytest.mark.parametrize("production", [False, True])
-def test_forged_byte_code_of_a_step_is_not_run(
-    production: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    repository = write_model(tmp_path / "r", "echo")
-    version = repository / "echo/1"
-    monkeypatch.setattr(sys, "pycache_prefix", None)
-    forge_byte_code(version / "model.py", tmp_path)
-    with monkeypatch.context() as no_rights:
-        no_rights.setattr(shutil, "rmtree", lambda *_, **__: None)
-        with pytest.raises(UserError, match="__pycache__"):
-            Server(repository).start()
-    flags = check_and_make_flags(repository, production=production)
-    with Server(repository, production_flags=flags) as server:
-        assert ask(server, "env:NO_SUCH_VARIABLE") == "unset"
-        assert [path.name for path in version.iterdir()] == ["model.py"]

@@ -21,19 +21,7 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_busy_port_is_named(repository: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(UserError, match="free port") as caught:
-            Server(repository, grpc_port=port).start()
-    assert caught.value.field == "grpc_port"
-    assert str(port) in caught.value.given
-    assert "Stop that process" in caught.value.remedy
-
-
-def test_a_picked_port_differs_from_the_wanted_ones(repository: Path) -> None:
+def test_a_picked_port_differs_from_the_wanted_ones() -> None:
     wanted = {"grpc_port": 0, "http_port": 0, "metrics_port": 0}
     ports = reserve_ports("127.0.0.1", wanted)
     assert set(ports) == set(wanted)
@@ -55,32 +43,33 @@ def test_a_picked_port_is_kept_for_its_server_until_it_is_released() -> None:
         another.bind(at)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        ({"grpc_port": 21000, "http_port": 21000}, "http_port"),
-        ({"metrics_port": 70000}, "metrics_port"),
-        ({"host": "192.0.2.1"}, "host"),
-        ({"models": ["ecco"]}, "models"),
-        ({"backend_directory": Path("nowhere")}, "backend_directory"),
-    ],
-)
-def test_a_mistake_is_told_before_anything_starts(
-    repository: Path, arguments: dict[str, Any], field: str
-) -> None:
-    server = Server(repository, **arguments)
-    with pytest.raises(UserError) as caught:
-        server.start()
-    assert caught.value.field == field
-    with pytest.raises(RuntimeError, match="not started"):
-        print(server.pid)
-
-
-def test_a_repository_must_be_there_and_hold_a_model(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="at least one model"):
-        Server(tmp_path).start()
-    with pytest.raises(UserError, match="must be a folder"):
-        Server(tmp_path / "nowhere").start()
+def test_a_mistake_is_told_before_anything_starts(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    arguments: dict[str, Any]
+    for folder, arguments, field in (
+        (repository, {"grpc_port": 21000, "http_port": 21000}, "http_port"),
+        (repository, {"metrics_port": 70000}, "metrics_port"),
+        (repository, {"host": "192.0.2.1"}, "host"),
+        (repository, {"models": ["ecco"]}, "models"),
+        (repository, {"backend_directory": Path("nowhere")}, "backend_directory"),
+        (tmp_path / "empty", {}, "repository"),
+        (tmp_path / "nowhere", {}, "repository"),
+    ):
+        server = Server(folder, **arguments)
+        with pytest.raises(UserError) as caught:
+            server.start()
+        assert caught.value.field == field, arguments
+        with pytest.raises(RuntimeError, match="not started"):
+            print(server.pid)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match="free port") as caught:
+            Server(repository, grpc_port=port).start()
+    assert caught.value.field == "grpc_port"
+    assert str(port) in caught.value.given
+    assert "Stop that process" in caught.value.remedy
 
 
 def test_a_server_on_path_is_taken_with_its_own_backends(

@@ -13,6 +13,7 @@ from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from echo_server import ask, write_model
+from envoy_front import send_http
 from processes import mark_of, regions
 from triptych.base.errors import UserError
 from triptych.client import Client
@@ -27,14 +28,9 @@ STEPS = 6
 """Python processes of the two pipelines of `minilm_server`."""
 
 
-def post(url: str, path: str, body: object, method: str = "POST") -> tuple[int, str]:
+def post(url: str, path: str, body: object) -> tuple[int, str]:
     connection = http.client.HTTPConnection(url, timeout=60)
-    try:
-        connection.request(method, path, json.dumps(body))
-        response = connection.getresponse()
-        return response.status, response.read().decode()
-    finally:
-        connection.close()
+    return send_http(connection, path, json.dumps(body).encode(), {})[:2]
 
 
 def test_only_the_servers_own_user_can_read_what_it_shares(minilm_server: Server) -> None:
@@ -47,16 +43,6 @@ def test_only_the_servers_own_user_can_read_what_it_shares(minilm_server: Server
     assert len(shared) > STEPS
     for path in (*shared, minilm_server.log_file):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
-
-
-def test_a_log_file_that_is_named_is_private_too(tmp_path: Path) -> None:
-    log_file = tmp_path / "server.log"
-    server = Server(write_model(tmp_path / "r", "echo"), log_file=log_file)
-    try:
-        server.start()
-        assert stat.S_IMODE(log_file.stat().st_mode) == 0o600
-    finally:
-        server.stop(grace_s=0.0)
 
 
 def test_clients_cannot_read_a_steps_memory_nor_write_files(
@@ -97,27 +83,6 @@ def test_clients_cannot_read_a_steps_memory_nor_write_files(
     assert region not in minilm_server._log_text()
 
 
-def test_clients_may_pass_tensors_in_shared_memory_where_that_was_asked_for(tmp_path: Path) -> None:
-    repository = write_model(tmp_path / "repository", "echo")
-    analyzer = find_perf_analyzer()
-    words = [
-        *(str(analyzer.binary), "-m", "echo", "-i", "grpc", "--shared-memory=system"),
-        *("--output-shared-memory-size=4096", "--string-length=8", "--concurrency-range=1"),
-        *("--request-count=10",),
-    ]
-    with Server(repository, client_shm=True) as server:
-        found = subprocess.run(
-            [*words, "-u", server.grpc_url],
-            env=analyzer.environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert found.returncode == 0, found.stdout + found.stderr
-        status, said = post(server.http_url, "/v2/logging", {"log_file": str(tmp_path / "log")})
-        assert (status, "restricted" in said) == (403, True)
-
-
 def test_the_key_is_neither_in_the_process_list_nor_with_the_steps(minilm_server: Server) -> None:
     (key,) = minilm_server.operator_headers.values()
     processes = tagged_processes(mark_of(minilm_server.pid))
@@ -130,17 +95,33 @@ def test_the_key_is_neither_in_the_process_list_nor_with_the_steps(minilm_server
     assert key not in minilm_server._log_text()
 
 
-def test_no_path_is_read_by_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Python backend would start its steps through one, with these paths in the line."""
+def test_no_path_is_read_by_a_shell_and_clients_use_shared_memory_only_where_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Python backend would start its steps through a shell, with these paths in the line."""
+    analyzer = find_perf_analyzer()
+    words = [
+        *(str(analyzer.binary.resolve()), "-m", "echo", "-i", "grpc", "--shared-memory=system"),
+        *("--output-shared-memory-size=4096", "--string-length=8", "--concurrency-range=1"),
+        "--request-count=10",
+    ]
+    environment = analyzer.environment()
     monkeypatch.chdir(tmp_path)
     temporary = tmp_path / HOSTILE
     repository = write_model(temporary / HOSTILE, "echo")
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     log_file = temporary / "log's $(touch PWNED)"
-    with Server(repository, log_file=log_file) as server:
+    with Server(repository, log_file=log_file, client_shm=True) as server:
+        assert stat.S_IMODE(log_file.stat().st_mode) == 0o600
         mark = mark_of(server.pid)
         assert ask(server, "grüezi") == "grüezi"
         private = [Path(word) for p in tagged_processes(mark) for word in p.cmdline()]
+        found = subprocess.run(
+            [*words, "-u", server.grpc_url], env=environment, capture_output=True, text=True
+        )
+        assert found.returncode == 0, found.stdout + found.stderr
+        status, said = post(server.http_url, "/v2/logging", {"log_file": str(tmp_path / "log")})
+        assert (status, "restricted" in said) == (403, True)
     assert not list(tmp_path.rglob("PWNED"))
     assert sorted(path.name for path in temporary.iterdir()) == sorted([HOSTILE, log_file.name])
     assert repository.joinpath("echo/1/model.py").is_file()  # a link to it was removed, not it
@@ -149,7 +130,9 @@ def test_no_path_is_read_by_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not [path for path in left if path.exists()]
 
 
-def test_a_model_whose_name_a_shell_would_read_is_refused(tmp_path: Path) -> None:
+def test_names_that_a_shell_would_read_and_a_folder_without_rights_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("$(touch PWNED)", "with space", "ü"):
         repository = write_model(tmp_path / name.strip("$()") / "r", name)
         write_model(repository, "echo")
@@ -157,11 +140,6 @@ def test_a_model_whose_name_a_shell_would_read_is_refused(tmp_path: Path) -> Non
             Server(repository).start()
         assert name in caught.value.given
     assert not Path("PWNED").exists()
-
-
-def test_a_temporary_folder_that_cannot_be_written_to_is_a_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="TMPDIR"):
         Server(write_model(tmp_path / "r", "echo")).start()

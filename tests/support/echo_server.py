@@ -16,10 +16,22 @@ instance_group [{{ kind: KIND_CPU }}]
 """
 
 
+ENSEMBLE = """
+platform: "ensemble"
+max_batch_size: 4
+input [{{ name: "text" data_type: TYPE_STRING dims: [1] }}]
+output [{{ name: "out" data_type: TYPE_STRING dims: [1] }}]
+ensemble_scheduling {{ step [{{
+  model_name: "{step}" model_version: -1
+  input_map {{ key: "text" value: "text" }}
+  output_map {{ key: "{output}" value: "out" }}
+}}] }}
+"""
+"""Config of an ensemble of one step."""
+
 # `sleep:2:FILE` makes the file and takes two seconds, `env:NAME` answers with a variable,
 # anything else comes back.
-ECHO = """
-import os
+ECHO = """import os
 import time
 
 import numpy as np
