@@ -16,10 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from client_play import PLAYED
 from client_toy import Toy, expected, serve_toy, texts_of_many_lengths, wait_until
 from triptych.base.errors import UserError
 from triptych.client.bulk.jobs import BulkOptions
 from triptych.client.bulk.run import BulkProgress, run
+from triptych.client.rows import InputRow, send_rows
 from triptych.interface.cli import app
 
 pytestmark = pytest.mark.server
@@ -27,8 +29,7 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
-    models = ("toy", "reader", "classifier", "seer")
-    with serve_toy(tmp_path_factory.mktemp("bulk"), models) as served:
+    with serve_toy(tmp_path_factory.mktemp("bulk"), ("toy", *PLAYED)) as served:
         yield served
 
 
@@ -39,6 +40,54 @@ def infer(toy: Toy, *words: str | Path) -> Any:
 
 def ignore(_: BulkProgress) -> None:
     """Tell nobody."""
+
+
+def test_rows_of_the_command_line_are_answered_and_printed(toy: Toy, tmp_path: Path) -> None:
+    shown = infer(toy, "classifier", "-t", "a b", "-p", "candidate_labels=[billing, delivery]")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.splitlines() == [
+        "'a b'",
+        "  label: billing  score: 0.5000",
+        "  label: delivery  score: 0.5000",
+    ]
+
+    def ask(pipeline: str, *words: str | Path) -> Any:
+        return json.loads(infer(toy, pipeline, *words, "--json").stdout)
+
+    anna = {"entity": "simple", "text": "Anna", "start": 4, "end": 8, "score": 0.75}
+    found = ask("tagger", "-t", "für Anna", "-t", "none")
+    assert found == [{"entities": [anna]}, {"entities": []}]
+    pairs = ("--text-pair", "now", "--text-pair", "where")
+    answer = {"answer": "w", "score": 0.25, "start": 2, "end": 17}
+    assert ask("reader", "-t", "w", *pairs)[0] == answer
+    (tmp_path / "a.png").write_bytes(b"\xff\x00")
+    (seen,) = ask("seer", "--image", tmp_path / "a.png", "-p", "top_k=2")
+    assert seen["score"] == [1.0, 0.5]
+    (vectors,) = ask("embedder", "-t", "a", "-p", "encoding=binary")
+    assert (vectors["embedding"], len(vectors["embedding_int8"])) == ([], 1)
+    file, counts = tmp_path / "rows.jsonl", [3, 1, 3, 2]
+    lines = [{"text": f"t{i}", "parameters": {"top_k": k}} for i, k in enumerate(counts)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    rows = ask("classifier", "-f", file, "-p", "top_k=5")
+    assert [len(row["label"]) for row in rows] == counts
+    assert ask("classifier", "-t", "t2", "-p", "top_k=3") == [rows[2]]
+    file.write_text("\n".join(map(json.dumps, [*lines, {"text": "refuse"}])))
+    assert "row 4: `text` must not be refused" in str(
+        infer(toy, "classifier", "-f", file).exception
+    )
+
+
+def test_inputs_that_are_not_the_pipelines_are_a_mistake(toy: Toy) -> None:
+    for pipeline, given, message in (
+        ("reader", ["text"], "`--text-pair` is required. Given: text. Give the inputs of `reader`"),
+        ("classifier", ["text", "text_pair"], "`--text-pair` is not an input of `classifier`. Giv"),
+        ("seer", ["text"], "`--image` is required. Given: text. .* each row: image"),
+        ("tagger", ["image"], "`--text` is required. Given: image. .* each row: text"),
+    ):
+        for source, said in (("", message), ("rows.jsonl:4", r"^`rows\.jsonl:4` must")):
+            row = InputRow(dict.fromkeys(given, "a"), "a", source)
+            with pytest.raises(UserError, match=said):
+                send_rows(pipeline, [row], url=toy.url, parameters={}, timeout_s=60.0)
 
 
 def test_every_row_has_its_own_answer_in_its_place(toy: Toy, tmp_path: Path) -> None:

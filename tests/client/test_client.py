@@ -2,7 +2,6 @@
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,12 @@ from client_toy import (
     texts_of_many_lengths,
     wait_until,
 )
-from triptych.base.errors import UserError
 from triptych.client import (
     Client,
     InvalidRequestError,
     KeepAlive,
     PipelineFailedError,
-    Retry,
     StepStatistics,
-    Tls,
 )
 
 pytestmark = pytest.mark.server
@@ -45,13 +41,8 @@ def test_embed_takes_one_text_in_str_or_bytes_and_any_character(call: Call) -> N
     for text in ("plain", "", "nul \0 inside", "😀 é", "\u2028"):
         np.testing.assert_array_equal(call("toy", "embed", [text]), [expected(text)])
         np.testing.assert_array_equal(call("toy", "embed", [text.encode()]), [expected(text)])
-
-
-def test_the_result_belongs_to_the_caller(toy: Toy) -> None:
-    with Client("toy", toy.url) as client:
-        vectors = client.embed(["mine"])
-        vectors += 1.0
-        np.testing.assert_array_equal(client.embed(["mine"]), [expected("mine")])
+    vectors = call("toy", "embed", ["mine"])
+    vectors += 1.0  # the result belongs to the caller
 
 
 def test_no_texts_give_an_empty_array_of_the_right_width(call: Call) -> None:
@@ -109,6 +100,9 @@ def test_rows_of_like_length_share_a_request_within_the_batch_limit(call: Call, 
     assert max(map(len, sizes)) <= MAX_BATCH_SIZE
     padded = sum(len(rows) * max(rows) for rows in sizes)
     assert padded < 1.15 * sum(map(sum, sizes))
+    mark = f"room {time.monotonic()}"  # by default requests leave room for each other in a batch
+    call("toy", "embed", texts_of_many_lengths(100, mark))
+    assert max(len(request.texts) for request in toy.seen(mark)) == MAX_BATCH_SIZE // 4
 
 
 def test_a_long_text_does_not_pad_the_short_ones(call: Call, toy: Toy) -> None:
@@ -116,12 +110,6 @@ def test_a_long_text_does_not_pad_the_short_ones(call: Call, toy: Toy) -> None:
     texts = [f"{mark} a", f"{mark} b" + "long" * 500, f"{mark} c"]
     np.testing.assert_array_equal(call("toy", "embed", texts), expected_all(texts))
     assert sorted(request.texts for request in toy.seen(mark)) == [[texts[0], texts[2]], [texts[1]]]
-
-
-def test_requests_leave_room_for_each_other_in_a_batch(call: Call, toy: Toy) -> None:
-    mark = f"room {time.monotonic()}"
-    call("toy", "embed", texts_of_many_lengths(100, mark))
-    assert max(len(request.texts) for request in toy.seen(mark)) == MAX_BATCH_SIZE // 4
 
 
 def test_no_more_requests_are_in_flight_than_asked(call: Call) -> None:
@@ -145,43 +133,37 @@ def test_a_refused_row_is_named_by_the_callers_index(call: Call) -> None:
     assert caught.value.message.endswith("Given: row 0: x. Send another.")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
+def test_what_cannot_be_sent_is_refused_before_sending(call: Call, toy: Toy) -> None:
+    mark = f"unsent {time.monotonic()}"
+    wrong: Any
+    for wrong, message in (
         ("half \ud83d pair", "must be text that UTF-8 supports. Given: the lone surrogate U+D83D"),
         (7, "must be str or bytes. Given: int."),
         (None, "must be str or bytes. Given: NoneType."),
         (bytearray(b"x"), "must be str or bytes. Given: bytearray."),
-    ],
-)
-def test_what_cannot_be_sent_is_refused_before_sending(
-    call: Call, toy: Toy, wrong: object, message: str
-) -> None:
-    mark = f"unsent {time.monotonic()}"
-    with pytest.raises(InvalidRequestError) as caught:
-        call("toy", "embed", [mark, mark, wrong, mark])
-    assert caught.value.row == 2
-    assert message in str(caught.value)
-    str(caught.value).encode()
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            call("toy", "embed", [mark, mark, wrong, mark])
+        assert caught.value.row == 2
+        assert message in str(caught.value)
+        str(caught.value).encode()
     assert toy.seen(mark) == []
 
 
-def test_inputs_that_are_no_rows_are_refused(call: Call) -> None:
-    with pytest.raises(InvalidRequestError, match="must be a list with one element per row"):
-        call("toy", "embed", "one text")
-    with pytest.raises(InvalidRequestError, match="must be a list with one element per row"):
-        call("toy", "embed", "")
-    with pytest.raises(InvalidRequestError, match="Given: `text` 2, `text_pair` 1"):
-        call("pair", "infer", {"text": ["a", "b"], "text_pair": ["c"]})
-    with pytest.raises(InvalidRequestError, match="Given: no input"):
-        call("pair", "infer", {})
-    with pytest.raises(InvalidRequestError, match="The parameter `dimensions` must be"):
-        call("toy", "embed", ["a"], dimensions=[3])
-    # The interface of another task: it has the input that `embed` sends, but not its output.
-    with pytest.raises(
-        InvalidRequestError, match=r"must have the output `embedding`.*Given: length"
+def test_inputs_that_do_not_fit_are_refused(call: Call) -> None:
+    for words, options, message in (
+        (
+            ("pair", "infer", {"text": ["a", "b"], "text_pair": ["c"]}),
+            {},
+            "Given: `text` 2, `text_pair` 1",
+        ),
+        (("pair", "infer", {}), {}, "Given: no input"),
+        (("toy", "embed", ["a"]), {"dimensions": [3]}, "The parameter `dimensions` must be"),
+        # The interface of another task: it has the input that `embed` sends, but not its output.
+        (("measure", "embed", ["a"]), {}, r"must have the output `embedding`.*Given: length"),
     ):
-        call("measure", "embed", ["a"])
+        with pytest.raises(InvalidRequestError, match=message):
+            call(*words, **options)
 
 
 def test_embed_each_loses_only_the_bad_rows(call: Call) -> None:
@@ -197,17 +179,11 @@ def test_embed_each_loses_only_the_bad_rows(call: Call) -> None:
             assert result.row == row
         else:
             np.testing.assert_array_equal(result, expected(text))
-
-
-def test_embed_each_survives_a_request_of_bad_rows_only(call: Call) -> None:
-    results = call("toy", "embed_each", ["refuse"] * 9)
+    results = call("toy", "embed_each", ["refuse"] * 9)  # a request of bad rows only
     assert [result.row for result in results] == list(range(9))
     assert [result.row for result in call("toy", "embed_each", ["\ud800"])] == [0]
-
-
-def test_embed_each_raises_what_no_row_is_to_blame_for(call: Call) -> None:
     with pytest.raises(PipelineFailedError):
-        call("toy", "embed_each", ["good", "break"])
+        call("toy", "embed_each", ["good", "break"])  # no row is to blame for it
 
 
 def test_step_statistics_count_what_happened_between(call: Call) -> None:
@@ -237,38 +213,8 @@ def test_step_statistics_count_what_happened_between(call: Call) -> None:
     assert during.compute_infer_us > 0
     assert during.queue_us > 0
     assert during.compute_infer_total_us == pytest.approx(during.compute_infer_us * during.requests)
-
-
-def test_a_step_that_did_nothing_has_no_means(toy: Toy) -> None:
-    with Client("toy", toy.url) as client:
-        (now,) = client.step_statistics()
-    nothing = now - now
+    nothing = during - during
     assert (nothing.mean_batch, nothing.queue_us, nothing.compute_infer_us) == (0.0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"max_in_flight": 0}, "max_in_flight"),
-        ({"rows_per_request": 0}, "rows_per_request"),
-        ({"url": "http://localhost:8000"}, "url"),
-        ({"url": ""}, "url"),
-        ({"tls": Tls(Path("no/such/file.pem"))}, "tls.root_certificates"),
-    ],
-)
-def test_a_setting_that_makes_no_sense_is_the_users_mistake(
-    settings: dict[str, Any], field: str
-) -> None:
-    with pytest.raises(UserError) as caught:
-        Client("toy", **settings)
-    assert caught.value.field == field
-
-
-def test_half_a_client_certificate_is_the_users_mistake() -> None:
-    with pytest.raises(UserError, match="must have both `certificate` and `key`"):
-        Tls(certificate=Path("client.pem"))
-    with pytest.raises(UserError, match=r"retry\.attempts"):
-        Retry(attempts=0)
 
 
 def test_keep_alive_without_calls_works_on_a_live_line(toy: Toy) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from client_toy import (
     DIM,
     EMBED,
     STEP,
+    Toy,
     caller,
     expected,
     expected_all,
@@ -56,47 +58,31 @@ class Replica:
     def url(self) -> str:
         return self.server.grpc_url
 
-    @property
-    def pid(self) -> int:
-        return self.server.pid
-
     def executed(self) -> int:
         """Requests so far."""
         file = self.repository / "toy" / "seen.jsonl"
         return len(file.read_text().splitlines()) if file.exists() else 0
-
-    def has_begun(self, text: str) -> bool:
-        file = self.repository / "toy" / "begun.txt"
-        return file.exists() and text in file.read_text()
 
 
 @contextmanager
 def serve_fleet(folder: Path) -> Iterator[list[Replica]]:
     """A server on each of `HOSTS`, all on the first one's port."""
     settings = STEP.format(max_batch_size=4, instances=2, dim=DIM, queue_policy="")
-    replicas: list[Replica] = []
-
-    def start(host: str, port: int = 0) -> Replica:
-        repository = folder / host
-        write_model(repository / "toy", settings, EMBED)
-        server = Server(repository, host=host, grpc_port=port)
-        server.start()
-        replicas.append(Replica(server, repository))
-        return replicas[-1]
-
-    try:
-        first = start(HOSTS[0])
-        port = int(first.url.rpartition(":")[2])
-        for host in HOSTS[1:]:
-            start(host, port)
+    with ExitStack() as stack:
+        replicas: list[Replica] = []
+        for host in HOSTS:
+            port = int(replicas[0].url.rpartition(":")[2]) if replicas else 0
+            write_model(folder / host / "toy", settings, EMBED)
+            server = Server(folder / host, host=host, grpc_port=port)
+            stack.callback(server.stop)
+            server.start()
+            replicas.append(Replica(server, folder / host))
         for replica in replicas:
             replica.server.wait_ready()
-        yield sorted(replicas, key=lambda replica: replica.url)
-    finally:
+        yield replicas
         for replica in replicas:
             with suppress(RuntimeError, ProcessLookupError):  # a test has ended it
-                os.kill(replica.pid, signal.SIGKILL)  # to go politely takes Triton two seconds
-            replica.server.stop()
+                os.kill(replica.server.pid, signal.SIGKILL)  # to end politely takes seconds
 
 
 class FakeNameServer:
@@ -252,7 +238,7 @@ def test_a_server_that_joins_gets_traffic(fleet: list[Replica]) -> None:
 
 
 def test_servers_leave_and_no_request_fails(fleet: list[Replica]) -> None:
-    """Goes last: of the fleet one server is left."""
+    """Goes last: of the fleet one server is left, and one comes back at its address."""
     left, stopped, killed = fleet
     for leaving, how in ((killed, signal.SIGKILL), (stopped, signal.SIGTERM)):
         urls = f"{left.url},{stopped.url}" + (f",{killed.url}" if leaving is killed else "")
@@ -261,7 +247,7 @@ def test_servers_leave_and_no_request_fails(fleet: list[Replica]) -> None:
                 with Load(without, 3, f"plain {how.name}") as plain:
                     with busy(leaving):
                         wait_until(lambda: load.answers > 50, "load")
-                        os.kill(leaving.pid, how)
+                        os.kill(leaving.server.pid, how)
                         if how is signal.SIGTERM:  # one that is killed may have had none of them
                             wait_until(lambda: plain.errors, "a request that failed")
                     leaving.server.stop()
@@ -269,14 +255,24 @@ def test_servers_leave_and_no_request_fails(fleet: list[Replica]) -> None:
                 wait_until(lambda: load.answers > after + 50, "answers of the others")  # noqa: B023
             assert (load.errors, load.wrong, plain.wrong) == ([], 0, 0)
             np.testing.assert_array_equal(client.embed(["left"]), [expected("left")])
+    host, _, port = killed.url.rpartition(":")
+    with Client("toy", killed.url) as client:
+        with pytest.raises(ServerUnreachableError):
+            client.embed(["nobody there"])
+        with Server(killed.repository, host=host, grpc_port=int(port)) as server:
+            with Load(client, 1, "back") as load:
+                wait_until(lambda: load.answers, "a connection to the new server")
+            assert load.wrong == 0
+            os.kill(server.pid, signal.SIGKILL)
 
 
 @contextmanager
 def busy(replica: Replica) -> Iterator[None]:
-    """With a request under way: so long a server that stops refuses others."""
+    """With a request in flight: so long a server that stops refuses others."""
+    toy = Toy(replica.url, replica.repository)
     with opened("sync", "toy", replica.url, retry=None, timeout_s=None) as start:
         request = start("embed", ["sleep:600"])
-        wait_until(lambda: replica.has_begun("sleep:600"), "the request that keeps it busy")
+        toy.wait_begun("sleep:600", "toy")
         yield
         start("close").result()
         assert isinstance(request.exception(), InferenceError)
@@ -326,15 +322,28 @@ def test_addresses_are_read_or_refused() -> None:
     one = read_target("triton:8001")
     assert (one.uri, one.is_several, one.is_named) == ("triton:8001", False, True)
     assert not read_target("unix:/run/triton.sock").is_named
-    for url in ("triton-1:8001,triton-2:8001", "127.0.0.1:1,[::1]:1"):
+    for mixed in ("triton-1:8001,triton-2:8001", "127.0.0.1:1,[::1]:1"):
         with pytest.raises(UserError, match=r"IP addresses of one version.*dns:///name:port"):
-            Client("toy", url)
-    for wrong in ("", [], "a:1,", "http://a:1", ["127.0.0.1:1", "https://b"]):
+            Client("toy", mixed)
+    wrong: tuple[Any, ...] = ("", [], "a:1,", "http://a:1", ["127.0.0.1:1", "https://b"])
+    for url in wrong:
         with pytest.raises(UserError, match="must be the host and port"):
-            Client("toy", wrong)
+            Client("toy", url)
     with pytest.raises(UserError, match="must be a single server to measure it"):
         check_single("127.0.0.1:1,127.0.0.2:1", "measure it")
-    with pytest.raises(UserError, match="dns_refresh_s"):
-        Client("toy", dns_refresh_s=0)
     with pytest.raises(UserError, match="server_name"):
         Client("toy", "127.0.0.1:1,127.0.0.2:1", tls=Tls())
+    settings: dict[str, Any]
+    for field, settings in (
+        ("max_in_flight", {"max_in_flight": 0}),
+        ("rows_per_request", {"rows_per_request": 0}),
+        ("dns_refresh_s", {"dns_refresh_s": 0}),
+        ("tls.root_certificates", {"tls": Tls(Path("no/such/file.pem"))}),
+    ):
+        with pytest.raises(UserError) as caught:
+            Client("toy", **settings)
+        assert caught.value.field == field
+    with pytest.raises(UserError, match="must have both `certificate` and `key`"):
+        Tls(certificate=Path("client.pem"))
+    with pytest.raises(UserError, match=r"retry\.attempts"):
+        Retry(attempts=0)

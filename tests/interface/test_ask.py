@@ -1,37 +1,21 @@
 """`triptych infer`: the command line's words to rows, and answers to JSON or readable lines."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from client_play import PLAYED
-from client_toy import Toy, infer, serve_toy
 from triptych.base.errors import UserError
 from triptych.client.rows import (
     InputRow,
     describe_answer,
     parse_parameters,
     read_input_rows,
-    send_rows,
 )
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
-    """A server with the pipelines of every task."""
-    with serve_toy(tmp_path_factory.mktemp("played"), tuple(PLAYED)) as served:
-        yield served
 
 
 def inputs_of(questions: list[InputRow]) -> list[dict[str, Any]]:
     return [question.inputs for question in questions]
-
-
-def answers(toy: Toy, pipeline: str, questions: list[InputRow], **parameters: Any) -> Any:
-    return send_rows(pipeline, questions, url=toy.url, parameters=parameters, timeout_s=60.0)
 
 
 def test_what_is_given_once_goes_with_every_row(tmp_path: Path) -> None:
@@ -68,41 +52,33 @@ def test_a_jsonl_file_has_the_inputs_by_name(tmp_path: Path) -> None:
     assert rows[0].shown == "query | p"
 
 
-@pytest.mark.parametrize(
-    ("line", "options", "field", "said"),
-    [
-        ("no json", [], "rows.jsonl:1", "must be a JSON object"),
-        ('["text"]', [], "rows.jsonl:1", "must be a JSON object"),
-        ('{"text": 7}', [], "rows.jsonl:1: text", "must be a string. Given: 7"),
-        ('{"text": "a", "id": []}', [], "rows.jsonl:1: id", "other columns with --out"),
-        ('{"text": "a", "parameters": 7}', [], "rows.jsonl:1: parameters", "must be an object"),
-        ('{"text": "a", "parameters": {"x": [7]}}', [], "parameters.x", "list of strings"),
-        ('{"image": "nowhere.png"}', [], "rows.jsonl:1", "nowhere.png"),
-        ('{"image": "nul\\u0000"}', [], "rows.jsonl:1", "must be a readable file"),
-        ("\n\n", [], "rows.jsonl", "must have rows"),
+def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
+    file, none = tmp_path / "rows.jsonl", list[str]()
+    for line, options, field, said in (
+        ("no json", none, "rows.jsonl:1", "must be a JSON object"),
+        ('["text"]', none, "rows.jsonl:1", "must be a JSON object"),
+        ('{"text": 7}', none, "rows.jsonl:1: text", "must be a string. Given: 7"),
+        ('{"text": "a", "id": []}', none, "rows.jsonl:1: id", "other columns with --out"),
+        ('{"text": "a", "parameters": 7}', none, ":1: parameters", "must be an object"),
+        ('{"text": "a", "parameters": {"x": [7]}}', none, "parameters.x", "list of strings"),
+        ('{"image": "nowhere.png"}', none, "rows.jsonl:1", "nowhere.png"),
+        ('{"image": "nul\\u0000"}', none, "rows.jsonl:1", "must be a readable file"),
+        ("\n\n", none, "rows.jsonl", "must have rows"),
         ('{"text": "a"}', ["b"], "--text", "cannot be combined with lines that have this input"),
         ('{"text": "a"}', ["b", "c"], "--text", "at most once beside a file of rows"),
-    ],
-)
-def test_a_line_that_is_no_row_is_named(
-    tmp_path: Path, line: str, options: list[str], field: str, said: str
-) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(line)
-    with pytest.raises(UserError) as caught:
-        read_input_rows(options, [], [], file)
-    assert caught.value.field.endswith(field)
-    assert said in caught.value.message
-
-
-def test_inputs_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    for options, field in (
+    ):
+        file.write_text(line)
+        with pytest.raises(UserError) as caught:
+            read_input_rows(options, [], [], file)
+        assert caught.value.field.endswith(field), line
+        assert said in caught.value.message, line
+    for sources, field in (
         (([], [], [], None), "--text"),
         (([], [], [tmp_path / "nowhere.png"], None), "--image"),
         (([], [], [], tmp_path / "nowhere.txt"), "--file"),
     ):
         with pytest.raises(UserError) as caught:
-            read_input_rows(*options)
+            read_input_rows(*sources)
         assert caught.value.field == field
 
 
@@ -140,75 +116,3 @@ def test_answers_are_shown_side_by_side() -> None:
     assert describe_answer({"embedding": [], "embedding_int8": [1, -2]}) == [
         "embedding_int8: [1, -2]"
     ]
-
-
-@pytest.mark.server
-def test_every_output_comes_back_as_plain_data(toy: Toy, tmp_path: Path) -> None:
-    found = answers(toy, "tagger", read_input_rows(["für Anna", "none"], [], [], None))
-    anna = {"entity": "simple", "text": "Anna", "start": 4, "end": 8, "score": 0.75}
-    assert found == [{"entities": [anna]}, {"entities": []}]
-    answered = answers(toy, "reader", read_input_rows(["w"], ["now", "where"], [], None))
-    assert answered[0] == {"answer": "w", "score": 0.25, "start": 2, "end": 17}
-    image = tmp_path / "a.png"
-    image.write_bytes(b"\xff\x00")
-    (seen,) = answers(toy, "seer", read_input_rows([], [], [image], None), top_k=2)
-    assert seen["score"] == [1.0, 0.5]
-    (vectors,) = answers(toy, "embedder", read_input_rows(["a"], [], [], None), encoding="binary")
-    assert vectors["embedding"] == []
-    assert len(vectors["embedding_int8"]) == 1
-
-
-@pytest.mark.server
-def test_rows_with_parameters_of_their_own_keep_their_order(toy: Toy, tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    counts = [3, 1, 3, 2]
-    lines = [{"text": f"t{i}", "parameters": {"top_k": k}} for i, k in enumerate(counts)]
-    file.write_text("\n".join(map(json.dumps, [*lines, {"text": "refuse"}])))
-    questions = read_input_rows([], [], [], file)
-    rows = answers(toy, "classifier", questions[:4], top_k=5)
-    assert [len(row["label"]) for row in rows] == counts
-    (alone,) = answers(toy, "classifier", read_input_rows(["t2"], [], [], None), top_k=3)
-    assert rows[2] == alone
-    with pytest.raises(UserError, match="row 4: `text` must not be refused"):
-        answers(toy, "classifier", questions)
-
-
-@pytest.mark.server
-@pytest.mark.parametrize(
-    ("pipeline", "given", "message"),
-    [
-        ("reader", ["text"], "`--text-pair` is required. Given: text. Give the inputs of `reader`"),
-        (
-            "classifier",
-            ["text", "text_pair"],
-            "`--text-pair` is not an input of `classifier`. Given: ",
-        ),
-        ("seer", ["text"], "`--image` is required. Given: text. .* each row: image"),
-        ("tagger", ["image"], "`--text` is required. Given: image. .* each row: text"),
-    ],
-)
-def test_inputs_that_are_not_the_pipelines_are_a_mistake(
-    toy: Toy, pipeline: str, given: list[str], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        answers(toy, pipeline, [InputRow(dict.fromkeys(given, "a"), "a")])
-    row = InputRow(dict.fromkeys(given, "a"), "a", "rows.jsonl:4")
-    with pytest.raises(UserError, match=r"^`rows\.jsonl:4` must"):
-        answers(toy, pipeline, [row])
-
-
-@pytest.mark.server
-def test_the_command_asks_and_prints(toy: Toy) -> None:
-    words = ("--text", "a b", "--parameter", "candidate_labels=[billing, delivery]")
-    shown = infer(toy, "classifier", *words)
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.splitlines() == [
-        "'a b'",
-        "  label: billing  score: 0.5000",
-        "  label: delivery  score: 0.5000",
-    ]
-    done = infer(toy, "reranker", "-t", "n", "--text-pair", "nn", "--text-pair", "o", "--json")
-    assert json.loads(done.stdout) == [{"score": 2.0}, {"score": 0.0}]
-    refused = infer(toy, "reranker", "--text", "q", "--json")
-    assert refused.returncode == 2
-    assert json.loads(refused.stdout)["error"]["field"] == "--text-pair"

@@ -19,7 +19,6 @@ from triptych.interface.cli import app, options
 from triptych.interface.cli.command import IGNORED, MOVED, RENAMED, VERBS
 from triptych.interface.cli.deploy import read_settings
 from triptych.spec.scaffold import tasks
-from triptych.spec.traffic import read_traffic
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 FRAGMENT = re.compile(
@@ -92,10 +91,6 @@ def test_help_is_as_wide_as_the_terminal_and_names_values_by_words(
     assert "  files...  File" in screens["drift"]
 
 
-def test_the_version_is_that_of_the_package() -> None:
-    assert shown("--version") == f"triptych {version('triptych')}\n"
-
-
 def test_new_lists_the_tasks(tmp_path: Path) -> None:
     listed = " ".join(shown("new", "--help").split()).replace("- ", "-")  # broken at hyphens
     for task in tasks():
@@ -107,20 +102,6 @@ def test_new_lists_the_tasks(tmp_path: Path) -> None:
         error = CliRunner().invoke(app, [*words, "--pipelines", str(tmp_path)]).exception
         assert isinstance(error, UserError)
         assert said in error.message
-
-
-def test_a_line_of_traffic_is_named_with_its_field(tmp_path: Path) -> None:
-    for line, field, said in (
-        ('{"text": "a"', ":2", "must be a JSON object"),
-        ('{"text": 7}', ":2: text", "must be a string. Given: 7"),
-        ('{"texts": "a"}', ":2: text", "Given: nothing. Did you mean `texts`? Write {"),
-        ('{"text": "a", "parameters": []}', ":2: parameters", "must be an object. Given: []"),
-    ):
-        (tmp_path / "traffic.jsonl").write_text('{"text": "a"}\n' + line)
-        with pytest.raises(UserError) as caught:
-            read_traffic(tmp_path, ["text"])
-        assert caught.value.field.endswith(f"traffic.jsonl{field}"), line
-        assert said in caught.value.message
 
 
 def test_former_names_work_and_name_the_new_ones() -> None:
@@ -148,12 +129,6 @@ def test_former_names_work_and_name_the_new_ones() -> None:
         assert done.stdout in ("", "x\n"), words
     assert set(RENAMED.values()) | {moved.new for moved in MOVED} <= set(COMMANDS)
     assert {verb for verb, _ in IGNORED} <= set(COMMANDS)
-
-
-def test_former_classes_warn() -> None:
-    for old, new in (("Build", "BuildResult"), ("Served", "ServerHandle")):
-        with pytest.warns(DeprecationWarning, match=f"`{old}` is now called `{new}`"):
-            assert getattr(triptych, old) is getattr(triptych, new)
 
 
 def test_settings_of_deploy_stand_in_a_file(tmp_path: Path) -> None:
@@ -228,6 +203,10 @@ def test_functions_name_arguments_and_the_package_lists_its_names(tmp_path: Path
     assert "--" not in caught.value.message
     assert {"build", "serve", "Client", "__version__"} <= set(dir(triptych))
     assert triptych.__version__ == version("triptych")
+    assert shown("--version") == f"triptych {version('triptych')}\n"
+    for old, new in (("Build", "BuildResult"), ("Served", "ServerHandle")):
+        with pytest.warns(DeprecationWarning, match=f"`{old}` is now called `{new}`"):
+            assert getattr(triptych, old) is getattr(triptych, new)
 
 
 def test_long_verbs_show_their_time_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

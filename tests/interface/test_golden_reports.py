@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +53,6 @@ from triptych.interface.report.monitor import write_monitor_report, write_shadow
 from triptych.interface.report.tune import tune_page
 from triptych.operate.monitor.results import Timeline
 from triptych.operate.monitor.shadow_verdict import format_comparison
-from triptych.operate.tune.results import TuneResult
 from triptych.repository.records import Conversion, GateResult, PrecisionTrial, WorstRow
 from triptych.serving.bench.comparison import compare_results
 from triptych.spec.slo import GenerationSlo, Slo
@@ -65,6 +65,7 @@ def assert_recorded(folder: str, texts: Mapping[str, str], *, rewrite: bool) -> 
     what changed.
     """
     recorded = ROOT / "tests/data" / folder
+    texts = {name.replace(" ", "-"): text for name, text in texts.items()}
     if rewrite:
         shutil.rmtree(recorded, ignore_errors=True)
         recorded.mkdir(parents=True)
@@ -186,10 +187,6 @@ def built(gate: GateResult) -> Any:
     return SimpleNamespace(gate=gate, not_packed_reason="", findings=())
 
 
-def empty_gate(**changes: Any) -> GateResult:
-    return GateResult("int8", 8, 0, **{"finite": True, "verdicts": (), "failures": (), **changes})
-
-
 def printed(show: Callable[[Console, Any], None], result: Any) -> str:
     """Return what a terminal of 100 columns shows."""
     file = io.StringIO()
@@ -199,10 +196,6 @@ def printed(show: Callable[[Console, Any], None], result: Any) -> str:
     return text
 
 
-def slug(name: str) -> str:
-    return name.replace(" ", "-")
-
-
 def test_pages_are_as_on_record_stand_alone_and_are_drawn_within_their_plots(
     tmp_path: Path, rewrite: bool
 ) -> None:
@@ -210,9 +203,12 @@ def test_pages_are_as_on_record_stand_alone_and_are_drawn_within_their_plots(
     first, last = (replace(look(), at=at_s) for at_s in (1e9, 1e9 + 3600))
     timeline = Timeline().after(first, ["f1"]).after(last, ["f2"])
     pages = {
-        **{f"gate-{slug(name)}": gate_page(gate) for name, gate in GATES.items()},
-        **{f"bench-{slug(name)}": bench_report.page(load) for name, load in loads.items()},
-        **{f"tune-{slug(name)}": tune_page(result) for name, result in TUNED.items()},
+        **{f"gate-{name.replace(' ', '-')}": gate_page(gate) for name, gate in GATES.items()},
+        **{
+            f"bench-{name.replace(' ', '-')}": bench_report.page(load)
+            for name, load in loads.items()
+        },
+        **{f"tune-{name.replace(' ', '-')}": tune_page(result) for name, result in TUNED.items()},
         "shadow": write_shadow_report(replayed(), tmp_path).read_text(encoding="utf-8"),
         "monitor": write_monitor_report(last, timeline, tmp_path).read_text(encoding="utf-8"),
     }
@@ -221,7 +217,7 @@ def test_pages_are_as_on_record_stand_alone_and_are_drawn_within_their_plots(
         page = Page(source)
         assert_finite_drawing(page)
         assert not re.search(r"\b(nan|inf|None)\b", page.text), name
-    whole = {"shadow", "monitor", *(f"bench-{slug(name)}" for name in DATA_PAGES)}
+    whole = {"shadow", "monitor", *(f"bench-{name.replace(' ', '-')}" for name in DATA_PAGES)}
     whole |= {"gate-usual", "gate-failed", "gate-fp16", "tune-usual", "tune-streamed"}
     bodies = {
         f"{name}.html": page_body(source, drawings=name in whole) for name, source in pages.items()
@@ -233,8 +229,9 @@ def test_tables_are_as_on_record_and_fit_a_terminal(rewrite: bool) -> None:
     loads = {"usual": bench(), **NASTY, "markup": hostile("[red]x[/red]")}
     after = bench(drift=1.2, subject=subject(machine={"processor": "[bold]"}))
     layers = ("layer.0", "layer.1", "layer.2", "node_where_1")
+    empty = partial(GateResult, "int8", 8, 0, finite=True, verdicts=(), failures=())
     gates = {
-        "kept layers": empty_gate(
+        "kept layers": empty(
             conversion=Conversion(
                 layers,
                 excluded_layers=("layer.1", "node_where_1", "layer.0"),
@@ -242,8 +239,8 @@ def test_tables_are_as_on_record_and_fit_a_terminal(rewrite: bool) -> None:
                 batch_ms={"fp32": 20.0, "as kept": 12.5},
             )
         ),
-        "nothing": empty_gate(conversion=Conversion((), excluded_layers=("node_where_1",))),
-        "failed": empty_gate(
+        "nothing": empty(conversion=Conversion((), excluded_layers=("node_where_1",))),
+        "failed": empty(
             candidates=(*CANDIDATES, candidate("[red]", "failed", note="[b]too slow[/b]")),
             accepted="a [bold]freeze",
             verdicts=(verdict("mean_cosine", NAN, 0.998, passed=False),),
@@ -262,7 +259,9 @@ def test_tables_are_as_on_record_and_fit_a_terminal(rewrite: bool) -> None:
     assert texts["build-nothing"] == ""
     assert "nan" not in "".join(text for name, text in texts.items() if "failed" not in name)
     assert_recorded(
-        "tables", {f"{slug(name)}.txt": text for name, text in texts.items()}, rewrite=rewrite
+        "tables",
+        {f"{name.replace(' ', '-')}.txt": text for name, text in texts.items()},
+        rewrite=rewrite,
     )
 
 
@@ -383,9 +382,3 @@ def test_any_gate_can_be_shown() -> None:
         assert ("not finite" in page.text) >= is_odd, gate
         measured = sum(each.throughput_per_s is not None for each in gate.candidates)
         assert not gate.candidates or page.count("circle") == measured, gate
-
-
-def test_thirty_trials_are_shown() -> None:
-    many: TuneResult = tuned(trials=tuple(trial(number, "better") for number in range(1, 31)))
-    assert_finite_drawing(Page(tune_page(many)))
-    printed(print_tuned, many)

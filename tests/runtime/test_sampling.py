@@ -3,7 +3,6 @@
 import base64
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -11,7 +10,7 @@ import stat
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -61,13 +60,6 @@ def redact(inputs, answer):
         raise SystemExit(inputs["text"])
     return {"text": re.sub("[0-9]{4}-[0-9]{4}-SECRET", "#", inputs["text"])}, answer
 """
-AFTER = """
-
-def after(rows):
-    names = ["billing", "delivery", "returns", "technical", "account"]
-    following = dict(zip(names, names[1:] + names[:1]))
-    return [{**row, "label": [following[label] for label in row["label"]]} for row in rows]
-"""
 FAILS = """
 
 def {name}(rows, inputs=None):
@@ -75,29 +67,29 @@ def {name}(rows, inputs=None):
         raise {error}(str([rows, inputs]))
     return rows
 """
-SAMPLE = {"rate": 1.0, "window_s": 0.2, "redact": "hooks.redact"}
 
 
-def write_sampling(folder: Path, model: Path, **queue: int) -> Path:
+def write_sampling(folder: Path, model: Path) -> Path:
     """A pipeline of the tiny classifier that samples every row."""
-    serving = {"sample": SAMPLE, "queue": queue}
+    serving = {"sample": {"rate": 1.0, "window_s": 0.2, "redact": "hooks.redact"}}
     fields = {"task": "text-classification", "model": {"source": str(model)}, "serving": serving}
     made = write_pipeline(folder, **fields)
     (made / "hooks.py").write_text(HOOKS, encoding="utf-8")
     return made
 
 
-def build_sampling(folder: Path, model: Path) -> Path:
-    """A folder with `pipelines/` and `repository/`: `sampled`, and `stale` with old labels."""
-    for name in ("sampled", "stale"):
-        build_into(write_sampling(folder / "pipelines" / name, model), folder / "repository")
-    settings = folder / "repository/stale_postprocess/1/settings.json"
-    text = settings.read_text(encoding="utf-8")
-    settings.unlink()  # it may be one file with others
-    for topic in TOPICS:
-        text = text.replace(topic, f"old {topic}")
-    settings.write_text(text, encoding="utf-8")
-    return folder
+def replace_file(file: Path, text: str) -> None:
+    """Write another text; the old file may be one with files of other pipelines or builds."""
+    file.unlink()
+    file.write_text(text, encoding="utf-8")
+
+
+def change_labels(repository: Path, pipeline: str, labels: Sequence[str]) -> None:
+    """Let a pipeline answer with other labels than those of its model."""
+    file = repository / f"{pipeline}_postprocess/1/settings.json"
+    settings = json.loads(file.read_bytes())
+    assert settings["labels"] == list(TOPICS)
+    replace_file(file, json.dumps({**settings, "labels": list(labels)}))
 
 
 def counts(server: Server) -> Counter[str]:
@@ -122,26 +114,22 @@ def rows_in(folder: Path) -> int:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Every row in the folder."""
+    """Every row in the folder; who shares it may remove files meanwhile."""
     return [
         json.loads(line)
         for file in list_files(folder, "sampled")
-        for line in read_if_there(file.path).decode().split("\n")[1:-1]
+        if file.path.exists()
+        for line in file.path.read_text(encoding="utf-8").split("\n")[1:-1]
     ]
-
-
-def read_if_there(path: Path, since: float = 0.0) -> bytes:
-    """The file's bytes; none where it is older, or who shares its folder removed it meanwhile."""
-    try:
-        return path.read_bytes() if path.stat().st_mtime >= since else b""
-    except FileNotFoundError:
-        return b""
 
 
 def files_with(text: str, folder: Path, *, since: float = 0.0) -> list[Path]:
     """Files below the folder, changed since then, that hold the text."""
-    paths = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
-    return [path for path in paths if text.encode() in read_if_there(path, since)]
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.stat().st_mtime >= since and text.encode() in path.read_bytes()
+    ]
 
 
 pytestmark = pytest.mark.build
@@ -161,7 +149,12 @@ def model(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    return build_sampling(tmp_path_factory.mktemp("sampling"), model)
+    """A folder with `pipelines/` and `repository/`: `sampled`, and `stale` with old labels."""
+    folder = tmp_path_factory.mktemp("sampling")
+    for name in ("sampled", "stale"):
+        build_into(write_sampling(folder / "pipelines" / name, model), folder / "repository")
+    change_labels(folder / "repository", "stale", [f"old {topic}" for topic in TOPICS])
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -201,23 +194,8 @@ def test_rows_and_answers_are_kept_and_nothing_of_them_elsewhere(
 
 
 @pytest.mark.server
-def test_a_folder_that_is_gone_costs_samples_and_no_answers(server: Server, built: Path) -> None:
-    folder, before = built / "samples/sampled", counts(server)
-    folder.rename(built / "away")
-    folder.write_text("in the way", encoding="utf-8")
-    try:
-        with Client("sampled", server.grpc_url) as client:
-            assert len(client.classify(["one", "two"])) == 2
-        wait_until(lambda: counts(server)["disk"] - before["disk"] == 2, "two rows lost")
-    finally:
-        folder.unlink()
-        (built / "away").rename(folder)
-    assert counts(server)["kept"] == before["kept"]
-
-
-@pytest.mark.server
 def test_what_goes_wrong_costs_samples_and_no_answers(server: Server, built: Path) -> None:
-    """Two servers in one folder; of one: a full disk, wrong clocks, what ends a thread, SIGKILL."""
+    """Two servers in one folder; of one: no disk, wrong clocks, what ends a thread, SIGKILL."""
     folder, clock = built / "samples/sampled", built / "clock"
     clock.write_text("0")
     environment = {FOLDER_VARIABLE: str(built / "samples"), "CLOCK": str(clock)}
@@ -256,6 +234,14 @@ def test_what_goes_wrong_costs_samples_and_no_answers(server: Server, built: Pat
         now = ask(other, TEXTS[:9], dropped="disk")  # a write stops amid, as on a full disk
         assert not list(folder.glob(f"{PARTIAL}*"))
         resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
+        folder.rename(built / "away")
+        folder.write_text("in the way", encoding="utf-8")
+        before = counts(other)
+        with Client("sampled", other.grpc_url) as client:
+            assert len(client.classify(["one", "two"])) == 2
+        wait_until(lambda: (counts(other) - before)["disk"] == 2, "two rows lost")
+        folder.unlink()
+        (built / "away").rename(folder)
         assert ask(other, TEXTS[:9]) == now + 9
         for seconds, found in ((1700, now + 18), (-1700, now + 27)):  # files stay whole and known
             clock.write_text(str(seconds))
@@ -330,18 +316,21 @@ def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built:
 
 @pytest.mark.server
 def test_a_candidate_is_taken_where_it_answers_as_well(
-    server: Server, built: Path, model: Path, tmp_path: Path
+    server: Server, built: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(built / "repository", built / "alike")
-    lock = lock_data(built / "alike", "sampled")
-    lock["versions"]["numpy"] = "0.0"  # the same files, as if built with another library
-    (built / "alike/sampled/triptych.lock.json").unlink()  # it may be one file with others
-    write_lock(built / "alike", "sampled", lock)
-    swapped = write_sampling(built / "swapped/sampled", model)
-    (swapped / "hooks.py").write_text(HOOKS + AFTER, encoding="utf-8")
-    build_into(swapped, built / "other")
-    held = write_sampling(built / "held/sampled", model, max_delay_us=15_000)
-    build_into(held, built / "delayed")
+    """One candidate is the same; one has other labels, another hook and a slower queue."""
+    lock = lock_data(built / "repository", "sampled")
+    lock["versions"]["numpy"] = "0.0"  # as if built with another library
+    for name in ("alike", "other"):
+        shutil.copytree(built / "repository", built / name)
+        replace_file(built / name / "sampled/triptych.lock.json", json.dumps(lock))
+        lock["files"]["sampled_preprocess/1/hooks.py"] = "0" * 64
+    change_labels(built / "other", "sampled", [*TOPICS[1:], TOPICS[0]])
+    config = built / "other/sampled_core" / CONFIG_FILE
+    text = config.read_text(encoding="utf-8")
+    assert "dynamic_batching { }" in text
+    slow = "dynamic_batching { max_queue_delay_microseconds: 15000 }"
+    replace_file(config, text.replace("dynamic_batching { }", slow))
     folder = built / "samples/sampled"
     before = len(records(folder)) + 250
     with Client("sampled", server.grpc_url) as client:
@@ -360,24 +349,20 @@ def test_a_candidate_is_taken_where_it_answers_as_well(
     assert {test["state"] for test in found["answers"]["tests"]} == {"within limit"}
     assert (found["source"], found["speeds"], found["notes"]) == ("sample", [], [])
 
-    found = shadow(built / "other", "--max-rounds", "0")
+    few = ("--max-rounds", "2", "--window-seconds", "0.4", "--clients", "1")
+    found = shadow(built / "other", *few)
     assert found["verdict"] == "reject", found
     assert "label_agreement" in found["reasons"][0]
     agreement = next(one for one in found["answers"]["metrics"] if "agreement" in one["metric"])
     assert (agreement["active"], agreement["candidate"], agreement["between"]) == (1, 0, 0)
     assert "built with another hooks.py" in str(found["notes"])
     assert not any(text in json.dumps(found) for text in (*TEXTS, SECRET))
-
-    few = ("--max-rounds", "3", "--window-seconds", "0.6", "--clients", "1")
-    found = shadow(built / "delayed", *few)  # a queue delay of 15 ms is planted
-    assert found["verdict"] != "promote", found
     assert found["answers"]["unanswered"] == [0, 0]
-    assert re.search("p50 ms|p99 ms|core ms", str(found["reasons"]))
     speeds = {one["name"]: one for one in found["speeds"]}
     assert {"p50 ms", "p99 ms", "core ms per request"} <= speeds.keys()
     assert all(min(one["active"] + one["candidate"]) > 0 for one in speeds.values())
     assert min(speeds["p50 ms"]["candidate"]) > 15
-    assert 1 <= found["rounds"] <= 3
+    assert 1 <= found["rounds"] <= 2
     assert len(records(folder)) == before  # what is replayed is not sampled
 
     lock["spec"]["task"] = "token-classification"

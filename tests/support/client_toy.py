@@ -3,8 +3,8 @@
 import asyncio
 import hashlib
 import json
-import subprocess
-import sys
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -277,6 +277,7 @@ def serve_toy(folder: Path, models: tuple[str, ...] = ALONE) -> Iterator[Toy]:
     # By name, so that the server lets a test unload one of them.
     with Server(repository, models=models) as server:
         yield Toy(server.grpc_url, repository, server.operator_headers, server.http_url)
+        os.kill(server.pid, signal.SIGKILL)  # to end politely takes seconds
 
 
 Call = Callable[..., Any]
@@ -343,14 +344,3 @@ def opened(style: str, pipeline: str, url: str | Sequence[str], **options: Any) 
 def texts_of_many_lengths(count: int, mark: str) -> list[str]:
     lengths = np.random.default_rng(7).integers(0, 400, count)
     return [f"{mark} {index} " + "é" * int(length) for index, length in enumerate(lengths)]
-
-
-def infer(toy: Toy, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """`triptych infer` with these words, at the toy's server."""
-    return subprocess.run(
-        [Path(sys.executable).with_name("triptych"), "infer", *map(str, words), "--url", toy.url],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
