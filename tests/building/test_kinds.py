@@ -7,9 +7,10 @@ special to a kind has tests of its own.
 import ast
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ class Case:
     spec: Any
     inputs: Any
     outcome: BuildOutcome
-    url: str
+    url: str = ""
 
 
 SEVERAL = "several cores"
@@ -110,18 +111,24 @@ def write(name: str, folder: Path, tiny_model: Path) -> Path:
     return generation_cases.write_pipeline(folder / "talk", model)
 
 
-@pytest.fixture(scope="module", params=list(CASES))
-def case(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
-) -> Iterator[Case]:
-    kind = CASES[request.param]
-    base = tmp_path_factory.mktemp(kind.name.lower())
-    folder, repository = write(request.param, base, tiny_model), base / "repository"
-    spec = load_any_spec(folder)
-    inputs = STEPS[kind].read(spec, quiet)
-    outcome = build(inputs, repository, quiet)
-    with Server(repository) as server:
-        yield Case(kind, folder, repository, spec, inputs, outcome, server.grpc_url)
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[dict[str, Case]]:
+    """Each case in a repository of its own; one server has the models of all."""
+    base = tmp_path_factory.mktemp("kinds")
+    built = {}
+    for name, kind in CASES.items():
+        folder, repository = write(name, base / name, tiny_model), base / name / "repository"
+        spec = load_any_spec(folder)
+        inputs = STEPS[kind].read(spec, quiet)
+        built[name] = Case(kind, folder, repository, spec, inputs, build(inputs, repository, quiet))
+        shutil.copytree(repository, base / "served", symlinks=True, dirs_exist_ok=True)
+    with Server(base / "served") as server:
+        yield {name: replace(case, url=server.grpc_url) for name, case in built.items()}
+
+
+@pytest.fixture(params=list(CASES))
+def case(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Case:
+    return cases[request.param]
 
 
 def test_each_layer_has_one_entry_for_each_kind() -> None:
@@ -147,15 +154,24 @@ def test_nothing_else_asks_for_the_class_of_a_spec_or_of_inputs() -> None:
                 assert not named & classes, f"{path.name}:{node.lineno}"
 
 
-def test_it_is_read_and_checked(case: Case) -> None:
+def test_it_is_read_checked_described_and_tuned(case: Case) -> None:
     assert kind_in(case.folder) is case.spec.kind is case.inputs.spec.kind is case.kind
     slo = parse_any_slo(case.spec, [SLO[case.kind]], None)
     assert max(slo.limits_ms.values()) in (2000.0, 20000.0)
     checks = STEPS[case.kind].check_folder(case.folder)
     assert not [check for check in checks if check.severity == "error"]
+    described = FACES[case.kind].describe(case.inputs, case.repository)
+    assert json.loads(json.dumps(described))["task"] == case.spec.task
+    assert set(described["models"]) == {path.parent.name for path in case.repository.glob("*/1")}
+    if case.kind in TUNERS:
+        tuned = TUNERS[case.kind](case.folder, slo, 32, ())
+        assert tuned.fields
+        assert tuned.folder == case.folder
+        assert tuned.tunable
+        assert tuned.objective.says
 
 
-def test_it_is_built_once_and_the_lock_says_how(case: Case) -> None:
+def test_it_is_built_once_by_the_command_line_and_by_python(case: Case) -> None:
     name = case.spec.name
     ends = {"", "_preprocess", "_core", "_postprocess"}
     if name == "cores":
@@ -172,10 +188,6 @@ def test_it_is_built_once_and_the_lock_says_how(case: Case) -> None:
     ) == case.spec.model_dump(exclude={"folder"})
     assert len(build_id(case.repository, name)) == 64
     assert run_checks(case.repository) == []
-
-
-def test_python_builds_it_as_the_command_line_does(case: Case) -> None:
-    name = case.spec.name
     result = api.build(
         name,
         pipelines=case.folder.parent,
@@ -190,13 +202,9 @@ def test_python_builds_it_as_the_command_line_does(case: Case) -> None:
         assert plot.svg.startswith("<svg ")
 
 
-def test_it_is_described(case: Case) -> None:
-    described = FACES[case.kind].describe(case.inputs, case.repository)
-    assert json.loads(json.dumps(described))["task"] == case.spec.task
-    assert set(described["models"]) == {path.parent.name for path in case.repository.glob("*/1")}
-
-
-def test_it_passes_its_gate_where_it_is_served(case: Case) -> None:
+def test_it_answers_and_passes_its_gate_where_it_is_served(case: Case) -> None:
+    with Client(case.spec.name, case.url, timeout_s=60.0) as client:
+        assert ANSWERS[case.kind](client) is not None
     result = STEPS[case.kind].verify(
         case.inputs,
         case.repository,
@@ -214,11 +222,6 @@ def test_it_passes_its_gate_where_it_is_served(case: Case) -> None:
     assert (data["clients"], data["passed"], data["gate"]["failures"]) == (4, True, [])
 
 
-def test_a_client_gets_an_answer(case: Case) -> None:
-    with Client(case.spec.name, case.url, timeout_s=60.0) as client:
-        assert ANSWERS[case.kind](client) is not None
-
-
 def test_it_is_measured(case: Case) -> None:
     slo = parse_any_slo(case.spec, [SLO[case.kind]], None)
     bench = Bench(loads=(OfferedLoad("concurrency", 2.0),), rounds=1, seconds=0.5, slo=slo)
@@ -227,17 +230,6 @@ def test_it_is_measured(case: Case) -> None:
     assert result.points[0].median("throughput_per_s") > 0
     assert result.subject.requests > 0
     assert math.isfinite(result.subject.padding)
-
-
-def test_it_has_fields_to_tune_or_says_that_it_has_none(case: Case) -> None:
-    if case.kind not in TUNERS:
-        return
-    slo = parse_any_slo(case.spec, [SLO[case.kind]], None)
-    tuned = TUNERS[case.kind](case.folder, slo, 32, ())
-    assert tuned.fields
-    assert tuned.folder == case.folder
-    assert tuned.tunable
-    assert tuned.objective.says
 
 
 def test_it_is_deployed(case: Case, tmp_path: Path) -> None:

@@ -1,19 +1,31 @@
 """Small tokenizers without a class of transformers, trained on some texts."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 
 def byte_level(
     texts: Sequence[str],
-    special: Sequence[str] = (),
+    special: Sequence[str | AddedToken] = (),
     *,
     vocabulary: int = 400,
     prefix_space: bool = False,
+    normalizer: Any = None,
 ) -> Tokenizer:
     """A byte-level BPE with few merges, so that characters are split."""
     tokenizer = Tokenizer(models.BPE())
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -19,6 +19,7 @@ SMALL = {
     "initializer_range": 0.1,  # far apart, or every text comes to the same vector
 }
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
+INFERENCE = ["contradiction", "neutral", "entailment"]
 TOPICS = ["billing", "delivery", "returns", "technical", "account"]
 
 
@@ -53,19 +54,27 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> Path:
     return folder
 
 
-def _bert(kind: str, tokenizer: Any, **config: Any) -> Any:
-    import transformers
-
-    torch.manual_seed(1)
-    settings = transformers.BertConfig(**SMALL, vocab_size=len(tokenizer), **config)
-    return _loud(getattr(transformers, f"BertFor{kind}")(settings))
+Maker = Callable[[Path, Path, list[str]], Path]
+"""Writes a model into a folder, with the tokenizer of MiniLM's folder or one trained on texts."""
 
 
-def word_piece(minilm: Path) -> Any:
-    """MiniLM's tokenizer."""
-    from transformers import AutoTokenizer
+def _bert(kind: str, *, by_topic: bool = False, **config: Any) -> Maker:
+    """Return what makes a BERT with a head; `by_topic` spreads its classes over the texts."""
 
-    return AutoTokenizer.from_pretrained(minilm)
+    def make(folder: Path, minilm: Path, texts: list[str]) -> Path:
+        import transformers
+
+        torch.manual_seed(1)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+        settings = transformers.BertConfig(**SMALL, vocab_size=len(tokenizer), **config)
+        model = _loud(getattr(transformers, f"BertFor{kind}")(settings))
+        return _save(_spread(model, tokenizer, texts) if by_topic else model, tokenizer, folder)
+
+    return make
+
+
+def _numbered(labels: list[str]) -> dict[int, str]:
+    return dict(enumerate(labels))
 
 
 def byte_pairs(texts: list[str]) -> Any:
@@ -81,12 +90,16 @@ def byte_pairs(texts: list[str]) -> Any:
     return RobertaTokenizer(vocab=model["vocab"], merges=merges, model_max_length=128)
 
 
-def text_classifier(folder: Path, minilm: Path, texts: list[str]) -> Path:
-    """Five topics, one a text."""
-    tokenizer = word_piece(minilm)
-    names = dict(enumerate(TOPICS))
-    model = _bert("SequenceClassification", tokenizer, id2label=names)
-    return _save(_spread(model, tokenizer, texts), tokenizer, folder)
+text_classifier = _bert("SequenceClassification", by_topic=True, id2label=_numbered(TOPICS))
+tagger = _bert("TokenClassification", id2label=_numbered(TAGS))
+reader = _bert("QuestionAnswering")
+cross_encoder = _bert("SequenceClassification", num_labels=1)
+masked_model = _bert("MaskedLM")
+inference_model = _bert(
+    "SequenceClassification",
+    id2label=_numbered(INFERENCE),
+    label2id={name: number for number, name in enumerate(INFERENCE)},
+)
 
 
 def multi_label_classifier(folder: Path, minilm: Path, texts: list[str]) -> Path:
@@ -103,41 +116,6 @@ def multi_label_classifier(folder: Path, minilm: Path, texts: list[str]) -> Path
         problem_type="multi_label_classification",
     )
     model = _spread(RobertaForSequenceClassification(config), tokenizer, texts)
-    return _save(model, tokenizer, folder)
-
-
-def tagger(folder: Path, minilm: Path, texts: list[str]) -> Path:
-    """Five BIO tags."""
-    tokenizer = word_piece(minilm)
-    model = _bert("TokenClassification", tokenizer, id2label=dict(enumerate(TAGS)))
-    return _save(model, tokenizer, folder)
-
-
-def reader(folder: Path, minilm: Path, texts: list[str]) -> Path:
-    """Spans of answers."""
-    tokenizer = word_piece(minilm)
-    return _save(_bert("QuestionAnswering", tokenizer), tokenizer, folder)
-
-
-def cross_encoder(folder: Path, minilm: Path, texts: list[str]) -> Path:
-    """One output for a pair."""
-    tokenizer = word_piece(minilm)
-    model = _bert("SequenceClassification", tokenizer, num_labels=1)
-    return _save(model, tokenizer, folder)
-
-
-def masked_model(folder: Path, minilm: Path, texts: list[str]) -> Path:
-    """Tokens in place of [MASK]."""
-    tokenizer = word_piece(minilm)
-    return _save(_bert("MaskedLM", tokenizer), tokenizer, folder)
-
-
-def inference_model(folder: Path, minilm: Path, texts: list[str]) -> Path:
-    """Contradiction, neutral, entailment."""
-    tokenizer = word_piece(minilm)
-    names = {0: "contradiction", 1: "neutral", 2: "entailment"}
-    ids = {name: number for number, name in names.items()}
-    model = _bert("SequenceClassification", tokenizer, id2label=names, label2id=ids)
     return _save(model, tokenizer, folder)
 
 
@@ -161,7 +139,7 @@ def image_classifier(folder: Path, minilm: Path, texts: list[str]) -> Path:
     return folder
 
 
-MODELS: dict[str, tuple[str, Callable[[Path, Path, list[str]], Path]]] = {
+MODELS: dict[str, tuple[str, Maker]] = {
     "topics": ("text-classification", text_classifier),
     "flags": ("text-classification", multi_label_classifier),
     "tags": ("token-classification", tagger),

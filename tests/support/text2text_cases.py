@@ -52,25 +52,14 @@ def write_pipeline(folder: Path, model: Path, **core: object) -> Path:
 
 
 def _t5(kind: str) -> tuple[Any, Any]:
-    """That of 2019; as T5 1.1 and Flan-T5 are, whose last layer is one of its own; or mT5."""
-    from transformers import (
-        MT5Config,
-        MT5ForConditionalGeneration,
-        T5Config,
-        T5ForConditionalGeneration,
-    )
+    """T5 of 2019, Flan-T5, whose last layer has weights of its own, or mT5."""
+    import transformers
 
     tokenizer = train("T5Tokenizer", TEXTS)
-    own = (
-        {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} if kind == "flan" else {}
-    )
-    config_class, model_class = (
-        (MT5Config, MT5ForConditionalGeneration)
-        if kind == "mt5"
-        else (T5Config, T5ForConditionalGeneration)
-    )
-    config = config_class(
-        **own,
+    family = "MT5" if kind == "mt5" else "T5"
+    own = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    config = getattr(transformers, f"{family}Config")(
+        **(own if kind == "flan" else {}),
         vocab_size=len(tokenizer),
         d_model=32,
         d_kv=8,
@@ -82,7 +71,7 @@ def _t5(kind: str) -> tuple[Any, Any]:
         eos_token_id=1,
         initializer_factor=1.5,
     )
-    return tokenizer, model_class(config)
+    return tokenizer, getattr(transformers, f"{family}ForConditionalGeneration")(config)
 
 
 def _bart() -> tuple[Any, Any]:

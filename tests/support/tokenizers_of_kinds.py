@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from small_tokenizers import byte_level
+
 VOCABULARY = 700
 LONGEST = 128
 """Tokens of a row, special ones included."""
@@ -47,31 +49,12 @@ def train(kind: str, texts: Sequence[str]) -> Any:
 
 def _byte_pairs_without_class(texts: Sequence[str]) -> Any:
     """A byte-level BPE whose ``tokenizer.json`` says all, as ModernBERT has it."""
-    from tokenizers import (
-        AddedToken,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-        processors,
-        trainers,
-    )
+    from tokenizers import AddedToken, normalizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", AddedToken("[MASK]", lstrip=True)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=special,
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    mask = AddedToken("[MASK]", lstrip=True)
+    special: list[str | AddedToken] = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", mask]
+    tokenizer = byte_level(texts, special, vocabulary=VOCABULARY, normalizer=normalizers.NFC())
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B [SEP]",
@@ -83,7 +66,7 @@ def _byte_pairs_without_class(texts: Sequence[str]) -> Any:
         cls_token="[CLS]",
         sep_token="[SEP]",
         pad_token="[PAD]",
-        mask_token=AddedToken("[MASK]", lstrip=True),
+        mask_token=mask,
         model_max_length=LONGEST,
         model_input_names=["input_ids", "attention_mask"],
     )
