@@ -1,29 +1,31 @@
 """The demo page: forms and answers of every task, its guards, and all of it in a real browser."""
 
 import asyncio
-import json
 import os
 import re
 import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from browser import open_tab
 from conftest import build_into, traffic_texts, write_pipeline
 from http_pages import fetch, post
 from processes import eventually
+from served_command import TRIPTYCH, endpoints_of
 from task_models import tagger
 from triptych.base.formatting import figure
 from triptych.client import Client, StepStatistics
+from triptych.interface.cli import app
 from triptych.interface.page.demo import DemoPage, RequestTimes, open_pipeline
 from triptych.interface.page.form import (
     SECOND,
@@ -41,7 +43,6 @@ from triptych.spec.tasks import TASKS
 
 pytestmark = pytest.mark.build
 
-TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 HOSTILE = "</textarea><script>window.ran = 1</script><img src=x onerror='window.ran = 1'>\u202e"
 TEXT = f"Ada Lovelace of London wrote to Charles Babbage in Turin about {HOSTILE} parcels"
 
@@ -196,13 +197,11 @@ def test_answers_are_shown_as_their_tasks_have_them() -> None:
 
 
 def test_times_say_when_they_are_not_of_one_request_alone() -> None:
-    def counted(requests: int) -> StepStatistics:
-        return StepStatistics("core", requests, 0, requests, 1, 0.0, 0.0, 800.0 * requests, 0.0)
+    def times(requests: int) -> RequestTimes:
+        step = StepStatistics("core", requests, 0, requests, 1, 0.0, 0.0, 800.0 * requests, 0.0)
+        return RequestTimes(1000.0, (step,), 1)
 
-    alone = RequestTimes(1000.0, (counted(1),), 1)
-    assert alone.alone
-    assert alone.outside_us == 200.0
-    assert not RequestTimes(1000.0, (counted(3),), 1).alone
+    assert (times(1).alone, times(1).outside_us, times(3).alone) == (True, 200.0, False)
 
 
 @pytest.fixture(scope="module")
@@ -245,21 +244,30 @@ def test_a_page_answers_refuses_and_is_of_no_use_to_other_sites(page: DemoPage) 
     assert fetch(f"{page.url}etc/passwd")[0] == 404
 
 
+@contextmanager
+def command(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """`triptych ui --json` with these words; ended with the context."""
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([TRIPTYCH, "ui", *words, "--port=0", "--json"], **piped)  # type: ignore[call-overload]
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
 @pytest.mark.server
 def test_the_verb_attaches_to_a_server_and_leaves_it_running(
-    page: DemoPage, tmp_path: Path
+    page: DemoPage,
 ) -> None:
     """Without a repository here: what the pipeline's folder says is enough."""
     grpc, folder = page.pipeline.client.url, page.pipeline.folder
-    command = [TRIPTYCH, "ui", folder.name, f"--pipelines={folder.parent}", f"--url={grpc}"]
-    command += [f"--repository={tmp_path}", "--json"]
+    words = (folder.name, f"--pipelines={folder.parent}", f"--url={grpc}", "--repository=nowhere")
     busy = page.url.rstrip("/").rpartition(":")[2]
-    refused = subprocess.run([*command, f"--port={busy}"], capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert "`--port` must be a free port" in refused.stderr
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*command, "--port=0"], text=True, **piped) as process:  # type: ignore[call-overload]
-        told = json.loads(process.stdout.readline())
+    refused = CliRunner().invoke(app, ["ui", *words, f"--port={busy}"])
+    assert "`--port` must be a free port" in str(refused.exception)
+    with command(*words) as process:
+        told = endpoints_of(process)
         assert told["grpc"] == grpc
         assert post(told["page"], {"text": "x"})[0] == 200
         process.send_signal(signal.SIGTERM)
@@ -269,7 +277,7 @@ def test_the_verb_attaches_to_a_server_and_leaves_it_running(
 
 
 @pytest.fixture
-def demo(tmp_path: Path, minilm_folder: Path) -> Iterator[Any]:
+def demo(tmp_path: Path, minilm_folder: Path) -> Iterator[subprocess.Popen[str]]:
     """`triptych ui` on a small tagger, built here."""
     model = tagger(tmp_path / "model", minilm_folder, traffic_texts())
     folder = write_pipeline(
@@ -280,16 +288,8 @@ def demo(tmp_path: Path, minilm_folder: Path) -> Iterator[Any]:
     )
     build_into(folder, tmp_path / "repository")
     options = [f"--pipelines={folder.parent}", f"--repository={tmp_path / 'repository'}"]
-    process = subprocess.Popen(
-        [TRIPTYCH, "ui", "tags", "--port=0", "--json", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    yield process
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+    with command("tags", *options) as process:
+        yield process
 
 
 @pytest.mark.server
@@ -297,10 +297,7 @@ def demo(tmp_path: Path, minilm_folder: Path) -> Iterator[Any]:
 def test_a_browser_shows_entities_times_and_errors_and_runs_nothing(
     demo: subprocess.Popen[str],
 ) -> None:
-    assert demo.stdout is not None
-    line = demo.stdout.readline()
-    assert line, demo.stderr.read() if demo.stderr else ""
-    addresses = json.loads(line)
+    addresses = endpoints_of(demo)
     with Client("tags", addresses["grpc"]) as client:
         (entities,) = client.entities([TEXT])
         assert entities

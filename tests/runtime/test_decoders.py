@@ -1,6 +1,6 @@
 """Decoders of vectors, labels and tokens, against sentence-transformers and transformers."""
 
-import ast
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from conftest import ROOT
 from small_tokenizers import byte_level, unigram
 from triptych.core.gate.ranges import ranges_of, sizes_of
 from triptych.runtime import decode_rows
 from triptych.runtime.request_errors import RequestError
+from triptych.spec.model_info import ModelInfo
 from triptych.spec.tasks import TASKS
 
 pytestmark = pytest.mark.build
 
-RUNTIME = ROOT / "build_scripts/triptych/runtime"
 TEXTS = ("The tram to Zürich is late.", "Refund me!", "Ada wrote the first program.")
 
 
@@ -70,108 +69,67 @@ def tokenizer(minilm_folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(minilm_folder)
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_decoder_of_each_task_needs_no_triton(task: str) -> None:
-    path = RUNTIME / f"{TASKS[task].decode.partition('.')[0]}.py"
-    names = {
-        name
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for name in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-    }
-    assert "RowMetadata" in names or "Metadata" in names
-    assert "triton_python_backend_utils" not in names
-
-
-VECTORS = np.random.default_rng(0).standard_normal((7, 37)).astype(np.float32)
-
-
-def embed(vectors: NDArray[np.float32], **parameters: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    decoder = decode_rows.EmbeddingDecoder({}, Path())
-    floats, bytes_, unsigned = arrays(decoder, vectors, **parameters)
-    return floats, unsigned if unsigned.size else bytes_
-
-
-def arrays(decoder: Any, vectors: NDArray[np.float32], **parameters: Any) -> list[NDArray[Any]]:
+def embed(decoder: Any, vectors: NDArray[np.float32], **parameters: Any) -> NDArray[Any]:
+    """The one array of the three outputs that has elements."""
     found = decoder.decode({"sentence_embedding": vectors}, [], {"encoding": "float", **parameters})
     made = [found[f"embedding{ending}"] for ending in ("", "_int8", "_uint8")]
     assert [array.dtype.name for array in made] == ["float32", "int8", "uint8"]
     assert all(array.flags.c_contiguous for array in made)
-    assert sum(array.shape[1] > 0 for array in made) == 1
     assert {len(array) for array in made} == {len(vectors)}
-    return made
+    filled: list[NDArray[Any]] = [array for array in made if array.shape[1]]
+    assert len(filled) == 1
+    return filled[0]
 
 
-def test_float_vectors_are_the_core_s() -> None:
-    floats, _ = embed(VECTORS)
-    assert np.array_equal(floats, VECTORS)
-
-
-@pytest.mark.parametrize("dimensions", [1, 8, 37])
-def test_dimensions_are_those_of_sentence_transformers(
-    minilm_folder: Path, dimensions: int
-) -> None:
-    from sentence_transformers.util import normalize_embeddings, truncate_embeddings
+def test_vectors_are_shortened_and_encoded_as_by_sentence_transformers(tmp_path: Path) -> None:
+    from sentence_transformers.util import (
+        normalize_embeddings,
+        quantize_embeddings,
+        truncate_embeddings,
+    )
     from torch import from_numpy
 
-    expected = normalize_embeddings(truncate_embeddings(from_numpy(VECTORS), dimensions)).numpy()
-    floats, _ = embed(VECTORS, dimensions=dimensions)
-    np.testing.assert_allclose(floats, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("dimensions", [None, 1, 8, 20])
-def test_bits_are_those_of_sentence_transformers(dimensions: int | None) -> None:
-    from sentence_transformers.util import quantize_embeddings
-
-    vectors = np.vstack((VECTORS, np.zeros((1, 37), np.float32)))
-    for precision in ("binary", "ubinary"):
-        _, found = embed(vectors, encoding=precision, dimensions=dimensions)
-        expected = quantize_embeddings(vectors[:, :dimensions], precision=precision)
-        assert found.dtype == expected.dtype
-        assert np.array_equal(found, expected)
-
-
-def test_binary_of_real_embeddings(reference: Any) -> None:
-    vectors = reference.encode(list(TEXTS), normalize_embeddings=True)
-    expected = reference.encode(list(TEXTS), precision="binary")
-    assert np.array_equal(embed(vectors, encoding="binary")[1], expected)
-
-
-@pytest.mark.parametrize("size", [None, 8, 32, 37])
-def test_bytes_are_those_of_sentence_transformers(tmp_path: Path, size: int | None) -> None:
-    from sentence_transformers.util import quantize_embeddings
-
-    seen = np.random.default_rng(1).standard_normal((40, 37)).astype(np.float32)
+    rng = np.random.default_rng(0)
+    vectors = rng.standard_normal((7, 37)).astype(np.float32) * 2
+    with_zeros = np.vstack((vectors, np.zeros((1, 37), np.float32)))
+    seen = rng.standard_normal((40, 37)).astype(np.float32)
     seen[:, 3] = 0.25  # an element without a range
     sizes = sizes_of(37, None)
     assert sizes == (8, 16, 32, 37)
     np.save(tmp_path / decode_rows.RANGES_FILE, ranges_of(seen, sizes))
+    plain = decode_rows.EmbeddingDecoder({}, Path())
     decoder = decode_rows.EmbeddingDecoder({"range_sizes": sizes}, tmp_path)
-    vectors = np.vstack((VECTORS * 2, np.zeros((1, 37), np.float32)))
-    for unit in (None, True, False):
+    assert np.array_equal(embed(plain, vectors), vectors)
+    size: int | None
+    for size in (1, 8, 37):
+        wanted = normalize_embeddings(truncate_embeddings(from_numpy(vectors), size)).numpy()
+        np.testing.assert_allclose(embed(plain, vectors, dimensions=size), wanted, atol=1e-6)
+    for size in (None, 1, 8, 20):
+        for precision in ("binary", "ubinary"):
+            found = embed(plain, with_zeros, encoding=precision, dimensions=size)
+            expected = quantize_embeddings(with_zeros[:, :size], precision=precision)
+            assert found.dtype == expected.dtype
+            assert np.array_equal(found, expected), (size, precision)
+    for size, unit in itertools.product((None, 8, 32, 37), (None, True, False)):
         options = {"dimensions": size, "normalize_embeddings": unit}
-        floats, *_ = arrays(decoder, vectors, **options)
-        calibration, *_ = arrays(decoder, seen, **options)
+        floats, calibration = (embed(decoder, each, **options) for each in (with_zeros, seen))
         assert unit is not True or np.allclose(np.linalg.norm(floats[:-1], axis=1), 1)
-        assert unit is not False or np.array_equal(floats, vectors[:, :size])
-        for place, precision in ((1, "int8"), (2, "uint8")):
-            found = arrays(decoder, vectors, encoding=precision, **options)[place]
+        assert unit is not False or np.array_equal(floats, with_zeros[:, :size])
+        for precision in ("int8", "uint8"):
+            found = embed(decoder, with_zeros, encoding=precision, **options)
             expected = quantize_embeddings(
-                floats,
-                precision=precision,
-                calibration_embeddings=calibration,
+                floats, precision=precision, calibration_embeddings=calibration
             )
             assert found.dtype == expected.dtype
-            assert np.array_equal(found, expected), (unit, precision)
+            assert np.array_equal(found, expected), (size, unit, precision)
     with pytest.raises(RequestError, match="one of 8, 16, 32, 37 for int8 and uint8"):
-        arrays(decoder, vectors, encoding="int8", dimensions=9)
+        embed(decoder, vectors, encoding="int8", dimensions=9)
     with pytest.raises(RequestError, match="two or more different texts"):
-        embed(VECTORS, encoding="int8")
+        embed(plain, vectors, encoding="int8")
 
 
 @pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
-@pytest.mark.parametrize("top_k", [1, 3, 5])
-def test_labels_are_those_of_the_pipeline(tokenizer: Any, problem: str, top_k: int) -> None:
+def test_labels_are_those_of_the_pipeline(tokenizer: Any, problem: str) -> None:
     labels = ["bug", "Zahlung", "退款", "spam 🎉", ""]
     id2label = dict(enumerate(labels))
     model = small("Bert", "SequenceClassification", id2label=id2label, problem_type=problem)
@@ -180,24 +138,18 @@ def test_labels_are_those_of_the_pipeline(tokenizer: Any, problem: str, top_k: i
     scores = scores / (scores + 1) if "multi" in problem else scores / scores.sum(1)[:, None]
     class_id = np.argsort(-scores, axis=1).astype(np.int32)
     class_score = np.take_along_axis(scores, class_id, axis=1)
-    found = decode_rows.ClassDecoder({"labels": labels}, Path()).decode(
-        {"class_id": class_id, "class_score": class_score}, [], {"top_k": top_k}
-    )
-    expected = pipeline_of("text-classification", model, tokenizer)(list(TEXTS), top_k=top_k)
-    assert texts_of(found["label"]) == [[choice["label"] for choice in row] for row in expected]
-    scores_expected = [[choice["score"] for choice in row] for row in expected]
-    np.testing.assert_allclose(found["score"], scores_expected, atol=1e-6)
-    assert found["score"].flags.c_contiguous
+    outputs = {"class_id": class_id, "class_score": class_score}
     decoder = decode_rows.ClassDecoder({"labels": labels, "class_scores": True}, Path())
-    every = decoder.decode({"class_id": class_id, "class_score": class_score}, [], {"top_k": top_k})
-    np.testing.assert_array_equal(every["scores"], scores)
-    assert every["scores"].dtype == class_score.dtype
-
-
-def test_relevance_is_the_score() -> None:
-    relevance = np.array([[0.5], [-1]], np.float32)
-    decoder = decode_rows.ScoreDecoder({}, Path())
-    assert decoder.decode({"relevance": relevance}, [], {})["score"].tolist() == [[0.5], [-1]]
+    classify = pipeline_of("text-classification", model, tokenizer)
+    for top_k in (1, 5):
+        found = decoder.decode(outputs, [], {"top_k": top_k})
+        expected = classify(list(TEXTS), top_k=top_k)
+        assert texts_of(found["label"]) == [[choice["label"] for choice in row] for row in expected]
+        scores_expected = [[choice["score"] for choice in row] for row in expected]
+        np.testing.assert_allclose(found["score"], scores_expected, atol=1e-6)
+        assert found["score"].flags.c_contiguous
+        np.testing.assert_array_equal(found["scores"], scores)
+        assert found["scores"].dtype == class_score.dtype
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "unigram", "wordpiece"])
@@ -257,31 +209,27 @@ NLI = (
 )
 
 
-@pytest.mark.parametrize("multi_label", [False, True])
-@pytest.mark.parametrize("labels", [["billing"], ["billing", "travel", "退款", "science"]])
 @pytest.mark.parametrize("classes", NLI, ids=len)
-def test_hypotheses_score_as_in_the_pipeline(
-    tokenizer: Any, classes: list[str], labels: list[str], multi_label: bool
-) -> None:
-    from triptych.spec.model_info import ModelInfo
-
+def test_hypotheses_score_as_in_the_pipeline(tokenizer: Any, classes: list[str]) -> None:
     names = {name: index for index, name in enumerate(classes)}
     id2label = dict(enumerate(classes))
     model = small("Bert", "SequenceClassification", id2label=id2label, label2id=names)
-    pairs = [(text, f"This example is {label}.") for text in TEXTS for label in labels]
-    first, second = map(list, zip(*pairs, strict=True))
     facts = ModelInfo("", "", 32, 512, 0, labels=tuple(classes))
     settings = json.loads(json.dumps(TASKS["zero-shot-classification"].settings(facts)))
-    found = decode_rows.ZeroShotDecoder(settings, Path()).decode(
-        {"inference_logits": logits_of(model, tokenizer, first, second)},
-        [],
-        {"candidate_labels": labels, "multi_label": multi_label},
-    )
+    decoder = decode_rows.ZeroShotDecoder(settings, Path())
     pipeline = pipeline_of("zero-shot-classification", model, tokenizer)
-    expected = pipeline(list(TEXTS), candidate_labels=labels, multi_label=multi_label)
-    assert texts_of(found["label"]) == [row["labels"] for row in expected]
-    np.testing.assert_allclose(found["score"], [row["scores"] for row in expected], atol=1e-6)
-    assert found["score"].dtype == np.float32
+    for labels in (["billing"], ["billing", "travel", "退款", "science"]):
+        pairs = [(text, f"This example is {label}.") for text in TEXTS for label in labels]
+        first, second = map(list, zip(*pairs, strict=True))
+        logits = {"inference_logits": logits_of(model, tokenizer, first, second)}
+        for multi_label in (False, True):
+            parameters = {"candidate_labels": labels, "multi_label": multi_label}
+            found = decoder.decode(logits, [], parameters)
+            expected = pipeline(list(TEXTS), **parameters)
+            assert texts_of(found["label"]) == [row["labels"] for row in expected]
+            scores = [row["scores"] for row in expected]
+            np.testing.assert_allclose(found["score"], scores, atol=1e-6)
+            assert found["score"].dtype == np.float32
 
 
 def test_large_logits_do_not_overflow() -> None:

@@ -58,20 +58,24 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
         assert said in str(caught.value), text
 
 
-def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> None:
-    tokenizer = byte_pairs()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    special = {"bos_token": "<s>", "eos_token": "</s>"}
+def prompts_of(tokenizer: Tokenizer, folder: Path, **changes: object) -> Prompts:
+    """What preprocess reads of a model with this tokenizer and the template of the tests."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     settings = {
-        "special_tokens": special,
+        "special_tokens": {"bos_token": "<s>", "eos_token": "</s>"},
         "max_length": 64,
         "max_answer": None,
         "prefix": "",
         "vocabulary": 300,
         "message_special_tokens": "text",
     }
-    prompts = Prompts(settings, tmp_path)
+    return Prompts({**settings, **changes}, folder)
+
+
+def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> None:
+    tokenizer = byte_pairs()
+    prompts = prompts_of(tokenizer, tmp_path)
     plain = prompts.of_text("The dog")
     assert plain[0] == 0
     # A template that was rendered elsewhere begins like that already.
@@ -104,11 +108,11 @@ def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> No
     with pytest.raises(RequestError, match=f"a token has at most {len(widest)}"):
         prompts.of_text(widest * 63 + " ")
     # Many a tokenizer was given tokens that the weights were not: vLLM reads on behind them.
-    narrow = Prompts({**settings, "vocabulary": max(plain)}, tmp_path)
+    narrow = prompts_of(tokenizer, tmp_path, vocabulary=max(plain))
     with pytest.raises(RequestError, match="has a token of the tokenizer that the model does not"):
         narrow.of_text("The dog")
     tools = [{"type": "function", "function": {"name": "a</s>"}}]
-    with_tools = Prompts({**settings, "max_length": 256}, tmp_path).of_messages(
+    with_tools = prompts_of(tokenizer, tmp_path, max_length=256).of_messages(
         json.dumps({"messages": json.loads(chat), "tools": tools})
     )
     text = tokenizer.decode(with_tools, skip_special_tokens=False)
@@ -125,18 +129,8 @@ def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> No
 
 def test_special_tokens_in_messages_are_texts(tmp_path: Path) -> None:
     tokenizer = byte_pairs()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    settings = {
-        "special_tokens": {"bos_token": "<s>", "eos_token": "</s>"},
-        "max_length": 99,
-        "max_answer": None,
-        "prefix": "",
-        "vocabulary": 300,
-        "message_special_tokens": "text",
-    }
-    prompts = Prompts(settings, tmp_path)
-    tokens = Prompts({**settings, "message_special_tokens": "token"}, tmp_path)
+    prompts = prompts_of(tokenizer, tmp_path)
+    tokens = prompts_of(tokenizer, tmp_path, message_special_tokens="token")
     control = {tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")}
 
     def ids(maker: Prompts, content: str) -> list[int]:
@@ -153,14 +147,6 @@ def test_special_tokens_in_messages_are_texts(tmp_path: Path) -> None:
 
 def test_special_tokens_as_texts_make_no_space_and_no_token(tmp_path: Path) -> None:
     """The pieces are those of a tokenizer without the token, in the manner of sentencepiece."""
-    settings = {
-        "special_tokens": {"bos_token": "<s>", "eos_token": "</s>"},
-        "max_length": 999,
-        "max_answer": None,
-        "prefix": "",
-        "vocabulary": 999,
-        "message_special_tokens": "text",
-    }
     pieces = [(character, -2.0) for character in sorted({*TEMPLATE, *"\u2581abusermistant<>/"})]
     unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *pieces], 0))
     for name, tokenizer in (("pairs", metaspace()), ("unigram", unigram)):
@@ -170,9 +156,7 @@ def test_special_tokens_as_texts_make_no_space_and_no_token(tmp_path: Path) -> N
             without = Tokenizer.from_str(tokenizer.to_str().replace('"</s>"', '"no such text"'))
             folder = tmp_path / name / scheme
             folder.mkdir(parents=True)
-            tokenizer.save(str(folder / "tokenizer.json"))
-            (folder / "chat_template.jinja").write_text(TEMPLATE)
-            prompts = Prompts(settings, folder)
+            prompts = prompts_of(tokenizer, folder, max_length=999, vocabulary=999)
             for content in ("a</s>b", "</s> a", "a </s></s>", "<s>"):
                 sent = json.dumps([{"role": "user", "content": content}])
                 found = prompts.of_messages(sent)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from client_toy import wait_until
-from triptych.repository.bundle import bundle
 from triptych.runtime.row_types import make_payload, read_payload, read_ticket, write_ticket
 from triptych.runtime.sampling import (
     FOLDER_VARIABLE,
@@ -87,16 +86,6 @@ def test_a_folder_keeps_to_its_limits_and_ages(tmp_path: Path) -> None:
     write(1)
     remove_old(folder, "p", 1.0, now - 7200)  # the clock went back: nobody knows its age
     assert [path.name for path in folder.iterdir()] == ["another.1.1.aa.jsonl"]
-
-
-def test_steps_that_do_not_sample_have_nothing_of_it() -> None:
-    steps = {
-        "a/1": ["preprocess.TritonPythonModel", "rows_text.PlainTextRowMaker"],
-        "b/1": ["postprocess.TritonPythonModel", "decode_rows.ScoreDecoder"],
-    }
-    assert not [file for file in bundle(steps) if "sampl" in file]
-    written = bundle({"b/1": [*steps["b/1"], "sample_writer.SampleWriter"]})
-    assert {"b/1/sampling.py", "b/1/sample_writer.py"} <= written.keys()
 
 
 KILLED = """

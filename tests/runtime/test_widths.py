@@ -1,7 +1,6 @@
 """Which requests of a bucketed batch are padded further, to share a batch of the core."""
 
 import numpy as np
-import pytest
 
 from triptych.repository.render import batch_tokens
 from triptych.runtime.bucketing import choose_padded_lengths, widen_rows
@@ -15,26 +14,17 @@ def request(width: int, rows: int = 1) -> CoreRows:
     )
 
 
-@pytest.mark.parametrize(
-    ("widths", "batch_tokens", "expected"),
-    [
-        ([48, 16, 80, 16], 0, [48, 16, 80, 16]),  # a processor: padding is never worth it
-        ([48, 16, 80, 16], 64, [48, 48, 80, 48]),  # 2 x 32 tokens; 3 x 32 more would be 96
-        ([48, 16, 80, 16], 96, [80, 80, 80, 80]),
-        ([16, 80, 80], 63, [16, 80, 80]),  # 64 tokens are dearer than a batch
-    ],
-)
-def test_a_request_is_widened_where_that_costs_less_than_a_batch(
-    widths: list[int], batch_tokens: int, expected: list[int]
-) -> None:
-    requests = [request(width) for width in widths]
-    assert choose_padded_lengths(requests, batch_tokens=batch_tokens) == expected
-
-
-def test_rows_count_not_requests() -> None:
-    requests = [request(16, rows=4), request(48)]
-    assert choose_padded_lengths(requests, batch_tokens=127) == [16, 48]
-    assert choose_padded_lengths(requests, batch_tokens=128) == [48, 48]
+def test_a_request_is_widened_where_that_costs_less_than_a_batch() -> None:
+    several = [request(48), request(16), request(80), request(16)]
+    for requests, tokens, expected in (
+        (several, 0, [48, 16, 80, 16]),  # a processor: padding is never worth it
+        (several, 64, [48, 48, 80, 48]),  # 2 x 32 tokens; 3 x 32 more would be 96
+        (several, 96, [80, 80, 80, 80]),
+        ([request(16), request(80), request(80)], 63, [16, 80, 80]),  # 64 tokens are dearer
+        ([request(16, rows=4), request(48)], 127, [16, 48]),  # rows count
+        ([request(16, rows=4), request(48)], 128, [48, 48]),
+    ):
+        assert choose_padded_lengths(requests, batch_tokens=tokens) == expected
 
 
 def test_a_widened_request_keeps_its_tokens_and_lengths() -> None:

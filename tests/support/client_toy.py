@@ -108,20 +108,6 @@ class TritonPythonModel:
             [pb_utils.Tensor("score", score), pb_utils.Tensor("label", label)])
 """
 
-MEASURE = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.answer(request) for request in requests]
-
-    def answer(self, request):
-        texts = pb_utils.get_input_tensor_by_name(request, "text").as_numpy()
-        length = np.array([[len(text)] for text in texts[:, 0]], np.int32)
-        return pb_utils.InferenceResponse([pb_utils.Tensor("length", length)])
-"""
-
 STEP = """
 backend: "python"
 max_batch_size: {max_batch_size}
@@ -153,14 +139,6 @@ ensemble_scheduling {{
 }}
 """
 
-MEASURE_CONFIG = """
-backend: "python"
-max_batch_size: 4
-input { name: "text" data_type: TYPE_STRING dims: [1] }
-output { name: "length" data_type: TYPE_INT32 dims: [1] }
-instance_group { kind: KIND_CPU count: 1 }
-"""
-
 PAIR_CONFIG = """
 backend: "python"
 max_batch_size: 4
@@ -175,8 +153,7 @@ instance_group { kind: KIND_CPU count: 1 }
 def write_repository(root: Path) -> Path:
     """Ensembles of one step: `toy`, `single` (2 instances, batches of 1), `narrow` (queue of 2).
 
-    Beside them two models alone, `pair` and `measure`, which have interfaces of their own, and the
-    pipelines of `PLAYED`.
+    Beside them a model alone, `pair`, which has an interface of its own, and those of `PLAYED`.
     """
     steps = {
         "toy": {"max_batch_size": MAX_BATCH_SIZE, "instances": 1, "queue_policy": ""},
@@ -189,7 +166,6 @@ def write_repository(root: Path) -> Path:
         batch = settings["max_batch_size"]
         write_model(root / name, ENSEMBLE.format(max_batch_size=batch, dim=DIM, step=step))
     write_model(root / "pair", PAIR_CONFIG, PAIR)
-    write_model(root / "measure", MEASURE_CONFIG, MEASURE)
     write_model(root / "play", PLAY_CONFIG, PLAY)
     for name, (inputs, outputs) in PLAYED.items():
         write_model(root / name, play_config(inputs, outputs))
@@ -267,7 +243,7 @@ def wait_until(fulfilled: Callable[[], Any], what: str, within_s: float = 60.0) 
     raise AssertionError(f"{what}: not within {within_s:g} s")
 
 
-ALONE = ("toy", "single", "narrow", "pair", "measure")
+ALONE = ("toy", "single", "narrow", "pair")
 
 
 @contextmanager
