@@ -5,8 +5,6 @@ Usage: ``make tables`` writes every table again, between the marks of its name i
 
 from __future__ import annotations
 
-import inspect
-import json
 import re
 import sys
 import types
@@ -28,9 +26,10 @@ from triptych.operate.monitor.metrics import RunCollector
 from triptych.runtime import generation_metrics
 from triptych.runtime.counters import RowTokens
 from triptych.runtime.request_errors import StepError
+from triptych.spec.field_table import as_prose, describe_fields, first_sentence
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 from triptych.spec.model_fields import ModelSpec
-from triptych.spec.spec import RESERVED, PipelineSpec
+from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, probe_limits, thresholds
 from triptych.spec.tasks.task import Task
@@ -49,121 +48,27 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=[.!?])\s", " ".join(text.split("\n\n")[0].split()))[0]
-
-
-def _code(text: str) -> str:
-    """Return prose of a docstring as Markdown, for readers who do not know Python."""
-    return re.sub(r"\bNone: ", "Default: ", text.replace("``", "`"))
-
-
 # --- fields of pipeline.yaml
 
 
 def list_fields(spec: type[BaseModel], *, leave_out: Iterable[str] = ()) -> str:
-    """Return the table of the fields that a file of this spec can set.
-
-    Args:
-        spec: Spec of a kind of pipelines.
-        leave_out: Groups of fields that another table has.
-    """
-    schema = spec.model_json_schema()
-    for name in (*RESERVED, *leave_out):
-        del schema["properties"][name]
-    about = _read_about(spec)
-    return render_table(
-        ("field", "value", "default", "meaning"), _walk(schema, schema["$defs"], "", about)
+    """Return the table of the fields that a file of this spec can set."""
+    rows = (
+        (
+            f"`{field.name}`",
+            field.values,
+            field.default,
+            field.meaning,
+        )
+        for field in describe_fields(spec)
+        if field.name.split(".")[0] not in leave_out
     )
+    return render_table(("field", "value", "default", "meaning"), rows)
 
 
 def list_own_fields() -> str:
     """Return the table of the fields that only own models have."""
     return list_fields(ModelSpec, leave_out=("core", "serving", "accuracy"))
-
-
-def _walk(
-    schema: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str, about: dict[str, str]
-) -> Iterator[Sequence[str]]:
-    models = {one.__name__: one for one in _subclasses(BaseModel)}
-    for name, field in schema["properties"].items():
-        path = prefix + name
-        text = about.get(name, METRICS[name].says if name in METRICS else "")
-        inner = _find_reference(field)
-        if inner is None:
-            default = "required" if name in schema.get("required", ()) else _default(field)
-            yield f"`{path}`", _describe_values(field, definitions), default, _code(text)
-        else:
-            definition = definitions[inner]
-            is_mapping = "additionalProperties" in field
-            description = definition.get("description", "")
-            if text or is_mapping or field.get("default", 0) is None:
-                kind = "mapping" if is_mapping else ""
-                yield f"`{path}`", kind, "none", _code(text or _first_sentence(description))
-            prefix_inside = f"{path}.NAME." if is_mapping else f"{path}."
-            yield from _walk(definition, definitions, prefix_inside, _read_about(models[inner]))
-
-
-def _find_reference(field: Mapping[str, Any]) -> str | None:
-    """Return the name of the group of fields that a field holds, or None."""
-    for place in (field, field.get("additionalProperties"), *field.get("anyOf", ())):
-        if isinstance(place, dict) and "$ref" in place:
-            return str(place["$ref"]).rpartition("/")[2]
-    return None
-
-
-def _subclasses(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    yield kind
-    for one in kind.__subclasses__():
-        yield from _subclasses(one)
-
-
-def _read_about(model: type[BaseModel]) -> dict[str, str]:
-    """Return the text of each entry below ``Attributes:`` of a class and of its bases."""
-    found: dict[str, str] = {}
-    for one in reversed(model.__mro__):
-        section = inspect.cleandoc(one.__doc__ or "").partition("Attributes:\n")[2]
-        entry = r"(?ms)^ {4}(\w[\w, ]*): (.*?)(?=^ {4}\w[\w, ]*: |\Z)"
-        for names, text in re.findall(entry, section):
-            found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
-    return found
-
-
-def _default(field: Mapping[str, Any]) -> str:
-    value = field.get("default")
-    if value in (None, "", [], {}):
-        return "none"
-    is_name = isinstance(value, str) and not value[0].isdigit()
-    return f"`{value if is_name else json.dumps(value)}`"
-
-
-def _describe_values(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    if "anyOf" in field:
-        parts = [one for one in field["anyOf"] if one.get("type") != "null"]
-        return " or ".join(dict.fromkeys(_describe_values(one, definitions) for one in parts))
-    if "enum" in field or "const" in field:
-        return ", ".join(f"`{each}`" for each in field.get("enum", (field.get("const"),)))
-    if field.get("type") == "array":
-        items = field["items"]
-        if "$ref" in items:
-            entries = definitions[str(items["$ref"]).rpartition("/")[2]]["properties"]
-            return f"list of {', '.join(f'`{name}`' for name in entries)}"
-        return f"list of {_describe_values(items, definitions)}"
-    names = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false"}
-    return names.get(field.get("type", ""), "mapping") + _describe_range(field)
-
-
-def _describe_range(field: Mapping[str, Any]) -> str:
-    low, high = field.get("minimum"), field.get("maximum")
-    if low is not None and high is not None:
-        return f", {low:,} to {high:,}"
-    limits = {
-        "at least": low,
-        "above": field.get("exclusiveMinimum"),
-        "at most": high,
-        "below": field.get("exclusiveMaximum"),
-    }
-    return "".join(f", {word} {limit:,}" for word, limit in limits.items() if limit is not None)
 
 
 # --- commands
@@ -182,7 +87,7 @@ def list_commands() -> str:
 
 def _describe_command(command: Any) -> Iterator[str]:
     paragraphs = re.split(r"\n\s*\n", (command.help or "").replace("\b", "").strip())
-    yield from (_code(" ".join(paragraph.split())) for paragraph in paragraphs)
+    yield from (as_prose(" ".join(paragraph.split())) for paragraph in paragraphs)
     rows = []
     for parameter in command.params:
         if getattr(parameter, "hidden", False) or parameter.name == "help":
@@ -217,7 +122,7 @@ def list_error_codes() -> str:
         error = status_error(status, f"[{code}] text", url="")
         name = type(error).__name__
         rows.append(
-            (f"`[{code}]`", status, f"`{name}`", _code(_first_sentence(kind.__doc__ or "")))
+            (f"`[{code}]`", status, f"`{name}`", as_prose(first_sentence(kind.__doc__ or "")))
         )
     return render_table(("code", "gRPC status", "exception of the client", "meaning"), rows)
 
@@ -225,7 +130,7 @@ def list_error_codes() -> str:
 def list_exceptions() -> str:
     """Return the table of the client's exceptions."""
     rows = [
-        (f"`{kind.__name__}`", _code(_first_sentence(kind.__doc__ or "")))
+        (f"`{kind.__name__}`", as_prose(first_sentence(kind.__doc__ or "")))
         for kind in InferenceError.__subclasses__()
     ]
     return render_table(("exception", "meaning"), rows)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import triptych
 from conftest import write_pipeline
+from triptych.base.counted import counted
 from triptych.base.errors import UserError
 from triptych.deploy.options import DeployOptions
 from triptych.interface.cli import app, options
@@ -100,6 +101,18 @@ def test_new_lists_the_tasks(tmp_path: Path) -> None:
         (["new", "a", "rerank"], "Did you mean `reranking`? Choose"),
     ):
         error = CliRunner().invoke(app, [*words, "--pipelines", str(tmp_path)]).exception
+        assert isinstance(error, UserError)
+        assert said in error.message
+
+
+def test_fields_describes_every_field_of_a_task(tmp_path: Path) -> None:
+    for task in (*tasks(), "model"):
+        assert "\nserving.queue.max_in_flight  (integer, 1 to " in shown("fields", "--task", task)
+    only = json.loads(shown("fields", "serving.queue", "--json"))
+    assert {each["name"].rpartition(".")[0] for each in only} == {"serving.queue"}
+    assert all(each["meaning"] for each in only)
+    for words, said in ((["sampel"], "`triptych fields` lists all"), (["--task", "nor"], "Name")):
+        error = CliRunner().invoke(app, ["fields", *words]).exception
         assert isinstance(error, UserError)
         assert said in error.message
 
@@ -209,13 +222,19 @@ def test_functions_name_arguments_and_the_package_lists_its_names(tmp_path: Path
             assert getattr(triptych, old) is getattr(triptych, new)
 
 
-def test_long_verbs_show_their_time_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_verbs_show_their_time_and_how_far_a_loop_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options, "_INTERVAL_S", 0.0)
     for is_terminal in (True, False):
         screen = io.StringIO()
         terminal = options.Terminal(file=screen, force_terminal=is_terminal)
         monkeypatch.setattr(options, "status", terminal)
-        with options.show_elapsed("building [mine]"):
+        with options.show_progress("gate", "building [mine]"):
             options.progress("export", "done")
+            assert [*counted("ab", "rows", 2)] == ["a", "b"]
         assert "export   done" in screen.getvalue()
+        if not is_terminal:
+            assert re.search(r"gate +2 of 2 rows, .* rows/s, 0 s left", screen.getvalue())
         shown = re.search(r"building \[mine\].*0:00:0", screen.getvalue())
         assert (shown is not None) == is_terminal

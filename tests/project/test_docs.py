@@ -1,5 +1,6 @@
 """The documents tell the truth: commands run, links lead somewhere, tables are correct."""
 
+import ast
 import contextlib
 import json
 import re
@@ -77,6 +78,29 @@ def with_addresses(text: str, served: dict[str, str]) -> str:
     for stated, address in served.items():
         text = text.replace(stated, address)
     return text
+
+
+def _messages(path: Path) -> Iterator[str]:
+    """Yield the texts of a module that are no docstrings, those of an f-string as one."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {id(e.value) for e in ast.walk(tree) if isinstance(e, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            inside |= {id(part) for part in node.values}
+            yield "".join(str(p.value) for p in node.values if isinstance(p, ast.Constant))
+        elif isinstance(node, ast.Constant) and id(node) not in inside:
+            yield str(node.value)
+
+
+def test_messages_name_nothing_that_only_a_clone_has() -> None:
+    package = ROOT / "build_scripts/triptych"
+    for path in package.rglob("*.py"):
+        for text in _messages(path):
+            found = re.search(r"\b(docker|pipelines)/[\w/]*\.md|pip install .?triptych", text)
+            assert not found, (path, text)
+            assert "`make " not in text or "clone of Triptych" in text, (path, text)
+    for path in package.rglob("templates/*/pipeline.yaml"):
+        assert not re.search(r"\.md|README|make ", path.read_text(encoding="utf-8")), path
 
 
 def test_the_two_commands_come_first() -> None:

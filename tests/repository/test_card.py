@@ -69,6 +69,8 @@ def test_a_card_has_calls_tensors_and_labels_of_its_task(task: str) -> None:
     assert "| model | my-model |" in card
     has_labels = task in ("text-classification", "token-classification", "image-classification")
     assert ("Labels, by index: `good`, `bad|worse`." in card) == has_labels
+    is_classification = task in ("text-classification", "image-classification")
+    assert ("`serving.class_scores: true`" in card) == is_classification
     for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
         compile(block, "card", "exec")
     inputs = [tensor for tensor in TASKS[task].inputs if not tensor.optional]

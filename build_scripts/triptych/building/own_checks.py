@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.building.pipeline_checks import (
+    TESTS_FILE,
     VARIABLE,
     Check,
     check_imports,
@@ -50,9 +51,6 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
 }
 """Functions of ``hooks.py`` that a pipeline calls, with the arguments that they may take."""
 
-PACKAGES = ("numpy", "PIL", "tokenizers")
-"""Modules of the serving image, which `serving.python_env` packs as well."""
-
 TOGETHER = 8
 """Maximum number of rows in a request of the check."""
 
@@ -73,7 +71,7 @@ def check_own_pipeline(folder: Path) -> list[Check]:
         if (folder / HOOKS_FILE).is_file():
             try:
                 hooks = load_hooks(folder)
-                imports = check_imports(folder, spec.serving.python_env, PACKAGES)
+                imports = check_imports(folder, spec.serving.python_env)
                 checks += [Check("hooks-load"), imports]
             except (Exception, SystemExit) as error:
                 note = f"{HOOKS_FILE}: {type(error).__name__}: {error}"
@@ -84,8 +82,10 @@ def check_own_pipeline(folder: Path) -> list[Check]:
             checks.append(Check("hooks", note="none: tensors of the same name are passed on"))
         if checks[-1].severity != "error":
             checks += _run_functions(spec, reader, requests, hooks)
-    if hooks is not None:
+    if (folder / TESTS_FILE).is_file():
         checks.append(run_tests(folder))
+    elif hooks is not None:
+        checks.append(Check("tests", note=f"none: tests of your own go into {TESTS_FILE}"))
     return checks
 
 

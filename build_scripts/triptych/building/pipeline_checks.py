@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -75,6 +75,8 @@ def make_up_answers(task: Task, form: RowForm, count: int) -> list[Row]:
     return form.rows(tensors)
 
 
+PACKAGES = ("numpy", "PIL", "tokenizers")
+"""Modules of the serving image, which `serving.python_env` packs as well."""
 TESTS_FILE = "test_hooks.py"
 NO_TESTS_FOUND = 5  # pytest's exit code
 Kinds = Mapping[str, type]
@@ -186,15 +188,12 @@ def _check_hooks(
     return checks
 
 
-def check_imports(
-    folder: Path, python_env: bool | Sequence[str], packages: Collection[str] = ("numpy",)
-) -> Check:
+def check_imports(folder: Path, python_env: bool | Sequence[str]) -> Check:
     """Check that ``hooks.py`` imports only packages that the server has.
 
     Args:
         folder: Folder of the pipeline.
         python_env: Value of `serving.python_env`.
-        packages: Modules that the serving image has besides the standard library.
 
     Raises:
         UserError: `python_env` names a package that is not installed.
@@ -207,12 +206,12 @@ def check_imports(
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
             names.add(node.module.partition(".")[0])
     packed = set() if isinstance(python_env, bool) else modules_of(python_env)
-    foreign = sorted(names - packed - set(packages) - set(sys.stdlib_module_names))
+    foreign = sorted(names - packed - set(PACKAGES) - set(sys.stdlib_module_names))
     if not foreign:
         return Check("hooks-imports")
     note = (
         f"{HOOKS_FILE} imports {', '.join(foreign)}: a server's container has only the standard "
-        f"library, {', '.join(packages)}; serving.python_env: [PACKAGE] adds others"
+        f"library, {', '.join(PACKAGES)}; serving.python_env: [PACKAGE] adds others"
     )
     return Check("hooks-imports", "warning", note)
 

@@ -185,7 +185,7 @@ def task_of(spec: CompiledSpec) -> Task:
             "custom",
             "is required for task: custom, and only supported for it",
             given=f"task {spec.task}",
-            remedy="See pipelines/README.md",
+            remedy="`triptych new NAME custom` writes an example of both",
         )
     if spec.pairs and spec.task != TEXT_CLASSIFICATION.name:
         raise UserError(
@@ -374,7 +374,7 @@ def load_checked_hooks(spec: CompiledSpec) -> ModuleType | None:
             str(path),
             f"has no function `{REDACT}`, which serving.sample.redact requires",
             given="none",
-            remedy="Write `def redact(inputs, answer)`; see pipelines/monitoring.md",
+            remedy="Write `def redact(inputs, answer)`, which returns both as they may be stored",
         )
     return hooks
 
@@ -393,6 +393,6 @@ def _load_hooks(spec: PipelineSpec) -> ModuleType | None:
             str(path),
             "has no function `decode`, which a custom task requires",
             given="none",
-            remedy="See pipelines/README.md",
+            remedy="Write it; `triptych new NAME custom` writes an example",
         )
     return hooks

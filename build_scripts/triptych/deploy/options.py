@@ -58,7 +58,7 @@ class DeployOptions:
         typer.Option(
             metavar="IMAGE",
             help="Serving image, with a tag or a digest. Default: triptych-serve:RELEASE, "
-            "as built by `make image`.",
+            "as built by `make image` in a clone of Triptych.",
         ),
     ] = ""
     target: Annotated[
@@ -357,10 +357,18 @@ def _rules(o: DeployOptions) -> list[_Rule]:
         ),
         _name("--name", o.name, MAX_NAME_CHARACTERS),
         _name("--namespace", o.namespace, 63),
-        *_image("--image", o.image, "Push what `make image` built, and name it with its tag"),
+        *_image("--image", o.image, "Push the serving image, and name it with its tag"),
         *_image("--envoy-image", o.envoy_image, f"The usual one is {ENVOY_IMAGE}"),
-        *_image("--monitor-image", o.monitor_image, "docker/README.md says what it holds"),
-        *_image("--http-api-image", o.http_api_image, "`make image` builds triptych-build"),
+        *_image(
+            "--monitor-image",
+            o.monitor_image,
+            "It has Triptych with the extra local, and the tritonserver",
+        ),
+        *_image(
+            "--http-api-image",
+            o.http_api_image,
+            "It is triptych-build, as built by `make image` in a clone of Triptych",
+        ),
         _Rule(
             "--http-api-image",
             o.http_api_image is None or (o.gateway is None and o.canary_percent is None),
@@ -463,7 +471,7 @@ def _rules(o: DeployOptions) -> list[_Rule]:
             ),
             "must be the name of an image without a tag, which is the hash of the build manifest",
             o.repository_image,
-            "Leave the tag out; docker/README.md shows how the image is made",
+            "Leave the tag out; its Dockerfile is `FROM scratch` and `COPY model_repository/ /`",
         ),
         *(
             _Rule(

@@ -27,7 +27,7 @@ ALLOWED = (
     "TRIPTYCH_TRACE",
     "TRIPTYCH_TRACE_RATE",
 )
-"""Variables of docker/server.md that the option sets."""
+"""Variables of the serving image that the option sets."""
 _BY_MANIFESTS = "the manifests decide it"
 _ENDS_BEFORE = "Envoy, the Gateway or KServe connects to the servers without TLS: end TLS there"
 _IS_SECRET = "a manifest is no place for a secret: set it from a Secret in an overlay"
@@ -75,7 +75,7 @@ def read_variables(given: Sequence[str] | None) -> dict[str, str]:
             known = closest(name, list(ALLOWED)) if name not in REFUSED else ""
             raise UserError(
                 OPTION,
-                "must be NAME=VALUE with a variable of docker/server.md that manifests can set",
+                "must be NAME=VALUE with a variable of the serving image that manifests can set",
                 given=f"{name or 'no name'}; {reason}",
                 remedy=f"{known}Use one of: {', '.join(ALLOWED)}",
             )

@@ -13,7 +13,7 @@ from triptych.repository.records import GateResult
 from triptych.spec.fields import name_of_source
 from triptych.spec.model_fields import is_own
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.task import Rule
+from triptych.spec.tasks.task import CLASS_DECODER, CLASS_SCORES, Rule
 
 CARD_FILE = "README.md"
 HTTP, GRPC = "127.0.0.1:8000", "127.0.0.1:8001"
@@ -164,7 +164,16 @@ def _tensors(plan: Plan) -> Iterator[str]:
     if labels and plan.spec.task in _LABELED:
         shown = ", ".join(f"`{label}`" for label in labels[:MAX_LABELS])
         more = f", and {len(labels) - MAX_LABELS:,} more" if len(labels) > MAX_LABELS else ""
-        yield from ("", f"Labels, by index: {shown}{more}.")
+        yield from ("", f"Labels, by index: {shown}{more}.{_extension(plan)}")
+
+
+def _extension(plan: Plan) -> str:
+    """Return how a client gets the best labels without an option of Triptych."""
+    if plan.task.decode != CLASS_DECODER:
+        return ""
+    if plan.spec.serving.class_scores:
+        return f" A request of `{CLASS_SCORES}` with `class_count` returns the best of them."
+    return " With `serving.class_scores: true` Triton's classification extension knows them."
 
 
 def _type(tensor: Tensor) -> tuple[str, str]:

@@ -153,7 +153,7 @@ def fetch_wheels(versions: Mapping[str, str], python: str, folder: Path) -> list
             f"needs wheels of {', '.join(wanted)} for Python {python} from the package index",
             given=complaint,
             remedy="Check the connection, set serving.triton to a release whose image has a newer "
-            "Python, or remove the field and serve with the image of `make image`",
+            "Python, or remove the field and serve with an image that has the packages",
         )
     return sorted(folder.glob("*.whl"))
 

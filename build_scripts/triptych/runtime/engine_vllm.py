@@ -180,9 +180,10 @@ def room_for_adapters(ranks: Mapping[str, int], *, spare: bool) -> dict[str, Any
 def _check_installed() -> None:
     if find_spec("vllm") is None:
         raise RuntimeError(
-            "vLLM is not installed. Run `make setup-generation`, or set TRIPTYCH_GENERATION_ENV to "
-            f"an environment with vLLM on Python {sys.version_info[0]}.{sys.version_info[1]}; in a "
-            "container, use an image with vLLM."
+            "vLLM is not installed. Set TRIPTYCH_GENERATION_ENV to "
+            f"an environment with vLLM on Python {sys.version_info[0]}.{sys.version_info[1]} "
+            "(`make setup-generation` in a clone of Triptych makes one); in a container, use an "
+            "image with vLLM."
         )
 
 

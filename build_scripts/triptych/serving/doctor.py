@@ -388,6 +388,6 @@ def _gpus(machine: MachineInfo) -> Iterable[Finding]:
         "Python packages",
         ", ".join([*there, *(f"no {name}" for name in missing)]),
         "info",
-        "Nothing, if the images do both (docker/README.md); else install `tensorrt` and run "
+        "Nothing, if containers do both; else install `tensorrt` and run "
         f"`{install_command('gpu')}`",
     )

@@ -51,7 +51,8 @@ def environment_python() -> Path:
             "core.backend",
             "needs vLLM in a separate environment",
             given="no .venv-generation",
-            remedy="Run `make setup-generation`, or set TRIPTYCH_GENERATION_ENV to an environment",
+            remedy="Install vLLM into an environment of its own and set TRIPTYCH_GENERATION_ENV "
+            "to its folder; in a clone of Triptych, `make setup-generation` does both",
         )
     return environment / "bin" / "python"
 

@@ -32,7 +32,7 @@ MAX_SHOWN = 16
 
 _TYPES: Mapping[str, ValueType] = {"FLOAT": "float", "FLOAT16": "float", "DOUBLE": "float"}
 """Type of a value by that of ONNX; `bool` for BOOL, and `int` for all others."""
-_EXAMPLE_FILES = ("model.onnx", "make_model.py", "test_hooks.py")
+_EXAMPLE_FILES = ("model.onnx", "make_model.py")
 """Files of a template that are of no use with another model."""
 
 _IMAGES = '''

@@ -333,7 +333,7 @@ def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None
                 f"{source}{key}",
                 "is not a field of the spec",
                 given=f"`{part}` has no fields",
-                remedy="See the fields of the spec in pipelines/fields.md",
+                remedy=f"Set the field itself: {source}{key.partition(f'.{last}')[0]}=VALUE",
             )
         node = child
     node[last] = value

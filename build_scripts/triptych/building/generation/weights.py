@@ -212,7 +212,7 @@ def _gguf_file(source: str, folder: Path) -> Path:
             "model.source",
             "must name an existing GGUF file",
             given=source,
-            remedy="Run `make setup-generation` for the example's, or correct the path, which is "
-            "relative to the pipeline's folder",
+            remedy="Correct the path, which is relative to the pipeline's folder; `make "
+            "setup-generation` in a clone of Triptych fetches the example's",
         )
     return file

@@ -23,7 +23,9 @@ from triptych.spec.engine_plan import EnginePlan
 _OLDEST_MAJOR = 10
 """Oldest major release in a supported Triton, and the first that keeps the types of the graph."""
 
-_IN_CONTAINER = "Run in the build container: `make engine-in-container NAME=…`"
+_IN_CONTAINER = (
+    "Run in the build container: `make engine-in-container NAME=…` in a clone of Triptych"
+)
 
 
 class Api:

@@ -56,7 +56,8 @@ _NO_GPU = _Failure(
     r"CUDA initialization failure|no CUDA-capable device|driver version is insufficient",
     "GPU",
     "is missing, and TensorRT needs one to build and run engines",
-    "Run on a machine with an NVIDIA GPU and its driver: `make engine-in-container NAME=…`",
+    "Run on a machine with an NVIDIA GPU and its driver: `triptych engine NAME`, or `make "
+    "engine-in-container NAME=…` in a clone of Triptych",
 )
 # The order matters: a failure for lack of memory often also reports "no implementation".
 _FAILURES = (

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.cache import cached_stage, code_hash, versions_of
+from triptych.base.counted import counted
 from triptych.base.errors import Progress, UserError
 from triptych.base.tensors import TokenRow
 from triptych.core.export.own_graph import open_own_model
@@ -118,7 +119,7 @@ def _model_outputs(
         made = _read_by(model, load_tokenizer(folder).model_input_names)
     expected = []
     with torch.inference_mode():
-        for sample in samples:
+        for sample in counted(samples, "rows", len(samples)):
             if isinstance(sample, TokenRow):
                 output = model(**_token_inputs(sample, made))
             else:
@@ -244,7 +245,7 @@ def _sentence_outputs(
         model.double()
     expected: list[Expected] = []
     with torch.inference_mode():
-        for row in samples:
+        for row in counted(samples, "rows", len(samples)):
             if not isinstance(row, TokenRow):
                 raise ValueError("sentence-transformers is the reference of texts alone")
             features = _token_inputs(row, {MASK, *model.tokenizer.model_input_names})
@@ -385,7 +386,7 @@ def _graph_outputs(
     run = open_own_model(spec, other_rounding=double)
     names = [tensor.name for tensor in inputs.plan.core.outputs]
     expected = []
-    for sample in samples:
+    for sample in counted(samples, "rows", len(samples)):
         outputs = run(core_feed([sample], inputs.plan.core_inputs, pad_token_id=0))
         expected.append(tuple(outputs[name][0] for name in names))
     return expected

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from triptych.base.cache import Stage, cached_stage, code_hash, key_of, versions_of
+from triptych.base.counted import counted
 from triptych.base.errors import Progress
 from triptych.base.files import scratch_folder
 from triptych.base.onnx_graph import (
@@ -51,7 +52,6 @@ RANKING_ARRAYS = 8
 TIMED_TOKENS = 128
 TIMED_IMAGES = 4
 TIMED_RUNS = 15
-TELL_EVERY_S = 3.0
 
 Write = Callable[[Sequence[str], Path], Conversion]
 """Function that writes a converted graph into a folder and leaves the named layers unconverted."""
@@ -120,11 +120,8 @@ class CoreConverter:
         def work(target: Path) -> None:
             expected = reference(rows)
             layer_errors: dict[str, float] = {}
-            told = -TELL_EVERY_S
-            for number, layer in enumerate(layers, start=1):
-                if time.monotonic() - told > TELL_EVERY_S:
-                    told = time.monotonic()
-                    self._progress("layers", f"{number}/{len(layers)}: error of {layer} alone")
+            self._progress("layers", f"errors of {len(layers)} layers, each alone ...")
+            for layer in counted(layers, "layers", len(layers)):
                 others = [name for name in layers if name != layer]
                 layer_errors[layer] = self._error(others, rows, expected)
             (target / "layer_errors.json").write_text(json.dumps(layer_errors), encoding="utf-8")

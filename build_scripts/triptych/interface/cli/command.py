@@ -20,7 +20,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 from triptych.base.errors import Formerly, describe_renamed
 
 VERBS = {
-    "Create": ("new", "templates", "update", "test", "dev"),
+    "Create": ("new", "templates", "fields", "update", "test", "dev"),
     "Build": ("inspect", "build", "engine", "lint", "list", "history", "rollback"),
     "Serve": ("serve", "infer", "ui", "gateway", "key", "doctor"),
     "Measure": ("verify", "bench", "bench-diff", "tune", "shadow"),

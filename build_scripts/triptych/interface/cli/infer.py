@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from triptych.base.counted import Count
 from triptych.base.errors import UserError
 from triptych.interface.cli.command import EXIT_INTERRUPTED, verb
 from triptych.interface.cli.options import (
@@ -23,16 +24,13 @@ from triptych.interface.cli.options import (
     fail,
     output,
     print_json,
-    progress,
+    show_progress,
     sigterm_as_interrupt,
     status,
 )
 
 if TYPE_CHECKING:
     from triptych.client.bulk.run import BulkProgress
-
-_PROGRESS_INTERVAL_S = 10.0
-"""Seconds between two lines about a run, if the output is not a terminal."""
 
 
 @verb()
@@ -190,7 +188,7 @@ def infer(
                 "--out", "is only supported with --file", given=out, remedy="Add --file FILE"
             )
         constants = read_constants(text or (), text_pair or (), image or ())
-        with _spooled(file) as source, _continued(out), _progress_display() as show:
+        with _spooled(file) as source, _continued(out), show_progress("infer", "sending") as show:
             options = BulkOptions(
                 name,
                 source,
@@ -206,7 +204,12 @@ def infer(
                 suffix=suffix,
                 json_cells=json_cells,
             )
-            done = run(options, show)
+            done = run(
+                options,
+                lambda now: show(
+                    Count(now.done, now.rows, "rows", now.rows_per_s, f", {now.failed:,} failed")
+                ),
+            )
         _print_run(done, out, as_json)
         return
     if named or parameter_columns or empty != "send" or json_cells:
@@ -319,36 +322,6 @@ def _continued(out: Path) -> Iterator[None]:
         told = describe_stored(out) or "nothing is stored: run the same command again"
         status.print(f"interrupted: {told}", style="yellow", markup=False)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-
-
-@contextmanager
-def _progress_display() -> Iterator[Callable[[BulkProgress], None]]:
-    """Yield a function that prints the progress of a run.
-
-    A terminal shows a bar, other outputs get a line every `_PROGRESS_INTERVAL_S`.
-    """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    shown_at = time.monotonic()
-    shown = TextColumn("{task.description}", markup=False)
-    with Progress(
-        shown, BarColumn(), TimeRemainingColumn(), console=status, disable=not status.is_terminal
-    ) as bar:
-        task = bar.add_task("reading", total=None)
-
-        def show(now: BulkProgress) -> None:
-            nonlocal shown_at
-            line = (
-                f"{now.done:,} of {now.rows:,} rows, {now.rows_per_s:,.0f} rows/s, "
-                f"{now.failed:,} failed"
-            )
-            bar.update(task, description=line, completed=now.done, total=now.rows)
-            if not status.is_terminal and time.monotonic() - shown_at > _PROGRESS_INTERVAL_S:
-                shown_at = time.monotonic()
-                left_s = (now.rows - now.done) / now.rows_per_s if now.rows_per_s else 0.0
-                progress("infer", f"{line}, {left_s / 60:,.0f} min left")
-
-        yield show
 
 
 def _print_run(done: BulkProgress, out: Path, as_json: bool) -> None:

@@ -24,7 +24,7 @@ from triptych.interface.cli.options import (
     parse_seconds,
     print_json,
     progress,
-    show_elapsed,
+    show_progress,
     sigterm_as_interrupt,
     status,
     write_report,
@@ -211,7 +211,7 @@ def bench(
         baselines=baseline,
         price=price.price(),
     )
-    with sigterm_as_interrupt(), show_elapsed(f"measuring {name}"):
+    with sigterm_as_interrupt(), show_progress("bench", f"measuring {name}"):
         result = steps.bench(
             steps.read(spec, progress),
             folders.repository,
@@ -284,7 +284,8 @@ def tune(
         overrides=tuple(overrides or ()),
     )
     try:
-        with sigterm_as_interrupt(), show_elapsed(f"tuning {name}"):
+        label = f"tuning {name}, at most {tuning.budget_s / 60:.0f} min"
+        with sigterm_as_interrupt(), show_progress("tune", label):
             result = tune_pipeline(folder, folders.repository, tuning, progress)
     except (GateFailure, LintFailure) as failure:
         message = f"{failure}; run `triptych build {name}` for the details"

@@ -26,6 +26,7 @@ from triptych.interface.cli.options import (
     parse_seconds,
     print_json,
     progress,
+    show_progress,
     sigterm_as_interrupt,
     status,
     warn,
@@ -243,18 +244,19 @@ def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRu
     timeline = read_timeline(folder)
     known = frozenset(timeline.files)
     sample = read_sample(options.samples, name, progress, keep_hours=_keep_hours(spec), known=known)
-    result = run_monitor(
-        read_compiled(spec, progress).with_built_layout(folders.repository),
-        folders.repository,
-        sample,
-        progress,
-        evidence=timeline.evidence_about(build_id(folders.repository, name)),
-        max_rows=options.max_rows,
-        last=None if sample.rows else read_files(options.samples, name, timeline.last),
-        measured=read_measured_load(options.reports / name),
-        servers=options.server_count,
-        show_texts=options.show_texts,
-    )
+    with show_progress("monitor", f"comparing rows of {name}"):
+        result = run_monitor(
+            read_compiled(spec, progress).with_built_layout(folders.repository),
+            folders.repository,
+            sample,
+            progress,
+            evidence=timeline.evidence_about(build_id(folders.repository, name)),
+            max_rows=options.max_rows,
+            last=None if sample.rows else read_files(options.samples, name, timeline.last),
+            measured=read_measured_load(options.reports / name),
+            servers=options.server_count,
+            show_texts=options.show_texts,
+        )
     if result.rows:
         spent_s = time.process_time() - began_s
         progress(

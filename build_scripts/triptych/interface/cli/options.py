@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from triptych.base.counted import REPORT, Count
 from triptych.base.errors import UserError, escape_for_terminal
 from triptych.interface import api
 from triptych.interface.cli.command import app
@@ -26,6 +28,9 @@ from triptych.runtime.sampling import FOLDER_VARIABLE
 
 MIN_WIDTH = 100
 """Minimum width of a table, in columns, if the terminal's width is not known."""
+
+_INTERVAL_S = 10.0
+"""Time between two lines about a loop, where there is no terminal."""
 
 STYLES = {"met": "green", "not met": "bold red", "better": "green", "worse": "red"}
 
@@ -247,21 +252,50 @@ def progress(stage: str, line: str) -> None:
 
 
 @contextmanager
-def show_elapsed(label: str) -> Iterator[None]:
-    """Show a label with the time since the block began, on a terminal, while the block runs."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+def show_progress(stage: str, label: str) -> Iterator[Callable[[Count], None]]:
+    """Show how long the block runs and how far its loops are, with rate and remaining time.
 
+    A terminal shows a bar, other outputs get a line every `_INTERVAL_S` in a loop.
+
+    Args:
+        stage: Stage of the lines.
+        label: Text before the count of a loop.
+
+    Yields:
+        The function that shows a count; `counted` calls it.
+    """
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    shown_at = time.monotonic()
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
+        BarColumn(),
         TimeElapsedColumn(),
         console=status,
         transient=True,
         refresh_per_second=1,  # it must not take processor time from what is measured
         disable=not status.is_terminal,
     ) as bar:
-        bar.add_task(label, total=None)
-        yield
+        task = bar.add_task(label, total=None)
+
+        def show(count: Count) -> None:
+            nonlocal shown_at
+            bar.update(
+                task,
+                description=f"{label}: {count}" if count.done < count.total else label,
+                completed=count.done,
+                total=count.total if count.done < count.total else None,
+            )
+            if not status.is_terminal and time.monotonic() - shown_at > _INTERVAL_S:
+                shown_at = time.monotonic()
+                progress(stage, str(count))
+
+        token = REPORT.set(show)
+        try:
+            yield show
+        finally:
+            REPORT.reset(token)
 
 
 def write_report(write: Callable[[Path], Path], folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The verb `list`: pipelines, their builds, and the servers that have loaded them."""
+"""Verbs that describe: `list` pipelines with their builds and servers, `fields` of a spec."""
 
 from __future__ import annotations
 
@@ -58,6 +58,49 @@ def list_pipelines(
         say(output, f"{each['pipeline']:{widths[0]}}  {each['task']:{widths[1]}}  {line}")
     if not listed:
         output.print(f"no pipelines in {folders.pipelines}", markup=False)
+
+
+@verb("fields")
+def list_fields(
+    field: Annotated[
+        str | None,
+        typer.Argument(help="Field, or group of fields such as `serving.queue`. Default: all."),
+    ] = None,
+    task: Annotated[str, typer.Option(help="Task of the pipeline.")] = "text-embedding",
+    as_json: Json = False,
+) -> None:
+    """List the fields of pipeline.yaml with their values and meaning."""
+    from triptych.base.errors import UserError, closest
+    from triptych.spec.any_spec import READERS
+    from triptych.spec.field_table import describe_fields
+    from triptych.spec.kind import MODEL, kind_of_task
+    from triptych.spec.scaffold import tasks
+
+    known = (*tasks(), MODEL)
+    if task not in known:
+        raise UserError(
+            "--task",
+            f"must be one of {', '.join(known)}",
+            given=task,
+            remedy=f"{closest(task, known)}Name the `task` of pipeline.yaml",
+        )
+    every = list(describe_fields(READERS[kind_of_task(task)].model))
+    found = [each for each in every if not field or f"{each.name}.".startswith(f"{field}.")]
+    if not found:
+        raise UserError(
+            "FIELD",
+            f"must be a field of pipeline.yaml for {task}",
+            given=field,
+            remedy=f"{closest(str(field), [each.name for each in every])}"
+            "`triptych fields` lists all",
+        )
+    if as_json:
+        print_json([each._asdict() for each in found])
+        return
+    for each in found:
+        facts = [each.values, f"default: {each.default}"]
+        say(output, f"{each.name}  ({'; '.join(filter(None, facts))})".replace("`", ""))
+        say(output, f"    {each.meaning}")
 
 
 def _find_tasks(folder: Path) -> dict[str, str]:

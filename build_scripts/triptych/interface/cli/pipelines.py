@@ -27,7 +27,7 @@ from triptych.interface.cli.options import (
     output,
     print_json,
     progress,
-    show_elapsed,
+    show_progress,
     status,
     write_report,
 )
@@ -197,7 +197,7 @@ def build(
         status.print(f"{spec.name}", style="bold", markup=False)
         following = [later.name for later in specs[number + 1 :]]
         try:
-            with show_elapsed(f"building {spec.name}"):
+            with show_progress("build", f"building {spec.name}"):
                 built = build_pipeline(
                     STEPS[spec.kind].read(spec, progress),
                     folders.repository,

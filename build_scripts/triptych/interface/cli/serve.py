@@ -314,7 +314,7 @@ def serve(
             "--client-shm",
             "is only supported for one server of the development profile on a loopback address",
             given=f"profile {options.profile}, {count} servers, {options.host}",
-            remedy="In production set TRIPTYCH_CLIENT_SHM (docker/README.md)",
+            remedy="Leave it out; in a container, set TRIPTYCH_CLIENT_SHM=1",
         )
     host = check_access(
         options.host, api, replicas=count, has_http_api=options.http_api is not None

@@ -14,6 +14,7 @@ import psutil
 from pydantic import JsonValue
 
 from triptych.base.cache import versions_of
+from triptych.base.counted import counted
 from triptych.base.errors import Progress, UserError
 from triptych.client.connection import check_single
 from triptych.container.processor import find_processor
@@ -216,27 +217,26 @@ def _measure_points(
     if baselines is not None:
         turns += [(name, baselines.load_of(name)) for name in baselines.names]
     found: dict[tuple[str, OfferedLoad], list[Measurement]] = {turn: [] for turn in turns}
-    for number, order in _rounds(turns, bench):
-        for contender, load in order:
-            if contender == target.pipeline:
-                earlier = found[contender, load]
-                seconds = bench.seconds
-                if earlier and target.streaming_slo is not None:  # the warm-up may have extended it
-                    seconds = max(seconds, earlier[0].seconds)
-                warm = (
-                    0 if earlier else WARM_UP_ANSWERS if target.streaming_slo else WARM_UP_REQUESTS
-                )
-                one = measure(target, requests, load, seconds=seconds, warmup_requests=warm)
-            elif baselines is not None and contender in baselines.names:
-                try:
-                    one = baselines.measure(contender, bench.seconds)
-                except UserError as error:  # the baseline ended and is now in `not_runnable`
-                    progress("baseline", str(error))
-                    continue
-            else:
+    measurements = ((n, *turn) for n, order in _rounds(turns, bench) for turn in order)
+    total = bench.rounds * len(turns)
+    for number, contender, load in counted(measurements, "measurements", total):
+        if contender == target.pipeline:
+            earlier = found[contender, load]
+            seconds = bench.seconds
+            if earlier and target.streaming_slo is not None:  # the warm-up may have extended it
+                seconds = max(seconds, earlier[0].seconds)
+            warm = 0 if earlier else WARM_UP_ANSWERS if target.streaming_slo else WARM_UP_REQUESTS
+            one = measure(target, requests, load, seconds=seconds, warmup_requests=warm)
+        elif baselines is not None and contender in baselines.names:
+            try:
+                one = baselines.measure(contender, bench.seconds)
+            except UserError as error:  # the baseline ended and is now in `not_runnable`
+                progress("baseline", str(error))
                 continue
-            found[contender, load].append(one)
-            progress("load", f"round {number}/{bench.rounds}: {contender}, {load}: {one}")
+        else:
+            continue
+        found[contender, load].append(one)
+        progress("load", f"round {number}/{bench.rounds}: {contender}, {load}: {one}")
     points = [
         LoadPoint(contender, load, tuple(rounds))
         for (contender, load), rounds in found.items()
