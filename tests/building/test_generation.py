@@ -1,6 +1,5 @@
 """A pipeline that generates text: its streams, `verify`, page, metrics and `bench`, on a server."""
 
-import asyncio
 import html
 import json
 import re
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from browser import open_tab
 from conftest import quiet
 from deploy_cases import options
 from generation_cases import (
@@ -98,12 +96,9 @@ def test_what_was_built_is_in_order(repository: Path) -> None:
     assert list(lock["adapters"]) == ["terse"]
     inputs = read_generation(load_generation_spec(repository.parent / "quick"), quiet)
     described = describe_text_generation(inputs, Path())
-    assert set(described["models"]) == {path.parent.name for path in repository.glob("quick*/1")}
-    # 2 layers with 2 heads of 8 numbers, keys and values, 2 bytes each: 128 bytes a token.
     assert described["model"]["adapters"] == {"terse": "LoRA of rank 4, from ../adapters/terse"}
-    assert described["core"]["kv_cache"].startswith(
-        "2 MiB: 32 requests of max_model_len, a MiB for"
-    )
+    # 2 layers with 2 heads of 8 numbers, keys and values, 2 bytes each: 128 bytes a token.
+    assert described["core"]["kv_cache"].startswith("2 MiB: 32 requests of max_model_len, a MiB")
     assert described["core"]["max_num_seqs"].endswith("512 tokens of KV cache each")
 
 
@@ -123,6 +118,10 @@ def test_a_streamed_answer_is_the_whole_one(quick: Streams) -> None:
             "completion_tokens": count,
             "cached_tokens": 0,
         }
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    answer = quick.ask(messages=messages)
+    assert answer.text == "<user> Hi\n<assistant> Ho\n<assistant> "
+    assert answer.ids == byte_pairs().encode("<s>" + answer.text, add_special_tokens=False).ids
 
 
 def test_what_an_engine_makes_too_fast_for_its_client_comes_in_longer_chunks(
@@ -151,13 +150,6 @@ def test_answers_end_where_the_request_says(quick: Streams) -> None:
         )
         assert (stopped.text, stopped.finish) == ("The quick brown ", "stop")
         assert stopped.usage["completion_tokens"] == len(stopped.ids)
-
-
-def test_a_conversation_is_as_the_template_has_it(quick: Streams) -> None:
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-    answer = quick.ask(messages=messages)
-    assert answer.text == "<user> Hi\n<assistant> Ho\n<assistant> "
-    assert answer.ids == byte_pairs().encode("<s>" + answer.text, add_special_tokens=False).ids
 
 
 def test_an_adapter_answers_where_a_request_names_it(
@@ -226,37 +218,33 @@ def test_it_takes_what_tritons_openai_frontend_sends(quick: Streams) -> None:
 
 def test_it_takes_tritons_generate_requests(server: Server, quick: Streams) -> None:
     """Plain HTTP with JSON, as a whole and as server-sent events."""
-    body: dict[str, Any] = {
-        "text_input": TEXTS[0],
-        "sampling_parameters": json.dumps({"max_tokens": 3}),
-    }
     address = f"http://{server.http_url}/v2/models/quick"
 
     def answers(path: str, **more: object) -> list[dict[str, Any]]:
-        data = json.dumps({**body, **more}).encode()
+        data = json.dumps({"text_input": TEXTS[0], **more}).encode()
         with urllib.request.urlopen(f"{address}/{path}", data) as reply:
             lines = filter(None, reply.read().decode().splitlines())
             return [json.loads(line.removeprefix("data: ")) for line in lines]
 
-    wanted = quick.ask(**body)
-    (whole,) = answers("generate", stream=False)
-    assert (whole["text_output"], whole["token_ids"]) == (wanted.text, wanted.ids)
+    short = json.dumps({"max_tokens": 3})
+    wanted = quick.ask(text_input=TEXTS[0], sampling_parameters=short)
+    (whole,) = answers("generate", stream=False, sampling_parameters=short)
     # As other backends have it: beside the inputs.
-    del body["sampling_parameters"]
     (named,) = answers("generate", stream=False, max_tokens=3, temperature=0.5)
+    assert (whole["text_output"], whole["token_ids"]) == (wanted.text, wanted.ids)
     assert named["token_ids"] == wanted.ids
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        answers("generate", stream=False, parameters={"temperature": 3})
-    assert "temperature` must be a number from 0 to 2" in refused.value.read().decode()
-    body["max_tokens"] = 3
-    events = answers("generate_stream")
+    events = answers("generate_stream", max_tokens=3)
     assert "".join(one["text_output"] for one in events) == wanted.text
     assert [one["finish_reason"] for one in events] == [""] * (len(events) - 1) + ["length"]
     assert len(events) > 1
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        answers("generate", stream=False, sampling_parameters="{")
-    assert refused.value.code == 400
-    assert "must be JSON" in refused.value.read().decode()
+    for wrong, message in (
+        ({"parameters": {"temperature": 3}}, "temperature` must be a number from 0 to 2"),
+        ({"sampling_parameters": "{"}, "must be JSON"),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            answers("generate", stream=False, **wrong)
+        assert refused.value.code == 400
+        assert message in refused.value.read().decode()
 
 
 def test_what_nobody_waits_for_ends_in_the_engine(server: Server, slow: Streams) -> None:
@@ -367,76 +355,42 @@ def test_verify_passes_what_is_right_and_sees_other_prompts(
     assert any("failed" in line for line, _ in describe_verification(found))
 
 
-@pytest.fixture(scope="module")
-def chat_page(repository: Path, server: Server) -> Iterator[ChatPage]:
-    folder = repository.parent / "slow"
-    url = server.grpc_url
-    spec = load_generation_spec(folder)
-    with ChatPage(spec, folder, url, "127.0.0.1", 0, DEADLINE_S) as page:
-        yield page
-
-
 def test_a_page_streams_a_chat_and_leaving_it_ends_the_answer(
-    server: Server, chat_page: ChatPage
+    repository: Path, server: Server
 ) -> None:
-    status, text = fetch(f"{chat_page.url}?example=1")
-    assert status == 200
-    assert f">\n{TEXTS[1]}</textarea>" in text
-    sent = {"messages": "[]", "say": "<script>alert(1)</script>" * 4, "max_tokens": "100"}
-    with urllib.request.urlopen(form(chat_page.url, sent)) as reply:
-        pieces = iter(lambda: reply.read1(65536).decode(), "")
-        text = ""
-        while 'id="answer"' not in text:
-            text += next(pieces)
-        assert "</main>" not in text
-        text += "".join(pieces)
-    assert "&lt;script&gt;alert(1)" in text
-    assert "<script" not in text
-    assert "100 tokens (length)" in text
-    history = json.loads(html.unescape(re.findall(r'name="messages" value="(.*?)"', text)[0]))
-    assert [message["role"] for message in history] == ["user", "assistant"]
-
-    status, text = post(chat_page.url, {"messages": "[]", "say": "Hi", "temperature": "9"})
-    assert "must be a number from 0 to 2" in text
-    assert post(chat_page.url, {"messages": "{", "say": "Hi"})[0] == 422
-    assert post(chat_page.url, {"say": "Hi"}, Origin="https://else.where")[0] == 404
-    wait_until(server, "slow", running=0)
-    with urllib.request.urlopen(form(chat_page.url, {"messages": "[]", "say": LONG})) as reply:
-        text = ""
-        while 'id="answer"' not in text:
-            text += reply.read1(65536).decode()
-    wait_until(server, "slow", running=0, kv_cache_share=0)
-
-
-@pytest.mark.long
-def test_a_browser_shows_a_conversation(repository: Path, server: Server) -> None:
-    folder = repository.parent / "quick"
+    folder = repository.parent / "slow"
     spec, url = load_generation_spec(folder), server.grpc_url
+    with ChatPage(spec, folder, url, "127.0.0.1", 0, DEADLINE_S) as chat_page:
+        status, text = fetch(f"{chat_page.url}?example=1")
+        assert status == 200
+        assert f">\n{TEXTS[1]}</textarea>" in text
+        sent = {"messages": "[]", "say": "<script>alert(1)</script>" * 4, "max_tokens": "100"}
+        with urllib.request.urlopen(form(chat_page.url, sent)) as reply:
+            pieces = iter(lambda: reply.read1(65536).decode(), "")
+            text = ""
+            while 'id="answer"' not in text:
+                text += next(pieces)
+            assert "</main>" not in text
+            text += "".join(pieces)
+        assert "&lt;script&gt;alert(1)" in text
+        assert "<script" not in text
+        assert "100 tokens (length)" in text
+        history = json.loads(html.unescape(re.findall(r'name="messages" value="(.*?)"', text)[0]))
+        assert [message["role"] for message in history] == ["user", "assistant"]
+        before = json.dumps([{"role": "user", "content": "Hi"}])
+        _, text = post(chat_page.url, {"messages": before, "say": "Ho"})
+        assert re.search(r"&lt;user&gt; Hi\s+&lt;user&gt; Ho", text)  # the answer: the prompt
 
-    async def talk() -> dict[str, Any]:
-        async with open_tab() as tab:
-            await tab.go(page.url)
-            for said in ("Hi <i>there</i>", "Ho"):
-                await tab.type("textarea", said)
-                await tab.submit("button")
-            return {
-                "turns": await tab.run(
-                    "[...document.querySelectorAll('#talk p.raw')].map(it => it.innerText)"
-                ),
-                "told": await tab.run("document.querySelector('#summary').innerText"),
-                "scripts": await tab.run("document.scripts.length"),
-                "requested": tab.requested,
-            }
-
-    with ChatPage(spec, folder, url, "127.0.0.1", 0, DEADLINE_S) as page:
-        seen = asyncio.run(talk())
-    assert seen["turns"][0] == "Hi <i>there</i>"
-    assert seen["turns"][1].strip() == "<user> Hi <i>there</i>\n<assistant>"
-    assert seen["turns"][2] == "Ho"
-    assert seen["turns"][3].strip().endswith("<user> Ho\n<assistant>")
-    assert "tokens (stop)" in seen["told"]
-    assert seen["scripts"] == 0
-    assert all(url.startswith(page.url) for url in seen["requested"])
+        status, text = post(chat_page.url, {"messages": "[]", "say": "Hi", "temperature": "9"})
+        assert "must be a number from 0 to 2" in text
+        assert post(chat_page.url, {"messages": "{", "say": "Hi"})[0] == 422
+        assert post(chat_page.url, {"say": "Hi"}, Origin="https://else.where")[0] == 404
+        wait_until(server, "slow", running=0)
+        with urllib.request.urlopen(form(chat_page.url, {"messages": "[]", "say": LONG})) as reply:
+            text = ""
+            while 'id="answer"' not in text:
+                text += reply.read1(65536).decode()
+        wait_until(server, "slow", running=0, kv_cache_share=0)
 
 
 def test_what_deploy_asks_for_is_on_the_metrics_page(
@@ -520,40 +474,38 @@ def fits(labels: set[tuple[str, str]], matchers: tuple[tuple[str, str, str], ...
 def test_bench_measures_every_response(
     server: Server, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two places, 20 ms a token, answers of 8: four clients wait a whole answer for a place."""
+    """Two slots, 20 ms a token, answers of 8: four clients wait a whole answer for a slot."""
     folder = repository.with_name("slow")
     lines = [{"text_input": text, "sampling_parameters": {"max_tokens": 8}} for text in TEXTS]
     (folder / "traffic.jsonl").write_text("\n".join(map(json.dumps, lines)))
     inputs = read_generation(load_generation_spec(folder), quiet)
     slo = GenerationSlo(ttft_p99="120ms")
 
-    def typical(*loads: OfferedLoad) -> list[Measurement]:
-        bench = Bench(loads=loads, rounds=1, seconds=3.6, slo=slo)
+    def typical(load: OfferedLoad) -> Measurement:
+        bench = Bench(loads=(load,), rounds=1, seconds=1.8, slo=slo)
         result = bench_generation(
             inputs, repository, bench, quiet, url=server.grpc_url, metrics_url=server.metrics_url
         )
-        return [point.typical for point in result.points]
+        return result.points[0].typical
 
-    two, four = typical(OfferedLoad("concurrency", 2), OfferedLoad("concurrency", 4))
     # Streams that ended with an error are waited for: not for a minute here.
     monkeypatch.setattr(measuring, "STREAMS_END_S", 1.0)
-    (refused,) = typical(OfferedLoad("constant", 60))
-
-    with pytest.raises(UserError, match=r"`--concurrency` must be at most .*max_in_flight 12"):
-        typical(OfferedLoad("concurrency", 13))
-    for one in (two, four):
-        assert one.streamed is not None
-        assert one.streamed.tokens == 8 * one.requests
-        assert one.streamed.ttft.samples == one.requests
-        # Where the machine is busy, several tokens may come as one response.
-        assert 0 < one.streamed.itl.samples <= 7 * one.requests
-        assert one.streamed.itl.p50_us < one.p50_us
-        assert 0 < one.streamed.tokens_per_s < 120  # two places make 100 at most
-    assert four.latencies_us["ttft_p50"] > 130_000
-    assert four.goodput_per_s < four.throughput_per_s
+    refused = typical(OfferedLoad("constant", 60))
     # perf_analyzer hears of it where its windows end before its streams have.
     assert refused.errors
     assert all(said == STREAM_ERROR or "The limit of N requests" in said for said in refused.errors)
+    with pytest.raises(UserError, match=r"`--concurrency` must be at most .*max_in_flight 12"):
+        typical(OfferedLoad("concurrency", 13))
+    four = typical(OfferedLoad("concurrency", 4))
+    assert four.streamed is not None
+    assert four.streamed.tokens == 8 * four.requests
+    assert four.streamed.ttft.samples == four.requests
+    # Where the machine is busy, several tokens may come as one response.
+    assert 0 < four.streamed.itl.samples <= 7 * four.requests
+    assert four.streamed.itl.p50_us < four.p50_us
+    assert 0 < four.streamed.tokens_per_s < 120  # two slots make 100 at most
+    assert four.latencies_us["ttft_p50"] > 130_000
+    assert four.goodput_per_s < four.throughput_per_s
 
 
 def test_a_full_queue_refuses_and_a_stopping_server_answers(server: Server, slow: Streams) -> None:
