@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from conftest import build_into, quiet
 from failing_models import STOP_ONCE
 from hot_reload_cases import Asker, hooks, write_tickets
+from scaffolding import TRIPTYCH, keep_rows
 from triptych.building.dev import Watch, rebuild
 from triptych.building.unchecked import REASON, write_unchecked
 from triptych.repository.history import rollback
@@ -32,7 +32,7 @@ if "triton_python_backend_utils" in sys.modules:
     stop_once({mark!r})
 """
 )
-TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
+ROWS = 50
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,13 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> 
     (folder / "test_hooks.py").write_text(
         "from hooks import after\n\ndef test_after():\n    assert after([]) == []\n"
     )
-    return folder.parent
+    return keep_rows(folder, ROWS).parent
+
+
+def put_in_place(folder: Path, repository: Path, text: str) -> None:
+    """Build the pipeline with other hooks."""
+    (folder / "hooks.py").write_text(text)
+    build_into(folder, repository)
 
 
 def test_a_watch_tells_what_changed_once_it_is_written(
@@ -82,19 +88,17 @@ def test_a_watch_tells_what_changed_once_it_is_written(
 @pytest.mark.server
 def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path) -> None:
     folder, repository = pipelines / "tickets", tmp_path / "repository"
-    (folder / "hooks.py").write_text(hooks("FIRST"))
-    build_into(folder, repository)
+    put_in_place(folder, repository, hooks("FIRST"))
     told: list[str] = []
     problems: list[str] = []
-    with Server(repository, models=["tickets"]) as server, Asker(server.grpc_url) as asker:
+    with Server(repository, models=["tickets"]) as server, Asker(server.grpc_url, 1, 0.05) as asker:
         exchange = HotReload(server, on_reload=told.append, on_problem=problems.append)
         old = HotReload(server, on_reload=told.append, on_problem=problems.append, production=True)
         asker.wait_for("FIRST")
         exchange.poll()
         assert (told, problems) == ([], [])
 
-        (folder / "hooks.py").write_text(hooks("SECOND"))
-        build_into(folder, repository)
+        put_in_place(folder, repository, hooks("SECOND"))
         old.poll()
         assert "keeps serving the previous build" in problems.pop()
         exchange.poll()
@@ -110,8 +114,7 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
         assert server.find_crash(within_s=0.5) is None
 
         # It loads here, and not on the server.
-        (folder / "hooks.py").write_text(hooks("THIRD", at_load=True))
-        build_into(folder, repository)
+        put_in_place(folder, repository, hooks("THIRD", at_load=True))
         exchange.poll()
         assert len(told) == 1
         assert "KeyError: 'not on a server'" in problems[0]
@@ -119,16 +122,25 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
         asker.wait_for("SECOND", more=3)
 
         damaged = repository / "tickets_postprocess/1/hooks.py"
-        (folder / "hooks.py").write_text(hooks("FOURTH"))
-        build_into(folder, repository)
+        put_in_place(folder, repository, hooks("FOURTH"))
         damaged.write_text(hooks("FIFTH"))
         exchange.poll()
         assert (
             "tickets_postprocess/1/hooks.py is not the file that the build manifest"
             in problems.pop()
         )
+
+        # A step that is stopped while it loads, as one without CPU, is loaded again.
+        mark = tmp_path / "stopped"
+        stopped = STOPPED_ON_A_SERVER.format(mark=str(mark))
+        put_in_place(folder, repository, hooks("SIXTH") + stopped)
+        exchange.poll()
+        assert "tickets was rebuilt and reloaded" in told.pop()
+        asker.wait_for("SIXTH")
+        assert mark.exists()
+        assert server.find_crash(within_s=0.5) is None
         assert asker.failures == []
-        assert set(asker.labels) == {"FIRST", "SECOND"}
+        assert set(asker.labels) == {"FIRST", "SECOND", "SIXTH"}
     assert problems == []
 
 
@@ -141,22 +153,20 @@ def test_builds_of_other_wiring_replace_each_other_without_a_failed_request(
     Another pipeline shares the core, and is asked as well.
     """
     folder, repository = pipelines / "tickets", tmp_path / "repository"
-    (folder / "hooks.py").write_text(hooks("FIRST"))
-    build_into(folder, repository)
+    put_in_place(folder, repository, hooks("FIRST"))
     sharer = Path(shutil.copytree(folder, tmp_path / "pipelines/sharer"))
     build_into(sharer, repository, "core.shared_from=tickets")
     with (
         Server(repository, models=["tickets", "sharer"]) as server,
-        Asker(server.grpc_url, 4) as asker,
-        Asker(server.grpc_url, pipeline="sharer") as other,
+        Asker(server.grpc_url, 4, 0.05) as asker,
+        Asker(server.grpc_url, 1, 0.05, "sharer") as other,
     ):
         other.wait_for("FIRST")
         told: list[str] = []
         exchange = HotReload(server, on_reload=told.append, on_problem=told.append)
         asker.wait_for("FIRST")
         text = hooks("SECOND").replace("after(rows)", "after(rows, inputs)")
-        (folder / "hooks.py").write_text(text)
-        build_into(folder, repository)
+        put_in_place(folder, repository, text)
         exchange.poll()
         asker.wait_for("SECOND", more=20)
         rollback(repository, "tickets", None)
@@ -185,29 +195,6 @@ def test_builds_of_other_wiring_replace_each_other_without_a_failed_request(
         assert server.find_crash(within_s=0.5) is None
     assert asker.failures == other.failures == []
     assert set(asker.labels) == {"FIRST", "SECOND"}
-
-
-@pytest.mark.server
-def test_a_step_that_would_load_for_ever_is_loaded_again(pipelines: Path, tmp_path: Path) -> None:
-    """Stopped while it loads, as one without CPU; the one before answers all the time."""
-    folder, repository = pipelines / "tickets", tmp_path / "repository"
-    (folder / "hooks.py").write_text(hooks("FIRST"))
-    build_into(folder, repository)
-    told: list[str] = []
-    with Server(repository, models=["tickets"]) as server, Asker(server.grpc_url) as asker:
-        exchange = HotReload(server, on_reload=told.append, on_problem=told.append)
-        asker.wait_for("FIRST")
-        mark = tmp_path / "stopped"
-        (folder / "hooks.py").write_text(
-            hooks("SECOND") + STOPPED_ON_A_SERVER.format(mark=str(mark))
-        )
-        build_into(folder, repository)
-        exchange.poll()
-        assert "tickets was rebuilt and reloaded" in told.pop()
-        asker.wait_for("SECOND")
-        assert mark.exists()
-        assert server.find_crash(within_s=0.5) is None
-    assert (told, asker.failures) == ([], [])
 
 
 def test_an_edit_of_hooks_is_marked_until_the_gate_has_run(pipelines: Path, tmp_path: Path) -> None:
@@ -280,7 +267,7 @@ def test_dev_serves_each_change_and_keeps_what_worked(
         assert change["models"] == ["tickets"]  # the edit is served already
 
         file.write_text("def after(rows): return rows[0]['label']")
-        assert "hooks.after must return 150 rows" in told(dev)["error"]
+        assert f"hooks.after must return {ROWS} rows" in told(dev)["error"]
         file.write_text("def after(rows:")
         assert "SyntaxError" in told(dev)["error"]
         spec = pipelines / "tickets/pipeline.yaml"
