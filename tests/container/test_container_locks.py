@@ -1,15 +1,15 @@
 """The start-up check: engines that fit this machine pass, others are refused in one line."""
 
-import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conftest import lock_data, write_lock
 from container_cases import H100, H200, L4, T4, machine, write_pipeline
-from triptych.base.errors import UserError
 from triptych.container import lock_check
 from triptych.container.lock_check import check_repository, has_version_compatible_plans, main
 from triptych.container.machine import Machine, find_driver, find_gpus, find_tensorrt
@@ -24,6 +24,7 @@ from triptych.container.processor import (
 from triptych.serving.server import check_and_make_flags
 
 HERE = machine(H200)
+ONNX: dict[str, Any] = {"backend": "onnxruntime", "built": False, "plan": None}
 
 
 def check(repository: Path, here: Machine | None = HERE, **options: bool) -> str:
@@ -31,53 +32,40 @@ def check(repository: Path, here: Machine | None = HERE, **options: bool) -> str
     return "\n".join(map(str, check_repository(repository, here, **options)))
 
 
-def test_an_engine_of_this_machine_passes(tmp_path: Path) -> None:
-    assert check(write_pipeline(tmp_path)) == ""
-
-
-def test_a_mismatch_says_built_for_here_and_remedy_in_one_line(tmp_path: Path) -> None:
-    assert check(write_pipeline(tmp_path), machine(L4, tensorrt="11.2.1")) == (
-        "error: minilm: the engine was built for TensorRT 10.16.1.11 on NVIDIA H200 (9.0), here "
-        "are TensorRT 11.2.1 and NVIDIA L4 (8.9): rebuild it with `triptych engine minilm` in "
-        "this image"
+def test_a_plan_runs_only_on_releases_and_gpus_that_it_was_built_for(tmp_path: Path) -> None:
+    of_releases = (
+        (False, "10.16.1.11", "10.16.1", True),
+        (False, "10.16.1.11", "10.16.1.12", False),
+        (False, "10.16.1.11", "10.16.2", False),
+        (True, "10.16.1.11", "10.16.2", True),
+        (True, "10.16.1.11", "11.2.1", True),
+        (True, "8.6.1.6", "10.16.1", True),
+        (True, "10.16.1.11", "10.15.1", False),
+        (True, "11.2.1.2", "10.16.1", False),
+        (True, "8.6.1.6", "11.2.1", False),
     )
-
-
-def test_a_plan_runs_on_later_releases_only_where_it_was_built_to(tmp_path: Path) -> None:
-    for number, (compatible, built, here, fits) in enumerate(
-        (
-            (False, "10.16.1.11", "10.16.1", True),
-            (False, "10.16.1.11", "10.16.1.12", False),
-            (False, "10.16.1.11", "10.16.2", False),
-            (True, "10.16.1.11", "10.16.2", True),
-            (True, "10.16.1.11", "11.2.1", True),
-            (True, "8.6.1.6", "10.16.1", True),
-            (True, "10.16.1.11", "10.15.1", False),
-            (True, "11.2.1.2", "10.16.1", False),
-            (True, "8.6.1.6", "11.2.1", False),
-        )
-    ):
+    for number, (compatible, built, here, fits) in enumerate(of_releases):
         folder = tmp_path / str(number)
         write_pipeline(folder, tensorrt=built, version_compatible=compatible)
         said = check(folder, machine(H200, tensorrt=here))
         assert (said == "") == fits, (built, here, said)
         assert has_version_compatible_plans(folder) == compatible, built
-
-
-def test_a_plan_runs_on_other_gpus_only_where_it_was_built_to(tmp_path: Path) -> None:
     for hardware, gpu, fits in (
-        ("none", H200, True),
         ("none", H100, False),
-        ("none", L4, False),
         ("same_compute_capability", H100, True),
         ("same_compute_capability", L4, False),
         ("ampere_plus", L4, True),
         ("ampere_plus", T4, False),
     ):
-        folder = tmp_path / f"{hardware}-{gpu.name}"
-        said = check(write_pipeline(folder, hardware=hardware), machine(gpu))
+        folder = write_pipeline(tmp_path / f"{hardware}-{gpu.name}", hardware=hardware)
+        said = check(folder, machine(gpu))
         assert (said == "") == fits, (hardware, said)
         assert fits or f"and {gpu}: rebuild" in said, said
+    assert check(write_pipeline(tmp_path / "both"), machine(L4, tensorrt="11.2.1")) == (
+        "error: minilm: the engine was built for TensorRT 10.16.1.11 on NVIDIA H200 (9.0), here "
+        "are TensorRT 11.2.1 and NVIDIA L4 (8.9): rebuild it with `triptych engine minilm` in "
+        "this image"
+    )
 
 
 def test_what_cannot_be_served_is_refused_and_what_may_go_wrong_is_a_warning(
@@ -102,10 +90,17 @@ def test_what_cannot_be_served_is_refused_and_what_may_go_wrong_is_a_warning(
         assert wrong in said, said
         assert said.startswith(f"{severity}: minilm: "), said
         assert "\n" not in said
+    # Each pipeline has its own line; those on ONNX Runtime need no GPU.
+    several = tmp_path / "several"
+    for name, pipeline in (("one", {"built": False}), ("two", {"plan": None}), ("well", {})):
+        write_pipeline(several, name, **pipeline)
+    assert [verdict.pipeline for verdict in check_repository(several, HERE)] == ["one", "two"]
+    bare = machine(tensorrt=None, driver=None)
+    assert check(write_pipeline(tmp_path / "onnx", **ONNX), bare) == ""
 
 
-def test_the_hash_of_a_huge_plan_may_be_skipped(tmp_path: Path) -> None:
-    assert check(write_pipeline(tmp_path, plan=b"another"), hashes=False) == ""
+MODEL = "minilm_core/1/model.onnx"
+OTHER = "is not the file that the build manifest describes"
 
 
 def damage(repository: Path) -> int:
@@ -119,9 +114,6 @@ def put_a_folder(repository: Path) -> None:
     path.mkdir()
 
 
-ONNX: dict[str, Any] = {"backend": "onnxruntime", "built": False, "plan": None}
-MODEL = "minilm_core/1/model.onnx"
-OTHER = "is not the file that the build manifest describes"
 DAMAGES: list[tuple[str, Callable[[Path], object]]] = [
     (f"{MODEL} {OTHER}", damage),
     (
@@ -129,13 +121,8 @@ DAMAGES: list[tuple[str, Callable[[Path], object]]] = [
         lambda folder: (folder / "minilm/config.pbtxt").write_text('platform: "ensemble"'),
     ),
     ("minilm/config.pbtxt is missing", lambda folder: (folder / "minilm/config.pbtxt").unlink()),
-    (f"{MODEL} is missing", lambda folder: (folder / MODEL).unlink()),
     (f"{MODEL} is missing", put_a_folder),
     (f"{MODEL} is empty", lambda folder: (folder / MODEL).write_bytes(b"")),
-    (
-        "minilm_core/1/hooks.py is not in the build manifest",
-        lambda folder: (folder / "minilm_core/1/hooks.py").touch(),
-    ),
     (
         "minilm_core/2/model.onnx is not in the build manifest",
         lambda folder: shutil.copytree(folder / "minilm_core/1", folder / "minilm_core/2"),
@@ -156,13 +143,16 @@ def test_what_is_not_as_it_was_built_is_refused(tmp_path: Path) -> None:
         change(folder)
         for here in (HERE, None):
             assert check(folder, here) == f"error: minilm: {wrong}: {remedy}"
-
-
-def test_what_no_server_loads_is_no_difference(tmp_path: Path) -> None:
-    version = write_pipeline(tmp_path, **ONNX) / "minilm_core/1"
-    (version / ".DS_Store").touch()
-    (tmp_path / "minilm_core/notes.txt").touch()
-    assert check(tmp_path) == ""
+    # Without hashes files must only be there, and what no server loads is no difference.
+    folder = write_pipeline(tmp_path / "unhashed", **ONNX)
+    (folder / "minilm_core/1/.DS_Store").touch()
+    (folder / "minilm_core/notes.txt").touch()
+    assert check(folder) == ""
+    damage(folder)
+    assert check(folder, hashes=False) == ""
+    (folder / MODEL).unlink()
+    assert "is missing" in check(folder, hashes=False)
+    assert check(write_pipeline(tmp_path / "plan", plan=b"another"), hashes=False) == ""
 
 
 def test_byte_code_and_linked_folders_are_a_difference(tmp_path: Path) -> None:
@@ -187,27 +177,12 @@ def test_byte_code_and_linked_folders_are_a_difference(tmp_path: Path) -> None:
     assert "minilm_core/1/linked is not in the build manifest" in check(tmp_path)
 
 
-def test_without_hashes_files_must_only_be_there(tmp_path: Path) -> None:
-    write_pipeline(tmp_path, **ONNX)
-    damage(tmp_path)
-    assert check(tmp_path, hashes=False) == ""
-    (tmp_path / "minilm_core/1/model.onnx").unlink()
-    assert "is missing" in check(tmp_path, hashes=False)
-
-
-def test_pipelines_on_onnxruntime_pass_without_a_gpu(tmp_path: Path) -> None:
-    write_pipeline(tmp_path, backend="onnxruntime", built=False, plan=None)
-    assert check(tmp_path, machine(tensorrt=None, driver=None)) == ""
-
-
 def test_missing_instruction_sets_are_told_with_what_they_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_pipeline(tmp_path, backend="openvino", built=False, plan=None)
-    lock = tmp_path / "minilm/triptych.lock.json"
-    content = json.loads(lock.read_text())
     trials = [("fp32", "passed", 100.0), ("bf16", "chosen", 290.0)]
-    content |= {
+    content = lock_data(tmp_path, "minilm") | {
         "instruction_sets": ["avx512_bf16", "amx_bf16"],
         "gate": {
             "precision": "bf16",
@@ -217,7 +192,7 @@ def test_missing_instruction_sets_are_told_with_what_they_cost(
             ],
         },
     }
-    lock.write_text(json.dumps(content))
+    write_lock(tmp_path, "minilm", content)
     here = machine()._replace(instruction_sets=("avx512f", "avx512_bf16"))
     assert check(tmp_path, here) == (
         "warning: minilm: its precision was measured with avx512_bf16, amx_bf16, and this "
@@ -228,129 +203,47 @@ def test_missing_instruction_sets_are_told_with_what_they_cost(
     assert check_and_make_flags(tmp_path, production=False) == []
     assert "this processor lacks avx512_bf16, amx_bf16: it is" in capsys.readouterr().err
     assert core_variables(tmp_path) == {}
-    content["gate"] = {"precision": "fp32"}
-    lock.write_text(json.dumps(content))
+    write_lock(tmp_path, "minilm", content | {"gate": {"precision": "fp32"}})
     assert core_variables(tmp_path) == FP32_LIMIT
 
 
-def test_instruction_sets_are_those_of_the_kernel(tmp_path: Path) -> None:
-    file = tmp_path / "cpuinfo"
-    file.write_text("model name\t: A B\nflags\t\t: fpu amx_bf16 avx2 avx512f\n\nflags\t: other\n")
-    assert find_instruction_sets(file) == ("avx2", "avx512f", "amx_bf16")
-    assert find_processor(file) == "A B"
-    assert find_instruction_sets(tmp_path / "none") == ()
-    assert sets_for("bf16", find_instruction_sets(file)) == ("amx_bf16",)
-    assert sets_for("fp32", find_instruction_sets(file)) == ()
-    assert node_label("avx512_vnni") == "feature.node.kubernetes.io/cpu-cpuid.AVX512VNNI"
-
-
-def test_a_shared_core_is_checked_with_its_owner_only(tmp_path: Path) -> None:
-    write_pipeline(tmp_path, "guest", built=False, plan=None)
-    lock = tmp_path / "guest/triptych.lock.json"
-    content = json.loads(lock.read_text())
-    content["spec"]["core"]["shared_from"] = "minilm"
-    lock.write_text(json.dumps(content))
-    assert check(tmp_path) == ""
-
-
-def test_a_pipeline_without_a_lock_is_a_warning(tmp_path: Path) -> None:
-    write_pipeline(tmp_path)
-    (tmp_path / "minilm/triptych.lock.json").unlink()
-    assert check(tmp_path) == "warning: minilm: has no build manifest: nothing could be checked"
-
-
-def test_a_lock_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    write_pipeline(tmp_path)
+def test_locks_that_are_shared_missing_or_unreadable(tmp_path: Path) -> None:
+    write_pipeline(tmp_path / "shared", "guest", built=False, plan=None)
+    content = lock_data(tmp_path / "shared", "guest")
+    content["spec"]["core"]["shared_from"] = "minilm"  # is checked with its owner only
+    write_lock(tmp_path / "shared", "guest", content)
+    assert check(tmp_path / "shared") == ""
+    lock = write_pipeline(tmp_path / "lock") / "minilm/triptych.lock.json"
+    lock.unlink()
+    nothing = "warning: minilm: has no build manifest: nothing could be checked"
+    assert check(tmp_path / "lock") == nothing
     tensorrt, onnxruntime = (
         f'{{"spec": {{"core": {{"backend": "{name}"}}}}' for name in ("tensorrt", "onnxruntime")
     )
-    for content in (
+    for text in (
         *("{", "[]", '{"spec": {}}', "\xff", "[" * 100_000),
         f"{tensorrt}}}",
         f'{onnxruntime}, "files": {{}}}}',
     ):
-        (tmp_path / "minilm/triptych.lock.json").write_bytes(content.encode("latin-1"))
-        said = check(tmp_path)
-        assert said.startswith("error: minilm: its build manifest cannot be used ("), content[:50]
-        assert "\n" not in said, content[:50]
+        lock.write_bytes(text.encode("latin-1"))
+        said = check(tmp_path / "lock")
+        assert said.startswith("error: minilm: its build manifest cannot be used ("), text[:50]
+        assert "\n" not in said, text[:50]
 
 
-def test_each_pipeline_has_its_own_line(tmp_path: Path) -> None:
-    write_pipeline(tmp_path, "one", built=False)
-    write_pipeline(tmp_path, "two", plan=None)
-    write_pipeline(tmp_path, "well")
-    assert [verdict.pipeline for verdict in check_repository(tmp_path, machine(H200))] == [
-        "one",
-        "two",
-    ]
-
-
-def test_no_repository_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="TRIPTYCH_REPOSITORY"):
-        check_repository(tmp_path / "none", machine())
-
-
-@pytest.mark.parametrize(
-    ("mode", "exit_code", "told"), [("enforce", 1, True), ("warn", 0, True), ("off", 0, False)]
-)
 def test_the_operator_decides_what_a_refusal_does(
-    mode: str,
-    exit_code: int,
-    told: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TRIPTYCH_LOCK_CHECK", mode)
-    assert main([str(write_pipeline(tmp_path, built=False))]) == exit_code
-    assert ("error: minilm" in capsys.readouterr().err) == told
-
-
-def test_no_repository_has_an_exit_code_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    repository = str(write_pipeline(tmp_path, built=False))
+    for mode, exit_code, is_told in (("off", 0, False), ("warn", 0, True), ("enforce", 1, True)):
+        monkeypatch.setenv("TRIPTYCH_LOCK_CHECK", mode)
+        assert main([repository]) == exit_code
+        assert ("error: minilm" in capsys.readouterr().err) == is_told
     assert main([str(tmp_path / "none")]) == 2
     assert "TRIPTYCH_REPOSITORY" in capsys.readouterr().err
 
 
-def test_tensorrt_is_known_by_the_name_of_its_library(tmp_path: Path) -> None:
-    for folder, names in {
-        "path": ("libnvinfer.so.11", "libnvinfer_plugin.so.11.2.1"),
-        "image": ("libnvinfer.so.9.9.9", "libnvinfer.so.10.16.1", "libnvinfer.so.10"),
-    }.items():
-        (tmp_path / folder).mkdir()
-        for name in names:
-            (tmp_path / folder / name).touch()
-    folders = (str(tmp_path / "image"),)
-    assert find_tensorrt({"LD_LIBRARY_PATH": str(tmp_path / "path")}, folders) == "10.16.1"
-    (tmp_path / "path/libnvinfer.so.11.2.1").touch()
-    assert find_tensorrt({"LD_LIBRARY_PATH": str(tmp_path / "path")}, folders) == "11.2.1"
-
-
-def test_the_driver_is_known_by_the_kernels_files(tmp_path: Path) -> None:
-    for text, version in (
-        ("590.48.01\n", "590.48.01"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module  615.61  Release Build", "615.61"),
-        ("nothing", None),
-    ):
-        (tmp_path / "version").write_text(text)
-        assert find_driver((str(tmp_path / "none"), str(tmp_path / "version"))) == version
-
-
-def test_gpus_come_from_the_drivers_library(tmp_path: Path) -> None:
-    assert find_gpus(str(tmp_path / "none")) == ()
-    assert find_gpus(str(build_fake_driver(tmp_path))) == (H200, L4)
-
-
-def build_fake_driver(folder: Path) -> Path:
-    """A fake libcuda with two GPUs, compiled here."""
-    import shutil
-    import subprocess
-
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
-    source = folder / "fake.c"
-    source.write_text("""
+FAKE_DRIVER = """
 #include <string.h>
 int cuInit(unsigned flags) { return 0; }
 int cuDeviceGetCount(int *count) { *count = 2; return 0; }
@@ -359,7 +252,44 @@ int cuDeviceGetName(char *name, int length, int device) {
   strncpy(name, device == 40 ? "NVIDIA H200" : "NVIDIA L4", length); return 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
   *value = attribute == 75 ? (device == 40 ? 9 : 8) : (device == 40 ? 0 : 9); return 0; }
-""")
-    library = folder / "libfake.so"
+"""
+
+
+def test_gpus_come_from_the_drivers_library(tmp_path: Path) -> None:
+    assert find_gpus(str(tmp_path / "none")) == ()
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    source, library = tmp_path / "fake.c", tmp_path / "libfake.so"
+    source.write_text(FAKE_DRIVER)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-    return library
+    assert find_gpus(str(library)) == (H200, L4)
+
+
+def test_the_machine_is_known_by_its_files(tmp_path: Path) -> None:
+    for folder, names in {
+        "path": ("libnvinfer.so.11", "libnvinfer_plugin.so.11.2.1"),
+        "image": ("libnvinfer.so.9.9.9", "libnvinfer.so.10.16.1", "libnvinfer.so.10"),
+    }.items():
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).touch()
+    folders = (str(tmp_path / "image"),)
+    variables = {"LD_LIBRARY_PATH": str(tmp_path / "path")}
+    assert find_tensorrt(variables, folders) == "10.16.1"
+    (tmp_path / "path/libnvinfer.so.11.2.1").touch()
+    assert find_tensorrt(variables, folders) == "11.2.1"
+    file, none = tmp_path / "file", tmp_path / "none"
+    for text, version in (
+        ("590.48.01\n", "590.48.01"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module  615.61  Release Build", "615.61"),
+        ("nothing", None),
+    ):
+        file.write_text(text)
+        assert find_driver((str(none), str(file))) == version
+    file.write_text("model name\t: A B\nflags\t\t: fpu amx_bf16 avx2 avx512f\n\nflags\t: other\n")
+    assert find_instruction_sets(file) == ("avx2", "avx512f", "amx_bf16")
+    assert find_processor(file) == "A B"
+    assert find_instruction_sets(none) == ()
+    assert sets_for("bf16", find_instruction_sets(file)) == ("amx_bf16",)
+    assert sets_for("fp32", find_instruction_sets(file)) == ()
+    assert node_label("avx512_vnni") == "feature.node.kubernetes.io/cpu-cpuid.AVX512VNNI"

@@ -1,15 +1,11 @@
 """The image's whole start-up with a real server: check, flags, readiness, answers, SIGTERM."""
 
 import http.client
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +16,12 @@ import yaml
 from tritonclient.utils import InferenceServerException
 from typer.testing import CliRunner
 
+from certificates import write_certificate
 from conftest import lock_data, write_lock
 from container_image import KEY, Image, image_of, server_of
 from echo_server import write_model
 from processes import eventually, mark_of
+from served_command import endpoints_of, serving
 from triptych.client import AccessDeniedError, Client, InvalidRequestError
 from triptych.container.entrypoint import flags_for
 from triptych.container.flags import ServerFlags as ServerOptions
@@ -35,11 +33,7 @@ from triptych.deploy.targets import make_manifests
 from triptych.interface.cli import app
 from triptych.serving.bench.resources import fetch_metrics
 from triptych.serving.embedded import find_release
-from triptych.serving.orphan_cleanup import (
-    PROCESS_TAG_VARIABLE,
-    SHM,
-    tagged_processes,
-)
+from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, SHM, tagged_processes
 
 pytestmark = pytest.mark.server
 
@@ -71,14 +65,14 @@ def image(started: tuple[Image, subprocess.Popen[str]]) -> Image:
     return started[0]
 
 
-def status(url: str, path: str, headers: dict[str, str] | None = None) -> int:
-    try:
-        request = urllib.request.Request(f"http://{url}{path}", headers=headers or {})
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return int(response.status)
-    except urllib.error.HTTPError as error:
-        error.close()
-        return error.code
+def fetch(url: str, path: str, method: str = "GET", key: str = "") -> tuple[int, str]:
+    """Status and text of an answer over HTTP."""
+    connection = http.client.HTTPConnection(url, timeout=60)
+    connection.request(method, path, headers={"triptych-key": key} if key else {})
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    return response.status, text
 
 
 def is_passed(probe: list[str], image: Image) -> bool:
@@ -119,9 +113,11 @@ def test_what_deploy_writes_runs_here(
     page = f"http://{image.url('METRICS')}/metrics"
     before = fetch_metrics(page)
     with Client("minilm_packed", image.url("GRPC")) as client:
-        client.embed([TEXT])
+        vectors = client.embed([TEXT, TEXT])
         with pytest.raises(InvalidRequestError):
             client.embed(["x" * 200_000])
+    assert vectors.shape == (2, 384)
+    np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-5)
 
     def rise(name: str, model: str) -> float:
         now, then = (
@@ -141,7 +137,6 @@ def test_what_deploy_writes_runs_here(
     # The latency that is held against the promise is of a request's whole way.
     latency = "nv_inference_request_summary_us_sum"
     assert rise(latency, "minilm_packed") >= rise(latency, "minilm_packed_core") > 0
-    samples = fetch_metrics(page)
     selected = re.findall(
         r'(nv_\w+)\{namespace="default",model=~?"([^"]+)"(?:,quantile="([^"]+)")?\}',
         "".join(file.read_text() for file in (tmp_path / "out/base").glob("*.yaml")),
@@ -151,61 +146,49 @@ def test_what_deploy_writes_runs_here(
         "nv_inference_compute_infer_duration_us",
         "nv_inference_request_summary_us",
     }
+    samples = [
+        (name, labels["model"], quantile)
+        for name, labels, _ in fetch_metrics(page)
+        if "model" in labels
+        for quantile in ("", labels.get("quantile"))
+    ]
     for name, models, quantile in set(selected):
         for model in models.split("|"):
-            assert any(
-                name == found
-                and labels["model"] == model
-                and quantile in ("", labels.get("quantile"))
-                for found, labels, _ in samples
-            ), (name, model, quantile)
+            assert (name, model, quantile) in samples
+    assert largest_request_mib(repository) == 7  # eight texts of 128 KiB, each byte escaped
 
 
-def test_the_configs_say_how_large_a_request_may_be(minilm_repository: Path) -> None:
-    assert largest_request_mib(minilm_repository) == 7  # eight texts of 128 KiB, each byte escaped
-
-
-def test_the_health_check_names_the_ensemble(image: Image) -> None:
+def test_the_health_check_names_the_ensemble_or_what_is_wrong(
+    repository: Path, image: Image, tmp_path: Path
+) -> None:
     assert eventually(lambda: image.health() == (0, "healthy: minilm_packed"))
+    shutil.copytree(repository / "minilm_packed", tmp_path / "other/minilm_packed")
+    config = tmp_path / "other/minilm_packed/config.pbtxt"
+    config.write_text(config.read_text().replace("minilm_packed_core", "gone_core"))
+    write_model(tmp_path / "none", "echo")
+    for folder, fault in (
+        ("other", "gone_core is not ready (HTTP 4"),
+        ("none", "the repository holds no ensemble"),
+    ):
+        variables = {**image.variables, "TRIPTYCH_REPOSITORY": str(tmp_path / folder)}
+        exit_code, said = Image(image.files, variables).health()
+        assert exit_code == 1
+        assert said.startswith(f"unhealthy: {fault}")
 
 
-def test_the_ensembles_answer(image: Image) -> None:
-    with Client("minilm_packed", image.url("GRPC")) as client:
-        vectors = client.embed([TEXT, TEXT])
-    assert vectors.shape == (2, 384)
-    np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "path", ["models/minilm_packed/stats", "systemsharedmemory/status", "trace/setting", "logging"]
-)
-def test_the_restricted_services_want_the_key_over_http(image: Image, path: str) -> None:
-    path = f"/v2/{path}"
-    assert status(image.url("HTTP"), path) == 403
-    assert status(image.url("HTTP"), path, {"triptych-key": "another-key-of-16"}) == 403
-    assert status(image.url("HTTP"), path, {"triptych-key": KEY}) == 200
-
-
-def test_the_restricted_services_want_the_key_over_grpc(image: Image) -> None:
+def test_the_services_of_operators_want_the_key(image: Image) -> None:
+    stats = "models/minilm_packed/stats"
+    for path in (stats, "systemsharedmemory/status", "trace/setting", "logging"):
+        for key, status in (("", 403), ("another-key-of-16", 403), (KEY, 200)):
+            assert fetch(image.url("HTTP"), f"/v2/{path}", key=key)[0] == status, (path, key)
     header = {"triton-grpc-protocol-triptych-key": KEY}
     with Client("minilm_packed", image.url("GRPC"), headers=header) as client:
         assert client.step_statistics()
     with Client("minilm_packed", image.url("GRPC")) as client, pytest.raises(AccessDeniedError):
         client.step_statistics()
-
-
-def test_the_metrics_have_summaries(image: Image) -> None:
-    with urllib.request.urlopen(f"http://{image.url('METRICS')}/metrics", timeout=60) as page:
-        text = page.read().decode()
-    assert 'nv_inference_request_summary_us{model="minilm_packed"' in text
-
-
-def test_models_cannot_be_loaded_even_with_the_key(image: Image) -> None:
-    connection = http.client.HTTPConnection(image.url("HTTP"), timeout=60)
-    connection.request("POST", "/v2/repository/models/echo/unload", headers={"triptych-key": KEY})
-    response = connection.getresponse()
-    assert "explicit model load / unload is not allowed" in response.read().decode()
-    connection.close()
+    # Nobody loads models, even with the key.
+    unload = fetch(image.url("HTTP"), "/v2/repository/models/echo/unload", "POST", KEY)
+    assert "explicit model load / unload is not allowed" in unload[1]
 
 
 def seen_of(mark: str, parent: int = 0) -> list[str]:
@@ -215,29 +198,17 @@ def seen_of(mark: str, parent: int = 0) -> list[str]:
     return [text for p in processes for text in (*p.cmdline(), *p.environ().values())]
 
 
-def test_neither_the_process_list_nor_a_step_has_the_key(
+def test_the_key_and_what_users_send_are_private(
     started: tuple[Image, subprocess.Popen[str]],
 ) -> None:
     image, process = started
     mark = image.variables[PROCESS_TAG_VARIABLE]
     assert eventually(lambda: not [text for text in seen_of(mark, process.pid) if KEY in text])
     assert "*" * len(KEY) in Path(f"/proc/{server_of(process)}/cmdline").read_text()
-
-
-def test_what_users_send_is_for_the_servers_own_user_alone(image: Image) -> None:
-    shared = list(SHM.glob(f"{image.variables[PROCESS_TAG_VARIABLE]}*"))
+    shared = list(SHM.glob(f"{mark}*"))
     private = [path for path in shared if not path.stat().st_mode & 0o077]
     assert len(private) == 5  # of three Python steps, what they count, and the lock
     assert len(shared) == len(private) + 1  # and that of `echo`, which is not ours
-
-
-def ask_echo(image: Image) -> str:
-    tensor = {"name": "text", "shape": [1, 1], "datatype": "BYTES", "data": ["a text"]}
-    connection = http.client.HTTPConnection(image.url("HTTP"), timeout=60)
-    connection.request("POST", "/v2/models/echo/infer", json.dumps({"inputs": [tensor]}))
-    answer = json.loads(connection.getresponse().read())
-    connection.close()
-    return str(answer["outputs"][0]["data"][0])
 
 
 def test_a_repository_that_cannot_be_served_is_refused_before_the_server(
@@ -246,38 +217,28 @@ def test_a_repository_that_cannot_be_served_is_refused_before_the_server(
     broken = tmp_path / "models"
     shutil.copytree(minilm_repository, broken)
     (broken / "minilm_packed/triptych.lock.json").write_text("{")
-    swap_two_words(broken / "minilm_bucketed_preprocess/1/tokenizer.json")
+    path = "minilm_bucketed_preprocess/1/tokenizer.json"
+    text = (broken / path).read_text(encoding="utf-8")
+    one, other = '"late":', '"many":'  # the file keeps its length
+    assert one in text
+    assert other in text
+    text = text.replace(one, "?").replace(other, one).replace("?", other)
+    (broken / path).write_text(text, encoding="utf-8")
+    of_files = (
+        f"error: minilm_bucketed: {path} is not the file that the build manifest describes: "
+        "build it again with `triptych build minilm_bucketed`, or copy it again"
+    )
     with image_of(tmp_path / "image", broken) as image, image.run("entrypoint") as process:
         said = process.communicate(timeout=60)[0]
     assert process.returncode == 1
-    of_files, of_lock = said.splitlines()
-    assert of_files.startswith(
-        "error: minilm_bucketed: minilm_bucketed_preprocess/1/tokenizer.json"
-    )
+    found, of_lock = said.splitlines()
+    assert found == of_files
     assert of_lock.startswith("error: minilm_packed: its build manifest cannot be used")
-
-
-def swap_two_words(tokenizer: Path) -> None:
-    text = tokenizer.read_text(encoding="utf-8")
-    one, other = '"late":', '"many":'
-    assert one in text
-    assert other in text
-    tokenizer.write_text(
-        text.replace(one, "?").replace(other, one).replace("?", other), encoding="utf-8"
-    )
-
-
-def test_requests_are_traced_where_the_operator_asks(tmp_path: Path) -> None:
-    repository = write_model(tmp_path / "models", "echo")
-    traces = tmp_path / "traces"
-    with image_of(tmp_path / "image", repository) as image:
-        image.variables.update(TRIPTYCH_TRACE=str(traces), TRIPTYCH_TRACE_RATE="1")
-        with image.serving(is_up=lambda: answers(image)) as process:
-            ask_echo(image)
-            process.send_signal(signal.SIGTERM)
-            said = process.communicate(timeout=60)[0]
-    written = "".join(path.read_text() for path in tmp_path.glob("traces*"))
-    assert '"model_name":"echo"' in written, said
+    for profile in ("development", "production"):
+        done = CliRunner().invoke(app, ["serve", str(broken), "--profile", profile])
+        assert "contains pipelines that failed the startup check" in str(done.exception)
+        assert of_files in done.stderr
+        assert of_lock in done.stderr
 
 
 HEADERS_MODEL = """
@@ -292,29 +253,29 @@ class TritonPythonModel:
 """
 
 
+def answers(image: Image) -> bool:
+    try:
+        return fetch(image.url("HTTP"), "/v2/health/ready")[0] == 200
+    except OSError:
+        return False
+
+
 def test_the_server_has_what_the_operator_sets(tmp_path: Path) -> None:
-    """TLS, forwarded headers, shared memory of steps and threads, on the server itself."""
+    """TLS, forwarded headers, shared memory of steps, threads and traces, on the server itself."""
     repository = write_model(tmp_path / "models", "echo", HEADERS_MODEL)
-    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
-            *("-nodes", "-subj", "/CN=server", "-addext", "subjectAltName=IP:127.0.0.1"),
-            *("-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-    )
+    write_certificate(tmp_path, "server")
     with image_of(tmp_path / "image", repository) as image:
         image.variables.update(
-            TRIPTYCH_GRPC_TLS_CERTIFICATE_FILE=str(certificate),
-            TRIPTYCH_GRPC_TLS_KEY_FILE=str(key),
+            TRIPTYCH_GRPC_TLS_CERTIFICATE_FILE=str(tmp_path / "server.pem"),
+            TRIPTYCH_GRPC_TLS_KEY_FILE=str(tmp_path / "server.key"),
             TRIPTYCH_FORWARD_HEADERS="tenant|x-.*",
             TRIPTYCH_LOAD_THREADS="1",
             TRIPTYCH_STEP_SHM_MIB="9",
             TRIPTYCH_CORE_THREADS="1",
+            TRIPTYCH_TRACE=str(tmp_path / "traces"),
+            TRIPTYCH_TRACE_RATE="1",
         )
-        with image.serving(is_up=lambda: answers(image)):
+        with image.serving(is_up=lambda: answers(image)) as process:
             tag = image.variables[PROCESS_TAG_VARIABLE]
             sizes = [path.stat().st_size for path in SHM.glob(f"{tag}*")]
             assert max(sizes) >= 9 * 2**20, sizes
@@ -322,27 +283,19 @@ def test_the_server_has_what_the_operator_sets(tmp_path: Path) -> None:
             text.set_data_from_numpy(np.array([[b"a"]], object))
             headers = {"tenant": "t1", "x-user": "u1", "secret": "s1"}
             with triton.InferenceServerClient(
-                image.url("GRPC"), ssl=True, root_certificates=str(certificate)
+                image.url("GRPC"), ssl=True, root_certificates=str(tmp_path / "ca.pem")
             ) as client:
                 (heard,) = client.infer("echo", [text], headers=headers).as_numpy("echo").ravel()
-            assert "t1" in heard.decode()
-            assert "u1" in heard.decode()
-            assert "s1" not in heard.decode()
+            assert [part in heard.decode() for part in ("t1", "u1", "s1")] == [True, True, False]
             with (
                 triton.InferenceServerClient(image.url("GRPC")) as plain,
                 pytest.raises(InferenceServerException),
             ):
                 plain.is_server_live(client_timeout=60)
-
-
-def test_a_wrong_setting_is_named_before_the_server_starts(tmp_path: Path) -> None:
-    repository = write_model(tmp_path / "models", "echo")
-    with image_of(tmp_path / "image", repository) as image:
-        image.variables["TRIPTYCH_GRPC_TLS_KEY_FILE"] = "/nowhere/key.pem"
-        with image.run("entrypoint") as process:
+            process.send_signal(signal.SIGTERM)
             said = process.communicate(timeout=60)[0]
-    assert process.returncode == 2
-    assert "TRIPTYCH_GRPC_TLS_KEY_FILE` must be a readable file. Given: /nowhere/key.pem" in said
+    written = "".join(path.read_text() for path in tmp_path.glob("traces*"))
+    assert '"model_name":"echo"' in written, said
 
 
 def test_replicas_behind_envoy_have_no_tls(
@@ -357,84 +310,23 @@ def test_replicas_behind_envoy_have_no_tls(
     assert "is only supported with one server. Given: 2 servers" in str(done.exception)
 
 
-def answers(image: Image) -> bool:
-    try:
-        return status(image.url("HTTP"), "/v2/health/ready") == 200
-    except OSError:
-        return False
-
-
-def test_health_says_that_there_is_no_ensemble(tmp_path: Path) -> None:
-    with image_of(tmp_path / "image", write_model(tmp_path / "models", "echo")) as image:
-        assert image.health() == (1, "unhealthy: the repository holds no ensemble")
-
-
-def test_health_names_the_model_that_is_not_ready(repository: Path, image: Image) -> None:
-    absent = Image(image.files, dict(image.variables))
-    other = repository.parent / "other"
-    shutil.copytree(repository / "minilm_packed", other / "minilm_packed")
-    config = other / "minilm_packed/config.pbtxt"
-    config.write_text(config.read_text().replace("minilm_packed_core", "gone_core"))
-    absent.variables["TRIPTYCH_REPOSITORY"] = str(other)
-    exit_code, said = absent.health()
-    assert exit_code == 1
-    assert said.startswith("unhealthy: gone_core is not ready (HTTP 4")
-
-
-def serve(repository: Path, profile: str) -> subprocess.Popen[str]:
-    ports = [f"--{kind}-port=0" for kind in ("grpc", "http", "metrics")]
-    words = ["serve", str(repository), "--profile", profile, "--json", *ports]
-    return subprocess.Popen(
-        [str(Path(sys.executable).with_name("triptych")), *words],
-        env={**os.environ, "TRIPTYCH_RESTRICTED_KEY": KEY},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_serve_in_production_takes_the_same_flags(repository: Path) -> None:
-    with serve(repository, "production") as process:
-        try:
-            assert process.stdout is not None
-            endpoints = json.loads(process.stdout.readline())
-            words = Path(f"/proc/{endpoints['pid']}/cmdline").read_bytes().decode().split("\0")
-            hidden = "*" * len(KEY)  # all that the process list shows of it
-            expected = flags_for(
-                repository, ServerOptions(restricted_key=hidden), read_machine(), find_release()
-            )
-            starts = [i for i in range(len(words)) if words[i : i + len(expected)] == expected]
-            assert len(starts) == 1, words
-            assert not [text for text in seen_of(mark_of(endpoints["pid"])) if KEY in text]
-            path = "/v2/models/minilm_packed/stats"
-            assert status(endpoints["http"], path) == 403
-            assert status(endpoints["http"], path, {"triptych-key": KEY}) == 200
-            with Client("minilm_packed", endpoints["grpc"]) as client:
-                assert client.embed([TEXT]).shape == (1, 384)
-            process.send_signal(signal.SIGTERM)
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 0, errors
-
-
-@pytest.mark.parametrize("profile", ["development", "production"])
-def test_serve_refuses_what_is_not_as_it_was_built(
-    minilm_repository: Path, tmp_path: Path, profile: str
+def test_serve_in_production_takes_the_same_flags(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = tmp_path / "models"
-    shutil.copytree(minilm_repository, broken)
-    weights = broken / "minilm_packed_core/1/model.onnx"
-    with weights.open("r+b") as file:
-        file.seek(weights.stat().st_size // 8)
-        file.write(bytes(weights.stat().st_size // 8))
-    (broken / "minilm_bucketed/triptych.lock.json").write_text("{")
-    with serve(broken, profile) as process:
-        errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 2
-    assert "error: minilm_bucketed: its build manifest cannot be used" in errors
-    assert (
-        "error: minilm_packed: minilm_packed_core/1/model.onnx is not the file that the build "
-        "manifest describes: build it again with `triptych build minilm_packed`, or copy it again"
-    ) in errors
-    assert "Traceback" not in errors
+    monkeypatch.setenv("TRIPTYCH_RESTRICTED_KEY", KEY)
+    with serving(repository, "--profile", "production") as process:
+        endpoints = endpoints_of(process)
+        words = Path(f"/proc/{endpoints['pid']}/cmdline").read_bytes().decode().split("\0")
+        hidden = "*" * len(KEY)  # all that the process list shows of it
+        options = ServerOptions(restricted_key=hidden)
+        expected = flags_for(repository, options, read_machine(), find_release())
+        starts = [i for i in range(len(words)) if words[i : i + len(expected)] == expected]
+        assert len(starts) == 1, words
+        assert not [text for text in seen_of(mark_of(endpoints["pid"])) if KEY in text]
+        for key, status in (("", 403), (KEY, 200)):
+            assert fetch(endpoints["http"], "/v2/models/minilm_packed/stats", key=key)[0] == status
+        with Client("minilm_packed", endpoints["grpc"]) as client:
+            assert client.embed([TEXT]).shape == (1, 384)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors

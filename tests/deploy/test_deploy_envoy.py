@@ -9,6 +9,8 @@ import ssl
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +38,6 @@ def manifests(folder: Path, **changes: Any) -> Manifests:
     """Of a pipeline with a usual bench and these options."""
     reports = write_bench(folder / "reports")
     return make_manifests(write_built(folder), "minilm", options(**changes), reports)
-
-
-def container_of(workload: dict[str, Any]) -> dict[str, Any]:
-    (container,) = workload["spec"]["template"]["spec"]["containers"]
-    return dict(container)
 
 
 class Slow(http.server.BaseHTTPRequestHandler):
@@ -78,67 +75,76 @@ def on_loopback(node: Any, ports: dict[int, int], server: int) -> Any:
     return {key: on_loopback(each, ports, server) for key, each in node.items()}
 
 
+@contextmanager
+def envoy(folder: Path, made: Manifests, server: int, *files: str) -> Iterator[dict[int, int]]:
+    """Run Envoy with `files` of manifests in a folder; yield its ports by those of the files."""
+    free = reserve_ports("127.0.0.1", dict.fromkeys("abcd", 0)).values()
+    ports = dict(zip([*PORTS.values(), DRAIN_PORT], free, strict=True))
+    places = {"/etc/envoy-config": str(folder), "/run/triptych": str(folder)}
+    places[ADMIN_SOCKET] = str(folder / "admin.sock")  # other Envoys run on this machine
+    for file in ("envoy.yaml", *files):
+        text = json.dumps(on_loopback(document(made, file), ports, server))
+        for place, here in places.items():
+            text = text.replace(place, here)
+        (folder / file).write_text(text)
+    command = envoy_command(find_envoy(), folder / "envoy.yaml")
+    running = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        assert comes_true(lambda: page(ports[PORTS["metrics"]], "/ready")[0] == 200)
+        yield ports
+    finally:
+        running.terminate()
+        running.wait(60)
+
+
 def test_envoy_counts_drains_and_says_so(tmp_path: Path) -> None:
     """The scripts and the metric as they stand in the manifests, on a real Envoy."""
     made = manifests(tmp_path)
-    container = container_of(document(made, "envoy-deployment.yaml"))
+    (container,) = document(made, "envoy-deployment.yaml")["spec"]["template"]["spec"]["containers"]
     command = container["lifecycle"]["preStop"]["exec"]["command"]
     composed = plain(manifests(tmp_path / "compose", target="compose").files["compose.yaml"])
     healthy = composed["services"]["envoy"]["healthcheck"]["test"][1:]
-    names = [*PORTS.values(), DRAIN_PORT]
-    ports = dict(
-        zip(names, reserve_ports("127.0.0.1", dict.fromkeys("abcd", 0)).values(), strict=True)
-    )
-
-    def run(words: list[str]) -> subprocess.Popen[bytes]:
-        words = [word.replace(str(DRAIN_PORT), str(ports[DRAIN_PORT])) for word in words]
-        words = [word.replace("$$", "$").replace("sleep 10", "sleep 0.2") for word in words]
-        return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+    with (
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server,
+        envoy(tmp_path, made, server.server_port) as ports,
+    ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        config = tmp_path / "envoy.json"
-        text = json.dumps(on_loopback(document(made, "envoy.yaml"), ports, server.server_port))
-        # Other Envoys run on this machine.
-        config.write_text(text.replace(ADMIN_SOCKET, str(tmp_path / "admin.sock")))
-        running = subprocess.Popen(envoy_command(find_envoy(), config), stderr=subprocess.DEVNULL)
-        try:
-            metrics = ports[PORTS["metrics"]]
-            assert comes_true(lambda: page(metrics, "/ready")[0] == 200)
-            assert page(metrics, "/stats")[0] == 404
-            assert run(healthy).wait(60) == 0
-            polls: list[int] = []
+        api, metrics = (ports[PORTS[name]] for name in ("http", "metrics"))
 
-            def is_served() -> bool:
-                polls.append(page(ports[PORTS["http"]], "/v2/health/ready")[0])
-                return polls[-1] == 200
+        def run(words: list[str]) -> subprocess.Popen[bytes]:
+            words = [word.replace(str(DRAIN_PORT), str(ports[DRAIN_PORT])) for word in words]
+            words = [word.replace("$$", "$").replace("sleep 10", "sleep 0.2") for word in words]
+            return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-            assert comes_true(is_served)
-            answers: list[int] = []
-            infer = (ports[PORTS["http"]], "/v2/models/minilm/infer", "POST")
-            asker = threading.Thread(target=lambda: answers.append(page(*infer)[0]))
-            asker.start()
-            assert Slow.asked.wait(60)
-            drain = run(command)
-            assert comes_true(lambda: page(metrics, "/ready")[0] == 503)
-            assert drain.poll() is None
-            Slow.may_answer.set()
-            assert drain.wait(60) == 0
-            asker.join(60)
-            assert answers == [200]
-            assert run(healthy).wait(60) == 1
-            series = document(made, "scaled-object.yaml")["spec"]["triggers"][0]["metadata"][
-                "query"
-            ]
-            (name,) = re.findall(r"rate\((\w+)", series)
-            counted = page(metrics, "/metrics")[1]
-            asked = len(polls) + 1
-            assert f'{name}{{envoy_http_conn_manager_prefix="http"}} {asked}\n' in counted
-            assert f'{name}{{envoy_http_conn_manager_prefix="grpc"}} 0\n' in counted
-        finally:
-            running.terminate()
-            running.wait(60)
-            server.shutdown()
+        assert page(metrics, "/stats")[0] == 404
+        assert run(healthy).wait(60) == 0
+        polls: list[int] = []
+
+        def is_served() -> bool:
+            polls.append(page(api, "/v2/health/ready")[0])
+            return polls[-1] == 200
+
+        assert comes_true(is_served)
+        answers: list[int] = []
+        infer = (api, "/v2/models/minilm/infer", "POST")
+        asker = threading.Thread(target=lambda: answers.append(page(*infer)[0]))
+        asker.start()
+        assert Slow.asked.wait(60)
+        drain = run(command)
+        assert comes_true(lambda: page(metrics, "/ready")[0] == 503)
+        assert drain.poll() is None
+        Slow.may_answer.set()
+        assert drain.wait(60) == 0
+        asker.join(60)
+        assert answers == [200]
+        assert run(healthy).wait(60) == 1
+        trigger = document(made, "scaled-object.yaml")["spec"]["triggers"][0]
+        (name,) = re.findall(r"rate\((\w+)", trigger["metadata"]["query"])
+        counted = page(metrics, "/metrics")[1]
+        asked = len(polls) + 1
+        assert f'{name}{{envoy_http_conn_manager_prefix="http"}} {asked}\n' in counted
+        assert f'{name}{{envoy_http_conn_manager_prefix="grpc"}} 0\n' in counted
+        server.shutdown()
 
 
 def swap(folder: Path, files: dict[str, Path]) -> None:
@@ -176,40 +182,24 @@ def test_mounted_secrets_are_read_again_without_a_restart(tmp_path: Path) -> Non
     renew("first")
     swap(secrets["client-ca"], {"ca.crt": own / "ca.pem"})
     shop, other = key("new", "shop"), key("new", "other")
-    names = [*PORTS.values(), DRAIN_PORT]
-    free = reserve_ports("127.0.0.1", dict.fromkeys("abcd", 0)).values()
-    ports = dict(zip(names, free, strict=True))
-    for file in ("envoy.yaml", "certificate.yaml", "clients.yaml"):
-        text = json.dumps(on_loopback(document(made, file), ports, 1))
-        text = text.replace("/etc/envoy-config", str(tmp_path)).replace(
-            "/run/triptych", str(tmp_path)
-        )
-        (tmp_path / file).write_text(text.replace(ADMIN_SOCKET, str(tmp_path / "admin.sock")))
-    command = envoy_command(find_envoy(), tmp_path / "envoy.yaml")
-    running = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
-    def ask(key: str) -> tuple[int, str]:
+    def ask(port: int, key: str) -> tuple[int, str]:
         """Return the status of a request for no pipeline, and the name of Envoy's certificate."""
         context = ssl.create_default_context(cafile=str(own / "ca.pem"))
         context.load_cert_chain(own / "client.pem", own / "client.key")
-        connection = http.client.HTTPSConnection(
-            "127.0.0.1", ports[PORTS["http"]], timeout=60, context=context
-        )
+        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=60, context=context)
         connection.request("GET", "/v2/logging", headers={"authorization": f"Bearer {key}"})
         found: Any = connection.sock.getpeercert()
         status = connection.getresponse().status
         connection.close()
         return status, dict(found["subject"][0])["commonName"]
 
-    try:
-        assert comes_true(lambda: page(ports[PORTS["metrics"]], "/ready")[0] == 200)
-        assert ask(shop) == ask(other) == (404, "first")
-        assert ask("none") == (401, "first")
+    with envoy(tmp_path, made, 1, "certificate.yaml", "clients.yaml") as ports:
+        port = ports[PORTS["http"]]
+        assert ask(port, shop) == ask(port, other) == (404, "first")
+        assert ask(port, "none") == (401, "first")
         renew("second")
-        assert comes_true(lambda: ask(shop) == (404, "second"))
+        assert comes_true(lambda: ask(port, shop) == (404, "second"))
         key("remove", "shop")
-        assert comes_true(lambda: ask(shop)[0] == 401)
-        assert ask(other) == (404, "second")
-    finally:
-        running.terminate()
-        running.wait(60)
+        assert comes_true(lambda: ask(port, shop)[0] == 401)
+        assert ask(port, other) == (404, "second")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +21,13 @@ from client_toy import Toy, wait_until
 from conftest import ROOT, build_into, traffic_texts, write_pipeline
 from gateway_environment import run_with_clients
 from hostile_bodies import send_hostile
+from otlp_receiver import check_trace, otlp_receiver
 from served_command import endpoints_of, gateway, serving
 from task_models import MODELS
 from triptych.client import Client
 
 pytestmark = pytest.mark.server
-TEXTS = traffic_texts()[:300]
+TEXTS = traffic_texts()[:100]
 PROMPTS = {"query": "query: ", "passage": "passage: "}
 NAMES = {"minilm": "text-embedding", "ranks": "reranking", "topics": "text-classification"}
 RESTATED = "127.0.0.1:8080"
@@ -43,9 +45,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) ->
             spec["model"] = {"source": str(made)}
             spec["core"] = {"layout": {"ranks": "bucketed", "topics": "packed"}[name]}
         folder = write_pipeline(base / "pipelines" / name, **spec)
-        if name == "ranks":
-            rows = [{"text": "refund", "text_pair": text} for text in TEXTS[:40]]
-            (folder / "traffic.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        query = {"text": "refund"} if name == "ranks" else {}
+        rows = [{"text_pair" if query else "text": text, **query} for text in TEXTS[:40]]
+        (folder / "traffic.jsonl").write_text("\n".join(map(json.dumps, rows)))
         build_into(folder, base / "repository")
     return base / "repository"
 
@@ -53,17 +55,21 @@ def repository(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) ->
 @pytest.fixture(scope="module")
 def served(repository: Path) -> Iterator[dict[str, Any]]:
     """Addresses of `triptych serve --http-api`, which ends its gateway with its server."""
-    with serving(repository, "--http-api", "0", "--alias", "text-embedding-3-small=minilm") as run:
-        endpoints = endpoints_of(run)
-        (beside,) = [
-            child
-            for child in psutil.Process(run.pid).children()
-            if "triptych.interface.cli" in child.cmdline()
-        ]
-        yield {**endpoints, "gateway_pid": beside.pid}
-        run.send_signal(signal.SIGTERM)
-        assert run.wait(timeout=60) == 0
-        assert not psutil.pid_exists(beside.pid)
+    words = ("--http-api", "0", "--alias", "text-embedding-3-small=minilm")
+    with otlp_receiver() as (url, spans), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIPTYCH_TRACE", url)
+        patch.setenv("TRIPTYCH_TRACE_RATE", "1000000")
+        with serving(repository, "--profile", "production", *words) as run:
+            endpoints = endpoints_of(run)
+            (beside,) = [
+                child
+                for child in psutil.Process(run.pid).children()
+                if "triptych.interface.cli" in child.cmdline()
+            ]
+            yield {**endpoints, "gateway_pid": beside.pid, "spans": spans}
+            run.send_signal(signal.SIGTERM)
+            assert run.wait(timeout=60) == 0
+            assert not psutil.pid_exists(beside.pid)
 
 
 @pytest.fixture(scope="module")
@@ -81,42 +87,39 @@ def http(served: dict[str, Any]) -> Iterator[httpx2.Client]:
 
 
 def test_the_openai_client_embeds_as_the_grpc_client_does(
-    served: dict[str, Any], api: openai.OpenAI, repository: Path
+    served: dict[str, Any], api: openai.OpenAI, http: httpx2.Client, repository: Path
 ) -> None:
     with Client("minilm", served["grpc"]) as client:
         wanted = client.embed(TEXTS)
         queries = client.embed(TEXTS[:3], prompt="query", dimensions=64)
-    made = api.embeddings.create(model="text-embedding-3-small", input=TEXTS)
-    assert [each.index for each in made.data] == list(range(len(TEXTS)))
-    given = np.array([each.embedding for each in made.data], np.float32)
-    assert np.abs(given - wanted).max() < 1e-5
+
+    def embed(texts: Any, **words: Any) -> Any:
+        made = api.embeddings.create(**{"model": "minilm", "input": texts, **words})
+        assert [each.index for each in made.data] == list(range(len(made.data)))
+        return made, np.array([each.embedding for each in made.data], np.float32)
+
+    made, vectors = embed(TEXTS, model="text-embedding-3-small")
+    assert np.abs(vectors - wanted).max() < 1e-5
     assert made.model == "text-embedding-3-small"
     tokenizer = Tokenizer.from_file(str(repository / "minilm_preprocess/1/tokenizer.json"))
     tokenizer.no_padding()
-    tokenizer.enable_truncation(256)
     tokens = sum(len(each.ids) for each in tokenizer.encode_batch(TEXTS))
     assert made.usage.prompt_tokens == made.usage.total_tokens == tokens
     for kind, same in (("query", True), ("passage", False)):
-        made = api.embeddings.create(
-            model="minilm",
-            input=TEXTS[:3],
-            dimensions=64,
-            encoding_format="float",
-            extra_body={"input_type": kind, "truncate_prompt_tokens": -1},
-        )
-        given = np.array([each.embedding for each in made.data], np.float32)
-        assert given.shape == (3, 64)
-        assert bool(np.abs(given - queries).max() < 1e-5) is same
-    address = f"{served['api']}/tei/minilm/tokenize"
-    tokens = httpx2.post(address, json={"inputs": TEXTS[:3]}, timeout=60).json()
-    ids = [[token["id"] for token in row] for row in tokens]
-    for wished, count in ((ids, 3), (ids[0], 1)):
-        made = api.embeddings.create(model="minilm", input=wished)
-        vectors = np.array([each.embedding for each in made.data], np.float32)
+        body = {"input_type": kind, "truncate_prompt_tokens": -1}
+        _, vectors = embed(TEXTS[:3], dimensions=64, encoding_format="float", extra_body=body)
+        assert vectors.shape == (3, 64)
+        assert bool(np.abs(vectors - queries).max() < 1e-5) is same
+    rows = http.post("/tei/minilm/tokenize", json={"inputs": TEXTS[:3]}).json()
+    ids = [[token["id"] for token in row] for row in rows]
+    for given, count in ((ids, 3), (ids[0], 1), (TEXTS[0], 1)):
+        _, vectors = embed(given)
         assert vectors.shape == (count, 384)
         assert np.abs(vectors - wanted[:count]).max() < 1e-5
-    one = api.embeddings.create(model="minilm", input=TEXTS[0])
-    assert np.abs(np.array(one.data[0].embedding) - wanted[0]).max() < 1e-5
+
+
+def test_one_trace_has_gateway_ensemble_and_steps(served: dict[str, Any]) -> None:
+    check_trace(served["api"], "minilm", served["spans"])
 
 
 def test_the_openai_client_raises_its_own_errors(api: openai.OpenAI) -> None:
@@ -149,17 +152,6 @@ def test_the_openai_client_raises_its_own_errors(api: openai.OpenAI) -> None:
     assert api.models.retrieve("text-embedding-3-small").id == "text-embedding-3-small"
     with pytest.raises(openai.NotFoundError):
         api.models.retrieve("gpt-4")
-
-
-def test_an_invalid_text_fails_its_own_request_only(served: dict[str, Any]) -> None:
-    async def send() -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=f"{served['api']}/v1", api_key="none") as client:
-            inputs = [["a good text", "x" * 200_000 if i % 2 else "another"] for i in range(16)]
-            calls = [client.embeddings.create(model="minilm", input=each) for each in inputs]
-            return await asyncio.gather(*calls, return_exceptions=True)
-
-    for index, result in enumerate(asyncio.run(send())):
-        assert isinstance(result, openai.BadRequestError) is bool(index % 2), result
 
 
 def test_rerank_apis_sort_as_the_grpc_client_does(
@@ -318,38 +310,45 @@ def test_clients_of_vendors_work_unchanged(served: dict[str, Any]) -> None:
 
 
 def test_limits_of_the_server_are_errors_of_the_api(toy: Toy) -> None:
-    words = ("toy", "single", "narrow", "--url", toy.url, "--timeout-s", "4")
-    with gateway(*words) as address:
-        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-            with pytest.raises(openai.APIStatusError) as caught:
-                client.embeddings.create(model="single", input="sleep:60 late")
-            assert caught.value.status_code == 504
-            with pytest.raises(openai.InternalServerError) as caught:
-                client.embeddings.create(model="single", input="break")
-            assert caught.value.status_code == 500
-            without = client.embeddings.create(model="toy", input=["a", "b"])
+    async def send(address: str) -> None:
+        async with openai.AsyncOpenAI(
+            base_url=f"{address}/v1", api_key="none", max_retries=0
+        ) as client:
+
+            def embed(model: str, *texts: str) -> asyncio.Task[Any]:
+                return asyncio.ensure_future(
+                    client.embeddings.create(model=model, input=list(texts))
+                )
+
+            late = embed("single", "hold:late")
+            held = [embed("narrow", "hold:narrow") for _ in range(8)]
+            done, _ = await asyncio.wait(held, return_when=asyncio.FIRST_COMPLETED)
+            for refused in (task.exception() for task in done):
+                assert isinstance(refused, openai.RateLimitError), refused
+                assert int(refused.response.headers["retry-after"]) >= 1
+            toy.release("narrow", "narrow_step")
+            without = await embed("toy", "a", "b")
             assert len(without.data) == 2  # without a repository there is no usage
+            for call, status in ((embed("single", "break"), 500), (late, 504)):
+                with pytest.raises(openai.InternalServerError) as caught:
+                    await call
+                assert caught.value.status_code == status
+            toy.release("late", "single_step")
+            await asyncio.gather(*held, return_exceptions=True)
 
-        async def overload() -> list[Any]:
-            async with openai.AsyncOpenAI(
-                base_url=f"{address}/v1", api_key="none", max_retries=0
-            ) as client:
-                texts = [f"sleep:3 {number}" for number in range(8)]
-                calls = [client.embeddings.create(model="narrow", input=text) for text in texts]
-                return await asyncio.gather(*calls, return_exceptions=True)
-
-        ended = asyncio.run(overload())
-        refused = [each for each in ended if isinstance(each, openai.RateLimitError)]
-        assert refused, ended
-        assert all(int(each.response.headers["retry-after"]) >= 1 for each in refused)
+    with gateway("toy", "single", "narrow", "--url", toy.url, "--timeout-s", "4") as address:
+        asyncio.run(send(address))
 
 
 def test_a_client_that_disconnects_cancels_its_work(toy: Toy) -> None:
     """Triton finishes what a step executes; what waits is dropped, and the rest is never sent."""
     with gateway("single", "--url", toy.url) as address:
-        body = {"model": "single", "input": ["hold:abandoned"] * 40}
-        with pytest.raises(httpx2.ReadTimeout):
-            httpx2.post(f"{address}/v1/embeddings", json=body, timeout=2)
+        body = json.dumps({"model": "single", "input": ["hold:abandoned"] * 40})
+        head = "POST /v1/embeddings HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+            toy.wait_begun("hold:abandoned", "single_step")
         left = 'endpoint="/v1/embeddings",status="499"} 1.0'
         wait_until(lambda: left in httpx2.get(f"{address}/metrics").text, "the work is canceled")
         toy.release("abandoned", "single_step")

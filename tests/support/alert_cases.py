@@ -8,9 +8,12 @@ from triptych.base.explained import plain
 from triptych.deploy.targets import make_manifests
 
 BY_HAND: dict[str, Any] = {"rps_per_replica": 20.0, "cpu_cores": 1.0, "memory_mib": 2048}
-PROMISES = ({"p50_ms": 5.0}, {"p99_ms": 80.0}, {"p99_9_ms": 30_000.0})
-WATCHED = ("summary", "histogram", "envoy")
-"""Who tells latencies: Triton 24.10, Triton 26.08, an Envoy in front."""
+SOURCES = {
+    "summary": ({"p50_ms": 5.0}, {"p99_ms": 80.0}),
+    "histogram": ({"p99_ms": 80.0}, {"p99_9_ms": 30_000.0}),
+    "envoy": ({"p50_ms": 5.0}, {"p99_ms": 80.0}),
+}
+"""Promises by source of the latencies: Triton 24.10, Triton 26.08, an Envoy in front."""
 
 
 RULES = ("base/prometheus-rule.yaml", "base/http-api-rule.yaml")
@@ -64,11 +67,11 @@ def deployed_gateway(folder: Path) -> Case:
 
 
 def deployed_cases(base: Path) -> list[Case]:
-    """One for each promise and each who tells of it."""
+    """One for each of `SOURCES` and its promises."""
     return [
-        deployed(base / f"{number}-{watched}", promise, watched)
-        for number, promise in enumerate(PROMISES)
-        for watched in WATCHED
+        deployed(base / f"{watched}-{number}", promise, watched)
+        for watched, promises in SOURCES.items()
+        for number, promise in enumerate(promises)
     ]
 
 

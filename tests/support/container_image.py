@@ -1,6 +1,7 @@
 """What stands for the serving image: its files and environment around the server of the tests."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -46,6 +47,13 @@ class Image(NamedTuple):
         with self.run("health") as process:
             said = process.communicate(timeout=60)[0]
         return process.returncode, said.strip()
+
+    def set_seconds(self, constant: str, seconds: float) -> None:
+        """Replace a constant of the supervisor in the image's copy of the files."""
+        file = self.files / "triptych/container/supervisor.py"
+        text, times = re.subn(rf"(?m)^{constant} = .*", f"{constant} = {seconds}", file.read_text())
+        assert times == 1
+        file.write_text(text)
 
     def url(self, service: str) -> str:
         return f"127.0.0.1:{self.variables[f'TRIPTYCH_{service}_PORT']}"

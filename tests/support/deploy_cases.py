@@ -157,11 +157,27 @@ def kustomized(folder: Path, made: Manifests) -> list[dict[str, Any]]:
     return list(yaml.load_all(done.stdout, Loader=yaml.CSafeLoader))
 
 
-def held_by_schema(resource: dict[str, Any]) -> None:
-    """Raises a `ValidationError` where a custom resource is not as its definition wants it."""
-    (file,) = (ROOT / "tests/data/crds").glob(f"{resource['kind'].lower()}_*.json")
+@functools.cache
+def _validator(kind: str) -> jsonschema.Draft202012Validator:
+    (file,) = (ROOT / "tests/data/crds").glob(f"{kind.lower()}_*.json")
     # The schema itself is not checked: its patterns are Go's.
-    jsonschema.Draft202012Validator(json.loads(file.read_text())).validate(resource)
+    return jsonschema.Draft202012Validator(json.loads(file.read_text()))
+
+
+def held_by_schema(resource: dict[str, Any]) -> None:
+    """Raise a `ValidationError` where a custom resource is not as its definition wants it."""
+    _validator(resource["kind"]).validate(resource)
+
+
+@functools.cache
+def _check(text: str, versions: Sequence[str]) -> None:
+    resource = json.loads(text)
+    group = resource["apiVersion"].partition("/")[0]
+    if ("." not in group or group.endswith("k8s.io")) and "gateway" not in group:
+        for version in versions:
+            kubernetes_validate.validate(resource, version, strict=True)
+    else:
+        held_by_schema(resource)
 
 
 def taken(
@@ -170,16 +186,10 @@ def taken(
     namespace: str = "default",
 ) -> dict[str, dict[str, Any]]:
     """Kind and name (without the hash that Kustomize adds) to object; all as their schemas want."""
-    for each in resources:
-        assert each["metadata"]["namespace"] == namespace
-        group = each["apiVersion"].partition("/")[0]
-        if ("." not in group or group.endswith("k8s.io")) and "gateway" not in group:
-            for version in versions:
-                kubernetes_validate.validate(each, version, strict=True)
-        else:
-            held_by_schema(each)
     found = {}
     for each in resources:
+        assert each["metadata"]["namespace"] == namespace
+        _check(json.dumps(each), versions)
         name = each["metadata"]["name"]
         if each["kind"] == "ConfigMap":
             name = re.sub("-[a-z0-9]{10}$", "", name)

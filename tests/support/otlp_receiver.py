@@ -7,7 +7,15 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
+import openai
+import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from client_toy import wait_until
+
+CALLER = "00f067aa0ba902b7"
+SAMPLED, UNSAMPLED, FAILED = "a" * 32, "b" * 32, "c" * 32
+STEPS = ("preprocess", "core", "postprocess")
 
 
 class Span(NamedTuple):
@@ -76,3 +84,56 @@ def otlp_receiver() -> Iterator[tuple[str, list[Span]]]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def check_trace(address: str, name: str, spans: list[Span]) -> None:
+    """Send requests to a gateway whose traces come as `spans`, and check those of two of them.
+
+    Args:
+        address: Address of the gateway.
+        name: Name of its pipeline of embeddings.
+        spans: What the collector receives of the gateway and the server.
+    """
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        for trace, flag in ((SAMPLED, "01"), (UNSAMPLED, "00")):
+            made = client.embeddings.with_raw_response.create(
+                model=name,
+                input="a private text",
+                extra_headers={"traceparent": f"00-{trace}-{CALLER}-{flag}"},
+            )
+            assert made.headers["x-request-id"] == trace
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.embeddings.create(
+                model=name,
+                input="",
+                dimensions=9999,
+                extra_headers={"traceparent": f"00-{FAILED}-{CALLER}-01"},
+            )
+        assert caught.value.request_id == FAILED
+        client.embeddings.create(model=name, input="without a trace")
+
+    def below(parent: str, trace: str = SAMPLED) -> dict[str, Span]:
+        """Spans of a trace below another span by name."""
+        return {s.name: s for s in spans if (s.trace_id, s.parent_id) == (trace, parent)}
+
+    def are_exported() -> bool:
+        computed = [s for s in spans if (s.trace_id, s.name) == (SAMPLED, "compute")]
+        is_whole = len(computed) >= len(STEPS) and any(s.name == "InferRequest" for s in spans)
+        return is_whole and bool(below(CALLER) and below(CALLER, FAILED))
+
+    wait_until(are_exported, "the spans are exported")
+    assert {span.trace_id for span in spans} == {SAMPLED, FAILED}  # Triton ignores the flag
+    assert "private" not in str(spans)
+    endpoint = "POST /v1/embeddings"
+    for trace, status in ((SAMPLED, 200), (FAILED, 400)):
+        (request,) = below(CALLER, trace).values()
+        assert (request.name, request.attributes["http.response.status_code"]) == (endpoint, status)
+    gateway = below(CALLER)[endpoint]
+    ensemble = below(below(gateway.span_id)["InferRequest"].span_id)[name]
+    steps = below(ensemble.span_id)
+    assert steps.keys() == {f"{name}_{step}" for step in STEPS}
+    for step in steps.values():
+        compute = below(step.span_id)["compute"]
+        assert step.events["QUEUE_START"] <= compute.events["COMPUTE_START"]
+        assert compute.events["COMPUTE_START"] <= compute.events["COMPUTE_END"]
+        assert ensemble.began <= step.began <= step.ended <= ensemble.ended
