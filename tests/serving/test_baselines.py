@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -38,25 +38,12 @@ from triptych.serving.bench.baseline_calls import (
     write_work,
 )
 from triptych.serving.bench.baselines import ALL, Baselines, WorkerFailed, WorkerProcess
-from triptych.serving.bench.results import OfferedLoad
+from triptych.serving.bench.results import Measurement, OfferedLoad
 from triptych.spec.spec import load_spec
 
 pytestmark = pytest.mark.build
 
 SECONDS = 0.2
-
-
-def export(inputs: PipelineInputs, target: Path) -> Path:
-    plan = inputs.plan
-    export_onnx(
-        inputs.model_folder,
-        plan.info,
-        plan.core,
-        plan.core_inputs,
-        packed=plan.packed,
-        target=target,
-    )
-    return target / "model.onnx"
 
 
 @pytest.fixture(scope="module")
@@ -68,77 +55,66 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Pipeline
 
 @pytest.fixture(scope="module")
 def core_file(tmp_path_factory: pytest.TempPathFactory, tiny: PipelineInputs) -> Path:
-    return export(tiny, tmp_path_factory.mktemp("core"))
+    plan, target = tiny.plan, tmp_path_factory.mktemp("core")
+    export_onnx(
+        *(tiny.model_folder, plan.info, plan.core, plan.core_inputs),
+        packed=plan.packed,
+        target=target,
+    )
+    return target / "model.onnx"
 
 
-@pytest.fixture(scope="module")
-def running(tiny: PipelineInputs, core_file: Path) -> Iterator[Baselines]:
-    names = ("torch batched", "onnxruntime")
-    with Baselines(tiny, core_file, names=names, progress=quiet) as baselines:
-        yield baselines
+def check_measured(measured: Measurement, name: str) -> None:
+    """What must hold of each measurement of a baseline."""
+    assert measured.seconds >= SECONDS
+    assert measured.throughput_per_s == pytest.approx(measured.requests / measured.seconds)
+    assert 0 < measured.p50_us <= measured.p90_us <= measured.p95_us <= measured.p99_us
+    assert measured.p99_us <= measured.p99_9_us <= measured.seconds * 1e6
+    assert sum(measured.histogram_us.values()) == measured.requests
+    assert min(measured.histogram_us) <= measured.p50_us
+    assert (measured.errors, measured.steps, measured.parts) == ({}, (), ())
+    # The latency of a batch counts for each of its rows; calls of one row fill the time.
+    total_us = measured.mean_us * measured.requests
+    if name == "torch batched":
+        assert measured.requests >= 32
+        assert total_us > 5 * measured.seconds * 1e6
+    else:
+        assert total_us == pytest.approx(measured.seconds * 1e6)
+    assert measured.resources is not None
+    (process,) = measured.resources.processes
+    assert process.name == name
+    assert process.cpu_cores > 0
+    assert process.memory_mib > 10
 
 
-@pytest.mark.parametrize("name", ["torch batched", "onnxruntime"])
-def test_a_baseline_is_measured_again_and_again(running: Baselines, name: str) -> None:
-    assert running.not_runnable == {}
-    assert running.ready_s[name] > 0
-    for _ in range(2):
-        measured = running.measure(name, SECONDS)
-        assert measured.seconds >= SECONDS
-        assert measured.throughput_per_s == pytest.approx(measured.requests / measured.seconds)
-        assert 0 < measured.p50_us <= measured.p90_us <= measured.p95_us <= measured.p99_us
-        assert measured.p99_us <= measured.p99_9_us <= measured.seconds * 1e6
-        assert sum(measured.histogram_us.values()) == measured.requests
-        assert min(measured.histogram_us) <= measured.p50_us
-        assert (measured.errors, measured.steps, measured.parts) == ({}, (), ())
-        assert measured.resources is not None
-        (process,) = measured.resources.processes
-        assert process.name == name
-        assert process.cpu_cores > 0
-        assert process.memory_mib > 10
-
-
-def test_the_load_tells_the_rows_of_a_call(running: Baselines) -> None:
-    assert running.names == ("torch batched", "onnxruntime")
-    assert [running.load_of(name) for name in ALL] == [
-        OfferedLoad("in_process", rows) for rows in (1, 32, 1, 1)
-    ]
-
-
-def test_of_one_at_a_time_the_latencies_fill_the_time(running: Baselines) -> None:
-    measured = running.measure("onnxruntime", SECONDS)
-    assert measured.mean_us * measured.requests == pytest.approx(measured.seconds * 1e6)
-
-
-def test_the_latency_of_a_batch_counts_for_each_of_its_rows(running: Baselines) -> None:
-    measured = running.measure("torch batched", SECONDS)
-    assert measured.requests >= 32
-    assert measured.mean_us * measured.requests > 5 * measured.seconds * 1e6
-
-
-def test_a_worker_that_is_killed_says_so_and_leaves_the_others(running: Baselines) -> None:
-    """The last test with these workers."""
-    os.kill(running.pids["onnxruntime"], signal.SIGKILL)
-    with pytest.raises(UserError, match=r"onnxruntime.*killed by signal 9") as caught:
-        running.measure("onnxruntime", SECONDS)
-    assert caught.value.remedy
-    assert running.names == ("torch batched",)
-    assert "signal 9" in running.not_runnable["onnxruntime"]
-    with pytest.raises(UserError, match="signal 9"):
-        running.measure("onnxruntime", SECONDS)
-    assert running.measure("torch batched", SECONDS).requests > 0
-
-
-def test_nothing_is_left_behind(
+def test_baselines_are_measured_in_turns_until_one_is_killed_and_leave_nothing(
     tiny: PipelineInputs, core_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with Baselines(tiny, core_file, names=["onnxruntime"], progress=quiet) as baselines:
-        pids, (scratch,) = baselines.pids, list(tmp_path.iterdir())
+    names = ("torch batched", "onnxruntime")
+    with Baselines(tiny, core_file, names=names, progress=quiet) as running:
+        (scratch,) = tmp_path.iterdir()
         assert scratch.stat().st_mode & 0o077 == 0  # it holds a pickle
-    assert not Path(f"/proc/{pids['onnxruntime']}").exists()
+        pids = running.pids
+        assert (running.names, running.not_runnable) == (names, {})
+        assert min(running.ready_s[name] for name in names) > 0
+        loads = [OfferedLoad("in_process", rows) for rows in (1, 32, 1, 1)]
+        assert [running.load_of(name) for name in ALL] == loads
+        for _ in range(2):
+            for name in names:
+                check_measured(running.measure(name, SECONDS), name)
+
+        os.kill(pids["onnxruntime"], signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"onnxruntime.*killed by signal 9") as caught:
+                running.measure("onnxruntime", SECONDS)
+            assert caught.value.remedy
+        assert running.names == ("torch batched",)
+        assert "signal 9" in running.not_runnable["onnxruntime"]
+        assert running.measure("torch batched", SECONDS).requests > 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
     assert list(tmp_path.iterdir()) == []
-    assert baselines.names == ()
+    assert not running.names
 
 
 def test_a_worker_dies_with_its_parent(
@@ -159,19 +135,26 @@ def test_a_worker_dies_with_its_parent(
     assert eventually(lambda: not Path(f"/proc/{int(done.stdout)}").exists())
 
 
-def test_what_cannot_be_loaded_is_a_reason(tiny: PipelineInputs, tmp_path: Path) -> None:
+def test_a_model_that_does_not_load_or_takes_too_long_to_compile_is_left_out(
+    tiny: PipelineInputs, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     told: list[str] = []
     with Baselines(
         replace(tiny, model_folder=tmp_path),
         tmp_path / "gone.onnx",
-        names=("torch eager", "onnxruntime"),
+        names=("torch eager", "onnxruntime", "torch.compile"),
         progress=lambda stage, line: told.append(f"{stage}: {line}"),
+        compile_limit_s=0.01,
     ) as baselines:
         assert (baselines.names, baselines.ready_s) == ((), {})
-        assert "is not a model that transformers can load" in baselines.not_runnable["torch eager"]
-        assert "gone.onnx" in baselines.not_runnable["onnxruntime"]
-    assert [line.split(" ")[1] for line in told] == ["torch", "onnxruntime"]
+        reasons = baselines.not_runnable
+    assert "is not a model that transformers can load" in reasons["torch eager"]
+    assert "gone.onnx" in reasons["onnxruntime"]
+    assert reasons["torch.compile"] == "no answer within 0.01 s"
+    assert [line.split(" ")[1] for line in told] == ["torch", "onnxruntime", "torch.compile"]
+    with pytest.raises(UserError, match="must be one of torch eager"):
+        Baselines(tiny, tmp_path / "gone.onnx", names=["jax"], progress=quiet)
 
 
 def test_a_worker_that_cannot_start_tells_its_last_line(tmp_path: Path) -> None:
@@ -184,19 +167,6 @@ def test_a_worker_that_cannot_start_tells_its_last_line(tmp_path: Path) -> None:
             worker.answer(60)
     finally:
         worker.end()
-
-
-def test_what_takes_too_long_to_compile_is_left_out(tiny: PipelineInputs, core_file: Path) -> None:
-    with Baselines(
-        tiny, core_file, names=["torch.compile"], progress=quiet, compile_limit_s=0.5
-    ) as baselines:
-        assert baselines.names == ()
-        assert baselines.not_runnable == {"torch.compile": "no answer within 0.5 s"}
-
-
-def test_an_unknown_name_is_refused(tiny: PipelineInputs, core_file: Path) -> None:
-    with pytest.raises(UserError, match="must be one of torch eager"):
-        Baselines(tiny, core_file, names=["jax"], progress=quiet)
 
 
 def test_calls_hold_the_whole_traffic_once(tiny: PipelineInputs, core_file: Path) -> None:
@@ -317,10 +287,10 @@ def test_a_request_of_several_rows_runs_in_batches_of_no_more_than_the_limit(
 def test_a_compiled_model_is_measured_where_there_is_a_compiler(
     tiny: PipelineInputs, core_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("torch.compile",)
-    with Baselines(tiny, core_file, names=names, progress=quiet, compile_limit_s=900) as baselines:
+    few, names = replace(tiny, traffic=tiny.traffic[:3]), ("torch.compile",)
+    with Baselines(few, core_file, names=names, progress=quiet, compile_limit_s=900) as baselines:
         assert baselines.not_runnable == {}
         assert baselines.measure("torch.compile", SECONDS).requests > 0
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with Baselines(tiny, core_file, names=names, progress=quiet) as baselines:
+    with Baselines(few, core_file, names=names, progress=quiet) as baselines:
         assert "compiler" in baselines.not_runnable["torch.compile"].lower()

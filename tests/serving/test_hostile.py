@@ -1,7 +1,7 @@
 """What a hostile or careless user sends: refused at once, and nobody else notices."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from benchmarks.fuzz import overflowing_requests
 from conftest import build_into, traffic_texts, write_pipeline
-from processes import mark_of, regions
+from processes import mark_of, regions, running
 from task_models import inference_model, reader, text_classifier
 from triptych.client import Client, InvalidRequestError
 from triptych.repository.config import read_config
@@ -23,6 +23,7 @@ from triptych.runtime.row_types import RowInputs
 from triptych.runtime.rows_spans import WindowRowMaker
 from triptych.runtime.rows_text import PlainTextRowMaker, TokenRowMaker
 from triptych.serving.orphan_cleanup import SHM
+from triptych.serving.server import Server
 
 pytestmark = pytest.mark.build
 
@@ -43,37 +44,30 @@ def before(rows):
             raise ValueError("a\\0b")
     return rows
 """
-MAKERS = {
-    "answers": ("question-answering", reader),
-    "hypotheses": ("zero-shot-classification", inference_model),
-    "topics": ("text-classification", text_classifier),
+MAKERS: Mapping[str, tuple[str, Callable[..., Path], Mapping[str, Any]]] = {
+    "answers": ("question-answering", reader, {}),
+    "hypotheses": (
+        "zero-shot-classification",
+        inference_model,
+        {"parameters": {"candidate_labels": ["one", "two"]}},
+    ),
+    "topics": ("text-classification", text_classifier, {}),
 }
+"""Task, model and further fields of each pipeline."""
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> dict[str, Path]:
-    base = tmp_path_factory.mktemp("models")
-    return {n: make(base / n, minilm_folder, traffic_texts()) for n, (_, make) in MAKERS.items()}
-
-
-def write(folder: Path, model: Path, task: str, **fields: Any) -> Path:
-    """A pipeline of `model` with three rows of traffic."""
-    write_pipeline(folder, task=task, model={"source": str(model)}, **fields)
-    row = {"text": "where is my parcel"}
-    if task == "question-answering":
-        row["text_pair"] = "It is on its way to you."
-    (folder / "traffic.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+def repository(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
+    """A pipeline of each kind of rows, with three rows of traffic."""
     base = tmp_path_factory.mktemp("hostile")
-    for name, (task, _) in MAKERS.items():
-        fields = (
-            {"parameters": {"candidate_labels": ["one", "two"]}} if name == "hypotheses" else {}
-        )
-        folder = write(base / "pipelines" / name, models[name], task, **fields)
+    for name, (task, make, fields) in MAKERS.items():
+        source = make(base / "models" / name, minilm_folder, traffic_texts())
+        folder = base / "pipelines" / name
+        write_pipeline(folder, task=task, model={"source": str(source)}, **fields)
+        row = {"text": "where is my parcel"}
+        if name == "answers":
+            row["text_pair"] = "It is on its way to you."
+        (folder / "traffic.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
         if name == "topics":
             (folder / "hooks.py").write_text(HOOKS)
         build_into(folder, base / "repository")
@@ -82,9 +76,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Any]:
-    from triptych.serving.server import Server
-
-    with Server(repository) as server:
+    with running(Server(repository)) as server:
         yield server
 
 
@@ -124,35 +116,32 @@ def rows_of(maker: TokenRowMaker, text: str, pair: str) -> Mapping[str, Any]:
     return made.tensors
 
 
-@pytest.mark.parametrize("question", [0, 1, MAX_QUESTION - 1, MAX_QUESTION])
-def test_windows_at_every_edge(windows: WindowRowMaker, question: int) -> None:
-    room = 384 - 3 - question
-    for context in (1, STRIDE, room - 1, room, room + 1, 2 * room - STRIDE, 2 * room - STRIDE + 1):
-        text = "q " * question or "\x00"  # not blank, and yet no token
-        beyond = max(0, context - room)
-        rows = len(rows_of(windows, text, "a " * context)["input_ids"])
-        assert rows == 1 + -(-beyond // (room - STRIDE))
-
-
-@pytest.mark.parametrize("context", [1, 200, 900])
-def test_windows_are_those_that_the_tokenizer_makes(windows: WindowRowMaker, context: int) -> None:
-    """Question and context are tokenized once each, by themselves."""
-    question, text = "Größe, or not?", "naïve words, and ﷺ " * context
-    tensors = rows_of(windows, question, text)
-    whole = windows.tokenizer.encode(question, text)
-    assert len(tensors["input_ids"]) == 1 + len(whole.overflowing)
-    for number, encoding in enumerate([whole, *whole.overflowing]):
-        length = tensors["row_length"][number, 0]
-        assert tensors["input_ids"][number, :length].tolist() == encoding.ids
-        assert tensors["first_segment"][number, 0] == length - sum(encoding.type_ids)
-
-
-def test_a_question_that_leaves_no_room_is_refused_before_it_is_cut(
-    windows: WindowRowMaker,
-) -> None:
+def test_windows_at_every_edge(windows: WindowRowMaker) -> None:
+    for question in (0, 1, MAX_QUESTION - 1, MAX_QUESTION):
+        room = 384 - 3 - question
+        edge = 2 * room - STRIDE
+        for context in (1, STRIDE, room - 1, room, room + 1, edge, edge + 1):
+            text = "q " * question or "\x00"  # not blank, and yet no token
+            beyond = max(0, context - room)
+            rows = len(rows_of(windows, text, "a " * context)["input_ids"])
+            assert rows == 1 + -(-beyond // (room - STRIDE)), (question, context)
+    # A question that leaves no room is refused before it is cut.
     for question in (MAX_QUESTION + 1, 255, 380, 381, 382, 5000):
         with pytest.raises(RequestError, match="at most 252 tokens"):
             rows_of(windows, "q " * question, "a " * 3000)
+
+
+def test_windows_are_those_that_the_tokenizer_makes(windows: WindowRowMaker) -> None:
+    """Question and context are tokenized once each, by themselves."""
+    for context in (1, 200, 900):
+        question, text = "Größe, or not?", "naïve words, and ﷺ " * context
+        tensors = rows_of(windows, question, text)
+        whole = windows.tokenizer.encode(question, text)
+        assert len(tensors["input_ids"]) == 1 + len(whole.overflowing)
+        for number, encoding in enumerate([whole, *whole.overflowing]):
+            length = tensors["row_length"][number, 0]
+            assert tensors["input_ids"][number, :length].tolist() == encoding.ids
+            assert tensors["first_segment"][number, 0] == length - sum(encoding.type_ids)
 
 
 def test_many_windows_are_refused_before_they_are_made(
@@ -195,60 +184,45 @@ def test_labels_come_back_as_they_were_sent(server: Any) -> None:
     assert twins[0] == pytest.approx(twins[1], abs=1e-6)
 
 
-@pytest.mark.server
-@pytest.mark.parametrize(("words", "fits"), [(507, True), (508, False), (509, False), (600, False)])
-def test_a_hypothesis_leaves_room_for_the_text(server: Any, words: int, fits: bool) -> None:
-    parameters = {"candidate_labels": "b", "hypothesis_template": "a " * words + "{}"}
-    with Client("hypotheses", server.grpc_url) as client:
-        if fits:
-            answer = client.infer({"text": ["where is it"]}, parameters=parameters)
-            assert answer["label"].tolist() == [[b"b"]]
-            return
-        with pytest.raises(InvalidRequestError):
-            client.infer({"text": ["where is it"]}, parameters=parameters)
-
-
-PARAMETERS: list[Any] = [
-    {f"p{i}": i for i in range(300)},
-    {"": 1},
-    {"top_k": "1"},
-    {"top_k": True},
-    {"top_k": 2**63 - 1},
-    {"top\nk": 1},
-    {"TOP_K": 1},
-    pytest.param({"top-k": 1}, id="a dash is silently ignored"),
-]
-
-
-@pytest.mark.server
-@pytest.mark.parametrize("parameters", PARAMETERS)
-def test_wrong_parameters(server: Any, parameters: Mapping[str, Any]) -> None:
-    with Client("topics", server.grpc_url) as client, pytest.raises(InvalidRequestError):
-        client.infer({"text": ["a"]}, parameters=dict(parameters))
-
-
-@pytest.mark.server
-@pytest.mark.parametrize(
-    "parameters",
-    [
+REFUSED: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "topics": [
+        {f"p{i}": i for i in range(300)},
+        {"": 1},
+        {"top_k": "1"},
+        {"top_k": True},
+        {"top_k": 2**63 - 1},
+        {"top\nk": 1},
+        {"TOP_K": 1},
+        {"top-k": 1},  # a dash is silently ignored
+    ],
+    "hypotheses": [
         {"candidate_labels": '["\\ud800"]'},
         {"candidate_labels": '["a", 1]'},
         {"candidate_labels": "[[1]]"},
-        pytest.param({"candidate_labels": "[" * 5000}, id="RecursionError"),
-        pytest.param(
-            {"candidate_labels": "x " * 2000, "hypothesis_template": "{} " * 200},
-            id="800 KB of hypothesis, called a text the tokenizer does not take",
-        ),
+        {"candidate_labels": "[" * 5000},  # RecursionError
+        # 800 KB of hypothesis, called a text the tokenizer does not take
+        {"candidate_labels": "x " * 2000, "hypothesis_template": "{} " * 200},
+        # A hypothesis leaves room for the text.
+        {"candidate_labels": "b", "hypothesis_template": "a " * 508 + "{}"},
+        {"candidate_labels": "b", "hypothesis_template": "a " * 600 + "{}"},
     ],
-)
-def test_labels_that_will_not_do(server: Any, parameters: dict[str, Any]) -> None:
-    with (
-        Client("hypotheses", server.grpc_url) as client,
-        pytest.raises(InvalidRequestError) as caught,
-    ):
-        client.infer({"text": ["a"]}, parameters=parameters)
-    if "hypothesis_template" in parameters:
-        assert "parameter" in str(caught.value)
+}
+"""Parameters that a pipeline must refuse."""
+
+
+@pytest.mark.server
+def test_parameters_that_will_not_do(server: Any) -> None:
+    for name, refused in REFUSED.items():
+        with Client(name, server.grpc_url) as client:
+            for parameters in refused:
+                with pytest.raises(InvalidRequestError) as caught:
+                    client.infer({"text": ["a"]}, parameters=parameters)
+                if len(parameters.get("candidate_labels", "")) == 4000:
+                    assert "parameter" in str(caught.value)
+    with Client("hypotheses", server.grpc_url) as client:
+        fitting = {"candidate_labels": "b", "hypothesis_template": "a " * 507 + "{}"}
+        answer = client.infer({"text": ["where is it"]}, parameters=fitting)
+        assert answer["label"].tolist() == [[b"b"]]
 
 
 @pytest.mark.server
