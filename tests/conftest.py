@@ -248,10 +248,10 @@ def model(tmp_path: Path, tiny_model: Path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
-    """A server of its own for each module, with a Python model that plays an ensemble."""
-    with serve_toy(tmp_path_factory.mktemp("repository")) as toy:
+    """A server with Python models that play ensembles and the pipelines of every task."""
+    with serve_toy(tmp_path_factory.mktemp("toys")) as toy:
         yield toy
 
 

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from client_play import PLAYED
-from client_toy import Toy, expected, serve_toy, texts_of_many_lengths, wait_until
+from client_toy import Toy, expected, texts_of_many_lengths, wait_until
 from triptych.base.errors import UserError
 from triptych.client.bulk.jobs import BulkOptions
 from triptych.client.bulk.run import BulkProgress, run
@@ -25,12 +23,6 @@ from triptych.client.rows import InputRow, send_rows
 from triptych.interface.cli import app
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
-    with serve_toy(tmp_path_factory.mktemp("bulk"), ("toy", *PLAYED)) as served:
-        yield served
 
 
 def infer(toy: Toy, *words: str | Path) -> Any:

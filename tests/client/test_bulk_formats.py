@@ -121,15 +121,6 @@ def test_objects_keep_their_bytes(tmp_path: Path) -> None:
     }
 
 
-def test_texts_become_objects(tmp_path: Path) -> None:
-    path, out = tmp_path / "texts.txt", tmp_path / "out.jsonl"
-    path.write_text("a,b\n\n{}\n")
-    assert answered(open_table(path, out), out, "text") == ["a,b", "", "{}"]
-    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    assert [row["text"] for row in rows] == ["a,b", "", "{}"]
-    assert rows[0]["score"] == 0.5
-
-
 def test_parquet_columns_keep_their_types(tmp_path: Path) -> None:
     path, out = tmp_path / "rows.parquet", tmp_path / "out.parquet"
     table = pa.table(
@@ -207,41 +198,41 @@ def test_a_row_of_other_bytes_fails_alone_and_keeps_them(tmp_path: Path) -> None
 
 
 def test_rows_are_written_in_another_format(tmp_path: Path) -> None:
-    csv_file, jsonl, parquet = (tmp_path / f"rows.{kind}" for kind in ("csv", "jsonl", "parquet"))
-    csv_file.write_text("id;text\n007;a\n;ü\n", encoding="utf-8")
-    jsonl.write_text('{"id": 7, "text": "a", "tags": ["x"]}\n{"text": "ü"}\n', encoding="utf-8")
-    pq.write_table(
-        pa.table({"id": [7, None], "text": ["a", "ü"], "image": [b"\xff", None]}), parquet
-    )
-    answer = {"label": '["ü", "b"]', "score": "0.5", "entities": '[{"a": 1}]'}
-    out = tmp_path / "out.parquet"
-    assert answered(open_table(csv_file, out), out, "text") == ["a", "ü"]
-    rows = pq.read_table(out).to_pylist()
-    assert [row["id"] for row in rows] == ["007", ""]
-    assert rows[0]["label"] == ["ü", "b"]
-    assert "error" not in rows[0]
-    out.unlink()
-    assert answered(open_table(jsonl, out), out, "text") == ["a", "ü"]
-    rows = pq.read_table(out).to_pylist()
-    assert [(row["id"], row["tags"]) for row in rows] == [("7", '["x"]'), (None, None)]
-    out, pictured = tmp_path / "out.tsv", {"id": "7", "text": "a", "image": "/w=="}
-    for source, own in (
-        (csv_file, ({"id": "007", "text": "a"}, {"id": "", "text": "ü"})),
-        (jsonl, ({"id": "7", "text": "a", "tags": '["x"]'}, {"id": "", "text": "ü", "tags": ""})),
-        (
-            parquet,
-            (pictured, {"id": "", "text": "ü", "image": ""}),
-        ),
-    ):
-        answered(open_table(source, out), out, "text")
+    files = {kind: tmp_path / f"rows.{kind}" for kind in ("csv", "jsonl", "parquet", "txt")}
+    files["csv"].write_text("id;text\n007;a\n;ü\n", encoding="utf-8")
+    lines = '{"id": 7, "text": "a", "tags": ["x"]}\n{"text": "ü"}\n'
+    files["jsonl"].write_text(lines, encoding="utf-8")
+    table = pa.table({"id": [7, None], "text": ["a", "ü"], "image": [b"\xff", None]})
+    pq.write_table(table, files["parquet"])
+    files["txt"].write_text("a,b\n\n{}\n")
+
+    def written(source: str, suffix: str, texts: list[str]) -> list[dict[str, Any]]:
+        out = tmp_path / f"{source}.{suffix}"
+        assert answered(open_table(files[source], out), out, "text") == texts
+        if suffix == "parquet":
+            return list(pq.read_table(out).to_pylist())
         with out.open(encoding="utf-8", newline="") as file:
-            assert list(csv.DictReader(file, delimiter="\t")) == [{**row, **answer} for row in own]
-        out.unlink()
-    out = tmp_path / "out.jsonl"
-    answered(open_table(parquet, out), out, "text")
-    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    assert rows[0]["image"] == "/w=="
-    assert (rows[1]["id"], rows[1]["score"]) == (None, 0.5)
+            if suffix == "jsonl":
+                return [json.loads(line) for line in file]
+            return list(csv.DictReader(file, delimiter="\t"))
+
+    first, second = written("csv", "parquet", ["a", "ü"])
+    assert (first["id"], second["id"], first["label"]) == ("007", "", ["ü", "b"])
+    assert "error" not in first
+    rows = written("jsonl", "parquet", ["a", "ü"])
+    assert [(row["id"], row["tags"]) for row in rows] == [("7", '["x"]'), (None, None)]
+    first, second = written("parquet", "jsonl", ["a", "ü"])
+    assert (first["image"], second["id"], second["score"]) == ("/w==", None, 0.5)
+    rows = written("txt", "jsonl", ["a,b", "", "{}"])
+    assert [(row["text"], row["score"]) for row in rows] == [("a,b", 0.5), ("", 0.5), ("{}", 0.5)]
+    answer = {"label": '["ü", "b"]', "score": "0.5", "entities": '[{"a": 1}]'}
+    empty = {"id": "", "text": "ü"}
+    for source, own in (
+        ("csv", ({"id": "007", "text": "a"}, empty)),
+        ("jsonl", ({"id": "7", "text": "a", "tags": '["x"]'}, {**empty, "tags": ""})),
+        ("parquet", ({"id": "7", "text": "a", "image": "/w=="}, {**empty, "image": ""})),
+    ):
+        assert written(source, "tsv", ["a", "ü"]) == [{**row, **answer} for row in own]
 
 
 def test_vectors_are_one_array(tmp_path: Path) -> None:
@@ -292,15 +283,10 @@ def test_parts_are_of_one_run_and_no_row_is_in_two(tmp_path: Path) -> None:
     (tmp_path / "out.csv").touch()
     with pytest.raises(UserError, match="already exists"), parts.locked({}):
         pass
-
-
-def test_a_folder_of_parts_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "out.csv.parts").symlink_to(tmp_path / "elsewhere")
-    with (
-        pytest.raises(UserError, match="is a symbolic link"),
-        Parts(tmp_path / "out.csv").locked({}),
-    ):
+    (tmp_path / "link.csv.parts").symlink_to(tmp_path / "elsewhere")
+    linked = Parts(tmp_path / "link.csv")
+    with pytest.raises(UserError, match="is a symbolic link"), linked.locked({}):
         pass
     assert not [*(tmp_path / "elsewhere").iterdir()]
 

@@ -4,13 +4,12 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from client_toy import Toy, expected_all, serve_toy
+from client_toy import Toy, expected_all
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
@@ -47,20 +46,21 @@ print(json.dumps({
 
 
 def interpreters() -> list[str]:
-    """The programs of the supported versions of Python that this machine has."""
+    """The programs of the oldest and the newest supported Python that this machine has."""
     found = {f"{sys.version_info.major}.{sys.version_info.minor}": sys.executable}
     pyenv = Path.home() / ".pyenv/versions"
     for version in VERSIONS:
         kept = sorted(pyenv.glob(f"{version}.*/bin/python"))
         if program := (str(kept[-1]) if kept else shutil.which(f"python{version}")):
             found.setdefault(version, program)
-    return [found[version] for version in VERSIONS if version in found]
+    programs = [found[version] for version in VERSIONS if version in found]
+    return list(dict.fromkeys((programs[0], programs[-1])))
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
-    with serve_toy(tmp_path_factory.mktemp("toy"), ("toy",)) as served:
-        yield served
+def pip(*words: str) -> None:
+    command = [sys.executable, "-m", "pip", *words, "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +69,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip("wheel", str(ROOT), "--no-deps", "--wheel-dir", str(folder))
     (made,) = folder.glob("*.whl")
     return made
-
-
-def pip(*words: str) -> None:
-    command = [sys.executable, "-m", "pip", *words, "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("program", interpreters())

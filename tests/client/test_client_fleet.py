@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import socketserver
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -85,92 +88,73 @@ def serve_fleet(folder: Path) -> Iterator[list[Replica]]:
                 os.kill(replica.server.pid, signal.SIGKILL)  # to end politely takes seconds
 
 
-class FakeNameServer:
+class FakeNameServer(socketserver.UDPServer):
     """Answers every question over UDP with the addresses that it is given; a fake."""
 
-    def __init__(self) -> None:
-        self.addresses: Sequence[str] = ()
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.bind(("127.0.0.1", 0))
-        self._socket.settimeout(0.1)
-        self.port = self._socket.getsockname()[1]
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._serve)
+    addresses: Sequence[str] = ()
 
-    def __enter__(self) -> FakeNameServer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._socket.close()
-
-    def _serve(self) -> None:
-        while not self._ended.is_set():
-            try:
-                asked, client = self._socket.recvfrom(4096)
-            except TimeoutError:
-                continue
-            self._socket.sendto(self._answer(asked), client)
-
-    def _answer(self, asked: bytes) -> bytes:
+    def finish_request(self, request: Any, client_address: Any) -> None:
         # RFC 1035: a header of 12 bytes, then the question: a name, a type and a class.
+        asked, own = request
         end = asked.index(b"\0", 12) + 5
         (kind,) = struct.unpack(">H", asked[end - 4 : end - 2])
         addresses = self.addresses if kind == 1 else ()
         header = asked[:2] + struct.pack(">HHHHH", 0x8180, 1, len(addresses), 0, 0)
         record = struct.pack(">HHHIH", 0xC00C, 1, 1, 0, 4)
         records = [record + socket.inet_aton(address) for address in addresses]
-        return header + asked[12:end] + b"".join(records)
+        own.sendto(header + asked[12:end] + b"".join(records), client_address)
 
 
+@contextmanager
+def serve_names() -> Iterator[FakeNameServer]:
+    with FakeNameServer(("127.0.0.1", 0), socketserver.DatagramRequestHandler) as names:
+        thread = threading.Thread(target=names.serve_forever, args=(0.05,))
+        thread.start()
+        yield names
+        names.shutdown()
+        thread.join()
+
+
+@dataclass
 class Load:
-    """Threads that embed one text after another with one client, until the context ends.
+    """What threads got that embedded one text after another.
 
     Attributes:
-        answers: right answers so far.
-        wrong: answers that are not those of their texts.
-        errors: what calls ended in.
+        answered: Texts with right answers so far.
+        wrong: Texts with answers that are not theirs.
+        errors: Errors that calls ended in.
     """
 
-    def __init__(self, client: Client, threads: int, mark: str) -> None:
-        self.answers = 0
-        self.wrong = 0
-        self.errors: list[InferenceError] = []
-        self._client = client
-        self._ended = threading.Event()
-        self._turn = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._run, args=(f"{mark} {number}",))
-            for number in range(threads)
-        ]
+    answered: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    errors: list[InferenceError] = field(default_factory=list)
 
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        for thread in self._threads:
-            thread.join()
+@contextmanager
+def under_load(client: Client, threads: int, mark: str) -> Iterator[Load]:
+    """Embed texts with one client in several threads while the block runs."""
+    load, ended = Load(), threading.Event()
 
-    def _run(self, mark: str) -> None:
-        number = 0
-        while not self._ended.is_set():
-            number += 1
-            text = f"{mark} {number}"
+    def run(thread: int) -> None:
+        for number in count():
+            if ended.is_set():
+                return
+            text = f"{mark} {thread} {number}"
             try:
-                vectors = self._client.embed([text])
+                right = np.array_equal(client.embed([text]), [expected(text)])
             except InferenceError as error:
-                with self._turn:
-                    self.errors.append(error)
-                continue
-            right = np.array_equal(vectors, [expected(text)])
-            with self._turn:
-                self.answers += right
-                self.wrong += not right
+                load.errors.append(error)
+            else:
+                (load.answered if right else load.wrong).append(text)
+
+    with ThreadPoolExecutor(threads) as pool:
+        runs = [pool.submit(run, thread) for thread in range(threads)]
+        try:
+            yield load
+        finally:
+            ended.set()
+    for each in runs:
+        each.result()
 
 
 pytestmark = pytest.mark.server
@@ -211,8 +195,8 @@ def test_servers_get_even_turns(fleet: list[Replica], style: str) -> None:
 
 def test_a_server_that_joins_gets_traffic(fleet: list[Replica]) -> None:
     port = fleet[0].url.rpartition(":")[2]
-    with FakeNameServer() as names, ExitStack() as stack:
-        url = f"dns://127.0.0.1:{names.port}/toy.test:{port}"
+    with serve_names() as names, ExitStack() as stack:
+        url = f"dns://127.0.0.1:{names.server_address[1]}/toy.test:{port}"
         names.addresses = HOSTS[:2]
         newest = fleet[2].executed()
         renewed, first = (
@@ -224,10 +208,10 @@ def test_a_server_that_joins_gets_traffic(fleet: list[Replica]) -> None:
                 client.embed([f"before it joined {number}"])
         assert fleet[2].executed() == newest
         names.addresses = HOSTS
-        with Load(renewed, 2, "joined") as load:
+        with under_load(renewed, 2, "joined") as load:
             wait_until(lambda: fleet[2].executed() > newest + 10, "traffic for the new server")
             newest = fleet[2].executed()
-        assert (load.errors, load.wrong) == ([], 0)
+        assert (load.errors, load.wrong) == ([], [])
         newest = fleet[2].executed()
         for number in range(10):
             first.embed([f"after it joined {number}"])
@@ -243,26 +227,26 @@ def test_servers_leave_and_no_request_fails(fleet: list[Replica]) -> None:
     for leaving, how in ((killed, signal.SIGKILL), (stopped, signal.SIGTERM)):
         urls = f"{left.url},{stopped.url}" + (f",{killed.url}" if leaving is killed else "")
         with Client("toy", urls) as client, Client("toy", urls, retry=None) as without:
-            with Load(client, 40, f"retried {how.name}") as load:
-                with Load(without, 3, f"plain {how.name}") as plain:
+            with under_load(client, 40, f"retried {how.name}") as load:
+                with under_load(without, 3, f"plain {how.name}") as plain:
                     with busy(leaving):
-                        wait_until(lambda: load.answers > 50, "load")
+                        wait_until(lambda: len(load.answered) > 50, "load")
                         os.kill(leaving.server.pid, how)
                         if how is signal.SIGTERM:  # one that is killed may have had none of them
                             wait_until(lambda: plain.errors, "a request that failed")
                     leaving.server.stop()
-                after = load.answers
-                wait_until(lambda: load.answers > after + 50, "answers of the others")  # noqa: B023
-            assert (load.errors, load.wrong, plain.wrong) == ([], 0, 0)
+                wanted = len(load.answered) + 50
+                wait_until(lambda: len(load.answered) > wanted, "answers of the others")  # noqa: B023
+            assert (load.errors, load.wrong, plain.wrong) == ([], [], [])
             np.testing.assert_array_equal(client.embed(["left"]), [expected("left")])
     host, _, port = killed.url.rpartition(":")
     with Client("toy", killed.url) as client:
         with pytest.raises(ServerUnreachableError):
             client.embed(["nobody there"])
         with Server(killed.repository, host=host, grpc_port=int(port)) as server:
-            with Load(client, 1, "back") as load:
-                wait_until(lambda: load.answers, "a connection to the new server")
-            assert load.wrong == 0
+            with under_load(client, 1, "back") as load:
+                wait_until(lambda: load.answered, "a connection to the new server")
+            assert load.wrong == []
             os.kill(server.pid, signal.SIGKILL)
 
 
@@ -334,7 +318,7 @@ def test_addresses_are_read_or_refused() -> None:
     with pytest.raises(UserError, match="server_name"):
         Client("toy", "127.0.0.1:1,127.0.0.2:1", tls=Tls())
     settings: dict[str, Any]
-    for field, settings in (
+    for name, settings in (
         ("max_in_flight", {"max_in_flight": 0}),
         ("rows_per_request", {"rows_per_request": 0}),
         ("dns_refresh_s", {"dns_refresh_s": 0}),
@@ -342,7 +326,7 @@ def test_addresses_are_read_or_refused() -> None:
     ):
         with pytest.raises(UserError) as caught:
             Client("toy", **settings)
-        assert caught.value.field == field
+        assert caught.value.field == name
     with pytest.raises(UserError, match="must have both `certificate` and `key`"):
         Tls(certificate=Path("client.pem"))
     with pytest.raises(UserError, match=r"retry\.attempts"):

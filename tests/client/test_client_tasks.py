@@ -3,14 +3,12 @@
 import hashlib
 import inspect
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from client_play import PLAYED
-from client_toy import Call, Toy, caller, serve_toy
+from client_toy import Call, Toy, caller
 from triptych.client import (
     Answer,
     AsyncClient,
@@ -26,13 +24,6 @@ pytestmark = pytest.mark.server
 
 TEXTS = [f"text {index} " + "x" * (index * 7 % 50) for index in range(30)]
 TYPED = sorted(name for name in vars(Client) if name != "infer" and f"{name}_each" in vars(Client))
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
-    """A server with the pipelines of every task."""
-    with serve_toy(tmp_path_factory.mktemp("played"), ("toy", *PLAYED)) as served:
-        yield served
 
 
 @pytest.fixture

@@ -303,23 +303,6 @@ def test_a_request_after_an_abandoned_burst_is_never_rejected(
     assert requests_of(served.counts) == 0
 
 
-@pytest.mark.parametrize("silent_s", [0.0, 1.5, 1000.0])
-@pytest.mark.parametrize("burst", [72, 96, 182])
-def test_a_silence_is_not_part_of_the_rate(pipeline: Any, burst: int, silent_s: float) -> None:
-    served = pipeline()
-    served.send(*jobs_of(burst))
-    served.compute(0.05)
-    served.leave()
-    for _ in range(10):
-        served.clock.now += silent_s / 10
-        served.look()
-        served.leave()
-    jobs = served.send(*jobs_of(300))
-    served.compute_only(jobs, 0.05, batches=200)
-    assert not served.rejected(jobs)
-    assert set(jobs) <= set(served.ended)
-
-
 def test_an_answer_that_is_counted_late_does_not_stop_flow_control(pipeline: Any) -> None:
     """Postprocess may be stopped for any time between two words that it writes."""
     served = pipeline(max_wait_s=1e6)

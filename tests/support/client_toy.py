@@ -243,15 +243,12 @@ def wait_until(fulfilled: Callable[[], Any], what: str, within_s: float = 60.0) 
     raise AssertionError(f"{what}: not within {within_s:g} s")
 
 
-ALONE = ("toy", "single", "narrow", "pair")
-
-
 @contextmanager
-def serve_toy(folder: Path, models: tuple[str, ...] = ALONE) -> Iterator[Toy]:
-    """Serve some of the toys from `folder`."""
+def serve_toy(folder: Path) -> Iterator[Toy]:
+    """Serve all of the toys from `folder`."""
     repository = write_repository(folder)
     # By name, so that the server lets a test unload one of them.
-    with Server(repository, models=models) as server:
+    with Server(repository, models=("toy", "single", "narrow", "pair", *PLAYED)) as server:
         yield Toy(server.grpc_url, repository, server.operator_headers, server.http_url)
         os.kill(server.pid, signal.SIGKILL)  # to end politely takes seconds
 
