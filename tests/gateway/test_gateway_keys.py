@@ -24,10 +24,12 @@ import pytest
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 from typer.testing import CliRunner
 
-from certificates import sign_token, under_load, write_certificate, wrong_tokens
+from certificates import jwks_server, sign_token, under_load, write_certificate, wrong_tokens
 from client_toy import wait_until
 from deploy_cases import write_built
+from triptych.base import jwks
 from triptych.base.api_keys import IssuerEntry, KeyEntry, KeyFile, print_keys
+from triptych.base.errors import UserError
 from triptych.base.server_tls import ServerTls
 from triptych.deploy.http_api import health_script
 from triptych.gateway import keys, serve
@@ -289,7 +291,9 @@ def test_a_client_needs_a_certificate_of_the_authority(tmp_path: Path) -> None:
             assert found == status, folder
 
 
-def test_a_token_of_an_issuer_is_a_key(running: Running, tmp_path: Path) -> None:
+def test_a_token_of_an_issuer_is_a_key(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     claims = {"iss": "https://login.example", "aud": "triptych", "sub": "ann"}
     tokens = {
         name: sign_token(running.folder, **{**claims, "sub": name})
@@ -316,6 +320,22 @@ def test_a_token_of_an_issuer_is_a_key(running: Running, tmp_path: Path) -> None
     running.keys.write_text("keys: {}\n")
     with running.client(tokens["ann"]) as ann:
         wait_until(lambda: embeds(ann) == "invalid_api_key", "the issuer is revoked")
+    with jwks_server(running.folder) as (url, asked), running.client(tokens["ann"]) as ann:
+        remote = entry.model_copy(update={"jwks": url, "requests_per_s": None})
+        running.keys.write_text(print_keys(KeyFile(issuers={"company": remote})))
+        wait_until(lambda: embeds(ann) == "", "the issuer is known again")
+        assert embeds(ann) == ""
+        assert len(asked) == 1
+        monkeypatch.setattr(jwks, "REFRESH_S", 0)
+        assert embeds(ann) == ""
+        wait_until(lambda: len(asked) > 1, "the keys are fetched again")
+    with running.client(tokens["ann"]) as ann:
+        assert embeds(ann) == ""  # with the last keys
+    for place, said in ((url + "?", "refused"), ("http://login.example/keys", "neither https")):
+        wrong_entry = entry.model_copy(update={"jwks": place})
+        (tmp_path / "keys.yaml").write_text(print_keys(KeyFile(issuers={"a": wrong_entry})))
+        with pytest.raises(UserError, match=f"`jwks` must be public keys.*{said}"):
+            Keys(tmp_path / "keys.yaml")
 
 
 def test_requests_have_the_priority_of_their_key(running: Running, tmp_path: Path) -> None:

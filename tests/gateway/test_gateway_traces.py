@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from client_toy import wait_until
-from otlp_receiver import check_trace, otlp_receiver
+from otlp_receiver import SAMPLED, check_trace, otlp_receiver
 from served_command import endpoints_of, serving
 from triptych.gateway.traces import export_to
 
@@ -38,5 +38,11 @@ def test_one_trace_goes_through_envoy(
         words = ("--profile", "production", "--http-api", "0", "--replicas", "2")
         with serving(minilm_repository, *words) as run:
             check_trace(endpoints_of(run)["api"], "minilm_packed", spans)
+            wait_until(lambda: "ingress" in {span.name for span in spans}, "Envoy exports")
             run.send_signal(signal.SIGTERM)
             assert run.wait(timeout=60) == 0
+    sampled = {span.name: span for span in spans if span.trace_id == SAMPLED}
+    gateway, envoy = sampled["POST /v1/embeddings"], sampled["ingress"]
+    assert envoy.parent_id == gateway.span_id
+    assert gateway.began <= envoy.began <= sampled["InferRequest"].began
+    assert envoy.attributes["upstream_cluster"] == "triton_grpc"

@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 from typer.testing import CliRunner
 
-from certificates import sign_token, under_load, write_certificate, wrong_tokens
+from certificates import jwks_server, sign_token, under_load, write_certificate, wrong_tokens
 from envoy_front import NAME, OTHER, SERVICE, STEP, envoy, infer_request, send_http
 from http_pages import page
 from processes import eventually
@@ -262,7 +262,7 @@ def test_a_token_of_an_issuer_is_a_key(guarded: Guarded, tmp_path: Path) -> None
     guarded.entries.issuers["company"] = IssuerEntry(
         issuer=str(claims["iss"]),
         audiences=["triptych"],
-        jwks=Path("jwks.json"),
+        jwks="jwks.json",
         pipelines=[NAME],
         requests_per_s=0.1,
         items_per_s=8,
@@ -280,9 +280,26 @@ def test_a_token_of_an_issuer_is_a_key(guarded: Guarded, tmp_path: Path) -> None
     for case, other in wrong.items():
         assert guarded.code(other) == "UNAUTHENTICATED", case
         assert guarded.post("/v2", other)[0] == 401, case
-    del guarded.entries.issuers["company"]
+    company = guarded.entries.issuers.pop("company")
     guarded.write_keys()
     assert eventually(lambda: guarded.code(token) == "UNAUTHENTICATED")
+    with jwks_server(guarded.folder) as (url, asked):
+        update = {"jwks": url, "requests_per_s": None}
+        guarded.entries.issuers["cloud"] = company.model_copy(update=update)
+        guarded.write_keys()
+        assert eventually(lambda: guarded.code(token) == "OK")
+        assert {guarded.code(token) for _ in range(20)} == {"OK"}
+        assert guarded.post("/v2", token)[0] == 200
+        assert len(asked) < 10  # each filter and thread of Envoy keeps the keys
+        assert guarded.code(wrong["another key"]) == "UNAUTHENTICATED"
+    del guarded.entries.issuers["cloud"]
+    guarded.write_keys()
+    counted = guarded.new_key("tokens", tokens_per_s=5)
+    assert guarded.code(counted, infer_request(), "ModelInfer") == "PERMISSION_DENIED"
+    assert "only the HTTP gateway counts" in guarded.call(counted)[1]
+    words = ("--keys", str(guarded.folder / "keys.yaml"), "--envoy-folder", str(tmp_path / "envoy"))
+    done = CliRunner().invoke(app, ["key", "new", "later", *words])
+    assert "Envoy cannot count tokens: it refuses tokens, which" in done.stderr
 
 
 def test_keys_are_in_no_log_and_open_nothing_that_controls_a_server(guarded: Guarded) -> None:

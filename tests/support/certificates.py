@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,21 @@ def sign_token(folder: Path, **claims: Any) -> str:
     text = ".".join(encode(json.dumps(part).encode()) for part in parts)
     signature = openssl("dgst", "-sha256", "-sign", "rsa.key", input=text.encode())
     return f"{text}.{encode(signature)}"
+
+
+@contextmanager
+def jwks_server(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the URL of `folder`/jwks.json, and the paths that were asked for."""
+    asked: list[str] = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            asked.append(self.path)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/jwks.json", asked
+        server.shutdown()
 
 
 def wrong_tokens(folder: Path, other: Path, claims: dict[str, Any]) -> dict[str, str]:

@@ -67,12 +67,21 @@ def otlp_receiver() -> Iterator[tuple[str, list[Span]]]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
+            body = b"".join(self._parts())
             is_json = self.headers["content-type"].startswith("application/json")
             spans.extend((_from_json if is_json else _from_protobuf)(body))
             self.send_response(200)
             self.send_header("content-length", "0")
             self.end_headers()
+
+        def _parts(self) -> Iterator[bytes]:
+            if "content-length" in self.headers:
+                yield self.rfile.read(int(self.headers["content-length"]))
+                return
+            while size := int(self.rfile.readline(), 16):  # chunks, as Envoy sends them
+                yield self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
 
         def log_message(self, format: str, *args: object) -> None: ...
 

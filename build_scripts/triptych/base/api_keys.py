@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from triptych.base.errors import UserError
 from triptych.base.files import parse_yaml
+from triptych.base.jwks import remote_url
 
 _PREFIX = "triptych-"
 _KEY_BYTES = 32
@@ -59,12 +59,12 @@ class IssuerEntry(Permissions):
     Attributes:
         issuer: Value of ``iss`` in its tokens.
         audiences: Values of ``aud``, one of which a token must have.
-        jwks: Its public keys (JWKS), or their file, relative to the file of keys.
+        jwks: Its public keys (JWKS), their URL, or their file, relative to the file of keys.
     """
 
     issuer: str = Field(min_length=1)
     audiences: list[str] = Field(min_length=1)
-    jwks: Path | dict[str, Any]
+    jwks: str | dict[str, Any]
 
 
 class KeyFile(BaseModel):
@@ -107,34 +107,11 @@ def read_keys(path: Path) -> KeyFile:
     )
 
 
-def read_jwks(keys: Path, entry: IssuerEntry) -> str:
-    """Return the public keys of an issuer in the file of keys at `keys`.
-
-    Raises:
-        UserError: Its file cannot be read, or has no keys.
-    """
-    path = keys if isinstance(entry.jwks, dict) else keys.parent / entry.jwks
-    try:
-        text = json.dumps(entry.jwks) if path is keys else path.read_text(encoding="utf-8")
-        if json.loads(text)["keys"]:
-            return text
-        given = "no key"
-    except OSError as error:
-        given = str(error.strerror)
-    except (ValueError, LookupError, TypeError):
-        given = "no JSON with `keys`"
-    raise UserError(
-        "jwks",
-        "must be a file of public keys (JWKS)",
-        given=f"{path} ({given})",
-        remedy="Save the answer of the issuer's jwks_uri there",
-    )
-
-
 def files_of(keys: Path, file: KeyFile) -> list[Path]:
     """Return the file of keys, and the files of the public keys of issuers."""
     sets = [entry.jwks for entry in file.issuers.values()]
-    return [keys, *(keys.parent / path for path in sets if isinstance(path, Path))]
+    names = [each for each in sets if isinstance(each, str) and not remote_url(each)]
+    return [keys, *(keys.parent / name for name in names)]
 
 
 def make_key() -> tuple[str, str]:

@@ -39,6 +39,11 @@ class Trace(NamedTuple):
     target: str
     rate: int
 
+    @property
+    def collector(self) -> str | None:
+        """URL of the collector; None for a file."""
+        return None if self.target.startswith("/") else self.target
+
 
 class GrpcTls(NamedTuple):
     """PEM files of the server's certificate, its key and, if clients need one, their authority."""

@@ -12,7 +12,7 @@ from triptych.base.cache import CACHE_VARIABLE
 from triptych.base.explained import ExplainedValue, render_files, render_yaml
 from triptych.container.health import COMMAND
 from triptych.container.manifests import largest_request_mib
-from triptych.container.settings import read_settings
+from triptych.container.settings import read_settings, read_trace
 from triptych.deploy.assumptions import core_files_mib
 from triptych.deploy.context import DeploymentContext, Manifests
 from triptych.deploy.dashboard import Rows, lay_out
@@ -227,6 +227,7 @@ def envoy_configuration(c: DeploymentContext, host: str) -> Any:
         at = EndpointNames(f"{c.options.name}-candidate", PORTS["grpc"], PORTS["http"])
         mirror = Mirror(c.options.mirrored.share, at)
     endpoints = EndpointNames(host, PORTS["grpc"], PORTS["http"])
+    trace = read_trace(c.options.server_variables)
     return bootstrap(
         settings,
         listen,
@@ -235,6 +236,7 @@ def envoy_configuration(c: DeploymentContext, host: str) -> Any:
         mirror,
         access=access_files(c.options, CONFIG_FOLDER),
         gateway=gateway_port(c.options),
+        collector=trace and trace.collector,
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from triptych.base.api_keys import (
     Permissions,
     file_stamps,
     files_of,
-    read_jwks,
     read_keys,
 )
 from triptych.base.errors import UserError
+from triptych.base.jwks import REMOTE_KEYS, read_jwks, remote_url
 from triptych.gateway.errors import ApiError
 
 _LOOK_S = 0.5
@@ -127,6 +128,7 @@ class Keys:
         self._keys: list[tuple[str, Caller]] = []
         self._tokens = Tokens({})
         self._paths = [path]
+        self._lock = threading.Lock()
         self._take_over()
         self._stamps = file_stamps(self._paths)
 
@@ -167,15 +169,20 @@ class Keys:
         if stamps == self._stamps:
             return
         self._stamps = stamps
+        # An issuer that answers late must not delay requests.
+        threading.Thread(target=self._reload, daemon=True).start()
+
+    def _reload(self) -> None:
         try:
-            self._take_over()
+            with self._lock:
+                self._take_over()
         except UserError as error:
             print(f"warning: keys are not changed: {error.message}", file=sys.stderr, flush=True)
 
     def _take_over(self) -> None:
         """Replace all keys; a key whose entry is the same keeps its current rates."""
         file = read_keys(self._path)
-        sets = {name: read_jwks(self._path, entry) for name, entry in file.issuers.items()}
+        sets = {name: read_jwks(self._path, entry.jwks) for name, entry in file.issuers.items()}
         issuers = {
             entry.issuer: Issuer(name, entry, sets[name]) for name, entry in file.issuers.items()
         }
@@ -192,18 +199,24 @@ class Keys:
 
 @dataclass(frozen=True)
 class Issuer:
-    """Issuer of tokens, with its public keys as JSON."""
+    """Issuer of tokens, with its public keys as JSON, or as they were at their URL."""
 
     name: str
     entry: IssuerEntry
     jwks: str
 
-    @cached_property
+    @property
     def keys(self) -> Any:
         """The public keys, as a `jwt.PyJWKSet`."""
-        import jwt
+        url = remote_url(self.entry.jwks)
+        return _parse(REMOTE_KEYS.read(url) if url else self.jwks)
 
-        return jwt.PyJWKSet.from_json(self.jwks)
+
+@lru_cache(maxsize=64)
+def _parse(jwks: str) -> Any:
+    import jwt
+
+    return jwt.PyJWKSet.from_json(jwks)
 
 
 class Tokens:

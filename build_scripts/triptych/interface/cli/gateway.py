@@ -225,8 +225,8 @@ def gateway(
         keys=None if options.keys is None else Keys(options.keys),
         log=_log_line if options.access_log else None,
         tracer=RequestTracer()
-        if trace is None or trace.target.startswith("/")
-        else export_to(trace.target, trace.rate),
+        if trace is None or trace.collector is None
+        else export_to(trace.collector, trace.rate),
     )
     server = make_server(pipelines, shared, host=host, port=port, on_ready=announce, tls=tls)
     with sigterm_as_interrupt():
@@ -326,11 +326,19 @@ def key(
         from triptych.serving.fleet.access import Access
 
         envoy_folder.mkdir(parents=True, exist_ok=True)
-        Access(keys=keys).write(envoy_folder)
+        access = Access(keys=keys)
+        access.write(envoy_folder)
+        warn_of_refused(access.refused)
     if as_json:
         print_json({"name": name, "key": made if action == "new" else None})
     else:
         output.print(made if action == "new" else f"{name} is revoked", markup=False)
+
+
+def warn_of_refused(names: Sequence[str]) -> None:
+    """Print which keys Envoy refuses."""
+    if names:
+        warn(f"Envoy cannot count tokens: it refuses {', '.join(names)}, which the gateway serves")
 
 
 def parse_aliases(pairs: Sequence[str]) -> dict[str, str]:

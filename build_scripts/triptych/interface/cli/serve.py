@@ -16,7 +16,7 @@ import typer
 
 from triptych.base.errors import UserError
 from triptych.interface.cli.command import verb
-from triptych.interface.cli.gateway import GatewayOptions, GatewayProcess
+from triptych.interface.cli.gateway import GatewayOptions, GatewayProcess, warn_of_refused
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
     REPOSITORY,
@@ -341,6 +341,7 @@ def serve(
         _serve_one(repository, options, named, beside, same)
     else:
         access = Access(api.server_tls(), api.keys)
+        warn_of_refused(access.refused)
         fleet = {"gpus": named, "access": access, **same}
         _serve_fleet(repository, options, count, mirrored, beside, fleet)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from triptych.base.api_keys import (
     Permissions,
     file_stamps,
     files_of,
-    read_jwks,
     read_keys,
 )
 from triptych.base.files import write_files
+from triptych.base.jwks import REFRESH_S, TIMEOUT_S, read_jwks, remote_url
 from triptych.base.server_tls import ServerTls
+from triptych.serving.fleet.clusters import service_at
 
 _SCRIPT = Path(__file__).with_name("templates") / "keys.lua"
 _EXTENSIONS = "type.googleapis.com/envoy.extensions"
@@ -34,6 +35,7 @@ _LUA = f"{_EXTENSIONS}.filters.http.lua.v3.Lua"
 _LIMIT = f"{_EXTENSIONS}.filters.http.local_ratelimit.v3.LocalRateLimit"
 _JWT = f"{_EXTENSIONS}.filters.http.jwt_authn.v3.JwtAuthentication"
 _KINDS = {"tokens": _JWT, "keys": _LUA, "requests": _LIMIT, "items": _LIMIT}
+_CLUSTERS, _ISSUER = "clusters", "issuer-"
 _TLS = f"{_EXTENSIONS}.transport_sockets.tls.v3"
 _RATE_S = 1000
 """Time in seconds by which a rate is written as a whole number."""
@@ -72,6 +74,10 @@ class AccessFiles:
             if self.has_keys
         ]
 
+    def clusters(self) -> dict[str, Any] | None:
+        """Return the file of the clusters that keys need; None without keys."""
+        return self._source(_CLUSTERS, self.keys_folder or self.folder) if self.has_keys else None
+
     def transport_socket(self, *, is_grpc: bool) -> dict[str, Any] | None:
         """Return the settings of encryption of a listener; None for plain text."""
         if not self.has_tls:
@@ -107,6 +113,9 @@ class Access:
         tls: Certificate and authorities of clients; None for plain text.
         keys: File of API keys; None for no keys.
 
+    Attributes:
+        refused: Names of keys with limits that Envoy cannot count.
+
     Raises:
         UserError: A file cannot be read, or is invalid.
     """
@@ -115,6 +124,7 @@ class Access:
         self._tls = tls
         self._keys = keys
         self._paths: list[Path] = []
+        self.refused: list[str] = []
         self._content = self._read()
         self._stamps = file_stamps(self._paths)
 
@@ -150,6 +160,7 @@ class Access:
 
     def _read(self) -> dict[str, str]:
         found: dict[str, Any] = {}
+        issuers: list[Any] = []
         paths = [] if self._tls is None else self._tls.paths
         if self._tls is not None:
             self._tls.context()
@@ -157,10 +168,16 @@ class Access:
         if self._keys is not None:
             file = read_keys(self._keys)
             paths += files_of(self._keys, file)
-            sets = {name: read_jwks(self._keys, entry) for name, entry in file.issuers.items()}
+            sets = {name: read_jwks(self._keys, entry.jwks) for name, entry in file.issuers.items()}
             found |= key_filters(file, sets)
+            every = {**file.keys, **file.issuers}
+            self.refused = [name for name, entry in every.items() if entry.tokens_per_s]
+            issuers = list(_issuer_clusters(file))
         self._paths = paths
-        return {f"{name}.yaml": json.dumps({"resources": [data]}) for name, data in found.items()}
+        lists = {name: [data] for name, data in found.items()}
+        if self._keys is not None:
+            lists[_CLUSTERS] = issuers
+        return {f"{name}.yaml": json.dumps({"resources": data}) for name, data in lists.items()}
 
 
 def _secrets(tls: ServerTls) -> dict[str, Any]:
@@ -233,7 +250,7 @@ def _token_filter(file: KeyFile, jwks: Mapping[str, str]) -> dict[str, Any]:
         name: {
             "issuer": entry.issuer,
             "audiences": entry.audiences,
-            "local_jwks": {"inline_string": jwks[name]},
+            **_jwks(name, entry.jwks, jwks[name]),
             "from_headers": [{"name": "authorization", "value_prefix": "Bearer "}],
             "payload_in_metadata": "token",
             "require_expiration": True,
@@ -247,6 +264,28 @@ def _token_filter(file: KeyFile, jwks: Mapping[str, str]) -> dict[str, Any]:
     return {"@type": _JWT, "providers": providers, **rules}
 
 
+def _jwks(name: str, given: str | dict[str, Any], found: str) -> dict[str, Any]:
+    """Return the public keys of an issuer in the filter of tokens; Envoy fetches those at a URL."""
+    url = remote_url(given)
+    if url is None:
+        return {"local_jwks": {"inline_string": found}}
+    return {
+        "remote_jwks": {
+            "http_uri": {"uri": url, "cluster": _ISSUER + name, "timeout": f"{TIMEOUT_S}s"},
+            "cache_duration": f"{REFRESH_S}s",
+            "async_fetch": {"fast_listener": True},
+        }
+    }
+
+
+def _issuer_clusters(file: KeyFile) -> Iterator[dict[str, Any]]:
+    """Yield the cluster of each issuer whose public keys are at a URL."""
+    kind = "type.googleapis.com/envoy.config.cluster.v3.Cluster"
+    for name, entry in file.issuers.items():
+        if url := remote_url(entry.jwks):
+            yield {"@type": kind, **service_at(_ISSUER + name, url)}
+
+
 def _permissions(name: str, entry: Permissions) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": name,
@@ -254,6 +293,8 @@ def _permissions(name: str, entry: Permissions) -> dict[str, Any]:
         "requests": entry.requests_per_s,
         "items": entry.items_per_s,
     }
+    if entry.tokens_per_s is not None:
+        found["gateway_only"] = "tokens"
     if isinstance(entry, KeyEntry):
         found["words"] = struct.unpack(">8i", bytes.fromhex(entry.sha256))
     return {key: value for key, value in found.items() if value is not None}

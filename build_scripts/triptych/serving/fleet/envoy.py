@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 from triptych.base.explained import ExplainedValue, render_yaml
 from triptych.serving.fleet.access import AccessFiles
+from triptych.serving.fleet.clusters import assigned, service_at
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _HEAP_MIB, _HEAP_REQUESTS = 512, 64
 _PRIVATE_MODE = 0o600
+_COLLECTOR = "collector"
 _BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000)
 
 
@@ -272,15 +274,6 @@ def assignment(service: Service, addresses: Iterable[tuple[str, int]]) -> dict[s
     return {"resources": [{"@type": kind, **found}]}
 
 
-def assigned(cluster: str, addresses: Iterable[tuple[str, int]]) -> dict[str, Any]:
-    """Return the part of a configuration with the hosts and ports of a cluster."""
-    hosts = [
-        {"endpoint": {"address": {"socket_address": {"address": host, "port_value": port}}}}
-        for host, port in addresses
-    ]
-    return {"cluster_name": cluster, "endpoints": [{"lb_endpoints": hosts}]}
-
-
 @dataclass(frozen=True)
 class Listen:
     """Address and ports of Envoy.
@@ -344,6 +337,7 @@ def bootstrap(
     admin_socket: str = ADMIN_SOCKET,
     access: AccessFiles | None = None,
     gateway: Path | int | None = None,
+    collector: str | None = None,
 ) -> Any:
     """Return the configuration, with the reasons of its numbers (see `base.explained`).
 
@@ -357,6 +351,8 @@ def bootstrap(
         access: Files of certificates and keys; None for plain text without keys.
         gateway: Unix socket or port of gRPC for the gateway alone, without TLS and keys; None for
             none.
+        collector: URL of a collector of OpenTelemetry, which gets a span of each request whose
+            caller samples its trace; None for none.
     """
     clusters = [_cluster(service, service.cluster, endpoints) for service in (GRPC, HTTP)]
     if mirror is not None:
@@ -400,6 +396,9 @@ def bootstrap(
         error_texts=error_texts,
         admin_pages=list(_admin_pages(listen)),
         admin_socket=admin_socket,
+        collector=collector,
+        services=[] if collector is None else [service_at(_COLLECTOR, collector)],
+        dynamic_clusters=access and access.clusters(),
     )
 
 

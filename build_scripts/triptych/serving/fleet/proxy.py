@@ -69,6 +69,7 @@ class Proxy:
         mirror: Mirror | None = None,
         access: Access | None = None,
         gateway_socket: Path | None = None,
+        collector: str | None = None,
         orphan_paths: Sequence[Path] = (),
     ) -> None:
         self._settings = settings
@@ -77,6 +78,7 @@ class Proxy:
         self._mirror = mirror
         self._access = access or Access()
         self._gateway_socket = gateway_socket
+        self._collector = collector
         self._orphan_paths = tuple(orphan_paths)
         self._folder = Path()
         self._process: ServerProcess | None = None
@@ -124,6 +126,7 @@ class Proxy:
                 admin_socket=str(self._folder / _ADMIN_SOCKET),
                 access=self._access.files(self._folder),
                 gateway=self._gateway_socket,
+                collector=self._collector,
             )
             write_files(self._folder, {config.name: yaml_of(data)})
             self._process = ServerProcess(

@@ -14,6 +14,7 @@ import psutil
 from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors
 from triptych.container.manifests import find_pipelines, largest_request_mib
+from triptych.container.settings import read_trace
 from triptych.repository.manifest import EncoderManifest, find_manifest, kind_of_build
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.endpoint import in_order, until_signal
@@ -195,6 +196,7 @@ def new_fleet(
                 on_change=on_change,
                 on_problem=on_problem,
             )
+        trace = read_trace(os.environ)
         proxy = Proxy(
             settings,
             Listen(host, **{name: ports[name] for name in wanted}),
@@ -202,6 +204,7 @@ def new_fleet(
             mirror=mirror,
             access=access,
             gateway_socket=sockets / "grpc.sock",
+            collector=trace and trace.collector,
             orphan_paths=[folder, sockets],
         )
         yield Fleet(

@@ -108,6 +108,10 @@ function envoy_on_request(handle)
     return reject(handle, "401", "authorization must be Bearer and a key of this server. Given: "
       .. given .. ". Ask its operator for one.")
   end
+  if entry.gateway_only then
+    return reject(handle, "403", "The key has a limit of " .. entry.gateway_only
+      .. ", which only the HTTP gateway counts: use its address.")
+  end
   headers:remove("authorization")
   if verified then
     metadata:set("triptych", "subject", tostring(verified.token.sub))
