@@ -289,7 +289,7 @@ def test_a_token_of_an_issuer_is_a_key(guarded: Guarded, tmp_path: Path) -> None
         guarded.write_keys()
         assert eventually(lambda: guarded.code(token) == "OK")
         assert {guarded.code(token) for _ in range(20)} == {"OK"}
-        assert guarded.post("/v2", token)[0] == 200
+        assert guarded.post("/v2", token, b"")[0] == 200
         assert len(asked) < 10  # each filter and thread of Envoy keeps the keys
         assert guarded.code(wrong["another key"]) == "UNAUTHENTICATED"
     del guarded.entries.issuers["cloud"]

@@ -317,7 +317,7 @@ def compute_sizes(
         cpu_milli=ExplainedValue(
             f"{max(100, math.ceil(measured.cpu_cores.value * 10) * 100)}m",
             f"{measured.cpu_cores.reason}. No limit: throttling would cost the slowest requests, "
-            "and a step without CPU for a second ends Triton 24.10. "
+            "and a step without CPU for a second may end the server. "
             f"{_threads(build)}",
         ),
         threshold_per_s=ExplainedValue(
