@@ -11,6 +11,7 @@ from conftest import build_into, lock_data, quiet, write_pipeline
 from triptych.base.errors import UserError
 from triptych.building import build as building
 from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.core.precision import layer_exclusion
 from triptych.core.precision.layer_exclusion import ConvertedCore, convert_with_exclusions
 from triptych.repository.records import GateResult
 from triptych.spec.backends import Precision
@@ -89,6 +90,18 @@ def test_the_layers_that_hurt_most_are_kept(fp32: Any, tmp_path: Path) -> None:
     times = lowered.conversion.batch_ms
     assert set(times) == {"fp32", "nothing kept", "as kept"}
     assert all(time > 0 for time in times.values())
+
+
+def test_neighbors_among_many_layers_are_ranked_and_kept_together(
+    fp32: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_exclusion, "MAX_RANKED", 3)
+    gate = Gate(passes_at=2)
+    found = lowered_by(fp32, gate, mark=str(tmp_path)).conversion
+    groups = [found.layers[:3], found.layers[3:6], found.layers[6:]]
+    assert [len({found.layer_errors[name] for name in group}) for group in groups] == [1, 1, 1]
+    assert found.excluded_layers == max(groups, key=lambda group: found.layer_errors[group[0]])
+    assert len(gate.judged) == 2
 
 
 def test_what_was_found_is_not_looked_for_again(fp32: Any, tmp_path: Path) -> None:

@@ -76,8 +76,8 @@ class Conversion:
         ranges: Largest magnitude of each layer's input (or of each value) on calibration rows; may
             be infinite, like that of the logarithm of 0.
         notes: Further remarks for users, one sentence each.
-        layer_errors: Error of the core's outputs if a layer alone is converted, by layer. Only
-            measured if the gate required exclusions.
+        layer_errors: Error of the core's outputs if a layer alone, or with its neighbors in a large
+            graph, is converted, by layer. Only measured if the gate required exclusions.
         batch_ms: Milliseconds of a batch on one thread: in fp32, without exclusions and as built.
         fp32_products: Nodes that multiply matrices in fp32 on purpose, while all others use 16 bits
             or are quantized.

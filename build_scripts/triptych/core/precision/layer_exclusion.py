@@ -1,8 +1,10 @@
 """Search for the layers that a core of lower precision must leave unconverted to pass the gate.
 
 The whole fp32 graph is converted first. If the gate fails, the layers are ranked by the error that
-converting each one alone causes. The ranking uses calibration rows, which the gate does not use.
-Then the layers with the largest errors are excluded, more at each try, until the gate passes.
+converting each one alone causes; of more than `MAX_RANKED` layers, neighbors are ranked together.
+The ranking uses calibration rows, which the gate does not use. Then the layers with the largest
+errors are excluded, more at each try, until the gate passes. The numbers of conversions and of
+tries have limits, so that the search ends.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -49,6 +52,8 @@ CONVERSION_FILE = "conversion.json"
 RANKING_ROWS = 64
 RANKING_ARRAYS = 8
 """Maximum number of rows of a ranking if they are images or rows of the user's own model."""
+MAX_RANKED = 24
+"""Maximum number of layers, or of groups of neighbors, that a ranking converts alone."""
 TIMED_TOKENS = 128
 TIMED_IMAGES = 4
 TIMED_RUNS = 15
@@ -110,23 +115,23 @@ class CoreConverter:
 
     def ranking(
         self,
-        layers: Sequence[str],
+        groups: Sequence[Sequence[str]],
         reference: Callable[[Sequence[Sample]], Sequence[Expected]],
     ) -> dict[str, float]:
-        """Return the error of the core's outputs if each layer alone is converted, by layer."""
+        """Return the error of the core's outputs if each group alone is converted, by layer."""
         is_text = all(isinstance(row, TokenRow) for row in self._calibration[:1])
         rows = self._calibration[: RANKING_ROWS if is_text else RANKING_ARRAYS]
 
         def work(target: Path) -> None:
             expected = reference(rows)
             layer_errors: dict[str, float] = {}
-            self._progress("layers", f"errors of {len(layers)} layers, each alone ...")
-            for layer in counted(layers, "layers", len(layers)):
-                others = [name for name in layers if name != layer]
-                layer_errors[layer] = self._error(others, rows, expected)
+            self._progress("layers", f"errors of {len(groups)} layers or groups, each alone ...")
+            for group in counted(groups, "layers", len(groups)):
+                others = [name for one in groups for name in one if name not in group]
+                layer_errors |= dict.fromkeys(group, self._error(others, rows, expected))
             (target / "layer_errors.json").write_text(json.dumps(layer_errors), encoding="utf-8")
 
-        inputs = {**self.inputs, "rows": hash_rows(rows)}
+        inputs = {**self.inputs, "rows": hash_rows(rows), "groups": [*map(list, groups)]}
         folder = cached_stage("layers", inputs, work, self._progress).folder
         layer_errors: dict[str, float] = json.loads(
             (folder / "layer_errors.json").read_text(encoding="utf-8")
@@ -313,12 +318,11 @@ def _search(
     lowered = _try(converter, choice.kept, gate)
     if lowered.gate.passed:
         return lowered, choice
-    errors = converter.ranking(
-        lowered.conversion.layers, lambda rows: reference_of(inputs, rows, progress)
-    )
-    worst_first = sorted(errors, key=lambda name: -errors[name])
+    groups = _neighbors(lowered.conversion.layers)
+    errors = converter.ranking(groups, lambda rows: reference_of(inputs, rows, progress))
+    worst_first = sorted(groups, key=lambda group: -errors[group[0]])
     for count in _counts(len(worst_first)):
-        choice = LayerSelection(tuple(worst_first[:count]), errors)
+        choice = LayerSelection(tuple(chain.from_iterable(worst_first[:count])), errors)
         lowered = _try(converter, choice.kept, gate)
         if lowered.gate.passed:
             return lowered, replace(choice, batch_ms=converter.times(lowered.file))
@@ -331,10 +335,16 @@ def _try(converter: CoreConverter, kept: Sequence[str], gate: GateRunner) -> Con
     return ConvertedCore(file, key, gate.run(file, files), conversion, files)
 
 
-def _counts(layers: int) -> list[int]:
-    """Return the number of layers to exclude at each try: few steps, small ones first."""
+def _neighbors(layers: Sequence[str]) -> list[Sequence[str]]:
+    """Return the layers in at most `MAX_RANKED` groups of neighbors; single layers if few."""
+    size = -(-len(layers) // MAX_RANKED) or 1
+    return [layers[start : start + size] for start in range(0, len(layers), size)]
+
+
+def _counts(groups: int) -> list[int]:
+    """Return the number of groups to exclude at each try: few steps, small ones first."""
     counts, count = [], 1
-    while count <= layers * MAX_KEPT_SHARE:
+    while count <= groups * MAX_KEPT_SHARE:
         counts.append(count)
         count += max(1, count // 2)
     return counts
