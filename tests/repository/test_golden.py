@@ -27,9 +27,10 @@ CORES: dict[str, dict[str, Any]] = {
     "minilm_packed": {"layout": "packed"},
     "minilm_bucketed": {"layout": "bucketed"},
 }
-ENGINES: dict[str, dict[str, Any]] = {
+TINY: dict[str, dict[str, Any]] = {
     "tensorrt_packed": {"backend": "tensorrt", "precision": "fp16", "layout": "packed"},
     "tensorrt_bucketed": {"backend": "tensorrt", "precision": "fp16", "layout": "bucketed"},
+    "openvino": {"backend": "openvino", "bucket_count": 2},
 }
 TASKS = {
     "token-classification": task_models.tagger,
@@ -42,7 +43,7 @@ def build_all(folder: Path, minilm: Path) -> Path:
     for name, core in CORES.items():
         build_into(write_pipeline(folder / "pipelines" / name, core=core), folder / "repository")
     tiny = task_models.text_classifier(folder / "models/tiny", minilm, traffic_texts())
-    for name, core in ENGINES.items():
+    for name, core in TINY.items():
         spec = {"task": "text-classification", "model": {"source": str(tiny)}, "core": core}
         spec["accuracy"] = {"label_agreement": 0.9}  # of random weights
         build_into(write_pipeline(folder / "pipelines" / name, **spec), folder / "repository")

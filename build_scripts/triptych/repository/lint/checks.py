@@ -72,6 +72,7 @@ CHECKS = (
     LintCheck("openvino-tensors", openvino.openvino_models, openvino.openvino_tensors),
     LintCheck("openvino-batches", openvino.openvino_models, openvino.openvino_batches),
     LintCheck("openvino-kind", openvino.openvino_models, openvino.openvino_kind),
+    LintCheck("openvino-precision", openvino.openvino_models, openvino.openvino_precision),
     LintCheck("batch-input", Repository.executed, core.batch_input),
     LintCheck("batch-shapes", Repository.executed, config.batch_shapes),
     LintCheck("dynamic-batching", Repository.executed, config.dynamic_batching),

@@ -240,7 +240,7 @@ def _malformed(manifest: Any) -> str:
     return "" if isinstance(manifest.get("traffic", {}), dict) else "`traffic` is no object"
 
 
-def _in_manifest(model: Model, *keys: str) -> Any:
+def in_manifest(model: Model, *keys: str) -> Any:
     """Return the value in the build manifest at a path of keys; None if there is none."""
     held = None if _malformed(model.manifest) else model.manifest
     for key in keys:
@@ -251,7 +251,7 @@ def _in_manifest(model: Model, *keys: str) -> Any:
 def manifest_files(model: Model) -> Iterator[Flaw]:
     """Check that every file in the build manifest is unchanged since the build."""
     missing: dict[str, list[str]] = {}
-    for name, digest in sorted((_in_manifest(model, "files") or {}).items()):
+    for name, digest in sorted((in_manifest(model, "files") or {}).items()):
         path = model.repository.root / name
         if not is_file(path):
             missing.setdefault(_missing_folder(model.repository.root, path) or name, []).append(
@@ -285,7 +285,7 @@ def _missing_folder(root: Path, path: Path) -> str:
 
 def traffic(model: Model) -> Iterator[Flaw]:
     """Check that the traffic is large and varied enough and fits the maximum length."""
-    rows, truncated = (_in_manifest(model, "traffic", key) for key in ("rows", "truncated_share"))
+    rows, truncated = (in_manifest(model, "traffic", key) for key in ("rows", "truncated_share"))
     if _is_number(rows) and rows < _MIN_ROWS:
         yield warning(
             f"should be built from at least {_MIN_ROWS} rows of traffic",
@@ -306,7 +306,7 @@ def traffic(model: Model) -> Iterator[Flaw]:
 
 def _narrow_traffic(model: Model) -> Iterator[Flaw]:
     keys = ("words", "vocabulary_share", "near_duplicates")
-    words, share, near = (_in_manifest(model, "traffic", key) for key in keys)
+    words, share, near = (in_manifest(model, "traffic", key) for key in keys)
     if not (_is_number(words) and _is_number(share) and _is_number(near)):
         return
     if share < _MIN_VOCABULARY_SHARE or near > _MAX_NEAR_DUPLICATES:
@@ -327,7 +327,7 @@ def _is_number(value: object) -> bool:
 
 def gate_accepted(model: Model) -> Iterator[Flaw]:
     """Check that the build did not fail the accuracy gate."""
-    reason = _in_manifest(model, "gate", "accepted")
+    reason = in_manifest(model, "gate", "accepted")
     if reason:
         yield warning(
             "should be a build that passed the accuracy gate",
@@ -339,10 +339,10 @@ def gate_accepted(model: Model) -> Iterator[Flaw]:
 
 def shared_core(model: Model) -> Iterator[Flaw]:
     """Check that a pipeline was built with the current core of the pipeline it shares with."""
-    name = _in_manifest(model, "spec", "core", "shared_from")
+    name = in_manifest(model, "spec", "core", "shared_from")
     owner = model.repository.models.get(name) if isinstance(name, str) else None
     readable = owner is not None and owner.manifest is not None and not _malformed(owner.manifest)
-    if owner and readable and _in_manifest(owner, "core_key") != _in_manifest(model, "core_key"):
+    if owner and readable and in_manifest(owner, "core_key") != in_manifest(model, "core_key"):
         yield error(
             "must be built against the core that it shares",
             f"the core of {name} was rebuilt since",
