@@ -2,6 +2,7 @@
 
 import csv
 import json
+import pickle
 import shutil
 from collections.abc import Iterator
 from html import unescape
@@ -39,6 +40,7 @@ from triptych.interface.page.demo import answer, open_pipeline
 from triptych.operate.tune.tune import Tuning, tune_pipeline
 from triptych.runtime.hooking import load_file
 from triptych.runtime.sampling import FOLDER_VARIABLE
+from triptych.serving.bench.baseline_calls import OWN, open_rows, read_work, work_of
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
 from triptych.spec.slo import Slo
@@ -333,8 +335,20 @@ def test_the_page_has_a_field_for_each_input(folder: Path, server: Any) -> None:
 
 def test_a_load_test_sends_numbers(folder: Path, server: Any) -> None:
     from triptych.serving.bench import perf_analyzer
+    from triptych.serving.bench.baselines import Baselines
 
     inputs = read_own_inputs(load_model_spec(folder / "pipelines/table"), quiet)
+    core = folder / "repository/table_core/1/model.onnx"
+    (folder / "work.pickle").write_bytes(pickle.dumps(work_of(inputs, core)))
+    work = read_work(folder / "work.pickle")
+    rows = {np.asarray(row).tobytes() for row in open_rows(work)(work.requests)}
+    gated = [row for request in inputs.requests if not request.edge for row in request.rows]
+    assert {np.asarray(row).tobytes() for row in gated} <= rows
+    with Baselines(inputs, core, names=OWN, progress=quiet) as baselines:
+        assert baselines.measure("onnxruntime", 0.1).requests, baselines.not_runnable
+    folders = [f"--pipelines={folder / 'pipelines'}", f"--repository={folder / 'repository'}"]
+    done = run("drift", "table", str(folder / "pipelines/table/traffic.jsonl"), *folders)
+    assert "the cost of a row of another graph is not known" in str(done.exception)
     result = perf_analyzer.run(
         server.grpc_url, "table", inputs.traffic, concurrency=2, request_count=40
     )

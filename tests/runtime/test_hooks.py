@@ -34,8 +34,15 @@ from pathlib import Path
 SEEN = re.compile(r"<[^>]+>")
 
 
+def setup(context):
+    global LABELS, WORDS
+    LABELS, WORDS = context.labels, context.tokenizer.get_vocab()
+
+
 def before(rows):
     for row in rows:
+        if row["text"] in LABELS and row["text"].lower() in WORDS:
+            raise ValueError("that is a label")
         if row["text"] == "refuse me":
             raise ValueError("we do not talk about that")
         if row["text"] == "break":
@@ -50,6 +57,7 @@ def before(rows):
 
 
 def after(rows, inputs):
+    assert len(LABELS) > 1 and "[CLS]" in WORDS
     for row, given in zip(rows, inputs):
         if given["text"] == "forget":
             return None
@@ -190,6 +198,7 @@ def test_after_sees_entities_as_data(url: str) -> None:
         ("break", PipelineFailedError, "hooks.before raised KeyError: 'missing'"),
         ("lose", PipelineFailedError, "hooks.before must return 1 rows, returned 0"),
         ("number", PipelineFailedError, "hooks.before must return str as `text`, not int"),
+        ("delivery", InvalidRequestError, "that is a label"),
         ("rename", PipelineFailedError, "hooks.before must return rows with ['text']"),
         ("forget", PipelineFailedError, "hooks.after must return 1 rows, returned NoneType"),
         ("spell", PipelineFailedError, "a row must be a list of str, not str 'OTHER'"),

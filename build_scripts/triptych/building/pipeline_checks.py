@@ -9,6 +9,7 @@ import ast
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from triptych.base.errors import UserError
-from triptych.core.inputs import task_of
+from triptych.core.inputs import labels_of, task_of
 from triptych.repository.python_env import modules_of
 from triptych.runtime.hooking import (
     FUNCTIONS,
@@ -42,7 +43,8 @@ from triptych.runtime.hooking import (
 )
 from triptych.runtime.request_errors import RequestError
 from triptych.spec.model_fields import files_of
-from triptych.spec.spec import load_spec
+from triptych.spec.model_source import locate, read_model
+from triptych.spec.spec import PipelineSpec, load_spec
 from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
 
@@ -126,7 +128,8 @@ def check_pipeline(folder: Path) -> list[Check]:
         # Hooks may print, but stdout is reserved for results.
         with redirect_stdout(sys.stderr), without_bytecode():
             python_env = spec.serving.python_env
-            checks += _check_hooks(folder, python_env, task, kinds, rows, needed)
+            model = _read_model(spec, task)
+            checks += _check_hooks(folder, python_env, task, kinds, rows, needed, model)
         checks.append(run_tests(folder))
     elif needed:
         note = f"there is no {HOOKS_FILE}, which must have the function `{needed[0]}`"
@@ -134,6 +137,21 @@ def check_pipeline(folder: Path) -> list[Check]:
     else:
         checks.append(Check("hooks", note=f"none: there is no {HOOKS_FILE}"))
     return checks
+
+
+def _read_model(spec: PipelineSpec, task: Task) -> tuple[Sequence[str], Path | None]:
+    """Return labels and tokenizer of the model, without its weights, if `setup` may read them.
+
+    Raises:
+        UserError: The model is not found or not supported.
+    """
+    hooks = (spec.folder / HOOKS_FILE).read_text(encoding="utf-8")
+    if not re.search(r"\bdef setup\b", hooks) or not re.search(r"\.(labels|tokenizer)\b", hooks):
+        return (), None
+    for_images = any(tensor.content == "image" for tensor in task.inputs)
+    folder = locate(spec.model, spec.folder)
+    info, tokenizer = read_model(folder, lambda *_: None, for_images=for_images, loader=task.loader)
+    return labels_of(task, info), tokenizer
 
 
 def _read_rows(folder: Path, kinds: Kinds) -> Rows:
@@ -166,9 +184,10 @@ def _check_hooks(
     kinds: Kinds,
     rows: Rows,
     needed: Sequence[str],
+    known_of_model: tuple[Sequence[str], Path | None],
 ) -> list[Check]:
     try:
-        module = load_hooks(folder)
+        module = load_hooks(folder, *known_of_model)
         imports = check_imports(folder, python_env)
     except (Exception, SystemExit) as error:
         return [Check("hooks-load", "error", f"{HOOKS_FILE}: {type(error).__name__}: {error}")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +16,14 @@ from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, Sample
 from triptych.repository.config_text import check_config_texts
 from triptych.repository.manifest import EncoderManifest, find_manifest
-from triptych.runtime.hooking import HOOKS_FILE, REDACT, has_parameter, load_hooks
+from triptych.runtime.hooking import (
+    HOOKS_FILE,
+    REDACT,
+    Hook,
+    find_hook,
+    has_parameter,
+    load_hooks,
+)
 from triptych.spec.backends import Precision
 from triptych.spec.fields import CoreSettings
 from triptych.spec.model_fields import CompiledSpec, files_of, is_own
@@ -130,6 +137,11 @@ class PipelineInputs:
         """Folder of the ``tokenizer.json``, if the task has one; else the model's folder."""
         return self.model_folder if self.tokenizer_file is None else self.tokenizer_file.parent
 
+    def find_hook(self, name: str) -> Hook | None:
+        """Return a function of the pipeline's ``hooks.py``; None without it."""
+        labels = labels_of(self.plan.task, self.plan.info)
+        return find_hook(self.spec.folder, name, labels, self.tokenizer_file)
+
     @property
     def shortest_row(self) -> Mapping[str, Any]:
         """Request of the traffic with the smallest number of characters or bytes."""
@@ -231,7 +243,7 @@ def read_inputs(
     if spec.serving.class_scores:
         task = with_class_scores(task, info)
     _check_max_length(spec, info)
-    hooks = _load_hooks(spec)
+    hooks = _load_hooks(spec, labels_of(task, info), tokenizer)
     images = info.image is not None
     before = getattr(hooks, "before", None)
     reader = RequestReader(
@@ -353,15 +365,23 @@ def _check_max_length(spec: PipelineSpec, info: ModelInfo) -> None:
         )
 
 
-def load_checked_hooks(spec: CompiledSpec) -> ModuleType | None:
-    """Return the pipeline's ``hooks.py``; None if it has none.
+def labels_of(task: Task, info: ModelInfo) -> Sequence[str]:
+    """Return the names of the model's classes that the pipeline's functions may read."""
+    labels: Sequence[str] = task.settings(info).get("labels", ())  # type: ignore[assignment]
+    return labels
+
+
+def load_checked_hooks(
+    spec: CompiledSpec, labels: Sequence[str] = (), tokenizer: Path | None = None
+) -> ModuleType | None:
+    """Return the pipeline's ``hooks.py``; None if it has none. See `load_hooks`.
 
     Raises:
         UserError: The file cannot be loaded, or lacks the function `redact` that the spec requires.
     """
     path, sample = spec.folder / HOOKS_FILE, spec.serving.sample
     try:
-        hooks = load_hooks(spec.folder)
+        hooks = load_hooks(spec.folder, labels, tokenizer)
     except (Exception, SystemExit) as error:
         raise UserError(
             str(path),
@@ -379,8 +399,10 @@ def load_checked_hooks(spec: CompiledSpec) -> ModuleType | None:
     return hooks
 
 
-def _load_hooks(spec: PipelineSpec) -> ModuleType | None:
-    path, hooks = spec.folder / HOOKS_FILE, load_checked_hooks(spec)
+def _load_hooks(
+    spec: PipelineSpec, labels: Sequence[str], tokenizer: Path | None
+) -> ModuleType | None:
+    path, hooks = spec.folder / HOOKS_FILE, load_checked_hooks(spec, labels, tokenizer)
     if spec.outputs and not callable(getattr(hooks, "after", None)):
         raise UserError(
             str(path),

@@ -327,7 +327,9 @@ def _python_files(
             files[f"{folder}/hooks.py"] = hooks
         own = files_of(plan.spec)
         files |= {f"{folder}/{FILES_FOLDER}/{path}": file for path, file in own}
-        if tokenizer_file is not None and (step == "preprocess" or plan.task.decodes_tokens):
+        # `setup` of the user's functions may read the tokenizer in any step.
+        needed = plan.task.decodes_tokens or (hooks is not None and b".tokenizer" in hooks)
+        if tokenizer_file is not None and (step == "preprocess" or needed):
             files[f"{plan.step(step)}/1/tokenizer.json"] = tokenizer_file
     return files
 

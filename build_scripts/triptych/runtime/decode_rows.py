@@ -209,7 +209,8 @@ class CustomDecoder:
     """Rows of what the core returned to rows of the declared outputs."""
 
     def __init__(self, settings: Parameters, folder: Path) -> None:
-        hook = find_hook(folder, "decode", settings.get("labels", ()))
+        tokenizer = settings.get("tokenizer_file")
+        hook = find_hook(folder, "decode", settings.get("labels", ()), tokenizer)
         if hook is None:
             raise RuntimeError("a custom task needs a function `decode` in hooks.py")
         self._decode = hook

@@ -44,20 +44,25 @@ NUMPY_TYPES: dict[str, type[np.generic]] = {
 }
 
 
+TOKENIZER_FILE = "tokenizer.json"
+
+
 class Context:
     """Argument of `setup`.
 
     Args:
         folder: Folder with the pipeline's `files`.
         labels: Names of the model's classes; empty if the step does not know them.
+        tokenizer: The model's ``tokenizer.json``.
 
     Attributes:
         folder: Folder with the pipeline's `files`.
     """
 
-    def __init__(self, folder: Path, labels: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, labels: Sequence[str], tokenizer: Path) -> None:
         self.folder = folder
         self._labels = labels
+        self._tokenizer = tokenizer
 
     @property
     def labels(self) -> list[str]:
@@ -69,14 +74,23 @@ class Context:
 
     @property
     def tokenizer(self) -> Any:
-        """`tokenizers.Tokenizer` of ``tokenizer.json`` in `files`."""
+        """`tokenizers.Tokenizer` of ``tokenizer.json`` in `files`, else of the model."""
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        own = self.folder / TOKENIZER_FILE
+        return Tokenizer.from_file(str(own if own.is_file() else self._tokenizer))
 
 
-def load_hooks(folder: Path, labels: Sequence[str] = ()) -> ModuleType | None:
-    """Return the module ``hooks.py`` of `folder` after its function `setup` has run, or None."""
+def load_hooks(
+    folder: Path, labels: Sequence[str] = (), tokenizer: Path | None = None
+) -> ModuleType | None:
+    """Return the module ``hooks.py`` of `folder` after its function `setup` has run, or None.
+
+    Args:
+        folder: Folder of a pipeline, or version folder of a step.
+        labels: Names of the model's classes.
+        tokenizer: The model's ``tokenizer.json``; None for that of the step.
+    """
     path = folder / HOOKS_FILE
     if not path.is_file():
         return None
@@ -84,7 +98,8 @@ def load_hooks(folder: Path, labels: Sequence[str] = ()) -> ModuleType | None:
     setup = getattr(hooks, SETUP, None)
     if setup is not None:
         files = folder / FILES_FOLDER
-        setup(Context(files if files.is_dir() else folder, labels))
+        tokenizer = tokenizer or folder / TOKENIZER_FILE
+        setup(Context(files if files.is_dir() else folder, labels, tokenizer))
     return hooks
 
 
@@ -99,8 +114,11 @@ def load_file(path: Path, name: str) -> ModuleType:
     return module
 
 
-def find_hook(folder: Path, name: str, labels: Sequence[str] = ()) -> Hook | None:
-    hook: Hook | None = getattr(load_hooks(folder, labels), name, None)
+def find_hook(
+    folder: Path, name: str, labels: Sequence[str] = (), tokenizer: Path | None = None
+) -> Hook | None:
+    """Return a function of ``hooks.py``; None without it. See `load_hooks`."""
+    hook: Hook | None = getattr(load_hooks(folder, labels, tokenizer), name, None)
     return hook
 
 
@@ -317,19 +335,17 @@ Columns = dict[str, list[Any]]
 """Values of each input, one per row."""
 
 
-def find_before(
-    folder: Path, fields: Sequence[str], encoded: Sequence[str]
-) -> Callable[[Columns], Columns] | None:
+def find_before(folder: Path, settings: Mapping[str, Any]) -> Callable[[Columns], Columns] | None:
     """Return a function that applies `before` to the inputs of a request; None without the hook.
 
     Args:
         folder: Version folder of the step.
-        fields: Names of the inputs.
-        encoded: Names of the inputs that are bytes.
+        settings: Settings of the step.
     """
-    hook = find_hook(folder, "before")
+    hook = find_hook(folder, "before", settings.get("labels", ()))
     if hook is None:
         return None
+    fields, encoded = settings["inputs"], settings["encoded_inputs"]
 
     def apply(columns: Columns) -> Columns:
         rows = [

@@ -94,7 +94,7 @@ class TritonPythonModel:
         self._make_forwarded: Any = None
         if (folder / "hooks.py").is_file():
             hooking = import_module(".hooking", __package__)
-            self._before = hooking.find_before(folder, self._fields, self._encoded)
+            self._before = hooking.find_before(folder, settings)
             if "forwarded_inputs" in settings:
                 self._make_forwarded = hooking.make_forwarded
         self._refuse: Any = None

@@ -19,7 +19,7 @@ from triptych.core.gate.runs import (
 )
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import GateRequest, by_request, rows_of
-from triptych.runtime.hooking import HOOKS_FILE, Hook, Row, RowForm, call_hook, find_hook
+from triptych.runtime.hooking import HOOKS_FILE, Hook, Row, RowForm, call_hook
 from triptych.runtime.request_errors import RequestError
 from triptych.spec.plan import Plan
 
@@ -50,7 +50,7 @@ def reference_answers(
         UserError: A hook of the pipeline fails on the reference's outputs for a row.
     """
     decoded = _decode(inputs, progress, keep=keep)
-    after = _find_after(inputs.plan)
+    after = inputs.find_hook("after")
     return decoded if after is None else _call_after(after, inputs, decoded)
 
 
@@ -62,18 +62,13 @@ def check_hooks(inputs: PipelineInputs, progress: Progress) -> None:
             `after` changes a row depending on the other rows of its request.
     """
     plan = inputs.plan
-    after = _find_after(plan)
+    after = inputs.find_hook("after")
     if after is None and not plan.spec.makes_outputs:
         return
     decoded = _decode(inputs, progress)
     if after is not None:
         _check_together(after, inputs, decoded, _call_after(after, inputs, decoded))
     progress("hooks", f"{len(decoded)} answers of the model match the declared outputs")
-
-
-def _find_after(plan: Plan) -> Hook | None:
-    labels: Sequence[str] = plan.task.settings(plan.info).get("labels", ())  # type: ignore[assignment]
-    return find_hook(plan.spec.folder, "after", labels)
 
 
 def _decode(

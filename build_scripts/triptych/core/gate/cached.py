@@ -262,7 +262,11 @@ def decoding_of(inputs: PipelineInputs) -> Decoding:
     reference = find_reference(plan.spec) if is_own(plan.spec) else None
     return Decoding(
         task=plan.task,
-        settings={**plan.task.settings(plan.info), "outputs": plan.task.output_settings},
+        settings={
+            **plan.task.settings(plan.info),
+            "outputs": plan.task.output_settings,
+            "tokenizer_file": inputs.tokenizer_file,
+        },
         reference=chain.answer if chain is not None and reference is None else reference,
         decoder=None if chain is None else chain.behind(inputs.model),
         folder=plan.spec.folder if plan.spec.makes_outputs else inputs.tokenizer_folder,

@@ -45,7 +45,6 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import MIN_RECOMMENDED_ROWS
 from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.repository.records import GateResult, LiveRun, Verdict, WorstRow
-from triptych.runtime.hooking import find_hook
 from triptych.spec.backends import Precision
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.accuracy import Tolerance, above_rounding, is_lower_better, is_met
@@ -379,7 +378,7 @@ def rules_of(inputs: PipelineInputs, precision: Precision, rounding: float | Non
         task=plan.task,
         precision=precision,
         limits=above_rounding(limits_of(inputs, precision), rounding, overrides_of(inputs)),
-        hooked=plan.spec.makes_outputs or find_hook(plan.spec.folder, "after") is not None,
+        hooked=plan.spec.makes_outputs or inputs.find_hook("after") is not None,
     )
 
 

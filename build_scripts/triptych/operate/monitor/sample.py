@@ -18,7 +18,7 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.own_reader import OwnReader
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest
-from triptych.runtime.hooking import HOOKS_FILE, find_hook
+from triptych.runtime.hooking import HOOKS_FILE
 from triptych.runtime.sampling import list_files, remove_old
 from triptych.spec.model_fields import is_own
 
@@ -163,7 +163,7 @@ def make_reader(inputs: PipelineInputs) -> Reader:
     plan = inputs.plan
     if is_own(plan.spec):
         return OwnReader(plan.spec, plan.task, plan.info, inputs.chain)
-    before = find_hook(plan.spec.folder, "before")
+    before = inputs.find_hook("before")
     return RequestReader(plan.encoder_spec, plan.task, plan.info, inputs.tokenizer_folder, before)
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from triptych.base.errors import UserError
 from triptych.core.inputs import PipelineInputs
 from triptych.core.reader import RequestReader
-from triptych.runtime.hooking import find_hook
 from triptych.serving.bench.resources import MetricSample, read_metrics
 from triptych.spec.plan import Plan
 from triptych.spec.traffic import Lengths, read_traffic
@@ -84,7 +83,7 @@ def tokenize_sample(inputs: PipelineInputs, path: Path) -> NewTraffic:
     _check_text(plan)
     names = [tensor.name for tensor in plan.task.inputs]
     rows = read_traffic(path.parent, names, file=path.name)
-    before = find_hook(plan.spec.folder, "before")
+    before = inputs.find_hook("before")
     reader = RequestReader(plan.encoder_spec, plan.task, plan.info, inputs.tokenizer_folder, before)
     lengths = reader.lengths(reader.read(str(path.resolve()), rows))
     return NewTraffic(f"{len(rows)} requests of {path}", lengths, lengths.mean)
@@ -147,6 +146,14 @@ def count_page(
 
 
 def _check_text(plan: Plan) -> None:
+    if plan.info.own is not None:
+        raise UserError(
+            plan.spec.name,
+            "must be a transformer for texts: the cost of a row of another graph is not known",
+            given="task: model",
+            remedy="Put the new requests into traffic.jsonl, build again, which plans padded "
+            "sizes for them, and compare the builds with `triptych bench-diff`",
+        )
     if plan.lengths is None:
         raise UserError(
             plan.spec.name,

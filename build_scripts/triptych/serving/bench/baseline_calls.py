@@ -13,15 +13,17 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from triptych.base.tensors import Tensor, TokenRow
 from triptych.core.gate.runs import tokens_of
 from triptych.core.inputs import PipelineInputs
+from triptych.core.own_chain import rows_of_model
 from triptych.core.requests import Sample
-from triptych.runtime.hooking import call_before, find_hook
+from triptych.runtime.hooking import call_before
+from triptych.runtime.own_model import OwnInputs, make_array
 from triptych.runtime.row_types import RowInputs, find_class
-from triptych.spec.model_info import ModelInfo
+from triptych.spec.model_info import ModelInfo, ModelNames
 from triptych.spec.tasks.task import Core
 
 ROWS_A_CALL = {"torch eager": 1, "torch batched": 32, "torch.compile": 1, "onnxruntime": 1}
@@ -31,10 +33,13 @@ ROWS_A_CALL = {"torch eager": 1, "torch batched": 32, "torch.compile": 1, "onnxr
 of ``torch eager``; ``onnxruntime`` runs the pipeline's fp32 core.
 """
 
+OWN = ("onnxruntime",)
+"""Baselines of a pipeline around one model of the user, whose factory is not called here."""
+
 MAX_BATCH = 32
 """Maximum number of rows in a padded batch; a request can have several, such as text windows."""
 
-Request = Mapping[str, str | bytes]
+Request = Mapping[str, Any]
 Call = Callable[[Sequence[Request]], object]
 
 
@@ -63,7 +68,7 @@ def work_of(inputs: PipelineInputs, core_file: Path) -> BaselineWork:
     names = [tensor.name for tensor in plan.task.inputs]
     images = [tensor.name for tensor in plan.task.inputs if tensor.content == "image"]
     requests = [dict(request) for request in inputs.traffic]
-    before = find_hook(plan.spec.folder, "before")
+    before = inputs.find_hook("before")
     if before is not None:
         requests = call_before(before, requests, names, encoded=images)
     return BaselineWork(
@@ -77,7 +82,9 @@ def work_of(inputs: PipelineInputs, core_file: Path) -> BaselineWork:
         # sentence-transformers and the pipelines of transformers also truncate long texts.
         settings={**plan.row_settings, "bucket_edges": [], "overflow": "truncate"},
         parameters=dict(plan.parameters),
-        requests=tuple({name: request[name] for name in names} for request in requests),
+        requests=tuple(
+            {name: request[name] for name in names if name in request} for request in requests
+        ),
     )
 
 
@@ -126,16 +133,18 @@ def open_rows(work: BaselineWork) -> Callable[[Sequence[Request]], list[Sample]]
     """Return a function that converts requests to rows of the model, in the same order."""
     maker: Any = find_class(work.rows)(work.settings, work.tokenizer_folder)
 
+    is_image, is_own = work.info.image is not None, work.info.own is not None
+    columns = _own_columns(work) if is_own else _columns
+
     def make(requests: Sequence[Request]) -> list[Sample]:
-        inputs = [
-            RowInputs({name: [value] for name, value in request.items()}, work.parameters)
-            for request in requests
-        ]
-        is_image = work.info.image is not None
-        results = maker.make(inputs) if is_image else maker.token_rows(inputs)
+        inputs = [RowInputs(columns(request), work.parameters) for request in requests]
+        results = maker.make(inputs) if is_image or is_own else maker.token_rows(inputs)
         for result in results:
             if isinstance(result, Exception):
                 raise result
+        if is_own:
+            names = ModelNames("", {name: name for name in maker.core_inputs}, {})
+            return [row for result in results for row in rows_of_model(result.tensors, names)]
         if is_image:
             return [pixels for result in results for pixels in result.tensors["pixels"]]
         return [
@@ -145,6 +154,19 @@ def open_rows(work: BaselineWork) -> Callable[[Sequence[Request]], list[Sample]]
         ]
 
     return make
+
+
+def _columns(request: Request) -> dict[str, Any]:
+    """Return a request of one row as the columns of its inputs."""
+    return {name: [value] for name, value in request.items()}
+
+
+def _own_columns(work: BaselineWork) -> Callable[[Request], dict[str, Any]]:
+    """Return the `_columns` of the inputs that the pipeline declares, with their defaults."""
+    reader, fields = OwnInputs(work.settings), cast(Any, work.settings["own_inputs"])
+    return lambda request: reader.columns(
+        {name: make_array(fields[name], [value]) for name, value in request.items()}
+    )
 
 
 def open_model(name: str, work: BaselineWork) -> Callable[[Sequence[Sample]], object]:

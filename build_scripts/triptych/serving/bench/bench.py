@@ -20,6 +20,7 @@ from triptych.client.connection import check_single
 from triptych.container.processor import find_processor
 from triptych.core.inputs import PipelineInputs
 from triptych.repository.manifest import EncoderManifest, build_id, find_manifest
+from triptych.serving.bench.baseline_calls import OWN
 from triptych.serving.bench.baselines import ALL, Baselines
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.comparison import Price
@@ -95,14 +96,15 @@ def bench_pipeline(
     if url is None:
         check_built(repository, inputs.plan.spec.name)
     core = repository / inputs.plan.step("core") / "1" / "model.onnx"
-    if bench.baselines and inputs.plan.info.own is not None:
+    if bench.baselines and inputs.chain is not None:
         raise UserError(
             "--baselines",
-            "is not supported for task: model",
+            "is not supported for several models, because no library runs them as one",
             given=inputs.plan.spec.name,
-            remedy="Remove it",
+            remedy="Remove it, or measure a pipeline of one of the models",
         )
-    names = ALL if bench.baselines else ()
+    known = ALL if inputs.plan.info.own is None else OWN
+    names = known if bench.baselines else ()
     subject = describe_target(
         inputs, repository, server=describe_server(url, inputs.plan.spec.core.backend)
     )
