@@ -133,14 +133,19 @@ def test_a_server_that_answers_no_row_ends_the_run(toy: Toy, tmp_path: Path) -> 
         run(asked, ignore)
 
 
-KILLED = """
-import sys
-import time
-from pathlib import Path
+SMALL_PARTS = """
+import sys, time
 from triptych.client.bulk import run
 run._PART_ROWS = 100
+"""
+KILLED = f"""{SMALL_PARTS}
+from pathlib import Path
 asked = run.BulkOptions("toy", Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
 run.run(asked, lambda told: told.done < run._PART_ROWS or time.sleep(600))  # a part is kept
+"""
+COMMAND = f"""{SMALL_PARTS}
+from triptych.interface.cli import main
+main()
 """
 
 
@@ -217,12 +222,12 @@ def test_rows_come_from_standard_input_with_parameters_from_a_column(
 
 def test_an_interrupted_run_says_how_it_is_continued(toy: Toy, tmp_path: Path) -> None:
     file, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
-    rows = [{"text": f"cut {n}."} for n in range(20_000)]
-    rows[12_000] = {"text": "hold:interrupted"}  # the run does not end before the signal
+    rows = [{"text": f"cut {n}."} for n in range(2000)]
+    rows[1200] = {"text": "hold:interrupted"}  # the run does not end before the signal
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "triptych.interface.cli", "infer", "toy", "--url", toy.url]
+    words = ["infer", "toy", "--url", toy.url, "-f", str(file), "-o", str(out)]
     run = subprocess.Popen(
-        [*command, "-f", str(file), "-o", str(out)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", COMMAND, *words], stderr=subprocess.PIPE, text=True
     )
     wait_until(lambda: list(tmp_path.glob("out.jsonl.parts/*.part")), "a part that is kept")
     run.send_signal(signal.SIGINT)

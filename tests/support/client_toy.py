@@ -269,16 +269,8 @@ def caller(style: str, url: str | Sequence[str]) -> Call:
         options: dict[str, Any] | None = None,
         **kwargs: object,
     ) -> Any:
-        settings = {"url": url, **(options or {})}
-
-        async def in_loop() -> Any:
-            async with AsyncClient(pipeline, **settings) as client:
-                return await getattr(client, method)(*args, **kwargs)
-
-        if style == "async":
-            return asyncio.run(in_loop())
-        with Client(pipeline, **settings) as client:
-            return getattr(client, method)(*args, **kwargs)
+        with opened(style, pipeline, **{"url": url, **(options or {})}) as start:
+            return start(method, *args, **kwargs).result()
 
     return call
 
