@@ -1,9 +1,7 @@
 """From a pipeline to answers of its engine, in one go, on a machine with a fake GPU."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from conftest import build_into, link_cache, lock_data, traffic_texts, write_pip
 from container_cases import H200, L4
 from container_cases import machine as facts_of
 from engine_cases import contents, machine
+from scaffolding import keep_rows
 from triptych.client import Client
 from triptych.container.lock_check import check_repository
 from triptych.repository.lint import run_checks
@@ -21,60 +20,47 @@ from triptych.serving.server import Server
 ENGINE = "core.backend=tensorrt"
 
 
-def write_tiny(folder: Path, model: Path) -> Path:
-    core = {"precision": "fp16", "max_batch_size": 8}
-    return write_pipeline(folder / "tiny", model={"source": str(model)}, core=core)
-
-
-@pytest.fixture
-def pipeline(tiny_model: Path, tmp_path: Path) -> Path:
-    return write_tiny(tmp_path, tiny_model)
-
-
-@pytest.fixture
-def on_gpu(pipeline: Path, tmp_path: Path) -> Callable[[pytest.MonkeyPatch], Any]:
-    """Makes this a machine with TensorRT 10.16 and one H200, as far as a fake can be one.
-
-    Its cache has everything that the packed pipeline needs except engines.
-    """
-    build_into(pipeline, tmp_path / "exported", ENGINE)
-
-    def begin(patch: pytest.MonkeyPatch) -> Any:
-        link_cache(tmp_path / "cache", "engine", "timing")
-        return machine(patch, tmp_path, "10")
-
-    return begin
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, on_gpu: Callable[[pytest.MonkeyPatch], Any]) -> Any:
-    """The module ``tensorrt`` there."""
-    return on_gpu(monkeypatch)
-
-
-@pytest.fixture
-def built_elsewhere(
-    pipeline: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    on_gpu: Callable[[pytest.MonkeyPatch], Any],
+@pytest.fixture(scope="module", params=["packed", pytest.param("bucketed", marks=pytest.mark.long)])
+def pipeline(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The pipeline with its engine, on a machine that has no GPU any more."""
-    with monkeypatch.context() as here:
-        on_gpu(here)
-        build_into(pipeline, tmp_path / "repository", ENGINE)
-    return tmp_path / "repository"
+    folder = tmp_path_factory.mktemp("pipelines") / "tiny"
+    core = {"precision": "fp16", "max_batch_size": 8, "layout": request.param}
+    write_pipeline(folder, model={"source": str(tiny_model)}, core=core)
+    return keep_rows(folder, 50)
+
+
+@pytest.fixture(scope="module")
+def built(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pipeline with its engine, built where TensorRT 10.16 and one H200 are faked.
+
+    A second build there keeps the engine; afterwards the machine has no GPU any more.
+    """
+    base = tmp_path_factory.mktemp("gpu")
+    build_into(pipeline, base / "exported", ENGINE)
+    with pytest.MonkeyPatch.context() as patch:
+        link_cache(base / "cache", "engine", "timing")
+        machine(patch, base, "10")
+        assert "tiny_core" in build_into(pipeline, base / "repository", ENGINE).changed
+        before = contents(base / "repository")
+        assert build_into(pipeline, base / "repository", ENGINE).changed == ()
+        assert contents(base / "repository") == before
+    return base / "repository"
+
+
+@pytest.fixture
+def repository(built: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may change."""
+    return Path(shutil.copytree(built, tmp_path / "repository", symlinks=True))
 
 
 @pytest.mark.server
 @pytest.mark.replacement
-@pytest.mark.parametrize("layout", ["packed", pytest.param("bucketed", marks=pytest.mark.long)])
-def test_build_engine_check_and_serve(
-    pipeline: Path, gpu: Any, tmp_path: Path, layout: str
+def test_an_engine_is_checked_and_answers_as_the_model(
+    pipeline: Path, repository: Path, tmp_path: Path, tiny_model: Path
 ) -> None:
-    repository = tmp_path / "repository"
-    built = build_into(pipeline, repository, ENGINE, f"core.layout={layout}")
-    assert "tiny_core" in built.changed
+    from sentence_transformers import SentenceTransformer
+
     assert (repository / "tiny_core/1/model.plan").is_file()
     found = {f.id for f in run_checks(repository, triton="26.05") if f.severity != "info"}
     assert found <= {"known-defect"}  # of that release
@@ -82,57 +68,36 @@ def test_build_engine_check_and_serve(
     (verdict,) = check_repository(repository, facts_of(L4, tensorrt="11.2.1"))
     assert "TensorRT 10.16.1.11 on NVIDIA H200 (9.0), here are TensorRT 11.2.1" in str(verdict)
 
-    plain = tmp_path / "plain"
-    build_into(pipeline, plain, f"core.layout={layout}")
-    shutil.copytree(repository, tmp_path / "served")
-    served_engines.without_gpu(tmp_path / "served")
+    served_engines.without_gpu(repository)
     backends = served_engines.write_fakes(tmp_path / "backends")
     texts = traffic_texts()[:40]
     with (
-        Server(tmp_path / "served", backend_directory=backends) as engine,
-        Server(plain) as reference,
-        Client("tiny", engine.grpc_url) as asked,
-        Client("tiny", reference.grpc_url) as wanted,
+        Server(repository, backend_directory=backends) as server,
+        Client("tiny", server.grpc_url) as client,
     ):
-        assert np.abs(asked.embed(texts) - wanted.embed(texts)).max() < 5e-3
+        wanted = SentenceTransformer(str(tiny_model), device="cpu").encode(texts)
+        assert np.abs(client.embed(texts) - wanted).max() < 5e-3
 
 
-def test_a_build_without_changes_keeps_the_engine(pipeline: Path, gpu: Any, tmp_path: Path) -> None:
-    repository = tmp_path / "repository"
-    build_into(pipeline, repository, ENGINE)
-    before = contents(repository)
-    assert build_into(pipeline, repository, ENGINE).changed == ()
-    assert contents(repository) == before
-
-
-def test_an_engine_outlives_a_build_where_there_is_no_gpu(
-    pipeline: Path, built_elsewhere: Path
-) -> None:
-    repository = built_elsewhere
+def test_an_engine_outlives_a_build_where_there_is_no_gpu(pipeline: Path, repository: Path) -> None:
     before = contents(repository)
     assert build_into(pipeline, repository, ENGINE).changed == ()
     assert contents(repository) == before
     build_into(pipeline, repository, ENGINE, "serving.queue.max_delay_us=100")
     assert (repository / "tiny_core/1/model.plan").read_bytes() == before["tiny_core/1/model.plan"]
-    lock = lock_data(repository, "tiny")
-    assert lock["engine"]["gpu"] == "NVIDIA H200"
+    assert lock_data(repository, "tiny")["engine"]["gpu"] == "NVIDIA H200"
 
 
-def test_a_damaged_engine_does_not_stay(pipeline: Path, built_elsewhere: Path) -> None:
-    plan = built_elsewhere / "tiny_core/1/model.plan"
-    plan.write_bytes(plan.read_bytes()[:-1] + b"?")
-    build_into(pipeline, built_elsewhere, ENGINE)
+@pytest.mark.parametrize("change", ["damage", "core.max_batch_size=4"])
+def test_a_damaged_engine_or_one_of_other_shapes_does_not_stay(
+    pipeline: Path, repository: Path, change: str
+) -> None:
+    plan = repository / "tiny_core/1/model.plan"
+    if change == "damage":
+        plan.write_bytes(plan.read_bytes()[:-1] + b"?")
+    build_into(pipeline, repository, ENGINE, *([change] if "=" in change else []))
     assert not plan.exists()
-    assert lock_data(built_elsewhere, "tiny")["engine"] is None
-
-
-def test_an_engine_of_other_shapes_does_not_stay(pipeline: Path, built_elsewhere: Path) -> None:
-    repository = built_elsewhere
-    build_into(pipeline, repository, ENGINE, "core.max_batch_size=4")
-    assert not (repository / "tiny_core/1/model.plan").exists()
-    lock = lock_data(repository, "tiny")
-    assert lock["engine"] is None
-    findings = {f.id for f in run_checks(repository) if f.severity == "error"}
-    assert findings == {"engine-built"}
+    assert lock_data(repository, "tiny")["engine"] is None
+    assert {f.id for f in run_checks(repository) if f.severity == "error"} == {"engine-built"}
     (verdict,) = check_repository(repository, facts_of(H200))
     assert "the engine has not been built" in str(verdict)
