@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -19,6 +20,8 @@ from conftest import (
     traffic_texts,
     write_pipeline,
 )
+from scaffolding import keep_rows
+from task_models import text_classifier
 from triptych.base.errors import UserError
 from triptych.building.build import build
 from triptych.core.export.to_onnx import export_model
@@ -43,26 +46,14 @@ def tree(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def tiny(tmp_path: Path, tiny_model: Path) -> Path:
     """A pipeline on the tiny model."""
-    return write_pipeline(tmp_path / "pipelines/tiny", model={"source": str(tiny_model)})
+    model = {"source": str(tiny_model)}
+    return keep_rows(write_pipeline(tmp_path / "pipelines/tiny", model=model), 50)
 
 
 def test_minilm_is_built_in_both_layouts_without_a_finding(minilm_repository: Path) -> None:
+    """The files are on record in `test_golden`."""
     findings = run_checks(minilm_repository)
     assert [f for f in findings if f.severity in ("error", "warning")] == []
-    models = {path.name for path in minilm_repository.iterdir()}
-    steps = ("", "_preprocess", "_core", "_postprocess")
-    assert models == {f"minilm_{layout}{step}" for layout in LAYOUTS for step in steps}
-
-
-def test_the_packed_core_is_ragged_and_the_bucketed_one_is_not(minilm_repository: Path) -> None:
-    packed = read_config(minilm_repository / "minilm_packed_core/config.pbtxt")
-    assert packed.input[0].allow_ragged_batch
-    assert packed.batch_input[0].target_name == ["row_stride"]
-    bucketed = read_config(minilm_repository / "minilm_bucketed_core/config.pbtxt")
-    assert not bucketed.input[0].allow_ragged_batch
-    assert not bucketed.batch_input
-    edges = [w.inputs["input_ids"].dims[0] for w in bucketed.model_warmup]
-    assert edges[-1] == 256
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -104,38 +95,41 @@ def test_a_core_that_fails_on_its_warm_ups_is_refused(
 
 def test_the_lock_records_the_build(minilm_repository: Path) -> None:
     lock = lock_data(minilm_repository, "minilm_packed")
-    assert lock["gate"]["failures"] == []
-    assert lock["schema"] == 5
-    found = {verdict["metric"]: verdict for verdict in lock["gate"]["verdicts"]}
+    gate = lock["gate"]
+    assert (lock["schema"], lock["traffic"]["rows"], gate["failures"]) == (5, TRAFFIC_ROWS, [])
+    found = {verdict["metric"]: verdict for verdict in gate["verdicts"]}
     assert set(found) == set(metrics_of(TASKS["text-embedding"]))
     assert found["max_difference"]["value"] < found["max_difference"]["limit"] == 1e-5
-    assert lock["gate"]["rows"] > 90
-    assert (
-        len(lock["gate"]["row_differences"])
-        == lock["gate"]["rows"] + lock["gate"]["edge_case_rows"]
-    )
-    assert "accepted" not in lock["gate"]
-    assert lock["traffic"]["rows"] == TRAFFIC_ROWS
+    assert gate["rows"] > 90
+    assert len(gate["row_differences"]) == gate["rows"] + gate["edge_case_rows"]
+    assert "accepted" not in gate
     assert set(lock["versions"]) >= {"torch", "transformers", "onnx"}
     assert all(len(value) == 64 for value in lock["files"].values())
     assert str(Path.cwd()) not in json.dumps(lock)
 
 
-def test_a_second_build_does_no_work(tiny: Path, tmp_path: Path) -> None:
+def test_a_second_build_does_no_work_and_another_spec_only_its_own(
+    tiny: Path, tmp_path: Path
+) -> None:
     repository = tmp_path / "repository"
     assert len(build_into(tiny, repository).changed) == 4
     before = {path: path.stat() for path in repository.rglob("*")}
     lines: list[str] = []
-    spec = load_spec(tiny)
-    again = build(
-        read_inputs(spec, quiet), repository, lambda stage, line: lines.append(stage + line)
-    )
+    inputs = read_inputs(load_spec(tiny), quiet)
+    again = build(inputs, repository, lambda stage, line: lines.append(stage + line))
     assert again.changed == ()
     assert sum("(cached)" in line for line in lines) == 3
     after = {path: path.stat() for path in repository.rglob("*")}
     assert {p: (s.st_ino, s.st_mtime_ns) for p, s in before.items()} == {
         p: (s.st_ino, s.st_mtime_ns) for p, s in after.items()
     }
+    changed = build_into(tiny, repository, "serving.instances.postprocess=2").changed
+    assert changed == ("tiny", "tiny_postprocess")  # the lock in `tiny` records the spec
+    files = tree(repository)
+    build_into(Path(shutil.copytree(tiny, tiny.parent / "other")), repository)
+    both = tree(repository)
+    assert {path: both[path] for path in files} == files
+    assert len(both) == 2 * len(files)
 
 
 def zero_an_eighth(file: Path) -> None:
@@ -174,20 +168,6 @@ def test_a_verdict_holds_for_the_bytes_that_were_judged(tiny: Path, tmp_path: Pa
     zero_an_eighth(repository / "tiny_core/1/model.onnx")
     with pytest.raises(GateFailure, match="differs from the reference"):
         build_into(guest, repository, "core.shared_from=tiny")
-
-
-def test_byte_code_of_a_served_step_is_no_change(tmp_path: Path) -> None:
-    write_models(tmp_path / "r", {"a/1/model.py": b"x"})
-    (tmp_path / "r/a/1/__pycache__").mkdir()
-    (tmp_path / "r/a/1/__pycache__/model.cpython-311.pyc").write_bytes(b"x")
-    assert write_models(tmp_path / "r", {"a/1/model.py": b"x"}) == []
-
-
-def test_only_changed_models_are_written(tiny: Path, tmp_path: Path) -> None:
-    repository = tmp_path / "repository"
-    build_into(tiny, repository)
-    changed = build_into(tiny, repository, "serving.instances.postprocess=2").changed
-    assert changed == ("tiny", "tiny_postprocess")  # the lock in `tiny` records the spec
 
 
 @pytest.mark.long
@@ -235,57 +215,91 @@ def test_a_failed_gate_may_be_accepted_and_that_is_seen(tiny: Path, tmp_path: Pa
     assert "accepted" not in lock["gate"]
 
 
-def test_a_limit_of_another_task_is_refused(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"accuracy\.entity_f1.*metric of text-embedding"):
-        build_into(tiny, tmp_path / "r", "accuracy.entity_f1=0.9")
-
-
-def labeled(folder: Path, scores: list[float]) -> None:
-    """Pairs of the traffic's texts, as alike as `scores` say."""
+def test_labeled_rows_are_judged_and_recorded(tiny: Path, tmp_path: Path) -> None:
     texts = traffic_texts()
     rows = [
         {"text": texts[i], "text_pair": texts[i + 1], "score": score}
-        for i, score in enumerate(scores)
+        for i, score in enumerate([0.9, 0.1, 0.5, 0.3, 0.7])
     ]
-    (folder / "eval.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-
-def test_labeled_rows_are_judged_and_recorded(tiny: Path, tmp_path: Path) -> None:
-    labeled(tiny, [0.9, 0.1, 0.5, 0.3, 0.7])
+    (tiny / "eval.jsonl").write_text("\n".join(map(json.dumps, rows)))
     result = build(read_inputs(load_spec(tiny), quiet), tmp_path / "r", quiet, accept="few rows")
     found = result.gate.labeled
     assert found is not None
-    assert (found.metric, found.rows) == ("similarity_correlation", 5)
-    assert found.difference == 0
+    assert (found.metric, found.rows, found.difference) == ("similarity_correlation", 5, 0)
     assert found.candidate == found.reference
-    (tiny / "eval.jsonl").write_text('{"text": "a"}')
-    with pytest.raises(UserError, match=r"eval\.jsonl:1"):
-        read_inputs(load_spec(tiny), quiet)
 
 
-def test_a_limit_beyond_the_model_is_refused(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="greater than the model's limit of 512"):
-        build_into(tiny, tmp_path / "repository", "tokenizer.max_length=513")
-    assert not (tmp_path / "repository").exists()
-
-
-def test_pipelines_share_a_repository(tiny: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(tiny, tiny.parent / "other"))
-    build_into(tiny, tmp_path / "repository")
-    before = tree(tmp_path / "repository")
-    build_into(other, tmp_path / "repository")
-    after = tree(tmp_path / "repository")
-    assert {path: after[path] for path in before} == before
-    assert len(after) == 2 * len(before)
-
-
-def test_two_builds_at_a_time_are_refused(tmp_path: Path) -> None:
-    repository = tmp_path / "repository"
+def test_files_are_replaced_as_a_whole_and_by_one_build_at_a_time(tmp_path: Path) -> None:
+    repository = tmp_path / "r"
+    write_models(repository, {"a/x": b"1", "a/1/model.py": b"2"})
+    (repository / "a/1/__pycache__").mkdir()
+    (repository / "a/1/__pycache__/model.cpython-311.pyc").write_bytes(b"x")
+    # Byte code of a step that was served is no change.
+    assert write_models(repository, {"a/x": b"1", "a/1/model.py": b"2"}) == []
+    assert write_models(repository, {"a/x": b"1"}) == ["a"]
+    assert tree(repository) == {"a/x": b"1"}
     with locked(repository), pytest.raises(UserError, match="another build"):
-        write_models(repository, {"a/x": b"1"})
+        write_models(repository, {"a/x": b"2"})
 
 
-def test_files_that_are_no_longer_part_of_a_model_go(tmp_path: Path) -> None:
-    write_models(tmp_path / "r", {"a/x": b"1", "a/1/y": b"2"})
-    assert write_models(tmp_path / "r", {"a/x": b"1"}) == ["a"]
-    assert tree(tmp_path / "r") == {"a/x": b"1"}
+WORDS = {
+    "auto_class": "AutoModelForSequenceClassification",
+    "outputs": [{"name": "words", "dtype": "BYTES", "dims": [-1, -1]}],
+}
+MISTAKES: list[tuple[dict[str, Any], str, str, str]] = [
+    ({}, "def before(rows):\n    return [{'text': 5} for _ in rows]\n", "", "hooks.before"),
+    ({}, "", "[" * 100000, "traffic.jsonl"),
+    ({}, "import sys\nsys.exit(0)\n", "", "hooks"),
+    ({"parameters": {"top-k": 3}}, "", "", "parameters"),
+    ({"serving": {"instances": {"preprocess": 65}}}, "", "", "serving.instances.preprocess"),
+    ({"task": "custom", "custom": WORDS}, "def decode(rows):\n    return rows\n", "", "custom"),
+    ({"tokenizer": {"max_length": 513}}, "", "", "tokenizer.max_length"),
+    ({"accuracy": {"entity_f1": 0.9}}, "", "", "accuracy.entity_f1"),
+]
+
+
+def test_a_mistake_is_named_and_writes_nothing(tmp_path: Path, classifier: Path) -> None:
+    for number, (fields, hooks, traffic, field) in enumerate(MISTAKES):
+        folder = write_small(tmp_path / f"mistaken{number}", classifier, **fields)
+        if hooks:
+            (folder / "hooks.py").write_text(hooks)
+        if traffic:
+            (folder / "traffic.jsonl").write_text(traffic)
+        with pytest.raises(UserError) as refused:
+            build_into(folder, tmp_path / "repository")
+        assert field in refused.value.message, fields
+        assert not (tmp_path / "repository").exists()
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
+    return text_classifier(tmp_path_factory.mktemp("model"), minilm_folder, traffic_texts())
+
+
+def write_small(folder: Path, model: Path, **fields: Any) -> Path:
+    """A pipeline of the classifier with three rows of traffic."""
+    fields = {"task": "text-classification", **fields}
+    return keep_rows(write_pipeline(folder, model={"source": str(model)}, **fields), 3)
+
+
+def test_what_others_use_is_not_taken_away(tmp_path: Path, classifier: Path) -> None:
+    repository = tmp_path / "repository"
+
+    def errors() -> list[str]:
+        return [f.id for f in run_checks(repository, triton="24.10") if f.severity == "error"]
+
+    for name, core in (("owner", {}), ("user", {"shared_from": "owner"}), ("third", {})):
+        build_into(write_small(tmp_path / name, classifier, core=core), repository)
+    assert errors() == []
+    for number, (name, core) in enumerate(
+        (
+            ("owner", {"shared_from": "owner"}),
+            ("owner", {"shared_from": "third"}),
+            ("owner", {"layout": "bucketed"}),
+            ("owner_preprocess", {}),  # named like a step of another pipeline
+        )
+    ):
+        folder = write_small(tmp_path / f"{number}" / name, classifier, core=core)
+        with pytest.raises(UserError):
+            build_into(folder, repository)
+        assert errors() == []
