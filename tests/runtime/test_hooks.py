@@ -15,7 +15,6 @@ from conftest import build_into, quiet, traffic_texts, write_pipeline
 from processes import eventually, mark_of
 from task_models import TAGS, TOPICS, tagger, text_classifier
 from triptych.base.errors import UserError
-from triptych.building.build import build
 from triptych.client import Client, InvalidRequestError, PipelineFailedError
 from triptych.core.gate.answers import check_hooks, reference_answers
 from triptych.core.inputs import read_inputs
@@ -27,6 +26,7 @@ from triptych.spec.spec import load_spec
 
 HOOKS = """
 import os
+import json
 import re
 import time
 from pathlib import Path
@@ -108,56 +108,37 @@ pytestmark = pytest.mark.server
 
 
 @pytest.fixture(scope="module")
-def classifier(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
-    return text_classifier(tmp_path_factory.mktemp("m") / "topics", minilm_folder, traffic_texts())
-
-
-@pytest.fixture(scope="module")
-def taggers(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
-    return tagger(tmp_path_factory.mktemp("m") / "tags", minilm_folder, [])
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, classifier: Path, taggers: Path) -> Path:
+def base(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
     """Pipelines with hooks, of custom tasks and with a shared core, in one repository."""
     base = tmp_path_factory.mktemp("hooks")
-    model = {"source": str(classifier)}
-    plain = {"task": "text-classification", "model": model}
-    folders = {
-        "plain": write_pipeline(base / "p/plain", **plain),
-        "cleaned": write_pipeline(base / "p/cleaned", **plain, core={"shared_from": "plain"}),
-        "people": write_pipeline(
-            base / "p/people", task="token-classification", model={"source": str(taggers)}
-        ),
-        "urgent": write_pipeline(
-            base / "p/urgent",
-            task="custom",
-            model=model,
-            custom={
-                "auto_class": "AutoModelForSequenceClassification",
-                "outputs": [
-                    {"name": "urgency", "dtype": "FP32"},
-                    {"name": "reason", "dtype": "BYTES"},
-                    {"name": "all", "dtype": "FP32", "dims": [-1]},
-                ],
-            },
-        ),
-        "shares": write_pipeline(
-            base / "p/shares",
-            task="custom",
-            model={"source": str(taggers)},
-            custom={
-                "auto_class": "AutoModelForTokenClassification",
-                "head_input": "tokens",
-                "core_output": "token_scores",
-                "outputs": [{"name": "share", "dtype": "FP32"}],
-            },
-        ),
+    topics = text_classifier(base / "topics", minilm_folder, traffic_texts())
+    tags = {"source": str(tagger(base / "tags", minilm_folder, []))}
+    plain = {"task": "text-classification", "model": {"source": str(topics)}}
+    urgent = {
+        "auto_class": "AutoModelForSequenceClassification",
+        "outputs": [
+            {"name": "urgency", "dtype": "FP32"},
+            {"name": "reason", "dtype": "BYTES"},
+            {"name": "all", "dtype": "FP32", "dims": [-1]},
+        ],
     }
-    hooks = {"cleaned": HOOKS, "people": ENTITIES, "urgent": SCORES, "shares": TOKENS}
-    for name, folder in folders.items():
-        if name in hooks:
-            (folder / "hooks.py").write_text(hooks[name])
+    shares = {
+        "auto_class": "AutoModelForTokenClassification",
+        "head_input": "tokens",
+        "core_output": "token_scores",
+        "outputs": [{"name": "share", "dtype": "FP32"}],
+    }
+    specs: dict[str, tuple[dict[str, Any], str]] = {
+        "plain": (plain, ""),
+        "cleaned": ({**plain, "core": {"shared_from": "plain"}}, HOOKS),
+        "people": ({"task": "token-classification", "model": tags}, ENTITIES),
+        "urgent": ({**plain, "task": "custom", "custom": urgent}, SCORES),
+        "shares": ({"task": "custom", "model": tags, "custom": shares}, TOKENS),
+    }
+    for name, (fields, hooks) in specs.items():
+        folder = write_pipeline(base / "p" / name, **fields)
+        if hooks:
+            (folder / "hooks.py").write_text(hooks)
         build_into(folder, base / "repository")
     return base
 
@@ -170,18 +151,14 @@ def url(base: Path) -> Iterator[str]:
 
 def test_hooks_clean_texts_and_map_labels(url: str) -> None:
     text = traffic_texts()[0]
+    texts = ["<i>a refund, please", "nothing of the kind", "refund"]
     with Client("plain", url) as plain, Client("cleaned", url) as cleaned:
         want = plain.classify([text], top_k=5)[0]
         got = cleaned.classify([f"<b>{text}</b><br/>"], top_k=5)[0]
+        labels = [choices[0].label for choices in cleaned.classify(texts)]
     assert [c.label for c in got] == [c.label.upper() for c in want]
     assert [c.score for c in got] == pytest.approx([round(c.score, 2) for c in want], abs=1e-6)
-
-
-def test_after_may_see_what_was_asked(url: str) -> None:
-    texts = ["<i>a refund, please", "nothing of the kind", "refund"]
-    with Client("cleaned", url) as client:
-        labels = [choices[0].label for choices in client.classify(texts)]
-    assert [label == "REFUND" for label in labels] == [True, False, True]
+    assert [label == "REFUND" for label in labels] == [True, False, True]  # `after` sees the texts
 
 
 def test_after_sees_entities_as_data(url: str) -> None:
@@ -191,9 +168,9 @@ def test_after_sees_entities_as_data(url: str) -> None:
     assert {tag.partition("-")[2] for tag in TAGS} == {"", "PER", "LOC"}
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "words"),
-    [
+def test_a_hook_that_fails_fails_one_request_and_names_its_row(url: str) -> None:
+    others = ["all is well", "a much longer text, so that the client sorts it first", "all is well"]
+    for text, kind, words in (
         ("refuse me", InvalidRequestError, "we do not talk about that"),
         ("break", PipelineFailedError, "hooks.before raised KeyError: 'missing'"),
         ("lose", PipelineFailedError, "hooks.before must return 1 rows, returned 0"),
@@ -202,30 +179,24 @@ def test_after_sees_entities_as_data(url: str) -> None:
         ("rename", PipelineFailedError, "hooks.before must return rows with ['text']"),
         ("forget", PipelineFailedError, "hooks.after must return 1 rows, returned NoneType"),
         ("spell", PipelineFailedError, "a row must be a list of str, not str 'OTHER'"),
-    ],
-)
-def test_a_hook_that_fails_fails_one_request(
-    url: str, text: str, kind: type[Exception], words: str
+    ):
+        with Client("cleaned", url) as client, ThreadPoolExecutor(9) as pool:
+            sound = [pool.submit(client.classify, ["all is well"]) for _ in range(8)]
+            with pytest.raises(kind) as caught:
+                client.classify([text])
+            assert words in str(caught.value)
+            assert len({str(answer.result()) for answer in sound}) == 1, text
+            if text in ("refuse me", "break"):
+                with pytest.raises(kind) as caught:
+                    client.classify([*others[:2], text, others[2]])
+                assert caught.value.row == 2
+
+
+def test_a_build_runs_after_and_decode_on_what_the_model_answers(
+    tmp_path: Path, base: Path
 ) -> None:
-    with Client("cleaned", url) as client, ThreadPoolExecutor(9) as pool:
-        sound = [pool.submit(client.classify, ["all is well"]) for _ in range(8)]
-        with pytest.raises(kind) as caught:
-            client.classify([text])
-        assert len({str(answer.result()) for answer in sound}) == 1
-    assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "hooks", "words"),
-    [
-        ("plain", "def after(rows): rows[0]['label']", "hooks.after must return 1 rows, returned"),
-        (
-            "plain",
-            "def after(rows): return [{**row, 'label': row['label'][0]} for row in rows]",
-            "a row must be a list of str, not str '",
-        ),
-        ("plain", "def after(rows): return rows[1 // len(rows[1:]) :]", "ZeroDiv"),
-        ("plain", "def after(rows): raise ValueError('not today')", "not today"),
+    """Every rule for hooks is in `tests/data/hooks.yaml`."""
+    for name, hooks, words in (
         ("plain", "def after(rows): return rows if len(rows) < 2 else rows[1:]", "at once"),
         (
             "plain",
@@ -233,23 +204,22 @@ def test_a_hook_that_fails_fails_one_request(
             "depending on the other rows. Given: a different `score`",
         ),
         ("urgent", SCORES.replace("float(row", "str(row"), "elements must be float32"),
-    ],
-)
-def test_a_build_runs_after_and_decode_on_what_the_model_answers(
-    tmp_path: Path, base: Path, name: str, hooks: str, words: str
-) -> None:
-    folder = shutil.copytree(base / "p" / name, tmp_path / name)
-    (folder / "hooks.py").write_text(hooks)
-    with pytest.raises(UserError, match=re.escape(words)) as caught:
-        build_into(folder, tmp_path / "repository")
-    assert caught.value.field == str(folder / "hooks.py")
-    assert not (tmp_path / "repository").exists()
+    ):
+        folder = shutil.copytree(base / "p" / name, tmp_path / name, dirs_exist_ok=True)
+        (folder / "hooks.py").write_text(hooks)
+        with pytest.raises(UserError, match=re.escape(words)) as caught:
+            build_into(folder, tmp_path / "repository")
+        assert caught.value.field == str(folder / "hooks.py")
+        assert not (tmp_path / "repository").exists()
 
 
 def test_a_server_that_stops_waits_for_a_slow_hook(base: Path, tmp_path: Path) -> None:
-    environment = {"HOOK_FOLDER": str(tmp_path)}
+    """The server has no metrics, which steps must do without."""
+    environment, options = {"HOOK_FOLDER": str(tmp_path)}, ["--allow-metrics=false"]
     with (
-        Server(base / "repository", models=["cleaned"], environment=environment) as server,
+        Server(
+            base / "repository", models=["cleaned"], environment=environment, extra_args=options
+        ) as server,
         ThreadPoolExecutor(2) as pool,
     ):
         (counts,) = InFlight.of_server(server.pid, mark_of(server.pid))
@@ -262,15 +232,6 @@ def test_a_server_that_stops_waits_for_a_slow_hook(base: Path, tmp_path: Path) -
             (labels,) = answer.result(timeout=60)
             stopped.result(timeout=60)
     assert all(label.label.isupper() for label in labels)
-
-
-def test_a_hook_that_fails_names_the_row(url: str) -> None:
-    texts = ["all is well", "a much longer text, so that the client sorts it first", "all is well"]
-    with Client("cleaned", url) as client:
-        for word, kind in (("refuse me", InvalidRequestError), ("break", PipelineFailedError)):
-            with pytest.raises(kind) as caught:
-                client.classify([*texts[:2], word, texts[2]])
-            assert caught.value.row == 2
 
 
 def test_hooks_may_refuse_made_up_rows_in_a_build(tmp_path: Path, base: Path) -> None:
@@ -300,7 +261,7 @@ def test_inputs_go_past_a_core_of_more_rows_than_the_request() -> None:
     ]
 
 
-def test_a_custom_task_makes_its_own_outputs(url: str) -> None:
+def test_a_custom_task_makes_its_own_outputs_of_scores_or_tokens(url: str) -> None:
     texts = traffic_texts()[:20]
     with Client("urgent", url) as custom, Client("plain", url) as plain:
         outputs = custom.infer({"text": texts})
@@ -312,9 +273,6 @@ def test_a_custom_task_makes_its_own_outputs(url: str) -> None:
         assert np.abs(outputs["all"][row] - scores).max() < 1e-5
         assert abs(outputs["urgency"][row, 0] - scores[0]) < 1e-5
         assert outputs["reason"][row, 0].decode() == f"most likely class {np.argmax(scores)}"
-
-
-def test_a_custom_task_may_read_tokens(url: str) -> None:
     with Client("shares", url) as client:
         shares = client.infer({"text": traffic_texts()[:30]})["share"]
     assert shares.shape == (30, 1)
@@ -322,91 +280,58 @@ def test_a_custom_task_may_read_tokens(url: str) -> None:
 
 
 def test_a_shared_core_is_there_once(base: Path) -> None:
-    models = {path.name for path in (base / "repository").iterdir()}
+    repository = base / "repository"
+    models = {path.name for path in repository.iterdir()}
     assert "plain_core" in models
     assert "cleaned_core" not in models
-    errors = [f for f in run_checks(base / "repository") if f.severity != "info"]
-    assert errors == []
-
-
-def test_tokenizers_of_one_model_share_their_bytes(base: Path) -> None:
-    files = [
-        base / f"repository/{name}_preprocess/1/tokenizer.json" for name in ("plain", "urgent")
-    ]
-    assert files[0].stat().st_ino == files[1].stat().st_ino
+    assert [f for f in run_checks(repository) if f.severity != "info"] == []
+    one, other = (
+        repository / f"{name}_preprocess/1/tokenizer.json" for name in ("plain", "urgent")
+    )
+    assert one.stat().st_ino == other.stat().st_ino
 
 
 def test_a_core_of_another_kind_is_not_shared(base: Path) -> None:
     folder = shutil.copytree(base / "p/people", base / "p/wrong")
     before = {path: path.stat().st_mtime_ns for path in (base / "repository").rglob("*")}
-    with pytest.raises(UserError, match="another model, task head"):
-        build_into(folder, base / "repository", "core.shared_from=plain")
-    with pytest.raises(UserError, match="is not built into"):
-        build_into(folder, base / "repository", "core.shared_from=nothing")
-    with pytest.raises(UserError, match="without its own core"):
-        build_into(folder, base / "repository", "core.shared_from=cleaned")
-    with pytest.raises(UserError, match=r"core\.share"):
-        build_into(base / "p/plain", base / "repository", "core.shared_from=plain")
-    with pytest.raises(UserError, match="greater than that of the shared core, 32"):
-        build_into(base / "p/cleaned", base / "repository", "core.max_batch_size=64")
+    for pipeline, setting, said in (
+        ("wrong", "core.shared_from=plain", "another model, task head"),
+        ("wrong", "core.shared_from=nothing", "is not built into"),
+        ("wrong", "core.shared_from=cleaned", "without its own core"),
+        ("plain", "core.shared_from=plain", r"core\.share"),
+        ("cleaned", "core.max_batch_size=64", "greater than that of the shared core, 32"),
+        ("plain", "core.layout=bucketed", "cleaned uses it, and it would change"),
+    ):
+        with pytest.raises(UserError, match=said):
+            build_into(folder.with_name(pipeline), base / "repository", setting)
     assert before == {path: path.stat().st_mtime_ns for path in (base / "repository").rglob("*")}
 
 
-def test_a_core_given_up_for_a_shared_one_goes(tmp_path: Path, base: Path) -> None:
+def test_a_core_given_up_for_a_shared_one_goes_and_lint_sees_another_one(
+    tmp_path: Path, base: Path
+) -> None:
     repository = shutil.copytree(base / "repository", tmp_path / "repository")
-    (base / "p/cleaned/pipeline.yaml").read_text()
     build_into(base / "p/cleaned", repository, "core.shared_from=null")
     assert (repository / "cleaned_core/1/model.onnx").is_file()
     changed = build_into(base / "p/cleaned", repository).changed
     assert "cleaned_core" in changed
     assert not (repository / "cleaned_core").exists()
-
-
-def test_lint_sees_a_shared_core_that_was_built_anew(tmp_path: Path, base: Path) -> None:
-    repository = shutil.copytree(base / "repository", tmp_path / "repository")
     assert [f for f in run_checks(repository) if f.id == "shared-core"] == []
-    with pytest.raises(UserError, match="cleaned uses it, and it would change"):
-        build_into(base / "p/plain", repository, "core.layout=bucketed")
-    inputs = read_inputs(load_spec(base / "p/plain", ["core.layout=bucketed"]), quiet)
-    build(inputs, repository, quiet, built_after=["cleaned"])
+    build_into(base / "p/plain", repository, "core.layout=bucketed", built_after=["cleaned"])
     found = [f for f in run_checks(repository) if f.id == "shared-core"]
     assert [(f.severity, f.file) for f in found] == [("error", "cleaned/triptych.lock.json")]
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
+def test_fields_that_do_not_fit_the_task_are_refused(base: Path) -> None:
+    output = {"auto_class": "AutoModel", "outputs": [{"name": "a", "dtype": "FP32"}]}
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"task": "custom"}, "is required for task: custom"),
-        (
-            {"custom": {"auto_class": "AutoModel", "outputs": [{"name": "a", "dtype": "FP32"}]}},
-            "custom",
-        ),
+        ({"custom": output}, "custom"),
         ({"parameters": {"top_k": 9}}, "from 1 to 5"),
         ({"parameters": {"topk": 1}}, "not known"),
-    ],
-)
-def test_a_wrong_spec_is_refused(
-    tmp_path: Path, classifier: Path, spec: dict[str, Any], words: str
-) -> None:
-    fields = {"task": "text-classification", "model": {"source": str(classifier)}, **spec}
-    folder = write_pipeline(tmp_path / "p/wrong", **fields)
-    with pytest.raises(UserError, match=words):
-        build_into(folder, tmp_path / "repository")
-
-
-def test_a_custom_task_needs_decode(tmp_path: Path, classifier: Path) -> None:
-    folder = write_pipeline(
-        tmp_path / "p/wrong",
-        task="custom",
-        model={"source": str(classifier)},
-        custom={
-            "auto_class": "AutoModelForSequenceClassification",
-            "outputs": [{"name": "a", "dtype": "FP32"}],
-        },
     )
-    with pytest.raises(UserError, match="function `decode`"):
-        build_into(folder, tmp_path / "repository")
-    (folder / "hooks.py").write_text("def decode(rows:")
-    with pytest.raises(UserError, match="cannot be loaded"):
-        build_into(folder, tmp_path / "repository")
-    assert json.loads((folder / "pipeline.yaml").read_text())["task"] == "custom"
+    for number, (fields, words) in enumerate(cases):
+        plain = json.loads((base / "p/plain/pipeline.yaml").read_text())
+        folder = write_pipeline(base / f"p/misfit{number}", **{**plain, **fields})
+        with pytest.raises(UserError, match=words):
+            read_inputs(load_spec(folder), quiet)
