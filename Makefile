@@ -110,7 +110,7 @@ pure: setup
 lint: setup  ## ruff, and vermin for Python 3.10
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/vermin --quiet --target=3.10- --no-tips --violations --backport typing --exclude long build_scripts/triptych
+	$(BIN)/vermin --quiet --no-parse-comments --target=3.10- --no-tips --violations --backport typing --exclude long build_scripts/triptych
 
 types: setup
 	$(BIN)/mypy

@@ -48,19 +48,6 @@ def test_a_release_is_read_from_its_tag_or_version() -> None:
             assert refused.value.given == text
 
 
-def test_the_tables_begin_with_the_oldest_release() -> None:
-    assert min(TRITON_VERSIONS) == OLDEST
-    assert all(since.release > OLDEST for since in (*CONFIG_FIELDS, *SERVER_FLAGS))
-
-
-def test_releases_are_ordered_by_date_and_so_are_their_versions() -> None:
-    releases = list(TRITON_VERSIONS)
-    numbers = [tuple(map(int, version.split("."))) for version in TRITON_VERSIONS.values()]
-    assert releases == sorted(releases)
-    assert numbers == sorted(numbers)
-    assert parse_release("25.12") < parse_release("26.01")
-
-
 def test_every_field_of_the_table_is_in_the_schema() -> None:
     for field in CONFIG_FIELDS:
         descriptor = new_config().DESCRIPTOR
@@ -81,65 +68,56 @@ def test_the_embedded_server_knows_what_the_tables_say() -> None:
         assert known == (since.release <= Release(24, 10)), since
 
 
-@pytest.mark.parametrize(
-    ("triton", "newer"),
-    [
-        ("24.10", {"model_metrics"}),
-        ("24.11", set()),
-        ("25.10", set()),
-    ],
-)
-def test_newer_fields_are_found_and_left_out(triton: str, newer: set[str]) -> None:
-    config, release = parse_config(NEW), parse_release(triton)
-    expected = newer | {"max_inflight_requests"}
-    assert {f.name.rpartition(".")[2] for f in fields_newer_than(config, release)} == expected
-    older = without_newer_fields(config, release)
-    assert fields_newer_than(older, release) == []
-    assert not any(name in str(older) for name in expected)
-    assert [step.model_name for step in older.ensemble_scheduling.step] == ["m", "n"]
-    assert config == parse_config(NEW)
-
-
-def test_a_config_without_new_fields_stays_as_it_is() -> None:
-    config = parse_config('name: "a" ensemble_scheduling { step [{ model_name: "m" }] }')
-    assert fields_newer_than(config, OLDEST) == []
-    assert without_newer_fields(config, OLDEST) == config
-    assert fields_newer_than(parse_config(NEW), Release(25, 11)) == []
-
-
-@pytest.mark.parametrize(
-    ("flags", "newer"),
-    [
-        (["--http-port=8000", "--model-repository", "/models"], []),
-        (["--grpc-infer-thread-count=8", "--exit-timeout-secs=60"], ["grpc-infer-thread-count"]),
-        (["--http-max-input-size", "1000"], ["http-max-input-size"]),
-        (["grpc-max-response-pool-size"], ["grpc-max-response-pool-size"]),
-        (["--allow-client-shm", "--http-restricted-api=x:k=v"], ["allow-client-shm"]),
-        (["--metrics-config=counter_latencies=true"], []),
-        (["--metrics-config=histogram_latencies=true"], ["metrics-config.histogram_latencies"]),
-        (["--metrics-config", "histogram_latencies=true"], ["metrics-config.histogram_latencies"]),
-    ],
-)
-def test_flags_that_a_release_does_not_know_are_found(flags: list[str], newer: list[str]) -> None:
-    assert [flag.name for flag in flags_newer_than(flags, OLDEST)] == newer
-    assert flags_newer_than(flags, Release(26, 8)) == []
-
-
-def test_flags_come_with_the_release_whose_branch_has_them() -> None:
-    pool, histograms = (
-        "--grpc-max-response-pool-size=16",
-        "--metrics-config=histogram_latencies=true",
-    )
-    for flag, before, first in (
-        (pool, Release(25, 2), Release(25, 3)),
-        (histograms, Release(25, 12), Release(26, 1)),
-    ):
-        assert flags_newer_than([flag], before), flag
-        assert not flags_newer_than([flag], first), flag
-
-
-def test_flags_are_in_order_of_release() -> None:
+def test_the_tables_are_in_order_of_release() -> None:
+    """Nothing inside an image gets older with its release."""
+    assert min(TRITON_VERSIONS) == OLDEST
+    for versions in (TRITON_VERSIONS, TENSORRT_VERSIONS):
+        assert list(versions) == sorted(versions)
+        numbers = [tuple(map(int, version.split("."))) for version in versions.values()]
+        assert numbers == sorted(numbers)
+    for table in (CONFIG_FIELDS, SERVER_FLAGS):
+        assert all(since.release > OLDEST for since in table)
     assert list(SERVER_FLAGS) == sorted(SERVER_FLAGS, key=lambda flag: flag.release)
+
+
+def test_newer_fields_are_found_and_left_out() -> None:
+    for triton, newer in (
+        ("24.10", {"model_metrics", "max_inflight_requests"}),
+        ("24.11", {"max_inflight_requests"}),
+        ("25.11", set()),
+    ):
+        config, release = parse_config(NEW), parse_release(triton)
+        assert {f.name.rpartition(".")[2] for f in fields_newer_than(config, release)} == newer
+        older = without_newer_fields(config, release)
+        assert fields_newer_than(older, release) == []
+        assert not any(name in str(older) for name in newer)
+        assert [step.model_name for step in older.ensemble_scheduling.step] == ["m", "n"]
+        assert config == parse_config(NEW)
+
+
+def test_flags_that_a_release_does_not_know_are_found() -> None:
+    for words, newer, first in (
+        ("--http-port=8000 --model-repository /models", "", "24.10"),
+        ("--grpc-infer-thread-count=8 --exit-timeout-secs=60", "grpc-infer-thread-count", ""),
+        ("--http-max-input-size 1000", "http-max-input-size", ""),
+        ("grpc-max-response-pool-size", "grpc-max-response-pool-size", "25.03"),
+        ("--allow-client-shm --http-restricted-api=x:k=v", "allow-client-shm", ""),
+        ("--metrics-config=counter_latencies=true", "", "24.10"),
+        (
+            "--metrics-config=histogram_latencies=true",
+            "metrics-config.histogram_latencies",
+            "26.01",
+        ),
+        ("--metrics-config histogram_latencies=true", "metrics-config.histogram_latencies", ""),
+    ):
+        flags = words.split()
+        assert [flag.name for flag in flags_newer_than(flags, OLDEST)] == newer.split(), words
+        assert flags_newer_than(flags, Release(26, 8)) == []
+        if first and newer:  # the release whose branch has the flag
+            release = parse_release(first)
+            before = max(other for other in TRITON_VERSIONS if other < release)
+            assert flags_newer_than(flags, before), words
+            assert not flags_newer_than(flags, release), words
 
 
 def test_parameters_that_a_backend_does_not_know_are_found_and_left_out() -> None:
@@ -155,29 +133,17 @@ def test_parameters_that_a_backend_does_not_know_are_found_and_left_out() -> Non
     assert parameters_newer_than(parse_config(f'backend: "python" {text}'), before) == []
 
 
-@pytest.mark.parametrize(
-    ("triton", "tensorrt", "major"),
-    [
+def test_the_tensorrt_of_a_release_is_known_or_said_to_be_unknown() -> None:
+    for triton, tensorrt, major in (
         ("24.10", None, 10),
         ("26.05", "10.16.1.11", 10),
         ("26.06", "11.0.0.114", 11),
         ("26.08-py3", "11.2.1.2", 11),
         ("26.09", None, 11),
         ("27.01", None, None),
-    ],
-)
-def test_the_tensorrt_of_a_release_is_known_or_said_to_be_unknown(
-    triton: str, tensorrt: str | None, major: int | None
-) -> None:
-    assert TENSORRT_VERSIONS.get(parse_release(triton)) == tensorrt
-    assert tensorrt_major(parse_release(triton)) == major
-    if tensorrt is not None:
-        assert releases_with(tensorrt) == [parse_release(triton)]
-
-
-def test_what_is_inside_an_image_never_gets_older() -> None:
-    versions = [TENSORRT_VERSIONS[release] for release in sorted(TENSORRT_VERSIONS)]
-    numbers = [tuple(map(int, version.split("."))) for version in versions]
-    assert numbers == sorted(numbers)
-    for release, version in TENSORRT_VERSIONS.items():
-        assert tensorrt_major(release) == int(version.partition(".")[0])
+    ):
+        release = parse_release(triton)
+        assert TENSORRT_VERSIONS.get(release) == tensorrt
+        assert tensorrt_major(release) == major
+        if tensorrt is not None:
+            assert releases_with(tensorrt) == [release]

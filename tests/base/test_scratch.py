@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from triptych.base.files import scratch_folder
-from triptych.repository.lint.checks import LintFailure, lint_rendered
 
 HOLD = """
 import sys
@@ -52,10 +51,3 @@ def test_a_killed_build_leaves_nothing_for_long(
         for holder in holders:
             holder.kill()
             holder.communicate()
-
-
-def test_a_lint_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(LintFailure):
-        lint_rendered({"broken/config.pbtxt": b"name: 3"}, triton="24.10")
-    assert list(tmp_path.iterdir()) == []

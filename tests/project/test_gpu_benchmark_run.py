@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +21,7 @@ from benchmarks.gpu import engine_speed, engines, report, run, served, systems
 from benchmarks.gpu.ledger import Ledger
 from benchmarks.gpu.machine import PARTS, Machine, Substitutes, read_machine
 from benchmarks.gpu.pipelines import LAYOUTS, GpuModel
-from benchmarks.gpu.report import ALL_MET, BAD, INCOMPLETE, GpuResults
+from benchmarks.gpu.report import BAD, INCOMPLETE, GpuResults
 from conftest import ROOT
 from triptych.container.machine import find_gpus
 from triptych.core.engine.runner import EngineError
@@ -34,47 +34,33 @@ FAKES = ("tensorrt", "cuda")
 NO_COMPILER = "it compiles for minutes"
 
 
-def run_gpu_test(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "build_scripts/benchmarks/gpu"), *words]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-
-
 @pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU here")
-def test_without_a_gpu_the_check_says_so_for_each_part_and_exits_with_3() -> None:
-    done = run_gpu_test("--check")
+def test_without_a_gpu_or_its_packages_it_says_so_and_exits_with_3() -> None:
+    def run_check(*options: str) -> subprocess.CompletedProcess[str]:
+        script = str(ROOT / "build_scripts/benchmarks/gpu")
+        command = [sys.executable, *options, script, "--check"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+    done = run_check()
     assert done.returncode == INCOMPLETE, done.stderr
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line)
     assert lines["GPU"] == "none"
-    assert "no NVIDIA driver" in lines["engines"]
-    assert "no NVIDIA driver" in lines["served"]
+    for part in ("engines", "served"):
+        assert "no NVIDIA driver" in lines[part]
     assert lines["graphs"].startswith("would run")
-
-
-def test_a_mistake_in_the_options_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (
-        ["--rounds", "0"],
-        ["--minutes", "0"],
-        ["--output", "x.txt"],
-        ["--models", "gpt"],
-    ):
-        with pytest.raises(SystemExit) as ended:
-            run.parse_options(words)
-        assert ended.value.code == 2
-        assert "error:" in capsys.readouterr().err
-
-
-def test_without_its_packages_it_says_what_to_install_and_exits_with_3() -> None:
-    command = [sys.executable, "-S", str(ROOT / "build_scripts/benchmarks/gpu"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_check("-S")
     assert done.returncode == INCOMPLETE
     assert "pip install" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def make_options(**changes: Any) -> Namespace:
-    return change(run.parse_options([]), **changes)
+def test_a_mistake_in_the_options_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    mistakes = ("--rounds 0", "--minutes 0", "--output x.txt", "--models gpt")
+    for words in map(str.split, mistakes):
+        with pytest.raises(SystemExit) as ended:
+            run.parse_options(words)
+        assert ended.value.code == 2
+        assert "error:" in capsys.readouterr().err
 
 
 def change(options: Namespace, **changes: Any) -> Namespace:
@@ -118,73 +104,59 @@ def serve_fakes(base: Path) -> Any:
 
 
 class Done(NamedTuple):
-    """A run in whole, and what it wrote."""
+    """A run in whole."""
 
-    trt: Any
     options: Namespace
     machine: Machine
     found: GpuResults
     ledger: Ledger
-    code: int
-    page: str
-    report: dict[str, Any]
+    output: Path
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Done]:
     """All of it for a tiny model: PyTorch and ONNX Runtime on the CPU, the engines on the fakes."""
     base = tmp_path_factory.mktemp("gpu")
-    options = make_options(
+    options = change(
+        run.parse_options([]),
         models=[tiny_subject(tiny_model)],
         precisions=("fp16",),
         rounds=2,
         seconds=0.02,
-        served_seconds=1.5,
+        served_seconds=1.0,
         home=base / "home",
         batches=(1, 8),
         clients=(1, 4),
     )
     substitutes = Substitutes(device="cpu", provider="CPUExecutionProvider", fakes=FAKES)
     with pytest.MonkeyPatch.context() as patch:
-        trt = engine_cases.machine(patch, base, "10")
+        engine_cases.machine(patch, base, "10")
         patch.setattr(served, "Server", serve_fakes(base))
         machine = read_machine(substitutes)
         machine = replace(machine, lacks={**machine.lacks, "torch.compile": NO_COMPILER})
-        lines: list[str] = []
-        ledger = Ledger(lines.append)
+        ledger = Ledger(lambda line: None)
         output = base / "gpu.json"
-        found = run.run(options, machine, substitutes, ledger, partial(write_to, output, ledger))
-        yield Done(
-            trt,
-            options,
-            machine,
-            found,
-            ledger,
-            report.exit_code(found, ledger),
-            output.with_suffix(".md").read_text(encoding="utf-8"),
-            json.loads(output.read_text(encoding="utf-8")),
-        )
 
+        def write(so_far: GpuResults) -> None:
+            report.write(so_far, ledger, Namespace(output=output, title="Engines on a GPU"))
 
-def write_to(output: Path, ledger: Ledger, so_far: GpuResults) -> None:
-    report.write(so_far, ledger, Namespace(output=output, title="Engines on a GPU"))
+        found = run.run(options, machine, substitutes, ledger, write)
+        yield Done(options, machine, found, ledger, output)
 
 
 @pytest.mark.server
-def test_engines_of_both_layouts_are_built_and_held_to_pytorch(done: Done) -> None:
-    assert [one.plan.layout for one in done.found.built] == list(LAYOUTS)
-    for built in done.found.built:
+def test_every_system_is_built_compared_timed_and_served_and_every_page_names_the_fakes(
+    done: Done,
+) -> None:
+    found, ledger = done.found, done.ledger
+    assert [one.plan.layout for one in found.built] == list(LAYOUTS)
+    for built in found.built:
         assert built.engine is not None
         assert built.engine["precision"] == "fp16"
         assert built.parity is not None
         assert built.parity["rows"] > 20
         assert built.parity["failures"] == []
-
-
-@pytest.mark.server
-def test_every_system_is_timed_under_every_load_in_every_round(done: Done) -> None:
-    names = list(dict.fromkeys(one.system for one in done.found.speeds))
-    assert names == [
+    assert list(dict.fromkeys(one.system for one in found.speeds)) == [
         "engine fp16 packed",
         "engine fp16 bucketed, CUDA graphs",
         "engine fp16 bucketed, no graphs",
@@ -192,82 +164,46 @@ def test_every_system_is_timed_under_every_load_in_every_round(done: Done) -> No
         "torch eager fp16",
         "onnxruntime-gpu fp16",
     ]
-    for name in names:
-        own = [one for one in done.found.speeds if one.system == name]
-        assert {(one.batch_size, one.lengths) for one in own} == {
-            (size, lengths) for size in (1, 8) for lengths in ("mixed", "equal")
-        }
-        assert {one.rounds for one in own} == {2}
-        assert all(0 < one.p50_ms <= one.p99_ms for one in own)
-
-
-@pytest.mark.server
-def test_the_ensemble_is_served_and_loaded_in_both_layouts(done: Done) -> None:
-    assert [one.layout for one in done.found.served] == list(LAYOUTS)
-    for one in done.found.served:
+    loads = {(one.system, one.batch_size, one.lengths) for one in found.speeds}
+    assert len(loads) == len(found.speeds) == 6 * 2 * 2
+    assert {one.rounds for one in found.speeds} == {2}
+    assert all(0 < one.p50_ms <= one.p99_ms for one in found.speeds)
+    assert [one.layout for one in found.served] == list(LAYOUTS)
+    for one in found.served:
         assert [loop.clients for loop in one.closed] == [1, 4]
         assert one.poisson.offered_per_s == pytest.approx(0.7 * one.top.rate_per_s)
         assert one.poisson.p99_ms > 0
-
-
-@pytest.mark.server
-def test_nothing_on_the_fakes_passes_and_every_page_says_that_they_are(done: Done) -> None:
-    assert {target.status for target in done.found.targets} <= {"met", "missed"}
-    assert done.code in (BAD, INCOMPLETE)
-    assert done.report["measurements"]["fakes"] == list(FAKES)
-    assert f"FAKE: {', '.join(FAKES)}" in done.page
-    rows = [line for line in done.page.splitlines() if line.startswith("| ") and "---" not in line]
+    assert ledger.failed == []
+    assert [(one.what, one.reason) for one in ledger.not_run] == [
+        (f"torch.compile ({PARTS['torch.compile']})", NO_COMPILER),
+        ("tiny, onnxruntime-gpu fp32", "no bucketed fp32 graph was built"),
+    ]
+    assert {target.status for target in found.targets} <= {"met", "missed"}
+    assert report.exit_code(found, ledger) in (BAD, INCOMPLETE)
+    written = json.loads(done.output.read_text(encoding="utf-8"))["measurements"]
+    assert written["fakes"] == list(FAKES)
+    page = done.output.with_suffix(".md").read_text(encoding="utf-8")
+    assert f"FAKE: {', '.join(FAKES)}" in page
+    assert "- 0 failed, 2 not run." in page
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "---" not in line]
     assert sum("FAKE " in row for row in rows) > 20
 
 
 @pytest.mark.server
-def test_what_was_not_run_is_named_and_counted_and_nothing_failed(done: Done) -> None:
-    assert done.ledger.failed == []
-    assert [(one.what, one.reason) for one in done.ledger.not_run] == [
-        (f"torch.compile ({PARTS['torch.compile']})", NO_COMPILER),
-        ("tiny, onnxruntime-gpu fp32", "no bucketed fp32 graph was built"),
-    ]
-    assert "- 0 failed, 2 not run." in done.page
-
-
-@pytest.mark.server
-def test_a_pipeline_that_falls_back_to_the_other_layout_is_not_measured_twice(
-    done: Done, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (bucketed,) = [one for one in done.found.built if not one.plan.packed]
-    monkeypatch.setattr(engines, "build_graph", lambda subject, *_, **__: bucketed)
-    found, ledger = measure(change(done.options, build_only=True), done.machine)
-    assert [one.what for one in ledger.failed] == ["tiny_fp16_packed"]
-    assert found.built == [bucketed]
-
-
-@pytest.mark.server
-def test_building_alone_needs_no_gpu_and_judges_nothing(done: Done) -> None:
-    machine = without(Machine({}, {}), *(part for part in PARTS if part != "graphs"))
-    found, ledger = measure(change(done.options, reuse=True, build_only=True), machine)
-    assert [one.engine for one in found.built] == [None, None]
-    assert (found.speeds, found.targets) == ([], [])
-    assert report.exit_code(found, ledger, judged=False) == ALL_MET
-    assert report.exit_code(found, ledger) == INCOMPLETE
-
-
-@pytest.mark.server
-@pytest.mark.parametrize("kind", ["torch fp32", "torch fp16", "onnxruntime"])
-def test_systems_compute_what_the_engine_does(kind: str, done: Done) -> None:
+def test_systems_compute_what_the_engine_does(done: Done) -> None:
     built = next(one for one in done.found.built if not one.plan.packed)
     rows, (output,) = built.rows[:9], built.plan.core.outputs
     wanted = np.stack([row[output.name] for row in open_core(built.graph, built.plan)(rows)])
-    if kind == "onnxruntime":
-        provider = "CPUExecutionProvider"
-        system = systems.open_onnxruntime(kind, built.graph, built.plan, provider=provider)
-        (got,) = cast("list[Any]", system.prepare(rows)())
-    else:
-        precision: systems.TorchType = "fp32" if kind.endswith("fp32") else "fp16"
-        system = systems.open_torch(
-            kind, built.inputs, device="cpu", precision=precision, compiled=False
-        )
-        got = system.prepare(rows)()
+    provider = "CPUExecutionProvider"
+    onnxruntime = systems.open_onnxruntime("o", built.graph, built.plan, provider=provider)
+    (got,) = cast("list[Any]", onnxruntime.prepare(rows)())
     np.testing.assert_allclose(got, wanted, atol=2e-3)
+    precisions: tuple[systems.TorchType, ...] = "fp32", "fp16"
+    for precision in precisions:
+        torch = systems.open_torch(
+            "t", built.inputs, device="cpu", precision=precision, compiled=False
+        )
+        np.testing.assert_allclose(cast("Any", torch.prepare(rows)()), wanted, atol=2e-3)
 
 
 @pytest.mark.server
@@ -291,69 +227,37 @@ def test_an_engine_that_fails_is_told_and_the_others_are_still_timed(
 
 
 @pytest.mark.server
-def test_an_engine_that_computes_something_else_is_told_and_its_graph_still_measured(
-    done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def negated(outputs: dict[str, Any]) -> dict[str, Any]:
-        return {name: -values for name, values in outputs.items()}
-
-    monkeypatch.setattr(done.trt._play, "miscompute", negated)
-    found, ledger = measure(
-        change(done.options, home=tmp_path, layouts=("bucketed",), rounds=1),
-        without(done.machine, "served", "torch eager"),
-        Substitutes(device="cpu", provider="CPUExecutionProvider", fakes=FAKES),
-    )
-    assert [one.what for one in ledger.failed] == ["engine of tiny_fp16_bucketed"]
-    assert "differ from its graph" in ledger.failed[0].reason
-    assert {one.system for one in found.speeds} == {"onnxruntime-gpu fp16"}
-    assert report.exit_code(found, ledger) == BAD
-
-
-@pytest.mark.server
-@pytest.mark.parametrize(
-    ("is_random", "graph_failures", "failed"),
-    [(False, (), True), (True, (), True), (False, ("far off",), True), (True, ("far off",), False)],
-)
 def test_only_random_weights_whose_graph_is_off_too_may_fail_the_gate(
-    is_random: bool,
-    graph_failures: tuple[str, ...],
-    failed: bool,
-    done: Done,
-    monkeypatch: pytest.MonkeyPatch,
+    done: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check_parity(built: engines.BuiltPipeline) -> None:
-        built.graph_failures = graph_failures
-        built.parity = {"failures": ["mean_cosine is 0.1"], "verdicts": []}
-
-    monkeypatch.setattr(engines, "check_parity", check_parity)
     monkeypatch.setattr(engines, "build_engine", lambda built, progress: None)
     monkeypatch.setattr(engine_speed, "measure", lambda *_, **__: [])
-    models = [replace(done.options.models[0], is_random=is_random)]
-    options = change(done.options, reuse=True, layouts=("packed",), models=models)
     others = [part for part in PARTS if part not in ("graphs", "engines")]
-    _, ledger = measure(options, replace(done.machine, lacks=dict.fromkeys(others, "not now")))
-    assert [one.what for one in ledger.failed] == ["parity of tiny_fp16_packed"] * failed
-    skipped = [one.what for one in ledger.not_run]
-    assert ("parity of tiny_fp16_packed" in skipped) is not failed
+    for is_random, graph_failures in product((False, True), ((), ("far off",))):
+
+        def check_parity(
+            built: engines.BuiltPipeline, failures: tuple[str, ...] = graph_failures
+        ) -> None:
+            built.graph_failures = failures
+            built.parity = {"failures": ["mean_cosine is 0.1"], "verdicts": []}
+
+        monkeypatch.setattr(engines, "check_parity", check_parity)
+        models = [replace(done.options.models[0], is_random=is_random)]
+        options = change(done.options, reuse=True, layouts=("packed",), models=models)
+        _, ledger = measure(options, replace(done.machine, lacks=dict.fromkeys(others, "not now")))
+        may_fail = is_random and bool(graph_failures)
+        case = (is_random, graph_failures)
+        failed = [one.what for one in ledger.failed]
+        assert failed == ["parity of tiny_fp16_packed"] * (not may_fail), case
+        skipped = [one.what for one in ledger.not_run]
+        assert ("parity of tiny_fp16_packed" in skipped) is may_fail, case
 
 
 def test_a_machine_without_anything_names_every_part_and_all_targets_as_not_run(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    options = make_options(models=[tiny_subject(tiny_model)], home=tmp_path)
+    options = change(run.parse_options([]), models=[tiny_subject(tiny_model)], home=tmp_path)
     found, ledger = measure(options, without(Machine({"GPU": "none"}, {}), *PARTS))
     assert [one.what.split(" (")[0] for one in ledger.not_run] == [*PARTS, "tiny"]
     assert [target.status for target in found.targets] == ["not run"] * 3
     assert report.exit_code(found, ledger) == INCOMPLETE
-
-
-def test_graphs_of_another_machine_are_used_only_if_they_are_there(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    machine = without(Machine({}, {}), *(part for part in PARTS if part != "graphs"))
-    models = [tiny_subject(tiny_model)]
-    options = make_options(models=models, precisions=("fp16",), home=tmp_path, reuse=True)
-    found, ledger = measure(options, machine)
-    assert found.built == []
-    missing = f"{tmp_path / 'repository'} has no tiny_fp16_packed"
-    assert missing in [one.reason for one in ledger.not_run]

@@ -1,10 +1,14 @@
 """The report of the package's coverage: what a process executed, and what no process did."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import line_coverage
 from conftest import ROOT
 from line_coverage import PACKAGE, executed_lines, find_lines, find_module, functions_of, report
 
@@ -12,29 +16,29 @@ SCRIPT = """
 import pathlib, sys
 import line_coverage
 line_coverage.FOLDER = pathlib.Path(sys.argv[1])
-from triptych.base.formatting import {called}
-{called}(0.5)
+from triptych.base.formatting import percent
+percent(0.5)
 """
 
 
-def run_with_coverage(folder: Path, called: str) -> None:
+def test_the_lines_of_all_processes_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     support = ROOT / "tests/support"
     path = os.pathsep.join(map(str, (support / "child_coverage", support, PACKAGE.parent)))
-    words = [sys.executable, "-c", SCRIPT.format(called=called), str(folder)]
+    words = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, check=True)
-
-
-def test_the_lines_of_all_processes_count(tmp_path: Path) -> None:
     source = (PACKAGE / "base/formatting.py").read_text(encoding="utf-8")
     bodies = dict(functions_of(source))
-    run_with_coverage(tmp_path, "percent")
     first = executed_lines(tmp_path)["base/formatting.py"]
     assert bodies["percent"] & first
     assert not bodies["milliseconds"] & first
-    run_with_coverage(tmp_path, "milliseconds")
-    both = executed_lines(tmp_path)["base/formatting.py"]
-    assert both > first
-    assert bodies["milliseconds"] & both
+    of_another = {"base/formatting.py": sorted(bodies["milliseconds"])}
+    (tmp_path / "another.json").write_text(json.dumps(of_another))
+    assert executed_lines(tmp_path)["base/formatting.py"] == first | bodies["milliseconds"]
+
+    for name, text in (("base/formatting.py", source), ("client/empty.py", "a = 1\n")):
+        (tmp_path / "package" / name).parent.mkdir(parents=True)
+        (tmp_path / "package" / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(line_coverage, "PACKAGE", tmp_path / "package")
     lines = list(report(executed_lines(tmp_path)))
     never = next(line for line in lines if line.startswith("base/formatting.py: "))
     assert " power," in never

@@ -22,7 +22,6 @@ from deploy_cases import options, write_built
 from triptych.base.explained import plain
 from triptych.deploy.context import read_context
 from triptych.deploy.kubernetes import render_scaled_object
-from triptych.deploy.numbers import headroom, stable_s
 
 SEEN = Observed(0.0, 0.0, 0.0, 0.0, replicas=4)
 RATE = Trigger(lambda seen: seen.offered_per_s, 10.0, "fleet", 60.0)
@@ -68,15 +67,6 @@ def test_replicas_go_when_the_load_was_lower_for_long_enough() -> None:
     assert steps(replace(patient, up=slow), [80.0] * 9, 2) == [3, 3, 4, 4, 5, 5, 6, 6, 7]
 
 
-def test_the_own_autoscaler_is_as_deploy_has_it() -> None:
-    scaling = own(100.0, 1.0, 0.6, 25.0, 50)
-    rate, guard = scaling.triggers
-    assert rate.target == pytest.approx(50.0 / 1.1) == headroom(0.6, 25.0) * 100.0
-    assert scaling.down.window_s == stable_s(25.0) == 300
-    waits = replace(SEEN, waiting_s=0.6)
-    assert (guard.read(waits), guard.read(replace(waits, waiting_s=0.4))) == (5, 0)
-
-
 def test_a_scaled_object_scales_as_the_own_autoscaler_does(tmp_path: Path) -> None:
     given = options(
         rps_per_replica=100.0, cpu_cores=1.0, memory_mib=4096, max_growth=0.6, startup_seconds=25.0
@@ -97,7 +87,7 @@ def test_a_scaled_object_scales_as_the_own_autoscaler_does(tmp_path: Path) -> No
     assert deployed(spec, float, 4).max_replicas == 4
 
 
-def test_a_fleet_answers_what_it_can() -> None:
+def test_a_fleet_answers_what_it_can_and_changes_with_its_load() -> None:
     came = arrivals([(50.0, 20.0)], seed=1)
     found = Fleet(SERVICE, fixed(2), 1.0, 0.0).run(came, 2)
     assert found.offered == len(came)
@@ -109,15 +99,11 @@ def test_a_fleet_answers_what_it_can() -> None:
     assert flooded.mean_batch == pytest.approx(4.0, abs=0.05)
     assert flooded.missed / flooded.offered > 0.5
     assert 20 < capacity(SERVICE, 0.5, 0.01) < 31
-
-
-def test_a_fleet_grows_with_its_load_and_shrinks_again() -> None:
-    load = [(300.0, 20.0), (300.0, 60.0), (900.0, 20.0)]
-    scaling = own(25.0, 1.0, 0.5, 10.0, 20)
-    found = Fleet(SERVICE, scaling, 1.0, 10.0).run(arrivals(load, seed=2), 2)
-    constant = Fleet(SERVICE, fixed(found.max_replicas), 1.0, 0.0).run(
-        arrivals(load, seed=2), found.max_replicas
-    )
-    assert found.max_replicas >= 60 / 25
-    assert found.replica_s < 0.9 * constant.replica_s
-    assert np.isfinite(list(found.latency_s.values())).all()
+    # With its autoscaler, the fleet grows with its load and shrinks again.
+    load = arrivals([(300.0, 20.0), (300.0, 60.0), (900.0, 20.0)], seed=2)
+    scaled = Fleet(SERVICE, own(25.0, 1.0, 0.5, 10.0, 20), 1.0, 10.0).run(load, 2)
+    most = scaled.max_replicas
+    constant = Fleet(SERVICE, fixed(most), 1.0, 0.0).run(load, most)
+    assert most >= 60 / 25
+    assert scaled.replica_s < 0.9 * constant.replica_s
+    assert np.isfinite(list(scaled.latency_s.values())).all()

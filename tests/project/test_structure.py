@@ -118,6 +118,8 @@ def test_packages_import_from_packages_below_them() -> None:
     ]
     assert not wrong
     assert {package_of(path) for path in MODULES} == {*LAYERS, "__init__"}
+    table = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert re.findall(r"(?m)^\| `(\w+)` \|", table.split("## A request")[0]) == list(LAYERS)
 
 
 def test_heavy_libraries_stay_with_their_owners() -> None:
@@ -146,12 +148,6 @@ def test_a_module_says_what_it_owns_and_stays_small() -> None:
             text = (ROOT / name).read_text(encoding="utf-8", errors="replace")
             for word in ("/" + "root/", "/" + "work/", "/" + "home/"):
                 assert word not in text, f"{name} names {word}"
-
-
-def test_the_architecture_lists_the_packages_in_their_order() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    table = text.split("## The path of a build")[0]
-    assert re.findall(r"(?m)^\| `(\w+)` \|", table) == list(LAYERS)
 
 
 def test_what_is_copied_elsewhere_runs_on_the_python_that_is_there() -> None:

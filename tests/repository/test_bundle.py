@@ -73,15 +73,6 @@ def test_a_file_has_what_its_pipeline_uses_and_no_more(tmp_path: Path) -> None:
         assert all(line in source for line in body.splitlines()), path
 
 
-def test_code_of_two_steps_is_one_file() -> None:
-    files = bundle(encoder("text-embedding"))
-    links = {path: c.path for path, c in files.items() if isinstance(c, Link)}
-    assert links["text-embedding_postprocess/1/triton_io.py"] == (
-        "text-embedding_preprocess/1/triton_io.py"
-    )
-    assert all(isinstance(files[path], bytes) for path in links.values())
-
-
 def test_an_embedding_can_be_read_in_ten_minutes() -> None:
     files = bundle(encoder("text-embedding", "packed rows", "row lengths"))
     texts = [content for content in files.values() if isinstance(content, bytes)]

@@ -32,10 +32,6 @@ TINY: dict[str, dict[str, Any]] = {
     "tensorrt_bucketed": {"backend": "tensorrt", "precision": "fp16", "layout": "bucketed"},
     "openvino": {"backend": "openvino", "bucket_count": 2},
 }
-TASKS = {
-    "token-classification": task_models.tagger,
-    "text-classification": task_models.text_classifier,
-}
 
 
 def build_all(folder: Path, minilm: Path) -> Path:
@@ -47,20 +43,15 @@ def build_all(folder: Path, minilm: Path) -> Path:
         spec = {"task": "text-classification", "model": {"source": str(tiny)}, "core": core}
         spec["accuracy"] = {"label_agreement": 0.9}  # of random weights
         build_into(write_pipeline(folder / "pipelines" / name, **spec), folder / "repository")
-    for task, make in TASKS.items():
-        model = make(folder / "models" / task, minilm, traffic_texts())
-        name = task.replace("-", "_")
-        made = write_pipeline(folder / "pipelines" / name, task=task, model={"source": str(model)})
-        build_into(made, folder / "repository")
+    model = task_models.tagger(folder / "models/tagger", minilm, traffic_texts())
+    spec = {"task": "token-classification", "model": {"source": str(model)}}
+    made = write_pipeline(folder / "pipelines/token_classification", **spec)
+    build_into(made, folder / "repository")
     return folder / "repository"
 
 
 def describe(repository: Path) -> dict[str, str]:
-    """The content of `data/golden` for a repository, by path.
-
-    Python code is compared with its
-    source by `test_bundle.py`.
-    """
+    """The content of `data/golden` for a repository, by path; test_bundle.py compares the code."""
     described, hashes, names = {}, {}, []
     for path in sorted(repository.rglob("*")):
         if path.is_dir():

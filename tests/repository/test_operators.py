@@ -118,19 +118,6 @@ def test_operators_in_subgraphs_are_found(tmp_path: Path) -> None:
     assert [refusal.operator for refusal in unsupported_of(path, 10)] == ["Det", "Det"]
 
 
-def test_int64_is_narrowed_before_tensorrt_10(tmp_path: Path) -> None:
-    values = [
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, [2]) for name in "xy"
-    ]
-    graph = onnx.helper.make_graph([node("Add", "x x", "y")], "g", values[:1], values[1:])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)])
-    path = tmp_path / "model.onnx"
-    onnx.save(model, path)
-    narrowed = {" ".join(reason.split()[:2]) for reason in reasons(path, 8)}
-    assert narrowed == {"input INT64", "output INT64"}
-    assert reasons(path, 10) == set()
-
-
 def test_a_newer_opset_than_documented_is_told(tmp_path: Path) -> None:
     path = write(tmp_path, [node("Relu", "x", "y")])
     (refusal,) = unsupported(path, 8)

@@ -1,4 +1,4 @@
-"""The archive of packages with which images without them run the steps."""
+"""The archive of packages for images that lack them, and a built pipeline with one."""
 
 import io
 import sys
@@ -13,7 +13,7 @@ from conftest import build_into, lock_data, write_pipeline
 from echo_server import ask, write_model
 from triptych.base.errors import UserError
 from triptych.building.pipeline_checks import check_pipeline
-from triptych.client import Client
+from triptych.client import Client, InferenceError
 from triptych.repository.config import parse_config
 from triptych.repository.python_env import (
     ENV_FILE,
@@ -98,11 +98,22 @@ def test_a_step_finds_a_package_that_only_the_archive_has(tmp_path: Path) -> Non
 
 
 @pytest.mark.server
-def test_a_built_pipeline_has_the_archive_in_both_steps_and_serves(
+def test_a_built_pipeline_has_its_settings_and_its_archive_and_serves(
     tmp_path: Path, tiny_model: Path
 ) -> None:
+    # No request of level 2 is served in a microsecond.
+    levels = """dynamic_batching { priority_queue_policy {
+        key: 2 value { timeout_action: REJECT default_timeout_microseconds: 1 } } }"""
     folder = write_pipeline(
-        tmp_path / "mine", model={"source": str(tiny_model)}, serving={"python_env": ["idna"]}
+        tmp_path / "mine",
+        model={"source": str(tiny_model)},
+        core={"session": {"inter_threads": 2, "memory_arena": "none", "memory_pattern": True}},
+        serving={
+            "python_env": ["idna"],
+            "priority": {"levels": 2},
+            "instances": {"core": 2},
+            "config": {"core": levels, "ensemble": "version_policy { latest { num_versions: 1 } }"},
+        },
     )
     (folder / "hooks.py").write_text("import idna\n\ndef before(rows):\n    return rows\n")
     checks = {check.name: check for check in check_pipeline(folder)}
@@ -121,5 +132,15 @@ def test_a_built_pipeline_has_the_archive_in_both_steps_and_serves(
         configs = [parse_config(text.read_text(encoding="utf-8")) for text in texts]
         assert [ENV_PARAMETER in config.parameters for config in configs] == [True, False]
         assert f"mine_{step}/{ENV_FILE}" in lock_data(repository, "mine")["files"]
-    with Server(repository) as server, Client("mine", server.grpc_url) as client:
-        assert client.embed(["a text"]).shape == (1, 32)
+    core = (repository / "mine_core/config.pbtxt").read_text(encoding="utf-8")
+    batching = parse_config(core).dynamic_batching
+    assert (batching.priority_levels, batching.default_priority_level) == (2, 2)
+    assert list(batching.priority_queue_policy) == [2]
+    assert lock_data(repository, "mine")["spec"]["serving"]["config"]["core"] == levels
+    with Server(repository) as server, Client("mine", server.grpc_url, retry=None) as client:
+        # Triton passes the priority of an ensemble's request on to its steps.
+        first = client.infer({"text": ["a text"]}, parameters={"priority": 1})
+        assert first["embedding"].shape == (1, 32)
+        for parameters in ({"priority": 2}, {}):
+            with pytest.raises(InferenceError, match="timeout"):
+                client.infer({"text": ["a text"]}, parameters=parameters)

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from conftest import ROOT
 from generation_cases import write_adapter, write_pipeline, write_tiny_model
 from mistakes import check_refused, refusal
 from triptych.building.generation.adapters import WEIGHTS, read_adapter
@@ -102,8 +101,3 @@ def test_a_folder_is_checked_without_a_model(tmp_path: Path) -> None:
     (folder / "eval.jsonl").unlink()
     (folder / "traffic.jsonl").write_text('{"text_input": "a", "max_tokens": 5}')
     check_refused("traffic.jsonl:1: max_tokens` is no part", check_folder, folder)
-
-
-def test_the_example_is_one() -> None:
-    spec = load_generation_spec(ROOT / "pipelines/chat")
-    assert (spec.core.backend, spec.core.precision) == ("vllm", "fp32")

@@ -1,6 +1,7 @@
 """What a GPU core is planned with: profiles, CUDA graphs, limits; all from one traffic."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,6 @@ def plan_of(folder: Path, *overrides: str, **more: Any) -> Plan:
 def engine_of(plan: Plan) -> EnginePlan:
     assert plan.engine is not None
     return plan.engine
-
-
-def test_bucketed_has_a_profile_for_each_padded_length(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "core.layout=bucketed", "core.max_batch_size=24")
-    profiles = engine_of(plan).profiles
-    assert len(profiles) == len(plan.bucket_edges) > 1
-    for edge, profile in zip(plan.bucket_edges, profiles, strict=True):
-        ids = profile["input_ids"]
-        assert (ids.minimum, ids.optimum, ids.maximum) == ((1, edge), (24, edge), (24, edge))
-        assert profile["row_length"].minimum == (1, 1)
-        assert profile["row_length"].maximum == (24, 1)
 
 
 def test_every_batch_of_every_length_has_one_graph(tmp_path: Path) -> None:
@@ -68,44 +58,24 @@ def test_of_many_shapes_the_frequent_and_small_ones_have_a_graph(tmp_path: Path)
     assert len(sizes[32]) > len(sizes[200]) > 0  # of two rows in eight, and of one
 
 
-def test_graphs_can_be_left_out(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "core.layout=bucketed", "core.engine.cuda_graphs=false")
-    assert engine_of(plan).graph_specs == ()
-
-
-def test_packed_has_one_profile_for_all_batches_and_no_graph(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "core.max_batch_size=8")
-    (profile,) = engine_of(plan).profiles
-    made = {"row_stride", "longest"}
-    assert set(profile) == {"input_ids", "row_length", "row_offset", "row_span", *made}
-    assert profile["longest"].maximum == (256 + 8 - 1,)
-    assert profile["row_span"].maximum == (8 * 256,)
-    assert profile["input_ids"].minimum == (1,)
-    assert profile["input_ids"].maximum == (8 * 256,)
-    assert profile["input_ids"].optimum == (round(8 * LENGTHS.mean),)
-    assert (profile["row_length"].maximum, profile["row_stride"].maximum) == ((8, 1), (8,))
-    assert engine_of(plan).graph_specs == ()
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("max_length", [64, 256, 512, 8192])
-@pytest.mark.parametrize("layout", ["packed", "bucketed"])
-def test_a_batch_has_as_many_rows_as_its_memory_allows(
-    tmp_path: Path, layout: str, precision: str, max_length: int
-) -> None:
-    wanted = [f"core.precision={precision}", "core.max_batch_size=1024", "core.max_batch_mib=500"]
-    plan = plan_of(tmp_path, *wanted, f"core.layout={layout}", max_length=max_length)
-    rows, element = plan.max_batch_size, 4 if precision == "fp32" else 2
-    shapes: dict[str, Any] = {"tokens": max_length, "precision": precision, "on_gpu": True}
-    each = batch_mib(plan.info, rows=1, packed=False, **shapes)
-    # Four tensors of scores of 12 heads, or what the feed-forward part holds, are alive at once.
-    assert each * 2**20 > element * max_length * max(48 * max_length, 3 * 1536)
-    own = batch_mib(plan.info, rows=rows, packed=layout == "packed", **shapes)
-    assert plan.batch_mib == pytest.approx(own)
-    assert own <= rows * each
-    assert rows == 1024 or each > 500 or rows * each <= 500 < (rows + 1) * each
-    assert (rows == 1) == (each > 250)
-    assert plan.request_rows == rows
+def test_a_batch_has_as_many_rows_as_its_memory_allows(tmp_path: Path) -> None:
+    sizes = (64, 256, 512, 8192)
+    for case in product(("packed", "bucketed"), ("fp32", "fp16"), sizes):
+        layout, precision, max_length = case
+        wanted = [f"core.{name}" for name in (f"precision={precision}", f"layout={layout}")]
+        wanted += ["core.max_batch_size=1024", "core.max_batch_mib=500"]
+        plan = plan_of(tmp_path / "-".join(map(str, case)), *wanted, max_length=max_length)
+        rows, element = plan.max_batch_size, 4 if precision == "fp32" else 2
+        shapes: dict[str, Any] = {"tokens": max_length, "precision": precision, "on_gpu": True}
+        each = batch_mib(plan.info, rows=1, packed=False, **shapes)
+        # Four tensors of scores of 12 heads, or the feed-forward part, are alive at once.
+        assert each * 2**20 > element * max_length * max(48 * max_length, 3 * 1536), case
+        own = batch_mib(plan.info, rows=rows, packed=layout == "packed", **shapes)
+        assert plan.batch_mib == pytest.approx(own), case
+        assert own <= rows * each, case
+        assert rows == 1024 or each > 500 or rows * each <= 500 < (rows + 1) * each, case
+        assert (rows == 1) == (each > 250), case
+        assert plan.request_rows == rows, case
 
 
 def test_pairs_have_their_first_segment_in_every_shape(tmp_path: Path) -> None:
@@ -142,13 +112,3 @@ def test_a_plan_comes_back_from_the_lock_as_it_was(tmp_path: Path) -> None:
     for layout in ("packed", "bucketed"):
         engine = engine_of(plan_of(tmp_path / layout, f"core.layout={layout}"))
         assert EnginePlan.from_dict(json.loads(json.dumps(engine.as_dict()))) == engine
-
-
-def test_other_backends_have_no_engine(tmp_path: Path) -> None:
-    spec = load_spec(write_pipeline(tmp_path / "a"), ["core.device=gpu"])
-    assert make_plan(spec, facts(), TEXT_EMBEDDING, {}, LENGTHS).engine is None
-
-
-def test_tensorrt_means_a_gpu(tmp_path: Path) -> None:
-    folder = write_pipeline(tmp_path / "a")
-    assert load_spec(folder, ["core.backend=tensorrt"]).core.device == "gpu"

@@ -2,33 +2,32 @@
 
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image
 
 from conftest import ROOT
 from mistakes import check_refused
-from scaffolding import ENCODERS, OWN_MODELS, run, write
+from scaffolding import ENCODERS, run, write
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
-from triptych.building.pipeline_checks import check_pipeline
+from triptych.building import pipeline_checks
+from triptych.building.pipeline_checks import Check
 from triptych.core.inputs import task_of
-from triptych.runtime.hooking import NUMPY_TYPES, RowForm, call_hook, find_hook
-from triptych.runtime.rows_image import Limits, open_image
+from triptych.runtime.hooking import NUMPY_TYPES, RowForm, call_hook, find_hook, load_hooks
 from triptych.spec.generation_fields import load_generation_spec, load_text2text_spec
-from triptych.spec.kind import GENERATING, GENERATION, TEXT2TEXT
+from triptych.spec.kind import GENERATION, TEXT2TEXT
 from triptych.spec.model_info import ModelInfo
-from triptych.spec.scaffold import Scaffold, scaffold, tasks
+from triptych.spec.scaffold import Scaffold, scaffold
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks import TASKS
 from triptych.spec.template import BUILT_IN
@@ -69,10 +68,6 @@ def _model(folder: Path) -> Path:
     return folder
 
 
-def test_there_is_a_template_for_every_task() -> None:
-    assert tasks() == sorted([*TASKS, *NAMED, "custom", *GENERATING, *OWN_MODELS])
-
-
 def test_the_template_for_text_generation_is_a_pipeline(tmp_path: Path) -> None:
     made = scaffold("talk", task=GENERATION, model=None, with_hooks=False, pipelines=tmp_path)
     assert made.commands[0].startswith("triptych build talk")
@@ -100,41 +95,94 @@ def test_the_template_for_two_texts_is_a_pipeline(tmp_path: Path) -> None:
     assert (spec.model.source, spec.core.max_length, spec.core.num_beams) == ("me/mine", 512, 1)
 
 
+def some_outputs(outputs: Sequence[Tensor]) -> dict[str, NDArray[Any]]:
+    """Two rows of each output."""
+    entities = json.dumps([{"entity": "PER", "text": "A", "start": 0, "end": 1, "score": 0.7}])
+    made = {}
+    for tensor in outputs:
+        shape = (2, *(3 if axis == -1 else axis for axis in tensor.config_dims))
+        if tensor.dtype == "BYTES":
+            text = entities if tensor.content == "json" else " a label"
+            made[tensor.name] = np.full(shape, text.encode(), dtype=object)
+        else:
+            made[tensor.name] = np.full(shape, 0.5, dtype=NUMPY_TYPES[tensor.dtype])
+    return made
+
+
+def run_tests_here(folder: Path) -> Check:
+    """Run the tests that come with hooks in this process: another takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "hooks", load_hooks(folder))
+        tests = runpy.run_path(str(folder / "test_hooks.py"))
+    for name in tests["ROWS"]:
+        tests["test_each_row_is_treated_alone_and_keeps_its_fields"](name)
+    return Check("tests", note="1 passed")
+
+
 @pytest.mark.parametrize("task", ENCODERS)
-def test_a_template_is_a_pipeline_as_it_stands(tmp_path: Path, task: str) -> None:
-    folder = write(tmp_path, task)
+def test_a_template_passes_every_check_with_its_hooks_and_leaves_nothing(
+    tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path, task, with_hooks=True)
+    if task != "custom":
+        monkeypatch.setattr(pipeline_checks, "run_tests", run_tests_here)
+    before = contents(tmp_path)
+    checks = pipeline_checks.check_pipeline(folder)
+    assert [check for check in checks if check.severity != "ok"] == []
+    assert checks[-1].name == "tests"
+    assert re.search(r"[1-9] passed", checks[-1].note)
+    assert contents(tmp_path) == before
+
     spec = load_spec(folder)
     declared = task_of(spec)
     assert declared.name == spec.task == NAMED.get(task, task)
     rows = read_traffic(folder, [tensor.name for tensor in declared.inputs])
     assert len({json.dumps(row.inputs) for row in rows}) == len(rows)
     assert len(rows) >= (4 if "image" in rows[0].inputs else 10)
-    for path, content in contents(folder).items():
+    for path, content in before.items():
         assert path.endswith(".png") or not re.search(rb"@\w+@", content), path
 
+    # Hooks take what the server gives them.
+    outputs = declared.outputs
+    form = RowForm(
+        [
+            {"name": o.name, "dtype": o.dtype, "dims": o.config_dims, "json": o.content == "json"}
+            for o in outputs
+        ]
+    )
+    given = some_outputs(outputs)
+    decode, after = find_hook(folder, "decode"), find_hook(folder, "after")
+    answers = form.rows(given)
+    if decode is not None:
+        answers = call_hook("decode", decode, [{"scores": np.array([0.9, 0.1])}] * 2, form.names)
+    if after is not None:
+        answers = call_hook("after", after, answers, form.names)
+    returned = form.tensors(answers)
+    for name, value in given.items():
+        assert (returned[name].shape, returned[name].dtype) == (value.shape, value.dtype)
 
-@pytest.mark.parametrize("task", ENCODERS)
-def test_each_request_parameter_is_explained(tmp_path: Path, task: str) -> None:
-    text = (write(tmp_path, task) / "pipeline.yaml").read_text(encoding="utf-8")
-    task = NAMED.get(task, task)
-    (section,) = re.findall(rf"(?ms)^##+ (?:{task}|Outputs of your own)\n(.*?)^##", README)[:1]
-    rules = TASKS[task].parameters(FACTS) if task in TASKS else {}
-    for name, rule in rules.items():
-        assert f"{name}:" in text
-        assert f"`{name}`" in section
-        if name != "top_k" and rule.default is not None:  # top_k's depends on the labels
-            assert f"{name}: {json.dumps(rule.default).strip(chr(34))}" in text
 
-
-@pytest.mark.parametrize("task", ENCODERS)
-def test_the_readme_shows_each_task_from_new_to_infer(tmp_path: Path, task: str) -> None:
-    news = re.findall(rf"(?m)^triptych new (\w+) {task}\n(triptych infer .*)$", README)
-    ((name, infer),) = news
-    example = shlex.split(infer)
-    assert example[2] == name
-    inputs = {tensor.name for tensor in task_of(load_spec(write(tmp_path, task))).inputs}
-    options = {word[2:].replace("-", "_") for word in example if word.startswith("--")}
-    assert options - {"parameter"} == inputs
+def test_each_template_and_its_request_parameters_are_in_the_documentation(tmp_path: Path) -> None:
+    for task in ENCODERS:
+        folder = write(tmp_path, task, task)
+        text = (folder / "pipeline.yaml").read_text(encoding="utf-8")
+        inputs = {tensor.name for tensor in task_of(load_spec(folder)).inputs}
+        (own,) = re.findall(r"# Try it: (triptych infer .*)", text)
+        news = re.findall(rf"(?m)^triptych new (\w+) {task}\n(triptych infer .*)$", README)
+        ((shown_name, shown),) = news
+        for name, command in ((task, own), (shown_name, shown)):
+            words = shlex.split(command)
+            options = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
+            assert (words[2], options - {"parameter"}) == (name, inputs), command
+        base = NAMED.get(task, task)
+        pattern = rf"(?ms)^##+ (?:{base}|Outputs of your own)\n(.*?)^##"
+        section = re.findall(pattern, README)[0]
+        rules = TASKS[base].parameters(FACTS) if base in TASKS else {}
+        for name, rule in rules.items():
+            assert f"{name}:" in text
+            assert f"`{name}`" in section
+            if name != "top_k" and rule.default is not None:  # top_k's depends on the labels
+                assert f"{name}: {json.dumps(rule.default).strip(chr(34))}" in text
 
 
 def test_custom_is_shown_in_the_readme_as_it_is_scaffolded(tmp_path: Path) -> None:
@@ -143,16 +191,6 @@ def test_custom_is_shown_in_the_readme_as_it_is_scaffolded(tmp_path: Path) -> No
     (tmp_path / "shown").mkdir()
     (tmp_path / "shown/pipeline.yaml").write_text(shown, encoding="utf-8")
     assert load_spec(tmp_path / "shown").custom == scaffolded
-
-
-def test_the_samples_are_images_that_a_server_takes() -> None:
-    sizes = set()
-    for path in (BUILT_IN / "image-classification").rglob("*.png"):
-        data = path.read_bytes()
-        with Image.open(BytesIO(data)) as image:
-            image.verify()
-        sizes.add(open_image(data, Limits(1 << 20, 1 << 20), 0).size)
-    assert len(sizes) == 4
 
 
 def test_what_exists_is_never_overwritten(tmp_path: Path) -> None:
@@ -207,13 +245,10 @@ def test_a_folder_of_a_model_is_found_from_wherever_the_command_ran(
         source = load_spec(folder).model.source
         assert not Path(source).is_absolute()
         assert (folder / source).samefile(tmp_path / "models/small one")
-    absolute = write(tmp_path, "reranking", model=str(tmp_path / "models/small one"))
-    assert load_spec(absolute).model.source == str(tmp_path / "models/small one")
-
-
-def test_any_other_source_is_written_as_given(tmp_path: Path) -> None:
-    for number, model in enumerate(("owner/name", "package:module/model", "123", "a: b # c")):
-        folder = write(tmp_path, "custom", f"mine{number}", model=model)
+    # Any other source is written as it is given.
+    absolute = str(tmp_path / "models/small one")
+    for model in (absolute, "owner/name", "package:module/model", "123", "a: b # c"):
+        folder = write(tmp_path, "custom", f"n{len(list(tmp_path.iterdir()))}", model=model)
         assert load_spec(folder).model.source == model
 
 
@@ -259,60 +294,11 @@ def test_the_commands_it_prints_are_the_next_ones(
     )
     assert set(made) == {field.name for field in fields(Scaffold)}
     assert made["files"] == sorted(contents(tmp_path / "my own/mine"))
-    test, build, serve, infer = (shlex.split(command) for command in made["commands"])
+    test, _, _, infer = (shlex.split(command) for command in made["commands"])
     assert test == ["triptych", "test", "mine", "--pipelines", "my own"]
-    assert build[1] == "build"
-    assert serve == ["triptych", "serve"]
     assert infer[:4] == ["triptych", "infer", "mine", "--image"]
     assert (tmp_path / infer[4]).is_file()
     assert run(*test[1:]).exit_code == 0
-
-
-@pytest.mark.parametrize("task", ENCODERS)
-def test_scaffolded_hooks_pass_every_check_and_leave_nothing(tmp_path: Path, task: str) -> None:
-    folder = write(tmp_path, task, with_hooks=True)
-    before = contents(tmp_path)
-    checks = check_pipeline(folder)
-    assert [check for check in checks if check.severity != "ok"] == []
-    assert checks[-1].name == "tests"
-    assert re.search(r"[1-9] passed", checks[-1].note)
-    assert contents(tmp_path) == before
-
-
-def some_outputs(outputs: Sequence[Tensor]) -> dict[str, NDArray[Any]]:
-    """Two rows of each output."""
-    entities = json.dumps([{"entity": "PER", "text": "A", "start": 0, "end": 1, "score": 0.7}])
-    made = {}
-    for tensor in outputs:
-        shape = (2, *(3 if axis == -1 else axis for axis in tensor.config_dims))
-        if tensor.dtype == "BYTES":
-            text = entities if tensor.content == "json" else " a label"
-            made[tensor.name] = np.full(shape, text.encode(), dtype=object)
-        else:
-            made[tensor.name] = np.full(shape, 0.5, dtype=NUMPY_TYPES[tensor.dtype])
-    return made
-
-
-@pytest.mark.parametrize("task", ENCODERS)
-def test_scaffolded_hooks_take_what_the_server_gives_them(tmp_path: Path, task: str) -> None:
-    folder = write(tmp_path, task, with_hooks=True)
-    outputs = task_of(load_spec(folder)).outputs
-    form = RowForm(
-        [
-            {"name": o.name, "dtype": o.dtype, "dims": o.config_dims, "json": o.content == "json"}
-            for o in outputs
-        ]
-    )
-    given = some_outputs(outputs)
-    decode, after = find_hook(folder, "decode"), find_hook(folder, "after")
-    rows = form.rows(given)
-    if decode is not None:
-        rows = call_hook("decode", decode, [{"scores": np.array([0.9, 0.1])}] * 2, form.names)
-    if after is not None:
-        rows = call_hook("after", after, rows, form.names)
-    returned = form.tensors(rows)
-    for name, value in given.items():
-        assert (returned[name].shape, returned[name].dtype) == (value.shape, value.dtype)
 
 
 def test_templates_are_packed_with_the_package() -> None:

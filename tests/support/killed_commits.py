@@ -1,7 +1,8 @@
 """Commits of small models by processes that are killed; `main` prints the results as JSON.
 
-Usage: ``python killed_commits.py FOLDER TIMED exchange|renames``. It kills a commit before each
-operation on files, then TIMED commits at random times. It runs in its own process because it forks.
+Usage: ``python killed_commits.py FOLDER``. It kills a commit before each operation on files, then
+some at random times; then again where two models cannot trade places. It forks, and therefore runs
+in a process of its own.
 """
 
 import json
@@ -12,8 +13,8 @@ import signal
 import sys
 import time
 from collections import Counter
+from itertools import count
 from pathlib import Path
-from statistics import median
 
 from triptych.repository import store
 
@@ -39,6 +40,8 @@ NEW: Files = {
 ALWAYS = ("changed", "same", "too")
 # What the kernel knows no such flag for is refused, as by file systems that cannot exchange.
 NO_SUCH_FLAG = 1 << 20
+RANDOM = 10
+"""Number of commits that are killed at random times."""
 
 
 def tree(folder: Path) -> Files:
@@ -94,39 +97,37 @@ def verdict(repository: Path) -> str:
     return ("a model missing, then " if missing else "") + ("old" if after == OLD else "new")
 
 
-def main(folder: Path, timed: int, way: str) -> None:
-    if way == "renames":
-        store._RENAME_EXCHANGE = NO_SUCH_FLAG
+def fresh(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    store.write_models(folder / "r", OLD)
+    return folder / "r"
 
-    def fresh() -> Path:
-        shutil.rmtree(folder, ignore_errors=True)
-        store.write_models(folder / "r", OLD)
-        return folder / "r"
 
+def kill_each(folder: Path) -> Counter[str]:
+    """Kill commits before each operation; return how many left what."""
     found: Counter[str] = Counter()
-    events = 0
-    while True:
-        repository = fresh()
-        _, status = os.waitpid(commit(repository, events), 0)
+    for number in count():
+        repository = fresh(folder)
+        _, status = os.waitpid(commit(repository, number), 0)
         if os.WIFEXITED(status):
-            break
+            assert status == 0
+            return found
         found[verdict(repository)] += 1
-        events += 1
-    spans = []
-    for _ in range(5):
-        repository = fresh()
-        began = time.perf_counter()
-        os.waitpid(commit(repository), 0)
-        spans.append(time.perf_counter() - began)
-    for _ in range(timed):
-        repository = fresh()
+    raise AssertionError
+
+
+def main(folder: Path) -> None:
+    exchange = kill_each(folder)
+    for _ in range(RANDOM):
+        repository = fresh(folder)
         pid = commit(repository)
-        time.sleep(random.uniform(0, 1.2 * median(spans)))
+        time.sleep(random.uniform(0, 0.03))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        found[verdict(repository)] += 1
-    print(json.dumps({"events": events, "exit": os.WEXITSTATUS(status), "found": found}))
+        exchange[verdict(repository)] += 1
+    store._RENAME_EXCHANGE = NO_SUCH_FLAG
+    print(json.dumps({"exchange": exchange, "renames": kill_each(folder)}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Small faults of the package's code, the same for the same source, for `planted_faults.py`.
+"""Small faults of the package's code, the same for the same source.
 
 Each fault changes one expression or statement. Places where a change has no effect that a test
 should see are left out: texts, logs, waiting times, sizes of pages, conditions of type checkers.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).resolve().parents[2] / "build_scripts/triptych"
+PACKAGE = Path(__file__).resolve().parents[1] / "triptych"
 FAULTS, MIN_FAULTS, MAX_IN_MODULE = 120, 5, 3
 ONLY_LONG_TESTS = ("runtime/engine_vllm.py", "runtime/engine_tensorrt_llm.py")
 """Modules that run only with an engine that takes minutes to start."""
