@@ -10,7 +10,7 @@ from benchmarks.gpu.engine_speed import Speed
 from benchmarks.gpu.feeds import EngineLoad
 from benchmarks.gpu.ledger import Budget, Ledger
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.report import ALL_MET, BAD, FAKE, INCOMPLETE, GpuResults
+from benchmarks.gpu.report import ALL_MET, BAD, INCOMPLETE, GpuResults
 from benchmarks.gpu.served import Served
 from benchmarks.gpu.systems import Call, EngineSystem
 from triptych.base.tensors import TokenRow
@@ -166,13 +166,3 @@ def test_the_exit_code_is_0_only_where_all_ran_and_was_met() -> None:
         (missed, with_entries(skipped=1), BAD),
     ):
         assert report.exit_code(found, ledger) == code, (found, ledger)
-
-
-def test_the_notes_count_and_name_what_failed_and_what_did_not_run() -> None:
-    notes = report.make_notes(findings(), with_entries(skipped=2, failed=1))
-    assert "failed: engine of m: out of memory" in notes
-    assert notes.count("not run: onnxruntime-gpu: it is not installed") == 2
-    assert notes[-1] == "1 failed, 2 not run."
-    tables = report.make_tables(findings())
-    assert FAKE not in "".join(map(str, (*notes, *tables)))
-    assert "| m | p99 at 70% load at most 3 times the single latency | met |" in str(tables[0])

@@ -32,6 +32,7 @@ from triptych.spec.model_fields import load_model_spec
 from triptych.spec.model_info import OwnInterface
 from triptych.spec.scaffold import scaffold
 from triptych.spec.tasks.own import own_task
+from triptych.spec.template import BUILT_IN
 
 pytestmark = pytest.mark.build
 CHANGED = {"tabular": "risk_weights", "chain.detector": "colors", "chain.classifier": "weights"}
@@ -194,7 +195,7 @@ def test_the_gate_finds_a_changed_weight(base: Path, tmp_path: Path) -> None:
 
 
 def _send(name: str, base: Path, server: Any) -> tuple[list[Found], Path]:
-    """Return the answers to each line of the template's traffic."""
+    """Return the answers to each line of the template's traffic, and its folder."""
     folder = base / "pipelines" / name
     fields = parse_yaml((folder / "pipeline.yaml").read_text())["inputs"]
     found: list[Found] = []
@@ -248,33 +249,6 @@ def test_a_chain_classifies_what_it_detects(base: Path, server: Any) -> None:
         images = [(folder / f"samples/{name}.png").read_bytes() for name in ("none", "two")]
         together = client.infer({"image": images}, parameters={"max_objects": 1})
     assert together["label"].tolist() == [[b""], [b"dotted"]]
-
-
-@pytest.mark.long
-@pytest.mark.server
-def test_recordings_of_any_length_are_classified(base: Path, server: Any) -> None:
-    found, _ = _send("audio-classification", base, server)
-    best = [answer["label"][0] for answer in found]
-    assert best == [b"low tone", b"high tone", b"noise", b"high tone", b"low tone"]
-    assert sorted(found[2]["label"]) == [b"high tone", b"low tone", b"noise"]
-    # Two of the three windows of the fourth recording are a high tone.
-    assert found[3]["score"][0] == pytest.approx(2 / 3, abs=0.01)
-
-
-@pytest.mark.long
-@pytest.mark.server
-def test_two_towers_score_common_words_and_popularity(base: Path, server: Any) -> None:
-    found, folder = _send("two-towers", base, server)
-    for line, answer in zip(
-        (folder / "traffic.jsonl").read_text().splitlines(), found, strict=True
-    ):
-        row = json.loads(line)
-        raised = row.get("popularity", 0) * row.get("parameters", {}).get("boost", 0.1)
-        cosine = answer["user_vector"] @ answer["item_vector"]
-        assert answer["score"][0] == pytest.approx(cosine + raised, abs=1e-5), line
-    scores = [float(answer["score"][0]) for answer in found]
-    assert scores[0] > scores[1] > 0.2  # shoes for running, and shoes
-    assert scores[5] > 0.5 > scores[6]  # a sleeping bag, and a lamp
 
 
 @pytest.mark.long

@@ -185,14 +185,6 @@ def test_each_template_and_its_request_parameters_are_in_the_documentation(tmp_p
                 assert f"{name}: {json.dumps(rule.default).strip(chr(34))}" in text
 
 
-def test_custom_is_shown_in_the_readme_as_it_is_scaffolded(tmp_path: Path) -> None:
-    scaffolded = load_spec(write(tmp_path, "custom")).custom
-    shown = re.findall(r"(?s)```yaml\n(task: custom.*?)```", README)[0]
-    (tmp_path / "shown").mkdir()
-    (tmp_path / "shown/pipeline.yaml").write_text(shown, encoding="utf-8")
-    assert load_spec(tmp_path / "shown").custom == scaffolded
-
-
 def test_what_exists_is_never_overwritten(tmp_path: Path) -> None:
     folder = write(tmp_path, "reranking")
     before = contents(tmp_path)

@@ -15,6 +15,7 @@ from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.slo import Slo, parse_slo
 from triptych.spec.spec import load_spec
 from triptych.spec.tuned import (
+    TUNABLE,
     TUNED_FILE,
     Tuned,
     describe_tuned,
@@ -30,35 +31,27 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_is_written_is_read_and_wins_over_the_spec(folder: Path) -> None:
+    assert read_tuned(folder) is None
+    assert load_spec(folder).tuned == {}
     overrides = {"core.max_batch_size": 64, "core.threads": None, "core.layout": "bucketed"}
-    path = write_tuned(folder, Tuned(overrides, {"slo": "p99 <= 5 ms"}), spec_file="pipeline.yaml")
+    assert overrides.keys() <= set(TUNABLE)
+    tuned = Tuned(overrides, {"slo": "p99 <= 5 ms"})
+    before = load_spec(folder, tuned=overrides)  # proposed, as if it stood in the file
+    path = write_tuned(folder, tuned, spec_file="pipeline.yaml")
     assert "Delete this file" in path.read_text(encoding="utf-8")
-    found = read_tuned(folder)
-    assert found == Tuned(overrides, {"slo": "p99 <= 5 ms"})
+    assert read_tuned(folder) == tuned
     spec = load_spec(folder)
     assert (spec.core.max_batch_size, spec.core.layout) == (64, "bucketed")
     assert spec.tuned == overrides
+    assert spec == before
     assert load_spec(folder, ["core.max_batch_size=8"]).core.max_batch_size == 8
+    for other in (load_spec(folder, untuned=True), load_spec(folder, tuned={})):
+        assert (other.core.max_batch_size, other.core.layout) == (16, "packed")
     assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == []
-
-
-def test_without_the_file_or_without_asking_for_it_the_spec_counts(folder: Path) -> None:
-    assert read_tuned(folder) is None
-    assert load_spec(folder).tuned == {}
-    write_tuned(folder, Tuned({"core.max_batch_size": 64}, {}), spec_file="pipeline.yaml")
-    assert load_spec(folder, untuned=True).core.max_batch_size == 16
-    (folder / TUNED_FILE).unlink()
-    assert load_spec(folder).core.max_batch_size == 16
-
-
-def test_what_is_proposed_is_as_if_it_stood_in_the_file(folder: Path) -> None:
-    proposed = Tuned({"core.layout": "bucketed"}, {"expected": "less work"})
-    before = load_spec(folder, tuned=proposed.overrides)
-    text = tuned_text(folder.name, proposed, spec_file="pipeline.yaml", measured=False)
+    text = tuned_text(folder.name, tuned, spec_file="pipeline.yaml", measured=False)
     assert "not measured" in text
     (folder / TUNED_FILE).write_text(text, encoding="utf-8")
-    assert (read_tuned(folder), load_spec(folder)) == (proposed, before)
-    assert load_spec(folder, tuned={}).core.layout == "packed"
+    assert (read_tuned(folder), load_spec(folder)) == (tuned, before)
 
 
 def test_a_pipeline_that_generates_text_is_tuned_alike(tmp_path: Path) -> None:
