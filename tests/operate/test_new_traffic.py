@@ -5,21 +5,23 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from conftest import TRAFFIC_ROWS, traffic_texts
 from drift_cases import MAX_LENGTH, built_for, draw, exact, read_minilm
-from triptych.base.errors import UserError
+from mistakes import check_refused, refusal
 from triptych.core.inputs import PipelineInputs
 from triptych.operate.tune.drift import check_drift
-from triptych.operate.tune.new_traffic import count_page, read_lengths
+from triptych.operate.tune.new_traffic import NewTraffic, count_page, read_lengths
 from triptych.serving.bench.resources import read_metrics
 from triptych.spec.plan import Layout
 from triptych.spec.traffic import Lengths
 
 EDGES = [4, 5, 6, 8, 10, 13, 16, 20, 25, 32, 40, 51, 64, 81, 102, 128, 161, 203, 255, 256]
+LAYOUTS: tuple[Layout, ...] = ("packed", "bucketed")
 
 
 @pytest.fixture(scope="module")
@@ -47,31 +49,30 @@ def page_of(
     return "\n".join(lines) + "\n"
 
 
-# What the server counted
+def counted(pipeline: PipelineInputs, page: str, before: str | None = None) -> NewTraffic:
+    earlier = None if before is None else read_metrics(before)
+    return count_page(pipeline.plan, read_metrics(page), "a page", before=earlier, seconds=60)
 
 
-@pytest.mark.parametrize("layout", ["packed", "bucketed"])
-@pytest.mark.parametrize("mean", [30, 80])
-def test_counted_rows_lead_to_what_the_rows_do(
-    inputs: PipelineInputs, mean: float, layout: Layout
-) -> None:
-    pipeline = built_for(inputs, draw(30, 400, 0), layout)
-    new = draw(mean, 3000, 1)
-    edges = sorted({*EDGES, *pipeline.plan.bucket_edges})
-    counted = count_page(pipeline.plan, read_metrics(page_of(new, edges)), "a page")
-    assert counted.lengths.rows == 3000
-    assert counted.mean == pytest.approx(sum(new) / 3000)
-    by_rows, by_page = check_drift(pipeline, exact(new)), check_drift(pipeline, counted)
-    assert by_page.work == pytest.approx(by_rows.work)
-    assert by_page.distance == pytest.approx(by_rows.distance, abs=0.03)
-    assert by_page.distance <= by_rows.distance
-    assert by_page.now.at_limit_share == by_rows.now.at_limit_share
-    assert by_page.excess == pytest.approx(by_rows.excess, abs=0.03)
-    assert by_page.action == by_rows.action
-    assert 0.15 < by_page.blur < 0.27
-    for name in ("p50_tokens", "p99_tokens"):
-        wanted = getattr(by_rows.now, name)
-        assert abs(getattr(by_page.now, name) - wanted) <= by_page.blur * wanted + 1
+def test_counted_rows_lead_to_what_the_rows_do(inputs: PipelineInputs) -> None:
+    for mean, layout in ((mean, layout) for mean in (30, 80) for layout in LAYOUTS):
+        pipeline = built_for(inputs, draw(30, 400, 0), layout)
+        new = draw(mean, 3000, 1)
+        edges = sorted({*EDGES, *pipeline.plan.bucket_edges})
+        found = counted(pipeline, page_of(new, edges))
+        assert found.lengths.rows == 3000
+        assert found.mean == pytest.approx(sum(new) / 3000)
+        by_rows, by_page = check_drift(pipeline, exact(new)), check_drift(pipeline, found)
+        assert by_page.work == pytest.approx(by_rows.work)
+        assert by_page.distance == pytest.approx(by_rows.distance, abs=0.03)
+        assert by_page.distance <= by_rows.distance
+        assert by_page.now.at_limit_share == by_rows.now.at_limit_share
+        assert by_page.excess == pytest.approx(by_rows.excess, abs=0.03)
+        assert by_page.action == by_rows.action
+        assert 0.15 < by_page.blur < 0.27
+        for name in ("p50_tokens", "p99_tokens"):
+            wanted = getattr(by_rows.now, name)
+            assert abs(getattr(by_page.now, name) - wanted) <= by_page.blur * wanted + 1
 
 
 def test_two_pages_count_what_lies_between(inputs: PipelineInputs, tmp_path: Path) -> None:
@@ -87,24 +88,30 @@ def test_two_pages_count_what_lies_between(inputs: PipelineInputs, tmp_path: Pat
     assert read_lengths(inputs, after, before=before, seconds=7).rows_per_s == 100.0
     assert read_lengths(inputs, after).lengths.rows == 1200
     assert check_drift(inputs, found).rate_per_s == 20.0
-
-
-def test_a_restart_between_the_pages_counts_from_there(inputs: PipelineInputs) -> None:
-    before, after = (read_metrics(page_of(draw(30, rows, rows))) for rows in (900, 400))
-    found = count_page(inputs.plan, after, "after", before=before, seconds=60)
-    assert (found.lengths.rows, found.rows_per_s) == (400, None)
-    assert "restarted" in found.notes[0]
+    # A server that restarted between them counts from there.
+    restarted = counted(inputs, page_of(draw(30, 400, 400)), page_of(draw(30, 900, 900)))
+    assert (restarted.lengths.rows, restarted.rows_per_s) == (400, None)
+    assert "restarted" in restarted.notes[0]
+    # A page saved amid a flush loses no row.
+    flushed = [
+        (name, labels, 4.0 if labels.get("le") in ("+Inf", "256", "255") else 0.0)
+        for name, labels, _ in read_metrics(page_of([3] * 4))
+    ]
+    rows = read_metrics(page_of([3] * 10 + [60] * 10))
+    assert count_page(inputs.plan, rows, "after", before=flushed).lengths.rows == 20
+    for seconds in (0.0, float("nan"), float("inf")):
+        window = partial(count_page, inputs.plan, rows, "page", seconds=seconds)
+        check_refused("must be above 0", window)
 
 
 def test_servers_add_up_and_other_builds_are_named(inputs: PipelineInputs) -> None:
     one, two = draw(30, 100, 1), draw(30, 200, 2)
-    page = page_of(one) + page_of(two)
-    assert count_page(inputs.plan, read_metrics(page), "two").lengths.rows == 300
-    longer = count_page(inputs.plan, read_metrics(page_of([300], [*EDGES, 384, 512])), "longer")
+    assert counted(inputs, page_of(one) + page_of(two)).lengths.rows == 300
+    longer = counted(inputs, page_of([300], [*EDGES, 384, 512]))
     assert longer.lengths.counts == {MAX_LENGTH: 1}
     assert "other settings" in check_drift(inputs, longer).notes[-1]
     bucketed = built_for(inputs, [11, 22, 33] * 40, "bucketed")
-    found = check_drift(bucketed, count_page(bucketed.plan, read_metrics(page_of(one)), "packed"))
+    found = check_drift(bucketed, counted(bucketed, page_of(one)))
     assert "other padded lengths" in found.notes[-1]
 
 
@@ -136,80 +143,47 @@ PAGES = {
     "too many tokens": damage(lambda page: page.replace("} 180", "} 18000000")),
     "two builds": page_of([9] * 3) + page_of([9] * 4, [*EDGES, 512]),
 }
+SAMPLES: list[tuple[str | None, str]] = [
+    ("\n\n", "new.jsonl"),
+    ('{"text": "fine"}\n{"text": 1}', "new.jsonl:2: text"),
+    ("not json", "new.jsonl:1"),
+    ('{"text": "a", "parameters": {"no_such": 1}}', "new.jsonl:1"),
+    ('{"text": "a", "parameters": 1}', "new.jsonl:1: parameters"),
+    (None, "new.jsonl"),
+]
+"""Files of requests, and the field of the error."""
 
 
-@pytest.mark.parametrize("kind", PAGES)
-def test_a_page_that_makes_no_sense_is_refused(
-    inputs: PipelineInputs, tmp_path: Path, kind: str
+def test_pages_and_samples_that_make_no_sense_are_refused(
+    inputs: PipelineInputs, tmp_path: Path
 ) -> None:
-    path = tmp_path / "page.txt"
-    path.write_text(PAGES[kind], encoding="utf-8", errors="surrogateescape")
-    with pytest.raises(UserError) as refused:
-        read_lengths(inputs, path)
-    assert refused.value.field == str(path)
-    assert refused.value.remedy
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_window_of_no_time_is_refused(inputs: PipelineInputs, seconds: float) -> None:
-    with pytest.raises(UserError, match="must be above 0"):
-        count_page(inputs.plan, read_metrics(page_of([9])), "page", seconds=seconds)
-
-
-def test_a_page_saved_amid_a_flush_loses_no_row(inputs: PipelineInputs) -> None:
-    after = read_metrics(page_of([3] * 10 + [60] * 10))
-    torn = [
-        (name, labels, 4.0 if labels.get("le") in ("+Inf", "256", "255") else 0.0)
-        for name, labels, _ in read_metrics(page_of([3] * 4))
-    ]
-    found = count_page(inputs.plan, after, "after", before=torn)
-    assert found.lengths.rows == 20
-
-
-# A sample of requests
-
-
-def write_sample(path: Path, texts: Sequence[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    page, sample = tmp_path / "page.txt", tmp_path / "new.jsonl"
+    for kind, text in PAGES.items():
+        page.write_text(text, encoding="utf-8", errors="surrogateescape")
+        error = refusal(read_lengths, inputs, page)
+        assert error.field == str(page), kind
+        assert error.remedy, kind
+    for content, where in SAMPLES:
+        sample.unlink(missing_ok=True)
+        if content is not None:
+            sample.write_text(content)
+        assert refusal(read_lengths, inputs, sample).field.endswith(where), content
+    # Images have no lengths.
+    images = replace(inputs, plan=replace(inputs.plan, lengths=None))
+    page.write_text(page_of([9]))
+    sample.write_text('{"text": "a"}')
+    for path in (page, sample):
+        check_refused("only supported for texts", read_lengths, images, path)
 
 
 def test_a_sample_is_tokenized_as_the_traffic_is(inputs: PipelineInputs, tmp_path: Path) -> None:
-    found = read_lengths(
-        inputs, write_sample(tmp_path / "new.jsonl", traffic_texts()[:TRAFFIC_ROWS])
-    )
+    def read(*texts: str) -> NewTraffic:
+        path = tmp_path / "new.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return read_lengths(inputs, path)
+
+    found = read(*traffic_texts()[:TRAFFIC_ROWS])
     assert found.lengths == inputs.plan.lengths
     assert check_drift(inputs, found).distance == 0
-    cut = read_lengths(inputs, write_sample(tmp_path / "cut.jsonl", ["word " * 900, "word"]))
-    assert cut.lengths == Lengths({3: 1, MAX_LENGTH: 1}, rows=2, truncated_rows=1)
-
-
-@pytest.mark.parametrize(
-    ("content", "where"),
-    [
-        ("", "new.jsonl"),
-        ("\n\n", "new.jsonl"),
-        ('{"text": "fine"}\n{"text": 1}', "new.jsonl:2: text"),
-        ("not json", "new.jsonl:1"),
-        ('{"text": "a", "parameters": {"no_such": 1}}', "new.jsonl:1"),
-        ('{"text": "a", "parameters": 1}', "new.jsonl:1: parameters"),
-        (None, "new.jsonl"),
-    ],
-)
-def test_a_bad_sample_is_refused(
-    inputs: PipelineInputs, tmp_path: Path, content: str | None, where: str
-) -> None:
-    path = tmp_path / "new.jsonl"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(UserError) as refused:
-        read_lengths(inputs, path)
-    assert refused.value.field.endswith(where)
-
-
-def test_images_have_no_lengths(inputs: PipelineInputs, tmp_path: Path) -> None:
-    images = replace(inputs, plan=replace(inputs.plan, lengths=None))
-    for path in (write_sample(tmp_path / "new.jsonl", ["a"]), tmp_path / "page.txt"):
-        path.write_text(page_of([9])) if path.suffix == ".txt" else None
-        with pytest.raises(UserError, match="only supported for texts"):
-            read_lengths(images, path)
+    cut = Lengths({3: 1, MAX_LENGTH: 1}, rows=2, truncated_rows=1)
+    assert read("word " * 900, "word").lengths == cut

@@ -6,11 +6,11 @@ Its answers are looked at by nobody here: the gauges of the watch are of made-up
 import json
 import math
 import threading
-import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,6 +21,7 @@ import pytest
 
 from benchmarks.prometheus_tools import running
 from conftest import build_into, write_pipeline
+from http_pages import comes_true
 from monitor_cases import look
 from triptych.base.explained import plain
 from triptych.client import Client, InferenceError
@@ -61,7 +62,7 @@ pytestmark = [pytest.mark.server, pytest.mark.long]
 
 @dataclass
 class Load:
-    """Clients that ask one after the other; `text` is what they ask."""
+    """Three clients that ask one after the other; `text` is what they ask."""
 
     text: str = "my delivery is late"
     is_over: threading.Event = field(default_factory=threading.Event)
@@ -69,31 +70,31 @@ class Load:
     def run(self, url: str) -> None:
         with Client("tiny", url) as client:
             while not self.is_over.wait(0.3):
-                try:
+                with suppress(InferenceError):  # refused for want of room, which counts as failed
                     client.embed([self.text])
-                except InferenceError:
-                    continue  # refused for want of room, which counts as failed
-
-
-@dataclass
-class Told:
-    """What an Alertmanager sent: name of an alert to its last state, ``firing`` or ``resolved``."""
-
-    states: dict[str, str] = field(default_factory=dict)
-
-    def take(self, message: dict[str, Any]) -> None:
-        for alert in message["alerts"]:
-            self.states[alert["labels"]["alertname"]] = alert["status"]
-
-    def last(self, alert: str) -> str | None:
-        return self.states.get(alert)
 
 
 @contextmanager
-def webhook(told: Told) -> Iterator[str]:
+def loaded(url: str) -> Iterator[Load]:
+    load = Load()
+    with ThreadPoolExecutor(3) as pool:
+        clients = [pool.submit(load.run, url) for _ in range(3)]
+        try:
+            yield load
+        finally:
+            load.is_over.set()
+    for client in clients:
+        client.result()
+
+
+@contextmanager
+def webhook(states: dict[str, str]) -> Iterator[str]:
+    """A receiver of an Alertmanager: name of an alert to ``firing`` or ``resolved``."""
+
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            told.take(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            states.update((a["labels"]["alertname"], a["status"]) for a in message["alerts"])
             self.send_response(200)
             self.end_headers()
 
@@ -116,19 +117,6 @@ def get(url: str, data: Any = None) -> Any:
     with urllib.request.urlopen(request, timeout=60) as response:
         text = response.read()
     return json.loads(text) if text else None
-
-
-def until(what: Callable[[], Any], seconds: float) -> Any:
-    """What it returns once that is true, or at the end."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            found = what()
-        except OSError:
-            found = None
-        if found or time.monotonic() > end:
-            return found
-        time.sleep(0.2)
 
 
 def operands(node: Any) -> Iterator[str]:
@@ -181,22 +169,24 @@ class Deployed:
 
 @dataclass(frozen=True)
 class Watched:
-    """Addresses: of the pipeline's Envoy, and of who watches it; and what was told of it.
+    """Addresses of the pipeline's Envoy and of its watchers.
 
-    `gauges` are those of the watch.
+    Attributes:
+        gauges: Gauges of the monitor.
+        states: Last state of each alert that the Alertmanager sent.
     """
 
     url: str
     gauges: RunCollector
     prometheus: str
     alertmanager: str
-    told: Told
+    states: dict[str, str]
 
 
 @contextmanager
 def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watched]:
     """An Envoy in front of the server, a Prometheus that scrapes both, an Alertmanager."""
-    told = Told()
+    states: dict[str, str] = {}
     own = ("grpc_port", "http_port", "metrics_port")
     ports = reserve_ports(LOOPBACK, dict.fromkeys((*own, "prometheus", "alerts"), 0))
     addresses = {name: f"{LOOPBACK}:{port}" for name, port in ports.items()}
@@ -214,7 +204,7 @@ def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watche
             pod: url.split("/")[2]
             for pod, url in (("tiny-1", server.metrics_url), ("tiny-envoy-1", proxy.metrics_url))
         } | {"tiny-watch-1": f"{LOOPBACK}:{gauges.port}"}
-        hook = stack.enter_context(webhook(told))
+        hook = stack.enter_context(webhook(states))
         (routes,) = render_alertmanager(hook, hook, wait="1s", interval="1s").values()
         for name, content in (
             ("alertmanager.json", plain(routes)),
@@ -234,23 +224,8 @@ def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watche
             gauges,
             f"http://{addresses['prometheus']}",
             f"http://{addresses['alerts']}",
-            told,
+            states,
         )
-
-
-@contextmanager
-def loaded(url: str) -> Iterator[Load]:
-    """Three clients that ask all the time."""
-    load = Load()
-    threads = [threading.Thread(target=load.run, args=(url,)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield load
-    finally:
-        load.is_over.set()
-        for thread in threads:
-            thread.join()
 
 
 def test_a_slowed_step_raises_the_alert_and_it_clears(tmp_path: Path, tiny_model: Path) -> None:
@@ -274,16 +249,12 @@ def test_a_slowed_step_raises_the_alert_and_it_clears(tmp_path: Path, tiny_model
     ):
         assert not without_value(watch.prometheus, parts - missing)
         # A busy machine may have raised it for a while already.
-        assert until(lambda: watch.told.last(alert) != "firing", 60), watch.told
-        load.text = "a slow one"
-        right = watch.gauges.run
-        watch.gauges.run = replace(look(), pipeline="tiny")
-        for raised in (alert, wrong):
-            assert until(lambda: watch.told.last(raised) == "firing", 60), watch.told  # noqa: B023
-        load.text = Load.text
-        watch.gauges.run = right
-        for raised in (alert, wrong):
-            assert until(lambda: watch.told.last(raised) == "resolved", 60), watch.told  # noqa: B023
+        assert comes_true(lambda: watch.states.get(alert) != "firing"), watch.states
+        usual = (Load.text, watch.gauges.run)
+        broken = ("a slow one", replace(look(), pipeline="tiny"))
+        for (load.text, watch.gauges.run), state in ((broken, "firing"), (usual, "resolved")):
+            for name in (alert, wrong):
+                assert comes_true(lambda: watch.states.get(name) == state), watch.states  # noqa: B023
         assert_inhibited(watch.alertmanager)
 
 
@@ -291,13 +262,11 @@ def without_value(prometheus: str, parts: set[str]) -> set[str]:
     """The expressions that have no value, even after a while."""
     left = set(parts)
 
-    def tried() -> bool:
-        for part in sorted(left):
-            if has_value(prometheus, part):
-                left.discard(part)
+    def are_gone() -> bool:
+        left.difference_update([part for part in left if has_value(prometheus, part)])
         return not left
 
-    until(tried, 60)
+    comes_true(are_gone)
     return left
 
 
@@ -336,4 +305,4 @@ def assert_inhibited(alerts: str) -> None:
         states.update({one["labels"]["kind"]: one["status"]["state"] for one in found})
         return states == wanted
 
-    assert until(are_judged, 60), states
+    assert comes_true(are_judged), states

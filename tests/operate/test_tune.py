@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
+import psutil
 import pytest
 
-from conftest import build_into, quiet, write_pipeline
+from conftest import build_into, link_cache, quiet, write_pipeline
 from http_pages import comes_true
-from triptych.base.cache import cache_root
 from triptych.operate.tune.kinds import CompiledTuning, Setting
 from triptych.operate.tune.trial_servers import trial_servers
 from triptych.operate.tune.tune import Tuning, tune_pipeline
@@ -44,12 +45,8 @@ def test_a_short_run_measures_decides_and_leaves_the_repository_alone(home: Path
     result = tune_pipeline(folder, home / "repository", tuning, quiet)
     assert snapshot(home) == before
     assert result.trials
-    assert {trial.verdict for trial in result.trials} <= {
-        "better",
-        "worse",
-        "no difference",
-        "cannot tell",
-    }
+    verdicts = {trial.verdict for trial in result.trials}
+    assert verdicts <= {"better", "worse", "no difference", "cannot tell"}
     for trial in result.trials:
         assert trial.score is not None
         assert trial.points
@@ -98,10 +95,7 @@ def test_an_interrupted_run_leaves_nothing_but_what_it_has_measured(
     home: Path, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
-    cache.mkdir()
-    for stage in cache_root().iterdir():  # what is built is taken from where it is
-        if stage.name != "tune":
-            (cache / stage.name).symlink_to(stage)
+    link_cache(cache, "tune")
     before = snapshot(home)
     command = [sys.executable, "-m", "triptych.interface.cli", "tune", "tiny", "--clients", "2"]
     command += ["--pipelines", str(home / "pipelines"), "--repository", str(home / "repository")]
@@ -113,27 +107,15 @@ def test_an_interrupted_run_leaves_nothing_but_what_it_has_measured(
         text=True,
     )
     assert process.stderr is not None
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if "trial 1" in line:
-            break
-    children = _tree(process.pid)
+    lines = list(takewhile(lambda line: "trial 1" not in line, process.stderr))
+    children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)  # Ctrl-C goes the same way
     rest = process.communicate(timeout=60)[1]
     assert process.returncode not in (0, 1), lines
     assert "Traceback" not in rest
-    assert comes_true(lambda: not any(Path("/proc", str(pid)).exists() for pid in children))
+    assert comes_true(lambda: not any(child.is_running() for child in children))
     assert snapshot(home) == before
     assert not list(home.glob(".tune-*"))
     assert not (home / "pipelines" / "tiny" / TUNED_FILE).exists()
     kept = list((cache / "tune").glob("*/*.json"))
     assert len(kept) >= 1
-
-
-def _tree(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [int(child) for child in children] + [n for c in children for n in _tree(int(c))]

@@ -1,7 +1,7 @@
 """Tuning of text generation: goodput, its fields, what lint refuses, and one search on a server."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from triptych.operate.tune.fields import (
     shared_prefix_ratio,
 )
 from triptych.operate.tune.kinds import GenerationTuning, Setting, advise_generation, judge_goodput
-from triptych.operate.tune.objective import GoodputObjective, LoadFailed
-from triptych.operate.tune.search import Search, TrialCache
+from triptych.operate.tune.objective import GoodputObjective, LoadFailed, ScoredRound
+from triptych.operate.tune.search import TrialCache
 from triptych.operate.tune.tune import Tuning, tune_pipeline
 from triptych.repository.lint.checks import LintFailure
 from triptych.serving.bench.results import Measurement, Streamed, Times
@@ -32,10 +32,9 @@ from triptych.serving.server import Server
 from triptych.spec.generation_fields import GenerationSpec, load_generation_spec
 from triptych.spec.slo import GenerationSlo
 from triptych.spec.tuned import TUNABLE_GENERATION, read_tuned
-from tune_cases import measurement, step
+from tune_cases import Surface, measurement, step
 
 PROMISE = GenerationSlo(ttft_p99="500ms", itl_p99="50ms")
-MiB = 1 << 20
 
 
 def answers(
@@ -60,25 +59,22 @@ def server(most: int) -> Callable[[int], Measurement]:
     return at
 
 
-@pytest.mark.parametrize("start", [None, 1, 2, 4, 8, 16, 32])
-def test_goodput_is_found_wherever_it_is_looked_for(start: int | None) -> None:
-    found = GoodputObjective(PROMISE, 32).score(server(4), start)
-    assert (found.score, found.start) == (8.0, 4)
-    assert len(found.by_clients) <= 6
+def test_goodput_is_found_wherever_it_is_looked_for() -> None:
+    for start in (None, 1, 2, 4, 8, 16, 32):
+        found = GoodputObjective(PROMISE, 32).score(server(4), start)
+        assert (found.score, found.start) == (8.0, 4), start
+        assert len(found.by_clients) <= 6, start
     again = GoodputObjective(PROMISE, 32).score(server(4), 4, again=True)
     assert (again.score, list(again.by_clients)) == (8.0, [4])
 
-
-def test_no_good_answer_is_worth_less_than_one_and_the_nearer_the_more() -> None:
+    # No good answer is worth less than one, and the nearer the more.
     def score(ttft_ms: float) -> float:
         late = answers(9.0, good=0.0, ttft_ms=ttft_ms)
         return GoodputObjective(PROMISE, 8).score(lambda _clients: late).score
 
     assert 0 < score(5000) < score(1000) < 1  # a second was measured
     assert score(400) == 1  # each answer breaks a limit, and all of them together keep it
-
-
-def test_without_a_promise_tokens_count_and_errors_never_do() -> None:
+    # Without a promise tokens count, and errors never do.
     objective = GoodputObjective(GenerationSlo(throughput=2.0), 16)
     assert (objective.unit, GoodputObjective(PROMISE, 16).unit) == ("tokens/s", "requests/s")
     found = objective.score(server(4))
@@ -118,20 +114,11 @@ def evidence(
     return Observation(inputs, one, 2, promise.limits_us)
 
 
-def proposed(key: str, given: Observation[GenerationInputs]) -> Proposal:
-    found = next(one for field in GENERATION_FIELDS if (one := field(given)).key == key)
-    assert found.values, found
-    return found
-
-
-def left(key: str, given: Observation[GenerationInputs]) -> str:
-    found = next(one for field in GENERATION_FIELDS if (one := field(given)).key == key)
-    assert not found.values, found
-    return found.reason
+def proposal_of(key: str, given: Observation[GenerationInputs]) -> Proposal:
+    return next(found for field in GENERATION_FIELDS if (found := field(given)).key == key)
 
 
 BUSY = answers(8.0, good=4.0)  # eight a second of a second each: 8 under way
-CALM = answers(1.0, good=1.0)
 
 
 def test_every_field_that_is_tried_is_tunable_and_one_of_the_spec() -> None:
@@ -146,118 +133,110 @@ def test_every_field_that_is_tried_is_tunable_and_one_of_the_spec() -> None:
             value = getattr(value, part)
 
 
-def test_a_batch_grows_where_requests_wait_with_all_that_it_needs() -> None:
-    key = "core.max_num_seqs"
-    assert "8.0 requests in flight on average, 32" in left(key, evidence(BUSY))
-    found = proposed(key, evidence(BUSY, max_num_seqs=4))
-    assert (found.values, found.others, found.along) == ((8, 16), (2, 1), {})
+CACHE: dict[str, Any] = {"kv_cache": {"memory_mib": 1}}
+SYSTEM = tuple(range(40))
+SHARED = (SYSTEM, (*SYSTEM, 1, 2), (7,) * 40)
+NO_TIME = GenerationSlo(ttft_p99="1s")
+PROPOSALS: dict[str, list[tuple[Observation[GenerationInputs], tuple[Any, ...], tuple[Any, ...]]]]
+PROPOSALS = {
+    "core.max_num_seqs": [
+        (evidence(BUSY, max_num_seqs=4), (8, 16), (2, 1)),
+        (evidence(BUSY, max_num_seqs=4, queue=8), (8,), (2, 1)),
+        # Fewer are of use only where each answer is promised something.
+        (evidence(BUSY, max_num_seqs=8, queue=8), (4, 2), ()),
+    ],
+    "core.max_num_batched_tokens": [
+        (evidence(BUSY, max_num_seqs=16, max_num_batched_tokens=128), (256, 512), (64,)),
+        (evidence(BUSY, prompts=((1,) * 3000,)), (4096, 8192), (1024, 512)),
+    ],
+    "core.enable_prefix_caching": [
+        (evidence(BUSY), (False,), ()),
+        (evidence(BUSY, prompts=SHARED, enable_prefix_caching=False), (True,), ()),
+    ],
+    "serving.stream_interval": [
+        (evidence(answers(8.0, good=8.0, itl_ms=3)), (4, 16), ()),
+        (evidence(answers(8.0, good=8.0, itl_ms=12)), (4,), ()),
+        (
+            evidence(answers(8.0, good=8.0, itl_ms=48), serving={"stream_interval": 4}),
+            (1,),
+            (),
+        ),
+        (evidence(BUSY, promise=NO_TIME), (4, 16), ()),
+    ],
+}
+"""What was seen, and the values that are tried in one direction and in the other, by field."""
+LEFT = [
+    ("core.max_num_seqs", evidence(BUSY), "8.0 requests in flight on average, 32"),
+    (
+        "core.max_num_seqs",
+        evidence(BUSY, max_num_seqs=8, queue=8, promise=GenerationSlo()),
+        "8 fit into the batch",
+    ),
+    ("core.kv_cache.memory_mib", evidence(BUSY), "the KV cache holds 4096"),
+    ("core.max_num_batched_tokens", evidence(BUSY), "have 400 tokens, a step computes 2048"),
+    ("core.enable_prefix_caching", evidence(BUSY, prompts=SHARED), "and caching is on"),
+    (
+        "core.enable_prefix_caching",
+        evidence(BUSY, enable_prefix_caching=False),
+        "a false gain",
+    ),
+    ("serving.stream_interval", evidence(BUSY), "leaves no time to wait"),
+]
+"""Fields that are not tried, and the reason."""
+
+
+def test_a_field_is_tried_where_what_was_seen_speaks_for_it() -> None:
+    for key, cases in PROPOSALS.items():
+        for given, values, others in cases:
+            found = proposal_of(key, given)
+            assert (found.values, found.others) == (values, others), (key, found)
+    for key, given, reason in LEFT:
+        found = proposal_of(key, given)
+        assert not found.values, found
+        assert reason in found.reason
+    assert shared_prefix_ratio(SHARED) == 64 / 122  # two whole blocks of 16 tokens, twice
+    assert shared_prefix_ratio([(1, 2), (3, 4)]) == shared_prefix_ratio([()]) == 0
+
+
+def test_a_batch_grows_with_all_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, memory = "core.max_num_seqs", "core.kv_cache.memory_mib"
+    assert proposal_of(key, evidence(BUSY, max_num_seqs=4)).along == {}
     tight = evidence(BUSY, max_num_seqs=8, max_num_batched_tokens=16, kv_cache={"memory_mib": 3})
-    assert proposed(key, tight).along == {
-        "core.kv_cache.memory_mib": 8,  # 32 requests of 256 tokens, 1 KiB each
+    assert proposal_of(key, tight).along == {
+        memory: 8,  # 32 requests of 256 tokens, 1 KiB each
         "core.max_num_batched_tokens": 32,
     }
-    assert proposed(key, evidence(BUSY, max_num_seqs=4, queue=8)).values == (8,)
-    # Fewer are of use only where each answer is promised something.
-    assert proposed(key, evidence(BUSY, max_num_seqs=8, queue=8)).values == (4, 2)
-    bare = evidence(BUSY, max_num_seqs=8, queue=8, promise=GenerationSlo())
-    assert "8 fit into the batch" in left(key, bare)
-
-
-def test_memory_that_is_not_there_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Memory that is not there is not asked for.
     monkeypatch.setattr(fields, "_free_mib", lambda: 1.0)
-    tight = evidence(BUSY, max_num_seqs=4, kv_cache={"memory_mib": 1})
-    assert proposed("core.max_num_seqs", tight).values == (2, 1)
-    full = evidence(BUSY, max_num_seqs=8, kv_cache={"memory_mib": 1})
-    assert proposed("core.kv_cache.memory_mib", full).values == (2,)
+    assert proposal_of(key, evidence(BUSY, max_num_seqs=4, **CACHE)).values == (2, 1)
+    full = evidence(BUSY, max_num_seqs=8, **CACHE)
+    assert proposal_of(memory, full).values == (2,)
     monkeypatch.setattr(fields, "_free_mib", lambda: 0.5)
-    assert "0 MiB are free" in left("core.kv_cache.memory_mib", full)
-    assert "the KV cache holds 4096" in left("core.kv_cache.memory_mib", evidence(BUSY))
-
-
-def test_a_turn_is_as_large_as_the_prompts_that_come_together() -> None:
-    key = "core.max_num_batched_tokens"
-    assert "have 400 tokens, a step computes 2048" in left(key, evidence(BUSY))
-    small = proposed(key, evidence(BUSY, max_num_seqs=16, max_num_batched_tokens=128))
-    assert (small.values, small.others) == ((256, 512), (64,))
-    large = proposed(key, evidence(BUSY, prompts=((1,) * 3000,)))
-    assert (large.values, large.others) == ((4096, 8192), (1024, 512))
-
-
-def test_a_prefix_cache_is_judged_by_the_traffic_not_by_its_repetition() -> None:
-    system = tuple(range(40))
-    prompts = (system, (*system, 1, 2), (7,) * 40)
-    assert shared_prefix_ratio(prompts) == 64 / 122  # two whole blocks of 16 tokens, twice
-    assert shared_prefix_ratio([(1, 2), (3, 4)]) == shared_prefix_ratio([()]) == 0
-    key = "core.enable_prefix_caching"
-    assert proposed(key, evidence(BUSY)).values == (False,)
-    assert "and caching is on" in left(key, evidence(BUSY, prompts=prompts))
-    assert proposed(key, evidence(BUSY, prompts=prompts, enable_prefix_caching=False)).values == (
-        True,
-    )
-    assert "a false gain" in left(key, evidence(BUSY, enable_prefix_caching=False))
-
-
-def test_tokens_share_responses_as_far_as_the_promise_goes() -> None:
-    key = "serving.stream_interval"
-    fast = answers(8.0, good=8.0, itl_ms=3)
-    assert proposed(key, evidence(fast)).values == (4, 16)
-    assert proposed(key, evidence(answers(8.0, good=8.0, itl_ms=12))).values == (4,)
-    assert "leaves no time to wait" in left(key, evidence(BUSY))
-    back = evidence(answers(8.0, good=8.0, itl_ms=48), serving={"stream_interval": 4})
-    assert proposed(key, back).values == (1,)
-    none = GenerationSlo(ttft_p99="1s")
-    assert proposed(key, evidence(BUSY, promise=none)).values == (4, 16)
+    none = proposal_of(memory, full)
+    assert (none.values, "0 MiB are free" in none.reason) == ((), True)
 
 
 def test_what_goes_along_is_part_of_the_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path))
+    plan = evidence(BUSY, max_num_seqs=4, **CACHE).plan
     tried: list[dict[str, Any]] = []
 
-    class Contest:
-        """Scores by the number of sequences; all that a trial sets is noted."""
+    def start(overrides: Mapping[str, Any]) -> None:
+        tried.append(dict(overrides))
+        if overrides["core.max_num_seqs"] == 16:
+            raise LintFailure([])
 
-        def begin(self, present: Setting) -> tuple[Any, Any]:
-            self._plan = evidence(BUSY, max_num_seqs=4, kv_cache={"memory_mib": 1}).plan
-            return self._plan, GoodputObjective(PROMISE, 8).score(server(4))
+    def score(overrides: Mapping[str, Any]) -> ScoredRound:
+        places = overrides.get("core.max_num_seqs", 4)
+        return GoodputObjective(PROMISE, 8).score(server(places))
 
-        def start_trial(self, other: Setting) -> None:
-            tried.append(dict(other.overrides))
-            if other.overrides.get("core.max_num_seqs") == 16:
-                raise LintFailure([])
-
-        def round(self) -> tuple[Any, Any]:
-            places = int(tried[-1].get("core.max_num_seqs", 4))
-            found, other = (
-                GoodputObjective(PROMISE, 8).score(server(most)) for most in (4, places)
-            )
-            return found, other
-
-        def accept_trial(self) -> Any:
-            return self._plan
-
-        def next_round_s(self) -> float:
-            return 0.0
-
-        def final_s(self) -> float:
-            return 0.0
-
-    contest: Any = Contest()
-    search = Search(
-        contest,
-        TrialCache({"test": 1}),
-        deadline=1e9,
-        cores=2,
-        limits_us=PROMISE.limits_us,
-        fields=[fields.propose_sequences],
-        progress=quiet,
-        clock=lambda: 0.0,
+    search = Surface(lambda _overrides: plan, score, start=start).search(
+        TrialCache({"test": 1}), [fields.propose_sequences], limits_us=PROMISE.limits_us
     )
-    search.run(Setting())
     assert tried == [
-        {"core.max_num_seqs": 8, "core.kv_cache.memory_mib": 4},
-        {"core.max_num_seqs": 16, "core.kv_cache.memory_mib": 4},
+        {"core.max_num_seqs": places, "core.kv_cache.memory_mib": 4} for places in (8, 16)
     ]
     assert [one.verdict for one in search.trials] == ["better", "failed"]
     assert search.best.overrides == tried[0]

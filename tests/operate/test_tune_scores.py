@@ -18,21 +18,22 @@ MAX_ERRORS = 29
 """Number of wrong verdicts that 5 % of `TRIALS` exceed with a probability of 2 %."""
 
 
-def test_a_clear_gain_or_loss_takes_three_rounds() -> None:
+def test_a_clear_gain_or_loss_takes_three_rounds_and_noise_more() -> None:
     assert compare_scores([(100, 80)]) == "cannot tell"  # too low for another round
     assert compare_scores([(100, 130)]) is None
     assert compare_scores([(100, 130), (90, 118)]) is None
     assert compare_scores([(100, 130), (90, 118), (100, 131)]) == "better"
     assert compare_scores([(100, 90), (100, 89), (100, 90)]) == "worse"
-
-
-def test_noise_gets_more_rounds_and_then_no_verdict() -> None:
     rounds = [(100.0, each) for each in (118.0, 95.0, 106.0, 97.0, 130.0, 101.0)]
     assert [compare_scores(rounds[:n]) for n in range(1, LOOKS[-1])] == [None] * (LOOKS[-1] - 1)
     assert compare_scores(rounds) == "cannot tell"
     equal = [(100, 100.2), (100, 100.1), (100, 99.8)]
     assert compare_scores(equal) == "no difference"  # proven to be within 10 %
     assert compare_scores([(100, 120), (100, 80), (100, 95)]) == "cannot tell"
+    assert format_scores([(100, 110), (200, 220), (90, 99)]) == (
+        "1.10 times (1.07 to 1.13 with 95 % confidence) in 3 rounds"
+    )
+    assert format_scores([(100, 90)]) == "0.900 times in 1 round"
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.04, 0.1, 0.3])
@@ -68,13 +69,6 @@ def judged(other: float, noise: float) -> Counter[str]:
     return found
 
 
-def test_the_gain_is_the_mean_ratio_with_its_interval() -> None:
-    assert format_scores([(100, 110), (200, 220), (90, 99)]) == (
-        "1.10 times (1.07 to 1.13 with 95 % confidence) in 3 rounds"
-    )
-    assert format_scores([(100, 90)]) == "0.900 times in 1 round"
-
-
 def curve(knee: float) -> Callable[[int], Measurement]:
     """A server that saturates at 200/s, whose p99 is 10 ms up to `knee` clients, then grows."""
 
@@ -85,17 +79,14 @@ def curve(knee: float) -> Callable[[int], Measurement]:
     return at
 
 
-@pytest.mark.parametrize("start", [None, *CLIENTS[:6]])
-def test_the_latency_score_is_the_same_wherever_it_begins(start: int | None) -> None:
-    objective = ThroughputObjective(Slo(p99_ms=15.0), clients=32)
-    scored = objective.score(curve(4), start)
-    # p99 is 10 ms with 4 clients (100/s), 20 ms with 8 (200/s): 15 ms lies half way.
-    assert scored.score == pytest.approx(150)
-    assert scored.start == 4
-    assert len(scored.by_clients) <= 6
-
-
-def test_the_latency_score_stays_within_what_was_measured() -> None:
+def test_the_latency_score_is_the_same_wherever_it_begins() -> None:
+    for start in (None, *CLIENTS[:6]):
+        scored = ThroughputObjective(Slo(p99_ms=15.0), clients=32).score(curve(4), start)
+        # p99 is 10 ms with 4 clients (100/s), 20 ms with 8 (200/s): 15 ms lies half way.
+        assert scored.score == pytest.approx(150), start
+        assert scored.start == 4, start
+        assert len(scored.by_clients) <= 6, start
+    # It stays within what was measured.
     always = ThroughputObjective(Slo(p99_ms=1e3), clients=32).score(curve(4))
     assert (always.score, always.start) == (200, 32)
     never = ThroughputObjective(Slo(p99_ms=5.0), clients=32).score(curve(4))
@@ -104,19 +95,10 @@ def test_the_latency_score_stays_within_what_was_measured() -> None:
 
 
 def test_without_a_latency_the_score_is_the_throughput_of_the_highest_load() -> None:
-    seen: list[int] = []
-
-    def at(clients: int) -> Measurement:
-        seen.append(clients)
-        return measurement(7.0 * clients)
-
-    assert ThroughputObjective(Slo(throughput=1.0), clients=48).score(at).score == 336
-    assert seen == [48]
-
-
-def test_errors_have_no_score() -> None:
-    def at(_clients: int) -> Measurement:
-        return measurement(0.0, errors={"queue full": 3})
-
+    scored = ThroughputObjective(Slo(throughput=1.0), clients=48).score(
+        lambda clients: measurement(7.0 * clients)
+    )
+    assert (scored.score, list(scored.by_clients)) == (336, [48])
+    failed = measurement(0.0, errors={"queue full": 3})
     with pytest.raises(LoadFailed, match="3 x queue full"):
-        ThroughputObjective(Slo(), clients=4).score(at)
+        ThroughputObjective(Slo(), clients=4).score(lambda _clients: failed)

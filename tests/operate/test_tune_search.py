@@ -8,99 +8,58 @@ from typing import Any
 
 import pytest
 
+from mistakes import check_refused
 from triptych.base.errors import UserError
 from triptych.operate.tune import trial_servers, tune
-from triptych.operate.tune.fields import FIELDS
 from triptych.operate.tune.kinds import Setting
 from triptych.operate.tune.objective import GoodputObjective, LoadFailed, ScoredRound
 from triptych.operate.tune.search import Search, TrialCache
 from triptych.serving.bench.results import Measurement, Streamed, Times
 from triptych.spec.slo import GenerationSlo
 from triptych.spec.spec import PipelineSpec
-from tune_cases import evidence, measurement
+from tune_cases import Surface, evidence, measurement
 
 PROMISE = GenerationSlo(e2e_p99="1s")
 DELAY = "serving.queue.max_delay_us"
 
 
-class Surface:
-    """Trial servers whose scores come from a function: measuring is what a fake stands for here."""
-
-    def __init__(self, score: Callable[[Mapping[str, Any]], float], noise: float = 0.01) -> None:
-        self._score, self._noise, self._random = score, noise, random.Random(0)
-        self._present, self._other = Setting(), Setting()
-        self.rounds = 0
-
-    def begin(self, present: Setting) -> tuple[Any, ScoredRound]:
-        self._present = present
-        return self._plan(), self._scored(present)
-
-    def start_trial(self, other: Setting) -> None:
-        self._other = other
-
-    def round(self) -> tuple[ScoredRound, ScoredRound]:
-        self.rounds += 1
-        return self._scored(self._present), self._scored(self._other)
-
-    def accept_trial(self) -> Any:
-        self._present = self._other
-        return self._plan()
-
-    def next_round_s(self) -> float:
-        return 0.0
-
-    def final_s(self) -> float:
-        return 0.0
-
-    def _plan(self) -> Any:
-        core: dict[str, Any] = {}
-        plan = evidence(**core).plan
-        spec = plan.spec.model_dump()
-        for key, value in self._present.overrides.items():
-            *parents, last = key.split(".")
-            node = spec
-            for part in parents:
-                node = node[part]
-            node[last] = value
-        made: Any = SimpleNamespace(**{**vars(plan), "spec": PipelineSpec.model_validate(spec)})
-        made.layout = made.spec.core.layout
-        return made
-
-    def _scored(self, setting: Setting) -> ScoredRound:
-        rate = self._score(setting.overrides) * self._random.gauss(1, self._noise)
-        return ScoredRound(rate, {32: measurement(rate)}, 32)
+def plan(overrides: Mapping[str, Any]) -> Any:
+    usual = evidence().plan
+    spec = usual.spec.model_dump()
+    for key, value in overrides.items():
+        *parents, last = key.split(".")
+        node = spec
+        for part in parents:
+            node = node[part]
+        node[last] = value
+    made: Any = SimpleNamespace(**{**vars(usual), "spec": PipelineSpec.model_validate(spec)})
+    made.layout = made.spec.core.layout
+    return made
 
 
-def searched(
-    contest: Any,
-    cache: TrialCache,
-    *,
-    known: Setting | None = None,
-    deadline: float = 1e9,
-) -> Search:
-    told: list[str] = []
-    search = Search(
-        contest,
-        cache,
-        deadline=deadline,
-        cores=2,
-        limits_us={},
-        fields=FIELDS,
-        progress=lambda _stage, line: told.append(line),
-        clock=lambda: 0.0,
-    )
-    search.run(Setting(), known)
-    assert len(told) == len(search.trials) + 1
-    return search
+def surface(
+    rate: Callable[[Mapping[str, Any]], float], noise: float = 0.01, **options: Any
+) -> Surface:
+    """Trial servers with these rates, but for noise."""
+    rng = random.Random(0)
+
+    def score(overrides: Mapping[str, Any]) -> ScoredRound:
+        found = rate(overrides) * rng.gauss(1, noise)
+        return ScoredRound(found, {32: measurement(found)}, 32)
+
+    return Surface(plan, score, **options)
 
 
 def good(overrides: Mapping[str, Any]) -> float:
     """Return a rate that is highest, 144, with a delay of 4,000 us and two core instances."""
     rate = 100.0
-    rate *= {0: 1.0, 1000: 1.1, 4000: 1.2}.get(overrides.get("serving.queue.max_delay_us", 0), 0.9)
+    rate *= {0: 1.0, 1000: 1.1, 4000: 1.2}.get(overrides.get(DELAY, 0), 0.9)
     rate *= {1: 1.0, 2: 1.2, 3: 1.1}[overrides.get("serving.instances.core", 1)]
     rate *= {None: 1.0, 1: 0.9}[overrides.get("core.threads")]
     return rate * (0.5 if overrides.get("core.layout") == "bucketed" else 1.0)
+
+
+BEST = {DELAY: 4000, "serving.instances.core": 2}
 
 
 @pytest.fixture
@@ -110,152 +69,96 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialCache:
 
 
 def test_the_best_of_a_plain_surface_is_found_in_few_trials(cache: TrialCache) -> None:
-    search = searched(Surface(good), cache)
-    assert dict(search.best.overrides) == {
-        "serving.queue.max_delay_us": 4000,
-        "serving.instances.core": 2,
-    }
+    first = surface(good)
+    search = first.search(cache)
+    assert dict(search.best.overrides) == BEST
     assert len(search.trials) <= 9  # of 3 x 3 x 2 x 2 combinations
     assert {trial.verdict for trial in search.trials} <= {"better", "worse", "cannot tell"}
     assert set(search.skipped) >= {"serving.instances.preprocess", "core.max_batch_size"}
     assert [trial.number for trial in search.trials] == list(range(1, len(search.trials) + 1))
+    # An interrupted search goes on where it was.
+    second = surface(good)
+    again = second.search(cache)
+    assert (again.trials, again.best) == (search.trials, search.best)
+    assert (first.rounds > 0, second.rounds) == (True, 0)
+    cache.clear()
+    third = surface(good)
+    third.search(cache)
+    assert third.rounds == first.rounds
+    # What was tuned before is the first trial.
+    known = surface(good).search(cache, known=Setting(BEST))
+    assert (known.trials[0].change, known.trials[0].verdict) == (BEST, "better")
+    assert good(known.best.overrides) == pytest.approx(144)
 
 
 def test_a_flat_surface_leaves_everything_as_it_was(cache: TrialCache) -> None:
-    search = searched(Surface(lambda _overrides: 100.0), cache)
+    search = surface(lambda _overrides: 100.0).search(cache)
     assert search.best == Setting()
-    assert {trial.verdict for trial in search.trials} <= {
-        "no difference",
-        "failed",
-        "worse",
-        "cannot tell",
-    }
+    verdicts = {trial.verdict for trial in search.trials}
+    assert verdicts <= {"no difference", "failed", "worse", "cannot tell"}
+    late = surface(good).search(cache, deadline=-1.0)
+    assert (late.trials, late.stopped) == ([], "time budget reached")
 
 
 def test_what_cannot_be_served_fails_alone(cache: TrialCache) -> None:
-    def score(overrides: Mapping[str, Any]) -> float:
+    def start(overrides: Mapping[str, Any]) -> None:
+        if overrides.get("core.threads") == 1:
+            raise UserError("core.threads", "must be something else", given=1)
+
+    def rate(overrides: Mapping[str, Any]) -> float:
         return 100.0 if overrides.get("serving.instances.core", 1) == 1 else 50.0
 
-    class OneThreadFails(Surface):
-        def start_trial(self, other: Setting) -> None:
-            if other.overrides.get("core.threads") == 1:
-                raise UserError("core.threads", "must be something else", given=1)
-            super().start_trial(other)
-
-    search = searched(OneThreadFails(score), cache)
+    search = surface(rate, start=start).search(cache)
     (failed,) = [trial for trial in search.trials if trial.verdict == "failed"]
     assert failed.change == {"core.threads": 1}
     assert "must be something else" in failed.says
     assert (failed.score, failed.points) == (None, ())
 
+    def refuse(_overrides: Mapping[str, Any]) -> float:
+        raise LoadFailed(measurement(0.0, errors={"queue full": 3}))
 
-def test_a_pipeline_that_answers_with_errors_as_it_is_is_not_tuned(cache: TrialCache) -> None:
-    class Refusing(Surface):
-        def begin(self, present: Setting) -> tuple[Any, ScoredRound]:
-            raise LoadFailed(measurement(0.0, errors={"queue full": 3}))
-
-    with pytest.raises(
-        UserError, match=r"`--clients` caused errors in the baseline.*3 x queue full"
-    ):
-        searched(Refusing(good), cache)
+    said = ["`--clients` caused errors in the baseline", "3 x queue full"]
+    check_refused(said, surface(refuse).search, cache)
 
 
-def test_an_interrupted_search_goes_on_where_it_was(cache: TrialCache) -> None:
-    first = Surface(good)
-    whole = searched(first, cache)
-    second = Surface(good)
-    again = searched(second, cache)
-    assert again.trials == whole.trials
-    assert again.best == whole.best
-    assert (first.rounds > 0, second.rounds) == (True, 0)
+def searched(slow: Surface, cache: TrialCache, end: float) -> Search:
     cache.clear()
-    third = Surface(good)
-    searched(third, cache)
-    assert third.rounds == first.rounds
-
-
-def test_time_that_is_up_ends_the_search_and_keeps_the_best(cache: TrialCache) -> None:
-    search = searched(Surface(good), cache, deadline=-1.0)
-    assert search.trials == []
+    search = slow.search(cache, deadline=0.65 * end, end=end)
+    assert search.trials
     assert search.stopped == "time budget reached"
-
-
-class Slow(Surface):
-    """The baseline takes 10 s, a round 20 s, and so does each of two at the end."""
-
-    now = 0.0
-
-    def begin(self, present: Setting) -> tuple[Any, ScoredRound]:
-        self.now += 10
-        return super().begin(present)
-
-    def round(self) -> tuple[ScoredRound, ScoredRound]:
-        self.now += 20
-        return super().round()
-
-    def next_round_s(self) -> float:
-        return 20.0
-
-    def final_s(self) -> float:
-        return 40.0
-
-    def searched(self, cache: TrialCache, end: float) -> Search:
-        cache.clear()
-        servers: Any = self
-        search = Search(
-            servers,
-            cache,
-            deadline=0.65 * end,
-            end=end,
-            cores=2,
-            limits_us={},
-            fields=FIELDS,
-            progress=lambda _stage, _line: None,
-            clock=lambda: self.now,
-        )
-        search.run(Setting())
-        assert search.trials
-        assert search.stopped == "time budget reached"
-        return search
+    return search
 
 
 def test_no_round_is_begun_that_cannot_end_in_time(cache: TrialCache) -> None:
     for end in (90, 150, 200, 400):
-        contest = Slow(good, noise=0.05)
-        contest.searched(cache, end)
+        slow = surface(good, noise=0.05, round_s=20.0)
+        searched(slow, cache, end)
         # The first trial has three rounds where they fit; what is left is for the comparison.
-        assert contest.now <= max(end - 40, 30), (end, contest.now)
+        assert slow.now <= max(end - 40, 30), (end, slow.now)
 
 
 def test_what_time_leaves_open_is_proven_at_the_end_or_not_at_all(cache: TrialCache) -> None:
-    def score(overrides: Mapping[str, Any]) -> float:
+    def slow(rate: Callable[[Mapping[str, Any]], float]) -> Surface:
+        return surface(rate, noise=0.0, round_s=20.0)
+
+    def rate(overrides: Mapping[str, Any]) -> float:
         return {0: 100.0, 1000: 120.0, 4000: 123.0}[overrides.get(DELAY, 0)]
 
-    search = Slow(score, noise=0.0).searched(cache, end=80)
+    search = searched(slow(rate), cache, end=80)
     (trial,) = search.trials
     assert (trial.rounds, trial.verdict, trial.change) == (1, "cannot tell", {DELAY: 1000})
     assert trial.says.endswith("not proven: time budget reached; the final comparison decides")
     assert dict(search.best.overrides) == {DELAY: 1000}
     # Nothing is begun where no time is left at all.
-    assert Slow(score, noise=0.0).searched(cache, end=25).best == Setting()
+    assert searched(slow(rate), cache, end=25).best == Setting()
     # What is proven is not given up for it, nor is the baseline for what is slower.
-    search = Slow(score, noise=0.0).searched(cache, end=175)
-    assert [(one.rounds, one.verdict) for one in search.trials] == [
-        (3, "better"),
-        (3, "cannot tell"),
-    ]
+    search = searched(slow(rate), cache, end=175)
+    verdicts = [(one.rounds, one.verdict) for one in search.trials]
+    assert verdicts == [(3, "better"), (3, "cannot tell")]
     assert search.trials[-1].says.endswith("time budget reached")
     assert dict(search.best.overrides) == {DELAY: 1000}
-    search = Slow(lambda overrides: 97.0 if overrides else 100.0, noise=0.0).searched(cache, end=80)
-    assert search.best == Setting()
-
-
-def test_what_was_tuned_before_is_the_first_trial(cache: TrialCache) -> None:
-    known = Setting({"serving.queue.max_delay_us": 4000, "serving.instances.core": 2})
-    search = searched(Surface(good), cache, known=known)
-    assert search.trials[0].change == dict(known.overrides)
-    assert search.trials[0].verdict == "better"
-    assert good(search.best.overrides) == pytest.approx(144)
+    worse = slow(lambda overrides: 97.0 if overrides else 100.0)
+    assert searched(worse, cache, end=80).best == Setting()
 
 
 class FakeSlot:
@@ -331,13 +234,30 @@ def test_a_spoilt_measurement_makes_no_winner(servers: Any, slots: list[Any]) ->
         assert (present.score, other.score) == (2.0, 2.0)
 
 
+def final_comparison(
+    servers: Any, clients: int, end_s: float, told: list[str]
+) -> Callable[[Setting, Setting], tuple[Any, Any, str]]:
+    kind: Any = SimpleNamespace(searches_rates=False)
+    wanted = tune.Tuning(PROMISE, clients=clients)
+    final = tune._Final(servers, kind, wanted, end_s, lambda _, line: told.append(line))
+    return final.compare
+
+
+def accept(servers: Any, slots: list[Any]) -> Setting:
+    """Accept a trial with twice the places."""
+    slots[1].places = 4
+    other = Setting({"core.max_num_seqs": 4})
+    servers.start_trial(other)
+    servers.round()
+    servers.accept_trial()
+    return other
+
+
 def test_the_comparison_at_the_end_takes_what_time_there_is(servers: Any, slots: list[Any]) -> None:
     def compare(best: Setting, left_s: float) -> tuple[Any, Any, str, float]:
         began = slots[0].clock[0]
-        kind: Any = SimpleNamespace(searches_rates=False)
-        wanted = tune.Tuning(PROMISE, clients=32)
-        final = tune._Final(servers, kind, wanted, began + left_s, lambda *_told: None)
-        return *final.compare(best, Setting()), slots[0].clock[0] - began
+        found = final_comparison(servers, 32, began + left_s, [])(best, Setting())
+        return *found, slots[0].clock[0] - began
 
     servers.begin(Setting())
     for left_s, took_s in ((0, 0), (25, 20), (35, 30)):
@@ -345,11 +265,7 @@ def test_the_comparison_at_the_end_takes_what_time_there_is(servers: Any, slots:
         assert (before, seconds) == (after, took_s), left_s
         assert doubt == "no trial is better than the defaults"
         assert {point.load.value for point in after.points} >= {2, 4, 8}
-    slots[1].places = 4
-    other = Setting({"core.max_num_seqs": 4})
-    servers.start_trial(other)
-    servers.round()
-    servers.accept_trial()
+    other = accept(servers, slots)
     foreseen_s = servers.final_s() - 30  # the baseline is served
     before, after, doubt, seconds = compare(other, 0)
     assert (before.score, after.score, doubt) == (2.0, 4.0, "")
@@ -363,17 +279,10 @@ def test_both_sides_are_held_together_at_their_best(
     """With two clients the baseline has most, where the search saw late answers alone."""
     monkeypatch.setattr(tune, "FINAL_CLIENTS", (2,))
     slots[0].spoilt = {2}
-    slots[1].places = 4
     _, scored = servers.begin(Setting())
-    other = Setting({"core.max_num_seqs": 4})
-    servers.start_trial(other)
-    servers.round()
-    servers.accept_trial()
+    other = accept(servers, slots)
     assert (scored.start, scored.score) == (1, 1.0)
     told: list[str] = []
-    kind: Any = SimpleNamespace(searches_rates=False)
-    wanted = tune.Tuning(PROMISE, clients=4)
-    final = tune._Final(servers, kind, wanted, 1e9, lambda _, line: told.append(line))
-    before, after, doubt = final.compare(other, Setting())
+    before, after, doubt = final_comparison(servers, 4, 1e9, told)(other, Setting())
     assert (before.score, after.score, doubt) == (2.0, 4.0, "")
     assert "winner against baseline: 2.00 times (1.95 to 2.05" in told[-1]

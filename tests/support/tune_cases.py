@@ -1,11 +1,15 @@
-"""Made-up measurements, a pipeline's evidence with them, and a search for the highest rate."""
+"""Made-up measurements, a pipeline's evidence with them, and searches on made-up scores."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from triptych.operate.tune.fields import Observation
+from triptych.operate.tune.fields import FIELDS, Observation, Propose
+from triptych.operate.tune.kinds import Setting
+from triptych.operate.tune.objective import ScoredRound
+from triptych.operate.tune.search import Search, TrialCache
 from triptych.serving.bench.results import LoadPoint, Measurement, OfferedLoad, RateSearch, StepUse
 from triptych.spec.slo import Slo
 from triptych.spec.spec import PipelineSpec
@@ -78,3 +82,65 @@ SEARCH = RateSearch(
     lowest_broken_per_s=250.0,
     points=(point(50, 10), point(100, 20), point(200, 50), point(250, 200)),
 )
+
+
+class Surface:
+    """Trial servers whose plans and scores come from functions of a setting's overrides.
+
+    Attributes:
+        rounds: Number of rounds that were measured.
+        now: Time of the clock, in seconds; a round takes `round_s`.
+    """
+
+    def __init__(
+        self,
+        plan: Callable[[Mapping[str, Any]], Any],
+        score: Callable[[Mapping[str, Any]], ScoredRound],
+        *,
+        start: Callable[[Mapping[str, Any]], None] = lambda _overrides: None,
+        round_s: float = 0.0,
+    ) -> None:
+        self._plan, self._score, self._start, self._round_s = plan, score, start, round_s
+        self._present = self._other = Setting()
+        self.rounds, self.now = 0, 0.0
+
+    def begin(self, present: Setting) -> tuple[Any, ScoredRound]:
+        self._present = present
+        self.now += self._round_s / 2
+        return self._plan(present.overrides), self._score(present.overrides)
+
+    def start_trial(self, other: Setting) -> None:
+        self._start(other.overrides)
+        self._other = other
+
+    def round(self) -> tuple[ScoredRound, ScoredRound]:
+        self.rounds += 1
+        self.now += self._round_s
+        return self._score(self._present.overrides), self._score(self._other.overrides)
+
+    def accept_trial(self) -> Any:
+        self._present = self._other
+        return self._plan(self._present.overrides)
+
+    def next_round_s(self) -> float:
+        return self._round_s
+
+    def final_s(self) -> float:
+        return 2 * self._round_s
+
+    def search(
+        self,
+        cache: TrialCache,
+        fields: Sequence[Propose] = FIELDS,
+        known: Setting | None = None,
+        **more: Any,
+    ) -> Search:
+        """Search with these fields; `more` are other settings of the search."""
+        told: list[str] = []
+        servers: Any = self
+        usual = {"deadline": 1e9, "limits_us": {}, "progress": lambda _, line: told.append(line)}
+        clock = {"cores": 2, "fields": fields, "clock": lambda: self.now}
+        search = Search(servers, cache, **{**usual, **clock, **more})
+        search.run(Setting(), known)
+        assert len(told) == len(search.trials) + 1
+        return search
