@@ -15,6 +15,7 @@ from conftest import build_into, quiet, traffic_texts, write_pipeline
 from processes import eventually, mark_of
 from task_models import TAGS, TOPICS, tagger, text_classifier
 from triptych.base.errors import UserError
+from triptych.building.pipeline_checks import check_pipeline
 from triptych.client import Client, InvalidRequestError, PipelineFailedError
 from triptych.core.gate.answers import check_hooks, reference_answers
 from triptych.core.inputs import read_inputs
@@ -82,7 +83,13 @@ def after(rows, inputs):
     return [{"entities": [e for e in row["entities"] if e["entity"] == "PER"]} for row in rows]
 """
 SCORES = """
+def setup(context):
+    global WORDS
+    WORDS = context.tokenizer.get_vocab()
+
+
 def decode(rows):
+    assert "[CLS]" in WORDS
     return [
         {
             "urgency": float(row["scores"][0]),
@@ -232,6 +239,11 @@ def test_a_server_that_stops_waits_for_a_slow_hook(base: Path, tmp_path: Path) -
             (labels,) = answer.result(timeout=60)
             stopped.result(timeout=60)
     assert all(label.label.isupper() for label in labels)
+
+
+def test_setup_knows_the_model_without_a_build(base: Path) -> None:
+    checks = check_pipeline(base / "p/cleaned")
+    assert not [check for check in checks if check.severity == "error"], checks
 
 
 def test_hooks_may_refuse_made_up_rows_in_a_build(tmp_path: Path, base: Path) -> None:
