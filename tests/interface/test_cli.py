@@ -90,6 +90,7 @@ def test_a_project_is_inspected_built_linted_and_not_served_when_it_is_broken(
     assert result["changed"] == ["tiny", "tiny_core", "tiny_postprocess", "tiny_preprocess"]
     assert result["gate"]["failures"] == []
     assert (project.folder / result["report"]).is_file()
+    assert "curl" in (project.folder / result["card"]).read_text(encoding="utf-8")
     findings = project.read_json("lint")
     assert [f for f in findings if f["severity"] == "error"] == []
     assert project.run("lint")[0] == 0

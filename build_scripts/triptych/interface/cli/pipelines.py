@@ -177,6 +177,7 @@ def build(
     from triptych.building.kinds import STEPS
     from triptych.core.engine.stage import EngineFailure
     from triptych.core.gate.cached import GateFailure
+    from triptych.repository.card import CARD_FILE
     from triptych.repository.lint.checks import LintFailure
     from triptych.spec.any_spec import load_any_spec
 
@@ -216,6 +217,10 @@ def build(
             findings = [finding.as_dict() for finding in failure.findings]
             fail(as_json, {"pipeline": spec.name, "findings": findings}, str(failure))
         report = _report(built.plan, built.gate, reports)
+        if built.plan is not None:
+            card = folders.repository / spec.name / CARD_FILE
+            report["card"] = str(card)
+            progress("card", f"{card}: calls with curl, tritonclient and Python")
         print_built(status, built)
         results.append({**built.as_dict(), "repository": str(folders.repository), **report})
     if as_json:
