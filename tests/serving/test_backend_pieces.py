@@ -1,6 +1,6 @@
 """Tests of the emulated backends without a server: refusals, feeds, sessions and settings."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,18 +9,24 @@ import numpy as np
 import pytest
 
 from backend_models import PADDED, SCALARS, write_graphs
-from triptych.serving.backends import contract as contracts
 from triptych.serving.backends import feeds
+from triptych.serving.backends.contract import (
+    Contract,
+    ContractError,
+    ModelTensor,
+    check_model,
+    model_file,
+    parse_contract,
+)
 from triptych.serving.backends.onnxruntime import ort_sessions
 from triptych.serving.backends.tensorrt import trt_settings
 from triptych.spec.engine_plan import GraphSpec, ShapeRange
 
-PACKED_INPUTS = {
-    "input_ids": ("TYPE_INT32", (-1,)),
-    "row_length": ("TYPE_INT32", (-1, 1)),
-    "row_stride": ("TYPE_INT32", (-1,)),
-}
-PACKED_OUTPUTS = {"embedding": ("TYPE_FP32", (-1, 384))}
+BOTH = ("onnxruntime", "tensorrt")
+IDS, LENGTHS = ("TYPE_INT32", (-1,)), ("TYPE_INT32", (-1, 1))
+INPUTS = {"input_ids": IDS, "row_length": LENGTHS, "row_stride": IDS}
+OUTPUTS = {"embedding": ("TYPE_FP32", (-1, 384))}
+LOGITS = {"logits": ("TYPE_FP32", (-1, 2))}
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
@@ -38,7 +44,7 @@ STRIDE = {
 }
 
 
-def parsed(backend: str = "onnxruntime", **changes: Any) -> contracts.Contract:
+def parsed(backend: str = "onnxruntime", **changes: Any) -> Contract:
     """The contract of a packed core's config; `changes` override its fields."""
     config: Any = {
         "name": "core",
@@ -48,145 +54,90 @@ def parsed(backend: str = "onnxruntime", **changes: Any) -> contracts.Contract:
         "batch_input": [STRIDE],
         **changes,
     }
-    return contracts.parse_contract(config, backend=backend)
+    return parse_contract(config, backend=backend)
 
 
-def check(contract: contracts.Contract, inputs: Tensors, outputs: Tensors) -> None:
-    contracts.check_model(
-        contract,
-        *(
-            [contracts.ModelTensor(name, *t) for name, t in side.items()]
-            for side in (inputs, outputs)
-        ),
-    )
+def check(contract: Contract, inputs: Tensors = INPUTS, outputs: Tensors = OUTPUTS) -> None:
+    """Compare a config with a model of these tensors."""
+    sides = ([ModelTensor(name, *t) for name, t in side.items()] for side in (inputs, outputs))
+    check_model(contract, *sides)
 
 
-MORE = {"more": ("TYPE_INT32", (-1,))}
+def scattered(dims: Sequence[int]) -> dict[str, Any]:
+    """Return a change of the config: an output with these dims, scattered like the tokens."""
+    target = {"target_name": ["embedding"], "source_input": ["input_ids"]}
+    return {
+        "output": [entry("embedding", "TYPE_FP32", dims)],
+        "batch_output": [{"kind": "BATCH_SCATTER_WITH_INPUT_SHAPE", **target}],
+    }
+
+
 TWO_TARGETS = {"batch_input": [{**STRIDE, "target_name": ["row_stride", "more"]}]}
-NO_LENGTH = {name: PACKED_INPUTS[name] for name in ("input_ids", "row_stride")}
-OPTIONAL = {"input": [RAGGED, {**LENGTH, "optional": True}]}
-REFUSED: Sequence[tuple[str, Mapping[str, Any], Tensors, str]] = (
-    # The backend, changes of the config, changes of the model's tensors, and words of the error.
-    # changes of the config, or changes of the model's tensors
+REFUSED: Sequence[tuple[Sequence[str], Mapping[str, Any], Tensors, str]] = (
+    # Backends, changes of the config, changes of the model's tensors, words of the error.
+    (BOTH, {"batch_input": []}, {}, "inputs input_ids, row_length, the model has input_ids, row_"),
+    (BOTH, {}, {"more": IDS}, "input_ids, row_length, row_stride, the model has input_ids, more"),
+    (BOTH, {"output": [entry("logits", "TYPE_FP32", [384])]}, {}, "outputs logits, the model has"),
+    # An engine writes all of its outputs.
+    (("tensorrt",), {}, LOGITS, "the outputs embedding, the model has embedding, logits"),
+    (("onnxruntime",), TWO_TARGETS, {"more": IDS}, "each batch input must have one target"),
+    (BOTH, {}, {"input_ids": LENGTHS}, "'input_ids' is TYPE_INT32 [-1] in the config and TYPE_"),
     (
-        "both",
-        {"batch_input": []},
-        {},
-        "inputs input_ids, row_length, the model has input_ids, row_",
-    ),
-    (
-        "both",
-        {},
-        MORE,
-        "the inputs input_ids, row_length, row_stride, the model has input_ids, more",
-    ),
-    ("onnxruntime", TWO_TARGETS, MORE, "each batch input must have one target"),
-    (
-        "both",
-        {},
-        {"input_ids": ("TYPE_INT32", (-1, -1))},
-        "'input_ids' is TYPE_INT32 [-1] in the config and TYPE_INT32 [-1,-1] in the model",
-    ),
-    (
-        "onnxruntime",
+        ("onnxruntime",),
         {},
         {"row_length": ("TYPE_INT32", (8, 1))},
         "'row_length' is TYPE_INT32 [-1,1] in the config and TYPE_INT32 [8,1] in the model",
     ),
     (
-        "onnxruntime",
+        ("onnxruntime",),
         {},
         {"embedding": ("TYPE_FP32", (-1, -1))},
         "'embedding' is TYPE_FP32 [-1,384] in the config and TYPE_FP32 [-1,-1] in the model",
     ),
+    (BOTH, {}, {"embedding": ("TYPE_FP32", (-1, 200))}, "'embedding' is TYPE_FP32 [-1,384] in"),
     (
-        "both",
-        {},
-        {"embedding": ("TYPE_FP32", (-1, 200))},
-        "'embedding' is TYPE_FP32 [-1,384] in the config and TYPE_FP32 [-1,200] in the model",
-    ),
-    (
-        "both",
+        BOTH,
         {"input": [RAGGED, {**LENGTH, "data_type": "TYPE_INT64"}]},
         {},
         "'row_length' is TYPE_INT64 [-1,1] in the config and TYPE_INT32 [-1,1] in the model",
     ),
+    (BOTH, {"output": [entry("embedding", "TYPE_FP16", [384])]}, {}, "'embedding' is TYPE_FP16"),
     (
-        "both",
-        {"output": [entry("embedding", "TYPE_FP16", [384])]},
-        {},
-        "'embedding' is TYPE_FP16",
-    ),
-    (
-        "both",
-        {"input": [RAGGED, {**LENGTH, "name": "length"}]},
-        {},
-        "describes the inputs input_ids, length, row_stride, the model has input_ids,",
-    ),
-    (
-        "both",
-        {"output": [entry("logits", "TYPE_FP32", [384])]},
-        {},
-        "describes the outputs logits, the model has embedding",
-    ),
-    (
-        "tensorrt",  # an engine writes all of its outputs
-        {},
-        {"logits": ("TYPE_FP32", (-1, 2))},
-        "describes the outputs embedding, the model has embedding, logits",
-    ),
-    (
-        "both",
-        {"batch_input": [{**STRIDE, "target_name": ["strides"]}]},
-        {},
-        "describes the inputs input_ids, row_length, strides, the model has",
-    ),
-    (
-        "both",
+        BOTH,
         {"batch_input": [{**STRIDE, "kind": "BATCH_ITEM_SHAPE"}]},
         {},
         "'row_stride' is TYPE_INT32 [-1,-1] in the config and TYPE_INT32 [-1] in the model",
     ),
+    (BOTH, {"sequence_batching": {}}, {}, "use dynamic_batching or the native backend"),
+    (BOTH, scattered([-1, -1]), {}, "'embedding' has more variable dimensions"),
 )
 
 
-def test_contract_refuses() -> None:
+def test_a_contract_refuses_what_the_native_backends_refuse() -> None:
     for backends, changes, tensors, message in REFUSED:
         outputs = {n: t for n, t in tensors.items() if n in ("embedding", "logits")}
         inputs = {n: t for n, t in tensors.items() if n not in outputs}
-        for backend in ("onnxruntime", "tensorrt") if backends == "both" else (backends,):
-            contract = parsed(backend, **changes)
-            with pytest.raises(contracts.ContractError) as refusal:
-                check(contract, {**PACKED_INPUTS, **inputs}, {**PACKED_OUTPUTS, **outputs})
+        for backend in backends:
+            with pytest.raises(ContractError) as refusal:
+                check(parsed(backend, **changes), {**INPUTS, **inputs}, {**OUTPUTS, **outputs})
             assert message in str(refusal.value), (backend, changes, tensors)
-
-
-def test_contract_accepts_what_the_native_backends_accept() -> None:
-    for backend in ("onnxruntime", "tensorrt"):
-        check(parsed(backend), PACKED_INPUTS, PACKED_OUTPUTS)
-    more_outputs = {**PACKED_OUTPUTS, "logits": ("TYPE_FP32", (-1, 2))}
-    check(parsed("onnxruntime"), PACKED_INPUTS, more_outputs)
-    check(parsed("tensorrt", **TWO_TARGETS), {**PACKED_INPUTS, **MORE}, PACKED_OUTPUTS)
-    fixed = {**PACKED_INPUTS, "row_length": ("TYPE_INT32", (8, 1))}
-    check(parsed("tensorrt"), fixed, {"embedding": ("TYPE_FP32", (-1, -1))})
-
-
-def test_an_input_that_the_model_lacks_cannot_be_optional() -> None:
-    for backend in ("onnxruntime", "tensorrt"):
-        with pytest.raises(contracts.ContractError, match="'row_length' cannot be optional"):
-            check(parsed(backend, **OPTIONAL), NO_LENGTH, PACKED_OUTPUTS)
-
-
-def test_sequences_are_refused() -> None:
-    for backend in ("onnxruntime", "tensorrt"):
-        with pytest.raises(contracts.ContractError, match=f"emulation of the {backend} backend"):
-            parsed(backend, sequence_batching={})
-
-
-def test_a_graph_without_tensors_is_refused() -> None:
+    optional = {"input": [RAGGED, {**LENGTH, "optional": True}]}
+    for backend in BOTH:
+        with pytest.raises(ContractError, match="'row_length' cannot be optional"):
+            check(parsed(backend, **optional), {"input_ids": IDS, "row_stride": IDS})
     node = SimpleNamespace(name="embedding", type="seq(tensor(float))", shape=None)
-    with pytest.raises(contracts.ContractError, match="unsupported ONNX type seq"):
+    with pytest.raises(ContractError, match="unsupported ONNX type seq"):
         ort_sessions.read_tensors([node])
+
+
+def test_a_contract_accepts_what_the_native_backends_accept() -> None:
+    for backend in BOTH:
+        check(parsed(backend))
+        parsed(backend, **scattered([-1, 2]))
+    check(parsed("onnxruntime"), outputs={**OUTPUTS, **LOGITS})
+    check(parsed("tensorrt", **TWO_TARGETS), {**INPUTS, "more": IDS})
+    fixed = {**INPUTS, "row_length": ("TYPE_INT32", (8, 1))}
+    check(parsed("tensorrt"), fixed, {"embedding": ("TYPE_FP32", (-1, -1))})
 
 
 def packed_rows(*lengths: int) -> list[feeds.Arrays]:
@@ -228,43 +179,23 @@ def test_tokens_after_an_empty_request_are_not_copied() -> None:
             assert feed["row_stride"].tolist() == lengths
 
 
-def test_a_longest_row_is_a_shape_without_contents() -> None:
-    for backend, data_type, content in (
-        ("onnxruntime", "TYPE_INT32", -(2**31)),
-        ("onnxruntime", "TYPE_FP32", np.nan),
-        ("tensorrt", "TYPE_INT32", 0),
-        ("tensorrt", "TYPE_FP32", 0),
+def test_each_kind_of_batch_input_describes_the_requests() -> None:
+    nothing = [-(2**31)] * 3  # a longest row is a shape without contents
+    for backend, kind, data_type, expected in (
+        ("onnxruntime", "BATCH_ELEMENT_COUNT", "TYPE_INT32", [2, 3, 1]),
+        ("tensorrt", "BATCH_ACCUMULATED_ELEMENT_COUNT", "TYPE_FP32", [2, 5, 6]),
+        ("tensorrt", "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO", "TYPE_INT32", [0, 2, 5, 6]),
+        ("onnxruntime", "BATCH_ITEM_SHAPE", "TYPE_INT32", [[2], [3], [1]]),
+        ("onnxruntime", "BATCH_ITEM_SHAPE_FLATTEN", "TYPE_INT32", [2, 3, 1]),
+        ("onnxruntime", "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE", "TYPE_INT32", nothing),
+        ("onnxruntime", "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE", "TYPE_FP32", [np.nan] * 3),
+        ("tensorrt", "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE", "TYPE_INT32", [0, 0, 0]),
     ):
-        kind = {"kind": "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE", "data_type": data_type}
-        contract = parsed(backend, batch_input=[{**STRIDE, **kind}])
-        longest = feeds.build_feed(contract, packed_rows(2, 3, 1))["row_stride"]
-        np.testing.assert_array_equal(longest, [content] * 3)
-
-
-def test_an_output_with_too_few_rows_fails_the_requests_beyond_its_end() -> None:
-    values = {"embedding": np.arange(2)[:, None]}
-    first, second, third, fourth = feeds.split_outputs(parsed(), values, packed_rows(2, 3, 1, 4))
-    assert not isinstance(first, feeds.SplitError)
-    assert not isinstance(second, feeds.SplitError)
-    assert (first["embedding"].item(), second["embedding"].item()) == (0, 1)
-    assert str(third).endswith("expected batch size of at least 3 in model output, got 2")
-    assert str(fourth).endswith("expected batch size of at least 4 in model output, got 2")
-
-
-def scattered(dims: Sequence[int]) -> dict[str, Any]:
-    """Return a change of the config: an output with these dims, scattered like the tokens."""
-    target = {"target_name": ["embedding"], "source_input": ["input_ids"]}
-    return {
-        "output": [entry("embedding", "TYPE_FP32", dims)],
-        "batch_output": [{"kind": "BATCH_SCATTER_WITH_INPUT_SHAPE", **target}],
-    }
-
-
-def test_a_scattered_output_has_no_more_variable_dimensions_than_its_source() -> None:
-    parsed(**scattered([-1, 2]))
-    for backend in ("onnxruntime", "tensorrt"):
-        with pytest.raises(contracts.ContractError, match="'embedding' has more variable dim"):
-            parsed(backend, **scattered([-1, -1]))
+        description = {**STRIDE, "kind": kind, "data_type": data_type}
+        contract = parsed(backend, batch_input=[description])
+        values = feeds.build_feed(contract, packed_rows(2, 3, 1))["row_stride"]
+        np.testing.assert_array_equal(values, expected, str(description))
+        assert values.dtype == (np.float32 if data_type == "TYPE_FP32" else np.int32)
 
 
 def test_a_scattered_output_that_is_too_small_fails_the_whole_batch() -> None:
@@ -294,151 +225,136 @@ def settings(**parameters: str) -> Any:
     }
 
 
-def test_settings_refuse() -> None:
-    ort_sessions.check_settings(settings(), kind="CPU")
-    openvino = {"cpu_execution_accelerator": [{"name": "openvino"}]}
-    accelerated: Any = {**settings(), "optimization": {"execution_accelerators": openvino}}
-    for config, kind, message in (
-        (settings(), "GPU", "runs on the CPU only; use KIND_CPU or the native backend"),
-        (accelerated, "CPU", "unknown Execution Accelerator 'openvino' is requested"),
-    ):
-        with pytest.raises(contracts.ContractError, match=message):
-            ort_sessions.check_settings(config, kind=kind)
-
-
-def open_padded(folder: Path, **parameters: str) -> Any:
-    """Return the options of a session with these parameters."""
-    write_graphs(folder / "model", "", {"1/model.onnx": PADDED})
-    path = contracts.model_file(folder / "model" / "1", settings(), "model.onnx")
-    return ort_sessions.open_session(path, settings(**parameters)).get_session_options()
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"inter_op_thread_count": "two"}, "failed to convert 'two' to integral number"),
-        ({"intra_op_thread_count": "2147483648"}, "failed to convert '2147483648' to integral"),
-        ({"enable_mem_arena": "2"}, "failed to convert '2' to boolean"),
-        ({"execution_mode": "2"}, "Expected values for  execution_mode are 0 or 1 but got 2"),
-    ],
-)
-def test_parameters_refuse(parameters: dict[str, str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(contracts.ContractError, match=message):
-        open_padded(tmp_path, **parameters)
+ALLOCATOR = "session.use_device_allocator_for_initializers"
+CHOSEN = {
+    "intra_op_thread_count": "3",
+    "inter_op_thread_count": "2",
+    "enable_mem_pattern": "off",
+    ALLOCATOR: "1",
+}
 
 
 def test_a_session_has_only_the_options_of_the_native_backend(tmp_path: Path) -> None:
     import onnxruntime
 
+    write_graphs(tmp_path / "model", "", {"1/model.onnx": PADDED})
+    path = model_file(tmp_path / "model" / "1", settings(), "model.onnx")
+
+    def opened(**parameters: str) -> Any:
+        return ort_sessions.open_session(path, settings(**parameters)).get_session_options()
+
     usual = onnxruntime.SessionOptions()
-    allocator = "session.use_device_allocator_for_initializers"
-    plain = open_padded(tmp_path / "plain", share_session_between_instances="maybe")
+    plain = opened(share_session_between_instances="maybe")
     for name in ("intra_op_num_threads", "inter_op_num_threads", "enable_mem_pattern"):
         assert getattr(plain, name) == getattr(usual, name)
-    for name in ("session.force_spinning_stop", "session.x64quantprecision", allocator):
+    for name in ("session.force_spinning_stop", "session.x64quantprecision", ALLOCATOR):
         with pytest.raises(RuntimeError):
             plain.get_session_config_entry(name)
-    chosen = open_padded(
-        tmp_path / "chosen",
-        intra_op_thread_count="3",
-        inter_op_thread_count="2",
-        enable_mem_pattern="off",
-        **{allocator: "1"},
-    )
+    chosen = opened(**CHOSEN)
     assert (chosen.intra_op_num_threads, chosen.inter_op_num_threads) == (3, 2)
     assert not chosen.enable_mem_pattern
-    assert chosen.get_session_config_entry(allocator) == "1"
+    assert chosen.get_session_config_entry(ALLOCATOR) == "1"
+    for name, value, message in (
+        ("inter_op_thread_count", "two", "failed to convert 'two' to integral number"),
+        ("intra_op_thread_count", "2147483648", "failed to convert '2147483648' to integral"),
+        ("enable_mem_arena", "2", "failed to convert '2' to boolean"),
+        ("execution_mode", "2", "Expected values for  execution_mode are 0 or 1 but got 2"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            opened(**{name: value})
 
 
-def engine_config(**fields: Any) -> Any:
+def engine(**fields: Any) -> Any:
     """A ModelConfig as Triton hands it to a backend: 64-bit numbers are texts."""
     return {"name": "core", "max_batch_size": 8, **fields}
 
 
-def shapes(**dims: int) -> dict[str, Any]:
-    return {name: {"dim": [str(dim)]} for name, dim in dims.items()}
+def graphs(*specs: Mapping[str, Any], on: bool = True) -> Any:
+    """A ModelConfig with these CUDA graphs."""
+    return engine(optimization={"cuda": {"graphs": on, "graph_spec": list(specs)}})
 
 
-def cuda(**fields: Any) -> Any:
-    return engine_config(optimization={"cuda": {"graphs": True, **fields}})
+def tokens(count: int, rows: int, **more: Any) -> dict[str, Any]:
+    """A CUDA graph of `rows` rows with so many tokens each."""
+    return {"batch_size": rows, "input": {"input_ids": {"dim": [str(count)]}}, **more}
 
 
-def test_an_instance_uses_the_profiles_of_its_own_group() -> None:
-    groups = [
+GROUPS = engine(
+    instance_group=[
         {"name": "core"},
         {"name": "fast", "profile": ["1"]},
         {"name": "fast_and_large", "profile": ["2", "0"]},
+        {"name": "named", "profile": ["long"]},
     ]
-    config = engine_config(instance_group=groups)
+)
+PROFILES = [
+    {
+        "input_ids": ShapeRange((1, 1), (1, 8), (rows, 8)),
+        "row_length": ShapeRange((1,), (1,), (9,)),
+    }
+    for rows in (4, 32)
+]
+
+
+def test_an_instance_has_the_gpu_the_profiles_and_the_graphs_of_its_config() -> None:
     for instance, places in (("fast_0", [1]), ("fast_and_large_1", [2, 0]), ("core_0", [0])):
-        assert trt_settings.instance_profiles(config, instance) == places
-    named = engine_config(instance_group=[{"name": "core", "profile": ["long"]}])
-    with pytest.raises(contracts.ContractError, match="unable to parse 'long'"):
-        trt_settings.instance_profiles(named, "core_0")
-
-
-def test_the_profiles_of_an_engine_hold_the_batches_of_the_config() -> None:
-    profiles = [
-        {
-            "input_ids": ShapeRange((1, 1), (1, 8), (rows, 8)),
-            "row_length": ShapeRange((1,), (1,), (9,)),
-        }
-        for rows in (4, 32)
-    ]
-    trt_settings.check_profiles(parsed("tensorrt", max_batch_size=9), profiles, [0, 1])
-    for chosen, message in (
-        ([0], "configuration specified max-batch 9 but TensorRT engine only supports max-batch 4"),
-        ([0, 2], "invalid profile 2. Number of profiles supported by TensorRT engine: 2"),
-    ):
-        with pytest.raises(contracts.ContractError, match=message):
-            trt_settings.check_profiles(parsed("tensorrt", max_batch_size=9), profiles, chosen)
-
-
-def test_a_graph_with_a_lower_bound_takes_smaller_batches() -> None:
-    graph = {"batch_size": 8, "input": shapes(input_ids=16)}
-    bound = {"batch_size": 5, "input": shapes(input_ids=16)}
-    bounded = {**graph, "graph_lower_bound": bound}
-    specs = trt_settings.graph_specs(cuda(graph_spec=[graph, bounded]))
-    assert specs == [GraphSpec(8, 8, {"input_ids": (16,)}), GraphSpec(8, 5, {"input_ids": (16,)})]
-    shorter = {"batch_size": 5, "input": shapes(input_ids=2)}
-    for wrong, message in (
-        ({**graph, "batch_size": 9}, "has a batch size from 1 to max_batch_size 8, got 9"),
-        ({**graph, "graph_lower_bound": shorter}, "gives other dims than its graph"),
-    ):
-        with pytest.raises(contracts.ContractError, match=message):
-            trt_settings.graph_specs(cuda(graph_spec=[wrong]))
-
-
-def test_graphs_are_captured_only_where_listed_and_on() -> None:
-    assert trt_settings.graph_specs(cuda()) == []
-    assert trt_settings.graph_specs(cuda(graphs=False, graph_spec=[{"batch_size": 1}])) == []
-
-
-def test_memory_is_pinned_unless_turned_off() -> None:
+        assert trt_settings.instance_profiles(GROUPS, instance) == places
+    for kind, device in (("GPU", 3), ("MODEL", 0)):
+        assert trt_settings.instance_device(engine(), kind=kind, device_id="3") == device
+    trt_settings.check_profiles(parsed("tensorrt", max_batch_size=9), PROFILES, [0, 1])
     off = {"enable": False}
     for optimization, locked in (
         ({}, (True, True)),
         ({"input_pinned_memory": off}, (False, True)),
         ({"output_pinned_memory": off}, (True, False)),
     ):
-        config = engine_config(optimization=optimization)
-        assert trt_settings.pinned_memory(config) == locked
+        assert trt_settings.pinned_memory(engine(optimization=optimization)) == locked
+    bounded = tokens(16, 8, graph_lower_bound=tokens(16, 5))
+    assert trt_settings.graph_specs(graphs(tokens(16, 8), bounded)) == [
+        GraphSpec(8, 8, {"input_ids": (16,)}),
+        GraphSpec(8, 5, {"input_ids": (16,)}),
+    ]
+    assert trt_settings.graph_specs(graphs(on=True)) == []
+    assert trt_settings.graph_specs(graphs(tokens(16, 8), on=False)) == []
 
 
-def test_an_instance_runs_on_its_gpu() -> None:
-    for kind, device in (("GPU", 3), ("MODEL", 0)):
-        assert trt_settings.instance_device(engine_config(), kind=kind, device_id="3") == device
-    with pytest.raises(contracts.ContractError, match="supports only GPU device"):
-        trt_settings.instance_device(engine_config(), kind="CPU", device_id="0")
-
-
-def test_the_plan_is_the_file_that_the_config_names(tmp_path: Path) -> None:
-    for name in ("model.plan", "other.plan"):
-        (tmp_path / name).touch()
-    assert trt_settings.plan_file(tmp_path, engine_config()).name == "model.plan"
-    named = engine_config(default_model_filename="other.plan")
+def test_settings_that_a_backend_lacks_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.plan").touch()
+    named = engine(default_model_filename="other.plan")
     assert trt_settings.plan_file(tmp_path, named).name == "other.plan"
-    with pytest.raises(contracts.ContractError, match="unable to find"):
-        trt_settings.plan_file(tmp_path, engine_config(default_model_filename="gone.plan"))
-    with pytest.raises(contracts.ContractError, match="cc_model_filenames is not supported"):
-        trt_settings.plan_file(tmp_path, engine_config(cc_model_filenames={"9.0": "other.plan"}))
+    ort_sessions.check_settings(settings(), kind="CPU")
+    openvino = {"cpu_execution_accelerator": [{"name": "openvino"}]}
+    accelerated: Any = {**settings(), "optimization": {"execution_accelerators": openvino}}
+    nine = parsed("tensorrt", max_batch_size=9)
+    shorter = tokens(16, 8, graph_lower_bound=tokens(2, 5))
+    by_device = engine(cc_model_filenames={"9.0": "other.plan"})
+    refused: Sequence[tuple[str, Callable[[], object]]] = (
+        ("runs on the CPU only", lambda: ort_sessions.check_settings(settings(), kind="GPU")),
+        (
+            "unknown Execution Accelerator 'openvino' is requested",
+            lambda: ort_sessions.check_settings(accelerated, kind="CPU"),
+        ),
+        ("unable to find", lambda: trt_settings.plan_file(tmp_path, engine())),
+        (
+            "cc_model_filenames is not supported",
+            lambda: trt_settings.plan_file(tmp_path, by_device),
+        ),
+        ("unable to parse 'long'", lambda: trt_settings.instance_profiles(GROUPS, "named_0")),
+        (
+            "supports only GPU device",
+            lambda: trt_settings.instance_device(engine(), kind="CPU", device_id="0"),
+        ),
+        (
+            "max-batch 9 but TensorRT engine only supports max-batch 4",
+            lambda: trt_settings.check_profiles(nine, PROFILES, [0]),
+        ),
+        (
+            "invalid profile 2. Number of profiles supported by TensorRT engine: 2",
+            lambda: trt_settings.check_profiles(nine, PROFILES, [0, 2]),
+        ),
+        ("got 9", lambda: trt_settings.graph_specs(graphs(tokens(16, 9)))),
+        ("other dims than its graph", lambda: trt_settings.graph_specs(graphs(shorter))),
+    )
+    for message, call in refused:
+        with pytest.raises(ContractError, match=message):
+            call()

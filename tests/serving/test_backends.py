@@ -4,6 +4,7 @@ TensorRT and the GPU are fakes.
 """
 
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,15 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from tritonclient.grpc import InferenceServerClient
-from tritonclient.utils import InferenceServerException
+from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 import backend_models
 import served_engines
-from conftest import LAYOUTS, build_into, traffic_texts, write_pipeline
+from conftest import build_into, traffic_texts, write_pipeline
 from fake_cuda import LOG_VARIABLE
-from processes import eventually
-from raw_requests import Arrays, ask, ask_together
+from processes import eventually, running
 from triptych.client import Client
 from triptych.container.processor import find_instruction_sets
 from triptych.serving.server import Server
@@ -27,6 +27,7 @@ from triptych.serving.server import Server
 pytestmark = [pytest.mark.server, pytest.mark.replacement]
 both = pytest.mark.parametrize("backend", backend_models.BACKENDS)
 every = pytest.mark.parametrize("backend", backend_models.ALL_BACKENDS)
+Arrays = dict[str, Any]
 
 
 class Served(NamedTuple):
@@ -42,43 +43,70 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Served]:
-    """Serves TensorRT pipelines in both layouts, and the small models of `backend_models`."""
+    """Serves pipelines of TensorRT and OpenVINO, and the small models of `backend_models`."""
     base = tmp_path_factory.mktemp("backends")
-    for layout in LAYOUTS:
-        core = {"backend": "tensorrt", "device": "gpu", "layout": layout, "max_batch_size": 8}
-        folder = write_pipeline(
-            base / f"tiny_{layout}", model={"source": str(tiny_model)}, core=core
-        )
-        build_into(folder, base / "built")
-    repository = base / "repository"
+    repository, source = base / "repository", {"source": str(tiny_model)}
+    core = {"backend": "tensorrt", "device": "gpu", "layout": "bucketed", "max_batch_size": 8}
+    build_into(write_pipeline(base / "tiny_tensorrt", model=source, core=core), base / "built")
     served_engines.with_fake_engines(base / "built", repository)
     folder = write_pipeline(
         base / "tiny_openvino",
-        model={"source": str(tiny_model)},
+        model=source,
         core={"backend": "openvino", "precision": "bf16"},
         serving={"instances": {"core": 2}},
     )
     build_into(folder, repository)
-    models = [
-        "tiny_openvino",
-        *(f"tiny_{layout}" for layout in LAYOUTS),
-        *backend_models.write_models(repository),
-    ]
+    models = ["tiny_tensorrt", "tiny_openvino", *backend_models.write_models(repository)]
     log, text = base / "gpu.jsonl", base / "server.log"
-    with Server(
+    server = Server(
         repository,
         models=models,
         environment={LOG_VARIABLE: str(log)},
         backend_directory=served_engines.write_fakes(base / "backends"),
         log_file=text,
-    ) as server:
-        client = InferenceServerClient(server.grpc_url)
+    )
+    with running(server), InferenceServerClient(server.grpc_url) as client:
         yield Served(client, server.grpc_url, repository, log, text, server.operator_headers)
 
 
 @pytest.fixture(scope="module")
 def client(served: Served) -> InferenceServerClient:
     return served.client
+
+
+def ask(
+    client: InferenceServerClient,
+    model: str,
+    inputs: Arrays,
+    *,
+    outputs: Sequence[str] = (),
+    **options: str,
+) -> Arrays:
+    """Return the outputs of one request by name; all of them unless `outputs` names some."""
+    tensors = [
+        InferInput(name, value.shape, np_to_triton_dtype(value.dtype)).set_data_from_numpy(value)
+        for name, value in inputs.items()
+    ]
+    wanted = [InferRequestedOutput(name) for name in outputs] or None
+    result = client.infer(model, tensors, outputs=wanted, client_timeout=60, **options)
+    return {out.name: result.as_numpy(out.name) for out in result.get_response().outputs}
+
+
+def ask_together(
+    client: InferenceServerClient, model: str, requests: Sequence[Arrays]
+) -> list[Arrays | InferenceServerException]:
+    """Answers to requests that are sent at the same time, in their order."""
+    gate = threading.Barrier(len(requests))
+
+    def send(inputs: Arrays) -> Arrays | InferenceServerException:
+        gate.wait()
+        try:
+            return ask(client, model, inputs)
+        except InferenceServerException as error:
+            return error
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(send, requests))
 
 
 def batch_sizes(client: InferenceServerClient, model: str) -> dict[int, int]:
@@ -89,10 +117,6 @@ def batch_sizes(client: InferenceServerClient, model: str) -> dict[int, int]:
 
 def int32(*rows: Sequence[int]) -> Any:
     return np.array(rows, np.int32)
-
-
-def described_request(*rows: Sequence[int]) -> Arrays:
-    return {"tokens": int32(*rows), "tag": np.zeros((len(rows), 1), np.float32)}
 
 
 def packed_request(*lengths: int, seed: int = 0) -> Arrays:
@@ -127,90 +151,26 @@ def assert_failed(answer: Any, code: str, pattern: str) -> None:
 
 
 @both
-def test_batch_inputs_describe_the_requests_of_the_batch(
-    client: InferenceServerClient, backend: str
-) -> None:
-    model = f"described_{backend}"
-    requests = [
-        described_request([10, 11, 12]),
-        described_request([20, 21], [22, 23]),
-        described_request([30, 31, 32, 33, 34]),
-    ]
-    before = batch_sizes(client, model).get(4, 0)
-    answers = ask_together(client, model, requests)
-    # The server updates its counters after it has sent the responses.
-    assert eventually(lambda: batch_sizes(client, model).get(4, 0) == before + 1)
-
-    seen = [answer["seen"][0].tolist() for answer in answers if isinstance(answer, dict)]
-    assert len(seen) == 3
-    assert seen[0] == seen[1] == seen[2]
-    # The requests may arrive in any order; the tokens show it.
-    order = sorted(range(3), key=lambda i: seen[0].index(requests[i]["tokens"].flat[0]))
-    tokens = [requests[i]["tokens"] for i in order]
-    assert seen[0] == np.concatenate([t.reshape(-1) for t in tokens]).tolist()
-    sizes = [t.size for t in tokens]
-    strides = [t.shape[1] for t in tokens for _ in t]
-    for request, answer in zip(requests, answers, strict=True):
-        assert isinstance(answer, dict)
-        row_count, stride = request["tokens"].shape
-        assert answer["counts_out"].tolist() == [sizes] * row_count
-        assert answer["sums_out"].tolist() == [np.cumsum(sizes).tolist()] * row_count
-        assert answer["bounds_out"].tolist() == [[0, *np.cumsum(sizes)]] * row_count
-        assert answer["longest_out"].tolist() == [[max(sizes)]] * row_count
-        assert answer["shapes_out"].tolist() == [[stride]] * row_count
-        assert answer["strides_out"].tolist() == [strides] * row_count
-        assert answer["sums_out"].dtype == np.float32
-        assert answer["bounds_out"].dtype == np.int32
-
-
-@both
-def test_warm_up_runs_ragged_rows_as_one_dynamic_batch(
-    client: InferenceServerClient, backend: str
-) -> None:
-    assert eventually(lambda: batch_sizes(client, f"described_{backend}").get(3) == 1)
-
-
-@both
 def test_rows_are_right_whatever_shares_their_batch(served: Served, backend: str) -> None:
+    model = f"packed_{backend}"
+    # The warm-up runs ragged rows as one dynamic batch. The server updates its counters after it
+    # has sent the responses.
+    assert eventually(lambda: batch_sizes(served.client, model).get(3) == 1)
+    before = batch_sizes(served.client, model).get(4, 0)
     for shapes in ([[5, 2, 4], [9]], [[2, 2], [7], [6]], [[1], [3], [20], [4]], [[1, 1, 1, 1]]):
         asked = [packed_request(*lengths, seed=i) for i, lengths in enumerate(shapes)]
-        answers = ask_together(served.client, f"packed_{backend}", asked)
+        answers = ask_together(served.client, model, asked)
         for answer, inputs in zip(answers, asked, strict=True):
             assert isinstance(answer, dict), answer
             expected = packed_plainly(inputs, served.repository)
             assert answer["mean"].dtype == np.float32
             np.testing.assert_allclose(answer["mean"], expected["mean"], rtol=1e-5)
             np.testing.assert_allclose(answer["each"], expected["each"], rtol=1e-5)
+    assert eventually(lambda: batch_sizes(served.client, model).get(4, 0) == before + 4)
 
 
 @both
-def test_rows_without_tokens_are_answered(client: InferenceServerClient, backend: str) -> None:
-    inputs = {"tokens": np.zeros((4, 0), np.int32), "length": int32(*[[0]] * 4)}
-    answer = ask(client, f"packed_{backend}", inputs)
-    assert np.isnan(answer["mean"]).all()
-    assert answer["each"].shape == (4, 0, 4)
-
-
-@both
-def test_the_rows_after_a_request_without_tokens_are_not_copied(
-    client: InferenceServerClient, backend: str
-) -> None:
-    rows = [[], [], [10, 11], [20, 21, 22]]
-    answers = ask_together(client, f"described_{backend}", [described_request(r) for r in rows])
-    seen, counts = (
-        {tuple(answer[name][0].tolist()) for answer in answers if isinstance(answer, dict)}
-        for name in ("seen", "counts_out")
-    )
-    (tokens,), (sizes,) = seen, counts  # equal in all answers: one batch
-    assert sorted(sizes) == [0, 0, 2, 3]
-    # The requests may arrive in any order: the sizes show it.
-    arrived = [next(row for row in rows if len(row) == size) for size in sizes]
-    copied = [token for row in arrived[: sizes.index(0)] for token in row]
-    assert list(tokens) == copied + [0] * (5 - len(copied))
-
-
-@both
-def test_requested_outputs_and_first_targets_come_back(
+def test_only_requested_outputs_and_first_targets_come_back(
     client: InferenceServerClient, backend: str
 ) -> None:
     model, inputs = f"packed_{backend}", packed_request(4, 4, 4, 4)
@@ -221,6 +181,11 @@ def test_requested_outputs_and_first_targets_come_back(
     one = ask(client, model, inputs, outputs=["each"])
     assert list(one) == ["each"]
     np.testing.assert_allclose(one["each"], answer["each"], atol=1e-6)
+    # Rows without tokens are answered, too.
+    empty = {"tokens": np.zeros((4, 0), np.int32), "length": int32(*[[0]] * 4)}
+    answer = ask(client, model, empty)
+    assert np.isnan(answer["mean"]).all()
+    assert answer["each"].shape == (4, 0, 4)
 
 
 @every
@@ -287,23 +252,11 @@ def test_a_run_that_fails_fails_its_whole_batch(
     assert all(isinstance(answer, dict) for answer in good)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [(name, case[-1]) for name, case in backend_models.REFUSED_GRAPHS.items()]
-    + [(name, case[-1]) for name, case in backend_models.REFUSED_BY_OPENVINO.items()]
-    + [(name, case[-1]) for name, case in backend_models.REFUSED_ENGINES.items()],
-    ids=[
-        *backend_models.REFUSED_GRAPHS,
-        *backend_models.REFUSED_BY_OPENVINO,
-        *backend_models.REFUSED_ENGINES,
-    ],
-)
-def test_what_the_native_backend_refuses_does_not_load(
-    name: str, message: str, served: Served
-) -> None:
-    with pytest.raises(InferenceServerException) as refusal:
-        served.client.load_model(name, headers=served.operator_headers)
-    assert message in refusal.value.message()
+def test_what_the_native_backend_refuses_does_not_load(served: Served) -> None:
+    for name, (*_, message) in backend_models.REFUSED.items():
+        with pytest.raises(InferenceServerException) as refusal:
+            served.client.load_model(name, headers=served.operator_headers)
+        assert message in refusal.value.message(), name
 
 
 def test_rows_of_one_length_are_stacked(client: InferenceServerClient) -> None:
@@ -322,12 +275,11 @@ def test_rows_of_one_length_are_stacked(client: InferenceServerClient) -> None:
         np.testing.assert_allclose(answer["total"], scaled.sum(1, keepdims=True), rtol=1e-6)
 
 
-def test_text_ends_at_its_first_nul(client: InferenceServerClient) -> None:
+def test_text_ends_at_its_first_nul_and_fails_alone_unless_it_is_utf8(
+    client: InferenceServerClient,
+) -> None:
     texts = np.array([[b"x\0y"], [b"\0"]], dtype=object)
     assert ask(client, "texts", {"x": texts})["y"].tolist() == [[b"x"], [b""]]
-
-
-def test_text_that_is_not_utf8_fails_alone(client: InferenceServerClient) -> None:
     bad, good = ({"x": np.array([[text]], dtype=object)} for text in (b"\xff", b"x"))
     failure, answer = ask_together(client, "texts", [bad, good])
     assert_failed(failure, "INVALID_ARGUMENT", "input 'x' must be UTF-8 text")
@@ -350,7 +302,7 @@ def test_reshape_file_name_and_versions(client: InferenceServerClient) -> None:
         "v": np.arange(6, dtype=np.float32).reshape(2, 3, 1),
     }
     for version, expected in (("1", [[6.0], [10.0]]), ("2", [[9.0], [25.0]])):
-        answer = ask(client, "reshaped", inputs, version=version)
+        answer = ask(client, "reshaped", inputs, model_version=version)
         assert answer["y"].tolist() == expected
         assert answer["w"].tolist() == [[[0.0, 1.0, 2.0]], [[3.0, 4.0, 5.0]]]
 
@@ -406,18 +358,26 @@ def by_torch(tiny_model: Path) -> Any:
         return (model(**encoded).last_hidden_state * mask).sum(1) / mask.sum(1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_pipeline_of_tensorrt_answers_as_torch_and_batches(
-    layout: str, served: Served, by_torch: Any
+def test_a_pipeline_of_tensorrt_answers_as_torch_in_batches_and_cuda_graphs(
+    served: Served, by_torch: Any
 ) -> None:
     texts = traffic_texts()[:64]
+    captured = served_engines.count_events(served.log, "graph")
+    assert captured > 0
+    assert f"{captured} of {captured} CUDA graphs" in served.text.read_text(encoding="utf-8")
     before = len(served_engines.engine_runs(served.log))
-    answers = embed(served.url, f"tiny_{layout}", texts)
+    answers = embed(served.url, "tiny_tensorrt", texts)
     np.testing.assert_allclose(answers, by_torch.numpy(), atol=1e-5)
     runs = served_engines.engine_runs(served.log)[before:]
-    rows = [shapes["row_length"][0] for _, shapes in runs]
-    assert max(rows) > 1
+    assert max(shapes["row_length"][0] for _, shapes in runs) > 1
     assert len(runs) < len(texts)
+    # One after the other: texts that wait together may share a bucket.
+    launched = served_engines.count_events(served.log, "launch")
+    for text in ("short", "a text of a few more words " * 20):
+        embed(served.url, "tiny_tensorrt", [text])
+    runs = served_engines.engine_runs(served.log)[before + len(runs) :]
+    assert served_engines.count_events(served.log, "launch") - launched == len(runs) == 2
+    assert len({place for place, _ in runs}) == 2
 
 
 def test_a_pipeline_of_openvino_answers_as_torch(served: Served, by_torch: Any) -> None:
@@ -429,17 +389,3 @@ def test_a_pipeline_of_openvino_answers_as_torch(served: Served, by_torch: Any) 
     with Client("tiny_openvino", served.url) as one:
         together = one.embed(traffic_texts()[:20])
     np.testing.assert_allclose(together, answers[:20], atol=0.05)
-
-
-def test_buckets_run_in_their_profile_and_as_cuda_graphs(served: Served) -> None:
-    captured = served_engines.count_events(served.log, "graph")
-    assert captured > 0
-    assert f"{captured} of {captured} CUDA graphs" in served.text.read_text(encoding="utf-8")
-    launched = served_engines.count_events(served.log, "launch")
-    before = len(served_engines.engine_runs(served.log))
-    # One after the other: what waits together may share a bucket.
-    for text in ("short", "a text of a few more words " * 20):
-        embed(served.url, "tiny_bucketed", [text])
-    runs = served_engines.engine_runs(served.log)[before:]
-    assert served_engines.count_events(served.log, "launch") - launched == len(runs) == 2
-    assert len({place for place, _ in runs}) == 2

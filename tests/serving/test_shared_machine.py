@@ -43,7 +43,7 @@ def test_one_starts_reloads_and_ends_while_the_other_serves(
         number, mark = namespace_pid(server_of(first)), mark_of(server_of(first))
         own = set(regions(mark))
         with Asker(url, clients=4, pause_s=0.0) as asker:
-            killed = attack(folder, other, command, number, signal.SIGKILL)
+            killed = attack(folder, other, command, number, signal.SIGKILL, reloads=False)
             asker.wait_for("FIRST", more=10)
             assert regions(killed)  # nobody was left to remove them
             ended = attack(folder, other, command, number, signal.SIGTERM)
@@ -58,7 +58,13 @@ def test_one_starts_reloads_and_ends_while_the_other_serves(
 
 
 def attack(
-    folder: Path, repository: Path, command: tuple[str, ...], number: str, end: signal.Signals
+    folder: Path,
+    repository: Path,
+    command: tuple[str, ...],
+    number: str,
+    end: signal.Signals,
+    *,
+    reloads: bool = True,
 ) -> str:
     """Serve a repository beside, reload it under load, and end the server; return its mark.
 
@@ -70,13 +76,12 @@ def attack(
         assert namespace_pid(server_of(serve)) == number
         with Asker(url) as asker:
             asker.wait_for("FIRST", more=10)
-            (folder / "hooks.py").write_text(hooks("SECOND"))
-            build_into(folder, repository)
-            asker.wait_for("SECOND", more=10)
+            if reloads:
+                (folder / "hooks.py").write_text(hooks("SECOND"))
+                build_into(folder, repository)
+                asker.wait_for("SECOND", more=10)
         inner_of(serve).send_signal(end)
         serve.wait(timeout=60)
-    (folder / "hooks.py").write_text(hooks("FIRST"))
-    build_into(folder, repository)
     assert asker.failures == []
     assert eventually(lambda: tagged_processes(mark) == [])
     return mark

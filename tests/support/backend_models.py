@@ -1,4 +1,4 @@
-"""Small models and their configs, for the contract tests of the two emulated backends.
+"""Small models and their configs, for the contract tests of the emulated backends.
 
 A model of `SHARED` is written for both backends; its name then ends in the name of the backend.
 """
@@ -29,70 +29,6 @@ STRIDE = """
 batch_input { kind: BATCH_ITEM_SHAPE_FLATTEN target_name: "stride" data_type: TYPE_INT32
   source_input: "tokens" }
 """
-
-# One output for each kind of batch_input, broadcast over the batch dimension of `tag`.
-DESCRIBED = """
-described (int32[T] tokens, float[B,1] tag, int32[R] counts, float[R] sums, int32[Q] bounds,
-           int32[M] longest, int32[B,K] shapes, int32[S] strides)
-=> (int32[B,T] seen, int32[B,R] counts_out, float[B,R] sums_out, int32[B,Q] bounds_out,
-    int32[B,1] longest_out, int32[B,K] shapes_out, int32[B,S] strides_out)
-<int64[1] front = {0}> {
-  spread_f = Sub(tag, tag)
-  spread = Cast<to: int = 6>(spread_f)
-  tokens_row = Unsqueeze(tokens, front)
-  seen = Add(spread, tokens_row)
-  counts_row = Unsqueeze(counts, front)
-  counts_out = Add(spread, counts_row)
-  sums_row = Unsqueeze(sums, front)
-  sums_out = Add(spread_f, sums_row)
-  bounds_row = Unsqueeze(bounds, front)
-  bounds_out = Add(spread, bounds_row)
-  longest_shape = Shape(longest)
-  longest_size = Cast<to: int = 6>(longest_shape)
-  longest_out = Add(spread, longest_size)
-  shapes_out = Identity(shapes)
-  strides_row = Unsqueeze(strides, front)
-  strides_out = Add(spread, strides_row)
-}
-"""
-DESCRIBED_CONFIG = f"""
-max_batch_size: 4
-{TOKENS}
-input {{ name: "tag" data_type: TYPE_FP32 dims: [1] }}
-batch_input {{ kind: BATCH_ELEMENT_COUNT target_name: "counts" data_type: TYPE_INT32
-  source_input: "tokens" }}
-batch_input {{ kind: BATCH_ACCUMULATED_ELEMENT_COUNT target_name: "sums" data_type: TYPE_FP32
-  source_input: "tokens" }}
-batch_input {{ kind: BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO target_name: "bounds"
-  data_type: TYPE_INT32 source_input: "tokens" }}
-batch_input {{ kind: BATCH_MAX_ELEMENT_COUNT_AS_SHAPE target_name: "longest" data_type: TYPE_INT32
-  source_input: "tokens" }}
-batch_input {{ kind: BATCH_ITEM_SHAPE target_name: "shapes" data_type: TYPE_INT32
-  source_input: "tokens" }}
-batch_input {{ kind: BATCH_ITEM_SHAPE_FLATTEN target_name: "strides" data_type: TYPE_INT32
-  source_input: "tokens" }}
-output {{ name: "seen" data_type: TYPE_INT32 dims: [-1] }}
-output {{ name: "counts_out" data_type: TYPE_INT32 dims: [-1] }}
-output {{ name: "sums_out" data_type: TYPE_FP32 dims: [-1] }}
-output {{ name: "bounds_out" data_type: TYPE_INT32 dims: [-1] }}
-output {{ name: "longest_out" data_type: TYPE_INT32 dims: [1] }}
-output {{ name: "shapes_out" data_type: TYPE_INT32 dims: [-1] }}
-output {{ name: "strides_out" data_type: TYPE_INT32 dims: [-1] }}
-{BATCHES_OF_4}
-model_warmup {{ name: "zeros" batch_size: 3
-  inputs {{ key: "tokens" value {{ data_type: TYPE_INT32 dims: [5] zero_data: true }} }}
-  inputs {{ key: "tag" value {{ data_type: TYPE_FP32 dims: [1] zero_data: true }} }} }}
-"""
-DESCRIBED_RANGES: Ranges = {
-    "tokens": [[0], [8], [MAX_TOKENS]],
-    "tag": [[1, 1], [4, 1], [4, 1]],
-    "counts": [[1], [3], [4]],
-    "sums": [[1], [3], [4]],
-    "bounds": [[2], [4], [5]],
-    "longest": [[0], [5], [MAX_TOKENS]],
-    "shapes": [[1, 1], [4, 1], [4, 1]],
-    "strides": [[1], [4], [4]],
-}
 
 # A small packed core: the mean of a table's vectors over the first `length` tokens of each row.
 # No token may be 10 or more.
@@ -134,6 +70,9 @@ output {{ name: "negative" data_type: TYPE_FP32 dims: [-1, 4] }}
 batch_output {{ kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: ["each", "negative"]
   source_input: "tokens" }}
 {BATCHES_OF_4}
+model_warmup {{ name: "ones" batch_size: 3
+  inputs {{ key: "tokens" value {{ data_type: TYPE_INT32 dims: [5] zero_data: true }} }}
+  inputs {{ key: "length" value {{ data_type: TYPE_INT32 dims: [1] zero_data: true }} }} }}
 """
 PACKED_RANGES: Ranges = {
     "tokens": [[0], [8], [MAX_TOKENS]],
@@ -149,25 +88,12 @@ output { name: "y" data_type: TYPE_FP32 dims: [-1] }
 """
 UNBATCHED_RANGES: Ranges = {"x": [[1], [4], [8]]}
 
-ONNX_TYPES = {
-    "BOOL": "bool",
-    "UINT8": "uint8",
-    "UINT16": "uint16",
-    "UINT32": "uint32",
-    "UINT64": "uint64",
-    "INT8": "int8",
-    "INT16": "int16",
-    "INT32": "int32",
-    "INT64": "int64",
-    "FP16": "float16",
-    "FP32": "float",
-    "FP64": "double",
-    "STRING": "string",
-}
+NUMBERS = tuple(f"{sign}INT{bits}" for sign in ("U", "") for bits in (8, 16, 32, 64))
+ONNX_NAMES = {"FP16": "float16", "FP32": "float", "FP64": "double"}
 TYPES = {
-    "onnxruntime": tuple(ONNX_TYPES),
+    "onnxruntime": ("BOOL", *NUMBERS, "FP16", "FP32", "FP64", "STRING"),
     "tensorrt": ("BOOL", "UINT8", "INT8", "INT32", "INT64", "FP16", "FP32"),
-    "openvino": tuple(name for name in ONNX_TYPES if name not in ("FP64", "STRING")),
+    "openvino": ("BOOL", *NUMBERS, "FP16", "FP32"),
 }
 """Triton's types of tensors that a backend takes."""
 
@@ -183,7 +109,7 @@ class Model(NamedTuple):
 def typed(types: Sequence[str], *, batches: bool = True) -> Model:
     """A model that returns a tensor of each type as it is."""
     inputs, outputs = (
-        ", ".join(f"{ONNX_TYPES[name]}[B,2] {name}_{role}" for name in types)
+        ", ".join(f"{ONNX_NAMES.get(name, name.lower())}[B,2] {name}_{role}" for name in types)
         for role in ("in", "out")
     )
     dims = "2" if batches else "-1, 2"
@@ -201,7 +127,6 @@ def typed(types: Sequence[str], *, batches: bool = True) -> Model:
 
 
 SHARED: Mapping[str, Model] = {
-    "described": Model(DESCRIBED_CONFIG, DESCRIBED, DESCRIBED_RANGES),
     "packed": Model(PACKED_CONFIG, PACKED, PACKED_RANGES),
     "unbatched": Model(UNBATCHED_CONFIG, UNBATCHED, UNBATCHED_RANGES),
 }
@@ -297,40 +222,6 @@ ONNX_MODELS: Mapping[str, tuple[str, dict[str, str]]] = {
 }
 """Config and graphs by path of the models for ONNX Runtime alone."""
 
-REFUSED_GRAPHS: Mapping[str, tuple[str, dict[str, str], str]] = {
-    "no_file": (PADDED_CONFIG, {"1/elsewhere.onnx": PADDED}, "unable to find"),
-    "not_ragged": (
-        PACKED_CONFIG.replace("allow_ragged_batch: true", ""),
-        {"1/model.onnx": PACKED},
-        "'tokens' is TYPE_INT32 [-1,-1] in the config and TYPE_INT32 [-1] in the model",
-    ),
-    "no_batching": (
-        "max_batch_size: 2",
-        {"1/model.onnx": SCALARS},
-        "model does not support batching while non-zero max_batch_size is specified",
-    ),
-}
-"""Config and graphs of models that must not load, with part of the error text."""
-
-REFUSED_ENGINES: Mapping[str, tuple[Model, str]] = {
-    "rows": (
-        Model(
-            PACKED_CONFIG.replace("max_batch_size: 4", "max_batch_size: 5") + ANY_DEVICE,
-            PACKED,
-            PACKED_RANGES,
-        ),
-        "configuration specified max-batch 5 but TensorRT engine only supports max-batch 4",
-    ),
-    "dims": (
-        Model(
-            UNBATCHED_CONFIG.replace("[-1]", "[-1, 2]") + ANY_DEVICE, UNBATCHED, UNBATCHED_RANGES
-        ),
-        "'x' is TYPE_FP32 [-1,2] in the config and TYPE_FP32 [-1] in the model",
-    ),
-}
-"""Models with plans that must not load, with part of the error text."""
-
-
 FULL_BATCHES = f"""
 max_batch_size: 2
 input {{ name: "x" data_type: TYPE_FP32 dims: [1] reshape {{ shape: [] }} }}
@@ -343,26 +234,47 @@ default_model_filename: "model.onnx"
 """Config of a model for OpenVINO with batches of 2 rows."""
 
 OF_ONNX = ON_CPU + 'default_model_filename: "model.onnx"\n'
-REFUSED_BY_OPENVINO: Mapping[str, tuple[str, str, str]] = {
-    "no_ir": (UNBATCHED_CONFIG + ON_CPU, UNBATCHED, "unable to find"),
-    "joined": (PACKED_CONFIG + OF_ONNX, PACKED, "does not join rows: tokens, stride"),
+REFUSED: Mapping[str, tuple[str, str, str, str]] = {
+    "no_file": (
+        "onnxruntime",
+        PADDED_CONFIG + 'default_model_filename: "none"',
+        PADDED,
+        "unable to find",
+    ),
+    "no_batching": (
+        "onnxruntime",
+        "max_batch_size: 2",
+        SCALARS,
+        "model does not support batching while non-zero max_batch_size is specified",
+    ),
+    "no_ir": ("openvino", UNBATCHED_CONFIG + ON_CPU, UNBATCHED, "unable to find"),
+    "joined": ("openvino", PACKED_CONFIG + OF_ONNX, PACKED, "does not join rows: tokens, stride"),
     "hinted": (
+        "openvino",
         UNBATCHED_CONFIG + OF_ONNX + 'parameters { key: "HINT_BF16" value { string_value: "x" } }',
         UNBATCHED,
         "expected the parameter 'HINT_BF16' to be YES, got x",
     ),
     "on_any": (
+        "openvino",
         UNBATCHED_CONFIG + ANY_DEVICE + 'default_model_filename: "model.onnx"',
         UNBATCHED,
         "supports only Kind CPU and AUTO",
     ),
     "double": (
+        "openvino",
         typed(["FP64"], batches=False).config + OF_ONNX,
         typed(["FP64"]).graph,
         "unsupported datatype TYPE_FP64",
     ),
+    "rows": (
+        "tensorrt",
+        PACKED_CONFIG.replace("max_batch_size: 4", "max_batch_size: 5") + ANY_DEVICE,
+        PACKED,
+        "configuration specified max-batch 5 but TensorRT engine only supports max-batch 4",
+    ),
 }
-"""Config and graph of models that OpenVINO's backend must not load, with part of the error text."""
+"""Backend, config and graph of models that must not load, with part of the error text."""
 
 
 def write_models(repository: Path) -> list[str]:
@@ -386,12 +298,11 @@ def write_models(repository: Path) -> list[str]:
     loading = [folder.name for folder in repository.iterdir()]
     for name, (config, graphs) in ONNX_MODELS.items():
         write_graphs(repository / name, config, graphs)
-    for name, (config, graphs, _) in REFUSED_GRAPHS.items():
-        write_graphs(repository / name, config, graphs)
-    for name, (config, graph, _) in REFUSED_BY_OPENVINO.items():
-        write_graphs(repository / name, config, {"1/model.onnx": graph}, backend="openvino")
-    for name, (model, _) in REFUSED_ENGINES.items():
-        write_engine(repository / name, model.config, model.graph, [model.ranges])
+    for name, (backend, config, graph, _) in REFUSED.items():
+        if backend == "tensorrt":
+            write_engine(repository / name, config, graph, [PACKED_RANGES])
+        else:
+            write_graphs(repository / name, config, {"1/model.onnx": graph}, backend=backend)
     return [*loading, *ONNX_MODELS]
 
 
