@@ -256,7 +256,9 @@ def test_a_key_is_revoked_without_a_restart_and_a_mistake_changes_nothing(
     assert guarded.proxy.pid == pid
 
 
-def test_a_token_of_an_issuer_is_a_key(guarded: Guarded, tmp_path: Path) -> None:
+def test_a_token_of_an_issuer_is_a_key(
+    guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     claims = {"iss": "https://login.example", "aud": "triptych", "sub": "ann"}
     token = sign_token(guarded.folder, **claims)
     guarded.entries.issuers["company"] = IssuerEntry(
@@ -283,7 +285,8 @@ def test_a_token_of_an_issuer_is_a_key(guarded: Guarded, tmp_path: Path) -> None
     company = guarded.entries.issuers.pop("company")
     guarded.write_keys()
     assert eventually(lambda: guarded.code(token) == "UNAUTHENTICATED")
-    with jwks_server(guarded.folder) as (url, asked):
+    monkeypatch.setenv("SSL_CERT_FILE", str(guarded.folder / "ca.pem"))
+    with jwks_server(guarded.folder, has_tls=True) as (url, asked):
         update = {"jwks": url, "requests_per_s": None}
         guarded.entries.issuers["cloud"] = company.model_copy(update=update)
         guarded.write_keys()

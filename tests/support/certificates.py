@@ -2,6 +2,7 @@
 
 import base64
 import json
+import ssl
 import subprocess
 import threading
 import time
@@ -109,7 +110,7 @@ def sign_token(folder: Path, **claims: Any) -> str:
 
 
 @contextmanager
-def jwks_server(folder: Path) -> Iterator[tuple[str, list[str]]]:
+def jwks_server(folder: Path, *, has_tls: bool = False) -> Iterator[tuple[str, list[str]]]:
     """Yield the URL of `folder`/jwks.json, and the paths that were asked for."""
     asked: list[str] = []
 
@@ -118,8 +119,12 @@ def jwks_server(folder: Path) -> Iterator[tuple[str, list[str]]]:
             asked.append(self.path)
 
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as server:
+        if has_tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(folder / "server.pem", folder / "server.key")
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/jwks.json", asked
+        yield f"http{'s' * has_tls}://127.0.0.1:{server.server_port}/jwks.json", asked
         server.shutdown()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -36,19 +37,31 @@ def service_at(name: str, url: str) -> dict[str, Any]:
     }
     if is_encrypted:
         authorities = os.environ.get("SSL_CERT_FILE", _AUTHORITIES)
+        is_address = _is_address(host)
         cluster["transport_socket"] = {
             "name": "envoy.transport_sockets.tls",
             "typed_config": {
                 "@type": _TLS,
-                "sni": host,
+                **({} if is_address else {"sni": host}),
                 "common_tls_context": {
                     "validation_context": {
                         "trusted_ca": {"filename": authorities},
                         "match_typed_subject_alt_names": [
-                            {"san_type": "DNS", "matcher": {"exact": host}}
+                            {
+                                "san_type": "IP_ADDRESS" if is_address else "DNS",
+                                "matcher": {"exact": host},
+                            }
                         ],
                     }
                 },
             },
         }
     return cluster
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
