@@ -179,29 +179,6 @@ def test_every_token_is_written_as_transformers_does(
     assert expected[-beyond:] == [""] * beyond
 
 
-def test_tokens_are_those_of_the_pipeline(tokenizer: Any, tmp_path: Path) -> None:
-    import torch
-
-    model = small("Bert", "MaskedLM", vocab_size=len(tokenizer))
-    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    texts = ["The [MASK] is late.", "[MASK]!", "Ada wrote the [MASK]"]
-    best = []
-    for text in texts:
-        encoded = tokenizer(text, return_tensors="pt")
-        with torch.no_grad():
-            logits = model(**encoded).logits[encoded["input_ids"] == tokenizer.mask_token_id]
-        best.append(logits.softmax(-1).topk(9))
-    outputs = {
-        "class_id": np.concatenate([one.indices for one in best]).astype(np.int32),
-        "class_score": np.concatenate([one.values for one in best]),
-    }
-    found = decode_rows.MaskDecoder({}, tmp_path).decode(outputs, [], {"top_k": 4})
-    expected = pipeline_of("fill-mask", model, tokenizer)(texts, top_k=4)
-    assert texts_of(found["token"]) == [[one["token_str"] for one in row] for row in expected]
-    scores = [[one["score"] for one in row] for row in expected]
-    np.testing.assert_allclose(found["score"], scores, atol=1e-6)
-
-
 NLI = (
     ["contradiction", "neutral", "entailment"],
     ["entailment", "neutral", "contradiction"],

@@ -55,29 +55,27 @@ def taking(known: set[str], **given: Any) -> SimpleNamespace:
 class FakeResult:
     """As `RequestOutput`: yields itself, its outputs growing; `abort` ends it."""
 
+    cached_tokens = 1
+
     def __init__(self, prompt: list[int], sampling: Any) -> None:
-        self._left = prompt[: sampling.max_tokens]
-        self._sampling = sampling
+        self._ids, self._sampling = prompt[: sampling.max_tokens], sampling
         self.aborted = False
         self.outputs: list[Any] = []
-        self.cached_tokens = 1
 
     def abort(self) -> None:
         self.aborted = True
 
     async def __aiter__(self) -> AsyncIterator[FakeResult]:
-        for place, token in enumerate(self._left):
+        for count, token in enumerate(self._ids, 1):
             await asyncio.sleep(0)
-            last = place + 1 == len(self._left)
             logprobs = [{token: SimpleNamespace(logprob=-0.5, rank=1)}]
-            self.outputs = [
-                SimpleNamespace(
-                    token_ids=self._left[: place + 1],
-                    token_ids_diff=[token],
-                    logprobs_diff=logprobs if self._sampling.logprobs else [],
-                    finish_reason="length" if last else None,
-                )
-            ]
+            output = {
+                "token_ids": self._ids[:count],
+                "token_ids_diff": [token],
+                "logprobs_diff": logprobs if self._sampling.logprobs else [],
+                "finish_reason": "length" if count == len(self._ids) else None,
+            }
+            self.outputs = [SimpleNamespace(**output)]
             yield self
 
 
