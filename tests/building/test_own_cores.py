@@ -30,6 +30,7 @@ from triptych.repository.store import read_build
 from triptych.runtime.flow_control import PREFIX_VARIABLE, InFlight
 from triptych.runtime.own_step import pack_arrays, unpack_arrays
 from triptych.runtime.sampling import FOLDER_VARIABLE
+from triptych.serving.bench.bench import Bench, bench_pipeline
 from triptych.serving.hot_reload import HotReload
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
@@ -202,6 +203,8 @@ def test_a_core_is_shared_by_pipelines(base: Path, server: Any) -> None:
 @pytest.mark.parametrize("model", ["vectors", "classes", "risks"])
 def test_the_gate_finds_a_fault_in_each_core(base: Path, tmp_path: Path, model: str) -> None:
     inputs = read_own_inputs(load_model_spec(base / "pipelines/cores"), quiet)
+    with pytest.raises(UserError, match="no library runs them as one"):
+        bench_pipeline(inputs, base / "repository", Bench(baselines=True), quiet)
     core = next(each for each in (inputs, *inputs.others) if each.model == model)
     gate = Gate(core, "fp32", quiet)
     shutil.copy(base / f"pipelines/cores/{model}.onnx", tmp_path / "right.onnx")
