@@ -58,11 +58,11 @@ def test_the_spelling_is_american() -> None:
         *ROOT.glob("pipelines/**/*.md"),
         *ROOT.glob("docker/*.md"),
     ]
+    texts = {path: FORMER_NAMES.sub("", path.read_text(encoding="utf-8")) for path in files}
     mistakes = [
-        f"{path.relative_to(ROOT)}:{number}: {word}"
-        for path in files
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        for word in BRITISH.findall(FORMER_NAMES.sub("", line))
+        f"{path.relative_to(ROOT)}:{text[: word.start()].count(chr(10)) + 1}: {word[0]}"
+        for path, text in texts.items()
+        for word in BRITISH.finditer(text)
     ]
     assert not mistakes, "\n".join(mistakes)
 
