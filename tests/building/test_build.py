@@ -21,7 +21,6 @@ from conftest import (
     write_pipeline,
 )
 from scaffolding import keep_rows
-from task_models import text_classifier
 from triptych.base.errors import UserError
 from triptych.building.build import build
 from triptych.core.export.to_onnx import export_model
@@ -273,6 +272,8 @@ def test_a_mistake_is_named_and_writes_nothing(tmp_path: Path, classifier: Path)
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
+    from task_models import text_classifier  # imports torch, which pure tests cannot
+
     return text_classifier(tmp_path_factory.mktemp("model"), minilm_folder, traffic_texts())
 
 
