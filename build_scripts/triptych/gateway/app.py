@@ -52,11 +52,7 @@ class Operator(Endpoints):
         ]
 
     async def health(self) -> Reply:
-        """Return 200 if the server has all pipelines.
-
-        Raises:
-            ApiError: A pipeline is not ready.
-        """
+        """Return 200 if the server has all pipelines."""
         names = self._pipelines.names()
         calls = [
             self._pipelines.find(name).client.ready(timeout_s=_HEALTH_TIMEOUT_S) for name in names

@@ -227,12 +227,7 @@ class Generate(Endpoints):
         ]
 
     async def chat(self, body: ChatRequest) -> dict[str, Any] | Stream:
-        """Answer a conversation.
-
-        Raises:
-            ApiError: The request is invalid.
-            InferenceError: The pipeline does not answer.
-        """
+        """Answer a conversation."""
         client = (await self._pipelines.find(body.model).generating()).client
         sampling = body.sampling(
             max_tokens=body.max_completion_tokens or body.max_tokens,
@@ -248,12 +243,7 @@ class Generate(Endpoints):
         )
 
     async def complete(self, body: CompletionRequest) -> dict[str, Any] | Stream:
-        """Continue a prompt.
-
-        Raises:
-            ApiError: The request is invalid.
-            InferenceError: The pipeline does not answer.
-        """
+        """Continue a prompt."""
         prompt = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
         client = (await self._pipelines.find(body.model).generating()).client
         sampling = body.sampling(max_tokens=body.max_tokens, logprobs=body.logprobs)

@@ -129,12 +129,7 @@ class OpenAi(Endpoints):
         ]
 
     async def embeddings(self, body: EmbeddingRequest) -> dict[str, Any]:
-        """Return an embedding of each text.
-
-        Raises:
-            ApiError: The request is invalid.
-            InferenceError: The pipeline does not answer.
-        """
+        """Return an embedding of each text."""
         pipeline = self._pipelines.find(body.model)
         texts = await self._texts(pipeline, body.input, "input")
         config = await pipeline.require(EMBEDDING)
@@ -174,11 +169,7 @@ class OpenAi(Endpoints):
         return {"object": "list", "data": [self._model(name) for name in names]}
 
     async def model(self, model: str) -> dict[str, Any]:
-        """Return a pipeline by its name or alias.
-
-        Raises:
-            ApiError: There is none.
-        """
+        """Return a pipeline by its name or alias."""
         names = self._pipelines.names_and_aliases()
         if model not in names:
             raise not_found(model, names)

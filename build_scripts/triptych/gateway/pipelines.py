@@ -437,7 +437,11 @@ class Pipelines:
 
 
 class Endpoints:
-    """Base class of the endpoints of an API."""
+    """Base class of the endpoints of an API.
+
+    Handlers raise `ApiError` for a request that is not valid, and `InferenceError` if the pipeline
+    does not answer.
+    """
 
     def __init__(self, pipelines: Pipelines, shared: Shared) -> None:
         self._pipelines = pipelines

@@ -104,12 +104,7 @@ class Rerank(Endpoints):
         ]
 
     async def rerank(self, body: RerankRequest) -> dict[str, Any]:
-        """Return documents, best first.
-
-        Raises:
-            ApiError: The request is invalid.
-            InferenceError: The pipeline does not answer.
-        """
+        """Return documents, best first."""
         self._limits.check_items("documents", len(body.documents))
         texts = [each if isinstance(each, str) else each.text for each in body.documents]
         pipeline = self._pipelines.find(body.model)

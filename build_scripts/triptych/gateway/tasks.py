@@ -76,12 +76,7 @@ class Tasks(Endpoints):
         ]
 
     async def infer(self, body: TaskRequest, name: str) -> dict[str, Any]:
-        """Return the outputs of each row.
-
-        Raises:
-            ApiError: The request is invalid.
-            InferenceError: The pipeline does not answer.
-        """
+        """Return the outputs of each row."""
         self._limits.check_items("rows", len(body.rows))
         pipeline = self._pipelines.find(name)
         config = await pipeline.config()
@@ -115,12 +110,7 @@ class Tasks(Endpoints):
         }
 
     async def describe(self, name: str) -> dict[str, Any]:
-        """Return the interface of a pipeline.
-
-        Raises:
-            ApiError: There is no such pipeline.
-            InferenceError: The server does not answer.
-        """
+        """Return the interface of a pipeline."""
         pipeline = self._pipelines.find(name)
         config = await pipeline.config()
         step = await pipeline.step()

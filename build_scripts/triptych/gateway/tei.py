@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, RootModel
 
-from triptych.client import Choice
 from triptych.gateway.errors import TEI, ApiError, invalid
 from triptych.gateway.http import Body, Operation
 from triptych.gateway.pipelines import (
@@ -20,7 +19,6 @@ from triptych.gateway.pipelines import (
     Endpoints,
     Lines,
     Pipeline,
-    PreprocessFiles,
     Texts,
 )
 from triptych.gateway.rerank import rank
@@ -119,15 +117,7 @@ class Tei(Endpoints):
         query = {"query": "where is my parcel?", "texts": ["parcels arrive on Tuesday"]}
         table: list[tuple[str, str, Any, type[Body] | None, Any, str, dict[str, Any]]] = [
             ("embed", "Return embeddings.", self.embed, EmbedRequest, Vectors, "inputs", late),
-            (
-                "predict",
-                "Return labels.",
-                self.predict,
-                PredictRequest,
-                Labels,
-                "inputs",
-                late,
-            ),
+            ("predict", "Return labels.", self.predict, PredictRequest, Labels, "inputs", late),
             ("rerank", "Sort texts.", self.rerank, TeiRerankRequest, Ranks, "texts", query),
             ("tokenize", "Return tokens.", self.tokenize, TokenizeRequest, Tokens, "inputs", late),
             ("info", "Describe the pipeline.", self.info, None, Info, "", {}),
@@ -141,12 +131,7 @@ class Tei(Endpoints):
         return [*made, replace(made[0], path="/"), *named, replace(named[0], path="/tei/{name}")]
 
     async def embed(self, body: EmbedRequest, name: str | None = None) -> list[list[float]]:
-        """Return an embedding of each text.
-
-        Raises:
-            ApiError: The request is invalid.
-            InferenceError: The pipeline does not answer.
-        """
+        """Return an embedding of each text."""
         pipeline = await self._find(name, EMBEDDING)
         texts = await self._texts(pipeline, body.inputs, "inputs")
         config = await pipeline.require(EMBEDDING)
@@ -163,12 +148,7 @@ class Tei(Endpoints):
         return plain
 
     async def predict(self, body: PredictRequest, name: str | None = None) -> list[Any]:
-        """Return all labels of each text, best first.
-
-        Raises:
-            ApiError: The request is invalid.
-            InferenceError: The pipeline does not answer.
-        """
+        """Return all labels of each text, best first."""
         given = body.inputs
         is_batch = not isinstance(given, str) and bool(given) and not isinstance(given[0], str)
         rows: list[Any] = given if is_batch else [[given] if isinstance(given, str) else given]  # type: ignore[assignment]
@@ -193,16 +173,11 @@ class Tei(Endpoints):
         self._items.labels(pipeline.name).inc(len(rows))
         columns = zip(("text", "text_pair"), zip(*rows, strict=True), strict=False)
         await pipeline.spend_tokens({each: list(column) for each, column in columns})
-        labels = [[_prediction(choice) for choice in each] for each in choices]
+        labels = [[{"label": c.label, "score": c.score} for c in each] for each in choices]
         return labels if is_batch else labels[0]
 
     async def rerank(self, body: TeiRerankRequest, name: str | None = None) -> list[dict[str, Any]]:
-        """Return texts, best first.
-
-        Raises:
-            ApiError: The request is invalid.
-            InferenceError: The pipeline does not answer.
-        """
+        """Return texts, best first."""
         self._limits.check_items("texts", len(body.texts))
         pipeline = await self._find(name, RERANKING)
         ranked, _ = await rank(pipeline, body.query, body.texts, None)
@@ -218,14 +193,16 @@ class Tei(Endpoints):
     async def tokenize(
         self, body: TokenizeRequest, name: str | None = None
     ) -> list[list[dict[str, Any]]]:
-        """Return the tokens of each text, as the pipeline makes them without truncation.
-
-        Raises:
-            ApiError: The request is invalid, or the gateway does not have the tokenizer.
-        """
+        """Return the tokens of each text, as the pipeline makes them without truncation."""
         pipeline = await self._find(name)
         texts = await self._texts(pipeline, body.inputs, "inputs")
-        step = await self._require_step(pipeline)
+        step = await pipeline.step()
+        if step is None:
+            raise ApiError(
+                501,
+                "no_tokenizer",
+                "The gateway has no tokenizer. Start it with the --repository of the server.",
+            )
         if body.prompt_name is not None:
             prompts = step.settings.get("prompts") or {}
             if body.prompt_name not in prompts:
@@ -244,12 +221,7 @@ class Tei(Endpoints):
         return encoded
 
     async def info(self, name: str | None = None) -> dict[str, Any]:
-        """Return properties of the pipeline.
-
-        Raises:
-            ApiError: There is no such pipeline.
-            InferenceError: The server does not answer.
-        """
+        """Return properties of the pipeline."""
         pipeline = await self._find(name)
         config = await pipeline.config()
         step = await pipeline.step()
@@ -273,17 +245,3 @@ class Tei(Endpoints):
         if name is None and task is not None:
             return await self._pipelines.only(task)
         return self._pipelines.find(name)
-
-    async def _require_step(self, pipeline: Pipeline) -> PreprocessFiles:
-        step = await pipeline.step()
-        if step is None:
-            raise ApiError(
-                501,
-                "no_tokenizer",
-                "The gateway has no tokenizer. Start it with the --repository of the server.",
-            )
-        return step
-
-
-def _prediction(choice: Choice) -> dict[str, Any]:
-    return {"label": choice.label, "score": choice.score}
