@@ -31,6 +31,7 @@ from triptych.interface.report.plots import (
     compared,
     curves,
     histogram,
+    interval,
     waterfall,
 )
 
@@ -120,6 +121,11 @@ def test_no_point_is_no_plot() -> None:
     assert waterfall("w", "W", [], "0") == ""
     assert waterfall("w", "W", [PlotBar("a", 0.0, "0", "s1")], "0") == ""
     assert compared("b", "B", []) == ""
+
+
+def test_only_an_interval_wholly_in_the_loss_is_red() -> None:
+    for high, is_red in ((-0.01, True), (0.0, False), (-0.005, False)):
+        assert ("whisker bad" in interval(-0.03, -0.04, high, 0.005)) == is_red, high
 
 
 def test_a_histogram_counts_everything_once() -> None:
