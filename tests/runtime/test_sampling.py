@@ -103,24 +103,23 @@ def counts(server: Server) -> Counter[str]:
     )
 
 
-def wait_for_texts(folder: Path, texts: list[str]) -> None:
-    """Until every text is in the folder: a request's parts are answered in any order."""
-    wait_until(lambda: {row["inputs"]["text"] for row in records(folder)} >= set(texts), "the rows")
-
-
-def rows_in(folder: Path) -> int:
-    """As the names of a pipeline's files tell."""
-    return sum(file.rows for file in list_files(folder, folder.name))
-
-
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Every row in the folder; who shares it may remove files meanwhile."""
+    """Every row in the folder of a pipeline; who shares it may remove files meanwhile."""
     return [
         json.loads(line)
-        for file in list_files(folder, "sampled")
+        for file in list_files(folder, folder.name)
         if file.path.exists()
         for line in file.path.read_text(encoding="utf-8").split("\n")[1:-1]
     ]
+
+
+def texts_in(folder: Path) -> list[str]:
+    return [row["inputs"]["text"] for row in records(folder)]
+
+
+def wait_for_texts(folder: Path, texts: list[str]) -> None:
+    """Until every text is in the folder: a request's parts are answered in any order."""
+    wait_until(lambda: {*texts} <= {*texts_in(folder)}, "the rows")
 
 
 def files_with(text: str, folder: Path, *, since: float = 0.0) -> list[Path]:
@@ -200,7 +199,7 @@ def test_what_goes_wrong_costs_samples_and_no_answers(server: Server, built: Pat
     clock.write_text("0")
     environment = {FOLDER_VARIABLE: str(built / "samples"), "CLOCK": str(clock)}
 
-    def ask(asked: Server, texts: list[str], dropped: str = "") -> int:
+    def classify(asked: Server, texts: list[str], dropped: str = "") -> int:
         """Rows in the folder after all are kept, or dropped for that reason; all are answered."""
         before = counts(asked)
         with Client("sampled", asked.grpc_url) as client:
@@ -214,7 +213,7 @@ def test_what_goes_wrong_costs_samples_and_no_answers(server: Server, built: Pat
     with Server(built / "repository", environment=environment) as other:
         rows = [len(records(folder)), *(counts(each)["kept"] for each in (server, other))]
         threads = [
-            threading.Thread(target=lambda each=each: [ask(each, TEXTS[:3]) for _ in range(5)])
+            threading.Thread(target=lambda each=each: [classify(each, TEXTS[:3]) for _ in range(5)])
             for each in (server, other)
         ]
         for thread in threads:
@@ -231,7 +230,7 @@ def test_what_goes_wrong_costs_samples_and_no_answers(server: Server, built: Pat
         )
         unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
-        now = ask(other, TEXTS[:9], dropped="disk")  # a write stops amid, as on a full disk
+        now = classify(other, TEXTS[:9], dropped="disk")  # a write stops amid, as on a full disk
         assert not list(folder.glob(f"{PARTIAL}*"))
         resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
         folder.rename(built / "away")
@@ -242,21 +241,21 @@ def test_what_goes_wrong_costs_samples_and_no_answers(server: Server, built: Pat
         wait_until(lambda: (counts(other) - before)["disk"] == 2, "two rows lost")
         folder.unlink()
         (built / "away").rename(folder)
-        assert ask(other, TEXTS[:9]) == now + 9
+        assert classify(other, TEXTS[:9]) == now + 9
         for seconds, found in ((1700, now + 18), (-1700, now + 27)):  # files stay whole and known
             clock.write_text(str(seconds))
-            assert ask(other, TEXTS[:9]) == found
+            assert classify(other, TEXTS[:9]) == found
         day = 24 * 3600
         for seconds in (100 * day, -100 * day):  # the servers take each other's files for too old
             clock.write_text(str(seconds))
-            assert ask(other, TEXTS[:9]) <= 9
+            assert classify(other, TEXTS[:9]) <= 9
         clock.write_text("0")
-        assert ask(server, TEXTS[:9]) == 9
-        ask(other, ["end the writer"] * 2, dropped="redact")
-        assert ask(other, TEXTS[:9]) == 18
+        assert classify(server, TEXTS[:9]) == 9
+        classify(other, ["end the writer"] * 2, dropped="redact")
+        assert classify(other, TEXTS[:9]) == 18
 
         os.kill(pid, signal.SIGKILL)
-        assert ask(server, TEXTS[:9]) == 27
+        assert classify(server, TEXTS[:9]) == 27
     assert not [path for path in folder.iterdir() if path.suffix != ".jsonl"]
 
 
@@ -278,10 +277,10 @@ def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built:
     asked.append(PLANTED)
     for name in ("sampled", "stale"):
         folder = built / "samples" / name
-        wanted = rows_in(folder) + len(asked)
+        wanted = len(records(folder)) + len(asked)
         with Client(name, server.grpc_url) as client:
             client.classify(asked)
-        wait_until(lambda: rows_in(folder) >= wanted, "files")  # noqa: B023
+        wait_until(lambda: len(records(folder)) >= wanted, "files")  # noqa: B023
     gauges = built / "gauges.prom"
     reports = ("--reports", built / "reports")
     done = triptych(built, "monitor", "sampled", "--json", "--textfile", gauges, *reports)
@@ -349,7 +348,7 @@ def test_a_candidate_is_taken_where_it_answers_as_well(
     assert {test["state"] for test in found["answers"]["tests"]} == {"within limit"}
     assert (found["source"], found["speeds"], found["notes"]) == ("sample", [], [])
 
-    few = ("--max-rounds", "2", "--window-seconds", "0.4", "--clients", "1")
+    few = ("--max-rows", "40", "--max-rounds", "2", "--window-seconds", "0.4", "--clients", "1")
     found = shadow(built / "other", *few)
     assert found["verdict"] == "reject", found
     assert "label_agreement" in found["reasons"][0]
@@ -409,29 +408,31 @@ def test_a_forged_sample_is_counted_and_reported_and_not_kept(server: Server, bu
     config = read_config(built / "repository/sampled_postprocess" / CONFIG_FILE)
     before = counts(server)
 
-    def make(ticket: NDArray[Any], rows: int = 1) -> list[triton.InferInput]:
-        inputs = [triton.InferInput("request_ticket", [rows, 1], "BYTES")]
-        inputs[0].set_data_from_numpy(ticket)
-        for tensor in config.input:
-            if not tensor.optional:
-                numbers = np.zeros((rows, *tensor.dims), NUMPY[tensor.data_type])
-                datatype = np_to_triton_dtype(numbers.dtype)
-                inputs.append(triton.InferInput(tensor.name, list(numbers.shape), datatype))
-                inputs[-1].set_data_from_numpy(numbers)
-        return inputs
-
     with triton.InferenceServerClient(server.grpc_url) as client:
+
+        def ask(step: str, inputs: dict[str, NDArray[Any]], *outputs: str) -> Any:
+            tensors = [
+                triton.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
+                for name, value in inputs.items()
+            ]
+            for tensor, value in zip(tensors, inputs.values(), strict=True):
+                tensor.set_data_from_numpy(value)
+            wanted = [triton.InferRequestedOutput(name) for name in outputs]
+            return client.infer(f"sampled_{step}", tensors, outputs=wanted or None)
 
         def ask_ticket(text: str) -> NDArray[Any]:
             """A ticket as the ensemble gets it, with a sample of the text."""
-            asked = triton.InferInput("text", [1, 1], "BYTES")
-            asked.set_data_from_numpy(np.array([[text.encode()]], object))
-            wanted = [triton.InferRequestedOutput("request_ticket")]
-            answer = client.infer("sampled_preprocess", [asked], outputs=wanted)
+            asked = {"text": np.array([[text.encode()]], object)}
+            answer = ask("preprocess", asked, "request_ticket")
             return np.asarray(answer.as_numpy("request_ticket"))
 
-        def send(ticket: NDArray[Any], rows: int = 1) -> None:
-            client.infer("sampled_postprocess", make(ticket, rows))
+        def send(ticket: NDArray[Any]) -> None:
+            inputs = {
+                tensor.name: np.zeros((len(ticket), *tensor.dims), NUMPY[tensor.data_type])
+                for tensor in config.input
+                if not tensor.optional
+            }
+            ask("postprocess", {**inputs, "request_ticket": ticket})
 
         own = ask_ticket("forged and sent again")
         numbers, payload = read_ticket(own.ravel().tolist())
@@ -441,12 +442,12 @@ def test_a_forged_sample_is_counted_and_reported_and_not_kept(server: Server, bu
             with pytest.raises(InferenceServerException, match="must be a ticket"):
                 send(write_ticket(numbers, payload.replace(b"forged", b"Forged"), 1))
         wrong = read_ticket(ask_ticket("forged with a row more").ravel().tolist())
-        send(write_ticket(*wrong, 2), 2)
+        send(write_ticket(*wrong, 2))
     wait_until(lambda: counts(server)["forged"] - before["forged"] == 300, "forged samples")
     with Client("sampled", server.grpc_url) as honest:
         honest.classify(["honest and after them"])
     wait_for_texts(built / "samples/sampled", ["honest and after them", "forged and sent again"])
-    texts = [row["inputs"]["text"] for row in records(built / "samples/sampled")]
+    texts = texts_in(built / "samples/sampled")
     assert texts.count("forged and sent again") == 1
     assert not [text for text in texts if "Forged" in text or "a row more" in text]
     done = triptych(built, "traffic", "sampled")
@@ -469,15 +470,15 @@ def test_what_a_look_proposes_is_built_and_put_in_place(
     def files() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in pipeline.iterdir() if path.is_file()}
 
-    def ask(texts: list[str]) -> None:
+    def classify(texts: list[str]) -> None:
         with Client("sampled", server.grpc_url) as client:
             client.classify(texts)
         wait_for_texts(built / "samples/sampled", texts)
 
     before = files()
-    ask([*TEXTS, "the last of the short ones"])
+    classify([*TEXTS, "the last of the short ones"])
     watch()
-    ask([f"{' '.join([text] * 6)} {row}" for row, text in enumerate(TEXTS * 8)])
+    classify([f"{' '.join([text] * 6)} {row}" for row, text in enumerate(TEXTS * 8)])
     code, look = watch()
     assert (code, look["drift"]["action"], look["alarms"]) == (1, "tune again", [])
     assert look["drift"]["first"] == "run triptych traffic sampled --replace"
