@@ -13,33 +13,27 @@ from triptych.operate.tune.proposal import MeasuredLoad, estimate_capacity, read
 from triptych.spec.slo import Slo
 from tune_cases import SEARCH, point
 
-
-def test_the_core_s_share_is_that_of_the_busy_time() -> None:
-    measured = MeasuredLoad.of((), SEARCH, Slo())
-    assert measured.core_share == pytest.approx(0.9)
-    assert (measured.highest_per_s, measured.slo) == (200.0, SEARCH.slo)
+MEASURED = MeasuredLoad.of((), SEARCH, Slo())
 
 
-def test_the_same_work_leaves_what_was_measured() -> None:
-    measured = MeasuredLoad.of((), SEARCH, Slo())
-    same = estimate_capacity(measured, 1.0, 100.0)
+def test_more_work_stretches_rate_and_time() -> None:
+    assert MEASURED.core_share == pytest.approx(0.9)  # of the busy time
+    assert (MEASURED.highest_per_s, MEASURED.slo) == (200.0, SEARCH.slo)
+    same = estimate_capacity(MEASURED, 1.0, 100.0)
     assert (same.work, same.holds) == (1.0, True)
     assert same.highest_per_s == pytest.approx(200.0)
     assert same.p99_us == pytest.approx(20_000)
-    assert estimate_capacity(measured, 1.0, 201.0).holds is False
-    assert estimate_capacity(measured, 1.0, None).holds is None
-
-
-def test_twice_the_work_stretches_rate_and_time() -> None:
-    measured = replace(MeasuredLoad.of((), SEARCH, Slo()), core_share=1.0)
-    heavy = estimate_capacity(measured, 2.0, 50.0)
+    assert estimate_capacity(MEASURED, 1.0, 201.0).holds is False
+    assert estimate_capacity(MEASURED, 1.0, None).holds is None
+    busy = replace(MEASURED, core_share=1.0)
+    heavy = estimate_capacity(busy, 2.0, 50.0)
     # As 100/s before, twice as long: 40 ms. The limit of 50 ms is met up to 25 ms before: 116.7/s.
     assert heavy.p99_us == pytest.approx(40_000)
     assert heavy.highest_per_s == pytest.approx(116.67 / 2, rel=0.01)
     assert heavy.holds is True
-    assert estimate_capacity(measured, 2.0, 60.0).holds is False
-    assert estimate_capacity(measured, 2.0, 200.0).p99_us is None
-    assert estimate_capacity(measured, 100.0, 1.0).highest_per_s == 0.0
+    assert estimate_capacity(busy, 2.0, 60.0).holds is False
+    assert estimate_capacity(busy, 2.0, 200.0).p99_us is None
+    assert estimate_capacity(busy, 100.0, 1.0).highest_per_s == 0.0
 
 
 def test_a_closed_loop_alone_gives_the_throughput() -> None:
@@ -49,9 +43,7 @@ def test_a_closed_loop_alone_gives_the_throughput() -> None:
     assert found.highest_per_s == pytest.approx(120 / 1.9)
     assert estimate_capacity(measured, 2.0, 50.0).holds is False  # what is promised is more
     assert estimate_capacity(replace(measured, slo=Slo()), 2.0, 50.0).holds is True
-
-
-def test_a_server_that_answered_nothing_has_no_latency() -> None:
+    # A server that answered nothing has no latency.
     broken = replace(SEARCH, points=(*SEARCH.points, point(400, float("nan"))))
     assert len(MeasuredLoad.of((), broken, Slo()).points) == 4
 

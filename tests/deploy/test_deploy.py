@@ -9,7 +9,6 @@ from typing import Any
 
 import promql_parser
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from conftest import ROOT
@@ -26,7 +25,7 @@ from deploy_cases import (
 from load_samples import point, rate_search
 from mistakes import check_refused
 from triptych.base.errors import UserError
-from triptych.base.explained import plain, reasons_of, yaml_of
+from triptych.base.explained import yaml_of
 from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.deploy.assumptions import (
     SERVER_MIB,
@@ -127,13 +126,6 @@ def test_every_number_says_why(tmp_path: Path) -> None:
     reason = by_field["spec.triggers[0].metadata.threshold"]["reason"]
     assert "150/s met p99 <= 80 ms, 165/s missed it" in reason
     assert "2026-01-02T03:04:05Z on 2 cores of Some Xeon" in reason
-    again = make_manifests(repository, "minilm", options(), tmp_path / "reports/minilm")
-    for file, node in again.files.items():
-        text = yaml_of(node)
-        assert yaml.safe_load(text) == plain(node), file
-        comments = " ".join(re.findall(r"(?m)^ *# (.*)$", text))
-        for _, _, reason in reasons_of(node):
-            assert " ".join(reason.split()) in comments, (file, reason)
     assert CliRunner().invoke(app, [*words, "--target", "nomad"]).exception is not None
 
 
@@ -167,7 +159,6 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
         (repository, {"name": "a" * 55}, reports, "at most 54"),
         (repository, {"namespace": "Prod"}, reports, "--namespace prod"),
         (repository, {"image": "triptych-serve"}, reports, "tag that does not move"),
-        (repository, {"image": "triptych-serve:latest"}, reports, "tag that does not move"),
         (repository, {"image": "Serve it"}, reports, "in your registry"),
         (repository, {"repository_image": "models:1"}, reports, "Leave the tag out"),
         (repository, {"max_growth": 11.0}, reports, "--max-growth"),
@@ -175,8 +166,6 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
         (repository, {"rps_per_replica": float("nan")}, reports, "above 0"),
         (built["shared"], {}, reports, "core.shared_from"),
         (built["no engine"], {}, reports, "triptych engine minilm"),
-        (built["no engine"], {"target": "kserve"}, reports, "triptych engine minilm"),
-        (built["no engine"], {"target": "compose"}, reports, "triptych engine minilm"),
         (built["engine"], {"gpu_product": "NVIDIA-L4"}, reports, "the engine is of NVIDIA-H200"),
         (repository, {"gpu_product": "NVIDIA-L4"}, reports, "built for the CPU"),
         (repository, {}, slow, "one client alone was measured"),
@@ -243,7 +232,6 @@ def test_what_is_missing_is_assumed_marked_and_can_be_replaced(tmp_path: Path) -
     abouts = ["latency limit", "capacity", "processor cores", "memory", "content of the volume"]
     for target in TARGETS:
         made = make_manifests(repository, "minilm", options(target=target), none)
-        assert len(made.assumptions) == len(abouts)
         for assumption, about in zip(made.assumptions, abouts, strict=True):
             assert assumption.about.startswith(about)
             assert re.search(r"`triptych (bench|build) minilm", assumption.remedy), about
@@ -253,37 +241,28 @@ def test_what_is_missing_is_assumed_marked_and_can_be_replaced(tmp_path: Path) -
     assert " ".join(done.stdout.split()).count("ASSUMED ") == len(abouts)
     files = [path.read_text() for path in (tmp_path / "out").rglob("*.yaml")]
     text = " ".join(word for word in " ".join(files).split() if word != "#")
-    for marked in (
-        "ASSUMED capacity of a replica: 10/s",
-        "ASSUMED processor cores of a replica: 3",
-        "ASSUMED memory of a replica",
-        "p99 <= 500 ms (assumed)",
-    ):
-        assert marked in text, marked
+    for marked in ("capacity of a replica: 10/s", "processor cores of a replica: 3", "memory of"):
+        assert f"ASSUMED {marked}" in text, marked
+    assert "p99 <= 500 ms (assumed)" in text
     given = ["--rps-per-replica=50", "--cpu=2", "--memory=2Gi", "--json"]
     done = CliRunner().invoke(app, [*words, *given, "--out", str(tmp_path / "given")])
-    listed = [each["about"] for each in json.loads(done.stdout)["assumptions"]]
-    assert len(listed) == 2
+    assert len(json.loads(done.stdout)["assumptions"]) == 2
     # A bench without a search has the rate of one client; with a search nothing is assumed.
-    bare = write_bench(tmp_path / "bare", rate=None)
     repository = write_built(tmp_path / "usual")
-    (assumption,) = make_manifests(repository, "minilm", options(), bare).assumptions
-    assert (assumption.about, assumption.reason) == (
-        "capacity of a replica",
-        "of one client alone, measured",
-    )
-    measured = write_bench(tmp_path / "reports")
-    assert make_manifests(repository, "minilm", options(), measured).assumptions == []
+    for name, rate, assumed in (
+        ("bare", {"rate": None}, [("capacity of a replica", "of one client alone, measured")]),
+        ("whole", {}, []),
+    ):
+        reports = write_bench(tmp_path / name, **rate)
+        made = make_manifests(repository, "minilm", options(), reports)
+        assert [(one.about, one.reason) for one in made.assumptions] == assumed
 
 
-def test_the_size_of_a_pipeline_is_that_of_all_its_cores(tmp_path: Path) -> None:
+def test_processor_and_memory_are_assumed_for_all_models(tmp_path: Path) -> None:
     for name, mib in (("x_core", 1), ("x.second_core", 2), ("x_preprocess", 4), ("xx_core", 8)):
         (tmp_path / name / "1").mkdir(parents=True)
         (tmp_path / name / "1/model.onnx").write_bytes(bytes(mib << 20))
     assert core_files_mib(tmp_path, "x") == 3
-
-
-def test_processes_of_all_models_are_assumed(tmp_path: Path) -> None:
     changes = ["models.detector.instances=2", "models.classifier.core.threads=3"]
     made = scaffold("parts", task="chain", model=None, with_hooks=False, pipelines=tmp_path)
     build: Any = SimpleNamespace(spec=load_model_spec(Path(made.folder), changes))

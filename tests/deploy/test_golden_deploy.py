@@ -358,22 +358,20 @@ def with_mounts(proxy: Path, folder: Path) -> Path:
 
 
 def test_those_checks_find_what_is_wrong(made: dict[str, Made]) -> None:
-    deployment = document(made["kubernetes"].manifests, "deployment.yaml")
+    kubernetes = made["kubernetes"].manifests
+    deployment = document(kubernetes, "deployment.yaml")
     deployment["spec"]["template"]["spec"]["containers"][0]["readyProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(deployment, KUBERNETES[0], strict=True)
-    scaled = document(made["kubernetes"].manifests, "scaled-object.yaml")
+    scaled = document(kubernetes, "scaled-object.yaml")
     scaled["spec"]["replicas"] = 3
     with pytest.raises(jsonschema.ValidationError):
         held_by_schema(scaled)
     composed = made["compose"].documents["compose.yaml"]
     composed["services"]["triton"]["healthchek"] = {}
     assert not compose_schema().is_valid(composed)
-    (watch,) = document(made["kubernetes_watch"].manifests, "watch-deployment.yaml")["spec"][
-        "template"
-    ]["spec"]["containers"]
-    assert parses(*watch["command"])
-    assert not parses(*watch["command"], "--portt", "1")
+    assert parses("triptych", "monitor", "minilm")
+    assert not parses("triptych", "monitor", "minilm", "--portt", "1")
 
 
 def test_a_rollout_goes_by_the_rules_of_the_alerts(made: dict[str, Made]) -> None:
