@@ -16,13 +16,12 @@ from deploy_cases import (
     ENGINE,
     document,
     options,
-    subject,
     write_bench,
     write_built,
     write_generation,
     write_talk_manifest,
 )
-from load_samples import point, rate_search
+from load_samples import point, rate_search, subject
 from mistakes import check_refused
 from triptych.base.errors import UserError
 from triptych.base.explained import yaml_of

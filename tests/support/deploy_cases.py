@@ -19,7 +19,7 @@ from conftest import ROOT, write_pipeline
 from container_cases import ENSEMBLE
 from generation_cases import write_pipeline as write_generating
 from load_samples import bench as bench_result
-from load_samples import rate_search, subject
+from load_samples import rate_search
 from triptych.base.explained import plain
 from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
@@ -195,9 +195,6 @@ def taken(
             name = re.sub("-[a-z0-9]{10}$", "", name)
         found[f"{each['kind']} {name}"] = each
     return found
-
-
-__all__ = ["ENGINE", "KUBERNETES", "PROMISE", "options", "subject", "write_bench", "write_built"]
 
 
 @functools.cache
