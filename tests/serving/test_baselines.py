@@ -287,10 +287,10 @@ def test_a_request_of_several_rows_runs_in_batches_of_no_more_than_the_limit(
 def test_a_compiled_model_is_measured_where_there_is_a_compiler(
     tiny: PipelineInputs, core_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few, names = replace(tiny, traffic=tiny.traffic[:3]), ("torch.compile",)
-    with Baselines(few, core_file, names=names, progress=quiet, compile_limit_s=900) as baselines:
+    names = ("torch.compile",)
+    with Baselines(tiny, core_file, names=names, progress=quiet, compile_limit_s=900) as baselines:
         assert baselines.not_runnable == {}
         assert baselines.measure("torch.compile", SECONDS).requests > 0
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with Baselines(few, core_file, names=names, progress=quiet) as baselines:
+    with Baselines(tiny, core_file, names=names, progress=quiet) as baselines:
         assert "compiler" in baselines.not_runnable["torch.compile"].lower()
