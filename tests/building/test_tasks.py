@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tritonclient.grpc as triton
 
 from conftest import ROOT, build_into, traffic_texts
 from served_models import MASKS, NO_PADDING, RANKER, SERVED, TAGGER, TOPICS, VECTORS, save
@@ -281,7 +280,11 @@ def test_zero_shot_classification(ask: Any, reference: Any, repository: Path) ->
 
 
 def test_image_classification(
-    server: Server, reference: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: Server,
+    repository: Path,
+    reference: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from PIL import Image
 
@@ -308,6 +311,16 @@ def test_image_classification(
     printed = eval(capsys.readouterr().out)
     assert printed["label"] == [choice.label for choice in got[0][:3]]
     assert np.allclose(printed["score"], [choice.score for choice in got[0][:3]])
+
+    folder = repository.parent / "pipelines/images"
+    page = open_pipeline(load_spec(folder), folder, repository, server.grpc_url, 120.0)
+    fields = {**page.form.first_values(page.examples[0]), "image": ""}
+    sent = {name: value.encode() for name, value in fields.items()}
+    status, html = answer(page, {**sent, "example": b"0"})
+    page.client.close()
+    assert status == 200, html
+    assert "<meter" in html
+    assert 'src="data:' in html
 
 
 def test_every_task_answers_the_health_check(repository: Path, server: Server) -> None:
@@ -348,52 +361,6 @@ def same(a: Any, b: Any) -> None:
         first, second = json.loads(one), json.loads(two)
         assert [(e["start"], e["end"]) for e in first] == [(e["start"], e["end"]) for e in second]
         assert not first or close([e["score"] for e in first], [e["score"] for e in second], 1e-5)
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "flags": {"top_k": 2},
-    "tags": {"aggregation_strategy": "first"},
-    "answers": {"max_answer_len": 3, "handle_impossible_answer": True},
-    "modern_masks": {"top_k": 3},
-    "bart_labels": {
-        "candidate_labels": ["food", "a trip"],
-        "multi_label": True,
-        "hypothesis_template": "It is about {}.",
-    },
-    "images": {"top_k": 2},
-}
-
-
-def test_options_are_input_tensors_as_well(server: Server) -> None:
-    with triton.InferenceServerClient(server.grpc_url) as raw:
-        for name, options in OPTIONS.items():
-            rows = {key: values[:3] for key, values in rows_of(name).items()}
-            with Client(name, server.grpc_url) as client:
-                sent = {k: json.dumps(v) if isinstance(v, list) else v for k, v in options.items()}
-                expected, plain = client.infer(rows, parameters=sent), client.infer(rows)
-            columns = {key: [[value] for value in values] for key, values in rows.items()}
-            for option, value in options.items():
-                columns[option] = [value if isinstance(value, list) else [value]] * 3
-            inputs = [input_tensor(key, values) for key, values in columns.items()]
-            found = raw.infer(name, inputs, client_timeout=60)
-            for output, values in expected.items():
-                assert found.as_numpy(output).shape == values.shape, (name, output)
-                same(found.as_numpy(output), values)
-            if name != "tags":  # random weights: the words may be the same
-                assert any(
-                    values.shape != plain[output].shape or (values != plain[output]).any()
-                    for output, values in expected.items()
-                ), name
-
-
-def input_tensor(name: str, rows: list[list[Any]]) -> Any:
-    """An input of Triton's own client, [rows, …]."""
-    kinds = {bool: ("BOOL", np.bool_), int: ("INT32", np.int32)}
-    datatype, dtype = kinds.get(type(rows[0][0]), ("BYTES", np.object_))
-    data = np.array([[v.encode() if isinstance(v, str) else v for v in row] for row in rows], dtype)
-    tensor = triton.InferInput(name, list(data.shape), datatype)
-    tensor.set_data_from_numpy(data)
-    return tensor
 
 
 BAD: list[tuple[str, dict[str, list[Any]], dict[str, Any], list[str]]] = [
@@ -438,23 +405,6 @@ def test_a_bad_request_fails_alone(server: Server) -> None:
                         same(values[0], before[output][0])
             for word in words:
                 assert word in str(caught.value), (name, parameters)
-
-
-@pytest.mark.parametrize("name", pipelines_of())
-def test_the_demo_page_shows_the_answer_of_an_example(
-    server: Server, repository: Path, name: str
-) -> None:
-    folder = repository.parent / "pipelines" / name
-    page = open_pipeline(load_spec(folder), folder, repository, server.grpc_url, 120.0)
-    first = page.form.first_values(page.examples[0])
-    sent = {key: b"" if key == "image" else text.encode() for key, text in first.items()}
-    status, html = answer(page, {**sent, "example": b"0"})
-    page.client.close()
-    assert status == 200, html
-    marks = {"choices": "<meter", "entities": "<mark ", "answer": "<mark ", "outputs": "<dt>"}
-    assert marks.get(page.form.view.kind, "") in html, html
-    assert f"{name}_core</th>" in html
-    assert ('src="data:' in html) == (name == "images")
 
 
 def test_a_model_that_reads_its_padding_ends_in_one_message(tmp_path: Path) -> None:
