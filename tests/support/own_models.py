@@ -1,15 +1,12 @@
-"""Pipelines around own models: a detector of bright rectangles, and a network for tables."""
+"""Pipelines around own models: tables, a PyTorch module, sounds, and several models in a row."""
 
-import io
 import json
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from PIL import Image, ImageDraw
 from safetensors.numpy import save_file
 
 SIZE = 64
@@ -19,80 +16,6 @@ SIDES = (12, 20, 28)
 """Heights and widths of the boxes that the detector knows."""
 RING = 4
 """Width of the dark frame around a bright rectangle."""
-
-HOOKS = '''
-"""Letterbox before the detector, and non-maximum suppression behind it."""
-
-import io
-
-import numpy as np
-import onnx
-from PIL import Image
-
-SIZE = 64
-
-
-def setup(context):
-    global LABELS
-    LABELS = (context.folder / "labels.txt").read_text().split()
-
-
-def preprocess(rows, parameters):
-    pixels = np.zeros((len(rows["image"]), 3, SIZE, SIZE), np.float32)
-    scale = np.zeros((len(pixels), 1), np.float32)
-    for row, data in enumerate(rows["image"]):
-        try:
-            image = Image.open(io.BytesIO(data)).convert("RGB")
-        except OSError as error:
-            raise ValueError(f"the image cannot be decoded: {error}", row) from error
-        scale[row] = SIZE / max(image.size)
-        width, height = (max(1, round(side * scale[row, 0])) for side in image.size)
-        small = np.asarray(image.resize((width, height)), np.float32) / 255
-        pixels[row, :, :height, :width] = small.transpose(2, 0, 1)
-    return {"images": pixels, "scale": scale}
-
-
-def postprocess(arrays, parameters):
-    boxes, labels, scores = [], [], []
-    for found, score, scale in zip(arrays["boxes"], arrays["scores"], arrays["scale"]):
-        kept = _suppress(found, score, parameters["threshold"], parameters["overlap"])
-        boxes.append(found[kept] / scale)
-        labels.append([LABELS[0]] * len(kept))
-        scores.append(score[kept])
-    return {"box": boxes, "label": labels, "score": scores}
-
-
-def _suppress(boxes, scores, least, overlap):
-    order = np.flatnonzero(scores >= least)
-    order = order[np.argsort(-scores[order], kind="stable")]
-    kept = []
-    while len(order):
-        first, order = order[0], order[1:]
-        kept.append(first)
-        low = np.maximum(boxes[first, :2], boxes[order, :2])
-        high = np.minimum(boxes[first, 2:], boxes[order, 2:])
-        shared = np.prod(np.clip(high - low, 0, None), axis=1)
-        areas = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
-        order = order[shared / (areas[first] + areas[order] - shared) < overlap]
-    return kept
-'''
-
-SPEC: dict[str, Any] = {
-    "task": "model",
-    "model": {"onnx": "detector.onnx"},
-    "files": ["labels.txt"],
-    "inputs": {"image": {"type": "bytes"}},
-    "parameters": {
-        "threshold": {"type": "float", "default": 0.5, "min": 0, "max": 1},
-        "overlap": {"type": "float", "default": 0.1, "min": 0, "max": 1},
-    },
-    "outputs": {
-        "box": {"type": "float", "shape": ["detections", 4], "metric": "iou"},
-        "label": {"type": "text", "shape": ["detections"]},
-        "score": {"type": "float", "shape": ["detections"]},
-    },
-}
-
 
 FLOAT = onnx.TensorProto.FLOAT
 MAKE, NODE = onnx.helper.make_tensor_value_info, onnx.helper.make_node
@@ -155,41 +78,6 @@ def save_detector(path: Path) -> None:
         [MAKE("boxes", FLOAT, ["n", count, 4]), MAKE("scores", FLOAT, ["n", count])],
         weights,
     )
-
-
-def picture(boxes: Sequence[tuple[int, int, int, int]], size: tuple[int, int]) -> bytes:
-    """Return a PNG file with bright rectangles ``x1, y1, x2, y2`` on a dark ground."""
-    image = Image.new("RGB", size, (20, 20, 24))
-    for x1, y1, x2, y2 in boxes:
-        ImageDraw.Draw(image).rectangle((x1, y1, x2 - 1, y2 - 1), fill=(235, 230, 240))
-    data = io.BytesIO()
-    image.save(data, "PNG")
-    return data.getvalue()
-
-
-PICTURES: Sequence[tuple[tuple[int, int], list[tuple[int, int, int, int]]]] = (
-    ((64, 64), [(10, 10, 30, 22)]),
-    ((128, 128), [(20, 20, 44, 60), (76, 80, 116, 104)]),
-    ((96, 64), []),
-    ((256, 128), [(40, 40, 88, 88)]),
-    ((64, 128), [(12, 12, 52, 36), (8, 72, 48, 112)]),
-)
-"""Size of each picture, and its rectangles."""
-
-
-def write_detector(folder: Path, **fields: Any) -> Path:
-    """Write a pipeline that detects bright rectangles; `fields` override its spec."""
-    folder.mkdir(parents=True)
-    save_detector(folder / "detector.onnx")
-    (folder / "labels.txt").write_text("bright\n")
-    (folder / "hooks.py").write_text(textwrap.dedent(HOOKS).lstrip())
-    rows = []
-    for number, (size, boxes) in enumerate(PICTURES):
-        (folder / f"{number}.png").write_bytes(picture(boxes, size))
-        rows.append({"image": f"{number}.png"})
-    write_rows(folder, rows)
-    (folder / "pipeline.yaml").write_text(json.dumps({**SPEC, **fields}))
-    return folder
 
 
 TABLE: dict[str, Any] = {
@@ -432,80 +320,6 @@ def write_cores(folder: Path, **fields: Any) -> Path:
             "risk": {"type": "float", "shape": [16]},
             "label": {"type": "text"},
             "total": {"type": "float"},
-        },
-        **fields,
-    }
-    (folder / "pipeline.yaml").write_text(json.dumps(spec))
-    return folder
-
-
-CHAIN_HOOKS = """
-
-
-def crop(arrays, parameters):
-    if not parameters["threshold"]:
-        raise ValueError("a threshold is needed", 0)
-    images, where, counts = [], [], []
-    for pixels, boxes, scores in zip(arrays["pixels"], arrays["boxes"], arrays["scores"]):
-        kept = _suppress(boxes, scores, parameters["threshold"], parameters["overlap"])
-        counts.append(len(kept))
-        for x1, y1, x2, y2 in boxes[kept].round().astype(int):
-            part = pixels[:, max(y1, 0) : max(y2, y1 + 1), max(x1, 0) : max(x2, x1 + 1)]
-            images.append(_fit(part) if part.size else np.zeros((3, 8, 8), np.float32))
-        where.append(boxes[kept])
-    where = np.concatenate(where) / np.repeat(arrays["scale"], counts, axis=0)
-    return {"parts": np.array(images), "where": where}, counts
-
-
-def _fit(part):
-    rows, columns = (np.linspace(0, size - 1, 8).round().astype(int) for size in part.shape[1:])
-    return part[:, rows][:, :, columns]
-
-
-def postprocess(arrays, rows, counts):
-    ends = np.cumsum(counts)[:-1]
-    tall = arrays["shape"].argmax(axis=1)
-    return {
-        "box": np.split(arrays["where"], ends),
-        "label": [[("light", "dark")[i] for i in part] for part in np.split(tall, ends)],
-        "size": [len(data) for data in rows["image"]],
-    }
-"""
-
-
-def write_chain(folder: Path, **fields: Any) -> Path:
-    """Write a pipeline that detects bright rectangles and classifies each of them."""
-    write_detector(folder)
-    nodes = [
-        NODE("Flatten", ["parts"], ["flat"], axis=1),
-        NODE("MatMul", ["flat", "weight"], ["product"]),
-        NODE("Add", ["product", "bias"], ["shape"]),
-    ]
-    weight = np.stack([np.full(192, 1 / 192), np.full(192, -1 / 192)], axis=1)
-    save_graph(
-        folder / "classifier.onnx",
-        nodes,
-        [MAKE("parts", FLOAT, ["n", 3, 8, 8])],
-        [MAKE("shape", FLOAT, ["n", 2])],
-        {"weight": weight.astype(np.float32), "bias": np.array([0, 1], np.float32)},
-    )
-    before = HOOKS[: HOOKS.index("def postprocess")] + HOOKS[HOOKS.index("def _suppress") :]
-    before = before.replace("import onnx\n", "")
-    before = before.replace('"scale": scale}', '"scale": scale, "pixels": pixels}')
-    (folder / "hooks.py").write_text(before.lstrip() + CHAIN_HOOKS)
-    spec = {key: value for key, value in SPEC.items() if key not in ("model", "outputs")} | {
-        "models": {
-            "detector": {"onnx": "detector.onnx"},
-            "classifier": {
-                "onnx": "classifier.onnx",
-                "step": "crop",
-                "core": {"max_batch_size": 64},
-            },
-        },
-        "outputs": {
-            "box": {"type": "float", "shape": ["detections", 4], "metric": "iou"},
-            "label": {"type": "text", "shape": ["detections"]},
-            "size": {"type": "int"},
         },
         **fields,
     }
