@@ -95,32 +95,22 @@ def test_a_graph_is_parsed_and_built_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert "exit code 1" in refused(path, gpu="12.0").given
 
 
-def test_an_unintended_product_in_fp32_fails(tmp_path: Path) -> None:
+def test_what_the_builder_would_refuse_is_named_with_a_remedy(tmp_path: Path) -> None:
     path = graph(tmp_path, MIXED)
     error = refused(path)
     assert (error.field, error.given) == ("core.precision", "scores (fp32 instead of fp16)")
-    found = run(path, fp32_products=["scores"])
+    found = run(path, fp32_products=["scores"])  # on purpose
     assert found is not None
     assert found.products == {"fp16": 1, "fp32": 1}
-
-
-def test_a_node_that_the_parser_rejects_is_named_with_its_place_and_a_remedy(
-    tmp_path: Path,
-) -> None:
     error = refused(graph(tmp_path, REFUSED))
     assert error.field == "model.onnx"
     assert "node places (NonZero), after layer.0.dense" in error.given
     assert "core.backend: onnxruntime" in error.remedy
     assert "--no-dry-run" in error.remedy
-
-
-def test_a_type_that_the_gpu_lacks_is_reported_with_a_remedy(tmp_path: Path) -> None:
     text = HALF.replace("float16[", "bfloat16[").replace("int = 10", "int = 16")
     error = refused(graph(tmp_path, text), precision="bf16", gpu="7.0")
-    assert (error.field, error.rule) == (
-        "core.precision",
-        "is a type that the GPU does not support",
-    )
+    assert error.field == "core.precision"
+    assert error.rule == "is a type that the GPU does not support"
     assert "sm75" in error.given
     assert error.remedy.startswith("Set it to fp16, or use a newer GPU; or build with --no-dry-run")
 
@@ -146,11 +136,7 @@ def test_without_tensorrt_for_rtx_the_dry_run_is_skipped(
     lines: list[str] = []
     monkeypatch.setattr(api, "RTX_DISTRIBUTION", "no-such-distribution")
     assert run(graph(tmp_path, HALF), lambda _stage, line: lines.append(line)) is None
-    assert lines == [
-        f"skipped: TensorRT for RTX is not installed ({install_command(dry_run.EXTRA)})"
-    ]
-
-
-def test_the_nearest_compute_capability_is_taken() -> None:
+    command = install_command(dry_run.EXTRA)
+    assert lines == [f"skipped: TensorRT for RTX is not installed ({command})"]
     near = {"7.0": "7.5", "7.5": "7.5", "8.7": "8.6", "9.0": "8.9", "10.0": "8.9", "12.1": "12.1"}
     assert {wanted: api.nearest_capability(wanted) for wanted in near} == near

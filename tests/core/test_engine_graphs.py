@@ -4,7 +4,7 @@ The graphs are those that `build` ships for TensorRT.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ import pytest
 import architectures
 from conftest import LAYOUTS, quiet, share_export_registry, traffic_texts
 from engine_networks import OPTIONS
-from precision_cases import export
+from gate_benches import traffic_of, write_task
+from precision_cases import CONVERT, export
 from served_models import SERVED, save
-from task_conversions import CONVERT, traffic_of
 from task_models import MODELS
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import MODEL_FILE, all_nodes, value_types
@@ -38,17 +38,19 @@ pytestmark = pytest.mark.build
 
 BUILT: Sequence[tuple[str, str, Precision]] = (
     ("tags", "packed", "int8"),
-    ("masks", "packed", "fp8"),
-    ("topics", "bucketed", "bf16"),
-    ("answers", "bucketed", "fp16"),
-    ("images", "fixed", "int8"),
-    ("bart_labels", "bucketed", "fp16"),  # its own code picks tokens by a NonZero
+    ("images", "fixed", "fp16"),
 )
-"""Pipeline, layout and precision: every kind of result, layout and precision, images, and a model
-that needs changes. The other pipelines have the head of an architecture of `SHARED`."""
-
+"""Pipeline, layout and precision of whole builds: packed tokens, and pixels."""
+PARSED: Sequence[tuple[str, str, str]] = (
+    ("bert", "embedding", "bucketed"),
+    ("roberta", "logits", "bucketed"),
+    ("mpnet", "embedding", "bucketed"),
+    ("deberta-v3", "spans", "bucketed"),
+)
+"""Architectures that `test_architectures` exports in the same way: bucketed ones."""
 OTHERS = ("bart_labels", "t5_vectors", "albert_tags")
-"""Pipelines of `SERVED` whose architectures `test_architectures` does not export."""
+"""Pipelines of `SERVED` whose architectures `test_architectures` does not export; the code of
+`bart_labels` picks tokens by a NonZero."""
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "fp8")
 NOTHING = Conversion(())
@@ -72,21 +74,13 @@ class Graph(NamedTuple):
     fp32_products: Sequence[str] = ()
 
 
-def of_pipeline(
-    name: str, task: str, model: Path, layout: str, precisions: Sequence[Precision], folder: Path
-) -> Iterator[Graph]:
+def of_pipeline(folder: Path, layout: str, precisions: Sequence[Precision]) -> Iterator[Graph]:
     """Yield the core of a pipeline in each precision; none if it cannot be packed."""
-    core: dict[str, Any] = {"backend": "tensorrt", "max_batch_size": 16, "bucket_count": 2}
-    spec: dict[str, Any] = {"task": task, "model": {"source": str(model)}, "core": core}
+    overrides = ["core.backend=tensorrt", "core.max_batch_size=16", "core.bucket_count=2"]
     if layout != "fixed":
-        core["layout"] = layout
-    if task == "zero-shot-classification":
-        spec["parameters"] = {"candidate_labels": ["billing", "a delivery"]}
-    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
-    rows = "\n".join(map(json.dumps, traffic_of(task, folder)))
-    (folder / "traffic.jsonl").write_text(rows, encoding="utf-8")
+        overrides.append(f"core.layout={layout}")
     share_export_registry()
-    inputs = read_inputs(load_spec(folder), quiet)
+    inputs = read_inputs(load_spec(folder, overrides), quiet)
     exported = export_model(inputs.plan, inputs.model_folder, quiet)
     assert inputs.plan.engine is not None
     for precision in precisions if not exported.refusal else ():
@@ -96,7 +90,7 @@ def of_pipeline(
             stage, _, conversion = converter.converted(())
             path = stage.folder / MODEL_FILE
         plan = replace(inputs.plan.engine, precision=precision)
-        yield Graph(f"{name}_{layout}_{precision}", path, plan, conversion.fp32_products)
+        yield Graph(f"{folder.name}_{layout}_{precision}", path, plan, conversion.fp32_products)
 
 
 def of_architecture(
@@ -112,7 +106,7 @@ def of_architecture(
             recipe = Recipe(precision, backend="tensorrt", device="gpu")
             conversion = CONVERT[precision](exported.path, folder, recipe, exported.feeds())
             path = folder / MODEL_FILE
-        plan = EnginePlan(precision, (_profile(packed=exported.packed),), (), OPTIONS)
+        plan = EnginePlan(precision, (_profile(packed=layout == "packed"),), (), OPTIONS)
         yield Graph("_".join((*case, precision)), path, plan, conversion.fp32_products)
 
 
@@ -188,25 +182,18 @@ def covering(graphs: Sequence[Graph]) -> list[Graph]:
     return chosen
 
 
-Make = Callable[[str, str, Sequence[Precision]], Iterator[Graph]]
-
-
-@pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Make:
-    """Returns the graphs of a pipeline of `MODELS` or `SERVED`."""
-    base = tmp_path_factory.mktemp("graphs")
-
-    def graphs(name: str, layout: str, precisions: Sequence[Precision]) -> Iterator[Graph]:
-        model = base / f"{name}_model"
-        task = MODELS[name][0] if name in MODELS else SERVED[name].task
-        if not model.exists() and name in MODELS:
-            MODELS[name][1](model, minilm_folder, traffic_texts())
-        elif not model.exists():
-            save(SERVED[name], model)
-        folder = tmp_path_factory.mktemp(name)
-        return of_pipeline(name, task, model, layout, precisions, folder)
-
-    return graphs
+def write_served(base: Path, name: str) -> Path:
+    """Write a pipeline of `SERVED`; returns its folder."""
+    folder = base / "pipelines" / name
+    folder.mkdir(parents=True)
+    task, model = SERVED[name].task, save(SERVED[name], base / "models" / name)
+    spec: dict[str, Any] = {"task": task, "model": {"source": str(model)}}
+    if task == "zero-shot-classification":
+        spec["parameters"] = {"candidate_labels": ["billing", "a delivery"]}
+    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
+    rows = "\n".join(map(json.dumps, traffic_of(task, traffic_texts()[:40], folder)))
+    (folder / "traffic.jsonl").write_text(rows, encoding="utf-8")
+    return folder
 
 
 def check(built: Sequence[Graph], parsed: Sequence[Graph]) -> None:
@@ -223,27 +210,30 @@ def check(built: Sequence[Graph], parsed: Sequence[Graph]) -> None:
     assert {name: nodes for name, nodes in sized.items() if nodes} == {}
 
 
-def test_a_core_of_every_kind_is_built(make: Make, tmp_path: Path) -> None:
-    built = [graph for name, layout, one in BUILT for graph in make(name, layout, [one])]
-    assert len(built) == len(BUILT)
+def test_a_core_of_every_kind_is_built(tmp_path: Path, minilm_folder: Path) -> None:
+    built: list[Graph] = []
+    for name, layout, precision in BUILT:
+        built += of_pipeline(write_task(tmp_path, name, minilm_folder), layout, [precision])
+    built += of_architecture(PARSED[0], ("bf16",), tmp_path)
     parsed: list[Graph] = []
-    for case in architectures.SHARED:
-        # The pipelines have BERT, and test_engine its vectors; Qwen3 takes long to export.
-        if case[0] not in ("bert", "qwen3"):
-            parsed += of_architecture(case, ("fp32", "fp16"), tmp_path)
+    for case in PARSED:
+        parsed += of_architecture(case, ("fp32", "fp16", "fp8"), tmp_path)
+    assert (len(built), len(parsed)) == (3, 12)
     check(built, parsed)
 
 
 @pytest.mark.long
 def test_the_whole_matrix_is_parsed_and_each_operator_in_it_is_built(
-    make: Make, tmp_path: Path
+    tmp_path: Path, minilm_folder: Path
 ) -> None:
     graphs: list[Graph] = []
     for name in MODELS:
+        folder = write_task(tmp_path, name, minilm_folder)
         for layout in ("fixed",) if name == "images" else LAYOUTS:
-            graphs += make(name, layout, PRECISIONS)
+            graphs += of_pipeline(folder, layout, PRECISIONS)
     for name in OTHERS:
-        graphs += make(name, SERVED[name].layout, PRECISIONS)
+        folder = write_served(tmp_path, name)
+        graphs += of_pipeline(folder, SERVED[name].layout, PRECISIONS)
     for case in (*architectures.SHARED, *architectures.OTHERS):
         graphs += of_architecture(case, ["fp16"], tmp_path)
     assert len(graphs) == len(PRECISIONS) * (2 * len(MODELS) - 1 + len(OTHERS)) + 20

@@ -18,27 +18,25 @@ from triptych.core.engine.make import Request
 from triptych.spec.engine_plan import EnginePlan
 
 
-def tensor(said: str, *, form: str = "Format/Datatype") -> dict[str, Any]:
-    if form == "split":
-        return {"Name": "t", "Format": "Row major linear (kLINEAR)", "Datatype": said}
-    return {"Name": "t", "Location": "Device", "Dimensions": [1, 40, 256], form: said}
-
-
 def layer(
-    reads: list[str],
-    writes: list[str],
+    reads: str,
+    writes: str,
     *,
     name: str = "/a/MatMul",
     kind: str = "gemm",
     tactic: str = "",
     metadata: str = "[ONNX Layer: /a/MatMul]",
-    form: str = "Format/Datatype",
+    key: str = "Format/Datatype",
 ) -> dict[str, Any]:
+    """A layer as the inspector describes it; types are separated by commas."""
+    ends = {"Inputs": reads, "Outputs": writes}
     return {
         "Name": name,
         "LayerType": kind,
-        "Inputs": [tensor(said, form=form) for said in reads],
-        "Outputs": [tensor(said, form=form) for said in writes],
+        **{
+            end: [{"Name": "t", "Format": "LINEAR", key: said} for said in types.split(", ")]
+            for end, types in ends.items()
+        },
         "TacticName": tactic,
         "StreamId": 0,
         "Metadata": metadata,
@@ -56,71 +54,46 @@ def request(
     return Request(Path("model.onnx"), graph, EnginePlan(precision, (), (), {"tf32": tf32}))
 
 
-KERNELS = {
-    "Myelin, half": (layer(["Half"], ["Half"]), "fp16"),
-    "tactic over tensors": (
-        layer(
-            ["Float"], ["Float"], tactic="sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize32x32x64"
-        ),
-        "fp16",
-    ),
-    "tf32 tactic": (
-        layer(["Float"], ["Float"], tactic="sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n"),
-        "tf32",
-    ),
-    "fp32 tactic": (
-        layer(["Float"], ["Float"], tactic="sm80_xmma_gemm_f32f32_f32f32_f32_nn_n"),
-        "fp32",
-    ),
-    "int8 tactic": (layer(["Int8"], ["Half"], tactic="sm80_xmma_gemm_i8i8_i8i32_f32_tn_n"), "int8"),
-    "fp8 tactic": (layer(["FP8"], ["Half"], tactic="sm89_xmma_gemm_e4m3e4m3_e4m3f32_f32"), "fp8"),
-    "vectorized": (
-        layer(
-            ["Thirty-two wide channel vectorized row major Int8 format"], ["Row major linear FP32"]
-        ),
-        "int8",
-    ),
-    "11, split": (layer(["Half"], ["Half"], form="split"), "fp16"),
-    "11, other spelling": (
-        {**layer([], []), "Inputs": [{"Name": "t", "Format": "LINEAR", "DataType": "FP16"}]},
-        "fp16",
-    ),
-    "bfloat16": (layer(["BFloat16"], ["BFloat16"]), "bf16"),
-    "fused attention": (
-        layer(
-            ["Half", "Half", "Half"], ["Half"], kind="kgen", tactic="_gemm_mha_v2_0x957a2fe283f7"
-        ),
-        "fp16",
-    ),
-    "fp8 operands, half mask": (layer(["FP8", "FP8", "Half"], ["Half"]), "fp8"),
-    "mixed": (layer(["Half", "Float"], ["Half"], kind="kgen"), ""),
-    "fp32 in, half out": (layer(["Float"], ["Half"], kind="kgen"), ""),
-    "whole numbers in": (layer(["Int32", "UInt8", "Bool"], ["Half"], kind="kgen"), ""),
-    "region of fp32": (layer(["Float"], ["Float"], kind="Myelin"), ""),
-    "region of half": (layer(["Half"], ["Half"], kind="Myelin"), "fp16"),
-}
+TF32 = "sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n"
+
+
+WIDE_INT8 = "Thirty-two wide channel vectorized row major Int8 format"
+
+
+KERNELS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("fp16", layer("Half", "Half")),
+    ("fp16", layer("Float", "Float", tactic="sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize32x32")),
+    ("tf32", layer("Float", "Float", tactic=TF32)),
+    ("fp32", layer("Float", "Float", tactic="sm80_xmma_gemm_f32f32_f32f32_f32_nn_n")),
+    ("int8", layer("Int8", "Half", tactic="sm80_xmma_gemm_i8i8_i8i32_f32_tn_n")),
+    ("fp8", layer("FP8", "Half", tactic="sm89_xmma_gemm_e4m3e4m3_e4m3f32_f32")),
+    ("int8", layer(WIDE_INT8, "Row major linear FP32")),
+    ("fp16", layer("Half", "Half", key="Datatype")),  # 11
+    ("fp16", layer("FP16", "FP16", key="DataType")),  # 11, in another spelling
+    ("bf16", layer("BFloat16", "BFloat16")),
+    ("fp16", layer("Half, Half, Half", "Half", kind="kgen", tactic="_gemm_mha_v2_0x957a2fe283f7")),
+    ("fp8", layer("FP8, FP8, Half", "Half")),  # with a mask in half precision
+    ("", layer("Half, Float", "Half", kind="kgen")),
+    ("", layer("Float", "Half", kind="kgen")),
+    ("", layer("Int32, UInt8, Bool", "Half", kind="kgen")),
+    ("", layer("Float", "Float", kind="Myelin")),
+    ("fp16", layer("Half", "Half", kind="Myelin")),
+)
+"""The type in which a layer computes, empty if its description does not prove one."""
 
 
 def test_the_type_of_a_kernel_is_read() -> None:
-    for case, (described, precision) in KERNELS.items():
+    for precision, described in KERNELS:
         (found,) = read(described)
-        assert found.precision == precision, case
-
-
-def test_fp32_around_a_cast_proves_nothing() -> None:
-    described = layer(
-        ["Float"], ["Float"], kind="kgen", metadata="[ONNX Layer: c][ONNX Layer: /a/MatMul]"
-    )
+        assert found.precision == precision, described
+    # fp32 around a cast proves nothing.
+    nodes = "[ONNX Layer: c][ONNX Layer: /a/MatMul]"
+    described = layer("Float", "Float", kind="kgen", metadata=nodes)
     assert [found.precision for found in read(described)] == ["fp32"]
     assert [found.precision for found in read(described, casts=frozenset({"c"}))] == [""]
-
-
-def test_layers_that_only_move_are_left_out() -> None:
-    moving = [layer(["Float"], ["Half"], kind=kind) for kind in ("Reformat", "Constant", "NoOp")]
+    # Layers that only move are left out.
+    moving = [layer("Float", "Half", kind=kind) for kind in ("Reformat", "Constant", "NoOp")]
     assert read(*moving) == []
-
-
-def test_names_alone_are_refused() -> None:
     with pytest.raises(UserError, match="detailed information"):
         read("a + b", "c")
 
@@ -141,7 +114,7 @@ def test_the_metadata_and_name_of_a_layer_give_its_nodes() -> None:
 
 
 def seen(name: str, reads: str, **more: Any) -> dict[str, Any]:
-    return layer([reads], [reads], name=name, metadata=f"[ONNX Layer: {name}]", **more)
+    return layer(reads, reads, name=name, metadata=f"[ONNX Layer: {name}]", **more)
 
 
 def test_products_are_counted_by_the_type_they_are_seen_in() -> None:
@@ -149,6 +122,20 @@ def test_products_are_counted_by_the_type_they_are_seen_in() -> None:
     wanted = {"a": "fp16", "b": "fp16", "c": "fp32", "d": "fp16"}
     matmuls, witness = judge_products(layers, request(wanted), 1000)
     assert (matmuls, witness) == ({"fp16": 2, "fp32": 1, "unseen": 1}, "layers")
+    # A layer that only has the name of a product counts for less.
+    carrier = layer("Float", "Float", name="add", kind="kgen", metadata="[ONNX Layer: a]")
+    matmuls, _ = judge_products(read(seen("a", "Half"), carrier), request({"a": "fp16"}), 1000)
+    assert matmuls["fp16"] == 1
+    # tf32 is fp32 with an option.
+    layers = read(seen("a", "Float", tactic=TF32))
+    asked = request({"a": "fp32"}, precision="fp32", tf32=True)
+    assert judge_products(layers, asked, 1000) == ({"fp32": 1, "unseen": 0}, "graph")
+    with pytest.raises(UserError, match="a \\(tf32 instead of fp32\\)"):
+        judge_products(layers, request({"a": "fp32"}, precision="fp32"), 1000)
+    # An engine without layers proves nothing but fp32.
+    assert judge_products([], request({"a": "fp32"}), 1000) == ({"fp32": 0, "unseen": 1}, "graph")
+    with pytest.raises(UserError, match="cannot be verified"):
+        judge_products([], request({"a": "fp16"}), 1000)
 
 
 WRONG_TYPES = {
@@ -177,32 +164,11 @@ def test_a_product_in_another_type_is_named() -> None:
     assert raised.value.given.endswith("n4 (fp32 instead of fp16) and 3 more")
 
 
-def test_tf32_kernels_need_the_option() -> None:
-    layers = read(seen("a", "Float", tactic="sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n"))
-    asked = request({"a": "fp32"}, precision="fp32", tf32=True)
-    assert judge_products(layers, asked, 1000) == ({"fp32": 1, "unseen": 0}, "graph")
-    with pytest.raises(UserError, match="a \\(tf32 instead of fp32\\)"):
-        judge_products(layers, request({"a": "fp32"}, precision="fp32"), 1000)
-
-
-def test_a_layer_that_only_has_the_name_of_a_product_counts_for_less() -> None:
-    product = seen("a", "Half")
-    carrier = layer(["Float"], ["Float"], name="add", kind="kgen", metadata="[ONNX Layer: a]")
-    matmuls, _ = judge_products(read(product, carrier), request({"a": "fp16"}), 1000)
-    assert matmuls["fp16"] == 1
-
-
 def test_where_all_is_fused_the_size_of_the_plan_decides() -> None:
-    region = read(layer(["Int32"], ["Float"], kind="Myelin", metadata="[ONNX Layer: a]"))
+    region = read(layer("Int32", "Float", kind="Myelin", metadata="[ONNX Layer: a]"))
     asked = request({"a": "fp16"}, wide_bytes=100)
     for plan_bytes in (100, 149):
         assert judge_products(region, asked, plan_bytes)[1] == "size"
     for plan_bytes in (150, 201):
         with pytest.raises(UserError, match="none of 1 matrix products"):
             judge_products(region, asked, plan_bytes)
-
-
-def test_an_engine_without_layers_proves_nothing_but_fp32() -> None:
-    assert judge_products([], request({"a": "fp32"}), 1000) == ({"fp32": 0, "unseen": 1}, "graph")
-    with pytest.raises(UserError, match="cannot be verified"):
-        judge_products([], request({"a": "fp16"}), 1000)

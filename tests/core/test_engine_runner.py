@@ -68,44 +68,31 @@ def check_padded(runner: EngineRunner, rows: int, tokens: int) -> None:
         np.testing.assert_array_equal(values[name], value)
 
 
-@pytest.mark.parametrize("major", fake_tensorrt.MAJORS)
-def test_an_engine_computes_what_its_graph_does(
-    monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, major: str
+def test_each_batch_runs_in_the_profile_that_holds_it_with_the_nearest_optimum(
+    cuda: FakeCuda, trt: Any, plan: bytes
 ) -> None:
-    trt = fake_tensorrt.install(monkeypatch, major)
-    plan = plan_of(PADDED, BUCKETS, version=trt.__version__)
-    with EngineRunner(plan, packed=False, graphs=[graph(4, 1)]) as runner:
-        for rows, tokens in [(1, 3), (4, 6), (3, 3), (2, 6)]:
-            check_padded(runner, rows, tokens)
-
-
-def test_each_batch_runs_in_the_profile_that_holds_it(cuda: FakeCuda, plan: bytes) -> None:
     with EngineRunner(plan, packed=False) as runner:
         check_padded(runner, 2, 6)
         check_padded(runner, 4, 3)
-    assert runs(cuda) == [(1, [2, 6]), (0, [4, 3])]
-
-
-def test_of_two_profiles_the_one_with_the_nearer_optimum_is_chosen(
-    cuda: FakeCuda, trt: Any
-) -> None:
-    profiles = [
-        {"input_ids": [[1, 1], [best, 6], [8, 9]], "row_length": [[1, 1], [best, 1], [8, 1]]}
-        for best in (8, 1)
-    ]
-    plan = plan_of(PADDED, profiles, version=trt.__version__)
-    with EngineRunner(plan, packed=False) as runner:
-        check_padded(runner, 2, 6)
-        check_padded(runner, 7, 6)
-    assert [place for place, _ in runs(cuda)] == [1, 0]
-
-
-def test_only_the_listed_profiles_are_used(cuda: FakeCuda, plan: bytes) -> None:
+        feed = padded_feed(2, 3)
+        first = runner.run(feed)
+        runner.run(padded_feed(4, 3, seed=1))
+        np.testing.assert_array_equal(first["total"], padded_answer(feed)["total"])
+    assert runs(cuda)[:2] == [(1, [2, 6]), (0, [4, 3])]
     with (
         EngineRunner(plan, packed=False, profiles=[1]) as runner,
         pytest.raises(ShapeError, match=r"\[2, 3\] \(allowed: \[1, 6\] to \[4, 6\]\)"),
     ):
         runner.run(padded_feed(2, 3))
+    profiles = [
+        {"input_ids": [[1, 1], [best, 6], [8, 9]], "row_length": [[1, 1], [best, 1], [8, 1]]}
+        for best in (8, 1)
+    ]
+    del cuda.events[:]
+    with EngineRunner(plan_of(PADDED, profiles, version=trt.__version__), packed=False) as runner:
+        check_padded(runner, 2, 6)
+        check_padded(runner, 7, 6)
+    assert [place for place, _ in runs(cuda)] == [1, 0]
 
 
 def test_no_run_allocates(cuda: FakeCuda, plan: bytes) -> None:
@@ -118,14 +105,6 @@ def test_no_run_allocates(cuda: FakeCuda, plan: bytes) -> None:
             assert host == (4 if pinned else 0)
 
 
-def test_outputs_live_on_after_the_next_run(cuda: FakeCuda, plan: bytes) -> None:
-    with EngineRunner(plan, packed=False, graphs=[graph(4, 1)]) as runner:
-        feed = padded_feed(2, 3)
-        first = runner.run(feed)
-        runner.run(padded_feed(4, 3, seed=1))
-    np.testing.assert_array_equal(first["total"], padded_answer(feed)["total"])
-
-
 def test_packed_rows_run_in_one_profile(cuda: FakeCuda, trt: Any) -> None:
     plan = plan_of(PACKED, [PACKED_PROFILE], version=trt.__version__)
     with EngineRunner(plan, packed=True) as runner:
@@ -133,31 +112,28 @@ def test_packed_rows_run_in_one_profile(cuda: FakeCuda, trt: Any) -> None:
         assert runner.run(feed)["share"].tolist() == [20, 30]
 
 
+@pytest.mark.parametrize("major", fake_tensorrt.MAJORS)
 def test_a_batch_is_launched_as_the_smallest_graph_that_takes_it(
-    cuda: FakeCuda, plan: bytes
+    monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, major: str
 ) -> None:
-    graphs = [graph(4, 3), graph(2, 1), graph(1, 1), graph(2, 1, edge=6)]
+    trt = fake_tensorrt.install(monkeypatch, major)
+    plan = plan_of(PADDED, BUCKETS, version=trt.__version__)
+    graphs = [graph(4, 3), graph(2, 2), graph(2, 1, edge=6)]
     with EngineRunner(plan, packed=False, graphs=graphs) as runner:
         assert runner.captured == tuple(sorted(graphs, key=lambda g: g.inputs["input_ids"]))
-        assert cuda.counted("graph") == 4
+        assert cuda.counted("graph") == 3
         del cuda.events[:]
-        for rows in (1, 2, 3, 4):
-            check_padded(runner, rows, 3)
-        assert cuda.counted("launch") == 4
-        assert [shape for _, shape in runs(cuda)] == [[1, 3], [2, 3], [4, 3], [4, 3]]
-        check_padded(runner, 3, 6)  # above that edge's only graph
-        assert cuda.counted("launch") == 4
-        check_padded(runner, 1, 6)
-        assert cuda.counted("launch") == 5
-
-
-def test_a_batch_below_the_lower_bound_runs_without_a_graph(cuda: FakeCuda, plan: bytes) -> None:
-    with EngineRunner(plan, packed=False, graphs=[graph(4, 3)]) as runner:
-        check_padded(runner, 2, 3)
-        assert cuda.counted("launch") == 0
-        assert runs(cuda)[-1] == (0, [2, 3])
-        check_padded(runner, 3, 3)  # the graph still stands after the context had another shape
-        assert cuda.counted("launch") == 1
+        for rows, tokens, launches, shape in (
+            (2, 3, 1, [2, 3]),
+            (3, 3, 2, [4, 3]),
+            (1, 3, 2, [1, 3]),  # below the lower bound of its edge's graphs
+            (4, 3, 3, [4, 3]),  # the graph still stands after the context had another shape
+            (3, 6, 3, [3, 6]),  # above that edge's only graph
+            (1, 6, 4, [2, 6]),
+        ):
+            check_padded(runner, rows, tokens)
+            assert cuda.counted("launch") == launches, (rows, tokens)
+            assert runs(cuda)[-1][1] == shape
 
 
 def test_padded_rows_are_copies_of_a_real_row(cuda: FakeCuda, trt: Any, plan: bytes) -> None:
@@ -231,16 +207,6 @@ def test_after_a_failure_of_the_gpu_the_next_batch_runs(
         check_padded(runner, 2, 3)
 
 
-def test_too_little_memory_is_reported_with_the_free_memory(
-    monkeypatch: pytest.MonkeyPatch, plan: bytes
-) -> None:
-    cuda = fake_cuda.install(monkeypatch, total=100)
-    with pytest.raises(EngineError, match="GPU 0 has no 1 MiB of memory left for tensor") as error:
-        EngineRunner(plan, packed=False)
-    assert "are free" in str(error.value)
-    assert cuda.leaks == []
-
-
 @pytest.mark.parametrize(
     "failing", ["cudaStreamCreateWithFlags", "cudaMalloc", "cudaHostAlloc", "cudaStreamSynchronize"]
 )
@@ -250,14 +216,11 @@ def test_a_failed_load_gives_back_what_it_has_allocated(
     cuda.failing[failing] = cudaError_t.cudaErrorInvalidValue
     with pytest.raises(EngineError, match=f"{failing} failed on GPU 0: invalid argument"):
         EngineRunner(plan, packed=False)
-
-
-def test_a_closed_engine_rejects_batches(cuda: FakeCuda, plan: bytes) -> None:
-    runner = EngineRunner(plan, packed=False)
-    runner.close()
-    runner.close()
-    with pytest.raises(EngineError, match="closed"):
-        runner.run(padded_feed(2, 3))
+    cuda.failing.clear()
+    cuda.total = 100
+    with pytest.raises(EngineError, match="GPU 0 has no 1 MiB of memory left for tensor") as error:
+        EngineRunner(plan, packed=False)
+    assert "are free" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -275,6 +238,39 @@ def test_options_that_the_engine_lacks_are_rejected_at_load(
 ) -> None:
     with pytest.raises(EngineError, match=message):
         EngineRunner(plan, **{"packed": False, **options})
+    runner = EngineRunner(plan, packed=False)
+    runner.close()
+    runner.close()
+    with pytest.raises(EngineError, match="closed"):
+        runner.run(padded_feed(2, 3))
+
+
+def test_a_plan_that_tensorrt_cannot_load_is_refused_with_the_reason(
+    cuda: FakeCuda, trt: Any, plan: bytes
+) -> None:
+    old = plan_of(PADDED, BUCKETS, version="9.1.0.4")
+    with pytest.raises(EngineError, match=f"TensorRT {trt.__version__}: .*Version: 9.1.0.4"):
+        EngineRunner(old, packed=False)
+    head = struct.pack("<II16x4B", 0x74727466, 0, 8, 6, 1, 6)
+    assert plan_version(head) == "8.6.1.6"
+    assert plan_version(b"ftrt") == plan_version(bytes(28)) == ""
+    message = f"it was built for TensorRT 8.6.1.6, this is {trt.__version__}; build it again here"
+    with pytest.raises(EngineError, match=message):
+        open_engine(head + bytes(100))
+    # A plan that runs in several releases has code of its own, which must be allowed.
+    compatible = plan_of(PADDED, BUCKETS, version="10.3.0.1", version_compatible=True)
+    with EngineRunner(compatible, packed=False, host_code=True) as runner:
+        check_padded(runner, 1, 3)
+    with pytest.raises(EngineError, match="cannot be loaded"):
+        EngineRunner(compatible, packed=False, host_code=False)
+    engine = open_engine(plan)
+    engine.complaints.append("OutOfMemory: requested size was 4 GB")
+    trt.ICudaEngine.create_execution_context = lambda self: None
+    with pytest.raises(EngineError, match=r"for want of device memory: OutOfMemory: requested"):
+        EngineRunner(engine, packed=False)
+    trt._play.no_gpu = True
+    with pytest.raises(EngineError, match="cannot use this GPU: CUDA initialization failure"):
+        EngineRunner(plan, packed=False)
 
 
 def test_an_output_that_numpy_cannot_hold_or_whose_shape_the_data_decides_is_rejected(
@@ -291,35 +287,6 @@ def test_an_output_that_numpy_cannot_hold_or_whose_shape_the_data_decides_is_rej
             EngineRunner(plan, packed=False)
 
 
-def test_a_plan_of_another_release_is_refused_with_both(cuda: FakeCuda, trt: Any) -> None:
-    plan = plan_of(PADDED, BUCKETS, version="9.1.0.4")
-    with pytest.raises(EngineError, match=f"TensorRT {trt.__version__}: .*Version: 9.1.0.4"):
-        EngineRunner(plan, packed=False)
-
-
-def test_the_header_of_a_real_plan_names_its_release(cuda: FakeCuda, trt: Any) -> None:
-    head = struct.pack("<II16x4B", 0x74727466, 0, 8, 6, 1, 6)
-    assert plan_version(head) == "8.6.1.6"
-    assert plan_version(b"ftrt") == plan_version(bytes(28)) == ""
-    message = f"it was built for TensorRT 8.6.1.6, this is {trt.__version__}; build it again here"
-    with pytest.raises(EngineError, match=message):
-        open_engine(head + bytes(100))
-
-
-def test_a_version_compatible_plan_needs_its_code_allowed(cuda: FakeCuda, trt: Any) -> None:
-    plan = plan_of(PADDED, BUCKETS, version="10.3.0.1", version_compatible=True)
-    with EngineRunner(plan, packed=False, host_code=True) as runner:
-        check_padded(runner, 1, 3)
-    with pytest.raises(EngineError, match="cannot be loaded"):
-        EngineRunner(plan, packed=False, host_code=False)
-
-
-def test_a_gpu_that_tensorrt_cannot_use_is_reported(cuda: FakeCuda, trt: Any, plan: bytes) -> None:
-    trt._play.no_gpu = True
-    with pytest.raises(EngineError, match="cannot use this GPU: CUDA initialization failure"):
-        EngineRunner(plan, packed=False)
-
-
 def test_a_missing_library_is_named(
     monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, plan: bytes
 ) -> None:
@@ -331,11 +298,3 @@ def test_a_missing_library_is_named(
             patch.setitem(sys.modules, module, None)
             with pytest.raises(EngineError, match=message):
                 EngineRunner(plan, packed=False)
-
-
-def test_errors_quote_the_messages_of_tensorrt(cuda: FakeCuda, trt: Any, plan: bytes) -> None:
-    engine = open_engine(plan)
-    engine.complaints.append("OutOfMemory: requested size was 4 GB")
-    trt.ICudaEngine.create_execution_context = lambda self: None
-    with pytest.raises(EngineError, match=r"for want of device memory: OutOfMemory: requested"):
-        EngineRunner(engine, packed=False)

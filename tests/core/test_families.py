@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from PIL import Image
 from transformers.models.auto import modeling_auto
 
 from conftest import quiet, share_export_registry, traffic_texts
@@ -50,37 +51,28 @@ IMAGE_SIZE = 64
 
 UNSET = ("num_key_value_heads", "head_dim", "num_experts_per_tok")
 """Settings that are small where they have no value, too."""
-LAYERS = (
+LAYERS = [
     *("n_layers", "num_layers", "n_layer", "num_hidden_layers"),
     *("encoder_layers", "decoder_layers", "num_decoder_layers"),
-)
-
-# Words that settings of many families share, and the small value of each.
-SMALL: Mapping[str, int] = {
-    **dict.fromkeys(
-        ("hidden_size", "d_model", "dim", "n_embd", "embed_dim", "embedding_size", "emb_dim"), 32
-    ),
-    **dict.fromkeys(("projection_dim", "word_embed_proj_dim", "d_inner", "dim_model"), 32),
-    **dict.fromkeys(("intermediate_size", "hidden_dim", "ffn_dim", "d_ff", "n_inner"), 64),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "dim_ff"), 64),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(
-        ("num_attention_heads", "n_heads", "n_head", "num_heads", "attention_heads"), 2
-    ),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
-    **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "attention_head_size"), 16),
-    **dict.fromkeys(LAYERS, 1),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), LONGEST + 2),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 2),
-    **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group", "moe_topk"), 1),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim"), 16),
-    **dict.fromkeys(("qk_rope_head_dim",), 16),
-    **dict.fromkeys(("pooler_hidden_size",), 32),
-    **dict.fromkeys(("type_vocab_size",), 2),
-    **dict.fromkeys(("image_size",), IMAGE_SIZE),
-    **dict.fromkeys(("first_k_dense_replace",), 0),
+]
+WORDS: Mapping[int, str] = {
+    32: "hidden_size d_model dim n_embd embed_dim embedding_size emb_dim projection_dim d_inner"
+    " word_embed_proj_dim dim_model moe_intermediate_size shared_expert_intermediate_size"
+    " pooler_hidden_size",
+    64: "intermediate_size hidden_dim ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim"
+    " ffn_hidden_size dim_ff",
+    2: "num_attention_heads n_heads n_head num_heads attention_heads encoder_attention_heads"
+    " decoder_attention_heads num_key_value_heads num_kv_heads multi_query_group_num num_experts"
+    " num_local_experts n_routed_experts type_vocab_size",
+    16: "head_dim d_kv kv_channels attention_head_size q_lora_rank kv_lora_rank v_head_dim"
+    " qk_nope_head_dim qk_rope_head_dim",
+    1: f"{' '.join(LAYERS)} num_experts_per_tok n_group topk_group moe_topk",
+    LONGEST + 2: "max_position_embeddings n_positions max_seq_len",
+    IMAGE_SIZE: "image_size",
+    0: "first_k_dense_replace",
 }
+SMALL = {name: value for value, names in WORDS.items() for name in names.split()}
+"""Names of settings that many families share, and the small value of each."""
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "reformer": {
         "axial_pos_embds_dim": (16, 16),
@@ -142,9 +134,9 @@ def shrink(config: Any, tokenizer: Any) -> None:
     The ids of special tokens become those of the tokenizer.
     """
     # A config with stages has a name for each layer, and a width and heads for each stage.
-    fixed: tuple[str, ...] = LAYERS if hasattr(config, "stage_names") else ()
+    fixed = LAYERS if hasattr(config, "stage_names") else []
     if isinstance(getattr(config, "num_heads", None), (list, tuple)):
-        fixed += ("embed_dim", "hidden_size")
+        fixed = [*fixed, "embed_dim", "hidden_size"]
     for name, value in list(vars(config).items()):
         if isinstance(value, transformers.PretrainedConfig):
             shrink(value, tokenizer)
@@ -227,27 +219,17 @@ def write_pipeline(task: str, folder: Path) -> Path:
     pipeline.mkdir()
     spec = {"task": task, "model": {"source": str(folder / "model")}}
     (pipeline / "pipeline.yaml").write_text(json.dumps(spec))
-    if task == "image-classification":
-        lines = [{"image": name} for name in images(pipeline)]
-    elif task in PAIRS:
+    lines: list[dict[str, str]] = [{"text": text} for text in ROWS]
+    if task in PAIRS:
         lines = [{"text": LETTERS, "text_pair": text} for text in ROWS]
-    else:
-        lines = [{"text": text} for text in ROWS]
+    if task == "image-classification":
+        random, lines = np.random.default_rng(0), []
+        for width, height in ((64, 64), (37, 90), (200, 120)):
+            pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+            lines.append({"image": f"{width}x{height}.png"})
+            Image.fromarray(pixels).save(pipeline / f"{width}x{height}.png")
     (pipeline / "traffic.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return pipeline
-
-
-def images(folder: Path) -> list[str]:
-    """Write three images of different sizes; returns the names of their files."""
-    from PIL import Image
-
-    random = np.random.default_rng(0)
-    names = []
-    for width, height in ((64, 64), (37, 90), (200, 120)):
-        pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        names.append(f"{width}x{height}.png")
-        Image.fromarray(pixels).save(folder / names[-1])
-    return names
 
 
 def reference(task: str, model: Path, pipeline: Path) -> Iterator[Sequence[NDArray[Any]]]:
@@ -260,32 +242,7 @@ def reference(task: str, model: Path, pipeline: Path) -> Iterator[Sequence[NDArr
             yield (encoder.encode([text])[0],)
         return
     loaded = getattr(transformers, TASKS[task][0]).from_pretrained(model).eval()
-    if task == "image-classification":
-        from PIL import Image
-
-        processor = transformers.AutoImageProcessor.from_pretrained(model)
-        rows = [json.loads(line)["image"] for line in (pipeline / "traffic.jsonl").open()]
-        feeds = [processor(Image.open(pipeline / row), return_tensors="pt") for row in rows]
-    else:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-        texts = [(LETTERS, row) if task in PAIRS else (row,) for row in ROWS]
-        feeds = [tokenizer(*row, truncation=True, return_tensors="pt") for row in texts]
-        if task == "question-answering":  # a long context has several windows
-            feeds = [
-                {name: torch.tensor([ids]) for name, ids in zip(windows, columns, strict=True)}
-                for row in texts
-                for windows in [
-                    tokenizer(
-                        *row,
-                        truncation="only_second",
-                        stride=LONGEST // 2,
-                        return_overflowing_tokens=True,
-                    )
-                ]
-                if windows.pop("overflow_to_sample_mapping")
-                for columns in zip(*windows.values(), strict=True)
-            ]
-    for feed in feeds:
+    for feed in feeds(task, model, pipeline):
         with torch.inference_mode():
             output = loaded(**feed)
         if task == "question-answering":
@@ -294,6 +251,26 @@ def reference(task: str, model: Path, pipeline: Path) -> Iterator[Sequence[NDArr
             yield (output.logits[0].sigmoid().numpy(),)
         else:
             yield (output.logits[0].softmax(-1).numpy(),)
+
+
+def feeds(task: str, model: Path, pipeline: Path) -> Iterator[Any]:
+    """Yield the inputs of the model for each row."""
+    if task == "image-classification":
+        processor = transformers.AutoImageProcessor.from_pretrained(model)
+        for line in (pipeline / "traffic.jsonl").open():
+            yield processor(Image.open(pipeline / json.loads(line)["image"]), return_tensors="pt")
+        return
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    for row in ROWS:
+        texts = (LETTERS, row) if task in PAIRS else (row,)
+        if task != "question-answering":
+            yield tokenizer(*texts, truncation=True, return_tensors="pt")
+            continue
+        long = {"truncation": "only_second", "stride": LONGEST // 2}  # a context of many windows
+        windows = tokenizer(*texts, return_overflowing_tokens=True, **long)
+        del windows["overflow_to_sample_mapping"]
+        for columns in zip(*windows.values(), strict=True):
+            yield {name: torch.tensor([ids]) for name, ids in zip(windows, columns, strict=True)}
 
 
 def distance(left: Sequence[NDArray[Any]], right: Sequence[NDArray[Any]]) -> float:
@@ -325,31 +302,29 @@ def measure(family: str, task: str, folder: Path) -> Result:
     Each of three rows of different lengths runs alone, and all run in one batch. The rows are those
     that a server makes of the texts. `folder` is an empty folder for the model.
     """
+    model = folder / "model"
+
+    def result(outcome: str, fault: object) -> Result:
+        return Result(family, task, outcome, message=short(str(fault).replace(str(model), "MODEL")))
+
     try:
-        save(family, task, folder / "model")
+        save(family, task, model)
     except CannotBuild as reason:
-        return Result(family, task, "not built", message=short(str(reason)))
+        return result("not built", reason)
     pipeline = write_pipeline(task, folder)
     try:
-        wanted = list(reference(task, folder / "model", pipeline))
+        wanted = list(reference(task, model, pipeline))
     except Exception as error:  # a family may raise anything for sizes that do not fit
         fault = f"transformers cannot run it: {type(error).__name__}: {error}"
-        fault = short(fault.replace(str(folder / "model"), "MODEL"))
-        return Result(family, task, "not built", message=fault)
+        return result("not built", fault)
     if max(distance(want, other) for want in wanted for other in wanted) < BLIND:
-        blind = "the reference has the same result for rows of different texts"
-        return Result(family, task, "not built", message=blind)
+        return result("not built", "the reference has the same result for rows of different texts")
     share_export_registry()
     try:
         inputs = read_inputs(load_spec(pipeline, ()), quiet)
         core = full_precision(inputs, quiet, "")
     except (GateFailure, UserError) as error:
-        return Result(
-            family,
-            task,
-            "refused",
-            message=short(str(error).replace(str(folder / "model"), "MODEL")),
-        )
+        return result("refused", error)
     rows = rows_of(read_rows(inputs, pipeline))
     run = open_core(core.file, core.plan)
     batched = run(rows)
@@ -371,9 +346,9 @@ def read_rows(inputs: PipelineInputs, pipeline: Path) -> list[GateRequest]:
 
 
 pytestmark = [pytest.mark.build, pytest.mark.filterwarnings("ignore")]
-EVERYDAY = 2
-"""Served families that `make test` and CI check in turn: an export takes seconds. Only all long
-tests (``make test-long``) measure the others."""
+EVERYDAY = 1
+"""Number of served families that `make test` and CI check in turn: an export takes seconds. Only
+all long tests (``make test-long``) measure the others."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +26,11 @@ from triptych.base.tensors import TokenRow
 from triptych.core.gate.cached import GateFailure
 from triptych.core.gate.check import check
 from triptych.core.gate.differences import core_error
-from triptych.core.gate.runs import BATCH_TOKENS, RowOutputs
+from triptych.core.gate.runs import BATCH_TOKENS, RowOutputs, RunBatch
 from triptych.core.requests import Expected, Sample
 from triptych.repository.records import GateResult, Verdict
+from triptych.spec.backends import Precision
 from triptych.spec.spec import PipelineSpec
-from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import CORE_METRICS, metrics_of, thresholds
 from triptych.spec.tasks.task import Returns
 
@@ -51,18 +50,6 @@ def test_a_right_artifact_passes() -> None:
         has_labels = returns in (*CHOOSING, "token_scores", "logits")
         assert result.value("label_agreement") == (1.0 if has_labels else None)
         assert json.loads(json.dumps(result.as_dict()))["failures"] == []
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What damages the outputs of one row, and the words of the first failure that follows.
-
-    In `words` ``{first}`` and ``{last}`` are the names of the outputs.
-    """
-
-    damage: Callable[[Case, RowOutputs], object]
-    words: str
-    kinds: Sequence[Returns] = tuple(EVERY)
 
 
 def add(amount: float) -> Callable[[Case, RowOutputs], None]:
@@ -104,114 +91,128 @@ def exchange(case: Case, outputs: RowOutputs) -> None:
     outputs.update({first: outputs[last], last: outputs[first]})
 
 
-FAULTS: dict[str, Fault] = {
-    "a difference above the threshold": Fault(add(1e-3), "1e-05"),
-    "NaN": Fault(add(np.nan), "results are not all finite"),
-    "infinity": Fault(add(np.inf), "results are not all finite"),
-    "minus infinity": Fault(add(-np.inf), "results are not all finite"),
-    "an output is missing": Fault(lambda c, out: out.pop(c.names[-1]), "{last} is missing"),
-    "another class, right score": Fault(put_unused, "of each {first}", CHOOSING),
-    "another class, its own score": Fault(put_worst, "best first", CHOOSING),
-    "out of order": Fault(each(lambda values: values[::-1].copy()), "best first", ("choices",)),
-    "a class too high": Fault(put_id(CLASSES), "there are 7 classes", ("choices",)),
-    "a class below 0": Fault(put_id(-1), "from -1", ("choices",)),
-    "a class twice": Fault(put_id(None), "twice", ("choices",)),
-    "classes in floats": Fault(
+Damage = Callable[[Case, RowOutputs], object]
+FAULTS: dict[str, tuple[Damage, str, Sequence[Returns]]] = {
+    "a difference above the threshold": (add(1e-3), "1e-05", EVERY),
+    "NaN": (add(np.nan), "results are not all finite", EVERY),
+    "infinity": (add(np.inf), "results are not all finite", EVERY),
+    "minus infinity": (add(-np.inf), "results are not all finite", EVERY),
+    "an output is missing": (lambda c, out: out.pop(c.names[-1]), "{last} is missing", EVERY),
+    "another class, right score": (put_unused, "of each {first}", CHOOSING),
+    "another class, its own score": (put_worst, "best first", CHOOSING),
+    "out of order": (each(lambda values: values[::-1].copy()), "best first", ("choices",)),
+    "a class too high": (put_id(CLASSES), "there are 7 classes", ("choices",)),
+    "a class below 0": (put_id(-1), "from -1", ("choices",)),
+    "a class twice": (put_id(None), "twice", ("choices",)),
+    "classes in floats": (
         lambda c, out: out.update({c.names[0]: out[c.names[0]] * 1.0}),
         "not a number of a class",
         CHOOSING,
     ),
-    "tokens out of place": Fault(each(lambda values: np.roll(values, 1, axis=0)), "", PER_TOKEN),
-    "a token too few": Fault(
+    "tokens out of place": (each(lambda values: np.roll(values, 1, axis=0)), "", PER_TOKEN),
+    "a token too few": (
         lambda c, out: out.update({c.names[-1]: out[c.names[-1]][:-1]}),
         "{last} has the shape",
         PER_TOKEN,
     ),
-    "start and end exchanged": Fault(exchange, "start_logit ", ("spans",)),
+    "start and end exchanged": (exchange, "start_logit ", ("spans",)),
 }
+"""What damages the outputs of one row, words of a failure that follows, and kinds of outputs.
+
+In the words, ``{first}`` and ``{last}`` are the names of the outputs."""
 
 
 def test_a_damaged_row_fails_in_words() -> None:
-    for what, fault in FAULTS.items():
-        for returns in fault.kinds:
+    for what, (damage, words, kinds) in FAULTS.items():
+        for returns in kinds:
             case = make(returns)
-            result = case.broken(partial(fault.damage, case))
-            words = fault.words.format(first=case.names[0], last=case.names[-1])
+            result = case.broken(partial(damage, case))
+            said = words.format(first=case.names[0], last=case.names[-1])
             assert not result.passed, (what, returns)
-            assert any(words in failure for failure in result.failures), (what, returns)
+            assert any(said in failure for failure in result.failures), (what, returns)
             if "finite" in words:  # the difference itself fails, too
                 assert not result.finite, (what, returns)
                 assert len(result.failures) >= 2, (what, returns)
-            if "class" in what and fault.kinds == ("choices",):
-                assert "row 4" in result.failures[0], what
             if "missing" in what:
                 assert not any(verdict.passed for verdict in result.verdicts), returns
                 assert json.loads(json.dumps(result.as_dict()))["verdicts"][0]["value"] is None
 
 
-def test_a_difference_is_measured_and_not_blamed_on_neighbors() -> None:
+def test_a_difference_is_measured_and_its_row_comes_first() -> None:
     for returns in EVERY:
         case = make(returns)
         result = case.broken(partial(add(1e-3), case))
         assert result.failures[0].startswith(case.names[-1])
         assert result.value("max_difference") == pytest.approx(1e-3, rel=0.9)
         assert next(v.metric for v in result.verdicts if not v.passed) == "max_difference"
-        assert result.value("batch_sensitivity") == 0.0
+        assert result.value("batch_sensitivity") == 0.0  # not blamed on neighbors
+        assert "only 10 rows of traffic" in result.notes[0]
+        assert len(result.worst) == 10
+        assert result.worst[0].preview == "row 4"
+        assert result.row_differences[4] == max(result.row_differences)
 
 
-def neighbors_change_scores(case: Case, when: str, batch: Sequence[Sample]) -> list[RowOutputs]:
-    rows = case.right(batch)
-    first, last = SAMPLES.index(batch[0]), SAMPLES.index(batch[-1])
-    changed = {
-        "alone": len(batch) == 1,
-        "together": len(batch) > 1,
-        "reversed": first > last and first - last == len(batch) - 1,
-        "longest first": len({len(sample[0]) for sample in batch}) == 1 and len(batch) > 1,
-    }[when]
-    if changed:
-        rows[0][case.names[0]] = rows[0][case.names[0]] + np.float32(1e-3)
-    return rows
+Places = Sequence[int]
+WHEN: dict[str, Callable[[Places], bool]] = {
+    "alone": lambda places: len(places) == 1,
+    "together": lambda places: len(places) > 1,
+    "reversed": lambda places: places[0] - places[-1] == len(places) - 1 > 0,
+    "longest first": lambda places: len(places) > len({len(SAMPLES[p][0]) for p in places}) == 1,
+}
+"""Batches in which a row has another result than in others."""
+
+
+def changed_when(
+    case: Case, when: Callable[[Places], bool], damage: Callable[[RowOutputs, int], None]
+) -> GateResult:
+    """The verdict on an artifact that damages the first row of some batches."""
+
+    def run(batch: Sequence[Sample]) -> list[RowOutputs]:
+        rows, places = case.right(batch), [SAMPLES.index(sample) for sample in batch]
+        if when(places):
+            damage(rows[0], places[0])
+        return rows
+
+    return case.check(run)
 
 
 def test_a_row_that_its_neighbors_change_fails() -> None:
-    for when in ("alone", "together", "reversed", "longest first"):
+    def shift(outputs: RowOutputs, _: int) -> None:
+        name = next(iter(outputs))
+        outputs[name] = outputs[name] + np.float32(1e-3)
+
+    for when, batches in WHEN.items():
         for returns in FLOATS:
-            case = make(returns)
-            result = case.check(partial(neighbors_change_scores, case, when))
+            result = changed_when(make(returns), batches, shift)
             assert any("neighbors" in failure for failure in result.failures), (when, returns)
             assert (result.value("batch_sensitivity") or 0) > 1e-5, (when, returns)
 
 
-def second_best(case: Case, batch: Sequence[Sample], row: RowOutputs) -> None:
+def second_best(case: Case, outputs: RowOutputs, place: int) -> None:
     """The second-best class under its own score: only the run alone shows it."""
     ids, scores = case.names
-    every = case.expected[SAMPLES.index(batch[0])][0]
+    every = case.expected[place][0]
     order = np.argsort(-every, axis=-1)
     second = order[1 : 1 + KEPT] if case.core.returns == "choices" else order[:, 1]
     axis = second if every.ndim == 1 else second[:, None]
-    row[ids] = second.astype(np.int32)
-    row[scores] = np.take_along_axis(every, axis, -1).reshape(second.shape)
+    outputs[ids] = second.astype(np.int32)
+    outputs[scores] = np.take_along_axis(every, axis, -1).reshape(second.shape)
+
+
+def unused_class(case: Case, outputs: RowOutputs, _: int) -> None:
+    put_unused(case, outputs)
 
 
 def test_choices_that_neighbors_change_fail() -> None:
     for returns in CHOOSING:
-        for change in (second_best, lambda case, _, row: put_unused(case, row)):
-            case = make(returns)
-
-            def run(
-                batch: Sequence[Sample], case: Case = case, change: Any = change
-            ) -> list[RowOutputs]:
-                rows = case.right(batch)
-                if len(batch) == 1:
-                    change(case, batch, rows[0])
-                return rows
-
-            result = case.check(run)
+        case = make(returns)
+        unused = changed_when(case, WHEN["alone"], partial(unused_class, case))
+        second = changed_when(case, WHEN["alone"], partial(second_best, case))
+        for result in (unused, second):
             assert any("neighbors" in failure for failure in result.failures), returns
             assert result.value("max_difference") == 0.0
-            if change is second_best:
-                assert result.value("label_agreement") == 1.0
-                assert all("neighbors" in failure for failure in result.failures)
+        assert second.value("label_agreement") == 1.0
+        assert all("neighbors" in failure for failure in second.failures)
 
 
 def test_ties_that_neighbors_decide_are_no_failure() -> None:
@@ -284,38 +285,25 @@ def test_a_reference_that_is_not_finite_or_of_another_shape_fails() -> None:
     assert "another shape" in other.check(case.right).failures[0]
 
 
-def lose_a_row(case: Case, batch: Sequence[Sample]) -> list[RowOutputs]:
-    return case.right(batch)[: len(batch) - 1]
-
-
-def double(case: Case, batch: Sequence[Sample]) -> list[RowOutputs]:
-    return case.right(batch) * 2
-
-
-def refuse_one(case: Case, batch: Sequence[Sample]) -> list[RowOutputs]:
-    if len(batch) == 1:
-        raise RuntimeError("no kernel for one row")
-    return case.right(batch)
-
-
 def test_an_artifact_that_gives_other_rows_or_does_not_run_fails() -> None:
-    for returns in EVERY:
-        case = make(returns)
-        for run, words in (
-            (lose_a_row, "gives 3 rows"),
-            (double, "gives 8 rows"),
-            (refuse_one, "a batch of 1 does not run"),
-        ):
-            assert words in case.check(partial(run, case)).failures[0]
+    case = make("vector")
 
+    def refuse_one(batch: Sequence[Sample]) -> list[RowOutputs]:
+        if len(batch) == 1:
+            raise RuntimeError("no kernel for one row")
+        return case.right(batch)
 
-def test_no_rows_fail() -> None:
-    for returns in EVERY:
-        case = make(returns)
-        result = check(case.right, [], [], case.core, LIMITS, **EXACT)
-        assert result.failures == ("there are no rows to compare",)
-        with pytest.raises(ValueError, match="10 core rows"):
-            check(case.right, requests_of(SAMPLES), [], case.core, LIMITS, **EXACT)
+    runs: dict[str, RunBatch] = {
+        "gives 3 rows": lambda batch: case.right(batch)[: len(batch) - 1],
+        "gives 8 rows": lambda batch: case.right(batch) * 2,
+        "a batch of 1 does not run": refuse_one,
+    }
+    for words, run in runs.items():
+        assert words in case.check(run).failures[0]
+    result = check(case.right, [], [], case.core, LIMITS, **EXACT)
+    assert result.failures == ("there are no rows to compare",)
+    with pytest.raises(ValueError, match="10 core rows"):
+        check(case.right, requests_of(SAMPLES), [], case.core, LIMITS, **EXACT)
 
 
 def test_a_low_cosine_fails() -> None:
@@ -326,25 +314,7 @@ def test_a_low_cosine_fails() -> None:
     assert failure.startswith("min_cosine is ")
     assert failure.endswith(", below 0.99")
     assert case.check(turned.right, {}).passed
-    lowest, mean = result.value("min_cosine"), result.value("mean_cosine")
-    assert lowest is not None
-    assert mean is not None
-    assert lowest < mean < 0.99
-
-
-def test_images_are_samples_too() -> None:
-    pixels: list[Sample] = [np.full((2, 2, 3), i, dtype=np.uint8) for i in range(5)]
-    case = make("choices")
-    settings = {**EXACT, "metrics": metrics_of(TASKS["image-classification"]), "batch_size": 2}
-
-    def run(batch: Sequence[Sample]) -> list[RowOutputs]:
-        return [answer(case.core, case.expected[int(np.asarray(s)[0, 0, 0])]) for s in batch]
-
-    requests = requests_of(pixels)
-    result = check(run, requests, case.expected[:5], case.core, LIMITS, **settings)
-    assert result.passed, result.failures
-    wrong = check(run, requests, case.expected[1:6], case.core, LIMITS, **settings)
-    assert not wrong.passed
+    assert result.value("min_cosine") < result.value("mean_cosine") < 0.99  # type: ignore[operator]
 
 
 def judged(case: Case, wrong: Case, limits: Any, precision: str, *, edges: int = 1) -> GateResult:
@@ -389,17 +359,6 @@ def test_a_made_up_row_like_no_other_fails_in_every_precision() -> None:
             assert judged(case, case, limits, precision).value("edge_error") == 0
 
 
-def test_few_rows_are_said_and_the_worst_come_first() -> None:
-    result = make("logits").broken(
-        lambda outputs: outputs.update(logits=outputs["logits"] + 1), row=6
-    )
-    assert "only 10 rows of traffic" in result.notes[0]
-    assert len(result.worst) == 10
-    assert result.worst[0].preview == "row 6"
-    assert result.worst[0].expected != result.worst[0].actual
-    assert result.row_differences[6] == max(result.row_differences)
-
-
 def test_a_long_row_bounds_its_batch_and_still_has_a_neighbor() -> None:
     case = make("logits")
     long = TokenRow(tuple(range(BATCH_TOKENS)), 3)
@@ -417,35 +376,26 @@ def test_a_long_row_bounds_its_batch_and_still_has_a_neighbor() -> None:
 
 
 def test_the_error_of_a_core_grows_with_what_is_wrong() -> None:
-    def error_of(case: Case, amount: float) -> float:
-        name = case.names[-1]
-
-        def run(batch: Sequence[Sample]) -> list[RowOutputs]:
-            return [{**row, name: row[name] + np.float32(amount)} for row in case.right(batch)]
-
-        return core_error(run, SAMPLES, case.expected, case.core)
-
     def crash(batch: Sequence[Sample]) -> list[RowOutputs]:
         raise RuntimeError
 
     for returns in EVERY:
-        case = make(returns)
-        assert error_of(case, 0) == 0
-        assert 0 < error_of(case, 0.01) < error_of(case, 0.1)
-        assert error_of(case, np.nan) == np.inf
+        case, errors = make(returns), []
+        for amount in (0.0, 0.01, 0.1, np.nan):
+            wrong = partial(add_to_all, case, amount)
+            errors.append(core_error(wrong, SAMPLES, case.expected, case.core))
+        assert errors[0] == 0 < errors[1] < errors[2] < errors[3] == np.inf
         assert core_error(crash, SAMPLES, case.expected, case.core) == np.inf
 
 
-def said(precision: Any, **fields: Any) -> str:
-    given = {"name": "p", "task": "text-embedding", "model": {"source": "m"}, **fields}
-    plan: Any = SimpleNamespace(spec=PipelineSpec.model_validate(given))
-    verdicts = (Verdict("min_cosine", 0.5, 0.9, passed=False), Verdict("mean_cosine", 1, 0, True))
-    gate = GateResult(precision, 1, 0, True, verdicts, ("bad",), ())
-    return str(GateFailure(plan.spec.name, gate, plan))
+def add_to_all(case: Case, amount: float, batch: Sequence[Sample]) -> list[RowOutputs]:
+    name = case.names[-1]
+    return [{**row, name: row[name] + np.float32(amount)} for row in case.right(batch)]
 
 
 def test_the_remedy_fits_what_was_asked_for() -> None:
-    for precision, fields, words, other in (
+    verdicts = (Verdict("min_cosine", 0.5, 0.9, passed=False), Verdict("mean_cosine", 1, 0, True))
+    cases: tuple[tuple[Precision, dict[str, Any], str, str], ...] = (
         ("fp32", {}, "remove rows from traffic.jsonl", "core."),
         ("fp32", {"core": {"layout": "bucketed"}}, "--accept-failed-gate REASON", "layout"),
         ("fp32", {"core": {"precision": "auto"}}, "worst rows", "auto"),
@@ -454,8 +404,12 @@ def test_the_remedy_fits_what_was_asked_for() -> None:
         ("int8", {"core": {"shared_from": "q"}}, "Remove core.shared_from", "fp16"),
         ("fp32", {"accuracy": {"min_cosine": 1}}, "Loosen accuracy.min_cosine", "traffic"),
         ("fp32", {"accuracy": {"mean_cosine": 1}}, "remove rows from traffic.jsonl", "Loosen"),
-    ):
-        message = said(precision, **fields)
+    )
+    for precision, fields, words, other in cases:
+        given = {"name": "p", "task": "text-embedding", "model": {"source": "m"}, **fields}
+        plan: Any = SimpleNamespace(spec=PipelineSpec.model_validate(given))
+        gate = GateResult(precision, 1, 0, True, verdicts, ("bad",), ())
+        message = str(GateFailure("p", gate, plan))
         assert message.startswith("p failed the accuracy gate: bad. ")
         assert words in message, (precision, fields)
         assert other not in message, (precision, fields)

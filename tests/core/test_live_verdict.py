@@ -96,6 +96,11 @@ def test_equal_answers_pass() -> None:
     assert value(found, "max_difference") == value(found, "batch_sensitivity") == 0.0
     assert live.counts == {"answered": 60}
     assert found.notes == ("only 20 rows of traffic decide: 200 or more are better",)
+    # Two labels of equal score may stand in either order.
+    wanted = [labels(a=0.4, b=0.4, c=0.2)] * 3
+    assert judge([labels(b=0.4000001, a=0.4, c=0.2)] * 3, wanted)[0].failures == ()
+    found, _ = judge(RIGHT, mean_batch=1.0)
+    assert any("1.0 rows at a time" in note for note in found.notes)
 
 
 def test_a_wrong_label_fails_by_name_and_shows_its_row() -> None:
@@ -113,11 +118,6 @@ def test_the_worst_way_of_sending_counts() -> None:
     assert value(found, "batch_sensitivity") == pytest.approx(0.19, abs=1e-6)
     assert live.by_way["alone"]["max_probability_difference"] == 0.0
     assert live.by_way["reversed"]["max_probability_difference"] > 0.1
-
-
-def test_two_labels_of_equal_score_may_stand_in_either_order() -> None:
-    wanted = [labels(a=0.4, b=0.4, c=0.2)] * 3
-    assert judge([labels(b=0.4000001, a=0.4, c=0.2)] * 3, wanted)[0].failures == ()
 
 
 def test_what_is_not_finite_fails() -> None:
@@ -176,7 +176,7 @@ def test_a_vector_of_another_size_fails_in_figures() -> None:
     assert any("embedding has the shape [1, 4], not [1, 8]" in f for f in found.failures)
 
 
-def test_metrics_that_hooks_take_away_are_named_and_the_answers_still_compared() -> None:
+def test_answers_of_hooks_are_compared_as_a_whole() -> None:
     wanted, wrong = (
         [entities({"kind": kind, "at": i}) for i in range(20)] for kind in ("PER", "LOC")
     )
@@ -187,9 +187,7 @@ def test_metrics_that_hooks_take_away_are_named_and_the_answers_still_compared()
     found, _ = judge(wrong, wanted, "token-classification", hooked=True)
     assert failed(found) == {ANSWER_AGREEMENT}
     assert "only 0.0% of the answers are like the reference's" in found.failures
-
-
-def test_numbers_of_hooked_answers_have_no_limit_of_their_own() -> None:
+    # Their numbers have no limit of their own.
     wanted = [labels(a=round(0.6 + i / 100, 2), b=0.1) for i in range(20)]
     given = [labels(a=0.61, b=0.1), *wanted[1:]]
     found, _ = judge(given, wanted, precision="int8", hooked=True)
@@ -198,24 +196,14 @@ def test_numbers_of_hooked_answers_have_no_limit_of_their_own() -> None:
     assert any("no limit on" in note for note in found.notes)
 
 
-def test_batches_of_one_are_said() -> None:
-    found, _ = judge(RIGHT, mean_batch=1.0)
-    assert any("1.0 rows at a time" in note for note in found.notes)
-
-
-def test_entities_are_compared_span_by_span() -> None:
+def test_answers_are_compared_by_name_and_span_and_shown_in_short() -> None:
     one = entities(entity("PER", 0, 0.9), entity("LOC", 5, 0.8))
     other = entities(entity("LOC", 5, 0.7))
     assert differences(one, other, ["entities"]) == {"entities": pytest.approx(0.1)}
     assert differences(one, other, []) == {}
-
-
-def test_a_name_that_only_one_answer_has_is_held_against_the_last() -> None:
+    # A name that only one answer has is compared with the last.
     one, other = labels(a=0.6, b=0.3), labels(a=0.6, c=0.25)
     assert differences(one, other, [])["score"] == pytest.approx(0.05, abs=1e-6)
-
-
-def test_answers_are_shown_in_short() -> None:
     vector: Answer = {"embedding": np.arange(9, dtype=np.float32)[None], "none": np.empty((1, 0))}
     assert describe_outputs(vector) == "0 1 2 3 … (9 numbers)"
     assert len(describe_outputs({"reason": np.array([[b"\xff" + b"x" * 500]], object)})) == 120

@@ -1,17 +1,82 @@
-"""The engine is made by NVIDIA's own parser and builder: TensorRT for RTX needs no GPU for that."""
+"""What is asked of TensorRT is checked before, and made by NVIDIA's own parser and builder.
 
+TensorRT for RTX needs no GPU for that.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from engine_networks import FINE, LOWER, OPTIONS, PRODUCT, QUANTIZED, SAME, write
 from triptych.base.errors import UserError
 from triptych.core.engine.api import RtxApi, remove_unsupported
+from triptych.core.engine.graph import read_graph
 from triptych.core.engine.inspection import check_products
 from triptych.core.engine.make import make_engine, make_request
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
+
+Profiles = tuple[dict[str, ShapeRange], ...]
+WEIGHT_ONLY = [*QUANTIZED[2:4], helper.make_node("MatMul", ["x", "wt"], ["y"], name="product")]
+UNNAMED = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+BF16 = [helper.make_node("Cast", ["x"], ["xb"], name="c", to=TensorProto.BFLOAT16)]
+BF16 += [helper.make_node("Cast", ["xb"], ["y"], name="d", to=TensorProto.FLOAT)]
+
+
+def ask(path: Path, precision: str = "fp32", *, profiles: Profiles = (FINE,)) -> Any:
+    return make_request(path, EnginePlan(precision, profiles, (), OPTIONS), RtxApi("8.9"))
+
+
+def test_each_product_requires_the_type_of_its_operands(tmp_path: Path) -> None:
+    cases: list[tuple[Sequence[Any], dict[str, str]]] = [
+        (PRODUCT, {"product": "fp32"}),
+        (LOWER, {"product": "fp16"}),
+        (WEIGHT_ONLY, {"product": "fp32"}),
+        (UNNAMED, {"y": "fp32"}),
+        (SAME, {}),
+        (QUANTIZED, {"product": "int8"}),
+    ]
+    for nodes, products in cases:
+        graph = read_graph(write(tmp_path, nodes))
+        assert graph.products == products
+    assert graph.stored_bytes == 16 * 4 + 4 + 1 + 16
+    assert graph.wide_bytes == 16 * 3
+    assert graph.casts == {"q", "dx", "dw"}
+    path = write(tmp_path, SAME, kind=TensorProto.INT64)
+    assert ask(path).graph.outputs["y"].dtype == "INT64"
+    ask(write(tmp_path, BF16))
+
+
+def shapes(low: tuple[int, ...], best: tuple[int, ...], high: tuple[int, ...]) -> Profiles:
+    return ({"x": ShapeRange(low, best, high)},)
+
+
+WRONG: list[tuple[Profiles, str]] = [
+    ((), "has no profile"),
+    (({"z": FINE["x"]},), "does not name each of the graph's inputs"),
+    (({**FINE, "z": FINE["x"]},), "does not name each of the graph's inputs"),
+    ((FINE, {"z": FINE["x"]}), "does not name each of the graph's inputs"),
+    (shapes((1,), (2,), (8,)), "has another number of axes for x than 2"),
+    (shapes((4, 4), (2, 4), (8, 4)), "minimum <= optimum <= maximum"),
+    (shapes((1, 4), (9, 4), (8, 4)), "minimum <= optimum <= maximum"),
+    (shapes((0, 4), (2, 4), (8, 4)), "minimum <= optimum <= maximum"),
+    (shapes((1, 2), (2, 4), (8, 4)), "must keep axis 1 of x at 4"),
+]
+
+
+def test_a_profile_that_does_not_match_the_graph_is_rejected_before_the_build(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path, PRODUCT)
+    for profiles, rule in WRONG:
+        with pytest.raises(UserError) as raised:
+            ask(path, profiles=profiles)
+        assert rule in raised.value.rule, profiles
+        assert raised.value.field.startswith("plan.engine.profiles")
+
 
 SETTINGS: dict[str, Any] = {
     "refit": True,
@@ -73,8 +138,7 @@ class ParsedError(Exception):
 
 def count_products(path: Path, precision: str) -> dict[str, int]:
     """Return the counts of `check_products` on a parsed graph."""
-    api = RtxApi("8.9")
-    request = make_request(path, EnginePlan(precision, (FINE,), (), OPTIONS), api)
+    request = ask(path, precision)
     counts: list[dict[str, int]] = []
 
     def look(network: Any) -> None:
@@ -82,7 +146,7 @@ def count_products(path: Path, precision: str) -> dict[str, int]:
         raise ParsedError
 
     with pytest.raises(ParsedError):
-        make_engine(api, request, timing_file=None, tell=lambda _: None, look=look)
+        make_engine(RtxApi("8.9"), request, timing_file=None, tell=lambda _: None, look=look)
     return counts[0]
 
 
@@ -108,8 +172,7 @@ def test_a_graph_that_cannot_be_read_or_built_is_an_error_in_words(tmp_path: Pat
     assert raised.value.given
     assert raised.value.remedy
     path = write(tmp_path, SAME)
-    api = RtxApi("8.9")
-    request = make_request(path, EnginePlan("fp32", (FINE,), (), OPTIONS), api)
+    request = ask(path)
     path.write_bytes(b"no graph")
     with pytest.raises(UserError, match=r"model\.onnx"):
-        make_engine(api, request, timing_file=None, tell=print)
+        make_engine(RtxApi("8.9"), request, timing_file=None, tell=print)

@@ -1,7 +1,7 @@
 """Lower precision in a build: which layers stay, what is remembered, what is refused."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +69,13 @@ def lowered_by(fp32: tuple[PipelineInputs, Path, str], gate: Gate, *, mark: str)
     return convert_with_exclusions(inputs, file, key, gate, quiet)
 
 
-def test_nothing_is_kept_where_the_gate_passes(fp32: Any, tmp_path: Path) -> None:
+def test_the_layers_that_hurt_most_are_kept(fp32: Any, tmp_path: Path) -> None:
     gate = Gate(passes_at=0)
-    lowered = lowered_by(fp32, gate, mark=str(tmp_path))
+    lowered = lowered_by(fp32, gate, mark=f"{tmp_path} passes")
     assert lowered.conversion.excluded_layers == ()
     assert len(lowered.conversion.layers) == LAYERS
     assert len(gate.judged) == 1
     assert not lowered.conversion.layer_errors
-
-
-def test_the_layers_that_hurt_most_are_kept(fp32: Any, tmp_path: Path) -> None:
     gate = Gate(passes_at=3)
     lowered = lowered_by(fp32, gate, mark=str(tmp_path))
     layer_errors = lowered.conversion.layer_errors
@@ -90,6 +87,10 @@ def test_the_layers_that_hurt_most_are_kept(fp32: Any, tmp_path: Path) -> None:
     times = lowered.conversion.batch_ms
     assert set(times) == {"fp32", "nothing kept", "as kept"}
     assert all(time > 0 for time in times.values())
+    # What was found is not looked for again, only judged before it ships.
+    again = Gate(passes_at=3)
+    assert lowered_by(fp32, again, mark=str(tmp_path)) == lowered
+    assert len(again.judged) == 1
 
 
 def test_neighbors_among_many_layers_are_ranked_and_kept_together(
@@ -102,14 +103,6 @@ def test_neighbors_among_many_layers_are_ranked_and_kept_together(
     assert [len({found.layer_errors[name] for name in group}) for group in groups] == [1, 1, 1]
     assert found.excluded_layers == max(groups, key=lambda group: found.layer_errors[group[0]])
     assert len(gate.judged) == 2
-
-
-def test_what_was_found_is_not_looked_for_again(fp32: Any, tmp_path: Path) -> None:
-    first = lowered_by(fp32, Gate(passes_at=2), mark=str(tmp_path))
-    gate = Gate(passes_at=2)
-    second = lowered_by(fp32, gate, mark=str(tmp_path))
-    assert second == first
-    assert len(gate.judged) == 1  # only what is going to ship
 
 
 def test_where_nothing_passes_the_last_try_is_told_and_forgotten(fp32: Any, tmp_path: Path) -> None:
@@ -145,38 +138,28 @@ def test_minilm_passes_in_lower_precision(tmp_path: Path, precision: str) -> Non
     assert build_into(folder, tmp_path / "repository").changed == ()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_what_would_not_run_is_refused_before_any_work(
-    tiny: Path, tmp_path: Path, precision: str
-) -> None:
+def test_what_would_not_run_is_refused_before_any_work(tiny: Path, tmp_path: Path) -> None:
     told: list[str] = []
-    inputs = read_inputs(load_spec(tiny, [f"core.precision={precision}"]), quiet)
-    with pytest.raises(UserError, match="is not supported by onnxruntime"):
-        building.build(inputs, tmp_path / "repository", lambda stage, line: told.append(stage))
+    for precision in ("bf16", "fp8"):
+        inputs = read_inputs(load_spec(tiny, [f"core.precision={precision}"]), quiet)
+        with pytest.raises(UserError, match="is not supported by onnxruntime"):
+            building.build(inputs, tmp_path / "repository", lambda stage, line: told.append(stage))
     assert told == []
     assert not (tmp_path / "repository").exists()
 
 
-def sharing(tmp_path: Path, model: Path, owner: Sequence[str], sharer: Sequence[str]) -> Any:
-    """Build a pipeline, and then one that shares its core; overrides of each."""
-    source = {"source": str(model)}
+def test_a_shared_core_brings_its_precision(tmp_path: Path, tiny_model: Path) -> None:
+    """fp16 of a random model passes: its limits are those of rounding alone."""
+    source, repository = {"source": str(tiny_model)}, tmp_path / "repository"
     first = write_pipeline(tmp_path / "owner", model=source)
     second = write_pipeline(tmp_path / "sharer", model=source, core={"shared_from": "owner"})
     lines = (second / "traffic.jsonl").read_text(encoding="utf-8").splitlines()
     (second / "traffic.jsonl").write_text("\n".join(lines[:60]), encoding="utf-8")
-    build_into(first, tmp_path / "repository", *owner)
-    return build_into(second, tmp_path / "repository", *sharer)
-
-
-def test_a_shared_core_brings_its_precision(tmp_path: Path, tiny_model: Path) -> None:
-    """fp16 of a random model passes: its limits are those of rounding alone."""
-    built = sharing(tmp_path, tiny_model, ["core.precision=fp16"], [])
+    build_into(first, repository, "core.precision=fp16")
+    built = build_into(second, repository)
     assert built.gate.precision == "fp16"
-    owner, sharer = (lock_data(tmp_path / "repository", name) for name in ("owner", "sharer"))
+    owner, sharer = (lock_data(repository, name) for name in ("owner", "sharer"))
     assert owner["core_key"] == sharer["core_key"]
     assert built.gate.rows < owner["gate"]["rows"]  # judged on its own traffic
-
-
-def test_a_shared_core_has_one_precision(tmp_path: Path, tiny_model: Path) -> None:
-    with pytest.raises(UserError, match="differs from that of the shared core, fp32"):
-        sharing(tmp_path, tiny_model, [], ["core.precision=int8"])
+    with pytest.raises(UserError, match="differs from that of the shared core, fp16"):
+        build_into(second, repository, "core.precision=int8")

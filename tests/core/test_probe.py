@@ -31,12 +31,10 @@ TEXTS_SHA256 = "dfd3e2c78165097d0ff6acd4d4203f5f8ac4fd3c011f122e42c972f44ca3cc4c
 """Of all texts: the same on every Python, and changed only on purpose."""
 
 
-def test_texts_are_the_same_everywhere() -> None:
+def test_texts_are_many_and_varied_and_the_same_everywhere() -> None:
     found = hashlib.sha256(json.dumps(probe_texts()).encode()).hexdigest()
     assert found == TEXTS_SHA256
-
-
-def test_texts_are_many_and_varied() -> None:
+    assert all(row.question != row.other_question for row in probe_texts())
     texts = [row.text for row in probe_texts()]
     assert 380 <= len(texts) == len(set(texts)) <= 420
     words = sorted(len(text.split()) for text in texts)
@@ -52,10 +50,6 @@ def test_texts_are_many_and_varied() -> None:
     assert variety is not None
     assert variety.vocabulary_share > 0.15
     assert variety.near_duplicates < 0.05
-
-
-def test_a_question_is_of_the_texts_topic_or_of_another() -> None:
-    assert all(row.question != row.other_question for row in probe_texts())
 
 
 def text_request(text: str) -> GateRequest:
@@ -127,26 +121,18 @@ def test_every_text_task_has_limits_on_the_probe(task: str) -> None:
         assert all(METRICS[name].meets(tight[name], loose[name]) for name in tight)
 
 
-def test_an_override_counts_on_the_probe_where_it_is_looser() -> None:
-    task = TASKS["text-embedding"]
-    plain = probe_limits(task, "int8", {})
+def test_limits_follow_the_users_overrides_and_pytorchs_own_rounding() -> None:
+    plain = probe_limits(TASKS["text-embedding"], "int8", {})
     given = {"min_cosine": 0.5, "mean_cosine": 0.99999, "edge_error": 5.0}
-    assert probe_limits(task, "int8", given) == {**plain, "min_cosine": 0.5, "edge_error": 5.0}
-
-
-def test_no_default_limit_is_below_pytorchs_own_rounding() -> None:
+    looser = {**plain, "min_cosine": 0.5, "edge_error": 5.0}
+    assert probe_limits(TASKS["text-embedding"], "int8", given) == looser
     limits = {"max_difference": 1e-5, "batch_sensitivity": 1e-5, "min_cosine": 0.99999}
     assert above_rounding(limits, None, {}) == above_rounding(limits, 2e-7, {}) == limits
-    raised = above_rounding(limits, 1.65e-5, {})
-    assert raised == pytest.approx(
-        {**limits, "max_difference": 4.95e-5, "batch_sensitivity": 4.95e-5}
-    )
-
-
-def test_a_limit_of_the_users_own_is_not_raised() -> None:
-    limits = {"max_difference": 1e-12, "batch_sensitivity": 1e-5}
-    raised = above_rounding(limits, 1e-5, {"max_difference": 1e-12})
-    assert raised == pytest.approx({"max_difference": 1e-12, "batch_sensitivity": 3e-5})
+    raised = {**limits, "max_difference": 4.95e-5, "batch_sensitivity": 4.95e-5}
+    assert above_rounding(limits, 1.65e-5, {}) == pytest.approx(raised)
+    # A limit of the user's own is not raised.
+    own = above_rounding(limits, 1.65e-5, {"max_difference": 1e-5})
+    assert own == pytest.approx({**raised, "max_difference": 1e-5})
 
 
 def test_the_result_is_told_in_a_line_and_kept_whole() -> None:

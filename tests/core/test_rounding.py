@@ -45,24 +45,6 @@ def test_rounding_together_stays_within_a_few_steps_of_the_weight() -> None:
     assert np.abs(rounded * scale_of(weight) - weight).max() < 8 * scale_of(weight).max()
 
 
-def test_independent_inputs_round_to_the_nearest() -> None:
-    weight = cases.matrix(1, 32, 8)
-    inputs = np.eye(32, dtype=np.float32)
-    assert np.array_equal(round_together(weight, inputs), round_nearest(weight))
-
-
-def test_few_or_no_inputs_do_no_harm() -> None:
-    weight = cases.matrix(1, 64, 8)
-    for inputs in (correlated(2), np.zeros((5, 64), np.float32)):
-        rounded = round_together(weight, inputs)
-        fresh = cases.vectors(100, 64)
-        assert error_of(rounded, weight, fresh) < 2 * error_of(round_nearest(weight), weight, fresh)
-
-
-def test_a_weight_of_zeros_rounds_to_zeros() -> None:
-    assert not round_together(np.zeros((16, 4), np.float32), correlated(20, 16)).any()
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_smoothing_gives_outliers_a_scale_of_their_own(dynamic: bool) -> None:
     vectors = cases.vectors(300, 64)
@@ -95,3 +77,14 @@ def test_values_beyond_the_range_are_cut_off_and_the_others_rounded() -> None:
     assert np.allclose(quantized(vectors, 1.27), [[0.0, 0.5, 1.27, 1.27, -1.28]])
     each = quantized(vectors, None)
     assert np.abs(each - vectors).max() <= 50 / 127 / 2 + 1e-6
+
+
+def test_independent_few_or_no_inputs_do_no_harm() -> None:
+    weight = cases.matrix(1, 64, 8)
+    inputs = np.eye(64, dtype=np.float32)
+    assert np.array_equal(round_together(weight, inputs), round_nearest(weight))
+    fresh = cases.vectors(100, 64)
+    for inputs in (correlated(2), np.zeros((5, 64), np.float32)):
+        rounded = round_together(weight, inputs)
+        assert error_of(rounded, weight, fresh) < 2 * error_of(round_nearest(weight), weight, fresh)
+    assert not round_together(np.zeros((16, 4), np.float32), correlated(20, 16)).any()

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import broken_repositories as broken
-from conftest import ROOT, build_into, quiet, traffic_texts, write_pipeline
+from conftest import build_into, quiet, traffic_texts, write_pipeline
 from task_models import tagger, text_classifier
 from triptych.base.errors import UserError
 from triptych.core.gate.verify import describe_verification, verification_data, verify_pipeline
@@ -30,7 +28,6 @@ from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import thresholds
 
 pytestmark = pytest.mark.server
-TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 HOOKS = """
 def before(rows):
     return [{"text": row["text"].replace("!", " ").replace("ou", "o", 1)} for row in rows]
@@ -59,28 +56,18 @@ def base(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
     topics = str(text_classifier(base / "m/topics", minilm_folder, traffic_texts()))
     tags = str(tagger(base / "m/tags", minilm_folder, []))
     classify = {"task": "text-classification", "model": {"source": topics}}
+    label = {"task": "token-classification", "model": {"source": tags}}
+    outputs = [{"name": "urgency", "dtype": "FP32"}, {"name": "best", "dtype": "BYTES"}]
+    custom = {"auto_class": "AutoModelForSequenceClassification", "outputs": outputs}
     specs: dict[str, dict[str, Any]] = {
-        **dict.fromkeys(("topics", "swapped", "mixed", "lost"), classify),
-        "short": {**classify, "tokenizer": SHORT},
-        "hooked": classify,
-        "tags": {"task": "token-classification", "model": {"source": tags}},
-        "own": {
-            "task": "custom",
-            "model": {"source": topics},
-            "core": {"layout": "bucketed"},
-            "custom": {
-                "auto_class": "AutoModelForSequenceClassification",
-                "outputs": [
-                    {"name": "urgency", "dtype": "FP32"},
-                    {"name": "best", "dtype": "BYTES"},
-                ],
-            },
-        },
+        **dict.fromkeys(("topics", "mixed", "lost", "hooked"), classify),
+        "tags": {**label, "tokenizer": SHORT},
+        "own": {**classify, "task": "custom", "core": {"layout": "bucketed"}, "custom": custom},
     }
     hooks = {"hooked": HOOKS, "own": DECODE}
     for name, spec in specs.items():
         folder = write_pipeline(base / "p" / name, **spec)
-        traffic = (folder / "traffic.jsonl").read_text().splitlines()[:90]
+        traffic = (folder / "traffic.jsonl").read_text().splitlines()[:60]
         (folder / "traffic.jsonl").write_text("\n".join(traffic))
         if name in hooks:
             (folder / "hooks.py").write_text(hooks[name])
@@ -98,12 +85,15 @@ def inputs_of(folder: Path, *overrides: str) -> PipelineInputs:
     return read_inputs(load_spec(folder, overrides), quiet)
 
 
-def verify(
-    folder: Path, repository: Path, *overrides: str, url: str | None = None, clients: int = 16
-) -> GateResult:
+def verify(folder: Path, repository: Path, *overrides: str, url: str | None = None) -> GateResult:
     inputs = inputs_of(folder, *overrides)
     server = endpoint.open_endpoint(repository, inputs.plan.spec.name, url, quiet)
-    return verify_pipeline(inputs, repository, server, quiet, clients=clients, timeout_s=120.0)
+    return verify_pipeline(inputs, repository, server, quiet, clients=16, timeout_s=120.0)
+
+
+def at_the_command_line(base: Path, name: str, *words: str) -> Any:
+    words = (name, "--pipelines", str(base / "p"), "-r", str(base / "r"), *words)
+    return CliRunner().invoke(app, ["verify", *words])
 
 
 def counts(result: GateResult) -> Mapping[str, int]:
@@ -111,133 +101,82 @@ def counts(result: GateResult) -> Mapping[str, int]:
     return result.live.counts
 
 
-def failed(result: GateResult) -> set[str]:
-    return {verdict.metric for verdict in result.verdicts if not verdict.passed}
-
-
-@pytest.fixture(scope="module")
-def passing(base: Path, url: str) -> dict[str, GateResult]:
-    """Every kind of pipeline, verified as it is."""
-    kinds = ("topics", "tags", "short", "hooked", "own")
-    return {name: verify(base / "p" / name, base / "r", url=url) for name in kinds}
-
-
-@pytest.fixture
-def minilm(minilm_repository: Path) -> Path:
-    """Folder of the pipelines of the shared MiniLM repository."""
-    return minilm_repository.parent / "pipelines"
-
-
-def test_minilm_passes_at_the_command_line(minilm: Path, minilm_server: Any) -> None:
-    words = ["minilm_packed", "--pipelines", str(minilm), "--url", minilm_server.grpc_url]
-    done = CliRunner().invoke(app, ["verify", *words, "--json"])
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
-    assert result["passed"]
-    assert result["failures"] == []
-    assert result["precision"] == "fp32"
-    assert result["counts"] == {"answered": 3 * (result["rows"] + result["edge_case_rows"])}
-    assert result["mean_batch"] > 1.2
-    figures = {verdict["metric"]: verdict["value"] for verdict in result["verdicts"]}
-    assert figures["min_cosine"] > 0.99999
-    assert figures["nearest_neighbor_agreement"] == 1.0
-    assert figures["batch_sensitivity"] < 1e-5
-
-
-def test_a_scaled_layer_fails_at_the_command_line_on_a_server_of_its_own(
-    minilm: Path, minilm_repository: Path, tmp_path: Path
-) -> None:
-    repository = broken.copy_of(minilm_repository, "minilm_bucketed", tmp_path / "r")
-    broken.scale_a_layer(repository, "minilm_bucketed")
-    words = ("verify", "minilm_bucketed", "--pipelines", minilm, "-r", repository)
-    done = subprocess.run([TRIPTYCH, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert "failed: min_cosine is 0." in done.stdout
-    assert "failed: mean_cosine is 0." in done.stdout
-    assert "rows with the largest error:" in done.stdout
-    assert "Traceback" not in done.stderr
-
-
-def test_every_kind_of_pipeline_passes(passing: dict[str, GateResult]) -> None:
-    for name, result in passing.items():
+def test_every_kind_of_pipeline_passes(base: Path, url: str) -> None:
+    kinds = ("topics", "tags", "hooked", "own")
+    results = {name: verify(base / "p" / name, base / "r", url=url) for name in kinds}
+    for name, result in results.items():
         assert result.failures == (), name
         assert counts(result)["answered"] >= 90, name
-        assert result.rows >= 50, name
+        assert result.rows >= 30, name
         assert list(describe_verification(result))[-1] == ("passed", "green"), name
-
-
-def test_what_the_spec_refuses_is_refused(
-    passing: dict[str, GateResult], base: Path, url: str
-) -> None:
-    assert counts(passing["short"])["refused"] >= 3 * 3
-    other = verify(base / "p/topics", base / "r", "tokenizer.truncation=reject", url=url)
-    assert any("answered, though the spec refuses them" in f for f in other.failures)
-
-
-def test_hooks_are_applied_once_and_what_they_hide_is_said(passing: dict[str, GateResult]) -> None:
-    result = passing["hooked"]
+    assert counts(results["tags"])["refused"] >= 3 * 3  # as the spec says
+    # Hooks are applied once, and what they hide is said.
+    hooked, own = results["hooked"], results["own"]
     # With those up to and about the limit, and [PAD], [UNK], [CLS], [SEP] and [MASK].
-    assert result.edge_case_rows == len(EDGE_TEXTS) + 5 + 5
-    shown = {row.actual for row in result.worst}
+    assert hooked.edge_case_rows == len(EDGE_TEXTS) + 5 + 5
+    shown = {row.actual for row in hooked.worst}
     assert shown
     assert all(re.fullmatch(r"[A-Z]+ 0\.\d{4}", got) for got in shown), shown
-    own = passing["own"]
     (alike, *_) = own.verdicts
     assert (alike.metric, alike.value) == ("answers_alike", 1.0)
     assert any("label_agreement" in note and "not measured" in note for note in own.notes)
 
 
+def test_a_pipeline_passes_at_the_command_line(base: Path, url: str) -> None:
+    done = at_the_command_line(base, "topics", "--url", url, "--json")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert (result["passed"], result["failures"], result["precision"]) == (True, [], "fp32")
+    assert result["counts"] == {"answered": 3 * (result["rows"] + result["edge_case_rows"])}
+    figures = {verdict["metric"]: verdict["value"] for verdict in result["verdicts"]}
+    assert figures["label_agreement"] == 1.0
+    assert figures["batch_sensitivity"] < 1e-5
+
+
 BROKEN: dict[str, tuple[Callable[[Path, str], None], str, str]] = {
     "topics": (broken.scale_a_layer, "max_probability_difference", ""),
-    "swapped": (broken.swap_labels, "label_agreement", ""),
     "tags": (broken.shift_offsets, "entity_f1", ""),
     "mixed": (broken.mix_answers_up, "batch_sensitivity", ""),
     "lost": (broken.lose_a_number, "label_agreement", "NaN or infinity"),
-    "own": (broken.scale_a_layer, "answers_alike", ""),
 }
 """Pipeline to what is wrong with it, the metric that fails and the words of a failure."""
 
 
-def test_a_broken_repository_fails_by_the_metrics_name(base: Path, tmp_path: Path) -> None:
+def test_a_broken_repository_fails_by_the_metrics_name(
+    base: Path, url: str, tmp_path: Path
+) -> None:
     for name, (break_it, _, _) in BROKEN.items():
         break_it(broken.copy_of(base / "r", name, tmp_path), name)
     with Server(tmp_path) as server:
         for name, (_, metric, words) in BROKEN.items():
             result = verify(base / "p" / name, tmp_path, url=server.grpc_url)
-            assert metric in failed(result), name
+            missed = {verdict.metric for verdict in result.verdicts if not verdict.passed}
+            assert metric in missed, name
             assert any(metric in f or words in f for f in result.failures), name
             assert result.finite == (name != "lost"), name
             json.dumps(verification_data(result), allow_nan=False)
-
-
-def test_another_model_under_the_name_fails_in_figures(
-    tmp_path: Path, tiny_model: Path, minilm_repository: Path, minilm_server: Any
-) -> None:
-    folder = write_pipeline(tmp_path / "minilm_packed", model={"source": str(tiny_model)})
-    result = verify(folder, minilm_repository, url=minilm_server.grpc_url)
-    assert failed(result) >= {"min_cosine", "mean_cosine", "nearest_neighbor_agreement"}
-    assert any("embedding has the shape [1, 384], not [1, 32]" in f for f in result.failures)
+        done = at_the_command_line(base, "topics", "--url", server.grpc_url)
+    assert done.exit_code == 1
+    assert "failed: label_agreement is 0." in done.stdout
+    assert "rows with the largest error:" in done.stdout
+    # What a spec refuses and the pipeline answers.
+    other = verify(base / "p/topics", base / "r", "tokenizer.truncation=reject", url=url)
+    assert any("answered, though the spec refuses them" in f for f in other.failures)
 
 
 def test_mistakes_are_said(base: Path, url: str, tmp_path: Path) -> None:
-    words = ["topics", "--pipelines", str(base / "p"), "-r", str(base / "r")]
-    done = CliRunner().invoke(app, ["verify", *words, "--url", "127.0.0.1:9"])
+    done = at_the_command_line(base, "topics", "--url", "127.0.0.1:9")
     assert isinstance(done.exception, UserError)
     assert "127.0.0.1:9: nothing listens there" in str(done.exception)
     with pytest.raises(UserError, match="does not contain the pipeline"):
         verify(base / "p/topics", tmp_path)
-    write_pipeline(tmp_path / "nobody", model={"source": str(base / "m/topics")})
+    model = {"source": str(base / "m/topics")}
+    write_pipeline(tmp_path / "nobody", model=model)
     with pytest.raises(UserError, match="nobody"):
         verify(tmp_path / "nobody", tmp_path, url=url)
-
-
-def test_another_task_under_the_name_is_a_mistake(base: Path, url: str, tmp_path: Path) -> None:
-    folder = write_pipeline(tmp_path / "tags", model={"source": str(base / "m/topics")})
+    folder = write_pipeline(tmp_path / "tags", model=model)
     with pytest.raises(UserError, match=r"outputs of text-embedding.*Given: entities object \[1\]"):
         verify(folder, tmp_path, url=url)
-
-
-def test_late_answers_are_a_mistake(base: Path, url: str) -> None:
     server = endpoint.open_endpoint(base / "r", "topics", url, quiet)
     inputs = inputs_of(base / "p/topics")
     with pytest.raises(UserError, match="does not answer requests within 1e-05 s"):
@@ -279,9 +218,3 @@ def test_the_lock_tells_the_precision_and_what_was_accepted(
     assert limits["entity_f1"] < 1.0
     assert limits["max_difference"] is None
     assert any("known and harmless" in line for line, _ in describe_verification(result))
-
-
-def test_one_client_says_little_of_neighbors(base: Path, url: str) -> None:
-    result = verify(base / "p/tags", base / "r", url=url, clients=1)
-    assert result.passed
-    assert any("1.0 rows at a time" in note for note in result.notes)

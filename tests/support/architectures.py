@@ -1,6 +1,5 @@
 """Random-weight models of many architectures, and what transformers itself makes of a row."""
 
-import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,8 +19,10 @@ from triptych.base.tensors import (
     ROW_OFFSET,
     ROW_SPAN,
     Tensor,
+    TokenRow,
 )
 from triptych.core.export.to_onnx import export_onnx
+from triptych.core.gate.runs import RunBatch, open_onnx
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.tasks.task import Core
 
@@ -30,7 +31,7 @@ MASK = 4
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "intermediate_size": 48,
     "max_position_embeddings": 96,
@@ -53,7 +54,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "bert": ("bert", {}),
     "distilbert": (
         "distilbert",
-        {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "sinusoidal_pos_embds": True},
+        {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 48, "sinusoidal_pos_embds": True},
     ),
     "roberta": ("roberta", ROBERTA),
     "xlm-roberta": ("xlm-roberta", ROBERTA),
@@ -64,6 +65,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "modernbert": (
         "modernbert",
         {
+            "num_hidden_layers": 2,  # one with global attention, one with local
             "global_attn_every_n_layers": 2,
             "local_attention": 16,
             "pad_token_id": 3,
@@ -76,7 +78,6 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": (
         "qwen3",
         {
-            "num_hidden_layers": 1,
             "num_key_value_heads": 1,
             "head_dim": 16,
             "pad_token_id": 5,
@@ -125,8 +126,6 @@ ROW_SIZES = (3, 41, 12, 1, 27, 33, 40)
 
 def save_model(name: str, auto_class: str, folder: Path, **more: Any) -> ModelInfo:
     """Write a random model of an architecture into `folder`; returns its facts."""
-    import transformers
-
     kind, settings = ARCHITECTURES[name]
     torch.manual_seed(0)
     sizes = {k: v for k, v in SIZES.items() if "dim" not in settings or "hidden" not in k}
@@ -196,24 +195,22 @@ def with_special(rows: Sequence[Sequence[int]], config: Any) -> list[list[int]]:
     return changed
 
 
-def first_segments(rows: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """A place in each row where its second segment begins."""
-    return np.array([[(len(row) + 1) // 2] for row in rows], dtype=np.int32)
+def token_row(ids: Sequence[int]) -> TokenRow:
+    """A row whose second segment begins in the middle."""
+    return TokenRow(tuple(ids), (len(ids) + 1) // 2)
 
 
 def expected_outputs(
     folder: Path, facts: ModelInfo, core: Core, rows: Sequence[Sequence[int]]
 ) -> list[list[NDArray[Any]]]:
     """The core's outputs for each row, from transformers' model on that row alone."""
-    import transformers
-
     model = getattr(transformers, core.auto_class).from_pretrained(folder).eval()
     accepted = inspect.signature(model.forward).parameters
     answers = []
-    for row, first in zip(rows, first_segments(rows)[:, 0], strict=True):
+    for row in rows:
         inputs = {"input_ids": torch.tensor([row])}
         if facts.segments > 1 and "token_type_ids" in accepted:
-            types = [int(index >= first) for index in range(len(row))]
+            types = [int(index >= (len(row) + 1) // 2) for index in range(len(row))]
             inputs["token_type_ids"] = torch.tensor([types])
         with torch.no_grad():
             answers.append(_outputs(model(**inputs), core, row))
@@ -239,66 +236,9 @@ def _outputs(output: Any, core: Core, row: Sequence[int]) -> list[NDArray[Any]]:
     return [ids[:, 0], best[:, 0]] if core.returns == "token_choices" else [ids, best]
 
 
-def packed_feed(
-    rows: Sequence[Sequence[int]],
-) -> tuple[dict[str, NDArray[np.int32]], list[int]]:
-    """Return the packed graph's inputs for rows that came in requests of one to three rows.
-
-    Also returns the index of each row's first token.
-    """
-    tokens: list[int] = []
-    strides, offsets, starts = [], [], []
-    index = 0
-    while index < len(rows):
-        request = rows[index : index + 1 + index % 3]
-        index += len(request)
-        size = sum(map(len, request))
-        stride = -(-size // len(request))
-        first = len(tokens)
-        for place, row in enumerate(request):
-            starts.append(len(tokens))
-            offsets.append(len(tokens) - first - place * stride)
-            strides.append(stride)
-            tokens += row
-        tokens += [50] * (stride * len(request) - size)  # what a pad holds does not matter
-    columns = np.array(offsets, np.int32)[:, None], np.array(strides, np.int32)
-    feed = {"input_ids": np.array(tokens, np.int32)}
-    return feed | {"row_offset": columns[0], "row_stride": columns[1]}, starts
-
-
-@functools.lru_cache(maxsize=1)
-def _session(path: Path) -> Any:
-    import onnxruntime
-
-    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-
-
-def run_graph(
-    path: Path, facts: ModelInfo, core: Core, rows: Sequence[Sequence[int]], *, packed: bool
-) -> list[list[NDArray[Any]]]:
-    """The outputs of ``model.onnx`` for each row, all of them in one batch."""
-    session = _session(path)
-    lengths = np.array([[len(row)] for row in rows], dtype=np.int32)
-    feed = {"row_length": lengths, "first_segment": first_segments(rows)}
-    if packed:
-        tokens, starts = packed_feed(rows)
-        feed |= tokens
-    else:
-        ids = np.full((len(rows), int(lengths.max()) + 2), facts.pad_token_id, dtype=np.int32)
-        for target, row in zip(ids, rows, strict=True):
-            target[: len(row)] = row
-        feed["input_ids"] = ids
-    outputs = session.run([output.name for output in core.outputs], feed)
-    answers = []
-    for index, row in enumerate(rows):
-        if core.per_token and packed:
-            part = slice(starts[index], starts[index] + len(row))
-            answers.append([output[part] for output in outputs])
-        elif core.per_token:
-            answers.append([output[index, : len(row)] for output in outputs])
-        else:
-            answers.append([output[index] for output in outputs])
-    return answers
+def open_core(path: Path, facts: ModelInfo, core: Core, layout: str) -> RunBatch:
+    """A function that runs ``model.onnx`` on the rows of one batch."""
+    return open_onnx(path, core, LAYOUT_INPUTS[layout], pad_token_id=facts.pad_token_id)
 
 
 SHARED = [
@@ -308,12 +248,12 @@ SHARED = [
     ("mpnet", "embedding", "bucketed"),
     ("deberta-v3", "spans", "bucketed"),
     ("modernbert", "scores", "packed"),
-    ("qwen3", "logits", "packed"),
 ]
 """An export takes seconds: tests of lower precision and of TensorRT's parsers have these, too."""
 
 
 OTHERS = [
+    ("qwen3", "logits", "packed"),
     ("distilbert", "tokens", "packed"),
     ("distilbert", "token-scores", "bucketed"),
     ("roberta", "mask", "packed"),

@@ -1,14 +1,9 @@
 """Copies of a built repository in which one thing is wrong, as a faulty deployment has it."""
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
-
-Matrix = NDArray[np.float32]
 
 
 def copy_of(repository: Path, name: str, target: Path) -> Path:
@@ -18,23 +13,8 @@ def copy_of(repository: Path, name: str, target: Path) -> Path:
     return target
 
 
-def scale_a_layer(repository: Path, name: str) -> None:
-    """The largest matrix of the core is half as large again."""
-    _change_matrix(repository, name, lambda values: values * np.float32(1.5))
-
-
-def lose_a_number(repository: Path, name: str) -> None:
-    """One element of the largest matrix of the core is no number."""
-
-    def change(values: Matrix) -> Matrix:
-        changed = values.copy()
-        changed.flat[0] = np.nan
-        return changed
-
-    _change_matrix(repository, name, change)
-
-
-def _change_matrix(repository: Path, name: str, change: Callable[[Matrix], Matrix]) -> None:
+def scale_a_layer(repository: Path, name: str, factor: float = 1.5) -> None:
+    """The largest matrix of the core is multiplied by `factor`."""
     import onnx
     from onnx import numpy_helper
 
@@ -47,38 +27,29 @@ def _change_matrix(repository: Path, name: str, change: Callable[[Matrix], Matri
         if len(tensor.dims) == 2 and tensor.name not in read  # embeddings are looked up
     ]
     largest = max(matrices, key=lambda tensor: np.prod(tensor.dims))
-    changed = change(numpy_helper.to_array(largest))
+    changed = numpy_helper.to_array(largest) * np.float32(factor)
     largest.CopyFrom(numpy_helper.from_array(changed, largest.name))
     onnx.save(model, path)
 
 
-def swap_labels(repository: Path, name: str) -> None:
-    """The first two labels of the postprocess step change places."""
-    path = repository / f"{name}_postprocess/1/settings.json"
-    settings = json.loads(path.read_bytes())
-    settings["labels"][:2] = settings["labels"][1::-1]
-    path.write_text(json.dumps(settings), encoding="utf-8")
+def lose_a_number(repository: Path, name: str) -> None:
+    """The largest matrix of the core holds no numbers."""
+    scale_a_layer(repository, name, np.nan)
+
+
+def _replace(path: Path, old: str, new: str, more: str = "") -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new) + more, encoding="utf-8")
 
 
 def shift_offsets(repository: Path, name: str) -> None:
     """Entities begin one character late."""
     path = repository / f"{name}_postprocess/1/decode_entities.py"
-    text = path.read_text(encoding="utf-8")
-    right = '"start": start,'
-    assert text.count(right) == 1
-    path.write_text(text.replace(right, '"start": start + 1,'), encoding="utf-8")
+    _replace(path, '"start": start,', '"start": start + 1,')
 
 
-def mix_answers_up(repository: Path, name: str) -> None:
-    """Some requests get the answer of another: what a faulty batcher would do."""
-    path = repository / f"{name}_postprocess/1/model.py"
-    text = path.read_text(encoding="utf-8")
-    right = "result = self._decoder.decode("
-    assert text.count(right) == 1
-    mixed = text.replace(right, "result = _mix(self._decoder.decode, ")
-    path.write_text(
-        mixed
-        + """
+_MIX = """
 
 _last = []
 
@@ -87,6 +58,10 @@ def _mix(decode, *arguments):
     \"\"\"Give every ninth request the answer of the one before it.\"\"\"
     _last.append(decode(*arguments))
     return _last[-2] if len(_last) % 9 == 0 else _last[-1]
-""",
-        encoding="utf-8",
-    )
+"""
+
+
+def mix_answers_up(repository: Path, name: str) -> None:
+    """Some requests get the answer of another: what a faulty batcher would do."""
+    path = repository / f"{name}_postprocess/1/model.py"
+    _replace(path, "self._decoder.decode(", "_mix(self._decoder.decode, ", _MIX)

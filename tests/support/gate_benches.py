@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,37 +15,55 @@ from task_models import MODELS
 from triptych.core.gate.cached import decoding_of
 from triptych.core.gate.check import GateLabels, check
 from triptych.core.gate.reference import reference_of
-from triptych.core.gate.runs import RowOutputs, RunBatch, open_core
+from triptych.core.gate.runs import RunBatch, open_core
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.core.requests import Expected, Sample, rows_of
+from triptych.core.requests import Expected, rows_of
 from triptych.repository.records import GateResult
-from triptych.spec.backends import Precision
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.accuracy import metrics_of, thresholds
 
 CONTEXT = "The lamp is kept by Ines in the old harbour house. "
+IMAGES = 72
+"""Number of pictures in traffic: so many that calibration has some."""
 
 
-def write_task(base: Path, name: str, minilm: Path, rows: int = 40) -> Path:
-    """The folder of a pipeline on one of the small models, with traffic of its task."""
+def write_task(base: Path, name: str, minilm: Path, rows: int = 40, **more: Any) -> Path:
+    """The folder of a pipeline on one of the small models, with traffic of its task.
+
+    `more` is put into the spec.
+    """
     task, make = MODELS[name]
-    texts = traffic_texts()[:rows]
     folder = base / "pipelines" / name
     folder.mkdir(parents=True)
-    spec: dict[str, Any] = {"task": task, "model": {"source": str(base / "models" / name)}}
+    spec: dict[str, Any] = {"task": task, "model": {"source": str(base / "models" / name)}, **more}
     make(base / "models" / name, minilm, traffic_texts())
     if task == "zero-shot-classification":
         spec["parameters"] = {"candidate_labels": ["billing", "a delivery", "something else"]}
-    lines: list[dict[str, Any]] = [{"text": text} for text in texts]
-    if task == "fill-mask":
-        lines = [{"text": f"[MASK] {text}"} for text in texts]
-    elif task == "question-answering":
-        lines = [{"text": "Who keeps it?", "text_pair": CONTEXT + text} for text in texts]
-    elif task == "reranking":
-        lines = [{"text": texts[i % 5], "text_pair": text} for i, text in enumerate(texts)]
+    lines = traffic_of(task, traffic_texts()[:rows], folder)
     (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
     (folder / "traffic.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     return folder
+
+
+def traffic_of(task: str, texts: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Traffic of a task; pictures of noise are written into the folder of the pipeline."""
+    if task == "image-classification":
+        return [{"image": _image(folder / f"{number}.png", number)} for number in range(IMAGES)]
+    if task == "question-answering":
+        return [{"text": "Who keeps it?", "text_pair": CONTEXT + text} for text in texts]
+    if task == "reranking":
+        return [{"text": texts[i % 5], "text_pair": text} for i, text in enumerate(texts)]
+    return [{"text": f"[MASK] {text}" if task == "fill-mask" else text} for text in texts]
+
+
+def _image(path: Path, seed: int) -> str:
+    """Write a picture of noise over one color; returns its name."""
+    from PIL import Image
+
+    random = np.random.default_rng(seed)
+    pixels = random.integers(0, 200, 3) + random.integers(0, 56, (40, 40, 3))
+    Image.fromarray(pixels.astype(np.uint8)).save(path, "PNG")
+    return path.name
 
 
 @dataclass(frozen=True)
@@ -73,35 +91,21 @@ class Bench:
     def open(self, file: Path | None = None) -> RunBatch:
         return open_core(file or self.file, self.inputs.plan)
 
-    def check(
-        self, run: RunBatch, precision: Precision = "fp32", labeled: GateLabels | None = None
-    ) -> GateResult:
+    def check(self, run: RunBatch, labeled: GateLabels | None = None) -> GateResult:
+        """The verdict at the limits of fp32."""
         plan = self.inputs.plan
         return check(
             run,
             self.inputs.requests,
             self.expected,
             plan.core,
-            thresholds(plan.task, precision, {}),
+            thresholds(plan.task, "fp32", {}),
             metrics=metrics_of(plan.task),
-            precision=precision,
+            precision="fp32",
             batch_size=16,
             decoding=decoding_of(self.inputs),
             labeled=labeled,
         )
-
-    def changed(self, change: Callable[[RowOutputs], RowOutputs]) -> RunBatch:
-        """The right core, but for what `change` does to each row's outputs."""
-        right = self.open()
-        return lambda batch: [change(row) for row in right(batch)]
-
-    def recall(self, outputs: Sequence[Expected]) -> RunBatch:
-        """An artifact that returns these vectors for the gate's rows."""
-        name = self.inputs.plan.core.outputs[0].name
-        known: dict[Sample, Expected] = dict(
-            zip(rows_of(self.inputs.requests), outputs, strict=True)
-        )
-        return lambda batch: [{name: known[row][0]} for row in batch]
 
     def broken(self, target: Path, breaks: Callable[[Any], None]) -> RunBatch:
         """The core with its graph changed."""

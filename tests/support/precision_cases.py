@@ -1,6 +1,6 @@
 """Graphs for the converters: exported ones of several architectures, and small ones by hand."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,29 +11,35 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from triptych.base.onnx_graph import open_session
-from triptych.base.tensors import TokenRow
+from triptych.core.precision import float16, quantize
 from triptych.core.requests import core_feed
+from triptych.repository.records import Conversion
+from triptych.spec.backends import Precision
 
+CONVERT: dict[Precision, Callable[..., Conversion]] = {
+    "int8": quantize.convert_int8,
+    "int8_dynamic": quantize.convert_int8,
+    "fp8": quantize.convert_fp8,
+    "fp16": float16.convert,
+    "bf16": float16.convert,
+}
+"""The conversion of a core to each precision."""
 Feed = dict[str, NDArray[Any]]
 WIDTH = 32
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A random model's core, and rows for it."""
+    """A random model's core, in a folder that is shared: not to be written to."""
 
     path: Path
     layout: str
     pad: int
 
-    @property
-    def packed(self) -> bool:
-        return self.layout != "bucketed"
-
     def feed(self, rows: Sequence[Sequence[int]]) -> Feed:
         import architectures as models  # needs torch, which pure tests do without
 
-        samples = [TokenRow(tuple(row), (len(row) + 1) // 2) for row in rows]
+        samples = [models.token_row(row) for row in rows]
         return core_feed(samples, models.LAYOUT_INPUTS[self.layout], pad_token_id=self.pad)
 
     def feeds(self, *, seed: int = 7) -> list[Feed]:
@@ -44,7 +50,7 @@ class Exported:
 
 
 def export(name: str, head: str, layout: str) -> Exported:
-    """The core of an architecture, in a folder that is shared: not to be written to."""
+    """The core of an architecture."""
     import architectures as models
 
     folder, facts = models.exported(name, head, layout)

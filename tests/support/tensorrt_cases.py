@@ -5,22 +5,11 @@ from typing import Any
 
 import onnx
 
+from fake_tensorrt.builder import TYPES
 from fake_tensorrt.runtime import pack_plan
 
 Ranges = Mapping[str, Sequence[Sequence[int]]]
 """By input: its smallest, usual and largest shape."""
-
-# TensorRT's names of ONNX's element types.
-TENSORRT_TYPES = {
-    onnx.TensorProto.FLOAT: "FLOAT",
-    onnx.TensorProto.FLOAT16: "HALF",
-    onnx.TensorProto.BFLOAT16: "BF16",
-    onnx.TensorProto.INT8: "INT8",
-    onnx.TensorProto.INT32: "INT32",
-    onnx.TensorProto.INT64: "INT64",
-    onnx.TensorProto.UINT8: "UINT8",
-    onnx.TensorProto.BOOL: "BOOL",
-}
 
 # A bucketed core in small: what a row gives shows every token and whether rows mix.
 PADDED = """
@@ -64,7 +53,7 @@ def header_of(graph: bytes) -> dict[str, Any]:
     def tensors(values: Any) -> dict[str, Any]:
         return {
             value.name: [
-                TENSORRT_TYPES[value.type.tensor_type.elem_type],
+                TYPES[value.type.tensor_type.elem_type],
                 [d.dim_value or -1 for d in value.type.tensor_type.shape.dim],
             ]
             for value in values

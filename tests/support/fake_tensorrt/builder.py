@@ -6,7 +6,7 @@ from typing import Any
 
 import onnx
 
-from fake_tensorrt.records import Fake, typed
+from fake_tensorrt.records import Fake
 from fake_tensorrt.runtime import pack_plan
 from triptych.base.onnx_graph import value_types
 
@@ -45,8 +45,6 @@ class IOptimizationProfile(Fake):
         self._shapes: dict[str, list[Dims]] = {}
 
     def set_shape(self, input: str, min: Dims, opt: Dims, max: Dims) -> None:
-        if not all(a <= b <= c for a, b, c in zip(min, opt, max, strict=True)):
-            raise ValueError(f"Shape provided for {input} is inconsistent with other inputs")
         self._shapes[input] = [tuple(min), tuple(opt), tuple(max)]
 
 
@@ -62,16 +60,16 @@ class IBuilderConfig(Fake):
         self.hardware_compatibility_level = self._trt.HardwareCompatibilityLevel.NONE
 
     def set_flag(self, flag: Any) -> None:
-        self._flags.add(typed(flag, self._trt.BuilderFlag))
+        self._flags.add(flag)
 
     def clear_flag(self, flag: Any) -> None:
-        self._flags.discard(typed(flag, self._trt.BuilderFlag))
+        self._flags.discard(flag)
 
     def set_memory_pool_limit(self, pool: Any, pool_size: int) -> None:
-        self._limits[typed(pool, self._trt.MemoryPoolType).name] = pool_size
+        self._limits[pool.name] = pool_size
 
     def add_optimization_profile(self, profile: Any) -> int:
-        self._profiles.append(typed(profile, self._trt.IOptimizationProfile))
+        self._profiles.append(profile)
         return len(self._profiles) - 1
 
     def create_timing_cache(self, serialized_timing_cache: bytes) -> Any:
@@ -113,30 +111,14 @@ class INetworkDefinition(Fake):
         every = self._trt.NetworkDefinitionCreationFlag
         return sorted(flag.name for flag in every if self._flags & 1 << int(flag))
 
-    @property
-    def _typed(self) -> bool:
-        is_11 = self._trt.__version__.startswith("11.")
-        return is_11 or "STRONGLY_TYPED" in self._names_of_flags()
-
 
 class ParserError(Fake):
     def __init__(self, fields: dict[str, Any]) -> None:
-        self._fields = fields
-
-    def code(self) -> Any:
-        return getattr(self._trt.ErrorCode, self._fields["code"])
-
-    def desc(self) -> str:
-        return str(self._fields["desc"])
-
-    def node(self) -> int:
-        return int(self._fields["node"])
-
-    def node_name(self) -> str:
-        return str(self._fields["node_name"])
-
-    def node_operator(self) -> str:
-        return str(self._fields["node_operator"])
+        self.code = lambda: getattr(self._trt.ErrorCode, fields["code"])
+        self.desc = lambda: fields["desc"]
+        self.node = lambda: fields["node"]
+        self.node_name = lambda: fields["node_name"]
+        self.node_operator = lambda: fields["node_operator"]
 
 
 class OnnxParser(Fake):
@@ -153,15 +135,10 @@ class OnnxParser(Fake):
         return self._errors[index]
 
     def parse_from_file(self, model: str) -> bool:
-        if not isinstance(model, str):
-            raise TypeError("incompatible function arguments: a path is no str")
-        self._errors = [
-            self._trt.ParserError(dict(fields)) for fields in self._trt._play.parser_errors
-        ]
-        if self._errors:
-            return False
-        self._fill(model)
-        return True
+        self._errors = list(map(self._trt.ParserError, self._trt._play.parser_errors))
+        if not self._errors:
+            self._fill(model)
+        return not self._errors
 
     def _fill(self, path: str) -> None:
         loaded = onnx.load(path)
@@ -209,30 +186,13 @@ class Builder(Fake):
         play.builds.append(_asked(network, config))
         for severity, text in play.log:
             self._say(severity, text)
-        fault = "" if play.build_fails else _fault(network, config)
-        if fault:
-            self._say("ERROR", fault)
-        if play.build_fails or fault:
+        if play.build_fails:
             return None
-        if config.progress_monitor is not None:
-            config.progress_monitor.phase_start("Building engine", None, 1)
-            config.progress_monitor.step_complete("Building engine", 0)
-            config.progress_monitor.phase_finish("Building engine")
         cache._times.add(f"kernels of {len(network._onnx)} bytes")
         return self._trt.IHostMemory(pack_plan(_header(self._trt, network, config), network._onnx))
 
     def _say(self, severity: str, text: str) -> None:
         self._logger.log(getattr(self._trt.ILogger, severity), text)
-
-
-def _fault(network: Any, config: Any) -> str:
-    if not config._profiles:
-        return "Network has dynamic or shape inputs, but no optimization profile has been defined."
-    if any(set(profile._shapes) != set(network._inputs) for profile in config._profiles):
-        return "Specified optimization profiles must satisfy MIN<=OPT<=MAX."
-    if network._typed and any(config._has(name) for name in ("FP16", "INT8", "BF16", "FP8")):
-        return "builder flags of precisions cannot be set on a strongly typed network"
-    return ""
 
 
 def _asked(network: Any, config: Any) -> dict[str, Any]:
@@ -274,9 +234,8 @@ def _header(trt: Any, network: Any, config: Any) -> dict[str, Any]:
 
 def _kernel_type(trt: Any, product: dict[str, Any]) -> str:
     """The type a product is computed in: that of the graph, unless a test says otherwise."""
-    return str(
-        trt._play.layer_types.get(product["name"]) or product["quantized"] or product["dtype"]
-    )
+    changed: dict[str, str] = trt._play.layer_types
+    return changed.get(product["name"]) or str(product["quantized"] or product["dtype"])
 
 
 def _stored(value: str, types: dict[str, int], makers: dict[str, Any]) -> str:
@@ -290,13 +249,6 @@ def _stored(value: str, types: dict[str, int], makers: dict[str, Any]) -> str:
 
 
 CLASSES: tuple[type, ...] = (
-    IHostMemory,
-    ITimingCache,
-    IOptimizationProfile,
-    IBuilderConfig,
-    IProgressMonitor,
-    INetworkDefinition,
-    ParserError,
-    OnnxParser,
-    Builder,
+    *(IHostMemory, ITimingCache, IOptimizationProfile, IBuilderConfig, IProgressMonitor),
+    *(INetworkDefinition, ParserError, OnnxParser, Builder),
 )

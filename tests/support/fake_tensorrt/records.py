@@ -65,14 +65,3 @@ class RecordedModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"module 'tensorrt' has no attribute '{name}'")
-
-
-def typed(value: object, enum: Any) -> Any:
-    """`value`, which must be a member of `enum`.
-
-    Raises:
-        TypeError: it is not, as pybind11 says of a literal integer.
-    """
-    if not isinstance(value, enum):
-        raise TypeError(f"incompatible function arguments: {value!r} is no {enum.__name__}")
-    return value

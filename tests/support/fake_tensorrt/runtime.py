@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx as onnx_pb
 
-from fake_tensorrt.records import Fake, typed
+from fake_tensorrt.records import Fake
 
 TAG = b"FAKE-TENSORRT-PLAN\n"
 NUMPY = {
@@ -240,7 +240,7 @@ class EngineInspector(Fake):
         self._engine = engine
 
     def get_engine_information(self, format: Any) -> str:
-        assert typed(format, self._trt.LayerInformationFormat).name == "JSON"
+        assert format.name == "JSON"
         header = self._engine._header
         names = [*header["inputs"], *header["outputs"]]
         ends: dict[str, Any] = {"Bindings": names}

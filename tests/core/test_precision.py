@@ -1,32 +1,142 @@
-"""Lower precision of every task's core, of odd graphs, and of models beside their weights."""
+"""Lower precision of exported cores, of every task, of odd graphs and of large models."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
 from onnx import parser
 
 import precision_cases as cases
-from conftest import quiet, traffic_texts
-from task_conversions import CONVERT, traffic_of
-from task_models import MODELS
+from conftest import quiet
+from gate_benches import write_task
+from precision_cases import CONVERT
 from triptych.base import onnx_graph as export
 from triptych.base.errors import UserError
-from triptych.base.onnx_graph import open_session
-from triptych.building.build import BuildOutcome, build
+from triptych.building.build import build
 from triptych.core.inputs import read_inputs
-from triptych.core.precision.calibrate import MAX_VECTORS, capture, quiet_options
+from triptych.core.precision import float16
+from triptych.core.precision.calibrate import MAX_VECTORS, capture
 from triptych.core.precision.linear import Recipe, find_groups
+from triptych.core.precision.quantize import MAX_FP8
+from triptych.repository.records import Conversion
 from triptych.spec.backends import Precision
 from triptych.spec.spec import load_spec
 
 pytestmark = pytest.mark.build
 
 QUANTIZED: tuple[Precision, ...] = ("int8", "int8_dynamic", "fp8")
+
+
+HALVES: tuple[Precision, ...] = ("fp16", "bf16")
+
+
+KIND: dict[str, int] = {"fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16}
+
+
+KIND |= {"fp8": onnx.TensorProto.FLOAT8E4M3FN}
+
+
+KIND |= dict.fromkeys(("int8", "int8_dynamic"), onnx.TensorProto.INT8)
+
+
+"""Types of the weights in a converted graph."""
+
+
+CLOSE = {"fp16": 2e-3, "bf16": 2e-2, "int8": 0.05, "int8_dynamic": 0.05, "fp8": 0.1}
+
+
+EXPORTED = (
+    ("bert", "embedding", "packed"),
+    ("bert", "embedding", "bucketed"),
+    ("mpnet", "embedding", "bucketed"),
+    ("deberta-v3", "spans", "bucketed"),
+    ("modernbert", "scores", "packed"),
+    ("roberta", "logits", "bucketed"),
+)
+
+
+CONVERTED = [
+    *((case, precision) for case in EXPORTED[:2] for precision in CONVERT),
+    *((case, precision) for case in EXPORTED[2:] for precision in HALVES),
+]
+
+
+@pytest.mark.parametrize(("case", "precision"), CONVERTED, ids=str)
+def test_an_exported_core_stays_right(
+    case: tuple[str, str, str], precision: Precision, tmp_path: Path
+) -> None:
+    exported, convert = cases.export(*case), CONVERT[precision]
+    feeds = exported.feeds()
+    done = convert(exported.path, tmp_path / "one", Recipe(precision), feeds)
+    path = tmp_path / "one/model.onnx"
+    onnx.checker.check_model(path, full_check=True)
+    assert cases.declared(path) == cases.declared(exported.path)
+    rows = [[7, 8, 9, 4], *[[*range(10, 30), 4]] * 2]
+    wanted, found = (cases.run(file, exported.feed(rows)) for file in (exported.path, path))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        inside = np.abs(other) < 1e4  # pads may hold what a mask put there
+        assert np.isfinite(one[inside]).all()
+        assert 0 < cases.relative_error(one[inside], other[inside]) < CLOSE[precision]
+    if case[1] == "embedding":  # a value within rounding of the middle of two may fall either way
+        alone = cases.run(path, exported.feed(rows[:1]))[0]
+        assert cases.relative_error(found[0][:1], alone) < 0.01
+    weights = [kind for name, kind in cases.stored(path).items() if "weight" in name]
+    assert weights.count(KIND[precision]) > 0.5 * len(weights)
+    assert done.layers
+    check = check_halved if precision in HALVES else check_quantized
+    check(exported, path, done)
+    # The same rows give the same file, which tells nothing of this machine.
+    convert(exported.path, tmp_path / "two", Recipe(precision), feeds)
+    content = path.read_bytes()
+    assert content == (tmp_path / "two/model.onnx").read_bytes()
+    assert str(tmp_path).encode() not in content
+    assert b".py" not in content
+    some = convert(exported.path, tmp_path / "some", Recipe(precision, kept=done.layers[:2]), feeds)
+    assert set(some.excluded_layers) == {*done.excluded_layers, *done.layers[:2]}
+    assert (some.layers, some.reasons) == (done.layers, done.reasons)
+    before, after = cases.stored(path), cases.stored(tmp_path / "some/model.onnx")
+    changed = [name for name, kind in after.items() if kind == 1 and before.get(name) != 1]
+    assert 2 <= len(changed) <= 10
+    onnx.checker.check_model(tmp_path / "some/model.onnx", full_check=True)
+    if precision in QUANTIZED:
+        convert(exported.path, tmp_path / "none", Recipe(precision, kept=done.layers), feeds)
+        assert np.array_equal(
+            cases.run(tmp_path / "none/model.onnx", exported.feed(rows))[0], wanted[0]
+        )
+
+
+def check_halved(exported: cases.Exported, path: Path, done: Conversion) -> None:
+    """Angles of rotary positions, buckets of relative ones, pooling, the last probabilities."""
+    graph = onnx.load(exported.path).graph
+    assert set(done.excluded_layers) == set(done.reasons)
+    results = {output.name for output in graph.output}
+    for one in graph.node:
+        if one.op_type in {"Cos", "Sin", "Log", "Ceil"}:
+            assert done.reasons[one.name] == float16.PLACES
+        if one.output[0] in results:
+            last = one.op_type in ("MatMul", "Gemm")
+            assert last or done.reasons[one.name] == float16.RESULT
+    norms = [one.name for one in graph.node if one.op_type in ("LayerNormalization", "Softmax")]
+    assert sum(name not in done.reasons for name in norms) >= len(norms) // 2
+
+
+def check_quantized(exported: cases.Exported, path: Path, done: Conversion) -> None:
+    """Each group of layers that share an input has one scale for it."""
+    groups = find_groups(onnx.load(exported.path).graph)
+    assert len(groups[0].layers) == 3  # query, key, value
+    assert all(len({layer.input for layer in group.layers}) == 1 for group in groups)
+    assert done.layers == tuple(group.name for group in groups)
+    assert not done.excluded_layers
+    assert set(done.ranges) == set(done.layers)
+    kinds = Counter(node.op_type for node in onnx.load(path).graph.node)
+    assert kinds["QuantizeLinear"] == len(done.layers)
+
+
 BUILDS = (
     ("topics", "packed", "int8"),
     ("masks", "packed", "int8_dynamic"),
@@ -77,6 +187,11 @@ ODD: dict[str, tuple[int, str]] = {
         "positive = Relu(bias) a = Gemm(x, first, positive) y = MatMul(a, last)",
     ),
     "a bias of one number": (1, "a = MatMul(x, first) y = Add(a, ones)"),
+    "a bias beside a transposed weight": (1, "y = Gemm <transB = 1> (x, first, bias)"),
+    "a product that is read beside its bias": (
+        1,
+        "a = MatMul(x, first) b = Add(a, bias) y = Add(a, b)",
+    ),
     "a bias of two axes": (1, "y = Gemm(x, first, bias_of_two_axes)"),
     "a bias left empty": (1, "y = Gemm(x, first, NOTHING)"),
     "a product added to itself": (1, "a = MatMul(x, first) y = Add(a, a)"),
@@ -129,27 +244,15 @@ def write_odd(folder: Path, name: str) -> Path:
     return cases.write_graph(folder, graph.node, used)
 
 
-def built(folder: Path, model: Path, task: str, layout: str, precision: Precision) -> BuildOutcome:
-    """The pipeline, whatever its gate says: of random weights it may say anything."""
-    folder.mkdir()
-    spec: dict[str, Any] = {"task": task, "model": {"source": str(model)}}
-    spec["core"] = {"precision": precision, **({"layout": layout} if layout else {})}
-    if task == "zero-shot-classification":
-        spec["parameters"] = {"candidate_labels": ["billing", "a delivery"]}
-    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
-    lines = map(json.dumps, traffic_of(task, folder))
-    (folder / "traffic.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    inputs = read_inputs(load_spec(folder), quiet)
-    return build(inputs, folder.parent / "repository", quiet, accept="random weights")
-
-
 @pytest.mark.parametrize(("name", "layout", "precision"), BUILDS)
 def test_every_task_is_built(
     name: str, layout: str, precision: Precision, tmp_path: Path, minilm_folder: Path
 ) -> None:
-    task, make = MODELS[name]
-    model = make(tmp_path / "model", minilm_folder, traffic_texts())
-    gate = built(tmp_path / name, model, task, layout, precision).gate.as_dict()
+    core = {"precision": precision, **({"layout": layout} if layout else {})}
+    inputs = read_inputs(load_spec(write_task(tmp_path, name, minilm_folder, core=core)), quiet)
+    # Of random weights a gate may say anything.
+    outcome = build(inputs, tmp_path / "repository", quiet, accept="random weights")
+    gate = outcome.gate.as_dict()
     assert gate["precision"] == precision
     assert gate["finite"]
     assert ("accepted" in gate) == bool(gate["failures"])
@@ -168,8 +271,8 @@ def test_every_task_is_built(
     conversion = gate["conversion"]
     assert len(conversion["layers"]) >= 8
     assert set(conversion["excluded_layers"]) < set(conversion["layers"])
-    core = tmp_path / f"repository/{name}_core/1/model.onnx"
-    kinds = Counter(node.op_type for node in onnx.load(core).graph.node)
+    file = tmp_path / f"repository/{name}_core/1/model.onnx"
+    kinds = Counter(node.op_type for node in onnx.load(file).graph.node)
     assert kinds["QuantizeLinear"] == len(conversion["layers"]) - len(conversion["excluded_layers"])
 
 
@@ -188,6 +291,54 @@ def test_odd_graphs_stay_right(name: str, precision: Precision, tmp_path: Path) 
     feed = {"x": cases.vectors(5, seed=9)}
     found, wanted = (cases.run(p, feed)[0] for p in (tmp_path / "out/model.onnx", path))
     assert 0 < cases.relative_error(found, wanted) < (0.08 if precision == "fp8" else 0.03)
+
+
+@pytest.mark.parametrize("precision", QUANTIZED)
+def test_zeros_and_vectors_beyond_calibration_stay_numbers(
+    precision: Precision, tmp_path: Path
+) -> None:
+    zeros, loud = np.zeros((1, 32), np.float32), np.full((1, 32), 1e6, np.float32)
+    path, out = cases.two_layers(tmp_path), tmp_path / "out/model.onnx"
+    for calibrated in (cases.vectors(20), zeros):
+        feeds = [{"x": row[None]} for row in calibrated]
+        CONVERT[precision](path, out.parent, Recipe(precision), feeds)
+        for x in (loud, -loud):
+            assert np.isfinite(cases.run(out, {"x": x})[0]).all()
+    assert not cases.run(out, {"x": zeros})[0].any()  # as calibrated
+    silent = cases.two_layers(tmp_path / "silent", first=np.zeros((32, 32), np.float32))
+    CONVERT[precision](silent, out.parent, Recipe(precision), [{"x": cases.vectors()}])
+    assert not cases.run(out, {"x": cases.vectors()})[0].any()
+
+
+def as_fp8(values: Any, largest: float) -> Any:
+    """The numbers of E4M3 that are closest, on the scale of the largest one."""
+    scale = np.float32(largest / MAX_FP8)
+    cut = np.clip(np.asarray(values) / scale, -MAX_FP8, MAX_FP8)
+    return cut.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+
+
+@pytest.mark.parametrize("operator", ["MatMul", "Gemm"])
+def test_numbers_are_those_of_fp8(tmp_path: Path, operator: str) -> None:
+    weight, largest_weight = cases.matrix(1, 32, 48), float(np.abs(cases.matrix(1, 32, 48)).max())
+    # Read by a node first: the range of an input of the graph is that of what it becomes.
+    nodes = [cases.node("Mul", "x unit", "kept"), cases.node("MatMul", "kept w", "y")]
+    constants = {"unit": np.ones(1, dtype=np.float32), "w": weight}
+    if operator == "Gemm":
+        nodes[1] = cases.node("Gemm", "kept w", "y", transB=1)
+        constants["w"] = np.ascontiguousarray(weight.T)
+    source, x = cases.write_graph(tmp_path, nodes, constants, outputs=48), cases.vectors(rows=20)
+    feeds = [{"x": x[:8]}, {"x": x[8:]}]
+    done = CONVERT["fp8"](source, tmp_path / "out", Recipe("fp8"), feeds)
+    largest = float(np.abs(x).max())
+    assert done.ranges[done.layers[0]] == pytest.approx(largest)
+    found = cases.run(tmp_path / "out/model.onnx", {"x": x})[0]
+    assert np.abs(found - as_fp8(x, largest) @ as_fp8(weight, largest_weight)).max() < 1e-5
+    assert 0.005 < cases.relative_error(found, x @ weight) < 0.06
+    # Beyond what calibration saw a value is cut off, not lost: E4M3 has no infinity, but NaN.
+    loud = cases.run(tmp_path / "out/model.onnx", {"x": 100 * x})[0]
+    cut = as_fp8(100 * x, largest) @ as_fp8(weight, largest_weight)
+    assert np.abs(loud - cut).max() < 1e-5 * np.abs(cut).max()
+    assert onnx.load(tmp_path / "out/model.onnx").opset_import[0].version == export.OPSET
 
 
 @pytest.mark.parametrize("precision", CONVERT)
@@ -237,16 +388,6 @@ def test_large_models_have_their_weights_beside_them(
     assert np.array_equal(one, two)
     assert cases.relative_error(one, wanted) < 0.08
     assert "already exists" not in capfd.readouterr().err
-
-
-def test_sessions_may_share_their_options(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = cases.two_layers(tmp_path)
-    options = quiet_options()
-    for _ in range(2):
-        open_session(path, options)
-    assert capfd.readouterr().err == ""
 
 
 def test_capture_keeps_some_vectors_and_the_extremes_of_all(tmp_path: Path) -> None:
