@@ -11,11 +11,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from engine_networks import FINE, LOWER, OPTIONS, PRODUCT, QUANTIZED, SAME, write
+from engine_networks import FINE, LOWER, OPTIONS, PRODUCT, QUANTIZED, SAME, count_products, write
 from triptych.base.errors import UserError
 from triptych.core.engine.api import RtxApi, remove_unsupported
 from triptych.core.engine.graph import read_graph
-from triptych.core.engine.inspection import check_products
 from triptych.core.engine.make import make_engine, make_request
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
 
@@ -132,29 +131,11 @@ def test_settings_reach_the_builder_and_a_build_reports_its_phase(
     assert api.config.get_compute_capability(0) == api.trt.ComputeCapability.SM89
 
 
-class ParsedError(Exception):
-    """Ends a build after its graph is parsed."""
-
-
-def count_products(path: Path, precision: str) -> dict[str, int]:
-    """Return the counts of `check_products` on a parsed graph."""
-    request = ask(path, precision)
-    counts: list[dict[str, int]] = []
-
-    def look(network: Any) -> None:
-        counts.append(check_products(network, request, ()))
-        raise ParsedError
-
-    with pytest.raises(ParsedError):
-        make_engine(RtxApi("8.9"), request, timing_file=None, tell=lambda _: None, look=look)
-    return counts[0]
-
-
 def test_products_are_read_in_the_types_that_the_graph_gives_them(tmp_path: Path) -> None:
     for precision, nodes in {"fp32": PRODUCT, "fp16": LOWER, "int8": QUANTIZED}.items():
-        assert count_products(write(tmp_path, nodes), precision) == {precision: 1}
+        assert count_products(ask(write(tmp_path, nodes), precision)) == {precision: 1}
     with pytest.raises(UserError, match="none of 1 products is in int8"):
-        count_products(write(tmp_path, LOWER), "int8")
+        count_products(ask(write(tmp_path, LOWER), "int8"))
 
 
 def test_a_graph_that_cannot_be_read_or_built_is_an_error_in_words(tmp_path: Path) -> None:

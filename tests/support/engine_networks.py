@@ -6,8 +6,12 @@ from typing import Any
 
 import numpy as np
 import onnx
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from triptych.core.engine.api import USUAL_CAPABILITY, RtxApi
+from triptych.core.engine.inspection import check_products
+from triptych.core.engine.make import Request, make_engine
 from triptych.spec.engine_plan import ShapeRange
 
 OPTIONS: dict[str, Any] = {
@@ -36,6 +40,24 @@ def write(
     path = folder / "model.onnx"
     onnx.save(model, path)
     return path
+
+
+class _ParsedError(Exception):
+    """Ends a build after its graph is parsed."""
+
+
+def count_products(request: Request, fp32_products: Sequence[str] = ()) -> dict[str, int]:
+    """Parse a graph with NVIDIA's parser; returns the counts of `check_products`."""
+    counts: dict[str, int] = {}
+
+    def look(network: Any) -> None:
+        counts.update(check_products(network, request, fp32_products))
+        raise _ParsedError
+
+    api = RtxApi(USUAL_CAPABILITY)
+    with pytest.raises(_ParsedError):
+        make_engine(api, request, timing_file=None, tell=lambda _: None, look=look)
+    return counts
 
 
 PRODUCT = [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")]
