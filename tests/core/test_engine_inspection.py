@@ -55,11 +55,7 @@ def request(
 
 
 TF32 = "sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n"
-
-
 WIDE_INT8 = "Thirty-two wide channel vectorized row major Int8 format"
-
-
 KERNELS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fp16", layer("Half", "Half")),
     ("fp16", layer("Float", "Float", tactic="sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize32x32")),

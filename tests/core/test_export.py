@@ -23,8 +23,6 @@ from triptych.spec.tasks import find_task
 from triptych.spec.tasks.catalog import TEXT_EMBEDDING
 
 pytestmark = pytest.mark.build
-
-
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 
 

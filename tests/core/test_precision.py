@@ -29,26 +29,12 @@ from triptych.spec.spec import load_spec
 pytestmark = pytest.mark.build
 
 QUANTIZED: tuple[Precision, ...] = ("int8", "int8_dynamic", "fp8")
-
-
 HALVES: tuple[Precision, ...] = ("fp16", "bf16")
-
-
 KIND: dict[str, int] = {"fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16}
-
-
 KIND |= {"fp8": onnx.TensorProto.FLOAT8E4M3FN}
-
-
 KIND |= dict.fromkeys(("int8", "int8_dynamic"), onnx.TensorProto.INT8)
-
-
 """Types of the weights in a converted graph."""
-
-
 CLOSE = {"fp16": 2e-3, "bf16": 2e-2, "int8": 0.05, "int8_dynamic": 0.05, "fp8": 0.1}
-
-
 EXPORTED = (
     ("bert", "embedding", "packed"),
     ("bert", "embedding", "bucketed"),
@@ -57,15 +43,17 @@ EXPORTED = (
     ("modernbert", "scores", "packed"),
     ("roberta", "logits", "bucketed"),
 )
-
-
 CONVERTED = [
     *((case, precision) for case in EXPORTED[:2] for precision in CONVERT),
     *((case, precision) for case in EXPORTED[2:] for precision in HALVES),
 ]
 
 
-@pytest.mark.parametrize(("case", "precision"), CONVERTED, ids=str)
+def named(value: str | tuple[str, ...]) -> str:
+    return value if isinstance(value, str) else "-".join(value)
+
+
+@pytest.mark.parametrize(("case", "precision"), CONVERTED, ids=named)
 def test_an_exported_core_stays_right(
     case: tuple[str, str, str], precision: Precision, tmp_path: Path
 ) -> None:

@@ -250,8 +250,6 @@ SHARED = [
     ("modernbert", "scores", "packed"),
 ]
 """An export takes seconds: tests of lower precision and of TensorRT's parsers have these, too."""
-
-
 OTHERS = [
     ("qwen3", "logits", "packed"),
     ("distilbert", "tokens", "packed"),

@@ -65,8 +65,8 @@ def render_page(results: Sequence[Result]) -> str:
         "transformers), runs three rows of different lengths through its core, each alone and all",
         "in one batch, and compares the results with transformers on each row alone; embeddings",
         f"with sentence-transformers. The largest allowed difference is {LIMIT:g} in fp32.",
-        "`make test` checks a few families, other ones after each commit, and `make test-long`",
-        "checks all of them.",
+        "`make test` checks one family, another one after each commit, and `make test-long` checks",
+        "all of them.",
         "",
         f"The table has {len(shown)} results of {families} families:",
         "",
@@ -95,12 +95,7 @@ def short(message: str) -> str:
 
 def turn(count: int, size: int) -> list[int]:
     """Return `size` indexes below `count`; the next commit has the following ones."""
-    answer = subprocess.run(
-        ["git", "rev-list", "--count", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["git", "rev-list", "--count", "HEAD"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     commits = int(answer.stdout) if answer.returncode == 0 else 0
     return [(commits * size + index) % count for index in range(size)]
