@@ -106,7 +106,7 @@ def test_every_kind_of_pipeline_passes(base: Path, url: str) -> None:
     results = {name: verify(base / "p" / name, base / "r", url=url) for name in kinds}
     for name, result in results.items():
         assert result.failures == (), name
-        assert counts(result)["answered"] >= 90, name
+        assert counts(result)["answered"] >= 60, name
         assert result.rows >= 30, name
         assert list(describe_verification(result))[-1] == ("passed", "green"), name
     assert counts(results["tags"])["refused"] >= 3 * 3  # as the spec says
