@@ -262,6 +262,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("_suppress(", "suppress(", "called by nobody"),
     ("FILL = 114", "FILL = 0", ""),
     ("images.append(pixels)", "images.append(pixels + row)", "depends on the other rows"),
+    ("    return {INPUT", "    assert not row\n    return {INPUT", "in one request, but not alone"),
 ]
 
 
