@@ -51,7 +51,7 @@ TEXTS = [
 ]
 MASKED = [f"{text[:30]}{' ' * (i % 2)}[MASK] {text[30:]}" for i, text in enumerate(TEXTS)]
 """The mask is within the first tokens, with a space before it or none."""
-CONTEXTS = [" ".join(traffic_texts()[i : i + n]) for i, n in enumerate((1, 3, 8, 60))]
+CONTEXTS = [" ".join(traffic_texts()[i : i + n]) for i, n in enumerate((1, 3, 8, 24))]
 CONTEXTS[1] = "Bücher  und (é) 🙂 — " + CONTEXTS[1]
 QUESTIONS = ["Where is my order?", "What happened to the parcel that I sent back?"] * 2
 QUERY = "where is my parcel"

@@ -363,7 +363,7 @@ def send_storm(url: str, seconds: float) -> tuple[int, Counter[str]]:
 
 
 @pytest.mark.long
-def test_a_storm_of_cancellations_fails_no_request_of_other_clients(
+def test_in_a_storm_of_cancellations_others_get_answers_or_a_time_to_retry(
     minilm_repository: Path,
 ) -> None:
     for _ in range(5):
@@ -377,7 +377,9 @@ def test_a_storm_of_cancellations_fails_no_request_of_other_clients(
         assert "prior > 0" in crash.message or "SIGSEGV" in crash.message
     assert crash is None
     assert canceled > 1000
-    assert ended.keys() == {"OK"}
+    assert ended.pop("OK") > 0
+    # A slow machine discards fewer requests than are canceled until its limit is reached.
+    assert all("[overloaded retry_after_ms=" in text for text in ended), ended
 
 
 @pytest.mark.long

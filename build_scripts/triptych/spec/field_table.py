@@ -51,7 +51,10 @@ def first_sentence(text: str) -> str:
 def _walk(
     schema: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str, about: dict[str, str]
 ) -> Iterator[SpecField]:
-    models = {one.__name__: one for one in _subclasses(BaseModel)}
+    package = __name__.partition(".")[0] + "."
+    models = {
+        one.__name__: one for one in _subclasses(BaseModel) if one.__module__.startswith(package)
+    }
     for name, field in schema["properties"].items():
         path = prefix + name
         text = about.get(name, METRICS[name].says if name in METRICS else "")
