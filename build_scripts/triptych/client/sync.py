@@ -32,6 +32,9 @@ from triptych.client.work import Portion, Work
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
+_MAX_WAIT_S = 1.0
+"""Time in seconds after which a wait looks for Ctrl-C, which Python can miss as a wait begins."""
+
 
 def _blocking(
     flow: Callable[Concatenate[PipelineClient, P], Flow[Result]],
@@ -202,8 +205,11 @@ class Client(PipelineClient):
                     in_flight[call] = portion, opened
                     call.add_done_callback(ended.put)
                 full = len(in_flight) == self._max_in_flight
+                pause_s = None if full else work.pause_s()
                 try:
-                    call = ended.get(timeout=None if full else work.pause_s())
+                    call = ended.get(
+                        timeout=_MAX_WAIT_S if pause_s is None else min(pause_s, _MAX_WAIT_S)
+                    )
                 except queue.Empty:
                     continue
                 portion, opened = in_flight.pop(call)
