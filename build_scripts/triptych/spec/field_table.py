@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel
 
@@ -35,7 +35,7 @@ def describe_fields(spec: type[BaseModel]) -> Iterator[SpecField]:
     schema = spec.model_json_schema()
     for name in RESERVED:
         del schema["properties"][name]
-    return _walk(schema, schema["$defs"], "", _read_about(spec))
+    return _walk(spec, schema, schema["$defs"], "")
 
 
 def as_prose(text: str) -> str:
@@ -49,12 +49,9 @@ def first_sentence(text: str) -> str:
 
 
 def _walk(
-    schema: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str, about: dict[str, str]
+    model: type[BaseModel], schema: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str
 ) -> Iterator[SpecField]:
-    package = __name__.partition(".")[0] + "."
-    models = {
-        one.__name__: one for one in _subclasses(BaseModel) if one.__module__.startswith(package)
-    }
+    about = _read_about(model)
     for name, field in schema["properties"].items():
         path = prefix + name
         text = about.get(name, METRICS[name].says if name in METRICS else "")
@@ -70,7 +67,8 @@ def _walk(
                 kind = "mapping" if is_mapping else ""
                 yield SpecField(path, kind, "none", as_prose(text or first_sentence(description)))
             prefix_inside = f"{path}.NAME." if is_mapping else f"{path}."
-            yield from _walk(definition, definitions, prefix_inside, _read_about(models[inner]))
+            (group,) = _find_groups(model.model_fields[name].annotation)
+            yield from _walk(group, definition, definitions, prefix_inside)
 
 
 def _find_reference(field: Mapping[str, Any]) -> str | None:
@@ -81,10 +79,11 @@ def _find_reference(field: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _subclasses(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    yield kind
-    for one in kind.__subclasses__():
-        yield from _subclasses(one)
+def _find_groups(annotation: Any) -> list[type[BaseModel]]:
+    """Return the classes of groups of fields in the type of a field."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [group for part in get_args(annotation) for group in _find_groups(part)]
 
 
 def _read_about(model: type[BaseModel]) -> dict[str, str]:
