@@ -1,16 +1,13 @@
 """`new`, `build`, `serve`, `infer`: a template answers the command that its own file names."""
 
 import contextlib
-import json
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 import task_models
 from conftest import build_into, traffic_texts
-from scaffolding import run, write
+from scaffolding import answer_of, write
 from triptych.serving.server import Server
 from triptych.spec.tasks import TASKS
 
@@ -31,11 +28,7 @@ def test_a_template_answers_the_command_that_it_names(tmp_path: Path, minilm_fol
         build_into(folder, tmp_path / "repository")
     with Server(tmp_path / "repository") as server, contextlib.chdir(tmp_path):
         for task in SERVED:
-            text = (tmp_path / "pipelines" / task / "pipeline.yaml").read_text()
-            (command,) = re.findall(r"# Try it: triptych (infer .*)", text)
-            done = run(*shlex.split(command), "--url", server.grpc_url, "--json")
-            assert done.exit_code == 0, done.output
-            (row,) = json.loads(done.stdout)
+            row = answer_of(tmp_path / "pipelines" / task, server.grpc_url)
             if task == "custom":
                 assert len(row) > 1
             else:

@@ -1,5 +1,8 @@
 """Scaffolded pipelines for tests, and the command as a user runs it."""
 
+import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +42,16 @@ def run(*words: str | Path) -> Result:
     from triptych.interface.cli import app
 
     return CliRunner().invoke(app, [*map(str, words)])
+
+
+def answer_of(folder: Path, url: str) -> dict[str, Any]:
+    """The one answer of a server to the command that the specification of a pipeline names."""
+    text = (folder / "pipeline.yaml").read_text(encoding="utf-8")
+    (command,) = re.findall(r"# Try it: triptych (infer .*)", text)
+    done = run(*shlex.split(command), "--url", url, "--json")
+    assert done.exit_code == 0, done.output
+    (answer,) = json.loads(done.stdout)
+    return dict(answer)
 
 
 def triptych(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
