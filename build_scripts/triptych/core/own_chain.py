@@ -100,7 +100,7 @@ class Chain:
         maker: Batch encoder of the first function.
         steps: Functions between models, in the order of the stages.
         decoder: Decoder that calls `postprocess`.
-        originals: The user's models.
+        originals: Functions that run the models of the user, in place of the cores, by name.
         key: Hash of the models.
     """
 
