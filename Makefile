@@ -59,8 +59,8 @@ demo-chat: setup setup-generation  ## Build SmolLM2 on vLLM, serve it, stream an
 	$(BIN)/triptych build chat --repository $(CHAT_REPOSITORY)
 	$(BIN)/python -m triptych.interface.cli.demo_chat $(CHAT_REPOSITORY) chat
 
-# `make test` runs all tests but the long ones. LONG=1 adds the long ones, LONG=2/3 the second of
-# three parts of them: .ci/run takes the parts in turn, one a commit. COVERAGE=1 prints which lines of
+# `make test` runs all tests but the long ones. LONG=1 adds the long ones, LONG=2/6 the second of
+# six parts of them: .ci/run takes the parts in turn, one a commit. COVERAGE=1 prints which lines of
 # the package the processes of pytest executed.
 PYTEST := $(BIN)/python -m pytest
 # A file's tests stay on one worker, since they share its server; the biggest files come first.

@@ -12,7 +12,7 @@ import grpc.aio  # type: ignore[import-untyped]
 from typing_extensions import Unpack
 
 from triptych.client import flows, tasks
-from triptych.client.connection import Connection
+from triptych.client.connection import Connection, Opened
 from triptych.client.errors import InferenceError, InvalidRequestError
 from triptych.client.flows import (
     CALL_HEADERS,
@@ -118,12 +118,11 @@ class AsyncClient(PipelineClient):
         self._closed = True
         self._end_generations()
         await asyncio.gather(*self._finishing, return_exceptions=True)
-        for channel in self._connection.drain():
-            await channel.close()
+        self._connection.drain()
         await asyncio.gather(*self._closing)
 
-    def _close_soon(self, channel: Any) -> None:
-        closing = asyncio.ensure_future(channel.close())
+    def _close_soon(self, opened: Opened) -> None:
+        closing = asyncio.ensure_future(opened.channel.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 

@@ -287,12 +287,20 @@ def _read_pem(name: str, file: Path | None) -> bytes | None:
 
 
 class Opened:
-    """A channel with its stub and the number of calls that use it."""
+    """A channel with its stub.
+
+    Attributes:
+        calls: Number of calls that use it.
+        is_interrupted: Whether an interrupt may have left a call in it that never ends: gRPC 1.85
+            loses a call in whose start a signal handler raises, and closing the channel then waits
+            for ever.
+    """
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
         self.stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         self.calls = 0
+        self.is_interrupted = False
         self.opened_s = time.monotonic()
 
 
@@ -305,14 +313,14 @@ class Connection:
 
     Args:
         open_channel: Opens a channel.
-        close: Closes a channel without calls.
+        close: Closes a channel that is used no more.
         dns_refresh_s: Age in seconds after which new calls get a new channel; None for never.
     """
 
     def __init__(
         self,
         open_channel: Callable[[], Any],
-        close: Callable[[Any], None],
+        close: Callable[[Opened], None],
         dns_refresh_s: float | None,
     ) -> None:
         self._open_channel = open_channel
@@ -333,9 +341,13 @@ class Connection:
             if self._drained:
                 raise CanceledError("The client is closed. Open another.")
             newest = self._opened[-1] if self._opened else None
-            if newest is None or (
-                self._dns_refresh_s is not None
-                and time.monotonic() - newest.opened_s > self._dns_refresh_s
+            if (
+                newest is None
+                or newest.is_interrupted
+                or (
+                    self._dns_refresh_s is not None
+                    and time.monotonic() - newest.opened_s > self._dns_refresh_s
+                )
             ):
                 newest = Opened(self._open_channel())
                 self._opened.append(newest)
@@ -343,22 +355,28 @@ class Connection:
             newest.calls += 1
             return newest
 
-    def give_back(self, opened: Opened) -> None:
-        """Release the channel of a call that ended."""
+    def give_back(self, opened: Opened, *, interrupted: bool = False) -> None:
+        """Release the channel of a call that ended, or was interrupted: new calls get another."""
         with self._lock:
             opened.calls -= 1
+            opened.is_interrupted |= interrupted
             self._retire()
 
-    def drain(self) -> list[Any]:
-        """Return all channels, for the caller to close, and open no more."""
+    def drain(self) -> None:
+        """Close all channels and open no more."""
         with self._lock:
             self._drained = True
-            channels = [opened.channel for opened in self._opened]
-            self._opened.clear()
-            return channels
+            channels, self._opened = self._opened, []
+        for opened in channels:
+            self._close(opened)
 
     def _retire(self) -> None:
-        old = [opened for opened in self._opened[:-1] if not opened.calls]
+        last = self._opened[-1:]
+        old = [
+            opened
+            for opened in self._opened
+            if not opened.calls and (opened.is_interrupted or opened not in last)
+        ]
         self._opened = [opened for opened in self._opened if opened not in old]
         for opened in old:
-            self._close(opened.channel)
+            self._close(opened)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -113,8 +114,11 @@ class _Stream:
                     if self._state.finished:
                         self._end()
                     return chunk
-        except BaseException:
+        except (InferenceError, asyncio.CancelledError):
             self._end()
+            raise
+        except BaseException:
+            self._end(interrupted=True)
             raise
         if not self._closed and not self._state.finished:
             self._client._raise_if_closed()
@@ -139,7 +143,8 @@ class _Stream:
         """Return the messages of an attempt, and the iterator of them that gRPC reads."""
         raise NotImplementedError
 
-    def _cancel(self, call: Any, opened: Opened, messages: _Messages) -> None:
+    def _cancel(self, call: Any, messages: _Messages, give_back: Callable[[], None]) -> None:
+        """Cancel the generation, and give its channel back when it has ended."""
         raise NotImplementedError
 
     def _begin(self, *, stream: bool) -> Any:
@@ -166,25 +171,30 @@ class _Stream:
             return stream_error(response.error_message, url=self._client.url)
         return response
 
-    def _release(self, *, cancel: bool) -> None:
+    def _release(self, *, cancel: bool, interrupted: bool = False) -> None:
         """End the call and give its channel back; `cancel` cancels a call that has not ended."""
         with self._lock:
             call, opened, messages = self._call, self._opened, self._messages
             self._call = self._opened = None
-        if call is None or opened is None:
+        if opened is None:
             return
-        if cancel and not call.done():
-            self._cancel(call, opened, messages)
+        give_back = partial(self._client._connection.give_back, opened, interrupted=interrupted)
+        if call is None:  # interrupted in its start
+            if messages is not None:
+                messages.end(cancel=False)
+            give_back()
+        elif cancel and not call.done():
+            self._cancel(call, messages, give_back)
         else:
             # Garbage collection cancels a call, so it is referenced until the server has ended it.
             _ENDING.add(call)
             call.add_done_callback(_ENDING.discard)
             messages.end(cancel=False)
-            self._client._connection.give_back(opened)
+            give_back()
 
-    def _end(self) -> None:
+    def _end(self, *, interrupted: bool = False) -> None:
         self._ended = True
-        self._release(cancel=not self._state.finished)
+        self._release(cancel=not self._state.finished, interrupted=interrupted)
 
     def __del__(self) -> None:
         self._end()
@@ -241,13 +251,14 @@ class Generation(_Stream, Iterator[Chunk]):
         messages = _Messages(request, SimpleQueue())
         return messages, messages.sent()
 
-    def _cancel(self, call: Any, opened: Opened, messages: _Messages) -> None:
+    def _cancel(self, call: Any, messages: _Messages, give_back: Callable[[], None]) -> None:
         if sys.is_finalizing():  # no thread starts any more
             call.cancel()
             return
         messages.end(cancel=True)
-        work = (call, self._reading, lambda: self._client._connection.give_back(opened))
-        self._client._finish_in_background(threading.Thread(target=_read_to_end, args=work))
+        work = (call, self._reading, give_back)
+        reader = threading.Thread(target=_read_to_end, args=work, daemon=True)
+        self._client._finish_in_background(reader)
 
 
 def _run_blocking(coroutine: Coroutine[Any, Any, Result]) -> Result:
@@ -327,7 +338,7 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
         messages = _Messages(request, asyncio.Queue())
         return messages, messages.sent_async()
 
-    def _cancel(self, call: Any, opened: Opened, messages: _Messages) -> None:
+    def _cancel(self, call: Any, messages: _Messages, give_back: Callable[[], None]) -> None:
         loop, reading, client = self._loop, self._reading, self._client
         if loop is None or loop.is_closed():
             return
@@ -343,7 +354,7 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
                 with suppress(grpc.aio.AioRpcError, asyncio.TimeoutError):
                     await asyncio.wait_for(read_to_end(), GIVE_UP_S)
             finally:
-                client._connection.give_back(opened)
+                give_back()
 
         def begin() -> None:
             messages.end(cancel=True)

@@ -25,7 +25,7 @@ from triptych.client.flows import (
     task_flows,
 )
 from triptych.client.generation import Sampling, encode_inputs
-from triptych.client.streams import Generation
+from triptych.client.streams import GIVE_UP_S, Generation
 from triptych.client.tasks import Row, TaskCall, Whole
 from triptych.client.work import Portion, Work
 
@@ -34,6 +34,17 @@ Result = TypeVar("Result")
 
 _MAX_WAIT_S = 1.0
 """Time in seconds after which a wait looks for Ctrl-C, which Python can miss as a wait begins."""
+
+_MAX_FINISH_S = 2 * GIVE_UP_S
+"""Time in seconds after which `close` no longer waits for a canceled generation to end."""
+
+
+def _close(opened: Opened) -> None:
+    if opened.is_interrupted:
+        # It cancels what an interrupt left there, and may wait for that for ever.
+        threading.Thread(target=opened.channel.close, daemon=True).start()
+    else:
+        opened.channel.close()
 
 
 def _blocking(
@@ -109,9 +120,7 @@ class Client(PipelineClient):
             work.start()
 
     def _connect(self) -> Connection:
-        return Connection(
-            partial(self._channels.open, grpc), lambda channel: channel.close(), self._dns_refresh_s
-        )
+        return Connection(partial(self._channels.open, grpc), _close, self._dns_refresh_s)
 
     def close(self) -> None:
         """Close the connection; calls in flight in other threads raise `CanceledError`.
@@ -121,9 +130,8 @@ class Client(PipelineClient):
         self._closed = True
         self._end_generations()
         for thread in self._finishing:
-            thread.join()
-        for channel in self._connection.drain():
-            channel.close()
+            thread.join(_MAX_FINISH_S)
+        self._connection.drain()
 
     def __enter__(self) -> Client:
         return self
@@ -165,10 +173,15 @@ class Client(PipelineClient):
     @contextmanager
     def _stub(self) -> Iterator[Any]:
         opened = self._take()
+        interrupted = True
         try:
             yield opened.stub
+            interrupted = False
+        except grpc.RpcError:
+            interrupted = False
+            raise
         finally:
-            self._connection.give_back(opened)
+            self._connection.give_back(opened, interrupted=interrupted)
 
     def _take(self) -> Opened:
         self._raise_if_closed()
@@ -195,13 +208,18 @@ class Client(PipelineClient):
     def _send_concurrently(self, work: Work) -> None:
         ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
         in_flight: dict[Any, tuple[Portion, Opened]] = {}
+        interrupted = True
         try:
             while work.waiting or in_flight:
                 while len(in_flight) < self._max_in_flight and (portion := work.take()):
                     request, remaining_s = work.request(portion)
                     opened = self._take()
-                    send = opened.stub.ModelInfer.future
-                    call = send(request, timeout=remaining_s, metadata=self._metadata)
+                    try:
+                        send = opened.stub.ModelInfer.future
+                        call = send(request, timeout=remaining_s, metadata=self._metadata)
+                    except BaseException:
+                        self._connection.give_back(opened, interrupted=True)
+                        raise
                     in_flight[call] = portion, opened
                     call.add_done_callback(ended.put)
                 full = len(in_flight) == self._max_in_flight
@@ -218,8 +236,12 @@ class Client(PipelineClient):
                     work.answered(portion, call.result())
                 else:
                     work.failed(portion, self._error(call.code(), call.details(), portion.rows))
+            interrupted = False
+        except InferenceError:
+            interrupted = False
+            raise
         finally:
             # No request stays in flight, whatever ended the call, even an interrupt.
             for call, (_, opened) in in_flight.items():
                 call.cancel()
-                self._connection.give_back(opened)
+                self._connection.give_back(opened, interrupted=interrupted)
