@@ -30,6 +30,7 @@ from deploy_cases import write_built
 from triptych.base import jwks
 from triptych.base.api_keys import IssuerEntry, KeyEntry, KeyFile, print_keys
 from triptych.base.errors import UserError
+from triptych.base.files import write_files
 from triptych.base.server_tls import ServerTls
 from triptych.deploy.http_api import health_script
 from triptych.gateway import keys, serve
@@ -96,6 +97,10 @@ class Running:
         done = CliRunner().invoke(app, ["key", *words, "--keys", str(self.keys), "--json"])
         assert done.exit_code == 0, done.output
         return str(json.loads(done.stdout)["key"])
+
+    def write_keys(self, text: str) -> None:
+        """Replace the file at once, so that the gateway reads no half of it."""
+        write_files(self.keys.parent, {self.keys.name: text}, is_private=True)
 
     @contextmanager
     def caller(self, name: str, *words: str) -> Iterator[openai.OpenAI]:
@@ -183,7 +188,7 @@ def test_a_key_opens_its_pipelines_until_it_is_revoked(
             with running.client(wrong) as other:
                 assert embeds(other) == "invalid_api_key"
         usual = running.keys.read_text()
-        running.keys.write_text("keys: [")  # a mistake changes nothing
+        running.write_keys("keys: [")  # a mistake changes nothing
         said: list[str] = []
 
         def is_told() -> bool:
@@ -193,7 +198,7 @@ def test_a_key_opens_its_pipelines_until_it_is_revoked(
 
         wait_until(is_told, "the mistake is seen")
         assert embeds(client) == ""
-        running.keys.write_text(usual)
+        running.write_keys(usual)
         running.command("remove", "shop")
         wait_until(lambda: embeds(client) == "invalid_api_key", "the key is revoked")
     again = CliRunner().invoke(app, ["key", "remove", "shop", "--keys", str(running.keys)])
@@ -306,7 +311,7 @@ def test_a_token_of_an_issuer_is_a_key(
         pipelines=["a"],
         requests_per_s=0.01,
     )
-    running.keys.write_text(print_keys(KeyFile(issuers={"company": entry})))
+    running.write_keys(print_keys(KeyFile(issuers={"company": entry})))
     with running.client(tokens["ann"]) as ann:
         wait_until(lambda: embeds(ann) == "", "the issuer is known")
         assert embeds(ann) == "rate_limit_exceeded"
@@ -317,12 +322,12 @@ def test_a_token_of_an_issuer_is_a_key(
     for case, wrong in wrong_tokens(running.folder, tmp_path, claims).items():
         with running.client(wrong) as client:
             assert embeds(client) == "invalid_api_key", case
-    running.keys.write_text("keys: {}\n")
+    running.write_keys("keys: {}\n")
     with running.client(tokens["ann"]) as ann:
         wait_until(lambda: embeds(ann) == "invalid_api_key", "the issuer is revoked")
     with jwks_server(running.folder) as (url, asked), running.client(tokens["ann"]) as ann:
         remote = entry.model_copy(update={"jwks": url, "requests_per_s": None})
-        running.keys.write_text(print_keys(KeyFile(issuers={"company": remote})))
+        running.write_keys(print_keys(KeyFile(issuers={"company": remote})))
         wait_until(lambda: embeds(ann) == "", "the issuer is known again")
         assert embeds(ann) == ""
         assert len(asked) == 1

@@ -38,9 +38,12 @@ def test_one_trace_goes_through_envoy(
         words = ("--profile", "production", "--http-api", "0", "--replicas", "2")
         with serving(minilm_repository, *words) as run:
             check_trace(endpoints_of(run)["api"], "minilm_packed", spans)
-            wait_until(lambda: "ingress" in {span.name for span in spans}, "Envoy exports")
+            exported = (SAMPLED, "ingress")
+            wait_until(
+                lambda: exported in {(span.trace_id, span.name) for span in spans}, "Envoy exports"
+            )
             run.send_signal(signal.SIGTERM)
-            assert run.wait(timeout=60) == 0
+            assert run.wait(timeout=300) == 0
     sampled = {span.name: span for span in spans if span.trace_id == SAMPLED}
     gateway, envoy = sampled["POST /v1/embeddings"], sampled["ingress"]
     assert envoy.parent_id == gateway.span_id

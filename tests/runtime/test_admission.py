@@ -487,7 +487,7 @@ def test_processes_share_one_count_and_leave_their_slots(in_flight: InFlight) ->
     ]
     assert same.load().requests == 3003
     for child in children:
-        child.communicate(timeout=30)
+        child.communicate(timeout=120)
     # A reloaded step takes a dead one's slot. Its requests in the core will be answered.
     assert InFlight(PIPELINE).slot == 1
     assert in_flight.load()[:4] == (3002, 6010, 3000, 6000)

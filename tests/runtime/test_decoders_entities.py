@@ -199,21 +199,6 @@ def choices(labels: Sequence[str], scores: Sequence[float] | None = None) -> dic
     return {"token_class": ids, "token_score": np.array([scores or [0.5] * len(labels)], "f4")}
 
 
-def test_neighbors_of_one_tag_are_one_entity() -> None:
-    for labels, groups in (
-        (["B-PER", "B-PER"], [("PER", "a"), ("PER", "b")]),
-        (["B-PER", "I-PER"], [("PER", "a b")]),
-        (["O", "I-PER"], [("PER", "b")]),
-        (["B-PER", "I-LOC"], [("PER", "a"), ("LOC", "b")]),
-        (["MISC", "MISC"], [("MISC", "a b")]),
-        (["B-PER-SUB", "I-PER"], [("PER-SUB", "a"), ("PER", "b")]),
-        (["ORG-SUB", "ORG-SUB"], [("SUB", "a b")]),
-        (["O", "O"], []),
-    ):
-        [found] = decode(choices(labels), [metadata_of(["a", "b"])], "simple")
-        assert [(entity["entity"], entity["text"]) for entity in found] == groups, labels
-
-
 def test_rows_end_entities_and_words() -> None:
     metadata = [metadata_of(["a"]), metadata_of(["b", "c"], [WORD_INSIDE, WORD_INSIDE], 1)]
     outputs = {"token_class": np.full((2, 2), 2), "token_score": np.full((2, 2), 0.5, "f4")}

@@ -236,8 +236,8 @@ def test_a_server_that_stops_waits_for_a_slow_hook(base: Path, tmp_path: Path) -
             stopped = pool.submit(server.stop)
             assert eventually(lambda: counts.closed_at > 0)
             (tmp_path / "go").touch()
-            (labels,) = answer.result(timeout=60)
-            stopped.result(timeout=60)
+            (labels,) = answer.result(timeout=300)
+            stopped.result(timeout=300)
     assert all(label.label.isupper() for label in labels)
 
 

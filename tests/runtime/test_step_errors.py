@@ -80,7 +80,7 @@ def overloads(steps: Any) -> Iterator[Refusal]:
     jobs = [SimpleNamespace(request=request, rows=1, left_s=None) for _ in range(20)]
     errors += [error for _, error in flow.take(jobs)]
     flow._counts.path.unlink()
-    wait_until(lambda: any("wait" in str(error) for error in errors), "a wait that is too long", 10)
+    wait_until(lambda: any("wait" in str(error) for error in errors), "a wait that is too long")
     for words in ("requests in flight", "would wait"):
         yield steps.error_response(next(error for error in errors if words in str(error)))
 

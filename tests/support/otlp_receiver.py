@@ -127,8 +127,9 @@ def check_trace(address: str, name: str, spans: list[Span]) -> None:
         def are_exported() -> bool:
             # A replica may export the spans of a request only after its next request.
             client.embeddings.create(model=name, input="without a trace")
-            computed = [s for s in spans if (s.trace_id, s.name) == (SAMPLED, "compute")]
-            is_whole = len(computed) >= len(STEPS) and any(s.name == "InferRequest" for s in spans)
+            names = [span.name for span in spans if span.trace_id == SAMPLED]
+            wanted = {"InferRequest", name, *(f"{name}_{step}" for step in STEPS)}
+            is_whole = names.count("compute") >= len(STEPS) and wanted <= {*names}
             return is_whole and bool(below(CALLER) and below(CALLER, FAILED))
 
         wait_until(are_exported, "the spans are exported")
