@@ -67,7 +67,7 @@ def running(folder: Path, name: str, *flags: str) -> Iterator[None]:
             yield
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(300)
 
 
 def _fetch(folder: Path) -> list[Path]:

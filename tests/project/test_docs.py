@@ -46,7 +46,8 @@ def triptych(*words: str) -> Result:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A user's folder with the pipeline of the README, as the current folder."""
     folder = tmp_path_factory.mktemp("project")
-    write_pipeline(folder / "pipelines/minilm")
+    queue = {"max_backlog_ms": 3_600_000}  # a server that is paused rejects no request of `bench`
+    write_pipeline(folder / "pipelines/minilm", serving={"queue": queue})
     with contextlib.chdir(folder):
         done = triptych("build", "minilm")
         assert done.exit_code == 0, done.output
@@ -65,7 +66,7 @@ def served(project: Path) -> Iterator[dict[str, str]]:
             grpc, http, _ = (endpoint.removeprefix("http://") for _, endpoint in listed)
             yield {GRPC: grpc, HTTP: http}
             server.send_signal(signal.SIGINT)
-            server.wait(timeout=60)
+            server.wait(timeout=300)
             assert server.returncode == 0
         finally:
             server.kill()
@@ -156,7 +157,7 @@ def test_snippets_of_the_readme_and_requests_without_the_client_are_as_shown(
     section = CLIENTS.split("## Without the client\n")[1].split("\n#")[0]
     blocks = re.findall(r"```(sh|python)\n(.*?)```", section, re.DOTALL)
     by_http, by_grpc, _ = (with_addresses(text, served) for _, text in blocks)
-    done = subprocess.run(["bash", "-c", by_http], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", by_http], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (output,) = json.loads(done.stdout)["outputs"]
     assert (output["name"], output["shape"]) == ("embedding", [1, 128])

@@ -14,6 +14,7 @@ from pydantic import create_model
 
 from conftest import ROOT
 from documentation import recording, site_pages, tables
+from family_table import LIMIT, OUTCOMES, PAGE, read_record, render_page, turn
 
 
 def test_the_front_page_is_short_and_shows_a_run_of_the_demo() -> None:
@@ -33,13 +34,27 @@ def test_reference_tables_are_those_of_the_code() -> None:
         assert tables.fill_page(page, text) == text, f"{page}: run `make tables` (not {other})"
 
 
+def test_the_page_of_model_families_shows_the_results_on_record() -> None:
+    results = read_record()
+    assert PAGE.read_text(encoding="utf-8") == render_page(results)
+    for result in results:
+        assert result.outcome in OUTCOMES
+        assert bool(result.message) == (result.outcome in ("refused", "not built")), result
+        if result.outcome in ("served", "differs"):
+            assert result.difference is not None
+            assert (result.difference <= LIMIT) == (result.outcome == "served"), result
+    # Each commit measures others.
+    assert len(set(turn(600, 20))) == 20
+    assert all(0 <= index < 7 for index in turn(7, 3))
+
+
 def test_the_site_builds_with_every_page_and_loads_nothing(tmp_path: Path) -> None:
     """Strict: a link to a page or heading that is not there is an error."""
     config = ROOT / "build_scripts/documentation/mkdocs.yml"
     words: list[str | Path] = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     variables = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     words += ["-f", config, "-d", tmp_path]
-    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     settings = yaml.safe_load(config.read_text(encoding="utf-8"))
     assert set(settings["validation"]["links"].values()) == {"warn"}

@@ -54,15 +54,6 @@ def test_without_a_gpu_or_its_packages_it_says_so_and_exits_with_3() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_mistake_in_the_options_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    mistakes = ("--rounds 0", "--minutes 0", "--output x.txt", "--models gpt")
-    for words in map(str.split, mistakes):
-        with pytest.raises(SystemExit) as ended:
-            run.parse_options(words)
-        assert ended.value.code == 2
-        assert "error:" in capsys.readouterr().err
-
-
 def change(options: Namespace, **changes: Any) -> Namespace:
     return Namespace(**{**vars(options), **changes})
 

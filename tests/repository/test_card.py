@@ -58,7 +58,7 @@ def test_the_calls_of_a_card_are_answered(
     text = text.replace("127.0.0.1:8001", minilm_server.grpc_url)
     by_http, by_grpc, by_client = re.findall(r"```(?:sh|python)\n(.*?)```", text, re.DOTALL)
     command = by_http.replace("curl ", "curl --silent --fail-with-body ")
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (output,) = json.loads(done.stdout)["outputs"]
     assert (output["name"], output["shape"]) == ("embedding", [1, 384])

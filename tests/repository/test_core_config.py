@@ -1,19 +1,19 @@
-"""Configs of cores and what `inspect` says, compared with files that were read and found right."""
+"""Configs of cores, what `inspect` says of them, and text of a spec that is merged into them."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conftest import ROOT, write_pipeline
+from mistakes import check_refused, refusal
 from plan_cases import facts
-from triptych.base.errors import UserError
 from triptych.base.releases import parse_release, without_newer_fields
 from triptych.interface.cli.plan_text import describe_plan
 from triptych.repository.config import core_config, parse_config, print_config
 from triptych.repository.config_comments import explain
+from triptych.repository.config_text import GENERATED, check_config_texts, merge_config_text
 from triptych.repository.render import render
 from triptych.spec.plan import Plan, make_plan
 from triptych.spec.spec import load_spec
@@ -122,27 +122,23 @@ def test_class_scores_need_all_classes_of_a_classification() -> None:
     assert (task.outputs[-1].name, task.outputs[-1].dims) == ("scores", (100,))
     assert task.settings(info)["class_scores"]
     for other in (TEXT_EMBEDDING, TOKEN_CLASSIFICATION, ZERO_SHOT_CLASSIFICATION):
-        with pytest.raises(UserError, match="is only supported for text-classification"):
-            with_class_scores(other, info)
+        check_refused("is only supported for text-classification", with_class_scores, other, info)
 
 
-@pytest.mark.parametrize(("triton", "known"), [("25.04", False), ("25.05", True)])
-def test_memory_of_contexts_is_found_anew_where_the_server_can(
-    tmp_path: Path, triton: str, known: bool
-) -> None:
+def test_memory_of_contexts_is_found_anew_where_the_server_can(tmp_path: Path) -> None:
     wanted = [*CASES["bucketed"], "core.engine.context_memory=on_profile_change"]
     plan = plan_of(tmp_path, wanted)
     assert plan.engine is not None
     assert "context_memory" not in plan.engine.options
-    config = without_newer_fields(core_config(plan), parse_release(triton))
-    strategies = [value.string_value for value in config.parameters.values()]
-    assert strategies == ["ON_PROFILE_CHANGE"] * known
+    for triton, found in (("25.04", []), ("25.05", ["ON_PROFILE_CHANGE"])):
+        config = without_newer_fields(core_config(plan), parse_release(triton))
+        assert [value.string_value for value in config.parameters.values()] == found, triton
 
 
 def configs_of(folder: Path, wanted: list[str]) -> dict[str, Any]:
     """File to config, of the pipeline ``a``."""
     files = render(
-        replace(plan_of(folder, wanted)),
+        plan_of(folder, wanted),
         core_file=folder / "model.onnx",
         tokenizer_file=None,
         hooks=None,
@@ -153,17 +149,14 @@ def configs_of(folder: Path, wanted: list[str]) -> dict[str, Any]:
     return {path: parse_config(text.decode()) for path, text in texts.items() if text}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("triton", "known"), [("25.10", False), ("25.11", True)])
-def test_requests_in_each_step_are_limited_where_the_server_can(
-    tmp_path: Path, triton: str, known: bool
-) -> None:
-    configs = configs_of(
-        tmp_path, ["serving.max_inflight_requests=8", f"serving.triton='{triton}'"]
-    )
-    limits = {path: c.ensemble_scheduling.max_inflight_requests for path, c in configs.items()}
-    assert limits["a/config.pbtxt"] == (8 if known else 0)
-    # For the embedded server, where the config has what it lacks.
-    assert limits.get("a/configs/24.10.pbtxt") == (0 if known else None)
+def test_requests_in_each_step_are_limited_where_the_server_can(tmp_path: Path) -> None:
+    for triton, limit, embedded in (("25.10", 0, None), ("25.11", 8, 0)):
+        wanted = ["serving.max_inflight_requests=8", f"serving.triton='{triton}'"]
+        configs = configs_of(tmp_path / triton, wanted)
+        limits = {path: c.ensemble_scheduling.max_inflight_requests for path, c in configs.items()}
+        assert limits["a/config.pbtxt"] == limit
+        # For the embedded server, where the config has what it lacks.
+        assert limits.get("a/configs/24.10.pbtxt") == embedded
 
 
 def test_promised_latencies_are_edges_of_the_histogram_where_the_server_can(tmp_path: Path) -> None:
@@ -181,3 +174,60 @@ def test_promised_latencies_are_edges_of_the_histogram_where_the_server_can(tmp_
         files = configs_of(tmp_path / name, wanted)
         assert not any(config.HasField("model_metrics") for config in files.values())
         assert "a/configs/24.10.pbtxt" not in files
+
+
+CORE = """
+name: "minilm_core" backend: "onnxruntime" max_batch_size: 32
+instance_group { count: 1 kind: KIND_CPU }
+dynamic_batching { max_queue_delay_microseconds: 100 }
+parameters { key: "enable_mem_pattern" value { string_value: "0" } }
+"""
+
+
+def test_a_text_is_merged_by_the_rules_of_protobuf() -> None:
+    for text, expected in (
+        (
+            "dynamic_batching { priority_levels: 2 default_priority_level: 2 }",
+            CORE.replace("100 }", "100 priority_levels: 2 default_priority_level: 2 }"),
+        ),
+        (
+            "dynamic_batching { max_queue_delay_microseconds: 7 }",
+            CORE.replace("microseconds: 100", "microseconds: 7"),
+        ),
+        (
+            'instance_group { count: 2 kind: KIND_CPU host_policy: "numa0" }',
+            CORE.replace("count: 1", "count: 2").replace("_CPU", '_CPU host_policy: "numa0"'),
+        ),
+        *(
+            (more, CORE + more)
+            for more in (
+                'parameters { key: "mine" value { string_value: "1" } }',
+                "version_policy { specific { versions: [1, 3] } }",
+            )
+        ),
+    ):
+        config = parse_config(CORE)
+        assert merge_config_text(config, {"core": text}, "core") == parse_config(expected), text
+        # The generated config and other steps stay as they are.
+        assert config == merge_config_text(config, {"ensemble": text}, "core") == parse_config(CORE)
+
+
+def test_what_the_build_decides_cannot_be_set() -> None:
+    for field in GENERATED:
+        values = {"max_batch_size": ": 4", "ensemble_scheduling": " { }"}
+        kinds = ("input", "output", "batch_input", "batch_output", "model_warmup")
+        value = values.get(field, " { }" if field in kinds else ': "x"')
+        error = refusal(check_config_texts, {"core": field + value})
+        assert "must not set what is decided elsewhere" in error.message, field
+        assert (error.field, error.given) == ("serving.config.core", field)
+    own = {"core": 'parameters { key: "enable_mem_pattern" value { string_value: "1" } }'}
+    error = refusal(merge_config_text, parse_config(CORE), own, "core")
+    assert error.given == "parameters enable_mem_pattern"
+    error = refusal(check_config_texts, {"preprocess": "dynamic_batching {\n  priority: 2\n}"})
+    assert error.field == "serving.config.preprocess"
+    assert "is not a ModelConfig" in error.message
+    assert "2:3" in str(error.given)
+    versions = "version_policy { all { } }"  # a shared core is configured by its owner
+    check_config_texts({"ensemble": versions}, shares_core=True)
+    error = refusal(check_config_texts, {"core": versions}, shares_core=True)
+    assert "decided elsewhere" in error.message

@@ -72,7 +72,7 @@ def test_a_server_reads_whole_models_after_a_kill_between_two(tmp_path: Path) ->
     for name in ("a", "b"):
         write_model(repository, name)
     before = tree(repository)
-    done = subprocess.run([sys.executable, "-c", KILLED, str(repository)], timeout=60)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(repository)], timeout=300)
     assert done.returncode < 0
     now = tree(repository)
     assert {path.partition("/")[0] for path in now if now[path] != before[path]} == {"a"}
@@ -184,7 +184,7 @@ def test_a_full_a_read_only_and_another_disk_are_told(tmp_path: Path) -> None:
     unshare = ["unshare", "--map-root-user", "--mount"]
     words = [*unshare, sys.executable, "-c", DISKS, str(tmp_path), str(Path(__file__).parent)]
     folders = [str(SUPPORT), str(SUPPORT.parent)]
-    done = subprocess.run([*words, *folders], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*words, *folders], capture_output=True, text=True, timeout=300)
     if done.returncode == 9 or "unshare failed" in done.stderr:
         pytest.skip(f"no mounts here: {done.stderr}")
     assert done.returncode == 0, done.stderr

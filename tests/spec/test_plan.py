@@ -1,19 +1,39 @@
-"""The plan: bucket edges are optimal, and every number follows from its inputs alone."""
+"""The plan: optimal padded lengths, expected costs of both layouts, and the shapes of GPU cores."""
 
 import itertools
+import json
 import random
 from pathlib import Path
+from typing import Any
 
-from conftest import write_pipeline
-from triptych.spec.model_info import ModelInfo
-from triptych.spec.plan import Plan, bucket_of, choose_edges, make_plan
-from triptych.spec.spec import PipelineSpec, load_spec
-from triptych.spec.tasks.catalog import TEXT_EMBEDDING
+import pytest
+
+from conftest import LAYOUTS, write_pipeline
+from plan_cases import facts
+from triptych.spec.engine_plan import MAX_GRAPHS, EnginePlan, RowCost, row_cost
+from triptych.spec.model_info import ImageInfo
+from triptych.spec.plan import Plan, batch_mib, bucket_of, choose_edges, make_plan
+from triptych.spec.spec import load_spec
+from triptych.spec.tasks.catalog import IMAGE_CLASSIFICATION, RERANKING, TEXT_EMBEDDING
 from triptych.spec.traffic import Lengths
 
-FACTS = ModelInfo(
-    sha256="0", architecture="BertModel", hidden_size=8, max_length=64, pad_token_id=0
-)
+LENGTHS = Lengths.of([5, 9, 12, 17, 30, 31, 60, 200], max_length=256)
+EVEN = Lengths.of([32] * 8, max_length=512)
+MIXED = Lengths.of([4, 9, 16, 30, 70, 200], max_length=512)
+TENSORRT = ("core.backend=tensorrt", "core.precision=fp16")
+
+
+def plan_of(
+    folder: Path, *overrides: str, lengths: Lengths = LENGTHS, layout: Any = None, **info: Any
+) -> Plan:
+    """Return the plan of a new pipeline."""
+    spec = load_spec(write_pipeline(folder / "a"), overrides)
+    return make_plan(spec, facts(**info), TEXT_EMBEDDING, {}, lengths, layout=layout)
+
+
+def engine_of(plan: Plan) -> EnginePlan:
+    assert plan.engine is not None
+    return plan.engine
 
 
 def padded_tokens(lengths: Lengths, edges: tuple[int, ...]) -> int:
@@ -40,22 +60,139 @@ def test_edges_equal_those_of_an_exhaustive_search() -> None:
         assert all(edge % multiple == 0 for edge in edges[:-1])
 
 
-def plan_of(spec: PipelineSpec, lengths: Lengths) -> Plan:
-    return make_plan(spec, FACTS, TEXT_EMBEDDING, {}, lengths)
-
-
 def test_the_plan_follows_from_its_inputs_alone(tmp_path: Path) -> None:
-    folder = write_pipeline(tmp_path / "a")
-    bucketed = load_spec(folder, ["core.layout=bucketed", "core.bucket_count=2"])
+    two = ("core.layout=bucketed", "core.bucket_count=2")
     lengths = Lengths.of([3, 9, 9, 40, 70], max_length=64)
-    first, second = (plan_of(bucketed, lengths) for _ in range(2))
-    assert first == second
+    first = plan_of(tmp_path / "a", *two, lengths=lengths, max_length=64)
+    assert make_plan(first.encoder_spec, first.info, first.task, {}, lengths) == first
     assert first.bucket_edges[-1] == first.max_length == 64
     assert 0 < first.padding_share < 1
     assert [w.tokens for w in first.warm_ups] == list(first.bucket_edges)
-    packed = plan_of(load_spec(folder, ["tokenizer.max_length=16"]), lengths)
+    packed = plan_of(tmp_path / "b", "tokenizer.max_length=16", lengths=lengths, max_length=64)
     assert (packed.max_length, packed.bucket_edges, packed.padding_share) == (16, (), 0)
-    # Edges on a GPU suit tensor cores.
-    spec = load_spec(folder, ["core.layout=bucketed", "core.device=gpu"])
+    # Padded lengths on a GPU suit tensor cores.
     lengths = Lengths.of([3, 9, 11, 21, 40, 50], max_length=64)
-    assert all(edge % 8 == 0 for edge in plan_of(spec, lengths).bucket_edges)
+    on_gpu = ("core.layout=bucketed", "core.device=gpu")
+    plan = plan_of(tmp_path / "c", *on_gpu, lengths=lengths, max_length=64)
+    assert all(edge % 8 == 0 for edge in plan.bucket_edges)
+
+
+def cost(lengths: Lengths = EVEN, edges: tuple[int, ...] = (32, 512), **more: Any) -> RowCost:
+    given: dict[str, Any] = {"on_gpu": False, "rows": 32, "longest": 32.0, "graphs": False, **more}
+    return row_cost(facts(max_length=512), lengths, edges, **given)
+
+
+def test_padding_runs_and_long_neighbors_cost_what_they_compute() -> None:
+    found = cost()
+    assert found.packed == pytest.approx(found.bucketed)  # rows of one length
+    assert cost(edges=(64, 512)).bucketed == pytest.approx(2 * found.bucketed, rel=0.05)
+    figures = [cost(longest=tokens).packed for tokens in (32.0, 1000.0, 16_000.0)]
+    assert figures == sorted(figures)
+    assert figures[-1] > 3 * figures[0]
+    # Starting a run counts on a GPU, and graphs start faster.
+    plain, graphs = (cost(MIXED, (8, 32, 512), on_gpu=True, graphs=each) for each in (False, True))
+    assert graphs.bucketed < plain.bucketed
+    assert graphs.packed == plain.packed
+    few = cost(MIXED, (512,), on_gpu=True, rows=4).bucketed
+    one_length = cost(Lengths.of([512] * 6, max_length=512), (512,), on_gpu=True, rows=4)
+    assert few == pytest.approx(one_length.bucketed)
+
+
+def test_auto_takes_the_cheaper_layout_unless_it_was_proven_impossible(tmp_path: Path) -> None:
+    for backend, lengths, layout in (
+        ("onnxruntime", Lengths.of(range(4, 200), max_length=512), "packed"),
+        ("tensorrt", Lengths.of([500] * 9, max_length=512), "bucketed"),
+    ):
+        wanted = ("core.layout=auto", f"core.backend={backend}")
+        plan = plan_of(tmp_path / backend, *wanted, lengths=lengths, max_length=512)
+        assert plan.cost is not None
+        assert plan.layout == plan.cost.cheaper == layout
+    forced = plan_of(tmp_path / "forced", "core.layout=auto", lengths=MIXED, layout="bucketed")
+    assert forced.layout == "bucketed"
+
+
+def test_every_batch_of_every_length_has_one_graph(tmp_path: Path) -> None:
+    wanted = ("core.layout=bucketed", "core.bucket_count=4", "core.max_batch_size=24")
+    plan = plan_of(tmp_path / "a", *TENSORRT, *wanted)
+    assert len(engine_of(plan).graph_specs) == MAX_GRAPHS
+    for edge in plan.bucket_edges:
+        specs = [s for s in engine_of(plan).graph_specs if s.inputs["input_ids"] == (edge,)]
+        for rows in range(1, 25):
+            fitting = [s for s in specs if s.lowest_batch_size <= rows <= s.batch_size]
+            assert len(fitting) == 1
+            assert fitting[0].batch_size < 2 * rows or rows > 16
+        assert {spec.inputs["row_length"] for spec in specs} == {(1,)}
+
+
+def test_of_many_shapes_the_frequent_and_small_ones_have_a_graph(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "a", *TENSORRT, "core.layout=bucketed", "core.bucket_count=8")
+    specs = engine_of(plan).graph_specs
+    shapes = [(spec.inputs["input_ids"][0], spec.batch_size) for spec in specs]
+    every = [(edge, 1 << power) for edge in plan.bucket_edges for power in range(6)]
+    assert (len(specs), len(set(shapes))) == (MAX_GRAPHS, MAX_GRAPHS)
+    assert set(shapes) < set(every)
+    assert plan.reasons["cuda_graphs"].startswith(f"24 of {len(every)} shapes")
+    sizes = {edge: [rows for e, rows in shapes if e == edge] for edge in plan.bucket_edges}
+    for rows in sizes.values():  # of a length, the smallest batches, without a gap
+        assert rows == [1 << power for power in range(len(rows))]
+    assert sizes[256] == []  # no row of the traffic is padded to the longest length
+    assert len(sizes[32]) > len(sizes[200]) > 0  # of two rows in eight, and of one
+
+
+def test_a_batch_has_as_many_rows_as_its_memory_allows(tmp_path: Path) -> None:
+    sizes = (64, 256, 512, 8192)
+    for case in itertools.product(LAYOUTS, ("fp32", "fp16"), sizes):
+        layout, precision, max_length = case
+        wanted = [f"core.{name}" for name in (f"precision={precision}", f"layout={layout}")]
+        wanted += ["core.max_batch_size=1024", "core.max_batch_mib=500"]
+        folder = tmp_path / "-".join(map(str, case))
+        plan = plan_of(folder, *TENSORRT, *wanted, max_length=max_length)
+        rows, element = plan.max_batch_size, 4 if precision == "fp32" else 2
+        shapes: dict[str, Any] = {"tokens": max_length, "precision": precision, "on_gpu": True}
+        each = batch_mib(plan.info, rows=1, packed=False, **shapes)
+        # Four tensors of scores of 12 heads, or the feed-forward part, are alive at once.
+        assert each * 2**20 > element * max_length * max(48 * max_length, 3 * 1536), case
+        own = batch_mib(plan.info, rows=rows, packed=layout == "packed", **shapes)
+        assert plan.batch_mib == pytest.approx(own), case
+        assert own <= rows * each, case
+        assert rows == 1024 or each > 500 or rows * each <= 500 < (rows + 1) * each, case
+        assert (rows == 1) == (each > 250), case
+        assert plan.request_rows == rows, case
+
+
+def test_pairs_have_their_first_segment_in_every_shape(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "a", task="reranking")
+    for layout in LAYOUTS:
+        spec = load_spec(folder, [*TENSORRT, f"core.layout={layout}"])
+        plan = make_plan(spec, facts(segments=2, labels=("a",)), RERANKING, {}, LENGTHS)
+        assert all("first_segment" in profile for profile in engine_of(plan).profiles)
+        assert all("first_segment" in graph.inputs for graph in engine_of(plan).graph_specs)
+
+
+def test_images_have_one_profile_and_graphs(tmp_path: Path) -> None:
+    image = ImageInfo.__new__(ImageInfo)
+    for name, value in {"height": 8, "width": 6, "channels": 3}.items():
+        object.__setattr__(image, name, value)
+    spec = load_spec(write_pipeline(tmp_path / "a"), [*TENSORRT, "core.max_batch_size=4"])
+    pictured = facts(image=image, labels=("a", "b"))
+    plan = make_plan(spec, pictured, IMAGE_CLASSIFICATION, {"top_k": 1}, None)
+    (profile,) = engine_of(plan).profiles
+    assert profile["pixels"].minimum == (1, 8, 6, 3)
+    assert profile["pixels"].maximum == (4, 8, 6, 3)
+    assert [g.batch_size for g in engine_of(plan).graph_specs] == [1, 2, 4]
+    assert plan.cost is None
+
+
+def test_kernels_are_chosen_for_as_many_rows_as_asked(tmp_path: Path) -> None:
+    wanted = ("core.layout=bucketed", "core.max_batch_size=16")
+    for asked, best in ((4, 4), (64, 16)):
+        plan = plan_of(
+            tmp_path / str(asked), *TENSORRT, *wanted, f"core.engine.opt_batch_size={asked}"
+        )
+        assert {p["row_length"].optimum for p in engine_of(plan).profiles} == {(best, 1)}
+
+
+def test_a_plan_comes_back_from_the_lock_as_it_was(tmp_path: Path) -> None:
+    for layout in LAYOUTS:
+        engine = engine_of(plan_of(tmp_path / layout, *TENSORRT, f"core.layout={layout}"))
+        assert EnginePlan.from_dict(json.loads(json.dumps(engine.as_dict()))) == engine

@@ -6,24 +6,19 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from conftest import ROOT
 from mistakes import check_refused
 from scaffolding import ENCODERS, run, write
 from triptych.base.errors import UserError
-from triptych.base.tensors import Tensor
 from triptych.building import pipeline_checks
 from triptych.building.pipeline_checks import Check
 from triptych.core.inputs import task_of
-from triptych.runtime.hooking import NUMPY_TYPES, RowForm, call_hook, find_hook, load_hooks
+from triptych.runtime.hooking import load_hooks
 from triptych.spec.generation_fields import load_generation_spec, load_text2text_spec
 from triptych.spec.kind import GENERATION, TEXT2TEXT
 from triptych.spec.model_info import ModelInfo
@@ -95,20 +90,6 @@ def test_the_template_for_two_texts_is_a_pipeline(tmp_path: Path) -> None:
     assert (spec.model.source, spec.core.max_length, spec.core.num_beams) == ("me/mine", 512, 1)
 
 
-def some_outputs(outputs: Sequence[Tensor]) -> dict[str, NDArray[Any]]:
-    """Two rows of each output."""
-    entities = json.dumps([{"entity": "PER", "text": "A", "start": 0, "end": 1, "score": 0.7}])
-    made = {}
-    for tensor in outputs:
-        shape = (2, *(3 if axis == -1 else axis for axis in tensor.config_dims))
-        if tensor.dtype == "BYTES":
-            text = entities if tensor.content == "json" else " a label"
-            made[tensor.name] = np.full(shape, text.encode(), dtype=object)
-        else:
-            made[tensor.name] = np.full(shape, 0.5, dtype=NUMPY_TYPES[tensor.dtype])
-    return made
-
-
 def run_tests_here(folder: Path) -> Check:
     """Run the tests that come with hooks in this process: another takes a second."""
     with pytest.MonkeyPatch.context() as patch:
@@ -141,25 +122,6 @@ def test_a_template_passes_every_check_with_its_hooks_and_leaves_nothing(
     assert len(rows) >= (4 if "image" in rows[0].inputs else 10)
     for path, content in before.items():
         assert path.endswith(".png") or not re.search(rb"@\w+@", content), path
-
-    # Hooks take what the server gives them.
-    outputs = declared.outputs
-    form = RowForm(
-        [
-            {"name": o.name, "dtype": o.dtype, "dims": o.config_dims, "json": o.content == "json"}
-            for o in outputs
-        ]
-    )
-    given = some_outputs(outputs)
-    decode, after = find_hook(folder, "decode"), find_hook(folder, "after")
-    answers = form.rows(given)
-    if decode is not None:
-        answers = call_hook("decode", decode, [{"scores": np.array([0.9, 0.1])}] * 2, form.names)
-    if after is not None:
-        answers = call_hook("after", after, answers, form.names)
-    returned = form.tensors(answers)
-    for name, value in given.items():
-        assert (returned[name].shape, returned[name].dtype) == (value.shape, value.dtype)
 
 
 def test_each_template_and_its_request_parameters_are_in_the_documentation(tmp_path: Path) -> None:

@@ -48,10 +48,9 @@ def written(model: Path, files: Mapping[str, object]) -> Path:
 def test_flags_limits_and_prompts_are_honored(model: Path) -> None:
     facts = read_model_info(model)
     assert (facts.pooling, facts.head, facts.max_length) == (("mean",), (), 512)
-    dense = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
     flags = {"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}
     files = {
-        "modules.json": [TRANSFORMER, POOLING, dense],
+        "modules.json": [TRANSFORMER, POOLING, DENSE],
         "1_Pooling/config.json": {"word_embedding_dimension": 32, **flags},
         "2_Dense/config.json": {"in_features": 64, "out_features": 16, "bias": False},
         "sentence_bert_config.json": {"max_seq_length": 128, "do_lower_case": True},
@@ -67,9 +66,8 @@ def test_flags_limits_and_prompts_are_honored(model: Path) -> None:
         ([normalize, POOLING], ()),  # as there, it does nothing before there is a vector
         ([POOLING, normalize], (Normalize(),)),
     ):
-        assert (
-            read_model_info(written(model, {"modules.json": [TRANSFORMER, *modules]})).head == head
-        )
+        facts = read_model_info(written(model, {"modules.json": [TRANSFORMER, *modules]}))
+        assert facts.head == head
 
 
 def pooled(**settings: object) -> dict[str, object]:

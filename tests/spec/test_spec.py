@@ -18,16 +18,14 @@ from triptych.spec.tasks import find_task
 from triptych.spec.traffic import Lengths, read_traffic
 
 
-def test_two_fields_suffice(tmp_path: Path) -> None:
-    spec = load_spec(write_pipeline(tmp_path / "a"))
-    assert (spec.name, spec.core.layout, spec.core.max_batch_size) == ("a", "packed", 32)
-
-
-def test_overrides_reach_nested_fields(tmp_path: Path) -> None:
+def test_two_fields_suffice_and_overrides_reach_nested_ones(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "a")
-    spec = load_spec(folder, ["core.layout=bucketed", "serving.queue.max_in_flight=7"])
-    assert spec.core.layout == "bucketed"
-    assert spec.serving.queue.max_in_flight == 7
+    spec = load_spec(folder)
+    assert (spec.name, spec.core.layout, spec.core.max_batch_size) == ("a", "packed", 32)
+    overrides = ["core.layout=bucketed", "serving.queue.max_in_flight=7"]
+    spec = load_spec(folder, [*overrides, "accuracy.max_difference=1e-5"])
+    assert (spec.core.layout, spec.serving.queue.max_in_flight) == ("bucketed", 7)
+    assert spec.accuracy.max_difference == 1e-5
 
 
 def test_former_names_are_read_with_a_warning(tmp_path: Path) -> None:
@@ -173,11 +171,6 @@ def test_a_spec_is_parsed_once_for_all_its_readers(
     folder = write_pipeline(tmp_path / "a", core={"threads": 3})
     assert load_any_spec(folder) == load_any_spec(folder)
     assert len(parsed) == 1
-
-
-def test_numbers_in_e_notation_are_numbers(tmp_path: Path) -> None:
-    spec = load_spec(write_pipeline(tmp_path / "a"), ["accuracy.max_difference=1e-5"])
-    assert spec.accuracy.max_difference == 1e-5
 
 
 def test_traffic_may_hold_other_line_separators(tmp_path: Path) -> None:

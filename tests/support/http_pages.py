@@ -21,8 +21,8 @@ def page(port: int, path: str, method: str = "GET") -> tuple[int, str]:
 
 
 def comes_true(holds: Callable[[], bool]) -> bool:
-    """Within a minute; what does not listen yet is not true."""
-    deadline = time.monotonic() + 60
+    """Within five minutes; what does not listen yet is not true."""
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         with suppress(OSError):
             if holds():

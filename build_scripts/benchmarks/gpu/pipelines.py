@@ -99,6 +99,8 @@ def write_pipeline(pipeline: GpuPipeline, home: Path) -> Path:
         "model": {"source": pipeline.model.source(models / pipeline.model.name)},
         "tokenizer": {"max_length": MAX_LENGTH},
         "core": {"backend": "tensorrt", "max_batch_size": MAX_BATCH_SIZE, **core},
+        # perf_analyzer stops at the first request that a paused machine would reject.
+        "serving": {"queue": {"max_backlog_ms": 600_000}},
     }
     lines = (PIPELINE / TRAFFIC_FILE).read_text(encoding="utf-8").splitlines()
     return write_spec(home / "pipelines" / pipeline.name, spec, lines[: pipeline.model.rows])

@@ -36,8 +36,13 @@ ANSWER_WINDOWS = 3.0
 
 One answer per window, because a window may otherwise contain no end of an answer."""
 
-MAX_WINDOW_DOUBLINGS = 2
-"""Maximum number of times that windows are doubled if one contained no answer."""
+MIN_WINDOW_DOUBLINGS = 2
+"""Minimum number of times that windows are doubled if one contained no answer."""
+
+EMPTY_S = 30.0
+"""Minimum duration of windows without an answer before a measurement fails, in seconds.
+
+A machine that does nothing for seconds leaves short windows empty, too."""
 
 STREAMS_END_S = 60.0
 """Timeout for streams after the windows, besides the duration of the windows, in seconds.
@@ -134,19 +139,19 @@ def is_sent(measured: Measurement, load: OfferedLoad) -> bool:
 
 
 def run_longer(run: Callable[[float], LoadResult], seconds: float) -> LoadResult:
-    """Run for `seconds`, and for twice as long if a window contained no answer.
+    """Run for `seconds`, and for twice as long as before if a window contained no answer.
 
     Raises:
-        LoadError: `run` failed.
+        LoadError: `run` failed, also in windows of `EMPTY_S` after `MIN_WINDOW_DOUBLINGS`.
     """
-    for _ in range(MAX_WINDOW_DOUBLINGS):
+    last_s = max(EMPTY_S, seconds * 2**MIN_WINDOW_DOUBLINGS)
+    while True:
         try:
             return run(seconds)
         except perf_analyzer.LoadError as error:
-            if not error.is_empty:
+            if not error.is_empty or seconds >= last_s:
                 raise
             seconds *= 2
-    return run(seconds)
 
 
 def _run(

@@ -40,7 +40,7 @@ VERSION = "2.51.0"
 _WHEEL_SHA256 = "c485bb0123bdf310f90bc8b03d3489b28df2ffed55b30c7eee0b795b48113d52"
 _LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
 DEFAULT_CACHE = Path(".cache") / "perf_analyzer"
-_VERSION_TIMEOUT_S = 20.0
+_VERSION_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
