@@ -145,16 +145,22 @@ def test_what_a_step_has_started_counts_as_the_step() -> None:
 
 
 def test_a_window_without_an_answer_is_made_longer() -> None:
-    asked: list[float] = []
+    empty = "No valid requests recorded"
+    for first, said, wanted in (
+        (3.0, [empty, empty, "all is lost"], [3.0, 6.0, 12.0]),
+        (3.0, [empty] * 9, [3.0, 6.0, 12.0, 24.0, 48.0]),  # until it lasts 30 s
+        (20.0, [empty] * 9, [20.0, 40.0, 80.0]),  # twice at least
+    ):
+        asked: list[float] = []
 
-    def run(seconds: float) -> LoadResult:
-        asked.append(seconds)
-        said = "No valid requests recorded" if len(asked) < 3 else "all is lost"
-        raise LoadError("must be measured", said, "", said, is_late=True)
+        def run(seconds: float, asked: list[float] = asked, said: list[str] = said) -> LoadResult:
+            asked.append(seconds)
+            why = said[len(asked) - 1]
+            raise LoadError("must be measured", why, "", why, is_late=True)
 
-    with pytest.raises(LoadError, match="all is lost"):
-        run_longer(run, 3.0)
-    assert asked == [3.0, 6.0, 12.0]
+        with pytest.raises(LoadError, match=said[-1]):
+            run_longer(run, first)
+        assert asked == wanted
 
 
 def test_what_was_measured_is_kept_and_shown() -> None:
