@@ -178,14 +178,21 @@ IMAGE = "somewhere/tritonserver:tag"
 USER = f"{os.getuid()}:{os.getgid()}"
 COMPOSE = "--env-file docker/versions.env --file docker/compose.yaml --profile engine"
 WITH_DOCKER = (
-    ("image", "", 2, f"tritonserver:{read_versions()['TRITON_TAG']}-py3"),
-    ("image", IMAGE, 0, COMPOSE),
-    ("image", IMAGE, 0, f"image={IMAGE}"),
-    ("engine-in-container", IMAGE, 2, "NAME=minilm"),
-    ("engine-in-container NAME=minilm", IMAGE, 0, "run --rm --build engine engine minilm"),
-    ("engine-in-container NAME=minilm", IMAGE, 0, f"user={USER}"),
-    ("test-in-container", IMAGE, 0, f"--volume {ROOT}:/triptych"),
-    ("test-in-container", IMAGE, 0, f"{IMAGE} bash tests/in_container.sh"),
+    ("image", "", 2, [f"tritonserver:{read_versions()['TRITON_TAG']}-py3"]),
+    ("image", IMAGE, 0, [COMPOSE, f"image={IMAGE}"]),
+    ("engine-in-container", IMAGE, 2, ["NAME=minilm"]),
+    (
+        "engine-in-container NAME=minilm",
+        IMAGE,
+        0,
+        ["run --rm --build engine engine minilm", f"user={USER}"],
+    ),
+    (
+        "test-in-container",
+        IMAGE,
+        0,
+        [f"--volume {ROOT}:/triptych", f"{IMAGE} bash tests/in_container.sh"],
+    ),
 )
 """Words of `make`, the base image, the exit code, and what is said or asked of docker."""
 
@@ -212,10 +219,10 @@ def test_make_asks_docker_for_the_images(tmp_path: Path) -> None:
     assert exit_code == 2
     assert "docker with its compose plugin is needed" in said
     install("docker", FAKE_DOCKER)
-    for words, image, wanted, part in WITH_DOCKER:
+    for words, image, wanted, parts in WITH_DOCKER:
         exit_code, said = make(*words.split(), image=image)
         assert exit_code == wanted, said
-        assert part in said
+        assert [part for part in parts if part not in said] == [], said
     assert (ROOT / "tests/in_container.sh").is_file()
     # A release is that of a server on PATH.
     exit_code, said = make("server-on-path", "TRITON_RELEASE=26.06")

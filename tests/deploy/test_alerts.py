@@ -1,19 +1,35 @@
-"""When the alerts of a deployment rise and clear, by promtool on made-up series."""
+"""What is told of a deployment: alerts by promtool on made-up series, dashboard, runbook."""
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import promql_parser
 import pytest
+import yaml
 
-from alert_cases import Case, deployed, deployed_cases, deployed_gateway, deployed_talk
 from benchmarks.prometheus_tools import tool
+from conftest import ROOT
+from deploy_cases import ENGINE, options, write_built, write_generation
+from triptych.base.explained import plain, yaml_of
+from triptych.deploy.context import Manifests
+from triptych.deploy.kubernetes import render_alertmanager
+from triptych.deploy.targets import make_manifests
 from triptych.repository.config import HISTOGRAM
 
+BY_HAND: dict[str, Any] = {"rps_per_replica": 20.0, "cpu_cores": 1.0, "memory_mib": 2048}
+SOURCES: dict[str, tuple[dict[str, float], ...]] = {
+    "summary": ({"p50_ms": 5.0}, {"p99_ms": 80.0}),
+    "histogram": ({"p99_ms": 80.0}, {"p99_9_ms": 30_000.0}),
+    "envoy": ({"p50_ms": 5.0}, {"p99_ms": 80.0}),
+}
+"""Promises by source of the latencies: Triton 24.10, Triton 26.08, an Envoy in front."""
+RULES = ("base/prometheus-rule.yaml", "base/http-api-rule.yaml")
 STEP_MIN = 2
 """Between two values of a series, and two looks at the rules."""
 USUAL = 600.0 * STEP_MIN
@@ -21,6 +37,71 @@ USUAL = 600.0 * STEP_MIN
 POD = 'namespace="default",pod="minilm-1"'
 Series = dict[str, str]
 Check = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """A deployment: its promise, the source of its latencies, and its manifests."""
+
+    name: str
+    promise: dict[str, float]
+    watched: str
+    documents: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, made: Manifests, name: str, promise: dict[str, float] | None = None, watched: str = ""
+    ) -> "Case":
+        documents = {file: plain(document) for file, document in made.files.items()}
+        return cls(name, promise or {}, watched, documents)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        rules = [name for name in RULES if name in self.documents]
+        return [group for name in rules for group in self.documents[name]["spec"]["groups"]]
+
+    @property
+    def alerts(self) -> dict[str, dict[str, Any]]:
+        rules = [rule for group in self.groups for rule in group["rules"]]
+        return {rule["alert"]: rule for rule in rules if "alert" in rule}
+
+
+def deployed(
+    folder: Path, promise: dict[str, float], watched: str, *, samples: bool = False, **built: Any
+) -> Case:
+    """`samples`: with servers that sample, and somebody who looks at it."""
+    release = "24.10" if watched == "summary" else "26.08"
+    serving: dict[str, Any] = {"slo": promise, "triton": release}
+    if samples:
+        serving["sample"] = {"rate": 0.01}
+    chosen = options(
+        triton=release,
+        gateway=None if watched == "envoy" else "edge",
+        monitor_image="watch:1" if samples else None,
+        **BY_HAND,
+    )
+    repository = write_built(folder, serving=serving, **built)
+    made = make_manifests(repository, "minilm", chosen, folder / "none")
+    return Case.of(made, f"{'-'.join(promise)}-{watched}", promise, watched)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    """One deployment for each of `SOURCES` and its promises."""
+    base = tmp_path_factory.mktemp("deployed")
+    return [
+        deployed(base / f"{watched}-{number}", promise, watched)
+        for watched, promises in SOURCES.items()
+        for number, promise in enumerate(promises)
+    ]
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A pipeline that generates text: ten places in each replica's batch, on a GPU."""
+    folder = tmp_path_factory.mktemp("talking")
+    limits = ("serving.slo.ttft_p99=500ms", "serving.slo.itl_p99=50ms", "serving.slo.e2e_p50=8s")
+    repository = write_generation(folder, *limits)
+    return Case.of(make_manifests(repository, "talk", options(name="talk"), repository), "talk")
 
 
 def promtool(*words: str | Path) -> None:
@@ -82,11 +163,6 @@ def write_test(
     return file
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
-    return deployed_cases(tmp_path_factory.mktemp("deployed"))
-
-
 def test_alerts_rise_when_a_promise_breaks_and_clear_when_it_is_kept(
     cases: list[Case], tmp_path: Path
 ) -> None:
@@ -140,7 +216,9 @@ def test_missing_failing_and_crowded_replicas_and_gateways_are_told(
         raised(case, 80, "MinilmNoMetrics", True),
     ]
     fleet = write_test(tmp_path, "fleet", case, [*series(case, busy), *more], checks)
-    case = deployed_gateway(tmp_path / "deployed")
+    chosen = options(http_api_image="triptych-build:26.11", **BY_HAND)
+    made = make_manifests(write_built(tmp_path / "made"), "minilm", chosen, tmp_path / "none")
+    case = Case.of(made, "gateway")
     of, answers = 'namespace="default",pod="minilm-http-api-1"', "triptych_gateway_requests_total"
     deployment = {"deployment": "minilm-http-api"}
     down = f'namespace="default",deployment="{deployment["deployment"]}"'
@@ -159,9 +237,8 @@ def test_missing_failing_and_crowded_replicas_and_gateways_are_told(
     promtool("test", "rules", fleet, write_test(tmp_path, "gateway", case, of_gateway, checks))
 
 
-def test_what_streams_late_hangs_or_finds_no_place_is_told(tmp_path: Path) -> None:
+def test_what_streams_late_hangs_or_finds_no_place_is_told(talking: Case, tmp_path: Path) -> None:
     """A replica of ten places. An hour is well, then one thing is wrong, then all is well."""
-    talking = deployed_talk(tmp_path / "talking")
     alerts = talking.alerts
     burning = ("Failures", "SlowTtftP99", "SlowItlP99", "SlowE2EP50")
     assert {name.removeprefix("Talk") for name in alerts} == {
@@ -277,3 +354,109 @@ def test_rows_that_drifted_and_what_the_monitor_finds_are_told(tmp_path: Path) -
     gone = [raised(case, minute, "MinilmMonitorStale", minute > 60) for minute in (50, 70)]
     files.append(write_test(tmp_path, "gone", case, series(case, usual * 40), gone))
     promtool("test", "rules", *files)
+
+
+def test_alerts_fit_the_promise_and_the_release(tmp_path: Path) -> None:
+    for number, (limit_ms, built, served, has_histogram) in enumerate(
+        (
+            (5.0, "24.10", "26.08", False),  # the default bounds of its histogram have none there
+            (100.0, "24.10", "26.08", True),
+            (500.0, "24.10", "26.08", True),
+            (100.0, "24.10", "24.10", False),
+            (5.0, "26.08", "26.08", True),
+        )
+    ):
+        serving = {"slo": {"p99_ms": limit_ms}, "triton": built}
+        repository = write_built(tmp_path / str(number), serving=serving)
+        # An Envoy in front tells latencies whatever the release.
+        by_hand = options(triton=served, gateway="edge", **BY_HAND)
+        made = make_manifests(repository, "minilm", by_hand, tmp_path / "none")
+        alerts = Case.of(made, "").alerts
+        found = {alert: str(rule["expr"]) for alert, rule in alerts.items()}
+        for alert, expression in found.items():
+            promql_parser.parse(expression)
+            for threshold in re.findall(r"ratio:\w+\{.*\} > ([\d.]+)", expression):
+                assert 0.01 * 0.99 <= float(threshold) < 1, (limit_ms, alert)
+        missed = [expression for alert, expression in found.items() if "Missed" in alert]
+        assert any("Slow" in alert for alert in found) == has_histogram, limit_ms
+        assert bool(missed) != has_histogram, limit_ms
+        text = yaml_of(made.files["base/prometheus-rule.yaml"])
+        if has_histogram:
+            assert f'le=~"{limit_ms:g}([.]0)?"' in text, limit_ms
+        else:
+            assert f"> {limit_ms * 1e3:.0f}" in missed[0], limit_ms
+            assert "no histogram with a bound there" in re.sub(r"\s+# ", " ", text)
+
+
+def test_the_alertmanager_example_wakes_somebody_once(cases: list[Case], tmp_path: Path) -> None:
+    file = tmp_path / "alertmanager.yaml"
+    file.write_text(yaml_of(render_alertmanager()["alertmanager.example.yaml"]))
+    assert yaml.safe_load(file.read_text()) == cases[0].documents["alertmanager.example.yaml"]
+    check = [str(tool("amtool")), "check-config", str(file)]
+    done = subprocess.run(check, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    labels = {rule["labels"]["severity"]: rule["labels"] for rule in cases[0].alerts.values()}
+    for severity, receiver in (("page", "on-call"), ("ticket", "tickets")):
+        words = [f"{name}={value}" for name, value in labels[severity].items()]
+        done = subprocess.run(
+            [tool("amtool"), "config", "routes", "test", f"--config.file={file}", *words],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.stdout.strip() == receiver, done.stderr
+    kinds = {rule["labels"]["kind"] for case in cases for rule in case.alerts.values()}
+    assert kinds == {"failures", "latency", "saturation", "replicas", "metrics"}
+
+
+def test_the_dashboard_is_as_grafana_has_it(
+    cases: list[Case], talking: Case, tmp_path: Path
+) -> None:
+    """Grafana's own types read it and lose nothing; each panel says what to do."""
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    gpu = deployed(
+        tmp_path, {"p99_ms": 80.0}, "envoy", engine=ENGINE, core={"backend": "tensorrt"},
+        mean_tokens=20.0, samples=True,
+    )  # fmt: skip
+    for case in (*cases, talking, gpu):
+        (text,) = case.documents["base/dashboard.yaml"]["data"].values()
+        made = json.loads(text)
+        read = json.loads(JSONEncoder().encode(Dashboard.from_json(made)))
+        assert within(made, read), case.name
+        panels = [panel for panel in made["panels"] if panel["type"] != "row"]
+        for panel in panels:
+            assert len(panel["description"].split(". ")) >= 2, panel["title"]
+        places = [(each["gridPos"]["x"], each["gridPos"]["y"]) for each in made["panels"]]
+        assert len(set(places)) == len(places)
+        records = {rule.get("record") for group in case.groups for rule in group["rules"]}
+        used = set(re.findall(r"triptych:\w+:ratio:\w+", text))
+        assert used
+        assert used <= records, case.name
+    titles = {panel["title"] for panel in made["panels"]}
+    assert titles >= {"Tokens of a row", "GPU busy", "Latency at Envoy", "Capacity used"}
+    assert titles >= {"Samples", "Evidence of wrong answers", "Monitor runs"}
+
+
+def within(part: Any, whole: Any) -> bool:
+    """Whether all that is in a document is also in another one, which may have defaults more."""
+    if isinstance(part, dict):
+        return isinstance(whole, dict) and all(
+            value is None or (name in whole and within(value, whole[name]))
+            for name, value in part.items()
+        )
+    if isinstance(part, list):
+        return len(part) == len(whole) and all(map(within, part, whole))
+    return bool(part == whole)
+
+
+def test_the_runbook_has_an_entry_for_each_alert(
+    cases: list[Case], talking: Case, tmp_path: Path
+) -> None:
+    drifting = deployed(tmp_path, {"p99_ms": 80.0}, "histogram", samples=True, mean_tokens=20.0)
+    names = {name for case in (*cases, talking, drifting) for name in case.alerts}
+    kinds = {
+        re.sub(r"P[\d_]+(?=Burn|LatencySloMissed)|(?<=Burn)\w+$|^(Minilm|Talk)", "", name)
+        for name in names
+    }
+    runbook = (ROOT / "docker/runbook.md").read_text()
+    assert set(re.findall(r"(?m)^## (\w+)", runbook)) == kinds

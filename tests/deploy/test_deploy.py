@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import promql_parser
 import pytest
 from typer.testing import CliRunner
 
@@ -19,12 +18,11 @@ from deploy_cases import (
     write_bench,
     write_built,
     write_generation,
-    write_talk_manifest,
+    write_text2text,
 )
 from load_samples import point, rate_search, subject
 from mistakes import check_refused
 from triptych.base.errors import UserError
-from triptych.base.explained import yaml_of
 from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.deploy.assumptions import (
     SERVER_MIB,
@@ -39,8 +37,6 @@ from triptych.deploy.options import TARGETS, parse_mebibytes
 from triptych.deploy.targets import make_manifests
 from triptych.deploy.variables import ALLOWED, REFUSED
 from triptych.interface.cli import app
-from triptych.repository.manifest import TextManifest, read_manifest
-from triptych.spec.generation_fields import Text2TextSpec
 from triptych.spec.model_fields import load_model_spec
 from triptych.spec.scaffold import scaffold
 from triptych.spec.slo import Slo
@@ -57,13 +53,6 @@ def manifests(folder: Path, **fields: Any) -> Manifests:
     return make_manifests(repository, "minilm", options(), write_bench(folder / "reports"))
 
 
-def alerts(made: Manifests) -> dict[str, str]:
-    """Name to expression."""
-    groups = document(made, "prometheus-rule.yaml")["spec"]["groups"]
-    rules = [rule for group in groups for rule in group["rules"]]
-    return {rule["alert"]: rule["expr"] for rule in rules if "alert" in rule}
-
-
 def test_probes_are_those_of_the_image_and_a_pod_has_time_to_stop(tmp_path: Path) -> None:
     pod = document(manifests(tmp_path), "deployment.yaml")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -78,37 +67,6 @@ def test_probes_are_those_of_the_image_and_a_pod_has_time_to_stop(tmp_path: Path
     exit_timeout = int(environment["TRIPTYCH_EXIT_TIMEOUT_S"])
     assert exit_timeout == ServerOptions.exit_timeout_s
     assert pod["terminationGracePeriodSeconds"] >= sleep + exit_timeout + 5
-
-
-def test_alerts_fit_the_promise_and_the_release(tmp_path: Path) -> None:
-    for number, (limit_ms, built, served, has_histogram) in enumerate(
-        (
-            (5.0, "24.10", "26.08", False),  # the default bounds of its histogram have none there
-            (100.0, "24.10", "26.08", True),
-            (500.0, "24.10", "26.08", True),
-            (100.0, "24.10", "24.10", False),
-            (5.0, "26.08", "26.08", True),
-        )
-    ):
-        serving = {"slo": {"p99_ms": limit_ms}, "triton": built}
-        repository = write_built(tmp_path / str(number), serving=serving)
-        # An Envoy in front tells latencies whatever the release.
-        by_hand = options(triton=served, gateway="edge", **BY_HAND)
-        made = make_manifests(repository, "minilm", by_hand, tmp_path / "none")
-        found = alerts(made)
-        for alert, expression in found.items():
-            promql_parser.parse(expression)
-            for threshold in re.findall(r"ratio:\w+\{.*\} > ([\d.]+)", expression):
-                assert 0.01 * 0.99 <= float(threshold) < 1, (limit_ms, alert)
-        missed = [expression for alert, expression in found.items() if "Missed" in alert]
-        assert any("Slow" in alert for alert in found) == has_histogram, limit_ms
-        assert bool(missed) != has_histogram, limit_ms
-        text = yaml_of(made.files["base/prometheus-rule.yaml"])
-        if has_histogram:
-            assert f'le=~"{limit_ms:g}([.]0)?"' in text, limit_ms
-        else:
-            assert f"> {limit_ms * 1e3:.0f}" in missed[0], limit_ms
-            assert "no histogram with a bound there" in re.sub(r"\s+# ", " ", text)
 
 
 def test_every_number_says_why(tmp_path: Path) -> None:
@@ -289,9 +247,7 @@ def test_what_cannot_work_for_generated_text_is_refused(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "x-user" in (tmp_path / "out/base/envoy.yaml").read_text()
     assert "kubectl apply -k" in done.stdout
-    model = read_manifest(repository, "talk", TextManifest).spec.model
-    spec = Text2TextSpec(task="text2text-generation", name="talk", model=model)
-    write_talk_manifest(repository, spec)
+    repository = write_text2text(tmp_path / "translating")
     wrong = options(name="talk", gpu_product="NVIDIA-L4")
     said = "only supported for an engine on a GPU"
     check_refused(said, make_manifests, repository, "talk", wrong, repository)

@@ -1,21 +1,14 @@
 """Built pipelines to deploy, without a build: locks, and results of bench."""
 
-import functools
-import json
-import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
 import yaml
-from kubernetes_validate import utils
 
-from conftest import ROOT, write_pipeline
+from conftest import write_pipeline
 from container_cases import ENSEMBLE
 from generation_cases import write_pipeline as write_generating
 from load_samples import bench as bench_result
@@ -24,7 +17,13 @@ from triptych.base.explained import plain
 from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import DeployOptions
-from triptych.repository.manifest import EncoderManifest, PlanRecord, TextManifest, TextPlanRecord
+from triptych.repository.manifest import (
+    EncoderManifest,
+    PlanRecord,
+    TextManifest,
+    TextPlanRecord,
+    read_manifest,
+)
 from triptych.repository.records import EngineCheck, EngineRecord, GateResult, json_text
 from triptych.serving.bench.results import to_json
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec, load_generation_spec
@@ -32,8 +31,6 @@ from triptych.spec.slo import Slo
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.task import Core
 
-# A file of schemas has 2 MB, and is read for each object otherwise.
-utils.schema_contents = functools.cache(utils.schema_contents)
 KUBERNETES = ("1.37", "1.36", "1.35")
 """The newest two, and the oldest that is supported (November 2026)."""
 PROMISE = {"p99_ms": 80.0}
@@ -111,15 +108,23 @@ def write_generation(folder: Path, *overrides: str) -> Path:
     repository = folder / "repository"
     (repository / "talk").mkdir(parents=True)
     (repository / "talk/config.pbtxt").write_text(ENSEMBLE.format(name="talk"))
-    write_talk_manifest(repository, spec)
+    _write_talk_manifest(repository, spec)
     weights = repository / "talk_core/1/weights"
     weights.mkdir(parents=True)
     (weights / "model.safetensors").write_bytes(bytes(WEIGHTS_MIB << 20))
     return repository
 
 
-def write_talk_manifest(repository: Path, spec: GenerationSpec | Text2TextSpec) -> None:
-    """Write the build manifest of the pipeline `talk`."""
+def write_text2text(folder: Path) -> Path:
+    """A repository with the pipeline `talk`, which translates."""
+    repository = write_generation(folder)
+    model = read_manifest(repository, "talk", TextManifest).spec.model
+    spec = Text2TextSpec(task="text2text-generation", name="talk", model=model)
+    _write_talk_manifest(repository, spec)
+    return repository
+
+
+def _write_talk_manifest(repository: Path, spec: GenerationSpec | Text2TextSpec) -> None:
     manifest = TextManifest(
         built_at="2026-01-01T00:00:00+00:00",
         spec=spec,
@@ -155,50 +160,3 @@ def kustomized(folder: Path, made: Manifests) -> list[dict[str, Any]]:
     )
     assert done.returncode == 0, done.stderr
     return list(yaml.load_all(done.stdout, Loader=yaml.CSafeLoader))
-
-
-@functools.cache
-def _validator(kind: str) -> jsonschema.Draft202012Validator:
-    (file,) = (ROOT / "tests/data/crds").glob(f"{kind.lower()}_*.json")
-    # The schema itself is not checked: its patterns are Go's.
-    return jsonschema.Draft202012Validator(json.loads(file.read_text()))
-
-
-def held_by_schema(resource: dict[str, Any]) -> None:
-    """Raise a `ValidationError` where a custom resource is not as its definition wants it."""
-    _validator(resource["kind"]).validate(resource)
-
-
-@functools.cache
-def _check(text: str, versions: Sequence[str]) -> None:
-    resource = json.loads(text)
-    group = resource["apiVersion"].partition("/")[0]
-    if ("." not in group or group.endswith("k8s.io")) and "gateway" not in group:
-        for version in versions:
-            kubernetes_validate.validate(resource, version, strict=True)
-    else:
-        held_by_schema(resource)
-
-
-def taken(
-    resources: list[dict[str, Any]],
-    versions: Sequence[str] = KUBERNETES[:1],
-    namespace: str = "default",
-) -> dict[str, dict[str, Any]]:
-    """Kind and name (without the hash that Kustomize adds) to object; all as their schemas want."""
-    found = {}
-    for each in resources:
-        assert each["metadata"]["namespace"] == namespace
-        _check(json.dumps(each), versions)
-        name = each["metadata"]["name"]
-        if each["kind"] == "ConfigMap":
-            name = re.sub("-[a-z0-9]{10}$", "", name)
-        found[f"{each['kind']} {name}"] = each
-    return found
-
-
-@functools.cache
-def compose_schema() -> Any:
-    return jsonschema.Draft7Validator(
-        json.loads((ROOT / "tests/data/compose_spec.json").read_text())
-    )
