@@ -24,7 +24,6 @@ from triptych.serving.embedded import (
     REQUIREMENTS,
     Platform,
     check_requirements,
-    find_installation,
 )
 
 MIB = 2**20
@@ -181,17 +180,3 @@ def test_what_nvidia_smi_says_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
         program.chmod(0o755)
         machine = read_machine({}, Path("/dev/shm"))
         assert (machine.gpus, machine.driver) == (gpus, driver)
-
-
-def test_a_tritonserver_on_path_gets_this_python_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its Python steps import the packages of this environment, activated or not."""
-    server = tmp_path / "tritonserver"
-    server.write_text("#!/bin/sh\n")
-    server.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin")
-    installation = find_installation(tmp_path)
-    assert installation.executable == server
-    folders = installation.environment["PATH"].split(":")
-    assert folders == [str(Path(sys.executable).parent), str(tmp_path), "/usr/bin"]

@@ -3,13 +3,13 @@
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from processes import running
+from processes import eventually, running
 from triptych.base.errors import UserError
 from triptych.serving.bench import measure as load_measure
 from triptych.serving.bench import rates
@@ -20,15 +20,17 @@ from triptych.serving.bench.perf_output import check_stability
 from triptych.serving.bench.rates import find_highest_rate
 from triptych.serving.bench.results import Kind, OfferedLoad, from_json, to_json
 from triptych.serving.bench.results import Measurement as Measured
-from triptych.serving.bench.statistics import STEPS
+from triptych.serving.bench.statistics import STEPS, ServerCounts
 from triptych.serving.server import Server
 from triptych.spec.slo import Slo
 
 TEXTS = ["hello", "nul \0 inside", "😀 é", "", 'quote " \\ \n \t \x01', "\u2028", "x" * 3000]
 SECONDS = 0.9
-STEADY_SECONDS = 3.0  # a busy machine's pause must not change what was busy
 SLEEP_S = 0.02
+CLIENTS = 32  # so many wait for the instance that sleeps, also on a busy machine
 HELD_S = 0.2
+BRIEF_PER_S = 20
+"""Maximum number of answers of the model `brief`."""
 
 CONFIG = """
 backend: "python"
@@ -109,11 +111,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder, "recorder", record)
     delay = f"dynamic_batching {{ max_queue_delay_microseconds: {HELD_S * 1e6:.0f} }}"
     write_model(folder, "held", max_batch_size=8, batching=delay)
-    write_model(folder, "brief", "time.sleep(0.005)")
+    write_model(folder, "brief", f"time.sleep({1 / BRIEF_PER_S})")
     write_model(folder, "slowing", "time.sleep(0.003 * self.calls)")
     fail = "raise pb_utils.TritonModelException('row \"7\" is bad')"
-    write_model(folder, "failing", f"if self.calls % 5 == 0: {fail}")
-    write_model(folder, "stuck", "time.sleep(3)")
+    write_model(folder, "failing", f"if self.calls % 2 == 0: {fail}")
+    write_model(folder, "stuck", "time.sleep(600)")
     return folder
 
 
@@ -127,7 +129,22 @@ def target(server: Server, pipeline: str) -> BenchTarget:
     return BenchTarget(server.grpc_url, pipeline, server.metrics_url, server.pid)
 
 
-def check_whole(measured: Measured) -> None:
+def measure_until(
+    holds: Callable[[Measured], bool], place: BenchTarget, load: OfferedLoad
+) -> Measured:
+    """Measure, and measure again while a pause of the machine hides what holds, up to five times.
+
+    What must hold of every measurement is checked.
+    """
+    for _ in range(5):
+        measured = measure(place, TEXTS, load, seconds=SECONDS, warmup_requests=5)
+        check_whole(measured, is_local=place.pid is not None)
+        if holds(measured):
+            break
+    return measured
+
+
+def check_whole(measured: Measured, *, is_local: bool) -> None:
     """What must hold of every measurement without errors."""
     assert measured.errors == {}
     assert measured.throughput_per_s == pytest.approx(measured.requests / measured.seconds)
@@ -138,15 +155,15 @@ def check_whole(measured: Measured) -> None:
     assert min(part.us for part in measured.parts) >= 0
     for step in measured.steps:
         assert step.failures == 0
-        assert sum(step.batch_sizes.values()) == step.executions
-        assert sum(rows * count for rows, count in step.batch_sizes.items()) == step.rows
         assert step.busy is not None
         assert 0 < step.busy <= 1
-    assert measured.resources is not None
-    named = {process.name for process in measured.resources.processes}
-    assert named >= {"tritonserver", *(step.model for step in measured.steps)}
-    # Of 50 requests, which may be less than a tick of 10 ms.
-    assert 0 <= measured.resources.client_cpu_cores < 1
+    seen = measured.resources
+    assert seen is not None
+    named = {process.name for process in seen.processes}
+    models = {step.model for step in measured.steps}
+    assert named >= {"tritonserver", *models} if is_local else not named
+    assert (seen.machine_cpu is not None) is is_local
+    assert seen.client_cpu_cores >= 0
     assert from_json(Measured, to_json(measured)) == measured
 
 
@@ -164,58 +181,67 @@ def test_every_request_is_sent_byte_for_byte(server: Server, repository: Path) -
 
 @pytest.mark.server
 @pytest.mark.parametrize(
-    ("kind", "value", "burst"),
-    [("concurrency", 4, 1), ("constant", 40, 1), ("poisson", 40, 1), ("burst", 40, 4)],
+    ("kind", "value", "burst"), [("constant", 40, 1), ("poisson", 40, 1), ("burst", 40, 4)]
 )
-def test_every_kind_of_load_is_measured_in_full(
-    server: Server, kind: Kind, value: float, burst: int
-) -> None:
-    load = OfferedLoad(kind, value, burst)
-    measured = measure(target(server, "line"), TEXTS, load, seconds=SECONDS, warmup_requests=5)
-
-    check_whole(measured)
-    assert [step.step for step in measured.steps] == list(STEPS)
-    assert [step.instances for step in measured.steps] == [1, 2, 2]
-    first = measured.steps[0]
-    assert first.compute_us > SLEEP_S * 1e6
-    if kind == "concurrency":
-        # One instance answers a request each 20 ms: the fourth client waits for the others.
-        assert measured.sent_per_s is None
-        assert 0 < measured.throughput_per_s <= 1.1 / SLEEP_S
-        assert measured.p50_us > 3.5 * SLEEP_S * 1e6
-        assert (first.model, first.mean_batch) == ("line_preprocess", 1.0)
-        assert first.queue_us > 2 * SLEEP_S * 1e6
-    else:
+def test_every_kind_of_rate_is_sent(server: Server, kind: Kind, value: float, burst: int) -> None:
+    def is_as_sent(measured: Measured) -> bool:
         assert measured.sent_per_s is not None
-        # A busy machine sends less than it should, but not more.
-        assert 0 < measured.sent_per_s < 1.5 * value
-    if kind == "burst":  # the requests of a burst wait for one another: 1.5 sleeps on average
-        assert first.queue_us > SLEEP_S * 1e6
+        # The requests of a burst wait for one another: 1.5 sleeps on average.
+        waits_us = measured.steps[0].queue_us
+        is_wait_right = kind != "burst" or waits_us > SLEEP_S * 1e6
+        return is_wait_right and 0 < measured.sent_per_s < 1.5 * value
+
+    load = OfferedLoad(kind, value, burst)
+    assert is_as_sent(measure_until(is_as_sent, target(server, "line"), load))
 
 
 @pytest.mark.server
-def test_the_bottleneck_is_named(server: Server) -> None:
+def test_clients_in_a_closed_loop_are_measured_in_full_and_the_bottleneck_is_named(
+    server: Server,
+) -> None:
     line, held = target(server, "line"), target(server, "held")
-    elsewhere = BenchTarget(server.grpc_url, "line")
-    for place, clients, kind, step, remedy in (
-        (line, 6, "instances", "preprocess", "Raise serving.instances.preprocess"),
-        (held, 4, "queue delay", "held", "Lower serving.queue.max_delay_us of held"),
-        # A server elsewhere is judged by its counts.
-        (elsewhere, 6, "instances", "preprocess", "Raise serving.instances.preprocess"),
-    ):
-        load = OfferedLoad("concurrency", clients)
-        seconds = SECONDS if place is elsewhere else STEADY_SECONDS
-        measured = measure(place, TEXTS, load, seconds=seconds)
-        found = find_bottleneck(measured, load)
-        assert (found.kind, found.step, found.remedy) == (kind, step, remedy), found
-        if place is elsewhere:
-            assert measured.resources is not None
-            assert (measured.resources.machine_cpu, measured.resources.processes) == (None, ())
-        else:
-            check_whole(measured)
+    elsewhere = BenchTarget(server.grpc_url, "line")  # is judged by the counts of the server
+    full = ("instances", "preprocess", "Raise serving.instances.preprocess")
+    waits = ("queue delay", "held", "Lower serving.queue.max_delay_us of held")
+    for place, wanted in ((line, full), (elsewhere, full), (held, waits)):
+        load = OfferedLoad("concurrency", 4 if place is held else CLIENTS)
+
+        def named(measured: Measured, load: OfferedLoad = load) -> tuple[str, str, str]:
+            found = find_bottleneck(measured, load)
+            return found.kind, found.step, found.remedy
+
+        measured = measure_until(lambda one: named(one) == wanted, place, load)  # noqa: B023
+        assert named(measured) == wanted
+        assert measured.sent_per_s is None
+        first = measured.steps[0]
         if place is held:
-            assert measured.steps[0].mean_batch > 1.5
-            assert measured.steps[0].rows >= measured.requests
+            assert first.mean_batch > 1.5
+            continue
+        assert [step.step for step in measured.steps] == list(STEPS)
+        assert [step.instances for step in measured.steps] == [1, 2, 2]
+        assert (first.model, first.mean_batch) == ("line_preprocess", 1.0)
+        # One instance answers a request each 20 ms.
+        assert first.compute_us > SLEEP_S * 1e6
+        assert measured.throughput_per_s <= 2 / SLEEP_S
+        assert min(measured.p50_us, first.queue_us) > 2 * SLEEP_S * 1e6
+
+
+@pytest.mark.server
+def test_batches_are_counted_with_their_rows(server: Server) -> None:
+    """Once the server has counted all that it answered."""
+    counts = ServerCounts(server.grpc_url, "line")
+
+    def are_whole() -> bool:
+        return all(
+            sum(one.batch_sizes.values()) == one.statistics.executions > 0
+            and sum(n * times for n, times in one.batch_sizes.items()) == one.statistics.rows
+            for model, one in counts.read().items()
+            if model != "line"
+        )
+
+    run(server.grpc_url, "line", TEXTS, concurrency=2, request_count=9)
+    assert eventually(are_whole)
+    counts.close()
 
 
 @pytest.mark.server
@@ -262,24 +288,23 @@ def test_the_highest_rate_lies_below_what_one_instance_can_do(
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(rates, "MAX_BRACKET_RATIO", 3.0)
-    monkeypatch.setattr(rates, "MIN_REQUESTS", 100)
+    monkeypatch.setattr(rates, "MIN_REQUESTS", 30)
     monkeypatch.setattr(rates, "LOOKS", (3,))
-    # A busy machine may send less than 300/s, which is still more than one instance can do.
-    monkeypatch.setattr(load_measure, "MIN_SENT_RATIO", 0.75)
-    # One request every 5 ms at most.
+    # A busy machine may send less than the rate, which is still more than one instance can do.
+    monkeypatch.setattr(load_measure, "MIN_SENT_RATIO", 0.5)
     found = find_highest_rate(
         target(server, "brief"),
         TEXTS,
         Slo(p50_ms=20_000),
-        start_per_s=300,
+        start_per_s=3 * BRIEF_PER_S,
         seconds=0.6,
         budget_s=120,
         progress=lambda _stage, line: lines.append(line),
     )
     assert found.lowest_broken_per_s is not None
     # It is 0 on a machine so busy that no rate is confirmed.
-    assert found.highest_per_s < min(200, found.lowest_broken_per_s)
-    assert found.lowest_broken_per_s <= 300
+    assert found.highest_per_s < min(BRIEF_PER_S, found.lowest_broken_per_s)
+    assert found.lowest_broken_per_s <= 3 * BRIEF_PER_S
     assert len(found.points) > 1, "a lower rate was tried"
     first = max(found.points, key=lambda point: point.load.value)
     assert len(first.rounds) > 1, "no single round decides"

@@ -4,6 +4,7 @@ import http.client
 import marshal
 import os
 import py_compile
+import re
 import shutil
 import signal
 import subprocess
@@ -38,8 +39,8 @@ def port_of(url: str) -> int:
 
 def assert_nothing_left(mark: str) -> None:
     """Check that no process and no shared memory of a server is left."""
-    assert tagged_processes(mark) == []
-    assert regions(mark) == []
+    assert eventually(lambda: tagged_processes(mark) == [])
+    assert eventually(lambda: regions(mark) == [])
 
 
 def forge_byte_code(source: Path, folder: Path) -> None:
@@ -99,14 +100,16 @@ def test_every_model_answers_from_its_source_in_its_environment(
 ) -> None:
     assert ask(server, "grüezi") == "grüezi"
     assert ask(server, "through the ensemble", "chain") == "through the ensemble"
-    assert sorted(progress) == ["chain is ready", "echo is ready", "other is ready"]
+    # A server that a step without CPU ended as it loaded is started again, which is told, too.
+    ready = sorted(line for line in progress if line.endswith(" is ready"))
+    assert ready == ["chain is ready", "echo is ready", "other is ready"]
     assert ask(server, "env:TRIPTYCH_TEST") == "seen"
     assert ask(server, "env:TOKENIZERS_PARALLELISM") == "false"
     assert ask(server, "env:NO_SUCH_VARIABLE") == "unset"  # not as in the forged byte code
     assert [path.name for path in (repository / "echo/1").iterdir()] == ["model.py"]
 
 
-def test_the_three_services_listen_on_loopback_only(server: Server) -> None:
+def test_the_three_services_listen_on_loopback_and_metrics_have_quantiles(server: Server) -> None:
     ports = {port_of(url) for url in (server.grpc_url, server.http_url, server.metrics_url)}
     listening: dict[int, str] = {}
     for table in ("tcp", "tcp6"):  # gRPC listens through the IPv6 form of 127.0.0.1
@@ -116,14 +119,9 @@ def test_the_three_services_listen_on_loopback_only(server: Server) -> None:
             if state == "0A" and int(port, 16) in ports:
                 listening[int(port, 16)] = address[-8:]
     assert listening == dict.fromkeys(ports, "0100007F")
-
-
-def test_the_metrics_have_latency_quantiles(server: Server) -> None:
-    ask(server, "one to count")
     status, text = page(port_of(server.metrics_url), "/metrics")
     assert status == 200
-    assert 'nv_inference_request_summary_us{model="echo"' in text
-    assert "quantile" in text
+    assert re.search(r'nv_inference_request_summary_us\{model="echo".*quantile', text)
 
 
 def test_a_second_server_runs_beside_the_first_and_answers_what_is_in_flight_at_its_stop(
@@ -137,10 +135,10 @@ def test_a_second_server_runs_beside_the_first_and_answers_what_is_in_flight_at_
         mark = mark_of(second.pid)
         assert ask(second, "two") == "two"
         assert ask(server, "one") == "one"
-        assert (
-            page(port_of(second.http_url), "/v2/models/echo/ready")[0] == 200
-        )  # the ensemble's step
-        assert page(port_of(second.http_url), "/v2/models/other/ready")[0] != 200
+        # The step of the ensemble is served, and no other model.
+        for model, is_served in (("echo", True), ("other", False)):
+            status, _ = page(port_of(second.http_url), f"/v2/models/{model}/ready")
+            assert (status == 200) is is_served, model
         assert tagged_processes(mark)
         assert regions(mark)
         answer = pool.submit(ask, second, asked)
@@ -224,13 +222,14 @@ def test_empty_folders_of_ended_servers_are_removed(
     for folder in (old, used, new):
         folder.mkdir()
     (used / "file").touch()
-    monkeypatch.setattr(orphan_cleanup, "SERVER", "sleep-as-server")
-    program = shutil.copy("/bin/sleep", tmp_path / "sleep-as-server")
+    name = f"server-{os.getpid()}"  # another run of this test may be under way
+    monkeypatch.setattr(orphan_cleanup, "SERVER", name)
+    program = shutil.copy("/bin/sleep", tmp_path / name)
     with subprocess.Popen([program, "600"]) as server:
         for folder in (old, used):
             os.utime(folder, (0, 0))
         os.utime(new)
-        assert eventually(lambda: psutil.Process(server.pid).name() == "sleep-as-server")
+        assert eventually(lambda: psutil.Process(server.pid).name() == name)
         orphan_cleanup.remove_environment_folders()
         assert [folder.exists() for folder in (old, used, new)] == [False, True, True]
         server.kill()
@@ -238,9 +237,11 @@ def test_empty_folders_of_ended_servers_are_removed(
     assert [folder.exists() for folder in (used, new)] == [True, False]
 
 
-# Prints the server's pid, or `ready PID`, and waits to be killed.
+# Prints the server's pid when it is started and when it is ready, and waits to be killed. It sleeps
+# for short times, because Python misses a Ctrl-C at the moment at which a long wait begins.
 CHILD = """
 import sys
+import time
 from pathlib import Path
 from triptych.serving.server import Server
 
@@ -249,8 +250,9 @@ try:
     server.start()
     print(server.pid, flush=True)
     server.wait_ready()
-    print("ready", flush=True)
-    sys.stdin.read()
+    print(server.pid, flush=True)
+    while True:
+        time.sleep(0.1)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 finally:
@@ -264,7 +266,6 @@ def start_child(*paths: Path, temporary_folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", CHILD, *map(str, paths)],
         env={**os.environ, "TMPDIR": str(temporary_folder)},
-        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -289,9 +290,8 @@ def test_nothing_outlives_a_killed_parent(tmp_path: Path, repository: Path, mome
     temporary_folder = tmp_path / "temporary"
     child = start_child(served, temporary_folder=temporary_folder)
     try:
-        pid = int(line_of(child))
-        if is_ready:
-            assert line_of(child) == "ready"
+        pids = [int(line_of(child)) for _ in range(1 + is_ready)]
+        pid = pids[-1]
         assert eventually(lambda: "tritonserver" in str(Path(f"/proc/{pid}/exe").readlink()))
         mark = mark_of(pid)
         assert not is_ready or regions(mark)
@@ -307,15 +307,15 @@ def test_ctrl_c_at_the_terminal_reaches_the_server_once(tmp_path: Path, reposito
     log_file = tmp_path / "server.log"
     child = start_child(repository, log_file, temporary_folder=tmp_path / "temporary")
     try:
+        line_of(child)
         mark = mark_of(int(line_of(child)))
-        assert line_of(child) == "ready"
         os.killpg(child.pid, signal.SIGINT)  # as the terminal does: the whole foreground group
         assert [line_of(child), line_of(child)] == ["interrupted", "stopped"]
         assert child.wait(timeout=60) == 0
     finally:
         end_child(child)
-    # Triton may crash while it stops, which its log reports as one more signal.
-    asked = [f"Signal ({int(one)})" for one in (signal.SIGINT, signal.SIGTERM)]
-    assert sum(log_file.read_text().count(text) for text in asked) == 1
+    log = log_file.read_text()
+    assert log.count(f"Signal ({int(signal.SIGTERM)})") == 1
+    assert f"Signal ({int(signal.SIGINT)})" not in log
     assert list((tmp_path / "temporary").iterdir()) == []
-    assert tagged_processes(mark) == []
+    assert_nothing_left(mark)

@@ -1,6 +1,7 @@
 """What a user can get wrong before a server starts, and which server is taken."""
 
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,10 @@ def test_a_picked_port_is_kept_for_its_server_until_it_is_released() -> None:
 
 def test_a_mistake_is_told_before_anything_starts(repository: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    port = reserve_ports("127.0.0.1", {"grpc_port": 0})["grpc_port"]
     arguments: dict[str, Any]
     for folder, arguments, field in (
-        (repository, {"grpc_port": 21000, "http_port": 21000}, "http_port"),
+        (repository, {"grpc_port": port, "http_port": port}, "http_port"),
         (repository, {"metrics_port": 70000}, "metrics_port"),
         (repository, {"host": "192.0.2.1"}, "host"),
         (repository, {"models": ["ecco"]}, "models"),
@@ -61,6 +63,7 @@ def test_a_mistake_is_told_before_anything_starts(repository: Path, tmp_path: Pa
         assert caught.value.field == field, arguments
         with pytest.raises(RuntimeError, match="not started"):
             print(server.pid)
+    release_ports([port])
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -72,12 +75,14 @@ def test_a_mistake_is_told_before_anything_starts(repository: Path, tmp_path: Pa
     assert "Stop that process" in caught.value.remedy
 
 
-def test_a_server_on_path_is_taken_with_its_own_backends(
+def test_a_server_on_path_is_taken_with_its_own_backends_and_this_python(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "bin" / "tritonserver"
     program.parent.mkdir()
-    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\necho "error: no luck today" >&2\nexit 7\n')
+    program.write_text(
+        '#!/bin/sh\nprintf "%s\\n" "$PATH" "$@"\necho "error: no luck today" >&2\nexit 7\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     log_file = tmp_path / "logs" / "server.log"
@@ -88,7 +93,9 @@ def test_a_server_on_path_is_taken_with_its_own_backends(
             server.wait_ready()
     finally:
         server.stop()
-    arguments = log_file.read_text().splitlines()
+    # Its steps import the packages of this environment, activated or not.
+    path, *arguments = log_file.read_text().splitlines()
+    assert path.split(":")[:2] == [str(Path(sys.executable).parent), str(program.parent)]
     assert f"--model-repository={repository}" in arguments
     assert f"--grpc-port={server.grpc_url.rpartition(':')[2]}" in arguments
     assert arguments[-2] == "--log-verbose=1"

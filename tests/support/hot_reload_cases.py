@@ -66,7 +66,7 @@ class Asker:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(30)
+            thread.join()
 
     def wait_for(self, label: str, *, more: int = 0) -> None:
         """Wait until the last answer has a label, after at least so many more answers."""

@@ -22,7 +22,6 @@ from triptych.serving.bench.results import (
 from triptych.spec.slo import Slo
 
 PROMISE = Slo(p99_ms=80.0)
-NO_STEPS: tuple[StepUse, ...] = ()
 
 
 def step(name: str, queue_us: float, infer_us: float, mean_batch: int, runs: int) -> StepUse:

@@ -1,7 +1,10 @@
-"""Servers of tests, the marks of their processes and shared memory, and a bounded wait."""
+"""Servers of tests, the marks of their processes and shared memory, waits and repeated calls."""
 
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,3 +42,30 @@ def eventually(holds: Callable[[], bool], within_s: float = 60.0) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+@contextmanager
+def repeated(*calls: Callable[[], object]) -> Iterator[Counter[str]]:
+    """Repeat each call in a thread of its own while the block runs.
+
+    Yields:
+        How often each result was returned, as text; an error counts as its text.
+    """
+    over, lock, results = threading.Event(), threading.Lock(), Counter[str]()
+
+    def repeat(call: Callable[[], object]) -> None:
+        while not over.is_set():
+            try:
+                result = str(call())
+            except Exception as error:
+                result = repr(error)
+            with lock:
+                results[result] += 1
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for call in calls:
+            pool.submit(repeat, call)
+        try:
+            yield results
+        finally:
+            over.set()

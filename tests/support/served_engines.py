@@ -74,18 +74,6 @@ def without_gpu(repository: Path) -> None:
         path.write_text(print_config(config), encoding="utf-8")
 
 
-def with_onnx_cores(repository: Path, copy: Path) -> None:
-    """Copy a repository of TensorRT cores, each served by ONNX Runtime from the same graph."""
-    shutil.copytree(repository, copy)
-    for path in copy.glob("*_core/config.pbtxt"):
-        config = read_config(path)
-        config.backend = "onnxruntime"
-        config.ClearField("optimization")
-        config.ClearField("instance_group")
-        config.instance_group.add(kind="KIND_CPU", count=1)
-        path.write_text(print_config(config), encoding="utf-8")
-
-
 def engine_runs(log: Path) -> list[tuple[int, Mapping[str, list[int]]]]:
     """What the fake GPU computed: the profile of each run, and the shapes of its inputs."""
     events = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
