@@ -43,7 +43,7 @@ def test_a_killed_build_leaves_nothing_for_long(
         holders[0].wait()
         assert killed.is_dir()
         with scratch_folder("triptych-lint-") as own:
-            assert sorted(temporary.glob("*")) == sorted(
+            assert sorted(temporary.glob("triptych-lint-*")) == sorted(
                 [living, own, temporary / "triptych-lint-mine"]
             )
         assert not own.exists()

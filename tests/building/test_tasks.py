@@ -63,7 +63,7 @@ EVERYDAY = [
     *LAYOUTS,
     *("qwen_topics", "xlm_tags", "deberta_ranks", "modern_masks", "bart_labels", "t5_vectors"),
 ]
-"""Each task once, and most kinds of tokenizers. `test_architectures` exports every head in both
+"""Each task once, and most kinds of tokenizers. `test_export` exports every head in both
 layouts."""
 TASKS = {name: MODELS[name][0] for name in LAYOUTS} | {n: s.task for n, s in SERVED.items()}
 

@@ -15,10 +15,10 @@ import pytest
 import architectures
 from conftest import LAYOUTS, quiet, share_export_registry, traffic_texts
 from engine_networks import OPTIONS, count_products
-from gate_benches import traffic_of, write_task
 from precision_cases import CONVERT, export
 from served_models import SERVED, save
 from task_models import MODELS
+from task_pipelines import traffic_of, write_task
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import MODEL_FILE, all_nodes, value_types
 from triptych.core.engine.api import USUAL_CAPABILITY, RtxApi
@@ -46,9 +46,9 @@ PARSED: Sequence[tuple[str, str, str]] = (
     ("mpnet", "embedding", "bucketed"),
     ("deberta-v3", "spans", "bucketed"),
 )
-"""Architectures that `test_architectures` exports in the same way: bucketed ones."""
+"""Architectures that `test_export` exports in the same way: bucketed ones."""
 OTHERS = ("bart_labels", "t5_vectors", "albert_tags")
-"""Pipelines of `SERVED` whose architectures `test_architectures` does not export; the code of
+"""Pipelines of `SERVED` whose architectures `test_export` does not export; the code of
 `bart_labels` picks tokens by a NonZero."""
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "fp8")
@@ -95,7 +95,7 @@ def of_pipeline(folder: Path, layout: str, precisions: Sequence[Precision]) -> I
 def of_architecture(
     case: tuple[str, str, str], precisions: Sequence[Precision], base: Path
 ) -> Iterator[Graph]:
-    """Yield the core of a random model of `architectures`, as `test_architectures` exports it."""
+    """Yield the core of a random model of `architectures`, as `test_export` exports it."""
     name, head, layout = case
     exported = export(name, head, "packed for TensorRT" if layout == "packed" else layout)
     for precision in precisions:

@@ -2,7 +2,7 @@
 
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ import pytest
 import fake_cuda
 import fake_tensorrt
 from fake_cuda import FakeCuda, cudaError_t
+from fake_tensorrt import builder, runtime
+from fake_tensorrt.records import read_record
 from tensorrt_cases import BUCKETS, PADDED, padded_answer, padded_feed, plan_of
 from triptych.core.engine.runner import (
     EngineError,
@@ -20,17 +22,6 @@ from triptych.core.engine.runner import (
     plan_version,
 )
 from triptych.spec.engine_plan import GraphSpec
-
-PACKED = """
-packed (int32[tokens] input_ids, int32[rows] row_stride) => (float[rows] share)
-{
-  values = Cast<to: int = 1>(input_ids)
-  total = ReduceSum<keepdims: int = 0>(values)
-  strides = Cast<to: int = 1>(row_stride)
-  share = Mul(strides, total)
-}
-"""
-PACKED_PROFILE = {"input_ids": [[1], [8], [16]], "row_stride": [[1], [2], [4]]}
 
 
 def graph(rows: int, lowest: int, *, edge: int = 3) -> GraphSpec:
@@ -103,13 +94,6 @@ def test_no_run_allocates(cuda: FakeCuda, plan: bytes) -> None:
                 check_padded(runner, rows, tokens)
             assert (cuda.counted("malloc"), len(cuda.host)) == (before, host)
             assert host == (4 if pinned else 0)
-
-
-def test_packed_rows_run_in_one_profile(cuda: FakeCuda, trt: Any) -> None:
-    plan = plan_of(PACKED, [PACKED_PROFILE], version=trt.__version__)
-    with EngineRunner(plan, packed=True) as runner:
-        feed = {"input_ids": np.arange(5, dtype=np.int32), "row_stride": np.array([2, 3], np.int32)}
-        assert runner.run(feed)["share"].tolist() == [20, 30]
 
 
 @pytest.mark.parametrize("major", fake_tensorrt.MAJORS)
@@ -298,3 +282,27 @@ def test_a_missing_library_is_named(
             patch.setitem(sys.modules, module, None)
             with pytest.raises(EngineError, match=message):
                 EngineRunner(plan, packed=False)
+
+
+LACKING: tuple[tuple[str, Callable[[Any], object]], ...] = (
+    ("10", lambda trt: trt.DataType.FP7),
+    ("11", lambda trt: trt.BuilderFlag.FP16),
+    ("11", lambda trt: trt.INetworkDefinition(0).has_implicit_batch_dimension),
+    ("10", lambda trt: trt.build_engine),
+    ("10", lambda trt: setattr(trt.IBuilderConfig(), "max_workspace_size", 1)),
+)
+"""Uses of members that a release lacks."""
+
+
+def test_a_fake_has_only_what_its_release_has() -> None:
+    for fake in (*builder.CLASSES, *runtime.CLASSES):
+        name = fake.__name__
+        recorded = {
+            member
+            for major in fake_tensorrt.MAJORS
+            for member in read_record(major)["classes"].get(name, ())
+        }
+        assert {member for member in vars(fake) if not member.startswith("_")} <= recorded, name
+    for major, use in LACKING:
+        with pytest.raises(AttributeError):
+            use(fake_tensorrt.make_module(major))

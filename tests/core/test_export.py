@@ -1,4 +1,4 @@
-"""The exported graphs, both layouts, against sentence-transformers and against themselves."""
+"""Exported cores of many architectures, every head and both layouts, against other libraries."""
 
 from pathlib import Path
 from typing import Any
@@ -7,22 +7,93 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import transformers
 
 import architectures as models
-from conftest import LAYOUTS, share_export_registry
+from architectures import OTHERS, SHARED
+from conftest import LAYOUTS, ROOT, share_export_registry
 from mistakes import refusal
 from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
-from triptych.core.export.layout_check import find_text_core
+from triptych.core.export.packing import CannotPack
 from triptych.core.export.to_onnx import convert, export_onnx
 from triptych.core.gate.reference import reference_outputs
 from triptych.core.gate.runs import open_onnx
 from triptych.core.requests import Sample
-from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import read_model_info
-from triptych.spec.tasks import find_task
 from triptych.spec.tasks.catalog import TEXT_EMBEDDING
 
 pytestmark = pytest.mark.build
+
+TOLERANCE = 2e-6
+CASES = [*SHARED, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS)]
+
+
+@pytest.mark.parametrize(("name", "head", "layout"), CASES)
+def test_every_row_equals_transformers_on_it_alone(name: str, head: str, layout: str) -> None:
+    core, packed = models.HEADS[head], layout == "packed"
+    folder, facts = models.exported(name, head, layout)
+    rows = models.random_rows()
+    rows += models.with_special(rows, transformers.AutoConfig.from_pretrained(folder))
+    path = folder / "onnx/model.onnx"
+    expected = models.expected_outputs(folder, facts, core, rows)
+    run, samples = models.open_core(path, facts, core, layout), [*map(models.token_row, rows)]
+    batch = run(samples)
+    for found, wanted in zip(batch, expected, strict=True):
+        for output, target in zip(core.outputs, wanted, strict=True):
+            value = found[output.name]
+            assert value.dtype == {"INT32": np.int32, "FP32": np.float32}[output.dtype]
+            assert value.shape == target.shape
+            assert np.abs(value - target).max() < TOLERANCE * max(1.0, np.abs(target).max())
+    check_declared(path, head, packed=packed)
+    if packed:  # the same bits alone and in a batch
+        for row, found in zip(samples, batch, strict=True):
+            (alone,) = run([row])
+            assert all(np.array_equal(found[name], alone[name]) for name in found)
+    # Rows of zeros, whatever they stand for, come to numbers, too.
+    zeros = run([models.token_row([0, 0]), models.token_row([0, 0, 0])])
+    assert all(np.isfinite(value).all() for row in zeros for value in row.values())
+
+
+def check_declared(path: Path, head: str, *, packed: bool) -> None:
+    """Inputs and outputs are what Triton's config will say, sizes that are fixed as numbers.
+
+    The file has no operator of ONNX Runtime's own, and no path of this machine.
+    """
+    graph = onnx.load(path, load_external_data=False).graph
+    assert {node.domain for node in graph.node} == {""}
+    for folder in (ROOT, Path(onnx.__file__).parents[2]):
+        assert str(folder).encode() not in path.read_bytes()
+    axes = {
+        value.name: [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.output)
+    }
+    tokens = ["tokens"] if packed else ["rows", "tokens"]
+    expected = {"input_ids": tokens, "row_length": ["rows", 1], "first_segment": ["rows", 1]}
+    if packed:
+        expected |= {"row_offset": ["rows", 1], "row_stride": ["rows"]}
+    for output in models.HEADS[head].outputs:
+        per_token = output.dims[0] == "tokens"
+        expected[output.name] = [*tokens, *output.dims[1:]] if per_token else ["rows", *output.dims]
+    assert axes == expected
+    assert list(axes) == list(expected)
+
+
+def test_a_model_that_reads_its_padding_ends_in_one_message(tmp_path: Path) -> None:
+    """The classifier of one layer of convolution reads four tokens beyond the first."""
+    core = models.HEADS["classification"]
+    facts = models.save_model("convbert", core.auto_class, tmp_path)
+    packed = models.LAYOUT_INPUTS["packed"]
+    with pytest.raises(CannotPack, match=r"rows of a batch differ by \S+ from the same rows alone"):
+        export_onnx(tmp_path, facts, core, packed, packed=True, target=tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
+    error = refusal(
+        export_onnx, tmp_path, facts, core, models.INPUTS, packed=False, target=tmp_path
+    )
+    assert error.field == "model.source"
+    assert "padding" in error.message
+    assert f"{facts.architecture}, whose convolution `convbert.encoder.layer.0" in error.message
+
+
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 
 
@@ -66,31 +137,6 @@ def test_an_export_again_is_the_same_to_the_byte(tmp_path: Path) -> None:
     assert (tmp_path / "model.onnx").read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_pad_holds_changes_nothing(layout: str) -> None:
-    folder, _ = models.exported("bert", "embedding", layout)
-    path = folder / "onnx/model.onnx"
-    model, content = onnx.load(path), path.read_bytes()
-    assert {node.domain for node in model.graph.node} == {""}
-    assert str(Path.cwd()).encode() not in content
-    assert str(Path(onnx.__file__).parents[2]).encode() not in content
-    session = onnxruntime.InferenceSession(path)
-    rows = [[11, 12], [11, 72, 12], [11, *range(20, 60), 12]]
-    lengths = np.array([[len(row)] for row in rows], dtype=np.int32)
-    feed = {"row_length": lengths, "first_segment": lengths}
-    if layout == "packed":
-        feed["row_stride"] = np.full(3, 50, dtype=np.int32)
-        feed["row_offset"] = np.zeros((3, 1), dtype=np.int32)
-    found = []
-    for pad in (0, 119):
-        ids = np.full((3, 50), pad, dtype=np.int32)
-        for target, row in zip(ids, rows, strict=True):
-            target[: len(row)] = row
-        given = ids.ravel() if layout == "packed" else ids
-        found.append(session.run(None, {"input_ids": given, **feed})[0])
-    assert np.abs(found[0] - found[1]).max() < 1e-6
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_runtime_computes_operators_as_torch_does() -> None:
     """A batch of one keeps its axis, a padding before a pooling its zeros, a norm its epsilon."""
@@ -112,20 +158,3 @@ def test_onnx_runtime_computes_operators_as_torch_does() -> None:
         wanted = max_pool2d(pad(pixels, (1, 1, 1, 1)), 3, 2).flatten(1) + pixels.amax((2, 3))
         (found,) = session.run(None, {"pixels": pixels.numpy()})
         assert np.abs(found - wanted.numpy()).max() < 1e-6, count
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_convolution_over_padding_is_named(tmp_path: Path) -> None:
-    """The classifier of one layer reads four tokens beyond the first."""
-    import torch
-    from transformers import ConvBertConfig, ConvBertForSequenceClassification
-
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
-    torch.manual_seed(0)
-    config = ConvBertConfig(**sizes, num_hidden_layers=1, vocab_size=99, initializer_range=0.1)
-    model = ConvBertForSequenceClassification(config).eval()
-    facts = ModelInfo("", "ConvBertForSequenceClassification", 32, 64, 0, labels=("a", "b"))
-    core = find_task("text-classification").core(facts, {})
-    with torch.no_grad():
-        error = refusal(find_text_core, model, facts, core, tmp_path, packed=False)
-    assert "whose convolution `convbert.encoder.layer.0.attention" in error.message

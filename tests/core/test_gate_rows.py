@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from conftest import quiet, write_pipeline
-from gate_benches import write_task
 from task_models import MODELS
+from task_pipelines import write_task
 from task_reference import image_bytes
 from triptych.base.tensors import TokenRow
 from triptych.core import gate_rows

@@ -1,28 +1,48 @@
-"""What is asked of TensorRT is checked before, and made by NVIDIA's own parser and builder.
+"""Engines as NVIDIA's own parser and builder make them: by a request, and in a dry run.
 
 TensorRT for RTX needs no GPU for that.
 """
 
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
-from onnx import TensorProto, helper
 
-from engine_networks import FINE, LOWER, OPTIONS, PRODUCT, QUANTIZED, SAME, count_products, write
+from conftest import quiet
+from engine_networks import FINE, OPTIONS, count_products, save_text, write
+from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
+from triptych.base.extras import install_command
+from triptych.core.engine import api, dry_run
 from triptych.core.engine.api import RtxApi, remove_unsupported
+from triptych.core.engine.dry_run import call_worker, run_dry_build
 from triptych.core.engine.graph import read_graph
 from triptych.core.engine.make import make_engine, make_request
+from triptych.repository.records import DryRun
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
 
 Profiles = tuple[dict[str, ShapeRange], ...]
-WEIGHT_ONLY = [*QUANTIZED[2:4], helper.make_node("MatMul", ["x", "wt"], ["y"], name="product")]
-UNNAMED = [helper.make_node("MatMul", ["x", "w"], ["y"])]
-BF16 = [helper.make_node("Cast", ["x"], ["xb"], name="c", to=TensorProto.BFLOAT16)]
-BF16 += [helper.make_node("Cast", ["xb"], ["y"], name="d", to=TensorProto.FLOAT)]
+PRODUCT = "[product] y = MatMul(x, w)"
+SAME = "[same] y = Identity(x)"
+LOWER = """
+    [c] xl = Cast <to: int = 10> (x)
+    [d] wl = Cast <to: int = 10> (w)
+    [product] yl = MatMul(xl, wl)
+    [e] y = Cast <to: int = 1> (yl)
+"""
+INT8_WEIGHT = """
+    [dw] wd = DequantizeLinear(w8, scale, zero)
+    [t] wt = Transpose(wd)
+"""
+QUANTIZED = f"""
+    [q] xq = QuantizeLinear(x, scale, zero)
+    [dx] xd = DequantizeLinear(xq, scale, zero)
+    {INT8_WEIGHT}
+    [product] y = MatMul(xd, wt)
+"""
+BF16 = "[c] xb = Cast <to: int = 16> (x) [d] y = Cast <to: int = 1> (xb)"
 
 
 def ask(path: Path, precision: str = "fp32", *, profiles: Profiles = (FINE,)) -> Any:
@@ -30,21 +50,20 @@ def ask(path: Path, precision: str = "fp32", *, profiles: Profiles = (FINE,)) ->
 
 
 def test_each_product_requires_the_type_of_its_operands(tmp_path: Path) -> None:
-    cases: list[tuple[Sequence[Any], dict[str, str]]] = [
+    for nodes, products in (
         (PRODUCT, {"product": "fp32"}),
         (LOWER, {"product": "fp16"}),
-        (WEIGHT_ONLY, {"product": "fp32"}),
-        (UNNAMED, {"y": "fp32"}),
+        (f"{INT8_WEIGHT} [product] y = MatMul(x, wt)", {"product": "fp32"}),
+        ("y = MatMul(x, w)", {"y": "fp32"}),
         (SAME, {}),
         (QUANTIZED, {"product": "int8"}),
-    ]
-    for nodes, products in cases:
+    ):
         graph = read_graph(write(tmp_path, nodes))
         assert graph.products == products
     assert graph.stored_bytes == 16 * 4 + 4 + 1 + 16
     assert graph.wide_bytes == 16 * 3
     assert graph.casts == {"q", "dx", "dw"}
-    path = write(tmp_path, SAME, kind=TensorProto.INT64)
+    path = write(tmp_path, SAME, kind="int64")
     assert ask(path).graph.outputs["y"].dtype == "INT64"
     ask(write(tmp_path, BF16))
 
@@ -78,13 +97,8 @@ def test_a_profile_that_does_not_match_the_graph_is_rejected_before_the_build(
 
 
 SETTINGS: dict[str, Any] = {
-    "refit": True,
-    "weight_streaming": True,
-    "tf32": True,
-    "workspace_mib": 64,
-    "optimization_level": 1,
-    "version_compatible": True,
-    "hardware": "ampere_plus",
+    **dict.fromkeys(("refit", "weight_streaming", "tf32", "version_compatible"), True),
+    **{"workspace_mib": 64, "optimization_level": 1, "hardware": "ampere_plus"},
 }
 
 
@@ -96,14 +110,10 @@ class Seen(RtxApi):
         self.config = config
 
 
-def make(path: Path, precision: str = "fp32", *, options: Any = OPTIONS, **more: Any) -> Seen:
+def make(path: Path, *, options: Any = OPTIONS, tell: Any = print) -> Seen:
     api = Seen("8.9")
-    profiles = more.pop("profiles", (FINE,))
-    plan = remove_unsupported(EnginePlan(precision, profiles, (), options))
-    lines = more.pop("lines", [])
-    engine = make_engine(
-        api, make_request(path, plan, api), timing_file=None, tell=lines.append, **more
-    )
+    plan = remove_unsupported(EnginePlan("fp32", (FINE,), (), options))
+    engine = make_engine(api, make_request(path, plan, api), timing_file=None, tell=tell)
     assert len(engine) > 64
     return api
 
@@ -114,7 +124,7 @@ def test_settings_reach_the_builder_and_a_build_reports_its_phase(
     monkeypatch.setattr("triptych.core.engine.make.TELL_EVERY_S", 0.0)
     path = write(tmp_path, PRODUCT)
     lines: list[str] = []
-    api = make(path, lines=lines)
+    api = make(path, tell=lines.append)
     assert lines[0].startswith("TensorRT for RTX 1.")
     assert any(line.startswith("Building engine: ") for line in lines)
     flags = api.trt.BuilderFlag
@@ -122,7 +132,7 @@ def test_settings_reach_the_builder_and_a_build_reports_its_phase(
     assert not any(api.config.get_flag(getattr(flags, name)) for name in off)
     assert api.config.builder_optimization_level == 3
     assert api.config.profiling_verbosity == api.trt.ProfilingVerbosity.DETAILED
-    api = make(path, options=SETTINGS)
+    api = make(path, options=SETTINGS, tell=lines.append)
     on = [name for name in off if api.config.get_flag(getattr(flags, name))]
     assert on == ["TF32", "WEIGHT_STREAMING"]  # it lacks the others: `remove_unsupported`
     assert api.config.builder_optimization_level == 1
@@ -139,17 +149,11 @@ def test_products_are_read_in_the_types_that_the_graph_gives_them(tmp_path: Path
 
 
 def test_a_graph_that_cannot_be_read_or_built_is_an_error_in_words(tmp_path: Path) -> None:
-    nodes = [onnx.helper.make_node("Reshape", ["x", "shape"], ["y"], name="fold")]
+    nodes = "shape = Constant <value_ints: ints = [3, -1]> () [fold] y = Reshape(x, shape)"
     path = write(tmp_path, nodes)
-    model = onnx.load(path)
-    model.graph.initializer.append(
-        onnx.helper.make_tensor("shape", onnx.TensorProto.INT64, [2], [3, -1])
-    )
-    onnx.save(model, path)
     # Rows of 4 numbers fold into 3 for 3 rows, not for the others of the profile.
-    rows = ({"x": ShapeRange((1, 4), (2, 4), (8, 4))},)
     with pytest.raises(UserError) as raised:
-        make(path, profiles=rows)
+        make(path)
     assert raised.value.given
     assert raised.value.remedy
     path = write(tmp_path, SAME)
@@ -157,3 +161,115 @@ def test_a_graph_that_cannot_be_read_or_built_is_an_error_in_words(tmp_path: Pat
     path.write_bytes(b"no graph")
     with pytest.raises(UserError, match=r"model\.onnx"):
         make_engine(RtxApi("8.9"), request, timing_file=None, tell=print)
+
+
+ROWS = ({"x": ShapeRange((1, 16), (4, 16), (8, 16))},)
+SQUARE = "turned = Transpose <perm: ints = [1, 0]> (wide) [scores] y = MatMul(wide, turned)"
+REFUSED = """
+    [places] found = NonZero(wide)
+    across = Transpose <perm: ints = [1, 0]> (found)
+    picked = GatherND(wide, across)
+    y = Abs(picked)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path / "cache"))
+
+
+def graph(
+    folder: Path, rest: str = "y = Abs(wide)", *, dims: str = "rows,16", lower: str = "float16"
+) -> Path:
+    """Write a product in a lower precision, cast to ``wide`` in fp32, and the `rest` of a graph."""
+    kind = {"float16": 10, "bfloat16": 16}[lower]
+    text = f"""
+    g (float[rows,16] x) => (float[{dims}] y)
+    <{lower}[16,16] weight = {{{", ".join("1" * 256)}}}> {{
+        low = Cast <to: int = {kind}> (x)
+        [product] first = MatMul(low, weight)
+        wide = Cast <to: int = 1> (first)
+        {rest}
+    }}"""
+    path = save_text(folder / "model.onnx", text)
+    model = onnx.load(path)
+    model.graph.initializer[0].name = "layer.0.dense.weight"  # no name in the text form
+    model.graph.node[1].input[1] = "layer.0.dense.weight"
+    onnx.save(model, path)
+    return path
+
+
+def run(
+    path: Path, progress: Any = quiet, precision: str = "fp16", **settings: Any
+) -> DryRun | None:
+    plan = EnginePlan(precision, ROWS, (), OPTIONS)
+    return run_dry_build(path, {path.name: sha256_of(path)}, plan, progress, **settings)
+
+
+def refused(path: Path, **settings: Any) -> UserError:
+    with pytest.raises(UserError) as raised:
+        run(path, **settings)
+    return raised.value
+
+
+def test_a_graph_is_parsed_and_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    path = graph(tmp_path)
+    found = run(path, lambda _stage, line: lines.append(line), gpu="9.0")
+    assert found is not None
+    assert (found.compute_capability, found.products) == ("8.9", {"fp16": 1})
+    assert found.tensorrt_rtx == api.installed_rtx_version()
+    assert found.layers >= 3
+    assert found.size_bytes > 512
+    assert "for compute capability 8.9, the nearest to 9.0" in lines[0]
+    assert lines[1].endswith("s: a dry run, not the engine")
+    monkeypatch.setattr(dry_run, "_WORKER", ("false",))
+    assert run(path, lambda _stage, line: lines.append(line), gpu="9.0") == found
+    assert "(cached)" in lines[2]
+    assert "exit code 1" in refused(path, gpu="12.0").given
+
+
+def test_what_the_builder_would_refuse_is_named_with_a_remedy(tmp_path: Path) -> None:
+    path = graph(tmp_path, SQUARE, dims="rows,rows")
+    error = refused(path)
+    assert (error.field, error.given) == ("core.precision", "scores (fp32 instead of fp16)")
+    found = run(path, fp32_products=["scores"])  # on purpose
+    assert found is not None
+    assert found.products == {"fp16": 1, "fp32": 1}
+    error = refused(graph(tmp_path, REFUSED, dims="n"))
+    assert error.field == "model.onnx"
+    assert "node places (NonZero), after layer.0.dense" in error.given
+    assert "core.backend: onnxruntime" in error.remedy
+    assert "--no-dry-run" in error.remedy
+    error = refused(graph(tmp_path, lower="bfloat16"), precision="bf16", gpu="7.0")
+    assert error.field == "core.precision"
+    assert error.rule == "is a type that the GPU does not support"
+    assert "sm75" in error.given
+    assert error.remedy.startswith("Set it to fp16, or use a newer GPU; or build with --no-dry-run")
+
+
+ENDINGS = {
+    "import os; os.kill(os.getpid(), 11)": "killed by SIGSEGV",
+    "print('out of memory'); raise SystemExit(3)": "exit code 3, after: out of memory",
+    "import time; time.sleep(60)": "no result after 0.5 s",
+}
+
+
+def test_a_crash_or_a_timeout_of_the_builder_is_an_error_in_words() -> None:
+    for body, said in ENDINGS.items():
+        with pytest.raises(UserError) as raised:
+            call_worker((sys.executable, "-c", body), {}, limit_s=0.5 if "sleep" in body else 60)
+        assert said in raised.value.given, body
+        assert "--no-dry-run" in raised.value.remedy
+
+
+def test_without_tensorrt_for_rtx_the_dry_run_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(api, "RTX_DISTRIBUTION", "no-such-distribution")
+    assert run(graph(tmp_path), lambda _stage, line: lines.append(line)) is None
+    command = install_command(dry_run.EXTRA)
+    assert lines == [f"skipped: TensorRT for RTX is not installed ({command})"]
+    near = {"7.0": "7.5", "7.5": "7.5", "8.7": "8.6", "9.0": "8.9", "10.0": "8.9", "12.1": "12.1"}
+    assert {wanted: api.nearest_capability(wanted) for wanted in near} == near

@@ -12,8 +12,8 @@ from onnx import parser
 
 import precision_cases as cases
 from conftest import quiet
-from gate_benches import write_task
-from precision_cases import CONVERT
+from precision_cases import CLOSE, CONVERT, HALVES, QUANTIZED
+from task_pipelines import write_task
 from triptych.base import onnx_graph as export
 from triptych.base.errors import UserError
 from triptych.building.build import build
@@ -28,13 +28,10 @@ from triptych.spec.spec import load_spec
 
 pytestmark = pytest.mark.build
 
-QUANTIZED: tuple[Precision, ...] = ("int8", "int8_dynamic", "fp8")
-HALVES: tuple[Precision, ...] = ("fp16", "bf16")
 KIND: dict[str, int] = {"fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16}
 KIND |= {"fp8": onnx.TensorProto.FLOAT8E4M3FN}
 KIND |= dict.fromkeys(("int8", "int8_dynamic"), onnx.TensorProto.INT8)
 """Types of the weights in a converted graph."""
-CLOSE = {"fp16": 2e-3, "bf16": 2e-2, "int8": 0.05, "int8_dynamic": 0.05, "fp8": 0.1}
 EXPORTED = (
     ("bert", "embedding", "packed"),
     ("bert", "embedding", "bucketed"),

@@ -9,8 +9,7 @@ import onnx
 import pytest
 
 import precision_cases as cases
-from precision_cases import node
-from triptych.base.onnx_graph import runnable
+from precision_cases import CLOSE, HALVES, node
 from triptych.core.precision import float16
 from triptych.core.precision.calibrate import model_ranges
 from triptych.core.precision.float16 import convert
@@ -20,8 +19,7 @@ from triptych.spec.backends import Precision
 
 pytestmark = pytest.mark.build
 
-FP16, BF16 = onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
-HALVES: tuple[Precision, ...] = ("fp16", "bf16")
+FP16 = onnx.TensorProto.FLOAT16
 
 
 def constant(number: float) -> Any:
@@ -185,17 +183,6 @@ def test_ranges_are_the_largest_magnitudes_over_all_batches(tmp_path: Path) -> N
     assert np.isnan(read_record(Conversion, json.loads(recorded)).ranges["b"])
 
 
-def chain(folder: Path) -> Path:
-    """Operators that ONNX Runtime fuses, or runs in fp32 without rounding between them."""
-    middle = [
-        node("Add", "a bias", "c"),
-        node("Tanh", "c", "d"),
-        node("Mul", "d d", "e"),
-        node("Relu", "e", "b"),
-    ]
-    return cases.two_layers(folder, *middle, bias=cases.matrix(3, 1, 32)[0])
-
-
 @pytest.mark.parametrize("precision", HALVES)
 def test_every_operator_of_a_view_rounds(tmp_path: Path, precision: Precision) -> None:
     import ml_dtypes
@@ -205,9 +192,13 @@ def test_every_operator_of_a_view_rounds(tmp_path: Path, precision: Precision) -
     def rounded(values: Any) -> Any:
         return np.asarray(values).astype(kind).astype(np.float32)
 
-    source, x = chain(tmp_path), cases.vectors(rows=64)
+    # Operators that ONNX Runtime fuses, or runs in fp32 without rounding between them.
+    steps = (("Add", "a bias", "c"), ("Tanh", "c", "d"), ("Mul", "d d", "e"), ("Relu", "e", "b"))
+    bias = cases.matrix(3, 1, 32)[0]
+    source = cases.two_layers(tmp_path, *(node(*step) for step in steps), bias=bias)
+    x = cases.vectors(rows=64)
     convert(source, tmp_path / "out", Recipe(precision), [{"x": x}])
-    first, last, bias = map(rounded, (cases.matrix(1), cases.matrix(2), cases.matrix(3, 1, 32)[0]))
+    first, last, bias = map(rounded, (cases.matrix(1), cases.matrix(2), bias))
     a = rounded(rounded(x) @ first)
     d = rounded(np.tanh(rounded(a + bias)))
     wanted = rounded(rounded(d * d) @ last)
@@ -215,25 +206,3 @@ def test_every_operator_of_a_view_rounds(tmp_path: Path, precision: Precision) -
     # A sum in another order may fall to the other side of a rounding, rarely.
     assert (found != wanted).mean() < 0.02
     assert found.dtype == np.float32
-
-
-@pytest.mark.parametrize("precision", HALVES)
-def test_weights_beside_the_graph_are_found(tmp_path: Path, precision: Precision) -> None:
-    source, feed = chain(tmp_path), {"x": cases.vectors()}
-    assert runnable(source) == source
-    convert(source, tmp_path / "out", Recipe(precision), ())
-    path = tmp_path / "out/model.onnx"
-    assert isinstance(runnable(path), bytes)
-    wanted = cases.run(path, feed)[0]
-    onnx.save(
-        onnx.load(path),
-        tmp_path / "apart.onnx",
-        save_as_external_data=True,
-        size_threshold=0,
-        location="apart.data",
-    )
-    assert (tmp_path / "apart.data").stat().st_size > 2000
-    assert (cases.run(tmp_path / "apart.onnx", feed)[0] == wanted).all()
-
-
-CLOSE = {"fp16": 2e-3, "bf16": 2e-2}

@@ -128,19 +128,13 @@ def test_a_row_has_one_mask(tmp_path: Path, minilm_folder: Path) -> None:
         check_refused("mask tokens", reference_outputs, folder, facts, core, rows)
 
 
-def test_pixel_values_without_rescaling_or_normalizing(tmp_path: Path) -> None:
-    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
-
-    sizes: dict[str, Any] = {**SIZES, "intermediate_size": 64, "image_size": 16, "patch_size": 4}
-    ViTForImageClassification(ViTConfig(**sizes)).save_pretrained(tmp_path)
-    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
-    facts = read_model_info(tmp_path)
-    assert isinstance(facts.image, ImageInfo)
+def test_pixel_values_without_rescaling_or_normalizing() -> None:
+    image = ImageInfo("none", (), "bilinear", None, False, None, None, None, height=1, width=3)
+    info = ModelInfo("", "ViTForImageClassification", 32, 1, 0, image=image)
     pixels = np.array([[[0, 128, 255]]], dtype=np.uint8)
-    plain = replace(facts, image=replace(facts.image, rescale_factor=None, mean=None, std=None))
-    assert pixel_values(pixels, plain).tolist() == [[[0]], [[128]], [[255]]]
+    assert pixel_values(pixels, info).tolist() == [[[0]], [[128]], [[255]]]
     with pytest.raises(ValueError, match="no image processor"):
-        pixel_values(pixels, replace(facts, image=None))
+        pixel_values(pixels, replace(info, image=None))
 
 
 def test_every_setting_of_ours_is_listed_with_its_reason() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -360,17 +359,11 @@ def test_classes_without_names_are_told(model: Path, tmp_path: Path) -> None:
         assert len(found) == warnings, lines
 
 
-@pytest.fixture
-def of_both_libraries(sentences: Path, model: Path) -> Iterator[tuple[str, Path]]:
-    """A task and a model of sentence-transformers, and of a pipeline of transformers."""
-    save_classifier(model, num_labels=3)
-    return zip(("text-embedding", "text-classification"), (sentences, model), strict=True)
-
-
 def test_a_model_that_fails_in_its_own_library_ends_in_one_message(
-    of_both_libraries: Iterator[tuple[str, Path]], tmp_path: Path
+    sentences: Path, model: Path, tmp_path: Path
 ) -> None:
-    for task, folder in of_both_libraries:
+    save_classifier(model, num_labels=3)
+    for task, folder in (("text-embedding", sentences), ("text-classification", model)):
         inputs = inputs_of(tmp_path / task, folder, task)
         plain = (folder / "tokenizer_config.json").read_bytes()
         own = ["input_ids", "attention_mask", "position_ids"]  # no core has the last one

@@ -3,15 +3,18 @@
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 from typer.testing import CliRunner
 
-import broken_repositories as broken
 from conftest import build_into, quiet, traffic_texts, write_pipeline
 from task_models import tagger, text_classifier
 from triptych.base.errors import UserError
@@ -47,6 +50,8 @@ def decode(rows):
     ]
 """
 SHORT = {"max_length": 16, "truncation": "reject"}
+PATIENT = {"queue": {"max_backlog_ms": 600_000}}
+"""No request is rejected, however long a machine with other work takes for the ones before it."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +71,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
     }
     hooks = {"hooked": HOOKS, "own": DECODE}
     for name, spec in specs.items():
-        folder = write_pipeline(base / "p" / name, **spec)
+        folder = write_pipeline(base / "p" / name, **spec, serving=PATIENT)
         traffic = (folder / "traffic.jsonl").read_text().splitlines()[:60]
         (folder / "traffic.jsonl").write_text("\n".join(traffic))
         if name in hooks:
@@ -133,11 +138,69 @@ def test_a_pipeline_passes_at_the_command_line(base: Path, url: str) -> None:
     assert figures["batch_sensitivity"] < 1e-5
 
 
+def copy_of(repository: Path, name: str, target: Path) -> Path:
+    """The models of the pipeline `name` alone."""
+    for model in sorted(repository.glob(f"{name}*")):
+        shutil.copytree(model, target / model.name)
+    return target
+
+
+def scale_a_layer(repository: Path, name: str, factor: float = 1.5) -> None:
+    """The largest matrix of the core is multiplied by `factor`."""
+    path = repository / f"{name}_core/1/model.onnx"
+    model = onnx.load(path)
+    read = {node.input[0] for node in model.graph.node if node.op_type == "Gather"}
+    matrices = [
+        tensor
+        for tensor in model.graph.initializer
+        if len(tensor.dims) == 2 and tensor.name not in read  # embeddings are looked up
+    ]
+    largest = max(matrices, key=lambda tensor: np.prod(tensor.dims))
+    changed = numpy_helper.to_array(largest) * np.float32(factor)
+    largest.CopyFrom(numpy_helper.from_array(changed, largest.name))
+    onnx.save(model, path)
+
+
+def lose_a_number(repository: Path, name: str) -> None:
+    """The largest matrix of the core holds no numbers."""
+    scale_a_layer(repository, name, np.nan)
+
+
+def _replace(path: Path, old: str, new: str, more: str = "") -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new) + more, encoding="utf-8")
+
+
+def shift_offsets(repository: Path, name: str) -> None:
+    """Entities begin one character late."""
+    path = repository / f"{name}_postprocess/1/decode_entities.py"
+    _replace(path, '"start": start,', '"start": start + 1,')
+
+
+_MIX = """
+
+_last = []
+
+
+def _mix(decode, *arguments):
+    \"\"\"Give every ninth request the answer of the one before it.\"\"\"
+    _last.append(decode(*arguments))
+    return _last[-2] if len(_last) % 9 == 0 else _last[-1]
+"""
+
+
+def mix_answers_up(repository: Path, name: str) -> None:
+    """Some requests get the answer of another: what a faulty batcher would do."""
+    path = repository / f"{name}_postprocess/1/model.py"
+    _replace(path, "self._decoder.decode(", "_mix(self._decoder.decode, ", _MIX)
+
+
 BROKEN: dict[str, tuple[Callable[[Path, str], None], str, str]] = {
-    "topics": (broken.scale_a_layer, "max_probability_difference", ""),
-    "tags": (broken.shift_offsets, "entity_f1", ""),
-    "mixed": (broken.mix_answers_up, "batch_sensitivity", ""),
-    "lost": (broken.lose_a_number, "label_agreement", "NaN or infinity"),
+    "topics": (scale_a_layer, "max_probability_difference", "max_probability_difference"),
+    "tags": (shift_offsets, "entity_f1", "entity_f1"),
+    "mixed": (mix_answers_up, "batch_sensitivity", "batch_sensitivity"),
+    "lost": (lose_a_number, "label_agreement", "NaN or infinity"),
 }
 """Pipeline to what is wrong with it, the metric that fails and the words of a failure."""
 
@@ -146,13 +209,13 @@ def test_a_broken_repository_fails_by_the_metrics_name(
     base: Path, url: str, tmp_path: Path
 ) -> None:
     for name, (break_it, _, _) in BROKEN.items():
-        break_it(broken.copy_of(base / "r", name, tmp_path), name)
+        break_it(copy_of(base / "r", name, tmp_path), name)
     with Server(tmp_path) as server:
         for name, (_, metric, words) in BROKEN.items():
             result = verify(base / "p" / name, tmp_path, url=server.grpc_url)
             missed = {verdict.metric for verdict in result.verdicts if not verdict.passed}
             assert metric in missed, name
-            assert any(metric in f or words in f for f in result.failures), name
+            assert any(words in failure for failure in result.failures), name
             assert result.finite == (name != "lost"), name
             json.dumps(verification_data(result), allow_nan=False)
         done = at_the_command_line(base, "topics", "--url", server.grpc_url)
@@ -198,6 +261,9 @@ def test_a_server_that_dies_meanwhile_is_named(
             os.kill(servers[0].pid, signal.SIGKILL)
 
     monkeypatch.setattr(endpoint, "Server", Watched)
+    # A killed server that gets no CPU ends late, and may end after its steps.
+    monkeypatch.setattr(endpoint, "_CRASH_WAIT_S", 120.0)
+    monkeypatch.setattr("triptych.serving.server._DYING_S", 120.0)
     server = endpoint.open_endpoint(base / "r", "topics", None, quiet)
     inputs = inputs_of(base / "p/topics")
     with pytest.raises(ServerError, match="SIGKILL"):
@@ -207,7 +273,7 @@ def test_a_server_that_dies_meanwhile_is_named(
 def test_the_lock_tells_the_precision_and_what_was_accepted(
     base: Path, url: str, tmp_path: Path
 ) -> None:
-    repository = broken.copy_of(base / "r", "tags", tmp_path / "r")
+    repository = copy_of(base / "r", "tags", tmp_path / "r")
     path = repository / "tags/triptych.lock.json"
     lock = json.loads(path.read_text())
     lock["gate"] |= {"precision": "int8", "accepted": "known and harmless"}

@@ -18,9 +18,9 @@ import pytest
 from PIL import Image
 
 from conftest import quiet, write_pipeline
-from gate_benches import write_task
 from processes import eventually
 from task_models import MODELS
+from task_pipelines import write_task
 from triptych.base.errors import UserError
 from triptych.core.export.to_onnx import export_onnx
 from triptych.core.gate.reference import reference_outputs

@@ -73,7 +73,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "classifier_pooling": "mean",
         },
     ),
-    "fnet": ("fnet", {}),
+    "convbert": ("convbert", {"num_attention_heads": 4}),
     "roformer": ("roformer", {"embedding_size": 32}),
     "qwen3": (
         "qwen3",

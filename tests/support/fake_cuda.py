@@ -76,9 +76,8 @@ class FakeCuda:
         events: Events in order, each a name and its numbers.
     """
 
-    def __init__(self, *, total: int = 1 << 30, devices: int = 1) -> None:
-        self.total = total
-        self.devices = devices
+    def __init__(self) -> None:
+        self.total = 1 << 30
         self.failing: dict[str, cudaError_t] = {}
         self.device: dict[int, np.ndarray[Any, Any]] = {}
         self.host: dict[int, np.ndarray[Any, Any]] = {}
@@ -140,7 +139,7 @@ class FakeCuda:
     # The functions of the module.
 
     def cudaSetDevice(self, device: int) -> tuple[Any, ...]:
-        return (OK if 0 <= device < self.devices else cudaError_t.cudaErrorInvalidDevice,)
+        return (OK if device == 0 else cudaError_t.cudaErrorInvalidDevice,)
 
     def cudaRuntimeGetVersion(self) -> tuple[Any, ...]:
         return OK, 13020
@@ -271,9 +270,9 @@ def make_module(cuda: FakeCuda) -> ModuleType:
     return module
 
 
-def install(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> FakeCuda:
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """Make ``import cuda.bindings.runtime`` give a fake GPU until the test ends."""
-    cuda = FakeCuda(**settings)
+    cuda = FakeCuda()
     for name in ("cuda", "cuda.bindings"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", make_module(cuda))

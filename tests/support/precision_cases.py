@@ -24,6 +24,10 @@ CONVERT: dict[Precision, Callable[..., Conversion]] = {
     "bf16": float16.convert,
 }
 """The conversion of a core to each precision."""
+QUANTIZED: tuple[Precision, ...] = ("int8", "int8_dynamic", "fp8")
+HALVES: tuple[Precision, ...] = ("fp16", "bf16")
+CLOSE = {"fp16": 2e-3, "bf16": 2e-2, "int8": 0.05, "int8_dynamic": 0.05, "fp8": 0.1}
+"""Largest `relative_error` of the results."""
 Feed = dict[str, NDArray[Any]]
 WIDTH = 32
 

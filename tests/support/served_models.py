@@ -78,7 +78,7 @@ SERVED: Mapping[str, Served] = {
     "albert_tags": Served(TAGGER, "albert", "AlbertTokenizer", {"embedding_size": 16}, "bucketed"),
     "conv_topics": Served(TOPICS, "deberta-v2", DEBERTA_V3, {**DEBERTA, "conv_kernel_size": 3}),
 }
-"""Each kind of model and tokenizer once, each task at least once; test_architectures exports more.
+"""Each kind of model and tokenizer once, each task at least once; test_export exports more.
 
 `conv_topics` mixes neighboring tokens and `bart_labels` shifts them, so that neither can be
 packed."""
