@@ -1,9 +1,11 @@
 """Files of rows: what is read as a row, what is written beside it, and what a break leaves."""
 
+import asyncio
 import csv
 import datetime
 import decimal
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from triptych.base.errors import UserError
+from triptych.client import PipelineConfig, PipelineFailedError
 from triptych.client.bulk.conversion import open_writer
 from triptych.client.bulk.formats import (
     ERROR,
@@ -22,7 +25,7 @@ from triptych.client.bulk.formats import (
     check_columns,
     name_columns,
 )
-from triptych.client.bulk.jobs import BatchSizeTuner
+from triptych.client.bulk.jobs import BatchLock, BatchSizeTuner, TensorSender
 from triptych.client.bulk.run import Parts, open_table
 
 COLUMNS = [
@@ -304,3 +307,45 @@ def test_the_size_of_requests_is_that_of_the_best_trial() -> None:
     assert tried == [2, 4, 8, 2, 4, 8]
     assert batch_sizes.chosen == batch_sizes.start(now) == 4
     assert BatchSizeTuner(1).start(0.0) == 1
+
+
+class BrokenByOne:
+    """Stands for a client whose server runs all that is under way as one batch.
+
+    A text `break` fails the whole of it, as an exception in Triton's `execute` does.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: list[Sequence[str]] = []
+        self._broken: set[int] = set()
+
+    async def infer_each(
+        self, inputs: Mapping[str, Sequence[str]], **_: Any
+    ) -> list[dict[str, Any]]:
+        texts = inputs["text"]
+        self._under_way.append(texts)
+        if any("break" in each for each in self._under_way):
+            self._broken.update(map(id, self._under_way))
+        await asyncio.sleep(0.0005 * len(texts))
+        self._under_way.remove(texts)
+        if id(texts) in self._broken:
+            self._broken.discard(id(texts))
+            raise PipelineFailedError("the step is broken")
+        return [{"label": np.array([text.encode()], np.object_)} for text in texts]
+
+
+@pytest.mark.parametrize("bad", [{5}, {0, 1, 9, 31}])
+def test_a_row_that_breaks_a_step_fails_no_row_of_a_chunk_beside(bad: set[int]) -> None:
+    config = PipelineConfig(16, ("text",), {"label": (np.object_, (1,))}, ("step",))
+    client, lock = BrokenByOne(), BatchLock()
+    sender = TensorSender(client, config, lock, Path())  # type: ignore[arg-type]  # a fake
+    texts = ["break" if row in bad else f"t{row}" for row in range(32)]
+    chunks = [RowChunk(32 * at, 32, {"text": texts}, None) for at in range(3)]
+
+    async def send_all() -> list[Any]:
+        return await asyncio.gather(*map(sender.send, chunks))
+
+    for answers in asyncio.run(send_all()):
+        assert {row for row, error in enumerate(answers[ERROR]) if error} == bad
+        found = [label for row, label in enumerate(answers["label"]) if row not in bad]
+        assert found == [text for text in texts if text != "break"]

@@ -103,10 +103,7 @@ def test_rows_of_like_length_share_a_request_within_the_batch_limit(call: Call, 
     mark = f"room {time.monotonic()}"  # by default requests leave room for each other in a batch
     call("toy", "embed", texts_of_many_lengths(100, mark))
     assert max(len(request.texts) for request in toy.seen(mark)) == MAX_BATCH_SIZE // 4
-
-
-def test_a_long_text_does_not_pad_the_short_ones(call: Call, toy: Toy) -> None:
-    mark = f"pad {time.monotonic()}"
+    mark = f"pad {time.monotonic()}"  # a long text does not pad the short ones
     texts = [f"{mark} a", f"{mark} b" + "long" * 500, f"{mark} c"]
     np.testing.assert_array_equal(call("toy", "embed", texts), expected_all(texts))
     assert sorted(request.texts for request in toy.seen(mark)) == [[texts[0], texts[2]], [texts[1]]]
@@ -115,7 +112,7 @@ def test_a_long_text_does_not_pad_the_short_ones(call: Call, toy: Toy) -> None:
 def test_no_more_requests_are_in_flight_than_asked(call: Call) -> None:
     # `narrow` runs one row at a time and lets two wait; a third in the queue would be refused.
     texts = [f"sleep:0.02 {index}" for index in range(12)]
-    vectors = call("narrow", "embed", texts, options={"max_in_flight": 2})
+    vectors = call("narrow", "embed", texts, options={"max_in_flight": 2, "retry": None})
     np.testing.assert_array_equal(vectors, expected_all(texts))
 
 
@@ -150,20 +147,6 @@ def test_what_cannot_be_sent_is_refused_before_sending(call: Call, toy: Toy) -> 
     assert toy.seen(mark) == []
 
 
-def test_inputs_that_do_not_fit_are_refused(call: Call) -> None:
-    for words, options, message in (
-        (
-            ("pair", "infer", {"text": ["a", "b"], "text_pair": ["c"]}),
-            {},
-            "Given: `text` 2, `text_pair` 1",
-        ),
-        (("pair", "infer", {}), {}, "Given: no input"),
-        (("toy", "embed", ["a"]), {"dimensions": [3]}, "The parameter `dimensions` must be"),
-    ):
-        with pytest.raises(InvalidRequestError, match=message):
-            call(*words, **options)
-
-
 def test_embed_each_loses_only_the_bad_rows(call: Call) -> None:
     texts: list[Any] = [f"good {index}" for index in range(60)]
     bad = {3: b"\xff", 4: "refuse", 21: "refuse this too", 33: "\udc00", 59: 5}
@@ -185,27 +168,30 @@ def test_embed_each_loses_only_the_bad_rows(call: Call) -> None:
 
 
 def test_step_statistics_count_what_happened_between(call: Call) -> None:
-    before = call("toy", "step_statistics")
-    assert [step.model for step in before] == ["toy_step"]
+    before = call("counted", "step_statistics")
+    assert [step.model for step in before] == ["counted_step"]
     texts = [f"counted {index}" for index in range(100)]
-    call("toy", "embed", texts, options={"rows_per_request": 1})
+    call("counted", "embed", texts, options={"rows_per_request": 1})
     with pytest.raises(InvalidRequestError):
-        call("toy", "embed", ["refuse"])
+        call("counted", "embed", ["refuse"])
 
     def counted() -> StepStatistics:
         during: StepStatistics
         (during,) = (
             after - earlier
-            for after, earlier in zip(call("toy", "step_statistics"), before, strict=True)
+            for after, earlier in zip(call("counted", "step_statistics"), before, strict=True)
         )
         return during
 
     # Triton's Python backend answers first, and counts then.
-    wait_until(lambda: counted().rows >= 101, "the count of the last request")
+    def are_all_counted() -> bool:
+        found = counted()
+        return min(found.rows, found.requests + found.failures) >= 101
+
+    wait_until(are_all_counted, "the count of the last request")
     during = counted()
-    assert during.model == "toy_step"
-    assert during.rows == 101
-    assert during.requests + during.failures == 101
+    assert during.model == "counted_step"
+    assert (during.rows, during.requests + during.failures) == (101, 101)
     assert 1 <= during.executions <= 101
     assert during.mean_batch == 101 / during.executions
     assert during.compute_infer_us > 0

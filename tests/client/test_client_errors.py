@@ -36,9 +36,9 @@ from triptych.client import (
     PipelineNotReadyError,
     Retry,
     ServerUnreachableError,
-    work,
 )
 from triptych.interface.cli import app
+from triptych.serving.bench.resources import fetch_metrics
 
 pytestmark = pytest.mark.server
 
@@ -70,13 +70,19 @@ def test_a_deadline_covers_the_whole_call(call: Call, toy: Toy) -> None:
 
 def test_work_past_its_deadline_is_dropped_by_the_servers_queue(call: Call, toy: Toy) -> None:
     name = f"drop-{time.monotonic()}"
-    with Client("narrow", toy.url) as other, ThreadPoolExecutor(1) as pool:
+
+    def rejected() -> float:
+        """Number of requests that queues dropped."""
+        samples = fetch_metrics(toy.metrics_url)
+        return sum(value for _, labels, value in samples if labels.get("reason") == "REJECTED")
+
+    before = rejected()
+    with Client("narrow", toy.url, timeout_s=300) as other, ThreadPoolExecutor(1) as pool:
         busy = pool.submit(other.embed, [f"hold:{name}"])
         toy.wait_begun(f"hold:{name}", "narrow_step")
         with pytest.raises(DeadlineExceededError):
             call("narrow", "embed", [f"{name} late"], timeout_s=0.2)
-        # The timeout in the queue is longer by this grace, and began before the client gave up.
-        time.sleep(0.2 + work._QUEUE_GRACE_S)
+        wait_until(lambda: rejected() > before, "the queue drops the request")
         toy.release(name, "narrow_step")
         busy.result()
         other.embed([f"{name} after"])
@@ -221,7 +227,7 @@ def test_retry_rides_out_a_full_queue(call: Call) -> None:
 def test_retry_gives_up_after_its_attempts_or_before_the_deadline(call: Call) -> None:
     texts = ["sleep:0.1"] * 8
     few = {"max_in_flight": 8, "retry": Retry(attempts=2, first_pause_s=0.01)}
-    with pytest.raises(OverloadedError):
+    with pytest.raises(OverloadedError, match="Tried 2 times"):
         call("narrow", "embed", texts, options=few)
     long = {"max_in_flight": 8, "retry": Retry(first_pause_s=1e6, longest_pause_s=1e6)}
     with pytest.raises(OverloadedError, match="leaves no time for another"):
@@ -267,6 +273,19 @@ def test_each_mistake_has_a_class_and_a_remedy(call: Call, toy: Toy) -> None:
         (InvalidRequestError, f"`text` {no_rows}", ("toy", "classify", 5), {}),
         (InvalidRequestError, f"`body` {no_rows}", ("toy", "infer", {"body": ""}), {}),
         (InvalidRequestError, "`inputs` must be a mapping", ("toy", "infer", ["a"]), {}),
+        (InvalidRequestError, "Given: no input", ("pair", "infer", {}), {}),
+        (
+            InvalidRequestError,
+            "Given: `text` 2, `text_pair` 1",
+            ("pair", "infer", {"text": ["a", "b"], "text_pair": ["c"]}),
+            {},
+        ),
+        (
+            InvalidRequestError,
+            "The parameter `dimensions` must be",
+            ("toy", "embed", ["a"]),
+            {"dimensions": [3]},
+        ),
     )
     for kind, message, words, options in cases:
         with pytest.raises(kind, match=message) as caught:

@@ -200,7 +200,7 @@ def test_a_server_that_joins_gets_traffic(fleet: list[Replica]) -> None:
         names.addresses = HOSTS[:2]
         newest = fleet[2].executed()
         renewed, first = (
-            stack.enter_context(Client("toy", url, dns_refresh_s=dns_refresh_s))
+            stack.enter_context(Client("toy", url, dns_refresh_s=dns_refresh_s, timeout_s=300))
             for dns_refresh_s in (0.3, None)
         )
         for number in range(10):
@@ -226,7 +226,10 @@ def test_servers_leave_and_no_request_fails(fleet: list[Replica]) -> None:
     left, stopped, killed = fleet
     for leaving, how in ((killed, signal.SIGKILL), (stopped, signal.SIGTERM)):
         urls = f"{left.url},{stopped.url}" + (f",{killed.url}" if leaving is killed else "")
-        with Client("toy", urls) as client, Client("toy", urls, retry=None) as without:
+        with (
+            Client("toy", urls, timeout_s=300) as client,
+            Client("toy", urls, retry=None, timeout_s=300) as without,
+        ):
             with under_load(client, 40, f"retried {how.name}") as load:
                 with under_load(without, 3, f"plain {how.name}") as plain:
                     with busy(leaving):

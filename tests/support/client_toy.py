@@ -121,7 +121,7 @@ dynamic_batching {{ {queue_policy} }}
 # in meanwhile, so only the pipeline that is there to be overloaded has one.
 QUEUE_OF_TWO = """
   default_queue_policy {
-    max_queue_size: 2 default_timeout_microseconds: 20000000 allow_timeout_override: true
+    max_queue_size: 2 default_timeout_microseconds: 600000000 allow_timeout_override: true
   }
 """
 
@@ -153,10 +153,12 @@ instance_group { kind: KIND_CPU count: 1 }
 def write_repository(root: Path) -> Path:
     """Ensembles of one step: `toy`, `single` (2 instances, batches of 1), `narrow` (queue of 2).
 
-    Beside them a model alone, `pair`, which has an interface of its own, and those of `PLAYED`.
+    `counted` is as `toy`, for one test of its statistics. Beside them a model alone, `pair`, which
+    has an interface of its own, and those of `PLAYED`.
     """
     steps = {
         "toy": {"max_batch_size": MAX_BATCH_SIZE, "instances": 1, "queue_policy": ""},
+        "counted": {"max_batch_size": MAX_BATCH_SIZE, "instances": 1, "queue_policy": ""},
         "single": {"max_batch_size": 1, "instances": 2, "queue_policy": ""},
         "narrow": {"max_batch_size": 1, "instances": 1, "queue_policy": QUEUE_OF_TWO},
     }
@@ -206,6 +208,7 @@ class Toy:
     repository: Path
     operator_headers: Mapping[str, str] = field(default_factory=dict)
     http_url: str = ""
+    metrics_url: str = ""
 
     def seen(self, containing: str, step: str = "toy_step") -> list[Seen]:
         """What `step` executed with a text that contains the string."""
@@ -248,8 +251,10 @@ def serve_toy(folder: Path) -> Iterator[Toy]:
     """Serve all of the toys from `folder`."""
     repository = write_repository(folder)
     # By name, so that the server lets a test unload one of them.
-    with Server(repository, models=("toy", "single", "narrow", "pair", *PLAYED)) as server:
-        yield Toy(server.grpc_url, repository, server.operator_headers, server.http_url)
+    names = ("toy", "counted", "single", "narrow", "pair", *PLAYED)
+    with Server(repository, models=names) as server:
+        urls = server.http_url, server.metrics_url
+        yield Toy(server.grpc_url, repository, server.operator_headers, *urls)
         os.kill(server.pid, signal.SIGKILL)  # to end politely takes seconds
 
 
@@ -269,7 +274,9 @@ def caller(style: str, url: str | Sequence[str]) -> Call:
         options: dict[str, Any] | None = None,
         **kwargs: object,
     ) -> Any:
-        with opened(style, pipeline, **{"url": url, **(options or {})}) as start:
+        with opened(
+            style, pipeline, **{"url": url, "timeout_s": 300.0, **(options or {})}
+        ) as start:
             return start(method, *args, **kwargs).result()
 
     return call
