@@ -219,7 +219,7 @@ def test_clients_in_a_closed_loop_are_measured_in_full_and_the_bottleneck_is_nam
             continue
         assert [step.step for step in measured.steps] == list(STEPS)
         assert [step.instances for step in measured.steps] == [1, 2, 2]
-        assert (first.model, first.mean_batch) == ("line_preprocess", 1.0)
+        assert (first.model, set(first.batch_sizes)) == ("line_preprocess", {1})
         # One instance answers a request each 20 ms.
         assert first.compute_us > SLEEP_S * 1e6
         assert measured.throughput_per_s <= 2 / SLEEP_S
