@@ -3,16 +3,18 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from checkpoint_files import change
 from conftest import link_cache, lock_data, quiet, write_pipeline
+from mistakes import check_refused
 from scaffolding import keep_rows
-from triptych.base.errors import UserError
 from triptych.building import auto, encoder
 from triptych.building.auto import Throughput
 from triptych.building.build import BuildOutcome, build
@@ -22,6 +24,8 @@ from triptych.core.gate.cached import GateFailure
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.repository.records import GateResult
+from triptych.serving.bench import perf_analyzer
+from triptych.serving.bench.perf_analyzer import LoadError, LoadResult
 from triptych.spec.backends import BACKENDS
 from triptych.spec.spec import load_spec
 
@@ -162,16 +166,30 @@ def test_without_a_backend_in_the_spec_backends_are_compared(
     assert inputs.with_built_layout(repository).plan.spec.core.backend == "openvino"
 
 
-@pytest.mark.parametrize(
-    ("override", "lacking"), [("core.device=gpu", ""), ("core.backend=tensorrt", "no GPU is here")]
-)
+def test_a_window_without_an_answer_is_measured_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows: list[float] = []
+
+    def run(*_: Any, window_s: float, **__: Any) -> LoadResult:
+        windows.append(window_s)
+        if len(windows) == 1:
+            raise LoadError("must be answered", "no answer", "", "", is_empty=True)
+        return LoadResult((0, 10**9), (1,), (5.0,))
+
+    monkeypatch.setattr(auto, "Server", lambda *_, **__: nullcontext(SimpleNamespace(grpc_url="")))
+    monkeypatch.setattr(perf_analyzer, "run", run)
+    auto.measure_throughputs(
+        {"fp32": Path()}, "tiny", ["a"], baseline="fp32", clients=1, progress=quiet
+    )
+    assert windows == [0.4, 0.8, 0.4]
+
+
 def test_what_cannot_be_measured_here_must_be_named(
-    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, lacking: str
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auto, "missing_for_engines", lambda: "no GPU is here")
-    with pytest.raises(UserError, match="if this machine cannot measure them") as raised:
-        build(read(pipeline, override), tmp_path / "repository", quiet)
-    assert lacking in raised.value.given
+    for override, lacking in (("core.device=gpu", ""), ("core.backend=tensorrt", "no GPU is here")):
+        words = ["if this machine cannot measure them", lacking]
+        check_refused(words, build, read(pipeline, override), tmp_path / "repository", quiet)
 
 
 def test_an_engine_that_differs_from_its_graph_does_not_race(

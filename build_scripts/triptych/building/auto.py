@@ -13,6 +13,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -30,6 +31,7 @@ from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.repository.records import GateResult, PrecisionTrial, plain_record, read_record
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.bench import perf_analyzer
+from triptych.serving.bench.measure import run_longer
 from triptych.serving.endpoint import UNSAMPLED
 from triptych.serving.server import Server
 from triptych.spec.backends import BACKENDS, BackendName, Precision
@@ -96,14 +98,15 @@ def measure_throughputs(
         for number in range(1, ROUNDS + 1):
             shift = number % len(running)  # so that the first candidate changes
             for name in running[shift:] + running[:shift]:
-                result = perf_analyzer.run(
+                run = partial(
+                    perf_analyzer.run,
                     servers[name].grpc_url,
                     pipeline,
                     requests,
                     concurrency=clients,
-                    window_s=WINDOW_S,
                     warmup_requests=WARM_UP_REQUESTS if number == 1 else 0,
                 )
+                result = run_longer(lambda window_s: run(window_s=window_s), WINDOW_S)  # noqa: B023
                 results[name].append(result)
                 progress(
                     "throughput",
