@@ -14,7 +14,8 @@ import pytest
 from conftest import build_into, quiet
 from failing_models import STOP_ONCE
 from hot_reload_cases import Asker, hooks, write_tickets
-from scaffolding import TRIPTYCH, keep_rows
+from scaffolding import keep_rows
+from served_command import TRIPTYCH
 from triptych.building.dev import Watch, rebuild
 from triptych.building.unchecked import REASON, write_unchecked
 from triptych.repository.history import rollback

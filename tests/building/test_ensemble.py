@@ -1,7 +1,6 @@
 """The served ensembles, both layouts, on a real tritonserver: right, fair, and hard to break."""
 
 import json
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -99,18 +98,22 @@ def test_the_bytes_of_each_step_are_counted(pipeline: str, minilm_server: Any) -
 
 
 def test_requests_really_share_batches(pipeline: str, minilm_server: Any) -> None:
-    def core(client: Any) -> Any:
+    def read_core(client: Client) -> Any:
         return next(s for s in client.step_statistics() if s.model.endswith("_core"))
 
-    sizes: list[float] = []  # a busy machine may share less at first
     with Client(pipeline, minilm_server.grpc_url, rows_per_request=1, max_in_flight=32) as client:
-        while len(sizes) < 5 and max(sizes, default=0) <= 4:
-            before = core(client)
+
+        def measure() -> float:
+            """Return the mean size of the batches of 320 rows."""
+            before = read_core(client)
             client.embed(["the same words in every text"] * 320)
             # The server counts a batch after its answers.
-            assert eventually(lambda: core(client).rows - before.rows == 320)  # noqa: B023
-            sizes.append(320 / (core(client).executions - before.executions))
-    assert max(sizes) > 4, sizes
+            assert eventually(lambda: read_core(client).rows - before.rows >= 320)
+            now = read_core(client)
+            return float((now.rows - before.rows) / (now.executions - before.executions))
+
+        # A busy machine may share less at first.
+        assert eventually(lambda: measure() > 4, within_s=120.0)
 
 
 BAD_ROWS: dict[bytes, list[str]] = {
@@ -138,45 +141,6 @@ def test_a_bad_row_fails_alone_among_neighbors(
     told = r"\[invalid_request row=2\] `text` must be valid UTF-8"
     with pytest.raises(InferenceServerException, match=told):
         ask(raw, pipeline, [b"a", b"b", b"\x80", b"d"])
-
-
-BAD_PARAMETERS: Sequence[tuple[dict[str, Any], list[str]]] = (
-    ({"dimensions": 0}, ["dimensions", "integer from 1 to 384", "0"]),
-    ({"dimensions": 385}, ["dimensions", "385"]),
-    ({"dimensions": "12"}, ["dimensions", "integer", "'12'"]),
-    ({"dimensions": True}, ["dimensions", "integer", "True"]),
-    ({"dimensons": 12}, ["dimensons", "not known", "Known parameters: dimensions"]),
-)
-
-
-def request(shape: list[int], dtype: str, data: Any, name: str = "text") -> triton.InferInput:
-    tensor = triton.InferInput(name, shape, dtype)
-    tensor.set_data_from_numpy(data)
-    return tensor
-
-
-BAD_TENSORS: dict[str, Callable[[], triton.InferInput]] = {
-    "two columns": lambda: request([1, 2], "BYTES", np.array([[b"a", b"b"]], dtype=np.object_)),
-    "no batch": lambda: request([1], "BYTES", np.array([b"a"], dtype=np.object_)),
-    "int32": lambda: request([1, 1], "INT32", np.array([[1]], dtype=np.int32)),
-    "other name": lambda: request([1, 1], "BYTES", np.array([[b"a"]], dtype=np.object_), "txt"),
-    "33 rows": lambda: request([33, 1], "BYTES", np.array([[b"a"]] * 33, dtype=np.object_)),
-    "no rows": lambda: request([0, 1], "BYTES", np.empty((0, 1), dtype=np.object_)),
-}
-
-
-def test_a_bad_parameter_or_tensor_is_refused(raw: Any, pipeline: str) -> None:
-    for parameters, words in BAD_PARAMETERS:
-        with pytest.raises(InferenceServerException) as caught:
-            ask(raw, pipeline, [b"a"], parameters=parameters)
-        assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
-        for word in words:
-            assert word in str(caught.value.message())
-    for case, tensor in BAD_TENSORS.items():
-        with pytest.raises(InferenceServerException) as caught:
-            raw.infer(pipeline, [tensor()], client_timeout=60)
-        assert caught.value.status() == "StatusCode.INVALID_ARGUMENT", case
-        assert len(ask(raw, pipeline, [b"still well"])) == 1, case
 
 
 def test_sizes_and_encodings_are_those_of_sentence_transformers(

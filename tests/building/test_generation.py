@@ -24,12 +24,15 @@ from generation_cases import (
     Answer,
     Streams,
     byte_pairs,
+    read_answer,
     responses_of,
     take,
     write_tiny_model,
 )
 from generation_served import DEADLINE_S, LONG, build_both, wait_until
 from http_pages import fetch, form, post
+from mistakes import check_refused
+from processes import eventually
 from triptych.base.errors import UserError
 from triptych.base.explained import plain
 from triptych.building.generation.bench import bench_generation
@@ -37,7 +40,6 @@ from triptych.building.generation.gate import EVERY, METRICS
 from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.live import verify_generation
 from triptych.building.generation.model import GenerationInfo, read_generation_model
-from triptych.client import Client
 from triptych.container.lock_check import check_repository
 from triptych.core.gate.verify import describe_verification
 from triptych.deploy.targets import make_manifests
@@ -48,7 +50,7 @@ from triptych.repository.lint.checks import run_checks
 from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.serving.bench import measure as measuring
 from triptych.serving.bench.bench import Bench
-from triptych.serving.bench.measure import STREAM_ERROR
+from triptych.serving.bench.measure import NO_ANSWER, STREAM_ERROR
 from triptych.serving.bench.results import Measurement, OfferedLoad
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec
@@ -58,6 +60,19 @@ pytestmark = pytest.mark.server
 FIRST_OF_HELD = 5
 HELD: dict[str, object] = {"text_input": LONG, "sampling_parameters": {"seed": 9_876_543_210}}
 """A request that the fake engine answers with `FIRST_OF_HELD` tokens, and ends when canceled."""
+
+
+def hold(server: Server, slow: Streams) -> list[Any]:
+    """Open two calls that take both places of `slow` until `release`."""
+    wait_until(server, "slow", under_way=0)
+    calls = [slow.open(HELD) for _ in range(2)]
+    wait_until(server, "slow", running=2)
+    return calls
+
+
+def release(calls: list[Any]) -> None:
+    for call in calls:
+        call.cancel()
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +103,8 @@ def slow(server: Server) -> Iterator[Streams]:
 def test_what_was_built_is_in_order(repository: Path) -> None:
     assert run_checks(repository) == []
     assert check_repository(repository, None) == []
+    check_refused("is not supported by this", read_manifest, repository, "quick", EncoderManifest)
     lock = json.loads((repository / "quick/triptych.lock.json").read_bytes())
-    with pytest.raises(UserError, match="is not supported by this command"):
-        read_manifest(repository, "quick", EncoderManifest)
-    assert lock["spec"]["core"]["backend"] == "fake_0ms"
-    assert lock["gate"]["rows"] == 0
     assert list(lock["adapters"]) == ["terse"]
     inputs = read_generation(load_generation_spec(repository.parent / "quick"), quiet)
     described = describe_text_generation(inputs, Path())
@@ -124,45 +136,17 @@ def test_a_streamed_answer_is_the_whole_one(quick: Streams) -> None:
     assert answer.ids == byte_pairs().encode("<s>" + answer.text, add_special_tokens=False).ids
 
 
-def test_what_an_engine_makes_too_fast_for_its_client_comes_in_longer_chunks(
-    quick: Streams,
-) -> None:
+def test_chunks_get_longer_where_the_engine_is_faster_than_its_client(quick: Streams) -> None:
     """Nothing waits in line before the client, and no token is lost or comes twice."""
-    texts = [" ".join([text] * 4) for text in TEXTS]
-    calls = [(text, quick.open({"text_input": text})) for text in texts * 4]
-    for text, call in calls:
-        answer = Answer()
-        for response in responses_of(call):
-            take(answer, response)
+    texts = [" ".join([text] * 4) for text in TEXTS] * 3
+    tokens = chunks = 0
+    for text, call in [(text, quick.open({"text_input": text})) for text in texts]:
+        answer = read_answer(call)
         assert answer.text == text
         assert answer.ids == byte_pairs().encode(text).ids
-        assert len(answer.chunks) < len(answer.ids) / 2
-
-
-def test_answers_end_where_the_request_says(quick: Streams) -> None:
-    short = quick.ask(text_input=TEXTS[0], sampling_parameters={"max_tokens": 3, "logprobs": 1})
-    assert (len(short.ids), short.finish) == (3, "length")
-    assert [one["logprob"] for one in short.logprobs] == [0.0, -1.0, -2.0]
-    assert short.logprobs[1]["token_id"] == short.ids[1]
-    for stream in (True, False):
-        stopped = quick.ask(
-            text_input=TEXTS[0], stream=stream, sampling_parameters={"stop": ["fox j", "zzz"]}
-        )
-        assert (stopped.text, stopped.finish) == ("The quick brown ", "stop")
-        assert stopped.usage["completion_tokens"] == len(stopped.ids)
-
-
-def test_an_adapter_answers_where_a_request_names_it(
-    server: Server, quick: Streams, slow: Streams
-) -> None:
-    """The fake engine, which has no weights, then repeats the prompt backwards."""
-    ids = byte_pairs().encode(TEXTS[0]).ids
-    for name, wanted in (("terse", ids[::-1]), ("", ids)):
-        assert quick.ask(text_input=TEXTS[0], sampling_parameters={"adapter": name}).ids == wanted
-    with Client("quick", server.grpc_url) as client:
-        assert client.generate(TEXTS[0], adapter="terse").whole().token_ids == tuple(ids[::-1])
-    refused = slow.ask(text_input="a", sampling_parameters={"adapter": "terse"})
-    assert "adapter` must be left out, because the pipeline has no adapters" in refused.error
+        tokens += len(answer.ids)
+        chunks += len(answer.chunks)
+    assert chunks < 0.9 * tokens
 
 
 def test_a_request_at_fault_is_refused_alone(quick: Streams) -> None:
@@ -187,21 +171,13 @@ def test_a_request_at_fault_is_refused_alone(quick: Streams) -> None:
 
 
 def test_it_takes_what_tritons_openai_frontend_sends(quick: Streams) -> None:
-    """Its `--backend vllm`: names and types of `_create_vllm_generate_request`, python/openai.
+    """Names and types of `_create_vllm_generate_request` in python/openai of Triton's server.
 
-    The parameters are those of a chat that names none: every field of the request's schema that
-    has a default, but those that the frontend leaves out (commit e1db8a6 of the server, August
-    2026). It finds an ensemble's backend by that option, and `text_output` and the counts by name.
+    The parameters are the defaults of a chat at commit e1db8a6 (August 2026), with `max_tokens`.
     """
-    parameters = {
-        "n": 1,
-        "temperature": 0.7,
-        "top_p": 1,
-        "frequency_penalty": 0,
-        "presence_penalty": 0,
-        "ignore_eos": False,
-        "max_tokens": 4,
-    }
+    penalties = {"frequency_penalty": 0, "presence_penalty": 0}
+    parameters = {"n": 1, "temperature": 0.7, "top_p": 1, **penalties, "ignore_eos": False}
+    parameters["max_tokens"] = 4
     for stream in (True, False):
         answer = quick.ask(
             text_input="<s>" + TEXTS[0],
@@ -266,8 +242,6 @@ def test_a_request_gives_up_another_by_its_id(server: Server, slow: Streams) -> 
     """And none whose id is too short to be its own, nor a neighbor."""
     name = "a name that nobody else has"
     unharmed = slow.open({"text_input": TEXTS[0], "id": "another name, as long"})
-    neighbor = Answer()
-    take(neighbor, next(unharmed))
     running = slow.open({**HELD, "id": name}, {"cancel": name})
     early = slow.open({"cancel": f"{name}, too"}, {**HELD, "id": f"{name}, too"})
     for call in (running, early):
@@ -282,9 +256,7 @@ def test_a_request_gives_up_another_by_its_id(server: Server, slow: Streams) -> 
         said += response.error_message
         take(short, response)
     assert "must be a request id of 16 to 128 characters" in said
-    for response in unharmed:
-        take(neighbor, response)
-    assert short.text == neighbor.text == TEXTS[0]
+    assert short.text == read_answer(unharmed).text == TEXTS[0]
     wait_until(server, "slow", running=0, waiting=0, kv_cache_share=0)
 
 
@@ -356,7 +328,7 @@ def test_verify_passes_what_is_right_and_sees_other_prompts(
 
 
 def test_a_page_streams_a_chat_and_leaving_it_ends_the_answer(
-    repository: Path, server: Server
+    repository: Path, server: Server, slow: Streams
 ) -> None:
     folder = repository.parent / "slow"
     spec, url = load_generation_spec(folder), server.grpc_url
@@ -364,6 +336,7 @@ def test_a_page_streams_a_chat_and_leaving_it_ends_the_answer(
         status, text = fetch(f"{chat_page.url}?example=1")
         assert status == 200
         assert f">\n{TEXTS[1]}</textarea>" in text
+        held = hold(server, slow)
         sent = {"messages": "[]", "say": "<script>alert(1)</script>" * 4, "max_tokens": "100"}
         with urllib.request.urlopen(form(chat_page.url, sent)) as reply:
             pieces = iter(lambda: reply.read1(65536).decode(), "")
@@ -371,6 +344,7 @@ def test_a_page_streams_a_chat_and_leaving_it_ends_the_answer(
             while 'id="answer"' not in text:
                 text += next(pieces)
             assert "</main>" not in text
+            release(held)
             text += "".join(pieces)
         assert "&lt;script&gt;alert(1)" in text
         assert "<script" not in text
@@ -396,7 +370,7 @@ def test_a_page_streams_a_chat_and_leaving_it_ends_the_answer(
 def test_what_deploy_asks_for_is_on_the_metrics_page(
     server: Server, repository: Path, slow: Streams, tmp_path: Path
 ) -> None:
-    """Rules, autoscaler and dashboard; and first tokens that come late are counted so."""
+    """Rules, autoscaler and dashboard; first tokens that come after the limit are counted so."""
     for folder in repository.glob("slow*"):
         shutil.copytree(folder, tmp_path / "alone" / folder.name)
     files = make_manifests(tmp_path / "alone", "slow", options(name="slow"), tmp_path).files
@@ -411,40 +385,42 @@ def test_what_deploy_asks_for_is_on_the_metrics_page(
         *("ttft_seconds_bucket", "itl_seconds_bucket", "e2e_seconds_bucket"),
         "ttft_seconds_count",
     }
-    short = {"max_tokens": 8}
-    with ThreadPoolExecutor(4) as pool:
-        calls = [
-            pool.submit(slow.ask, text_input=TEXTS[0], sampling_parameters=short) for _ in range(4)
-        ]
-        assert [len(call.result().ids) for call in calls] == [8] * 4
+    held = hold(server, slow)
+    short: dict[str, object] = {"text_input": TEXTS[0], "sampling_parameters": {"max_tokens": 8}}
+    late = [slow.open(short) for _ in range(2)]
+    wait_until(server, "slow", waiting=2)
+    time.sleep(0.12)
+    release(held)
+    assert [len(read_answer(call).ids) for call in late] == [8, 8]
     assert "Given: -1" in slow.ask(text_input="a", sampling_parameters={"max_tokens": -1}).error
     wait_until(server, "slow", under_way=0, running=0)
 
+    page = series(server)
+
     def counted(name: str, **labels: str) -> float:
-        where = {"pipeline": "slow", **labels}
+        where = {("pipeline", "slow"), *labels.items()}
         return sum(
-            value for one, has, value in series(server) if one == name and where.items() <= has
+            value
+            for one, has, value in page
+            if one == f"triptych_generation_{name}" and where <= has
         )
 
-    deadline = time.monotonic() + DEADLINE_S
-    while counted("triptych_generation_requests_total", outcome="length") < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    page = series(server)
+    def is_counted() -> bool:
+        nonlocal page
+        page = series(server)
+        refused = counted("preprocess_errors_total", outcome="refused")
+        return counted("requests_total", outcome="length") >= 2 and refused >= 1
+
+    assert eventually(is_counted)
     for name, matchers in selected:
         assert any(one == name and fits(has, matchers) for one, has, _ in page), (name, matchers)
-    first = "triptych_generation_ttft_seconds"
-    late = counted(f"{first}_count") - counted(f"{first}_bucket", le="0.12")
-    assert 2 <= late <= counted(f"{first}_bucket", le="+Inf") == counted(f"{first}_count")
-    assert counted("triptych_generation_ttft_ms_bucket", le="120") == counted(
-        f"{first}_bucket", le="0.12"
-    )
-    gaps = counted("triptych_generation_itl_seconds_count")
-    # 20 ms a token: seven gaps of an answer cannot all be short.
-    assert 0 <= counted("triptych_generation_itl_seconds_bucket", le="0.01") < gaps
-    assert counted("triptych_generation_tokens", kind="new") >= 4 * 8
-    assert counted("triptych_generation_preprocess_errors_total", outcome="refused") >= 1
-    assert counted("triptych_generation_requests_total", outcome="error") == 0
+    answers = counted("ttft_seconds_count")
+    assert answers - counted("ttft_seconds_bucket", le="0.12") >= 2
+    assert counted("ttft_seconds_bucket", le="+Inf") == answers
+    assert counted("ttft_ms_bucket", le="120") == counted("ttft_seconds_bucket", le="0.12")
+    assert counted("itl_seconds_count") >= 2
+    assert counted("tokens", kind="new") >= 2 * 8
+    assert counted("requests_total", outcome="error") == 0
 
 
 def series(server: Server) -> list[tuple[str, set[tuple[str, str]], float]]:
@@ -474,15 +450,15 @@ def fits(labels: set[tuple[str, str]], matchers: tuple[tuple[str, str, str], ...
 def test_bench_measures_every_response(
     server: Server, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two slots, 20 ms a token, answers of 8: four clients wait a whole answer for a slot."""
+    """Two places, 20 ms a token, answers of 8: no first token comes within 10 ms."""
     folder = repository.with_name("slow")
     lines = [{"text_input": text, "sampling_parameters": {"max_tokens": 8}} for text in TEXTS]
     (folder / "traffic.jsonl").write_text("\n".join(map(json.dumps, lines)))
     inputs = read_generation(load_generation_spec(folder), quiet)
-    slo = GenerationSlo(ttft_p99="120ms")
+    slo = GenerationSlo(ttft_p99="10ms")
 
-    def typical(load: OfferedLoad) -> Measurement:
-        bench = Bench(loads=(load,), rounds=1, seconds=1.8, slo=slo)
+    def typical(load: OfferedLoad, seconds: float = 0.6) -> Measurement:
+        bench = Bench(loads=(load,), rounds=1, seconds=seconds, slo=slo)
         result = bench_generation(
             inputs, repository, bench, quiet, url=server.grpc_url, metrics_url=server.metrics_url
         )
@@ -490,10 +466,13 @@ def test_bench_measures_every_response(
 
     # Streams that ended with an error are waited for: not for a minute here.
     monkeypatch.setattr(measuring, "STREAMS_END_S", 1.0)
-    refused = typical(OfferedLoad("constant", 60))
+    refused = typical(OfferedLoad("constant", 200), seconds=1.8)
     # perf_analyzer hears of it where its windows end before its streams have.
     assert refused.errors
-    assert all(said == STREAM_ERROR or "The limit of N requests" in said for said in refused.errors)
+    known = (STREAM_ERROR, NO_ANSWER, "The limit of N requests")
+    assert all(any(one in said for one in known) for said in refused.errors)
+    monkeypatch.undo()
+    wait_until(server, "slow", under_way=0)
     with pytest.raises(UserError, match=r"`--concurrency` must be at most .*max_in_flight 12"):
         typical(OfferedLoad("concurrency", 13))
     four = typical(OfferedLoad("concurrency", 4))
@@ -503,27 +482,30 @@ def test_bench_measures_every_response(
     # Where the machine is busy, several tokens may come as one response.
     assert 0 < four.streamed.itl.samples <= 7 * four.requests
     assert four.streamed.itl.p50_us < four.p50_us
-    assert 0 < four.streamed.tokens_per_s < 120  # two slots make 100 at most
-    assert four.latencies_us["ttft_p50"] > 130_000
-    assert four.goodput_per_s < four.throughput_per_s
+    assert four.latencies_us["ttft_p50"] >= 20_000
+    assert four.goodput_per_s == 0 < four.throughput_per_s
 
 
-def test_a_full_queue_refuses_and_a_stopping_server_answers(server: Server, slow: Streams) -> None:
-    """The last one: its server ends here."""
-    wait_until(server, "slow", running=0, waiting=0)
-    with ThreadPoolExecutor(16) as pool:
-        asked = [pool.submit(slow.ask, text_input=TEXTS[0]) for _ in range(16)]
-        answers = [one.result() for one in asked]
-        refused = [one.error for one in answers if one.error]
-        assert len(refused) in range(1, 5)
-        assert all("The limit of 12 requests in flight is reached" in error for error in refused)
-        assert all(one.text == TEXTS[0] for one in answers if not one.error)
-        wait_until(server, "slow", running=0, waiting=0)
-        responses = responses_of(slow.open({"text_input": LONG}))
+def test_a_full_queue_refuses_and_the_others_are_answered(server: Server, slow: Streams) -> None:
+    held = hold(server, slow)
+    short: dict[str, object] = {"text_input": TEXTS[0], "sampling_parameters": {"max_tokens": 3}}
+    waiting = [slow.open(short) for _ in range(10)]
+    wait_until(server, "slow", under_way=12)
+    for _ in range(2):
+        assert "The limit of 12 requests in flight is reached" in slow.ask(**short).error
+    release(held)
+    assert [len(read_answer(call).ids) for call in waiting] == [3] * 10
+
+
+def test_a_server_that_stops_answers_what_is_in_flight(repository: Path) -> None:
+    with Server(repository, models=["slow"]) as server, ThreadPoolExecutor(1) as pool:
+        streams = Streams(server.grpc_url, "slow")
+        responses = responses_of(streams.open({"text_input": LONG}))
         answer = Answer()
         take(answer, next(responses))  # the request is in flight
         stopping = pool.submit(server.stop)
         for response in responses:
             take(answer, response)
         stopping.result()
-        assert (answer.error, answer.text) == ("", LONG)
+        streams.close()
+    assert (answer.error, answer.text) == ("", LONG)

@@ -240,7 +240,7 @@ def test_it_is_deployed(case: Case, tmp_path: Path) -> None:
 
 def test_its_page_opens_and_answers_a_form(case: Case) -> None:
     page = FACES[case.kind].open_page(
-        case.spec, case.folder, case.repository, case.url, "127.0.0.1", 0, 30.0
+        case.spec, case.folder, case.repository, case.url, "127.0.0.1", 0, 60.0
     )
     with page:
         assert case.spec.name in page.page("")

@@ -17,17 +17,16 @@ from onnx import numpy_helper
 
 from client_toy import wait_until
 from conftest import quiet
-from own_models import write_cores
-from scaffolding import run, write
+from mistakes import check_refused
+from own_models import SAMPLING, build_own, monitor_samples, read_own, write_cores
+from scaffolding import write
 from triptych.base.errors import UserError
-from triptych.building.build import BuildOutcome, build
 from triptych.building.own_checks import check_own_pipeline
 from triptych.client import Client, InvalidRequestError
 from triptych.core.gate.cached import Gate
 from triptych.core.own_inputs import read_own_inputs
 from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.repository.sharing import check_sharers
-from triptych.repository.store import read_build
 from triptych.runtime.flow_control import PREFIX_VARIABLE, InFlight
 from triptych.runtime.own_step import pack_arrays, unpack_arrays
 from triptych.runtime.sampling import FOLDER_VARIABLE
@@ -44,42 +43,38 @@ REFUSING = """    if not parameters["min_score"]:
 """
 
 
-def make(base: Path, name: str, *overrides: str) -> BuildOutcome:
-    inputs = read_own_inputs(load_model_spec(base / "pipelines" / name, overrides), quiet)
-    return build(inputs, base / "repository", quiet)
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with pipelines and their repository; one core of `cores` has 8 bits."""
     base = tmp_path_factory.mktemp("cores")
     write(base / "pipelines", "chain", "chain")
     with (base / "pipelines/chain/pipeline.yaml").open("a") as file:
-        file.write("serving: {sample: {rate: 1.0, window_s: 0.2}}\n")
+        file.write(f"serving: {{sample: {json.dumps(SAMPLING)}}}\n")
     hooks = base / "pipelines/chain/hooks.py"
     start = "    crops, found, counts ="
     assert start in hooks.read_text()
     hooks.write_text(hooks.read_text().replace(start, REFUSING + start))
     write_cores(base / "pipelines/cores")
-    make(base, "chain")
-    outcome = make(base, "cores", "models.risks.core.precision=int8", "outputs.risk.limit=0.6")
+    build_own(base, "chain")
+    outcome = build_own(base, "cores", "models.risks.core.precision=int8", "outputs.risk.limit=0.6")
     assert outcome.gate.precision == "int8"
     assert outcome.gate.passed
     spec = json.loads((base / "pipelines/cores/pipeline.yaml").read_text())
     for name in ("vectors", "classes"):
         spec["models"][name]["core"] = {"shared_from": f"cores.{name}"}
     write_cores(base / "pipelines/second", models=spec["models"])
-    make(base, "second")
+    build_own(base, "second")
     alone = write_cores(base / "pipelines/alone")
     (alone / "hooks.py").unlink()
     fields: dict[str, Any] = {
+        "task": "model",
         "model": {"onnx": "classes.onnx"},
         "core": {"shared_from": "cores.classes"},
+        "inputs": {"features": {"type": "float", "shape": [4]}},
+        "outputs": {"result": {"type": "float", "shape": [3]}},
     }
-    fields |= {"inputs": {"features": {"type": "float", "shape": [4]}}}
-    fields |= {"outputs": {"result": {"type": "float", "shape": [3]}}}
-    (alone / "pipeline.yaml").write_text(json.dumps({"task": "model", **fields}))
-    make(base, "alone")
+    (alone / "pipeline.yaml").write_text(json.dumps(fields))
+    build_own(base, "alone")
     return base
 
 
@@ -110,19 +105,9 @@ def test_objects_are_found_cut_out_classified_and_compared(base: Path, server: A
     assert not isinstance(first, InvalidRequestError)
     assert "cannot be decoded" in str(second)
 
-    def stored() -> int:
-        texts = [file.read_text() for file in (base / "samples/chain").glob("*.jsonl")]
-        return sum(text.count('"inputs"') for text in texts)
-
-    wait_until(lambda: stored() >= 2 * len(images), "samples")
-    folders = ("pipelines", "repository", "samples", "reports")
-    where = [word for name in folders for word in (f"--{name}", str(base / name))]
-    done = run("monitor", "chain", *where, "--json")
-    assert done.exit_code == 0, (done.output, done.exception)
-    result = json.loads(done.stdout)
-    assert result["rows"] >= len(images)
-    assert {"box.iou", "label.exact"} <= {found["metric"] for found in result["metrics"]}
-    assert not result["alarms"]
+    found = monitor_samples(base, "chain", 2 * len(images))
+    assert found["rows"] >= len(images)
+    assert {"box.iou", "label.exact"} <= {each["metric"] for each in found["metrics"]}
 
 
 def test_a_request_that_fails_between_models_is_ended(
@@ -135,7 +120,7 @@ def test_a_request_that_fails_between_models_is_ended(
             with pytest.raises(InvalidRequestError, match="a score is needed"):
                 client.infer({"image": [image]}, parameters={"min_score": 0.0})
         assert client.infer({"image": [image]})["label"].shape == (1, 2)
-    assert InFlight("chain").load().requests == 0
+    wait_until(lambda: InFlight("chain").load().requests == 0, "the end of all requests")
 
 
 def test_models_of_one_step_share_their_arrays(base: Path, server: Any) -> None:
@@ -194,25 +179,16 @@ def test_a_core_is_shared_by_pipelines(base: Path, server: Any) -> None:
         "third": "is not built into the repository",
         "alone.classes": "must name a core of another pipeline",
     }.items():
-        with pytest.raises(UserError) as refused:
-            make(base, "alone", f"core.shared_from={shared}")
-        assert message in str(refused.value), shared
-    with pytest.raises(UserError, match="it would be removed"):
-        check_sharers(repository, "cores", {}, ["second", "alone"])
-    with pytest.raises(UserError, match="it would change"):
-        check_sharers(repository, "cores", {"cores.vectors": "", "cores.classes": ""}, ["alone"])
-    builds = {name: read_build(repository, name) for name in ("cores", "second", "alone")}
-    for name in ("second", "alone"):
-        build, owner = builds[name], builds["cores"]
-        assert build is not None
-        assert owner is not None
-        assert build.share == "cores"
-        assert set(build.shared_rows) <= set(owner.core_rows)
+        check_refused(message, build_own, base, "alone", f"core.shared_from={shared}")
+    words, known = "it would be removed", ["second", "alone"]
+    check_refused(words, check_sharers, repository, "cores", {}, known)
+    kept = {"cores.vectors": "", "cores.classes": ""}
+    check_refused("it would change", check_sharers, repository, "cores", kept, ["alone"])
 
 
 def test_the_gate_finds_a_fault_in_a_core_and_behind_it(base: Path, tmp_path: Path) -> None:
     model = "vectors"
-    inputs = read_own_inputs(load_model_spec(base / "pipelines/cores"), quiet)
+    inputs = read_own(base, "cores")
     with pytest.raises(UserError, match="no library runs them as one"):
         bench_pipeline(inputs, base / "repository", Bench(baselines=True), quiet)
     core = next(each for each in (inputs, *inputs.others) if each.model == model)
@@ -263,9 +239,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_a_wrong_graph_of_models_is_refused(tmp_path: Path) -> None:
     for number, (fields, message) in enumerate(WRONG):
         folder = write_cores(tmp_path / f"wrong{number}", **fields)
-        with pytest.raises(UserError) as refused:
-            pytest.fail(f"{fields}: {load_model_spec(folder)}")
-        assert message in str(refused.value), fields
+        check_refused(message, load_model_spec, folder)
 
 
 def test_the_check_without_a_server_calls_the_functions_between_models(tmp_path: Path) -> None:
@@ -347,7 +321,7 @@ def test_functions_that_pass_other_arrays_replace_those_before(base: Path, serve
         asking = pool.submit(ask)
         try:
             wait_until(lambda: bool(totals), "an answer")
-            make(base, "second")
+            build_own(base, "second")
             assert exchange.poll(), told
             asking.result(timeout=120)  # raises the error of a request that failed
         finally:

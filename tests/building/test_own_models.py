@@ -3,8 +3,10 @@
 import csv
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -14,34 +16,36 @@ import onnx
 import onnxruntime
 import pytest
 
-from client_toy import wait_until
 from conftest import build_into, quiet, write_pipeline
+from mistakes import check_refused
 from own_models import (
+    SAMPLING,
+    build_own,
+    folders_of,
     make_sound,
+    monitor_samples,
+    read_own,
     write_module,
     write_rows,
     write_sounds,
     write_table,
 )
+from processes import eventually
 from scaffolding import run, write
-from triptych.base.errors import UserError
-from triptych.building.dev import rebuild
 from triptych.building.own_checks import check_own_pipeline
 from triptych.building.pipeline_checks import check_pipeline
 from triptych.client import Client, InvalidRequestError
 from triptych.container.health import QUESTION_FILE, HealthCheck
 from triptych.container.manifests import find_pipelines
 from triptych.core.gate.cached import GateFailure
-from triptych.core.own_inputs import read_own_inputs
+from triptych.core.gate.verify import verify_pipeline
 from triptych.interface.page.demo import answer, open_pipeline
-from triptych.operate.tune.tune import Tuning, tune_pipeline
 from triptych.runtime.hooking import load_file
 from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.bench.baseline_calls import OWN, open_rows, read_work, work_of
+from triptych.serving.bench.baselines import Baselines
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
-from triptych.spec.slo import Slo
-from triptych.spec.tuned import Tuned, write_tuned
 
 pytestmark = pytest.mark.server
 
@@ -60,8 +64,6 @@ def after(rows, inputs):
 """
 
 
-SAMPLE = {"rate": 1.0, "window_s": 0.2}
-REDACT = "hooks.redact"
 REDACTING = """
 def redact(inputs, answer):
     assert isinstance(inputs["features"], list)
@@ -75,13 +77,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     base = tmp_path_factory.mktemp("own")
     detector = write(base / "pipelines", "object-detection", "detector")
     with (detector / "pipeline.yaml").open("a") as file:
-        file.write("serving: {sample: {rate: 1.0, window_s: 0.2}}\n")
-    write_table(base / "pipelines/table", serving={"sample": {**SAMPLE, "redact": REDACT}})
+        file.write(f"serving: {{sample: {json.dumps(SAMPLING)}}}\n")
+    sample = {**SAMPLING, "redact": "hooks.redact"}
+    write_table(base / "pipelines/table", serving={"sample": sample})
     (base / "pipelines/table/hooks.py").write_text(REDACTING)
     write_module(base / "pipelines/levels")
     write_sounds(base / "pipelines/sounds")
     for name in ("detector", "table", "levels", "sounds"):
-        build(base, name)
+        build_own(base, name)
     vectors = write_pipeline(
         base / "pipelines/vectors",
         model={"source": str(tiny_model)},
@@ -96,13 +99,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     (vectors / "prefix.txt").write_text("1. ")
     build_into(vectors, base / "repository")
     return base
-
-
-def build(base: Path, name: str, *overrides: str) -> Any:
-    from triptych.building.build import build as build_pipeline
-
-    inputs = read_own_inputs(load_model_spec(base / "pipelines" / name, overrides), quiet)
-    return build_pipeline(inputs, base / "repository", quiet)
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +135,10 @@ def test_a_detector_finds_the_squares(folder: Path, server: Any) -> None:
         assert strict.label.shape == (1, 0)
         usual = typed.infer_detector(client, image=images[:1])
         np.testing.assert_array_equal(usual.box[0], found["box"][0][: usual.box.shape[1]])
-        first, second, third = client.infer_each({"image": [images[0], b"no image", images[2]]})
-    assert isinstance(second, InvalidRequestError)
+        first, second = client.infer_each({"image": [images[0], b"no image"]})
     assert "cannot be decoded" in str(second)
     assert not isinstance(first, InvalidRequestError)
-    assert not isinstance(third, InvalidRequestError)
     assert [label for label in first["label"] if label] == OBJECTS["one"]
-    assert not any(third["label"])
 
 
 def test_a_table_answers_as_its_graph(folder: Path, server: Any) -> None:
@@ -178,9 +171,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_a_bad_row_is_named_with_its_input(server: Any) -> None:
     with Client("table", server.grpc_url) as client:
         for inputs, message in BAD:
-            with pytest.raises(InvalidRequestError, match="`") as refused:
+            with pytest.raises(InvalidRequestError, match=re.escape(message)):
                 client.infer(inputs)
-            assert message in str(refused.value)
         (good, bad) = client.infer_each({"features": [[0, 0, 0, 0], [0, 0, 0, float("inf")]]})
         assert isinstance(bad, InvalidRequestError)
         assert not isinstance(good, InvalidRequestError)
@@ -192,18 +184,14 @@ def test_a_bad_row_is_named_with_its_input(server: Any) -> None:
 
 
 def test_health_and_the_live_gate_ask_in_the_types_of_the_inputs(folder: Path, server: Any) -> None:
-    from contextlib import nullcontext
-
-    from triptych.core.gate.verify import verify_pipeline
-
     repository = folder / "repository"
     health = HealthCheck(find_pipelines(repository))
     assert health.find_fault(f"http://{server.http_url}") is None
-    for name in ("detector", "table", "levels", "sounds"):
+    for name in ("detector", "levels", "sounds"):
         assert (repository / name / QUESTION_FILE).is_file()
-        inputs = read_own_inputs(load_model_spec(folder / "pipelines" / name), quiet)
+        inputs = read_own(folder, name)
         result = verify_pipeline(
-            inputs, repository, nullcontext(server), quiet, clients=4, timeout_s=30.0
+            inputs, repository, nullcontext(server), quiet, clients=4, timeout_s=60.0
         )
         assert result.passed, result.failures
         assert {verdict.metric for verdict in result.verdicts} >= set(inputs.plan.task.metrics)
@@ -247,8 +235,7 @@ def test_a_graph_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
         }
         (folder / "pipeline.yaml").write_text(json.dumps(spec))
         write_rows(folder, [{"x": [1.0, 2.0, 3.0, 4.0]}, {"x": [5.0, 1.0, 0.0, 2.0]}])
-        with pytest.raises(UserError, match=message):
-            build(tmp_path, f"p{number}")
+        check_refused(message, build_own, tmp_path, f"p{number}")
 
 
 MISTAKES: list[tuple[str, str, str]] = [
@@ -313,7 +300,7 @@ def test_the_page_has_a_field_for_each_input(folder: Path, server: Any) -> None:
     for name, sent, message in forms:
         pipeline = folder / "pipelines" / name
         spec = load_model_spec(pipeline)
-        page = open_pipeline(spec, pipeline, folder / "repository", server.grpc_url, 30.0)
+        page = open_pipeline(spec, pipeline, folder / "repository", server.grpc_url, 60.0)
         try:
             assert page.examples
             status, text = answer(page, sent)
@@ -324,9 +311,7 @@ def test_the_page_has_a_field_for_each_input(folder: Path, server: Any) -> None:
 
 
 def test_baselines_compute_the_rows_of_an_own_model(folder: Path) -> None:
-    from triptych.serving.bench.baselines import Baselines
-
-    inputs = read_own_inputs(load_model_spec(folder / "pipelines/table"), quiet)
+    inputs = read_own(folder, "table")
     core = folder / "repository/table_core/1/model.onnx"
     (folder / "work.pickle").write_bytes(pickle.dumps(work_of(inputs, core)))
     work = read_work(folder / "work.pickle")
@@ -335,67 +320,47 @@ def test_baselines_compute_the_rows_of_an_own_model(folder: Path) -> None:
     assert {np.asarray(row).tobytes() for row in gated} <= rows
     with Baselines(inputs, core, names=OWN, progress=quiet) as baselines:
         assert baselines.measure("onnxruntime", 0.1).requests, baselines.not_runnable
-    folders = [f"--pipelines={folder / 'pipelines'}", f"--repository={folder / 'repository'}"]
-    done = run("drift", "table", str(folder / "pipelines/table/traffic.jsonl"), *folders)
+    traffic = folder / "pipelines/table/traffic.jsonl"
+    done = run("drift", "table", traffic, *folders_of(folder, "pipelines", "repository"))
     assert "the cost of a row of another graph is not known" in str(done.exception)
 
 
 def test_sampled_rows_are_compared_and_become_traffic(folder: Path, server: Any) -> None:
     features = np.random.default_rng(3).normal(size=(20, 4)).astype(np.float32)
-
-    def stored() -> int:
-        texts = [file.read_text() for file in (folder / "samples/table").glob("*.jsonl")]
-        return sum(text.count('"inputs"') for text in texts)
-
-    before = stored()
     with Client("detector", server.grpc_url) as client:
         client.infer({"image": read_pictures(folder)})
     with Client("table", server.grpc_url) as client:
         client.infer({"features": features})
         client.infer({"features": features[:1], "bias": [13]})  # which `redact` drops
-    wait_until(lambda: stored() >= before + 20, "samples")
-    places = ("pipelines", "repository", "samples")
-    where = [word for name in places for word in (f"--{name}", str(folder / name))]
-    reports = ["--reports", str(folder / "reports"), "--json"]
-    done = run("monitor", "table", *where, *reports)
-    assert done.exit_code == 0, (done.output, done.exception)
-    result = json.loads(done.stdout)
-    assert result["rows"] >= 4
-    assert "risk.max_difference" in [found["metric"] for found in result["metrics"]]
-    assert not result["alarms"]
+    found = monitor_samples(folder, "table", 20)
+    assert found["rows"] >= 4
+    assert "risk.max_difference" in [each["metric"] for each in found["metrics"]]
+    where = folders_of(folder, "pipelines", "repository", "samples")
     traffic = folder / "pipelines/table/traffic.jsonl"
     kept = traffic.read_bytes()
-    added = [json.loads(run("traffic", "table", *where, "--json").stdout)["added"] for _ in "12"]
-    assert added[0] >= 20
-    assert added[1] == 0
-    inputs = read_own_inputs(load_model_spec(traffic.parent), quiet)
+
+    def add() -> int:
+        return int(json.loads(run("traffic", "table", *where, "--json").stdout)["added"])
+
+    try:
+        assert add() > 0
+        assert eventually(lambda: add() == 0)  # what other tests sent may still be written
+        inputs = read_own(folder, "table")
+    finally:
+        traffic.write_bytes(kept)
     assert len(inputs.traffic) >= 60
     assert not any(row.get("bias") == 13 for row in inputs.traffic)
-    traffic.write_bytes(kept)
     refused = run("traffic", "detector", *where).exception
     assert "a file in the traffic is a path" in str(refused)
     other = folder / "other"
     run("build", "table", *where[:2], "--repository", other, "--set", "core.threads=1")
+    words = [*where, *folders_of(folder, "reports"), "--json", "--max-rounds", "0"]
     for source in ([], ["--traffic"]):
-        done = run("shadow", "table", other, *where, *reports, "--max-rounds", "0", *source)
+        done = run("shadow", "table", other, *words, *source)
         assert done.stdout, (done.output, done.exception)
         verdict = json.loads(done.stdout)
         assert verdict["answers"]["rows"] >= 19
         assert verdict["verdict"] != "reject"
-
-
-@pytest.mark.long
-def test_a_tuned_setting_is_read_by_the_next_build(tmp_path: Path) -> None:
-    table = write_table(tmp_path / "table")
-    tuning = Tuning(Slo(p99_ms=500.0), budget_s=30.0, clients=2, seconds=0.5)
-    result = tune_pipeline(table, tmp_path / "repository", tuning, quiet)
-    assert result.trials
-    write_tuned(table, Tuned({"core.threads": 1}, {}), spec_file="pipeline.yaml")
-    done = rebuild(table, tmp_path / "repository", (), quiet)
-    assert done.built is not None, done
-    assert done.built.plan is not None
-    assert done.built.plan.spec.core.threads == 1
-    assert done.built.plan.spec.tuned == {"core.threads": 1}
 
 
 def test_a_module_answers_as_in_torch(folder: Path, server: Any) -> None:
@@ -433,13 +398,11 @@ def test_a_module_with_a_mistake_is_refused(folder: Path, tmp_path: Path) -> Non
         text = (copy / file).read_text()
         assert old in text
         (copy / file).write_text(text.replace(old, new))
-        with pytest.raises(UserError, match=message):
-            build(tmp_path, copy.name)
+        check_refused(message, build_own, tmp_path, copy.name)
 
 
 def test_sounds_of_any_length_share_planned_sizes(folder: Path, server: Any) -> None:
-    spec = load_model_spec(folder / "pipelines/sounds")
-    plan = read_own_inputs(spec, quiet).plan
+    plan = read_own(folder, "sounds").plan
     assert plan.layout == "bucketed"
     assert plan.bucket_edges[-1] == 400
     assert 1 < len(plan.bucket_edges) <= 6
@@ -463,23 +426,21 @@ def test_sounds_of_any_length_share_planned_sizes(folder: Path, server: Any) -> 
 
 
 def test_an_axis_that_is_not_declared_is_refused_with_its_name(folder: Path) -> None:
-    with pytest.raises(UserError, match="axis time differs") as refused:
-        build(folder, "sounds", "model.axes={}")
-    assert "model.axes: {time: {max: SIZE}}" in str(refused.value)
-    with pytest.raises(UserError, match="must be an axis of an input"):
-        build(folder, "sounds", "model.axes={length: {max: 400}}")
+    words = ["axis time differs", "model.axes: {time: {max: SIZE}}"]
+    check_refused(words, build_own, folder, "sounds", "model.axes={}")
+    words = ["must be an axis of an input"]
+    check_refused(words, build_own, folder, "sounds", "model.axes={length: {max: 400}}")
 
 
 def test_an_engine_has_a_profile_for_each_planned_size(folder: Path) -> None:
-    def read(name: str) -> Any:
-        spec = load_model_spec(folder / "pipelines" / name, ["core.backend=tensorrt"])
-        return read_own_inputs(spec, quiet).plan
-
-    plan = read("sounds")
-    profiles = [profile["samples"] for profile in plan.engine.profiles]
-    assert [shapes.maximum for shapes in profiles] == [(32, edge) for edge in plan.bucket_edges]
-    assert [shapes.minimum for shapes in profiles] == [(1, edge) for edge in plan.bucket_edges]
-    (profile,) = read("detector").engine.profiles
+    setting = "core.backend=tensorrt"
+    sounds, detector = (read_own(folder, name, setting).plan for name in ("sounds", "detector"))
+    assert sounds.engine is not None
+    profiles = [profile["samples"] for profile in sounds.engine.profiles]
+    assert [shapes.maximum for shapes in profiles] == [(32, edge) for edge in sounds.bucket_edges]
+    assert [shapes.minimum for shapes in profiles] == [(1, edge) for edge in sounds.bucket_edges]
+    assert detector.engine is not None
+    (profile,) = detector.engine.profiles
     assert profile["images"].maximum == (32, 3, 64, 64)
 
 
@@ -509,10 +470,9 @@ def test_after_adds_declared_outputs_to_a_built_in_task(folder: Path, server: An
     (wrong,) = [each for each in check_pipeline(vectors) if each.severity == "error"]
     assert "size" in wrong.note
     (vectors / "hooks.py").write_text("def before(rows):\n    return rows\n")
-    with pytest.raises(UserError, match="has no function `after`"):
-        build_into(vectors, folder / "repository")
-    with pytest.raises(UserError, match="no other tensor of the pipeline has"):
-        build_into(vectors, folder / "repository", "outputs=[{name: embedding, dtype: FP32}]")
+    check_refused("has no function `after`", build_into, vectors, folder / "repository")
+    words, own = "no other tensor of the pipeline has", "outputs=[{name: embedding, dtype: FP32}]"
+    check_refused(words, build_into, vectors, folder / "repository", own)
 
 
 def test_the_gate_compares_with_a_reference_of_the_user(folder: Path) -> None:
@@ -521,14 +481,13 @@ def test_the_gate_compares_with_a_reference_of_the_user(folder: Path) -> None:
     whole = ["model.axes.time.max=2000", "parameters.window.default=1000"]
     try:
         reference.write_text(REFERENCE.replace("FACTOR", ""))
-        outcome = build(folder, "sounds", *whole)
+        outcome = build_own(folder, "sounds", *whole)
         assert outcome.gate.passed
         reference.write_text(REFERENCE.replace("FACTOR", "* 1.5"))
         with pytest.raises(GateFailure, match=r"power\.max_difference"):
-            build(folder, "sounds", *whole)
+            build_own(folder, "sounds", *whole)
         reference.write_text("def reply(rows):\n    return {}\n")
-        with pytest.raises(UserError, match="must have a function `answer"):
-            build(folder, "sounds")
+        check_refused("must have a function `answer", build_own, folder, "sounds")
     finally:
         reference.unlink()
-        build(folder, "sounds")
+        build_own(folder, "sounds")

@@ -11,7 +11,7 @@ import pytest
 
 import precision_cases as cases
 from conftest import LAYOUTS
-from own_models import SIZE, save_detector, write_table
+from own_models import SIZE, save_convolution, write_table
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import open_session, read_model, value_types, write_model
 from triptych.core.precision.convolutions import ConvolutionQuantizer, is_convolutional
@@ -139,8 +139,8 @@ def test_what_tensorrt_does_not_quantize_is_fp16(for_tensorrt: Any) -> None:
 
 
 def test_convolutions_are_converted_and_excluded_by_name(tmp_path: Path) -> None:
-    source = tmp_path / "detector.onnx"
-    save_detector(source)
+    source = tmp_path / "model.onnx"
+    save_convolution(source)
     assert is_convolutional(read_model(source).graph)
     table = write_table(tmp_path / "table") / "table.onnx"
     assert not is_convolutional(read_model(table).graph)

@@ -15,11 +15,16 @@ def stop_once(mark, seconds=2.5):
     if os.path.exists(mark):
         return
     open(mark, "w").close()
+    process = os.getpid()
     if seconds and not os.fork():
-        time.sleep(seconds)
-        os.kill(os.getppid(), signal.SIGCONT)
-        os._exit(0)
-    os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            while open("/proc/%d/stat" % process).read().rpartition(") ")[2][0] != "T":
+                time.sleep(0.01)
+            time.sleep(seconds)
+            os.kill(process, signal.SIGCONT)
+        finally:
+            os._exit(0)
+    os.kill(process, signal.SIGSTOP)
 '''
 STOPPING = 'stop_once(__file__ + ".stopped", 0)'
 STOPPED_IN_INITIALIZE = STOP_ONCE + initializing_with(STOPPING)

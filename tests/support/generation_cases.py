@@ -14,8 +14,7 @@ import grpc  # type: ignore[import-untyped]
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from tritonclient.grpc import InferInput, service_pb2_grpc
-from tritonclient.grpc._utils import _get_inference_request
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from small_tokenizers import byte_level
 from triptych.building.generation.adapters import CONFIG, WEIGHTS
@@ -217,28 +216,23 @@ class Streams:
 
     def _message(self, request: Mapping[str, object]) -> Any:
         values = dict(request)
-        message = _get_inference_request(
-            model_name=self._pipeline,
-            request_id=str(values.pop("id", "")),
-            inputs=[_tensor(name, value) for name, value in values.items()],
-            model_version="",
-            outputs=None,
-            sequence_id=0,
-            sequence_start=False,
-            sequence_end=False,
-            priority=0,
-            timeout=None,
-            parameters=None,
-        )
+        name = str(values.pop("id", ""))
+        message = service_pb2.ModelInferRequest(model_name=self._pipeline, id=name)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
+        for name, value in values.items():
+            if isinstance(value, bool):
+                dtype, data = "BOOL", bytes([value])
+            else:
+                text = value if isinstance(value, str | bytes) else json.dumps(value)
+                content = text.encode() if isinstance(text, str) else text
+                dtype, data = "BYTES", struct.pack("<I", len(content)) + content
+            message.inputs.add(name=name, datatype=dtype, shape=[1])
+            message.raw_input_contents.append(data)
         return message
 
     def ask(self, **values: object) -> Answer:
         """All that one request gets."""
-        answer = Answer()
-        for response in responses_of(self.open(values)):
-            take(answer, response)
-        return answer
+        return read_answer(self.open(values))
 
 
 def responses_of(call: Any) -> Iterator[Any]:
@@ -249,6 +243,14 @@ def responses_of(call: Any) -> Iterator[Any]:
             return
         if response.infer_response.parameters["triton_final_response"].bool_param:
             return
+
+
+def read_answer(call: Any) -> Answer:
+    """All that the one request of a call gets."""
+    answer = Answer()
+    for response in responses_of(call):
+        take(answer, response)
+    return answer
 
 
 def take(answer: Answer, response: Any) -> None:
@@ -272,11 +274,3 @@ def take(answer: Answer, response: Any) -> None:
     answer.finish = text("finish_reason")
     answer.usage = json.loads(text("usage") or "{}")
     answer.logprobs += json.loads(text("logprobs") or "[]")
-
-
-def _tensor(name: str, value: object) -> InferInput:
-    if isinstance(value, bool):
-        return InferInput(name, [1], "BOOL").set_data_from_numpy(np.array([value]))
-    text = value if isinstance(value, str | bytes) else json.dumps(value)
-    data = text.encode() if isinstance(text, str) else text
-    return InferInput(name, [1], "BYTES").set_data_from_numpy(np.array([data], np.object_))

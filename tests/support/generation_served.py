@@ -47,7 +47,7 @@ def wait_until(server: Server, pipeline: str, above_0: str = "", **wanted: float
     while True:
         found = gauges(server, pipeline)
         if all(found.get(name) == value for name, value in wanted.items()) and (
-            not above_0 or found[above_0] > 0
+            not above_0 or found.get(above_0, 0.0) > 0
         ):
             return time.monotonic() - began
         assert time.monotonic() < began + DEADLINE_S, (wanted, found)

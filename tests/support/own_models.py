@@ -1,21 +1,30 @@
 """Pipelines around own models: tables, a PyTorch module, sounds, and several models in a row."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 from safetensors.numpy import save_file
 
+from client_toy import wait_until
+from conftest import quiet
+from scaffolding import run
+from triptych.core.own_inputs import read_own_inputs
+from triptych.spec.model_fields import load_model_spec
+
+if TYPE_CHECKING:
+    from triptych.building.build import BuildOutcome
+    from triptych.core.inputs import PipelineInputs
+
 SIZE = 64
-"""Height and width of the detector's input."""
-STRIDE = 2
-SIDES = (12, 20, 28)
-"""Heights and widths of the boxes that the detector knows."""
-RING = 4
-"""Width of the dark frame around a bright rectangle."""
+"""Height and width of the images of `save_convolution`."""
+SAMPLING = {"rate": 1.0, "window_s": 0.2}
+"""Settings with which a server writes each row within a second."""
 
 FLOAT = onnx.TensorProto.FLOAT
 MAKE, NODE = onnx.helper.make_tensor_value_info, onnx.helper.make_node
@@ -35,49 +44,54 @@ def save_graph(
     onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=9), path)
 
 
-def save_detector(path: Path) -> None:
-    """Write a network whose weights, made by hand, find bright rectangles on a dark ground.
-
-    A kernel for each size of box is the mean brightness inside less that of the frame around.
-    """
-    largest = max(SIDES) + 2 * RING
-    shapes = [(height, width) for height in SIDES for width in SIDES]
-    weight = np.zeros((len(shapes), 3, largest, largest), np.float32)
-    for kernel, (height, width) in zip(weight, shapes, strict=True):
-        inner, outer = np.zeros((2, largest, largest), np.float32)
-        top, left = (largest - height) // 2, (largest - width) // 2
-        outer[top - RING : top + height + RING, left - RING : left + width + RING] = 1
-        inner[top : top + height, left : left + width] = 1
-        outer -= inner
-        kernel[:] = 16 * (inner / inner.sum() - outer / outer.sum()) / 3
-    y, x = np.meshgrid(*[np.arange(SIZE // STRIDE + 1) * STRIDE] * 2, indexing="ij")
-    anchors = [
-        np.stack([x - w / 2, y - h / 2, x + w / 2, y + h / 2], axis=-1).reshape(-1, 4)
-        for h, w in shapes
-    ]
-    pad = largest // 2
+def save_convolution(path: Path) -> None:
+    """Write a network of one convolution with random weights, of images to scores."""
+    weight = np.random.default_rng(0).normal(size=(9, 3, 8, 8)).astype(np.float32) / 8
     nodes = [
-        NODE("Conv", ["images", "weight", "bias"], ["maps"], strides=[2, 2], pads=[pad] * 4),
+        NODE("Conv", ["images", "weight", "bias"], ["maps"], strides=[2, 2]),
         NODE("Flatten", ["maps"], ["logits"], axis=1),
         NODE("Sigmoid", ["logits"], ["scores"]),
-        NODE("Shape", ["images"], ["rows"], start=0, end=1),
-        NODE("Concat", ["rows", "ones"], ["shape"], axis=0),
-        NODE("Expand", ["anchors", "shape"], ["boxes"]),
     ]
-    weights = {
-        "weight": weight,
-        "bias": np.full(len(shapes), -11.0, np.float32),
-        "anchors": np.concatenate(anchors).clip(0, SIZE).astype(np.float32),
-        "ones": np.ones(2, np.int64),
-    }
-    count = len(weights["anchors"])
     save_graph(
         path,
         nodes,
-        [MAKE("images", FLOAT, ["n", 3, "height", "width"])],
-        [MAKE("boxes", FLOAT, ["n", count, 4]), MAKE("scores", FLOAT, ["n", count])],
-        weights,
+        [MAKE("images", FLOAT, ["n", 3, SIZE, SIZE])],
+        [MAKE("scores", FLOAT, ["n", 9 * ((SIZE - 8) // 2 + 1) ** 2])],
+        {"weight": weight, "bias": np.zeros(len(weight), np.float32)},
     )
+
+
+def read_own(base: Path, name: str, *overrides: str) -> PipelineInputs:
+    """Read the pipeline in a folder ``base/pipelines/NAME``."""
+    return read_own_inputs(load_model_spec(base / "pipelines" / name, overrides), quiet)
+
+
+def build_own(base: Path, name: str, *overrides: str) -> BuildOutcome:
+    """Build the pipeline into ``base/repository``."""
+    from triptych.building.build import build
+
+    return build(read_own(base, name, *overrides), base / "repository", quiet)
+
+
+def folders_of(base: Path, *names: str) -> list[str]:
+    """Options of a command: ``--NAME`` for each folder ``base/NAME``."""
+    return [word for name in names for word in (f"--{name}", str(base / name))]
+
+
+def monitor_samples(base: Path, name: str, rows: int) -> dict[str, Any]:
+    """Wait until so many rows are stored in ``base/samples``; return what `monitor` finds."""
+
+    def stored() -> int:
+        texts = [file.read_text() for file in (base / "samples" / name).glob("*.jsonl")]
+        return sum(text.count('"inputs"') for text in texts)
+
+    wait_until(lambda: stored() >= rows, "samples")
+    folders = folders_of(base, "pipelines", "repository", "samples", "reports")
+    done = run("monitor", name, *folders, "--json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    found = dict(json.loads(done.stdout))
+    assert not found["alarms"]
+    return found
 
 
 TABLE: dict[str, Any] = {

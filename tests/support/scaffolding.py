@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ OWN_MODELS = [
 """Built-in templates of pipelines around an own model."""
 ENCODERS = [name for name in tasks() if name not in (*GENERATING, *OWN_MODELS)]
 """Built-in templates of pipelines around an encoder."""
-TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 
 
 def write(pipelines: Path, task: str, name: str = "mine", **options: Any) -> Path:
@@ -52,9 +49,3 @@ def answer_of(folder: Path, url: str) -> dict[str, Any]:
     assert done.exit_code == 0, done.output
     (answer,) = json.loads(done.stdout)
     return dict(answer)
-
-
-def triptych(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [TRIPTYCH, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=120
-    )
