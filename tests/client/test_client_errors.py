@@ -71,18 +71,26 @@ def test_a_deadline_covers_the_whole_call(call: Call, toy: Toy) -> None:
 def test_work_past_its_deadline_is_dropped_by_the_servers_queue(call: Call, toy: Toy) -> None:
     name = f"drop-{time.monotonic()}"
 
-    def rejected() -> float:
-        """Number of requests that queues dropped."""
-        samples = fetch_metrics(toy.metrics_url)
-        return sum(value for _, labels, value in samples if labels.get("reason") == "REJECTED")
+    def queue() -> tuple[float, float]:
+        """Number of requests that the step's queue dropped, and of those that wait in it."""
+        found = {
+            (metric, labels.get("reason")): value
+            for metric, labels, value in fetch_metrics(toy.metrics_url)
+            if labels.get("model") == "narrow_step"
+        }
+        dropped = found.get(("nv_inference_request_failure", "REJECTED"), 0.0)
+        return dropped, found.get(("nv_inference_pending_request_count", None), 0.0)
 
-    before = rejected()
+    before = queue()
     with Client("narrow", toy.url, timeout_s=300) as other, ThreadPoolExecutor(1) as pool:
         busy = pool.submit(other.embed, [f"hold:{name}"])
         toy.wait_begun(f"hold:{name}", "narrow_step")
-        with pytest.raises(DeadlineExceededError):
-            call("narrow", "embed", [f"{name} late"], timeout_s=0.2)
-        wait_until(lambda: rejected() > before, "the queue drops the request")
+        for timeout_s in (0.2, 2, 6, 60):  # until it is in the queue by then
+            with pytest.raises(DeadlineExceededError):
+                call("narrow", "embed", [f"{name} late"], timeout_s=timeout_s)
+            if queue() != before:
+                break
+        wait_until(lambda: queue() > before and not queue()[1], "the queue drops the request")
         toy.release(name, "narrow_step")
         busy.result()
         other.embed([f"{name} after"])

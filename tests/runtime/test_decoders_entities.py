@@ -205,6 +205,7 @@ def test_rows_end_entities_and_words() -> None:
     for strategy in ("simple", "first", "max"):
         found = decode(outputs, metadata, strategy)
         assert [[entity["text"] for entity in row] for row in found] == [["a"], ["b c"]]
+        assert decode(outputs, [metadata_of(["a"], [OUTSIDE])], strategy) == [[]]
 
 
 def test_scores_that_are_no_numbers() -> None:
