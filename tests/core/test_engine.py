@@ -27,6 +27,8 @@ from triptych.repository.records import plain_record
 from triptych.repository.store import hash_files
 from triptych.spec.engine_plan import EnginePlan
 
+pytestmark = pytest.mark.build
+
 NAME = "packed_fp16"
 DRY_RUN = "packed_int8"
 """A dry run takes seconds: only this pipeline has one."""
@@ -453,7 +455,6 @@ def wild_class(outputs: Outputs) -> Outputs:
     }
 
 
-@pytest.mark.build
 @pytest.mark.parametrize(("name", "layout", "precision"), CASES)
 def test_the_right_engine_of_every_task_passes_and_wrong_ones_fail(
     name: str,
