@@ -72,7 +72,7 @@ DEATHS: dict[str, tuple[str | None, str, str]] = {
     "missing-gpu": (
         ECHO,
         CONFIG + "instance_group [{ kind: KIND_GPU gpus: [99] }]",
-        r"it needs GPU 99, which this machine lacks: .*",
+        r"it needs (GPU 99, which this machine|a GPU, which this server does not) .*",
     ),
     "unknown-backend": (
         ECHO,

@@ -14,17 +14,20 @@ from tritonclient.utils import InferenceServerException
 
 from echo_server import ask, write_model
 from envoy_front import send_http
-from processes import mark_of, regions
+from processes import CORE_IS_A_PROCESS, mark_of, regions
 from triptych.base.errors import UserError
+from triptych.base.releases import flags_newer_than
 from triptych.client import Client
+from triptych.container.flags import ALLOW_CLIENT_SHM
 from triptych.serving.bench.perf_analyzer import find_perf_analyzer
+from triptych.serving.embedded import find_release
 from triptych.serving.orphan_cleanup import SHM, tagged_processes
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
 
 HOSTILE = "x$(touch${IFS}PWNED)y `touch PWNED` 'q\" ü;&"
-STEPS = 6
+STEPS = 6 if CORE_IS_A_PROCESS else 4
 """Python processes of the two pipelines of `minilm_server`."""
 
 
@@ -78,8 +81,12 @@ def test_clients_cannot_read_a_steps_memory_nor_write_files(
         assert client.get_inference_statistics("minilm_packed").model_stats
         assert client.get_model_config("minilm_packed").config.name == "minilm_packed"
         headers = minilm_server.operator_headers
-        client.register_system_shared_memory("r", f"/{region}", 8, headers=headers)
-        client.unregister_system_shared_memory("r", headers=headers)
+        if flags_newer_than([ALLOW_CLIENT_SHM], find_release()):
+            client.register_system_shared_memory("r", f"/{region}", 8, headers=headers)
+            client.unregister_system_shared_memory("r", headers=headers)
+        else:
+            with pytest.raises(InferenceServerException, match="Client shared memory is disabled"):
+                client.register_system_shared_memory("r", f"/{region}", 8, headers=headers)
     assert region not in minilm_server._log_text()
 
 

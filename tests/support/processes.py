@@ -1,5 +1,6 @@
 """Servers of tests, the marks of their processes and shared memory, waits and repeated calls."""
 
+import shutil
 import threading
 import time
 from collections import Counter
@@ -10,6 +11,9 @@ from pathlib import Path
 
 from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, SHM
 from triptych.serving.server import Server
+
+CORE_IS_A_PROCESS = shutil.which("tritonserver") is None
+"""Whether the core is a Python process: in the local replacement of ONNX Runtime's backend."""
 
 
 @contextmanager

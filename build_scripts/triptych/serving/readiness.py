@@ -49,7 +49,11 @@ _DEPENDENT = "which has no loaded version"
 _CODE = re.compile(r"(?:Internal|Invalid argument|Not found|Unavailable|Unsupported|Unknown): ")
 _FRAME = re.compile(r"  (?P<file>\S.*)\((?P<line>\d+)\): (?P<function>.+)")
 _DEAD_STUB = re.compile(r"Stub process '[^']+' is not healthy")
-_NO_GPU = re.compile(r"specifies invalid or unsupported gpu id (?P<id>\d+)")
+# The second is of a server that was compiled without CUDA.
+_NO_GPU = re.compile(
+    r"specifies invalid or unsupported gpu id (?P<id>\d+)"
+    r"|has kind KIND_GPU but server does not support GPUs"
+)
 
 _ERROR = re.compile(r"[EF]\d{4} |error: |failed to |.*tritonserver: |what\(\): ")
 
@@ -159,10 +163,13 @@ def _sentence(reason: str, repository: Path) -> str:
     if _DEAD_STUB.search(text):
         text += ": its Python process died without a traceback, in native code or out of memory"
     if missing := _NO_GPU.search(text):
-        text = (
-            f"it needs GPU {missing['id']}, which this machine lacks: serve it where that GPU "
-            "is installed, or build it with core.backend onnxruntime and core.device cpu"
+        number = missing["id"]
+        lacks = (
+            f"GPU {number}, which this machine lacks: serve it where that GPU is installed"
+            if number
+            else "a GPU, which this server does not support: serve it with a server for GPUs"
         )
+        text = f"it needs {lacks}, or build it with core.backend onnxruntime and core.device cpu"
     locations = _find_locations(stack, repository)
     return f"{text} ({', called from '.join(locations)})" if locations else text
 
