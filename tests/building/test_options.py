@@ -48,7 +48,7 @@ def server(
         spec = {"task": task, "model": {"source": str(model)}, "serving": serving}
         build_into(write_pipeline(base / "pipelines" / name, **spec), base / "repository")
     repository = base / "repository"
-    with Server(repository, extra_args=cache_flags(repository)) as server:
+    with Server(repository, extra_args=cache_flags(repository), client_shm=True) as server:
         yield server
 
 
