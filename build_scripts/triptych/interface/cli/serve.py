@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -604,9 +604,10 @@ def ui(
 
         if url is not None:
             with sigterm_as_interrupt():
-                open_page(url, None)
                 try:
-                    signal.pause()
+                    open_page(url, None)
+                    while True:  # `signal.pause` would miss a signal that comes just before it
+                        time.sleep(1.0)
                 except KeyboardInterrupt:
                     status.print("stopped", markup=False)
             return

@@ -1,4 +1,4 @@
-"""`triptych infer`: the command line's words to rows, and answers to JSON or readable lines."""
+"""Rows of `triptych infer`: from the words of the command line and files, and readable answers."""
 
 from pathlib import Path
 from typing import Any
