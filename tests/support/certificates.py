@@ -6,16 +6,16 @@ import ssl
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from client_toy import wait_until
+from processes import eventually, repeated
 
 
 def write_certificate(folder: Path, name: str, file: str = "server") -> None:
@@ -39,21 +39,19 @@ def write_certificate(folder: Path, name: str, file: str = "server") -> None:
 
 @dataclass
 class Load:
-    """Requests on one connection (`old`), and each on one of its own (`new`).
+    """How often requests on one connection (`old`), and on new ones (`new`), ended how."""
 
-    Attributes:
-        lost: Requests that failed.
-    """
+    results: Counter[str]
 
-    answered: dict[str, int] = field(default_factory=lambda: {"old": 0, "new": 0})
-    lost: list[str] = field(default_factory=list)
+    @property
+    def lost(self) -> list[str]:
+        """Errors of the requests that failed."""
+        return [result for result in self.results if result not in ("old", "new")]
 
     def goes_on(self) -> None:
         """Wait until more requests of both kinds are answered."""
-        before = self.answered.copy()
-        wait_until(
-            lambda: all(self.answered[kind] > before[kind] for kind in before), "requests go on"
-        )
+        before = self.results.copy()
+        assert eventually(lambda: all(self.results[kind] > before[kind] for kind in ("old", "new")))
 
 
 @contextmanager
@@ -61,28 +59,19 @@ def under_load(
     connect: Callable[[], AbstractContextManager[Callable[[], object]]],
 ) -> Iterator[Load]:
     """Send requests while the block runs; `connect` yields what sends one on a new connection."""
-    load, over = Load(), threading.Event()
+    with connect() as send:
 
-    def ask(kind: str) -> None:
-        while not over.is_set():
-            try:
-                with connect() as send:
-                    while not over.is_set():
-                        send()
-                        load.answered[kind] += 1
-                        if kind == "new":
-                            break
-            except Exception as error:
-                load.lost.append(repr(error))
+        def send_again() -> str:
+            send()
+            return "old"
 
-    with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(ask, kind) for kind in load.answered]
-        try:
-            yield load
-        finally:
-            over.set()
-    for each in both:
-        each.result()
+        def send_anew() -> str:
+            with connect() as send_first:
+                send_first()
+            return "new"
+
+        with repeated(send_again, send_anew) as results:
+            yield Load(results)
 
 
 def sign_token(folder: Path, **claims: Any) -> str:
