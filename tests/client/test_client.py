@@ -19,9 +19,7 @@ from client_toy import (
     wait_until,
 )
 from triptych.client import (
-    Client,
     InvalidRequestError,
-    KeepAlive,
     PipelineFailedError,
     StepStatistics,
 )
@@ -199,9 +197,3 @@ def test_step_statistics_count_what_happened_between(call: Call) -> None:
     assert during.compute_infer_total_us == pytest.approx(during.compute_infer_us * during.requests)
     nothing = during - during
     assert (nothing.mean_batch, nothing.queue_us, nothing.compute_infer_us) == (0.0, 0.0, 0.0)
-
-
-def test_keep_alive_without_calls_works_on_a_live_line(toy: Toy) -> None:
-    keep_alive = KeepAlive(interval_s=400, timeout_s=60, without_calls=True)
-    with Client("toy", toy.url, keep_alive=keep_alive) as client:
-        np.testing.assert_array_equal(client.embed(["alive"]), [expected("alive")])

@@ -295,10 +295,17 @@ def test_clients_of_vendors_work_unchanged(served: dict[str, Any]) -> None:
         assert indexes == order, name
 
 
-def test_limits_of_the_server_are_errors_of_the_api(toy: Toy) -> None:
-    async def send(address: str) -> None:
+@pytest.fixture(scope="module")
+def toy_api(toy: Toy) -> Iterator[str]:
+    """The address of a gateway of the toy pipelines, without their repository."""
+    with gateway("toy", "single", "narrow", "--url", toy.url, "--timeout-s", "600") as address:
+        yield address
+
+
+def test_limits_of_the_server_are_errors_of_the_api(toy: Toy, toy_api: str) -> None:
+    async def send() -> None:
         async with openai.AsyncOpenAI(
-            base_url=f"{address}/v1", api_key="none", max_retries=0
+            base_url=f"{toy_api}/v1", api_key="none", max_retries=0
         ) as client:
 
             def embed(model: str, *texts: str) -> asyncio.Task[Any]:
@@ -319,22 +326,21 @@ def test_limits_of_the_server_are_errors_of_the_api(toy: Toy) -> None:
             assert caught.value.status_code == 500
             await asyncio.gather(*held, return_exceptions=True)
 
-    with gateway("toy", "single", "narrow", "--url", toy.url, "--timeout-s", "600") as address:
-        asyncio.run(send(address))
+    asyncio.run(send())
 
 
-def test_a_client_that_disconnects_cancels_its_work(toy: Toy) -> None:
+def test_a_client_that_disconnects_cancels_its_work(toy: Toy, toy_api: str) -> None:
     """Triton finishes what a step executes; what waits is dropped, and the rest is never sent."""
-    with gateway("single", "--url", toy.url) as address:
-        body = json.dumps({"model": "single", "input": ["hold:abandoned"] * 40})
-        head = "POST /v1/embeddings HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
-        host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
-            toy.wait_begun("hold:abandoned", "single_step")
-        left = 'endpoint="/v1/embeddings",status="499"} 1.0'
-        wait_until(lambda: left in httpx2.get(f"{address}/metrics").text, "the work is canceled")
+    body = json.dumps({"model": "single", "input": ["hold:abandoned"] * 40})
+    head = "POST /v1/embeddings HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    host, port = toy_api.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+        toy.wait_begun("hold:abandoned", "single_step")
+    left = 'endpoint="/v1/embeddings",status="499"} 1.0'
+    with httpx2.Client(base_url=toy_api, timeout=300) as client:
+        wait_until(lambda: left in client.get("/metrics").text, "the work is canceled")
         toy.release("abandoned", "single_step")
         after = {"model": "single", "input": ["after"] * 2}
-        assert httpx2.post(f"{address}/v1/embeddings", json=after, timeout=60).status_code == 200
-    assert 1 <= len(toy.seen("abandoned", "single_step")) <= 8
+        assert client.post("/v1/embeddings", json=after).status_code == 200
+    assert len(toy.wait_seen("abandoned", "single_step")) <= 8

@@ -88,7 +88,7 @@ class Running:
         return ssl.create_default_context(cafile=str(self.folder / "ca.pem"))
 
     def client(self, key: str) -> openai.OpenAI:
-        http = httpx2.Client(verify=self.trust())
+        http = httpx2.Client(verify=self.trust(), timeout=300)
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=http
         )
@@ -289,7 +289,7 @@ def test_a_client_needs_a_certificate_of_the_authority(tmp_path: Path) -> None:
             if folder is not None:
                 trust.load_cert_chain(folder / "client.pem", folder / "client.key")
             try:
-                with httpx2.Client(verify=trust) as client:
+                with httpx2.Client(verify=trust, timeout=300) as client:
                     found = client.get(f"{running.url}/v1/models").status_code
             except httpx2.TransportError:
                 found = 0
@@ -383,7 +383,7 @@ def test_tokens_are_limited_after_they_are_counted(
         "/tei/a/embed": {"inputs": ["a"] * 3},
         "/v1/pipelines/a": {"rows": [{"text": "a"}] * 3},
     }
-    with httpx2.Client(verify=running.trust(), base_url=running.url) as client:
+    with httpx2.Client(verify=running.trust(), base_url=running.url, timeout=300) as client:
         for path, body in requests.items():
             with running.caller(path.replace("/", "-")[1:], "--max-tokens", "0.1") as known:
                 headers = {"authorization": f"Bearer {known.api_key}"}
