@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from conftest import build_into, quiet
 from failing_models import STOP_ONCE
 from hot_reload_cases import Asker, hooks, write_tickets
+from processes import eventually
 from scaffolding import keep_rows
 from served_command import TRIPTYCH
 from triptych.building.dev import Watch, rebuild
@@ -44,6 +44,21 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> 
         "from hooks import after\n\ndef test_after():\n    assert after([]) == []\n"
     )
     return keep_rows(folder, ROWS).parent
+
+
+def check_steps(server: Server, *pipelines: str) -> None:
+    """Check that the steps of these pipelines alone run, once those before them have ended."""
+    steps = [f"{name}_{step}" for name in pipelines for step in ("preprocess", "postprocess")]
+    wanted = ["tickets_core", *steps]
+    assert eventually(lambda: sorted(server.living_steps().values()) == sorted(wanted))
+    assert server.find_crash(within_s=0.5) is None
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Change a file at once, so that nobody reads it half-written."""
+    written = file.with_name(f"{file.name}.tmp")  # which `dev` does not watch
+    written.write_text(text)
+    written.replace(file)
 
 
 def put_in_place(folder: Path, repository: Path, text: str) -> None:
@@ -112,7 +127,7 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
             assert told.pop() == told[0]
             asker.wait_for(label)
         assert build_into(folder, repository).changed == ()
-        assert server.find_crash(within_s=0.5) is None
+        check_steps(server, "tickets")
 
         # It loads here, and not on the server.
         put_in_place(folder, repository, hooks("THIRD", at_load=True))
@@ -139,7 +154,7 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
         assert "tickets was rebuilt and reloaded" in told.pop()
         asker.wait_for("SIXTH")
         assert mark.exists()
-        assert server.find_crash(within_s=0.5) is None
+        check_steps(server, "tickets")
         assert asker.failures == []
         assert set(asker.labels) == {"FIRST", "SECOND", "SIXTH"}
     assert problems == []
@@ -185,15 +200,7 @@ def test_builds_of_other_wiring_replace_each_other_without_a_failed_request(
         other.wait_for("FIRST", more=20)
         assert len(told) == 4
         assert all("was rebuilt and reloaded" in line for line in told)
-        assert set(server.living_steps().values()) == {
-            "tickets_core",
-            *(
-                f"{n}_{step}"
-                for n in ("tickets", "sharer")
-                for step in ("preprocess", "postprocess")
-            ),
-        }
-        assert server.find_crash(within_s=0.5) is None
+        check_steps(server, "tickets", "sharer")
     assert asker.failures == other.failures == []
     assert set(asker.labels) == {"FIRST", "SECOND"}
 
@@ -225,68 +232,69 @@ def test_an_edit_of_hooks_is_marked_until_the_gate_has_run(pipelines: Path, tmp_
     assert [f for f in run_checks(repository) if f.severity in ("error", "warning")] == []
 
 
-@pytest.fixture
-def dev(pipelines: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """`triptych dev` on the classifier, which is built already."""
-    (pipelines / "tickets/hooks.py").write_text(hooks("FIRST"))
-    build_into(pipelines / "tickets", tmp_path / "repository")
-    options = ["--json", *(f"--{kind}-port=0" for kind in ("grpc", "http", "metrics"))]
-    options += [f"--pipelines={pipelines}", f"--repository={tmp_path / 'repository'}"]
-    process = subprocess.Popen(
-        [TRIPTYCH, "dev", "tickets", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    yield process
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
-
-
-def told(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line, process.stderr.read() if process.stderr else ""
-    return json.loads(line)
-
-
 @pytest.mark.server
 @pytest.mark.long
-def test_dev_serves_each_change_and_keeps_what_worked(
-    dev: subprocess.Popen[str], pipelines: Path
-) -> None:
-    file = pipelines / "tickets/hooks.py"
-    ready = told(dev)
-    assert told(dev)["error"] == ""
-    with Asker(ready["grpc"]) as asker:
-        asker.wait_for("FIRST")
-        file.write_text(hooks("SECOND"))
-        asker.wait_for("SECOND")
-        change = told(dev)
-        assert (change["changed"], change["error"]) == (["hooks.py"], "")
-        assert change["models"] == ["tickets"]  # the edit is served already
-
-        file.write_text("def after(rows): return rows[0]['label']")
-        assert f"hooks.after must return {ROWS} rows" in told(dev)["error"]
-        file.write_text("def after(rows:")
-        assert "SyntaxError" in told(dev)["error"]
-        spec = pipelines / "tickets/pipeline.yaml"
-        right = spec.read_text()
-        spec.write_text(right.replace("text-classification", "text-clasification"))
-        assert "text-clasification" in told(dev)["error"]
-        file.write_text(hooks("THIRD"))
-        spec.write_text(right)
-        while (change := told(dev))["error"]:
-            assert set(change["changed"]) <= {"hooks.py", "pipeline.yaml"}
-        asker.wait_for("THIRD")
-    assert asker.failures == []
-    assert set(asker.labels) == {"FIRST", "SECOND", "THIRD"}
-    dev.send_signal(signal.SIGINT)
-    _, said = dev.communicate(timeout=60)
-    assert dev.returncode == 0, said
+def test_dev_serves_each_change_and_keeps_what_worked(pipelines: Path, tmp_path: Path) -> None:
+    folder, repository, log = pipelines / "tickets", tmp_path / "repository", tmp_path / "log"
+    put_in_place(folder, repository, hooks("FIRST"))
+    options = ["--json", *(f"--{kind}-port=0" for kind in ("grpc", "http", "metrics"))]
+    options += [f"--pipelines={pipelines}", f"--repository={repository}"]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [TRIPTYCH, "dev", "tickets", *options],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as dev,
+    ):
+        try:
+            pid = change_a_served_pipeline(folder, dev, log)
+            dev.send_signal(signal.SIGINT)
+            code = dev.wait(120)
+        finally:
+            dev.kill()
+    said = log.read_text()
+    assert code == 0, said
     assert "stopped (SIGINT)" in said
     assert "was rebuilt and reloaded: tickets_postprocess" in said
     assert "the edit is served, unchecked; the gate runs behind it" in said
     with pytest.raises(ProcessLookupError):
-        os.kill(ready["pid"], 0)
+        os.kill(pid, 0)
+
+
+def change_a_served_pipeline(folder: Path, dev: subprocess.Popen[str], log: Path) -> int:
+    """Change files of the pipeline in turn; return the process id of its server."""
+
+    def told() -> Any:
+        assert dev.stdout is not None
+        line = dev.stdout.readline()
+        assert line, log.read_text()
+        return json.loads(line)
+
+    file, spec = folder / "hooks.py", folder / "pipeline.yaml"
+    ready = told()
+    assert told()["error"] == ""
+    with Asker(ready["grpc"]) as asker:
+        asker.wait_for("FIRST")
+        replace_text(file, hooks("SECOND"))
+        asker.wait_for("SECOND")
+        change = told()
+        assert (change["changed"], change["error"]) == (["hooks.py"], "")
+        assert change["models"] == ["tickets"]  # the edit is served already
+
+        replace_text(file, "def after(rows): return rows[0]['label']")
+        assert f"hooks.after must return {ROWS} rows" in told()["error"]
+        replace_text(file, "def after(rows:")
+        assert "SyntaxError" in told()["error"]
+        right = spec.read_text()
+        replace_text(spec, right.replace("text-classification", "text-clasification"))
+        assert "text-clasification" in told()["error"]
+        replace_text(file, hooks("THIRD"))
+        replace_text(spec, right)
+        while (change := told())["error"]:
+            assert set(change["changed"]) <= {"hooks.py", "pipeline.yaml"}
+        asker.wait_for("THIRD")
+    assert asker.failures == []
+    assert set(asker.labels) == {"FIRST", "SECOND", "THIRD"}
+    return int(ready["pid"])
