@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import promql_parser
 import pytest
@@ -167,20 +167,14 @@ class Deployed:
         return {part for each in self.queries for part in operands(promql_parser.parse(each))}
 
 
-@dataclass(frozen=True)
-class Watched:
-    """Addresses of the pipeline's Envoy and of its watchers.
-
-    Attributes:
-        gauges: Gauges of the monitor.
-        states: Last state of each alert that the Alertmanager sent.
-    """
+class Watched(NamedTuple):
+    """Addresses of the pipeline's Envoy and of its watchers, and what they see."""
 
     url: str
     gauges: RunCollector
     prometheus: str
     alertmanager: str
-    states: dict[str, str]
+    states: dict[str, str]  # last state of each alert that the Alertmanager sent
 
 
 @contextmanager

@@ -46,6 +46,8 @@ def triptych(*words: str) -> Result:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A user's folder with the pipeline of the README, as the current folder."""
     folder = tmp_path_factory.mktemp("project")
+    (ROOT / ".cache").mkdir(exist_ok=True)
+    (folder / ".cache").symlink_to(ROOT / ".cache")  # perf_analyzer is fetched once
     queue = {"max_backlog_ms": 3_600_000}  # a server that is paused rejects no request of `bench`
     write_pipeline(folder / "pipelines/minilm", serving={"queue": queue})
     with contextlib.chdir(folder):

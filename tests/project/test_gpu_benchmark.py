@@ -61,6 +61,16 @@ def test_a_turn_takes_whole_passes_and_at_least_some_calls() -> None:
     assert len(done) == 12 + engine_speed.MIN_CALLS
 
 
+def measure(
+    entries: list[EngineSystem], ledger: Ledger, seconds: float, budget: Budget
+) -> list[tuple[str, int]]:
+    """Return the systems that were measured, with their numbers of rounds."""
+    found = engine_speed.measure(
+        "m", entries, [SINGLE], rounds=3, seconds=seconds, budget=budget, ledger=ledger
+    )
+    return [(one.system, one.rounds) for one in found]
+
+
 def test_systems_take_turns_and_one_that_breaks_is_told_and_left_out() -> None:
     order: list[str] = []
 
@@ -76,10 +86,7 @@ def test_systems_take_turns_and_one_that_breaks_is_told_and_left_out() -> None:
 
     ledger = quiet()
     entries = [system("a"), system("b"), system("c", breaks_at=4)]
-    found = engine_speed.measure(
-        "m", entries, [SINGLE], rounds=3, seconds=0.0, budget=Budget(inf), ledger=ledger
-    )
-    assert [(one.system, one.rounds) for one in found] == [("a", 3), ("b", 3)]
+    assert measure(entries, ledger, 0.0, Budget(inf)) == [("a", 3), ("b", 3)]
     assert [(one.what, one.reason) for one in ledger.failed] == [
         ("m, c", "RuntimeError: out of memory")
     ]
@@ -90,19 +97,9 @@ def test_systems_take_turns_and_one_that_breaks_is_told_and_left_out() -> None:
 
 def test_a_short_budget_names_what_it_drops() -> None:
     ledger = quiet()
-    clock = count(0.0, 0.0)
     entries = [EngineSystem(name, lambda rows: lambda: None) for name in "abc"]
     entries.insert(1, EngineSystem("compiled", lambda rows: lambda: None, warm_up_s=60.0))
-    found = engine_speed.measure(
-        "m",
-        entries,
-        [SINGLE],
-        rounds=3,
-        seconds=0.01,
-        budget=Budget(0.025, lambda: next(clock)),
-        ledger=ledger,
-    )
-    assert [(one.system, one.rounds) for one in found] == [("a", 1), ("b", 1)]
+    assert measure(entries, ledger, 0.01, Budget(0.025, lambda: 0.0)) == [("a", 1), ("b", 1)]
     assert [one.what for one in ledger.not_run] == ["m, compiled", "m, c"]
     assert ledger.notes == ["m: 1 instead of 3 rounds: the time is short"]
 

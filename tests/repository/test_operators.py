@@ -10,8 +10,8 @@ import onnx
 import pytest
 
 import precision_cases as cases
+from mistakes import check_refused
 from precision_cases import node
-from triptych.base.errors import UserError
 from triptych.core.precision import float16, quantize
 from triptych.core.precision.linear import Recipe
 from triptych.repository.lint.engine import support_of, unsupported
@@ -65,16 +65,29 @@ def test_a_converted_core_needs_a_tensorrt_with_its_type(tmp_path: Path) -> None
 
 
 def test_an_operator_that_the_parser_lacks_is_named(tmp_path: Path) -> None:
-    for nodes, reason in (
-        ([node("Det", "x", "y")], "operator Det is not in"),
-        ([node("FusedMatMul", "x x", "y", domain="com.microsoft")], "com.microsoft.FusedMatMul"),
+    """Also in subgraphs."""
+    result = onnx.helper.make_tensor_value_info("z", onnx.TensorProto.FLOAT, None)
+    branch = onnx.helper.make_graph([node("Det", "x", "z")], "branch", [], [result])
+    for name, nodes, reasons in (
+        ("Det", [node("Det", "x", "y")], ["operator Det is not in"]),
+        (
+            "fused",
+            [node("FusedMatMul", "x x", "y", domain="com.microsoft")],
+            ["com.microsoft.FusedMatMul"],
+        ),
+        (
+            "If",
+            [node("If", "flag", "y", then_branch=branch, else_branch=branch)],
+            ["operator Det is not in"] * 2,
+        ),
     ):
-        path = write(tmp_path, nodes)
+        (tmp_path / name).mkdir()
+        path = write(tmp_path / name, nodes, flag=np.array(True))
         for major in MAJORS:
-            (refusal,) = unsupported_of(path, major)
-            assert refusal.node == "make_y"
-            assert reason in refusal.reason
-            assert refusal.certain
+            found = unsupported_of(path, major)
+            assert all(one.certain and one.node for one in found)
+            for one, reason in zip(found, reasons, strict=True):
+                assert reason in one.reason, (name, major)
 
 
 def test_quantization_must_be_symmetric_and_signed(tmp_path: Path) -> None:
@@ -94,29 +107,15 @@ def test_quantization_must_be_symmetric_and_signed(tmp_path: Path) -> None:
             assert found["DequantizeLinear"].certain
 
 
-def test_operators_in_subgraphs_are_found(tmp_path: Path) -> None:
-    branch = onnx.helper.make_graph(
-        [node("Det", "x", "z")],
-        "branch",
-        [],
-        [onnx.helper.make_tensor_value_info("z", onnx.TensorProto.FLOAT, None)],
-    )
-    nodes = [node("If", "flag", "y", then_branch=branch, else_branch=branch)]
-    path = write(tmp_path, nodes, flag=np.array(True))
-    assert [refusal.operator for refusal in unsupported_of(path, 10)] == ["Det", "Det"]
-
-
-def test_a_newer_opset_than_documented_is_told(tmp_path: Path) -> None:
+def test_a_newer_opset_than_documented_is_told_and_a_release_without_a_record_refused(
+    tmp_path: Path,
+) -> None:
     path = write(tmp_path, [node("Relu", "x", "y")])
     (refusal,) = unsupported(path, 8)
     assert (refusal.node, refusal.certain) == ("opset", False)
     assert "opset 18" in refusal.reason
     assert unsupported(path, 11) == []
-
-
-def test_a_tensorrt_without_a_record_is_the_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="Use one of 8, 10, 11"):
-        unsupported(tmp_path / "model.onnx", 9)
+    check_refused("Use one of 8, 10, 11", unsupported, path, 9)
 
 
 def test_records_name_operators_of_onnx_and_types_of_tensorrt() -> None:
