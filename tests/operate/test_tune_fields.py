@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from triptych.operate.tune.fields import FIELDS, Observation, Proposal
+from triptych.spec.spec import PipelineSpec
 from triptych.spec.tuned import TUNABLE
 from tune_cases import evidence, measurement, step
 
@@ -50,3 +51,9 @@ def test_a_field_is_tried_where_what_was_seen_speaks_for_it() -> None:
         assert found_for(key, given).values == values, (key, given)
     busy = found_for("serving.instances.core", evidence())
     assert (busy.values[0], "100%" in busy.reason) == (2, True)
+    waiting = evidence()
+    spec = waiting.plan.spec.model_dump()
+    spec["serving"]["queue"]["max_delay_us"] = 400
+    waiting.plan.spec = PipelineSpec.model_validate(spec)
+    found = found_for(DELAY, waiting)
+    assert (found.values, found.others) == ((0, 100), (800,))
