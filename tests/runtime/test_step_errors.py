@@ -14,6 +14,7 @@ import pytest
 import triptych.runtime
 from client_toy import wait_until
 from triptych.client import (
+    CanceledError,
     InferenceError,
     InvalidRequestError,
     OverloadedError,
@@ -149,6 +150,8 @@ def test_what_has_no_known_code_is_read_by_its_status() -> None:
         ("INVALID_ARGUMENT", "[Given] is no code", InvalidRequestError),
         ("UNAVAILABLE", "Exceeds maximum queue size", OverloadedError),
         ("INTERNAL", "the server is stopping", PipelineFailedError),
+        ("CANCELLED", "CANCELLED", ServerUnreachableError),
+        ("CANCELLED", "Channel closed!", CanceledError),
     ):
         assert type(status_error(status, said, url=URL)) is kind, said
     for body in ("", "{", "[]", "{}", '{"error": 7}', '{"error": "is full"}'):

@@ -205,6 +205,9 @@ def status_error(code: str, details: str, *, url: str, rows: Sequence[int] = ())
         number = step.numbers.get(ROW)
         row = rows[number] if number is not None and number < len(rows) else None
         again_s = step.numbers.get(RETRY_AFTER_MS, 0) / 1e3
+    elif code == details == "CANCELLED":
+        # gRPC's own text: a server that ends, from 25.05 on, so ends what it has not answered.
+        kind, text = ServerUnreachableError, "the server ended before its response"
     else:
         text = _PREFIX.sub("", details, count=1)
         kind = _kind(code, text.lower())
