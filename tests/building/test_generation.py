@@ -51,6 +51,7 @@ from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.serving.bench import measure as measuring
 from triptych.serving.bench.bench import Bench
 from triptych.serving.bench.measure import NO_ANSWER, STREAM_ERROR
+from triptych.serving.bench.resources import read_metrics
 from triptych.serving.bench.results import Measurement, OfferedLoad
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec
@@ -398,11 +399,11 @@ def test_what_deploy_asks_for_is_on_the_metrics_page(
     page = series(server)
 
     def counted(name: str, **labels: str) -> float:
-        where = {("pipeline", "slow"), *labels.items()}
+        wanted = {"pipeline": "slow", **labels}.items()
         return sum(
             value
             for one, has, value in page
-            if one == f"triptych_generation_{name}" and where <= has
+            if one == f"triptych_generation_{name}" and wanted <= has.items()
         )
 
     def is_counted() -> bool:
@@ -423,24 +424,19 @@ def test_what_deploy_asks_for_is_on_the_metrics_page(
     assert counted("requests_total", outcome="error") == 0
 
 
-def series(server: Server) -> list[tuple[str, set[tuple[str, str]], float]]:
+def series(server: Server) -> list[tuple[str, dict[str, str], float]]:
     """Name, labels and value of all that is on the metrics page."""
     with urllib.request.urlopen(server.metrics_url) as page:
-        found = re.findall(r"(?m)^(\w+)\{(.*)\} (\S+)$", page.read().decode())
-    return [
-        (name, set(re.findall(r'(\w+)="(.*?)"', labels)), float(value))
-        for name, labels, value in found
-    ]
+        return read_metrics(page.read().decode())
 
 
-def fits(labels: set[tuple[str, str]], matchers: tuple[tuple[str, str, str], ...]) -> bool:
+def fits(labels: dict[str, str], matchers: tuple[tuple[str, str, str], ...]) -> bool:
     """Whether a selector takes a series; what Prometheus adds to it is not looked at."""
-    has = dict(labels)
     return all(
         (
-            re.fullmatch(value, has.get(label, "")) is not None
+            re.fullmatch(value, labels.get(label, "")) is not None
             if kind == "=~"
-            else (has.get(label) == value) == (kind == "=")
+            else (labels.get(label) == value) == (kind == "=")
         )
         for label, kind, value in matchers
         if label not in ("namespace", "pod")
