@@ -69,7 +69,7 @@ def measured(home: Path) -> dict[str, Any]:
 
 
 def test_every_load_is_measured_with_its_steps_and_where_time_goes(
-    measured: dict[str, Any],
+    home: Path, measured: dict[str, Any]
 ) -> None:
     result = from_json(BenchResult, measured)
     assert [str(point.load) for point in result.points] == [
@@ -94,9 +94,7 @@ def test_every_load_is_measured_with_its_steps_and_where_time_goes(
     # All loads hold so loose a promise: the price is that of the fastest.
     best = max(point.median("throughput_per_s") for point in result.points)
     assert result.cost.per_million == pytest.approx(3.6 / 3600 / best * 1e6, rel=1e-6)
-
-
-def test_the_files_say_the_same(home: Path, measured: dict[str, Any]) -> None:
+    # The files say the same.
     folder = home / "a" / "tiny" / "bench"
     assert json.loads((folder / "bench.json").read_text(encoding="utf-8")) == measured
     rows = list(csv.DictReader((folder / "bench.csv").read_text(encoding="utf-8").splitlines()))

@@ -249,7 +249,10 @@ def test_no_step_dies_of_a_shape_whose_size_overflows(server: Any, repository: P
 
 @pytest.mark.server
 def test_a_hook_that_gives_up_fails_one_request(server: Any) -> None:
-    with Client("topics", server.grpc_url) as client, ThreadPoolExecutor(48) as pool:
+    with (
+        Client("topics", server.grpc_url, timeout_s=240) as client,
+        ThreadPoolExecutor(48) as pool,
+    ):
 
         def send(text: str) -> Any:
             try:
@@ -280,7 +283,7 @@ def test_under_load_with_bad_requests(server: Any) -> None:
         ("answers", {"text": ["q " * 300], "text_pair": ["c"]}, {}),
         ("hypotheses", {"text": ["a"]}, {"candidate_labels": "[bad"}),
     ]
-    clients = {name: Client(name, server.grpc_url) for name in MAKERS}
+    clients = {name: Client(name, server.grpc_url, timeout_s=240) for name in MAKERS}
     memory = shared_memory(server)
     expected = [clients[n].infer(rows, parameters=p) for n, rows, p in good]
 

