@@ -23,7 +23,7 @@ from echo_server import ECHO, ENSEMBLE, ask, write_model
 from http_pages import page
 from processes import eventually, mark_of, regions, running
 from triptych.base.errors import UserError
-from triptych.serving import orphan_cleanup
+from triptych.serving import hot_reload, orphan_cleanup
 from triptych.serving.orphan_cleanup import tagged_processes
 from triptych.serving.server import Server, check_and_make_flags
 
@@ -151,6 +151,28 @@ def test_a_second_server_runs_beside_the_first_and_answers_what_is_in_flight_at_
 
 
 @pytest.mark.replacement
+def test_a_replaced_step_answers_its_last_request_and_its_end_is_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hot_reload, "_LAST_ANSWERS_S", 0.0)
+    held = ECHO.replace("time.sleep(float(seconds))", "while os.path.exists(begun): pass")
+    models = write_model(tmp_path / "models", "echo", held)
+    write_model(models, "chain", None, config=ENSEMBLE.format(step="echo", output="echo"))
+    begun = tmp_path / "begun"
+    with ThreadPoolExecutor(1) as pool, Server(models, models=["chain"]) as server:
+        answer = pool.submit(ask, server, f"sleep:0:{begun}")
+        assert eventually(begun.exists)
+        (old,) = server.living_steps()
+        (models / "echo/1/model.py").write_text(held.replace("pass", "self.changed = True"))
+        hot_reload.reload(server, "chain")
+        assert ask(server, "new") == "new"
+        assert psutil.pid_exists(old)
+        begun.unlink()
+        assert answer.result(timeout=60.0).startswith("sleep")
+        assert eventually(lambda: not psutil.pid_exists(old))
+        assert server.find_crash(within_s=1.0) is None
+
+
 def test_own_backends_are_laid_over_the_assembled_ones(tmp_path: Path) -> None:
     backends = tmp_path / "backends"
     (backends / "shouting").mkdir(parents=True)

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -207,41 +208,50 @@ class Client(PipelineClient):
 
     def _send_concurrently(self, work: Work) -> None:
         ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        if threading.current_thread() is not threading.main_thread():
+            self._send_futures(work, ended)
+            return
+        # Python interrupts the main thread only, and gRPC loses a future that is interrupted while
+        # it starts. In another thread all futures are known when the call is interrupted.
+        pool = ThreadPoolExecutor(1)
+        try:
+            sending = pool.submit(self._send_futures, work, ended)
+            while not wait([sending], _MAX_WAIT_S).done:
+                pass
+        except BaseException:
+            ended.put(None)
+            raise
+        finally:
+            pool.shutdown()
+        sending.result()
+
+    def _send_futures(self, work: Work, ended: queue.SimpleQueue[Any]) -> None:
+        """Send all portions; None in `ended`, the queue of futures that ended, cancels the rest."""
         in_flight: dict[Any, tuple[Portion, Opened]] = {}
-        interrupted = True
         try:
             while work.waiting or in_flight:
                 while len(in_flight) < self._max_in_flight and (portion := work.take()):
                     request, remaining_s = work.request(portion)
                     opened = self._take()
-                    try:
-                        send = opened.stub.ModelInfer.future
-                        call = send(request, timeout=remaining_s, metadata=self._metadata)
-                    except BaseException:
-                        self._connection.give_back(opened, interrupted=True)
-                        raise
+                    send = opened.stub.ModelInfer.future
+                    call = send(request, timeout=remaining_s, metadata=self._metadata)
                     in_flight[call] = portion, opened
                     call.add_done_callback(ended.put)
                 full = len(in_flight) == self._max_in_flight
-                pause_s = None if full else work.pause_s()
                 try:
-                    call = ended.get(
-                        timeout=_MAX_WAIT_S if pause_s is None else min(pause_s, _MAX_WAIT_S)
-                    )
+                    call = ended.get(timeout=None if full else work.pause_s())
                 except queue.Empty:
                     continue
+                if call is None:
+                    return
                 portion, opened = in_flight.pop(call)
                 self._connection.give_back(opened)
                 if call.code() is grpc.StatusCode.OK:
                     work.answered(portion, call.result())
                 else:
                     work.failed(portion, self._error(call.code(), call.details(), portion.rows))
-            interrupted = False
-        except InferenceError:
-            interrupted = False
-            raise
         finally:
-            # No request stays in flight, whatever ended the call, even an interrupt.
+            # No request stays in flight, whatever ended the call.
             for call, (_, opened) in in_flight.items():
                 call.cancel()
-                self._connection.give_back(opened, interrupted=interrupted)
+                self._connection.give_back(opened)

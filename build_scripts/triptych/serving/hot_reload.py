@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -143,17 +142,17 @@ def _load_any(server: Server, pipelines: Sequence[str], log: BinaryIO) -> None:
 
 
 def _load(server: Server, pipeline: str, log: BinaryIO, config: str | None = None) -> None:
-    before = Counter(server.living_steps().values())
+    before = server.living_steps()
     log.seek(0, 2)
     try:
         reload_pipeline(server.grpc_url, pipeline, server.operator_headers, config)
     finally:  # until the old steps have ended, `find_crash` would report them
         deadline = time.monotonic() + _LAST_ANSWERS_S
-        while time.monotonic() < deadline:
-            now = Counter(server.living_steps().values())
-            if all(now[step] <= count for step, count in before.items()):
-                break
+        while (replaced := _replaced(before, server.living_steps())) and (
+            time.monotonic() < deadline
+        ):
             time.sleep(_POLL_S)
+        server.forget_steps(replaced)  # such as one that still sends a long generation
     # An ensemble loads even if a step does not; it then uses the previous version of the step.
     failures = read_load_state(log.read().decode("utf-8", "replace"), server.repository).failures
     if failures:
@@ -163,6 +162,12 @@ def _load(server: Server, pipeline: str, log: BinaryIO, config: str | None = Non
             given=failures[0].reason,
             remedy="Fix the error and build again",
         )
+
+
+def _replaced(before: Mapping[int, str], now: Mapping[int, str]) -> set[int]:
+    """Return the processes of steps that live although their model has new ones."""
+    new = {model for pid, model in now.items() if pid not in before}
+    return {pid for pid in now if before.get(pid) in new}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -373,6 +373,10 @@ class Server:
         """Return living steps as models by process id; `find_crash` then monitors them."""
         self._steps = step_processes(self.pid)
         return self._steps
+
+    def forget_steps(self, pids: Collection[int]) -> None:
+        """Let `find_crash` not report the end of these processes, which the server ends itself."""
+        self._steps = {pid: model for pid, model in self._steps.items() if pid not in pids}
 
     def restart(self, repository: Path | None = None) -> None:
         """Start again on the same ports, on another repository if given; see `wait_ready`.
