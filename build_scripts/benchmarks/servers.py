@@ -222,6 +222,8 @@ def _vllm(_programs: Path, _scratch: Path, port: int) -> list[str]:
     command = [str(environment_python()), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model_folder()), "--served-model-name", MODEL]
     command += ["--runner", "pooling", "--dtype", "float32"]
+    # By default vLLM does not start unless 92 % of the machine's memory is free.
+    command += ["--gpu-memory-utilization", "0.3"]
     return [*command, "--host", HOST, "--port", str(port)]
 
 
