@@ -25,7 +25,7 @@ import pytest
 from certificates import write_certificate
 from conftest import build_into
 from hot_reload_cases import Asker, hooks, write_tickets
-from processes import eventually
+from processes import CORE_IS_A_PROCESS, eventually
 from served_command import endpoints_of, serving
 from triptych.base.api_keys import KeyEntry, KeyFile, make_key, print_keys
 from triptych.client import AccessDeniedError, Client, Tls
@@ -295,7 +295,7 @@ class HttpAsker(Asker):
         connection.close()
 
 
-FROZEN = ("server", "core")
+FROZEN = ("server", "core" if CORE_IS_A_PROCESS else "preprocess")
 WITHOUT_CPU = ("preprocess", "postprocess")
 
 
