@@ -1,5 +1,6 @@
 """How a container ends: told to stop it loses nothing; with a dead step it ends by itself."""
 
+import fcntl
 import http.client
 import os
 import shutil
@@ -20,6 +21,7 @@ from echo_server import write_model
 from failing_models import initializing_with
 from processes import CORE_IS_A_PROCESS, eventually, regions
 from triptych.client import Client, PipelineNotReadyError, ServerUnreachableError
+from triptych.container import shared_memory
 from triptych.container.shared_memory import SharedRegions, new_prefix
 from triptych.container.supervisor import EXIT_DEAD, STARVED, step_processes
 from triptych.runtime.flow_control import InFlight
@@ -163,6 +165,25 @@ def test_memory_is_removed_after_its_server_and_not_before() -> None:
     SharedRegions(new_prefix()).remove()
     # A server of another test may remove them at the same moment.
     assert eventually(lambda: regions(prefix) == [])
+
+
+def test_memory_is_kept_if_another_server_starts_before_its_lock_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flock, of_another_server = fcntl.flock, shared_memory._remove_abandoned
+
+    def held_late(file: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        of_another_server()
+        flock(file, operation)
+
+    prefix = new_prefix()
+    monkeypatch.setattr(shared_memory, "_remove_abandoned", lambda: None)
+    monkeypatch.setattr(fcntl, "flock", held_late)
+    first = SharedRegions(prefix)
+    assert regions(prefix) == [f"{prefix}lock"]
+    first.remove()
+    assert regions(prefix) == []
 
 
 def test_a_server_that_would_load_for_ever_ends_the_container(tmp_path: Path) -> None:

@@ -28,8 +28,12 @@ class SharedRegions:
     def __init__(self, prefix: str) -> None:
         _remove_abandoned()
         self._prefix = prefix
-        self._lock = os.open(SHM / f"{prefix}{_LOCK}", os.O_WRONLY | os.O_CREAT, 0o600)
+        name = f"{prefix}{_LOCK}"
+        # Another server would remove a lock of the final name that is not held yet.
+        unfinished = SHM / f".{name}"
+        self._lock = os.open(unfinished, os.O_WRONLY | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unfinished.rename(SHM / name)
 
     def remove(self) -> None:
         """Remove the regions and the lock."""
@@ -40,7 +44,7 @@ class SharedRegions:
 def _remove_abandoned() -> None:
     """Remove the regions of this user's servers that have ended without doing so."""
     for path in SHM.glob(f"triptych_*_{_LOCK}"):
-        with suppress(OSError), path.open("ab") as lock:
+        with suppress(OSError), path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove(path.name.removesuffix(_LOCK))
 
