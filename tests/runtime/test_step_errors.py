@@ -144,12 +144,17 @@ def test_steps_make_errors_in_one_place() -> None:
     assert set(places) == {"triton_io.py", "generation_postprocess.py"}
 
 
+FEW = "expected 3 inputs but got 1 inputs for model"
+
+
 def test_what_has_no_known_code_is_read_by_its_status() -> None:
     for status, said, kind in (
         ("UNAVAILABLE", "[new_code row=1] It is full", ServerUnreachableError),
         ("INVALID_ARGUMENT", "[Given] is no code", InvalidRequestError),
         ("UNAVAILABLE", "Exceeds maximum queue size", OverloadedError),
         ("INTERNAL", "the server is stopping", PipelineFailedError),
+        ("INVALID_ARGUMENT", f"{FEW} 'topics'. Got input(s) []", InvalidRequestError),
+        ("INVALID_ARGUMENT", f"{FEW} 'topics_core'. Got input(s) []", PipelineNotReadyError),
         ("CANCELLED", "CANCELLED", ServerUnreachableError),
         ("CANCELLED", "Channel closed!", CanceledError),
     ):

@@ -192,6 +192,11 @@ def test_a_model_that_loads_for_too_long_and_a_port_taken_meanwhile_are_named(
         server.stop(grace_s=0.0)
 
 
+def awaited_steps(server: Server) -> set[int]:
+    """Steps for whose end the server waits."""
+    return _awaited_children(server.pid).intersection(server.living_steps())
+
+
 @pytest.mark.server
 @pytest.mark.parametrize(
     "goes_on",
@@ -206,9 +211,8 @@ def test_a_server_is_started_again_where_a_step_gets_no_cpu(tmp_path: Path, goes
     server.start()
     try:
         if goes_on:
-            assert eventually(lambda: bool(_awaited_children(server.pid)))
-            (step,) = server.living_steps()
-            os.kill(step, signal.SIGCONT)
+            assert eventually(lambda: bool(awaited_steps(server)))
+            os.kill(awaited_steps(server).pop(), signal.SIGCONT)
         server.wait_ready(timeout_s=240, on_progress=told.append)
         assert server.living_steps()
     finally:

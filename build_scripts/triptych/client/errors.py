@@ -131,6 +131,9 @@ _TEXTS: tuple[tuple[str, str, type[InferenceError]], ...] = (
     ("NOT_FOUND", "has no available versions", PipelineNotReadyError),
     # The process of a Python step ended; its server restarts.
     ("INTERNAL", "is not healthy", PipelineNotReadyError),
+    # A step whose process ends passes a part of its tensors to the next one (seen in 24.10).
+    ("INVALID_ARGUMENT", "_core'. got input(s)", PipelineNotReadyError),
+    ("INVALID_ARGUMENT", "_postprocess'. got input(s)", PipelineNotReadyError),
     ("RESOURCE_EXHAUSTED", "message larger than max", InvalidRequestError),
     ("INVALID_ARGUMENT", "incomplete string data", BatchNeighborError),
 )

@@ -106,7 +106,8 @@ class CallSplitter:
             self._held = self._held[end:]
         size = len(self._held) if finish else _safe_size(self._held)
         left, self._held = self._held[:size], self._held[size:]
-        shown += "" if self.count and not left.strip() else left
+        # Without the space at the end, as before a call, however the answer is divided into parts.
+        shown += left.rstrip() if finish and self.count else left
         return shown, calls, "tool_calls" if finish == "stop" and self.count else finish
 
     def _read(self, content: str) -> dict[str, Any] | None:
