@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from client_toy import wait_until
-from otlp_receiver import SAMPLED, check_trace, otlp_receiver
+from otlp_receiver import check_trace, otlp_receiver
 from served_command import endpoints_of, serving
 from triptych.gateway.traces import export_to
 
@@ -37,14 +37,14 @@ def test_one_trace_goes_through_envoy(
         monkeypatch.setenv("TRIPTYCH_TRACE_RATE", "1000000")
         words = ("--profile", "production", "--http-api", "0", "--replicas", "2")
         with serving(minilm_repository, *words) as run:
-            check_trace(endpoints_of(run)["api"], "minilm_packed", spans)
-            exported = (SAMPLED, "ingress")
+            trace = check_trace(endpoints_of(run)["api"], "minilm_packed", spans)
+            exported = (trace, "ingress")
             wait_until(
                 lambda: exported in {(span.trace_id, span.name) for span in spans}, "Envoy exports"
             )
             run.send_signal(signal.SIGTERM)
             assert run.wait(timeout=300) == 0
-    sampled = {span.name: span for span in spans if span.trace_id == SAMPLED}
+    sampled = {span.name: span for span in spans if span.trace_id == trace}
     gateway, envoy = sampled["POST /v1/embeddings"], sampled["ingress"]
     assert envoy.parent_id == gateway.span_id
     assert gateway.began <= envoy.began <= sampled["InferRequest"].began
