@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -36,6 +36,11 @@ Result = TypeVar("Result")
 _MAX_WAIT_S = 1.0
 """Time in seconds after which a wait looks for Ctrl-C, which Python can miss as a wait begins."""
 
+_END_S = 0.1
+"""Time in seconds in which requests beside one that failed may end before they are canceled.
+
+Triton 24.10 may abort (``ASSERTION FAILED: prior > 0``) if a request is canceled as it ends."""
+
 _MAX_FINISH_S = 2 * GIVE_UP_S
 """Time in seconds after which `close` no longer waits for a canceled generation to end."""
 
@@ -46,6 +51,17 @@ def _close(opened: Opened) -> None:
         threading.Thread(target=opened.channel.close, daemon=True).start()
     else:
         opened.channel.close()
+
+
+def _ended_soon(ended: queue.SimpleQueue[Any], most: int) -> Iterator[Any]:
+    """Yield what comes in `ended` within `_END_S`, at most so many, until None."""
+    end_s = time.monotonic() + _END_S
+    with suppress(queue.Empty):
+        for _ in range(most):
+            call = ended.get(timeout=max(0.0, end_s - time.monotonic()))
+            if call is None:
+                return
+            yield call
 
 
 def _blocking(
@@ -250,6 +266,10 @@ class Client(PipelineClient):
                     work.answered(portion, call.result())
                 else:
                     work.failed(portion, self._error(call.code(), call.details(), portion.rows))
+        except InferenceError:
+            for call in _ended_soon(ended, len(in_flight)):
+                self._connection.give_back(in_flight.pop(call)[1])
+            raise
         finally:
             # No request stays in flight, whatever ended the call.
             for call, (_, opened) in in_flight.items():
