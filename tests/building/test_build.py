@@ -249,6 +249,7 @@ def write_small(folder: Path, model: Path, **fields: Any) -> Path:
     return keep_rows(write_pipeline(folder, model={"source": str(model)}, **fields), 3)
 
 
+@pytest.mark.build
 def test_a_mistake_is_named_and_writes_nothing(tmp_path: Path, classifier: Path) -> None:
     for number, (fields, hooks, traffic, field) in enumerate(MISTAKES):
         folder = write_small(tmp_path / f"mistaken{number}", classifier, **fields)
@@ -260,6 +261,7 @@ def test_a_mistake_is_named_and_writes_nothing(tmp_path: Path, classifier: Path)
         assert not (tmp_path / "repository").exists()
 
 
+@pytest.mark.build
 def test_what_others_use_is_not_taken_away(tmp_path: Path, classifier: Path) -> None:
     """`test_hooks` refuses changes of a shared core."""
     repository = tmp_path / "repository"
