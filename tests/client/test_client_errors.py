@@ -34,6 +34,8 @@ from triptych.client import (
     PipelineNotReadyError,
     Retry,
     ServerUnreachableError,
+    asynchronous,
+    sync,
 )
 from triptych.interface.cli import app
 from triptych.serving.bench.resources import fetch_metrics
@@ -167,6 +169,24 @@ def test_a_refused_row_cancels_the_others(call: Call, toy: Toy) -> None:
     assert caught.value.row == 1
     (other,) = toy.wait_seen(f"{ENDLESS} {mark}", "single_step")
     assert other.cancelled
+
+
+def test_requests_beside_a_refused_one_may_end_before_they_are_canceled(
+    call: Call, toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (asynchronous, sync):
+        monkeypatch.setattr(module, "END_S", 300.0)
+    mark = f"beside {time.monotonic()}"
+    with ThreadPoolExecutor(1) as pool:
+        texts = [f"hold:{mark}", f"refuse after {mark}"]
+        refused = pool.submit(call, "single_step", "embed", texts)
+        toy.wait_seen(f"refuse after {mark}", "single_step")
+        call("toy", "embed", ["meanwhile the client receives the refusal"])
+        toy.release(mark, "single_step")
+        with pytest.raises(InvalidRequestError):
+            refused.result()
+    (other,) = toy.wait_seen(f"hold:{mark}", "single_step")
+    assert not other.cancelled
 
 
 def test_closing_the_client_ends_its_calls(toy: Toy, style: str) -> None:

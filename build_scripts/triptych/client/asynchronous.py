@@ -26,7 +26,7 @@ from triptych.client.flows import (
 from triptych.client.generation import Sampling, encode_inputs
 from triptych.client.streams import AsyncGeneration
 from triptych.client.tasks import Row, TaskCall, Whole
-from triptych.client.work import Portion, Work
+from triptych.client.work import END_S, Portion, Work
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -191,6 +191,10 @@ class AsyncClient(PipelineClient):
                         work.failed(portion, error)
                     else:
                         work.answered(portion, response)
+        except InferenceError:
+            if in_flight:
+                await asyncio.wait(in_flight, timeout=END_S)
+            raise
         finally:
             # No request stays in flight, whatever ended the call, even a cancellation.
             for task in in_flight:

@@ -28,18 +28,13 @@ from triptych.client.flows import (
 from triptych.client.generation import Sampling, encode_inputs
 from triptych.client.streams import GIVE_UP_S, Generation
 from triptych.client.tasks import Row, TaskCall, Whole
-from triptych.client.work import Portion, Work
+from triptych.client.work import END_S, Portion, Work
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
 _MAX_WAIT_S = 1.0
 """Time in seconds after which a wait looks for Ctrl-C, which Python can miss as a wait begins."""
-
-_END_S = 0.1
-"""Time in seconds in which requests beside one that failed may end before they are canceled.
-
-Triton 24.10 may abort (``ASSERTION FAILED: prior > 0``) if a request is canceled as it ends."""
 
 _MAX_FINISH_S = 2 * GIVE_UP_S
 """Time in seconds after which `close` no longer waits for a canceled generation to end."""
@@ -54,8 +49,8 @@ def _close(opened: Opened) -> None:
 
 
 def _ended_soon(ended: queue.SimpleQueue[Any], most: int) -> Iterator[Any]:
-    """Yield what comes in `ended` within `_END_S`, at most so many, until None."""
-    end_s = time.monotonic() + _END_S
+    """Yield what comes in `ended` within `END_S`, at most so many, until None."""
+    end_s = time.monotonic() + END_S
     with suppress(queue.Empty):
         for _ in range(most):
             call = ended.get(timeout=max(0.0, end_s - time.monotonic()))

@@ -33,6 +33,11 @@ from triptych.client.wire import (
     read_outputs,
 )
 
+END_S = 0.1
+"""Time in seconds in which requests beside one that failed may end before they are canceled.
+
+Triton 24.10 may abort (``ASSERTION FAILED: prior > 0``) if a request is canceled as it ends.
+"""
 _QUEUE_GRACE_S = 0.25
 _MAX_BATCH_ATTEMPTS = 20
 """Maximum number of attempts of a request that fails with the other requests of its batch."""
