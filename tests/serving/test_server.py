@@ -207,6 +207,22 @@ def test_stop_kills_after_the_grace_and_may_be_called_again(
     server.stop()
 
 
+def test_a_ready_server_that_does_not_answer_has_its_whole_grace_to_stop(
+    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine may leave it no CPU for an answer; one that loads gets two seconds."""
+    begun = tmp_path / "begun"
+    with (
+        ThreadPoolExecutor(1) as pool,
+        running(Server(repository, models=["echo"])) as server,
+    ):
+        answer = pool.submit(ask, server, f"sleep:4:{begun}")
+        assert eventually(begun.exists)
+        monkeypatch.setattr("triptych.serving.server.responds_ok", lambda *_: False)
+        server.stop(grace_s=300)
+        assert answer.result(timeout=60.0).startswith("sleep:4:")
+
+
 def test_stop_cleans_up_after_a_server_that_was_killed(repository: Path) -> None:
     """A server with the flags of the production profile."""
     flags = check_and_make_flags(repository, production=True)

@@ -221,6 +221,7 @@ class Server:
         self._own_backends = backend_directory
         self._process: ServerProcess | None = None
         self._own_log = log_file is not None
+        self._was_ready = False
         self._tag = ""
         self.second_repository = Path()
         self._steps: dict[int, str] = {}
@@ -272,6 +273,7 @@ class Server:
         """
         if self._process is not None:
             raise RuntimeError("the server was started already")
+        self._was_ready = False
         check_models(self.repository, self._models)
         if kept := remove_byte_code(self.repository):
             raise UserError(
@@ -347,6 +349,7 @@ class Server:
             if state.failures or exited:
                 raise self._failed(state)
             if ready:
+                self._was_ready = True
                 self.living_steps()
                 remove_byte_code(self.repository)
                 return
@@ -405,7 +408,7 @@ class Server:
         if self._process is None:
             return
         died_before = not self._process.is_running
-        is_serving = not died_before and self._answers("/v2/health/live")
+        is_serving = not died_before and (self._was_ready or self._answers("/v2/health/live"))
         try:
             grace_s = grace_s if is_serving else min(grace_s, _LOADING_GRACE_S)
             if is_serving and grace_s:
