@@ -218,9 +218,8 @@ def print_tuned(console: Console, result: TuneResult) -> None:
         print_cost(console, result.winner.cost)
     for text in result.advice:
         say(console, f"  -> {text}")
-    skipped = len(result.skipped)
-    took = f"{rounded(result.seconds)} s, {len(result.trials)} trials, {skipped} settings not tried"
-    say(console, f"Stopped after {took}: {result.stopped}")
+    say(console, f"Stopped after {rounded(result.seconds)} s: {result.stopped}")
+    say(console, f"Trials: {len(result.trials)}; settings not tried: {len(result.skipped)}")
 
 
 def _written(change: Mapping[str, object]) -> str:

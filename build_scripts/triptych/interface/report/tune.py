@@ -193,7 +193,8 @@ _READ: dict[str, Callable[[Outcome, AnySlo], float | None]] = {
     "Tokens there, tokens/s": _streamed(lambda point: point.median("tokens_per_s")),
     "First token p99 there, ms": _streamed(lambda point: point.latencies_us["ttft_p99"] / 1e3),
     "Between tokens p99 there, ms": _streamed(lambda point: point.latencies_us["itl_p99"] / 1e3),
-    "Highest rate, requests/s": lambda one, _: one.rate.highest_per_s if one.rate else None,
+    # None as well if the time budget proved no rate.
+    "Highest rate, requests/s": lambda one, _: (one.rate and one.rate.highest_per_s) or None,
     "Price of a million, {currency}": lambda one, _: one.cost.per_million if one.cost else None,
     "Price of a million tokens, {currency}": lambda one, _: (
         one.cost.per_million_tokens if one.cost else None

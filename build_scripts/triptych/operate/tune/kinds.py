@@ -397,9 +397,8 @@ def advise_generation(
 
 def _common_advice(slo: AnySlo, winner: Outcome, sustained: float, precision: str) -> list[str]:
     """Return advice about the bottleneck, the precision, and the number of machines."""
-    advice = [f"{winner.bottleneck.explanation} {winner.bottleneck.remedy}".strip()]
-    if precision:
-        advice.append(precision)
+    remedy = winner.bottleneck.remedy
+    advice = [text for text in (f"{remedy}." if remedy else "", precision) if text]
     if slo.throughput is not None and 0 < sustained < slo.throughput:
         count = ceil(slo.throughput / sustained)
         advice.append(
