@@ -1,6 +1,9 @@
-"""The client against a real tritonserver: results, order, splitting, refused rows, settings."""
+"""The client against a real tritonserver: results, order, splitting, the call of every task."""
 
+import hashlib
+import inspect
 import json
+import math
 import time
 from typing import Any
 
@@ -12,6 +15,7 @@ from client_toy import (
     MAX_BATCH_SIZE,
     Call,
     Toy,
+    caller,
     expected,
     expected_all,
     opened,
@@ -19,12 +23,21 @@ from client_toy import (
     wait_until,
 )
 from triptych.client import (
+    Answer,
+    AsyncClient,
+    Choice,
+    Client,
+    Entity,
     InvalidRequestError,
     PipelineFailedError,
+    Ranked,
     StepStatistics,
+    tasks,
 )
 
 pytestmark = pytest.mark.server
+TEXTS = [f"text {index} " + "x" * (index * 7 % 50) for index in range(30)]
+TYPED = sorted(name for name in vars(Client) if name != "infer" and f"{name}_each" in vars(Client))
 
 
 def test_embed_keeps_the_order_of_a_thousand_texts(call: Call) -> None:
@@ -166,30 +179,23 @@ def test_embed_each_loses_only_the_bad_rows(call: Call) -> None:
 
 
 def test_step_statistics_count_what_happened_between(call: Call) -> None:
-    before = call("counted", "step_statistics")
-    assert [step.model for step in before] == ["counted_step"]
+    (before,) = call("counted", "step_statistics")
     texts = [f"counted {index}" for index in range(100)]
     call("counted", "embed", texts, options={"rows_per_request": 1})
     with pytest.raises(InvalidRequestError):
         call("counted", "embed", ["refuse"])
 
     def counted() -> StepStatistics:
-        during: StepStatistics
-        (during,) = (
-            after - earlier
-            for after, earlier in zip(call("counted", "step_statistics"), before, strict=True)
-        )
+        (after,) = call("counted", "step_statistics")
+        during: StepStatistics = after - before
         return during
 
     # Triton's Python backend answers first, and counts then.
-    def are_all_counted() -> bool:
-        found = counted()
-        return min(found.rows, found.requests + found.failures) >= 101
-
-    wait_until(are_all_counted, "the count of the last request")
+    wait_until(lambda: counted().rows >= 101, "the count of the last row")
+    wait_until(lambda: counted().requests + counted().failures >= 101, "that of the last request")
     during = counted()
-    assert during.model == "counted_step"
-    assert (during.rows, during.requests + during.failures) == (101, 101)
+    found = (during.model, during.rows, during.requests + during.failures)
+    assert found == ("counted_step", 101, 101)
     assert 1 <= during.executions <= 101
     assert during.mean_batch == 101 / during.executions
     assert during.compute_infer_us > 0
@@ -197,3 +203,192 @@ def test_step_statistics_count_what_happened_between(call: Call) -> None:
     assert during.compute_infer_total_us == pytest.approx(during.compute_infer_us * during.requests)
     nothing = during - during
     assert (nothing.mean_batch, nothing.queue_us, nothing.compute_infer_us) == (0.0, 0.0, 0.0)
+
+
+@pytest.fixture
+def ask(toy: Toy) -> Call:
+    """The blocking client alone: what a task adds is one code for both."""
+    return caller("sync", toy.url)
+
+
+def choices(row: bytes, count: int) -> list[Choice]:
+    word = hashlib.sha256(row).hexdigest()[:8]
+    return [Choice(f"{word} {number}", 0.5**number) for number in range(count)]
+
+
+def numbers(text: str) -> Any:
+    return np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], np.uint8) + 1.0
+
+
+def test_each_task_has_its_answers(ask: Call) -> None:
+    images = [bytes([index, 255, 0, 216]) * (1 + index % 3) for index in range(20)]
+    contexts = ["é" * index + "where it is" for index in range(20)]
+    two = [Entity("simple", "Anna", 0.75, 4, 8), Entity("simple", "Bob", 0.75, 13, 16)]
+    passages = ["q" * (index * 7 % 20) for index in range(20)]
+    ranked = [Ranked(index, index * 7 % 20) for index in range(20)]
+    cases: list[tuple[str, str, tuple[Any, ...], dict[str, Any], list[Any]]] = [
+        ("classifier", "classify", (TEXTS,), {"top_k": 3}, [choices(t.encode(), 3) for t in TEXTS]),
+        ("classifier", "classify", ([b"bytes"],), {}, [choices(b"bytes", 1)]),
+        ("seer", "classify_images", (images,), {"top_k": 2}, [choices(i, 2) for i in images]),
+        (
+            *("filler", "fill_mask", (["é [MASK]"],), {"top_k": 2}),
+            [[Choice("é [MASK]0", 1.0), Choice("é [MASK]1", 0.5)]],
+        ),
+        ("tagger", "entities", (["no one", "für Anna and Bob"] * 5,), {}, [[], two] * 5),
+        (
+            *("tagger", "entities", (["Anna"],), {"aggregation": "first"}),
+            [[Entity("first", "Anna", 0.75, 0, 4)]],
+        ),
+        (
+            *("reader", "answer", (["where"] * 20, contexts), {"max_answer_tokens": 5}),
+            [Answer("where", 0.25, index, index + 5) for index in range(20)],
+        ),
+        (
+            *("reader", "answer", (["x"], ["where"]), {"impossible_answer": True}),
+            [Answer("", 0.875, 0, 0)],
+        ),
+        ("reranker", "rerank_each", ("q", passages), {}, ranked),
+        ("reranker", "rerank", ("q", passages), {}, sorted(ranked, key=lambda one: -one.score)),
+        ("reranker", "rerank", ("q", ["no", "none"]), {}, [Ranked(0, 0.0), Ranked(1, 0.0)]),
+    ]
+    for pipeline, method, arguments, options, expected_answers in cases:
+        found = ask(pipeline, method, *arguments, **options)
+        assert found == expected_answers, method
+    (((choice,),), (entity,)) = (
+        ask("classifier", "classify", ["a"]),
+        ask("tagger", "entities", ["Nobody"]),
+    )
+    assert (type(choice.label), type(choice.score)) == (str, float)
+    assert math.isnan(entity[0].score)
+    for pipeline, method, arguments, message in (
+        ("reader", "answer", (["a", "b"], ["c"]), "Given: `text` 2, `text_pair` 1"),
+        ("reranker", "rerank", ("q", "one passage"), "`text_pair` must be a list"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            ask(pipeline, method, *arguments)
+
+
+def test_classify_zero_shot(ask: Call) -> None:
+    labels = ["Zürich, die Stadt", 'a "quote"', "c"]
+    results = ask("classifier", "classify_zero_shot", TEXTS, labels)
+    assert [[choice.label for choice in choices] for choices in results] == [labels] * 30
+    assert results[7][0].score == pytest.approx(1 / 3)
+    (asked,) = ask(
+        *("classifier", "classify_zero_shot", ["a"], labels),
+        multi_label=True,
+        hypothesis_template="About {}.",
+    )
+    assert asked == [Choice(f"About {label}.", 1.0) for label in labels]
+    for wrong in ("billing", [1, 2]):
+        with pytest.raises(InvalidRequestError, match="`candidate_labels` must be a list of str"):
+            ask("classifier", "classify_zero_shot", ["a"], wrong)
+    surrogate = r"parameter candidate_labels.*lone surrogate U\+D800"
+    with pytest.raises(InvalidRequestError, match=surrogate):
+        ask("classifier", "classify_zero_shot", ["a"], ["\ud800"])
+
+
+def test_embed_in_every_encoding(ask: Call) -> None:
+    whole = np.stack([numbers(text) for text in TEXTS])
+    for encoding, dtype, wanted in (
+        ("float", np.float32, whole),
+        ("int8", np.int8, whole - 128),
+        ("binary", np.int8, whole[:, :1] // 2),
+        (None, np.int8, whole - 128),  # this pipeline's own
+    ):
+        vectors = ask("embedder", "embed", TEXTS, encoding=encoding)
+        assert vectors.dtype == dtype
+        np.testing.assert_array_equal(vectors, wanted.astype(dtype))
+        each = ask("embedder", "embed_each", TEXTS[:3], encoding=encoding)
+        np.testing.assert_array_equal(np.stack(each), wanted[:3].astype(dtype))
+        assert ask("embedder", "embed", [], encoding=encoding).shape == (0, vectors.shape[1])
+        assert ask("embedder", "embed_each", [], encoding=encoding) == []
+    with pytest.raises(InvalidRequestError, match=r"the output `embedding_int8`.*Given: embedding"):
+        ask("toy", "embed", ["a"], encoding="int8")
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "method", "arguments"),
+    [
+        ("classifier", "classify", ([],)),
+        ("seer", "classify_images", ([],)),
+        ("classifier", "classify_zero_shot", ([], ["label"])),
+        ("filler", "fill_mask", ([],)),
+        ("tagger", "entities", ([],)),
+        ("reader", "answer", ([], [])),
+        ("reranker", "rerank", ("query", [])),
+    ],
+)
+def test_each_loses_only_the_bad_rows(
+    ask: Call, pipeline: str, method: str, arguments: tuple[Any, ...]
+) -> None:
+    def with_rows(rows: list[Any]) -> tuple[Any, ...]:
+        return tuple(rows if each == [] else each for each in arguments)
+
+    good = [b"good %d" % index for index in range(12)]
+    bad = [*good[:3], b"refuse", *good[3:], 7]
+    results = ask(pipeline, f"{method}_each", *with_rows(bad))
+    refused = {row: r.row for row, r in enumerate(results) if isinstance(r, InvalidRequestError)}
+    assert refused == {3: 3, 13: 13}
+    kept = [result for result in results if not isinstance(result, InvalidRequestError)]
+    if method == "rerank":
+        assert [ranked.index for ranked in kept] == [0, 1, 2, *range(4, 13)]
+    else:
+        alone = ask(pipeline, f"{method}_each", *with_rows(good))
+        assert kept == alone == ask(pipeline, method, *with_rows(good))
+    with pytest.raises(InvalidRequestError, match=r"row 13: .*must be str or bytes"):
+        ask(pipeline, method, *with_rows(bad))
+    with pytest.raises(InvalidRequestError, match="row 3: `text` must not be refused"):
+        ask(pipeline, method, *with_rows(bad[:-1]))
+    assert ask(pipeline, method, *arguments) == []
+
+
+def test_a_call_that_does_not_fit_the_task_says_what_the_pipeline_has(ask: Call) -> None:
+    arguments: tuple[Any, ...]
+    for pipeline, method, arguments, message in (
+        ("tagger", "classify", (["a"],), r"output `label`.*Given: entities\."),
+        ("reader", "classify", (["a"],), r"output `label`.*Given: answer, end, score, start"),
+        ("classifier", "entities", (["a"],), r"output `entities`.*Given: label, score"),
+        ("classifier", "fill_mask", (["a"],), r"output `token`.*Given: label, score"),
+        ("embedder", "answer", (["a"], ["b"]), r"output `answer`.*embedding, embedding_int8"),
+        ("tagger", "embed", (["a"],), r"output `embedding`.*Given: entities"),
+        ("toy", "rerank", ("a", ["b"]), r"output `score`.*Given: embedding\."),
+        ("classifier", "rerank", ("a", ["b"]), r"input `text`, `text_pair` for.*Given: text \(out"),
+        ("classifier", "classify_images", ([b"a", b"b"],), r"input `image` for.*Given: text \(out"),
+        # Refused for its row, which is not the mistake to tell.
+        ("tagger", "fill_mask", (["refuse"],), r"the output `token`.*Given: entities"),
+    ):
+        for name in (method, f"{method}_each")[: 1 if "refuse" in arguments[0] else 2]:
+            with pytest.raises(InvalidRequestError, match=message):
+                ask(pipeline, name, *arguments)
+    interface = ask("reader", "interface")
+    assert interface.inputs == ("text", "text_pair")
+    assert interface.outputs["answer"][1] == (1,)
+    assert (interface.steps, interface.max_batch_size) == (("play",), 8)
+
+
+def test_both_clients_have_every_typed_call_with_the_same_words() -> None:
+    assert len(TYPED) == 8
+    for name in (*TYPED, *(f"{name}_each" for name in TYPED)):
+        ours, twin = getattr(Client, name), getattr(AsyncClient, name)
+        assert inspect.signature(ours) == inspect.signature(twin)
+        assert ours.__doc__ == twin.__doc__
+        assert (ours.__qualname__, twin.__qualname__) == (f"Client.{name}", f"AsyncClient.{name}")
+        assert inspect.iscoroutinefunction(twin)
+        assert "timeout_s" in inspect.signature(ours).parameters
+
+
+def test_arguments_have_the_names_of_transformers_and_the_former_ones() -> None:
+    new: dict[str, Any] = {"max_answer_len": 3, "handle_impossible_answer": False}
+    old: dict[str, Any] = {"max_answer_tokens": 3, "impossible_answer": False}
+    for one, other in (
+        (tasks.answer(["a"], ["b"], **new), tasks.answer(["a"], ["b"], **old)),
+        (
+            tasks.entities(["a"], aggregation_strategy="max"),
+            tasks.entities(["a"], aggregation="max"),
+        ),
+        (
+            tasks.classify_zero_shot(["a"], candidate_labels=["x"]),
+            tasks.classify_zero_shot(["a"], labels=["x"]),
+        ),
+    ):
+        assert one.parameters == other.parameters != {}

@@ -14,13 +14,7 @@ import pytest
 import tritonclient.grpc
 from typer.testing import CliRunner
 
-from client_toy import (
-    Call,
-    Toy,
-    expected_all,
-    opened,
-    wait_until,
-)
+from client_toy import Call, Toy, expected_all, opened, wait_until
 from triptych.base.errors import UserError
 from triptych.client import (
     CanceledError,
@@ -251,58 +245,42 @@ def test_retry_gives_up_after_its_attempts_or_before_the_deadline(call: Call) ->
 
 def test_each_mistake_has_a_class_and_a_remedy(call: Call, toy: Toy) -> None:
     no_rows = "must be a list with one element per row"
-    small = {"max_message_bytes": 2000}
-    cases: tuple[tuple[type[InferenceError], str, tuple[Any, ...], dict[str, Any]], ...] = (
-        (PipelineFailedError, "the step is broken", ("toy", "embed", ["break"]), {}),
-        (PipelineNotFoundError, "'nothing' is not found", ("nothing", "embed", ["a"]), {}),
-        (PipelineNotFoundError, "is not found", ("nothing", "embed", ["a", "b"]), {}),
-        (
-            InvalidRequestError,
-            "unexpected inference input 'body'",
-            ("toy", "infer", {"body": ["a", "b"]}),
-            {},
-        ),
-        (
-            InvalidRequestError,
-            r"`priority` has no effect.*serving\.priority",
-            ("toy", "infer", {"text": ["a text"]}),
-            {"parameters": {"priority": 1}},
-        ),
-        *(
+    small = {"options": {"max_message_bytes": 2000}}
+    too_large = r"larger than max.*`max_message_bytes`"
+    http = "the server closes connections of gRPC.*the port of gRPC is 8001 by default"
+    pair = {"text": ["a", "b"], "text_pair": ["c"]}
+    urgent = {"parameters": {"priority": 1}}
+    cases: dict[type[InferenceError], list[tuple[str, tuple[Any, ...], dict[str, Any]]]] = {
+        PipelineFailedError: [("the step is broken", ("toy", "embed", ["break"]), {})],
+        PipelineNotFoundError: [
+            ("'nothing' is not found", ("nothing", "embed", ["a"]), {}),
+            ("is not found", ("nothing", "embed", ["a", "b"]), {}),
+        ],
+        ServerUnreachableError: [
+            (http, ("toy", "embed", ["a"]), {"options": {"url": toy.http_url}})
+        ],
+        InvalidRequestError: [
+            ("unexpected inference input 'body'", ("toy", "infer", {"body": ["a", "b"]}), {}),
             (
-                InvalidRequestError,
-                r"larger than max.*`max_message_bytes`",
-                ("toy", "embed", ["x" * 3000] * rows),
-                {"options": small},
-            )
-            for rows in (1, 5)
-        ),
-        (
-            ServerUnreachableError,
-            "the server closes connections of gRPC.*the port of gRPC is 8001 by default",
-            ("toy", "embed", ["a"]),
-            {"options": {"url": toy.http_url}},
-        ),
-        (InvalidRequestError, f"`text` {no_rows}", ("toy", "embed", "one text"), {}),
-        (InvalidRequestError, f"`text` {no_rows}", ("toy", "embed_each", None), {}),
-        (InvalidRequestError, f"`text` {no_rows}", ("toy", "classify", 5), {}),
-        (InvalidRequestError, f"`body` {no_rows}", ("toy", "infer", {"body": ""}), {}),
-        (InvalidRequestError, "`inputs` must be a mapping", ("toy", "infer", ["a"]), {}),
-        (InvalidRequestError, "Given: no input", ("pair", "infer", {}), {}),
-        (
-            InvalidRequestError,
-            "Given: `text` 2, `text_pair` 1",
-            ("pair", "infer", {"text": ["a", "b"], "text_pair": ["c"]}),
-            {},
-        ),
-        (
-            InvalidRequestError,
-            "The parameter `dimensions` must be",
-            ("toy", "embed", ["a"]),
-            {"dimensions": [3]},
-        ),
-    )
-    for kind, message, words, options in cases:
+                r"`priority` has no effect.*serving\.priority",
+                ("toy", "infer", {"text": ["a"]}),
+                urgent,
+            ),
+            (too_large, ("toy", "embed", ["x" * 3000]), small),
+            (too_large, ("toy", "embed", ["x" * 3000] * 5), small),
+            (f"`text` {no_rows}", ("toy", "embed", "one text"), {}),
+            (f"`text` {no_rows}", ("toy", "embed_each", None), {}),
+            (f"`text` {no_rows}", ("toy", "classify", 5), {}),
+            (f"`body` {no_rows}", ("toy", "infer", {"body": ""}), {}),
+            ("`inputs` must be a mapping", ("toy", "infer", ["a"]), {}),
+            ("Given: no input", ("pair", "infer", {}), {}),
+            ("Given: `text` 2, `text_pair` 1", ("pair", "infer", pair), {}),
+            ("The parameter `dimensions` must be", ("toy", "embed", ["a"]), {"dimensions": [3]}),
+        ],
+    }
+    for kind, message, words, options in (
+        (kind, *case) for kind, listed in cases.items() for case in listed
+    ):
         with pytest.raises(kind, match=message) as caught:
             call(*words, **options)
         assert caught.value.row is None, words
@@ -322,24 +300,20 @@ def test_each_mistake_has_a_class_and_a_remedy(call: Call, toy: Toy) -> None:
     assert told in str(done.exception)
 
 
-def test_no_server_is_unreachable(call: Call) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
+def test_no_server_is_unreachable_and_a_silent_one_meets_the_deadline(call: Call) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        url = f"127.0.0.1:{other.getsockname()[1]}"
+        told = f"answered at {url}: nothing listens there. Start a server"
         for texts in (["a"], ["a", "b"]):
-            told = f"answered at 127.0.0.1:{port}: nothing listens there. Start a server"
             with pytest.raises(ServerUnreachableError, match=told):
-                call("toy", "embed", texts, options={"url": f"127.0.0.1:{port}"})
-
-
-def test_a_silent_server_meets_the_deadline(call: Call) -> None:
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        options = {"url": f"127.0.0.1:{silent.getsockname()[1]}"}
-        for texts, answered in ((["a"], "0 of 1 rows"), (["a", "b"], "0 of 2 rows")):
-            told = rf"deadline of 0\.3 s passed\. {answered} were answered\. Raise `timeout_s`"
+                call("toy", "embed", texts, options={"url": url})
+        other.listen()
+        for method, words, answered in (
+            ("embed", [["a"]], "0 of 1 rows were answered. "),
+            ("embed", [["a", "b"]], "0 of 2 rows were answered. "),
+            ("interface", [], ""),
+        ):
+            told = rf"deadline of 0\.3 s passed\. {answered}Raise `timeout_s`"
             with pytest.raises(DeadlineExceededError, match=told):
-                call("toy", "embed", texts, options=options, timeout_s=0.3)
-        with pytest.raises(DeadlineExceededError, match=r"deadline of 0\.3 s passed\. Raise"):
-            call("toy", "interface", options=options, timeout_s=0.3)
+                call("toy", method, *words, options={"url": url}, timeout_s=0.3)

@@ -168,19 +168,16 @@ class ToyChat:
     url: str
     repository: Path
 
-    def seen(self, containing: str) -> dict[str, Any] | None:
-        """What the toy wrote down of the request with this string; None until it has ended."""
+    def seen(self, containing: str) -> dict[str, Any]:
+        """What the toy wrote down of the request with this string; nothing until it has ended."""
         file = self.repository / "chat" / "seen.jsonl"
-        for line in file.read_text().splitlines() if file.exists() else ():
-            if containing in line and line.endswith("}"):
-                seen: dict[str, Any] = json.loads(line)
-                return seen
-        return None
+        lines = file.read_text().rpartition("\n")[0].splitlines() if file.exists() else ()
+        return next((json.loads(line) for line in lines if containing in line), {})
 
     def wait_seen(self, containing: str) -> dict[str, Any]:
         """The same, once it has ended."""
         wait_until(lambda: self.seen(containing), f"the end of {containing!r}")
-        return self.seen(containing) or {}
+        return self.seen(containing)
 
 
 pytestmark = pytest.mark.server
@@ -231,11 +228,11 @@ def ask(request: pytest.FixtureRequest, toy: ToyChat) -> Ask:
 
 def test_chunks_are_the_whole_in_pieces(ask: Ask, toy: ToyChat) -> None:
     chunks, whole = ask("generate", "to be or não 😀", logprobs=0)
-    assert [chunk.text for chunk in chunks] == ["to ", "be ", "or ", "não ", "😀"]
-    assert [chunk.token_ids for chunk in chunks] == [(0,), (1,), (2,), (3,), (4,)]
-    assert [chunk.index for chunk in chunks] == [0, 1, 2, 3, 4]
-    assert [chunk.finish_reason for chunk in chunks] == ["", "", "", "", "stop"]
-    assert [chunk.usage for chunk in chunks] == [None] * 4 + [Usage(5, 5)]
+    assert [(each.text, each.token_ids, each.index) for each in chunks] == [
+        (text, (number,), number) for number, text in enumerate(["to ", "be ", "or ", "não ", "😀"])
+    ]
+    ends = [(each.finish_reason, each.usage) for each in chunks]
+    assert ends == [("", None)] * 4 + [("stop", Usage(5, 5))]
     assert chunks[1].logprobs == ({"token_id": 1, "logprob": -1.0},)
     assert whole == Completion.join(chunks)
     assert toy.wait_seen("to be or n")["stream"] is True
@@ -256,23 +253,19 @@ def test_a_conversation_and_its_sampling_reach_the_pipeline(ask: Ask, toy: ToyCh
 
 def test_what_is_wrong_is_refused_in_words(ask: Ask) -> None:
     not_plain = [{"role": "user", "content": b"bytes"}]
-    words: tuple[Any, ...]
-    for words, options, kind, message in (
-        (
-            ("generate", "a"),
-            {"temperature": 9.0},
-            InvalidRequestError,
-            r"must be a number from 0 t",
-        ),
-        (("generate", ""), {}, InvalidRequestError, "must be given, and not both"),
-        (("generate", "\ud800"), {}, InvalidRequestError, "lone surrogate"),
-        (("chat", not_plain), {}, InvalidRequestError, "`messages` must be plain data"),
-        (("generate", "a"), {"pipeline": "nothing"}, PipelineNotFoundError, "not found"),
-        (("generate", "a b break c"), {}, PipelineFailedError, "it broke"),
-        (("generate", "a b a-gap c"), {}, PipelineFailedError, "Given: token 3 after 2"),
+    invalid, hot = InvalidRequestError, {"temperature": 9.0}
+    given: Any
+    for method, given, options, kind, message in (
+        ("generate", "a", hot, invalid, "must be a number from 0 t"),
+        ("generate", "", {}, invalid, "must be given, and not both"),
+        ("generate", "\ud800", {}, invalid, "lone surrogate"),
+        ("chat", not_plain, {}, invalid, "`messages` must be plain data"),
+        ("generate", "a", {"pipeline": "nothing"}, PipelineNotFoundError, "not found"),
+        ("generate", "a b break c", {}, PipelineFailedError, "it broke"),
+        ("generate", "a b a-gap c", {}, PipelineFailedError, "Given: token 3 after 2"),
     ):
         with pytest.raises(kind, match=message):
-            ask(*words, **options)
+            ask(method, given, **options)
 
 
 @pytest.mark.usefixtures("patient")
@@ -435,9 +428,8 @@ def test_many_run_at_once_from_one_client(toy: ToyChat) -> None:
         generations: list[Generation] = [client.generate(one) for one in prompts]
         firsts = [next(generation) for generation in generations]
         assert len(firsts) == 24  # all have begun before one has ended
-        texts = [
-            first.text + one.whole().text for first, one in zip(firsts, generations, strict=True)
-        ]
+        pairs = zip(firsts, generations, strict=True)
+        texts = [first.text + one.whole().text for first, one in pairs]
     assert texts == [one.strip() for one in prompts]
 
 
@@ -494,18 +486,12 @@ def test_a_file_of_prompts_and_conversations_gets_its_answers_beside(
     assert "4 of 200 rows" in done.output
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["n"] for row in found] == list(range(200))
-    assert found[0] == {
-        **rows[0],
-        "text_output": "to be or",
-        "finish_reason": "stop",
-        "prompt_tokens": 3,
-        "completion_tokens": 3,
-    }
+    whole = {"text_output": "to be or", "finish_reason": "stop"}
+    assert found[0] == {**rows[0], **whole, "prompt_tokens": 3, "completion_tokens": 3}
     assert (found[1]["text_output"], found[1]["finish_reason"]) == ("so they", "length")
-    for row, said in enumerate(
-        ("from 0 to 2", "it broke", "must be text. Given: 7", "not both"), 2
-    ):
-        assert said in found[row]["error"]
+    told = ("from 0 to 2", "it broke", "must be text. Given: 7", "not both")
+    for row, said in zip(found[2:6], told, strict=True):
+        assert said in row["error"]
     assert [row["text_output"] for row in found[6:]] == [f"row {n}" for n in range(6, 200)]
 
     file, out = tmp_path / "rows.csv", tmp_path / "out.csv"
@@ -519,6 +505,5 @@ def test_a_file_of_prompts_and_conversations_gets_its_answers_beside(
         assert said in str(CliRunner().invoke(app, [*words, *more]).exception)
     assert CliRunner().invoke(app, words).exception is None
     (one,) = csv.DictReader(out.read_text().splitlines())
-    assert [one[name] for name in ("question", "text_output", "completion_tokens")] == [
-        *("why so", "as is", "2")
-    ]
+    names = ("question", "text_output", "completion_tokens")
+    assert [one[name] for name in names] == ["why so", "as is", "2"]

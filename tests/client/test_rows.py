@@ -1,17 +1,33 @@
-"""Rows of `triptych infer`: from the words of the command line and files, and readable answers."""
+"""Rows of `triptych infer`, of the command line and of files, and what is written beside them."""
 
+import asyncio
+import csv
+import datetime
+import decimal
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from triptych.base.errors import UserError
-from triptych.client.rows import (
-    InputRow,
-    describe_answer,
-    parse_parameters,
-    read_input_rows,
+from triptych.client import PipelineConfig, PipelineFailedError
+from triptych.client.bulk.conversion import open_writer
+from triptych.client.bulk.formats import (
+    ERROR,
+    AnswerColumn,
+    RowChunk,
+    Table,
+    check_columns,
+    name_columns,
 )
+from triptych.client.bulk.jobs import BatchLock, BatchSizeTuner, TensorSender
+from triptych.client.bulk.run import Parts, open_table
+from triptych.client.rows import InputRow, describe_answer, parse_parameters, read_input_rows
 
 
 def inputs_of(questions: list[InputRow]) -> list[dict[str, Any]]:
@@ -116,3 +132,326 @@ def test_answers_are_shown_side_by_side() -> None:
     assert describe_answer({"embedding": [], "embedding_int8": [1, -2]}) == [
         "embedding_int8: [1, -2]"
     ]
+
+
+COLUMNS = [
+    AnswerColumn("label", "label", np.object_, (0,)),
+    AnswerColumn("score", "score", np.float32, (1,)),
+    AnswerColumn("entities", "entities"),
+    AnswerColumn("error", ERROR),
+]
+
+
+def answered(table: Table, out: Path, column: str, size: int = 2) -> list[Any]:
+    """Every row gets the same answer, but those that are none; the texts that were read."""
+    texts: list[Any] = []
+    parts, done, failed = Parts(out), 0, 0
+    scan = table.scan([column])
+    writer = open_writer(table, scan, out, COLUMNS, json_cells=False)
+    with parts.locked({}):
+        for chunk in table.chunks({"text": column}, size, 0):
+            assert chunk.first == done
+            done += chunk.count
+            texts += chunk.columns["text"]
+            faults = [chunk.faults.get(row) for row in range(chunk.count)]
+
+            def each(value: Any, faults: list[str | None] = faults) -> list[Any]:
+                return [None if fault else value for fault in faults]
+
+            answers = {"label": each(["ü", "b"]), "score": each(0.5), "entities": each([{"a": 1}])}
+            failed += len(chunk.faults)
+            encoded = writer.encode(chunk, COLUMNS, {**answers, ERROR: faults})
+            parts.add(chunk.first, chunk.count, 0, writer.pack([encoded]))
+        with parts.output() as file:
+            writer.join(parts.done().paths, COLUMNS if failed else COLUMNS[:-1], file)
+    assert not parts.folder.exists()
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("suffix", "separator", "end"),
+    [(".csv", ",", "\n"), (".csv", ";", "\r\n"), (".tsv", "\t", "\n")],
+)
+def test_cells_stay_as_they_are(tmp_path: Path, suffix: str, separator: str, end: str) -> None:
+    path, out = tmp_path / f"rows{suffix}", tmp_path / f"out{suffix}"
+    rows = [
+        ["007", f'a{separator} "quoted"\nline', "1.50"],
+        ["9" * 30, "", "null"],
+        ["x", "\u2028=1", "ÿ"],
+    ]
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.writer(file, delimiter=separator, lineterminator=end)
+        writer.writerows([["id", "body", "n"], *rows])
+    table = open_table(path, out)
+    assert tuple(table.scan(["body", "nope"])) == (3, {"body"}, ["id", "body", "n"])
+    assert answered(table, out, "body") == [row[1] for row in rows]
+    raw = out.read_bytes().decode()
+    assert raw.startswith(separator.join(["id", "body", "n", "label", "score"]))
+    assert raw.endswith(end)
+    with out.open(encoding="utf-8", newline="") as file:
+        header, *found = csv.reader(file, delimiter=separator)
+    assert header[3:] == ["label", "score", "entities"]  # without a failed row no column of errors
+    assert found == [[*row, '["ü", "b"]', "0.5", '[{"a": 1}]'] for row in rows]
+
+
+def test_a_row_of_another_width_fails_alone_and_keeps_its_cells(tmp_path: Path) -> None:
+    path, out = tmp_path / "rows.csv", tmp_path / "out.csv"
+    path.write_text("id,text\n1\n\n2,b\n3,c,d\n")
+    assert answered(open_table(path, out), out, "text") == [None, "b", None]
+    with out.open(newline="") as file:
+        _, short, whole, long = csv.reader(file)
+    assert short == ["1", "", "", "", "", "must have 2 cells, as the header. Given: 1"]
+    assert whole[:2] == ["2", "b"]
+    assert long[:2] == ["3", "c"]
+    assert long[5:] == ["must have 2 cells, as the header. Given: 3", "d"]
+
+
+def test_objects_keep_their_bytes(tmp_path: Path) -> None:
+    path, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        '{"id": 1e400, "text": "a", "x": 1.10, "big": ' + "9" * 40 + "}",
+        '{"text":"\\ud83d\\ude00"}',
+        "{}",
+    ]
+    path.write_text("\n\n".join([*lines, "no json", "[1]", '{"parameters": 7}']))
+    table = open_table(path, out)
+    assert table.scan(["text"]).rows == 6
+    assert answered(table, out, "text") == ["a", "😀", None, None, None, None]
+    found = out.read_text(encoding="utf-8").splitlines()
+    answer = '"label": ["ü", "b"], "score": 0.5, "entities": [{"a": 1}]}'
+    assert found[0] == f"{lines[0][:-1]}, {answer}"
+    assert found[1] == f"{lines[1][:-1]}, {answer}"
+    assert found[2] == f"{{{answer}"
+    assert json.loads(found[3])["line"] == "no json"
+    assert json.loads(found[4])["error"].startswith("must be a JSON object")
+    assert json.loads(found[5]) == {
+        "parameters": 7,
+        "error": "`parameters` must be an object. Given: 7",
+    }
+
+
+def test_parquet_columns_keep_their_types(tmp_path: Path) -> None:
+    path, out = tmp_path / "rows.parquet", tmp_path / "out.parquet"
+    table = pa.table(
+        {
+            "id": pa.array([decimal.Decimal(n) for n in range(5)]),
+            "when": [datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)] * 5,
+            "kind": pa.array(list("aabba")).dictionary_encode(),
+            "tree": [{"a": [1]}] * 5,
+            "text": ["a", None, "b", "c", "d"],
+        }
+    ).replace_schema_metadata({"mine": "kept"})
+    pq.write_table(table, path, row_group_size=3)
+    assert answered(open_table(path, out), out, "text") == ["a", None, "b", "c", "d"]
+    found = pq.read_table(out)
+    assert found.select(table.column_names).equals(table)
+    assert found.schema.metadata[b"mine"] == b"kept"
+    assert found.schema.field("label").type == pa.list_(pa.string())
+    assert found["score"].to_pylist() == [0.5] * 5
+    assert found.schema.field("score").type == pa.float32()
+    assert found["entities"][0].as_py() == '[{"a": 1}]'
+    rest = list(open_table(path, tmp_path / "x.parquet").chunks({"text": "text"}, 2, 3))
+    assert [value for chunk in rest for value in chunk.columns["text"]] == ["c", "d"]
+    assert rest[0].first == 3
+
+
+def test_a_file_that_is_none_is_a_mistake(tmp_path: Path) -> None:
+    for name, content, said in (
+        ("a.csv", b"", "must begin with a header of unique"),
+        ("b.csv", b"a,a\n", "twice: a"),
+        ("c.csv", b'text\n"a\nb\n', "c.csv:3"),
+        ("d.csv", b"te\xfft\na\n", "byte 0xff at position 2"),
+        ("f.parquet", b"PAR1", "must be a parquet file"),
+        ("g.csv", b"PK\x03\x04rest", "such as .xlsx"),
+        ("h.jsonl", "{}".encode("utf-16"), "Add --encoding utf-16"),
+        ("i.jsonl", b"PAR1", "Give it the extension .parquet"),
+        ("j.jsonl", b"{}\0", "bytes of value 0"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            open_table(tmp_path / name, tmp_path / f"out{name[1:]}").scan([])
+        assert said in caught.value.message, name
+    with pytest.raises(UserError, match=r"must end with .*\.parquet or \.npy"):
+        open_table(tmp_path / "rows.csv", tmp_path / "out.txt")
+    with pytest.raises(UserError, match="name of an encoding"):
+        open_table(tmp_path / "rows.csv", tmp_path / "out.csv", encoding="klingon")
+    with pytest.raises(UserError, match="readable"):
+        open_table(tmp_path / "nowhere.csv", tmp_path / "out.csv")
+    (tmp_path / "rows.csv").write_text("id,texts\n1,a\n")
+    scan = open_table(tmp_path / "rows.csv", tmp_path / "out.csv").scan(["text"])
+    with pytest.raises(
+        UserError, match=r"Did you mean `texts`\? Give the column with --text-column"
+    ):
+        check_columns({"text": "text"}, scan, tmp_path / "rows.csv")
+
+
+def test_a_row_of_other_bytes_fails_alone_and_keeps_them(tmp_path: Path) -> None:
+    for suffix, content in (
+        (".csv", b"id,text\n1,a\n2,b\xff\n3,\xc3\xbc\n"),
+        (".jsonl", b'{"text": "a"}\n\n{"text": "b\xff"}\n{"text": "\xc3\xbc"}\n'),
+        (".txt", b"a\nb\xff\n\xc3\xbc\n"),
+    ):
+        path = tmp_path / f"rows{suffix}"
+        out = tmp_path / f"out{'.jsonl' if suffix == '.txt' else suffix}"
+        path.write_bytes(content)
+        assert answered(open_table(path, out), out, "text") == ["a", None, "ü"]
+        found = out.read_text(encoding="utf-8").splitlines()
+        (broken,) = [line for line in found if "udcff" in line]
+        assert "must be text in utf-8. Given: byte 0xff at position" in broken
+        assert sum("0.5" in line for line in found) == 2
+        out.unlink()
+        latin = open_table(path, out, encoding="latin-1")
+        assert answered(latin, out, "text") == ["a", "bÿ", "Ã¼"]
+        assert "bÿ" in out.read_text(encoding="utf-8")
+        out.unlink()
+
+
+def test_rows_are_written_in_another_format(tmp_path: Path) -> None:
+    files = {kind: tmp_path / f"rows.{kind}" for kind in ("csv", "jsonl", "parquet", "txt")}
+    files["csv"].write_text("id;text\n007;a\n;ü\n", encoding="utf-8")
+    lines = '{"id": 7, "text": "a", "tags": ["x"]}\n{"text": "ü"}\n'
+    files["jsonl"].write_text(lines, encoding="utf-8")
+    table = pa.table({"id": [7, None], "text": ["a", "ü"], "image": [b"\xff", None]})
+    pq.write_table(table, files["parquet"])
+    files["txt"].write_text("a,b\n\n{}\n")
+
+    def written(source: str, suffix: str, texts: list[str]) -> list[dict[str, Any]]:
+        out = tmp_path / f"{source}.{suffix}"
+        assert answered(open_table(files[source], out), out, "text") == texts
+        if suffix == "parquet":
+            return list(pq.read_table(out).to_pylist())
+        with out.open(encoding="utf-8", newline="") as file:
+            if suffix == "jsonl":
+                return [json.loads(line) for line in file]
+            return list(csv.DictReader(file, delimiter="\t"))
+
+    first, second = written("csv", "parquet", ["a", "ü"])
+    assert (first["id"], second["id"], first["label"]) == ("007", "", ["ü", "b"])
+    assert "error" not in first
+    rows = written("jsonl", "parquet", ["a", "ü"])
+    assert [(row["id"], row["tags"]) for row in rows] == [("7", '["x"]'), (None, None)]
+    first, second = written("parquet", "jsonl", ["a", "ü"])
+    assert (first["image"], second["id"], second["score"]) == ("/w==", None, 0.5)
+    rows = written("txt", "jsonl", ["a,b", "", "{}"])
+    assert [(row["text"], row["score"]) for row in rows] == [("a,b", 0.5), ("", 0.5), ("{}", 0.5)]
+    answer = {"label": '["ü", "b"]', "score": "0.5", "entities": '[{"a": 1}]'}
+    empty = {"id": "", "text": "ü"}
+    for source, own in (
+        ("csv", ({"id": "007", "text": "a"}, empty)),
+        ("jsonl", ({"id": "7", "text": "a", "tags": '["x"]'}, {**empty, "tags": ""})),
+        ("parquet", ({"id": "7", "text": "a", "image": "/w=="}, {**empty, "image": ""})),
+    ):
+        assert written(source, "tsv", ["a", "ü"]) == [{**row, **answer} for row in own]
+
+
+def test_vectors_are_one_array(tmp_path: Path) -> None:
+    path, out = tmp_path / "rows.txt", tmp_path / "out.npy"
+    path.write_text("a\nb\nc\n")
+    vector = AnswerColumn("embedding", "embedding", np.float32, (0,))
+    table = open_table(path, out)
+    scan = table.scan([])
+    writer = open_writer(table, scan, out, [vector], json_cells=False)
+    answers: list[list[Any]] = [[None], [[1.0, 2.0]], [[3.0, 4.0]]]
+    for number, answer in enumerate(answers):
+        chunk = RowChunk(number, 1, {}, ["a"])
+        part = writer.pack([writer.encode(chunk, [vector], {"embedding": answer})])
+        (tmp_path / f"{number}").write_bytes(part)
+    with out.open("wb") as file:
+        writer.join([tmp_path / f"{number}" for number in range(3)], [vector], file)
+    found = np.load(out)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.array([[np.nan] * 2, [1, 2], [3, 4]], np.float32))
+    with pytest.raises(UserError, match="has not exactly one output of vectors"):
+        open_writer(
+            table, scan, out, [AnswerColumn("score", "score", np.float32)], json_cells=False
+        )
+    with pytest.raises(UserError, match=r"out\.parquet or out\.npy, or add --json-cells"):
+        open_writer(table, scan, tmp_path / "out.csv", [vector], json_cells=False)
+
+
+def test_answers_take_no_column_of_the_file() -> None:
+    names = [column.name for column in name_columns("p", COLUMNS, frozenset({"label", "error"}))]
+    assert names == ["p.label", "score", "entities", "p.error"]
+    with pytest.raises(UserError, match=r"`score` and `p\.score`"):
+        name_columns("p", COLUMNS, frozenset({"score", "p.score"}))
+
+
+def test_parts_are_of_one_run_and_no_row_is_in_two(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "out.csv")
+    with parts.locked({"file": ["a", 1], "columns": {}}):
+        parts.add(0, 3, 1, b"a")
+        parts.add(3, 2, 0, b"b")
+        parts.add(9, 1, 1, b"lost: what came before it is not there")
+        with pytest.raises(UserError, match="another run"), Parts(tmp_path / "out.csv").locked({}):
+            pass
+    with parts.locked({"file": ["a", 1], "columns": {}}):
+        assert [path.read_bytes() for path in parts.done().paths] == [b"a", b"b"]
+        assert parts.done()[:2] == (5, 1)
+    with pytest.raises(UserError, match="other file than"), parts.locked({"file": ["b", 1]}):
+        pass
+    (tmp_path / "out.csv").touch()
+    with pytest.raises(UserError, match="already exists"), parts.locked({}):
+        pass
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link.csv.parts").symlink_to(tmp_path / "elsewhere")
+    linked = Parts(tmp_path / "link.csv")
+    with pytest.raises(UserError, match="is a symbolic link"), linked.locked({}):
+        pass
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
+def test_the_size_of_requests_is_that_of_the_best_trial() -> None:
+    batch_sizes, now, tried = BatchSizeTuner(32), 0.0, []
+    while batch_sizes.chosen is None:
+        sizes = [batch_sizes.start(now) for _ in range(3)]
+        assert batch_sizes.start(now) is None  # a trial is for itself
+        assert len(set(sizes)) == 1
+        tried.append(sizes[0])
+        now += {2: 3.0, 4: 1.0, 8: 2.0}[sizes[0] or 0] * (1 if len(tried) > 3 else 9)
+        for _ in range(3):
+            batch_sizes.end(100, now)
+    assert tried == [2, 4, 8, 2, 4, 8]
+    assert batch_sizes.chosen == batch_sizes.start(now) == 4
+    assert BatchSizeTuner(1).start(0.0) == 1
+
+
+class BrokenByOne:
+    """Stands for a client whose server runs all that is under way as one batch.
+
+    A text `break` fails the whole of it, as an exception in Triton's `execute` does.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: list[Sequence[str]] = []
+        self._broken: set[int] = set()
+
+    async def infer_each(
+        self, inputs: Mapping[str, Sequence[str]], **_: Any
+    ) -> list[dict[str, Any]]:
+        texts = inputs["text"]
+        self._under_way.append(texts)
+        if any("break" in each for each in self._under_way):
+            self._broken.update(map(id, self._under_way))
+        await asyncio.sleep(0.0005 * len(texts))
+        self._under_way.remove(texts)
+        if id(texts) in self._broken:
+            self._broken.discard(id(texts))
+            raise PipelineFailedError("the step is broken")
+        return [{"label": np.array([text.encode()], np.object_)} for text in texts]
+
+
+@pytest.mark.parametrize("bad", [{5}, {0, 1, 9, 31}])
+def test_a_row_that_breaks_a_step_fails_no_row_of_a_chunk_beside(bad: set[int]) -> None:
+    config = PipelineConfig(16, ("text",), {"label": (np.object_, (1,))}, ("step",))
+    client, lock = BrokenByOne(), BatchLock()
+    sender = TensorSender(client, config, lock, Path())  # type: ignore[arg-type]  # a fake
+    texts = ["break" if row in bad else f"t{row}" for row in range(32)]
+    chunks = [RowChunk(32 * at, 32, {"text": texts}, None) for at in range(3)]
+
+    async def send_all() -> list[Any]:
+        return await asyncio.gather(*map(sender.send, chunks))
+
+    for answers in asyncio.run(send_all()):
+        assert {row for row, error in enumerate(answers[ERROR]) if error} == bad
+        found = [label for row, label in enumerate(answers["label"]) if row not in bad]
+        assert found == [text for text in texts if text != "break"]

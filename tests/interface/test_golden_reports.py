@@ -54,7 +54,7 @@ from triptych.interface.report.monitor import write_monitor_report, write_shadow
 from triptych.interface.report.tune import tune_page
 from triptych.operate.monitor.results import Timeline
 from triptych.operate.monitor.shadow_verdict import format_comparison
-from triptych.repository.records import Conversion, GateResult, PrecisionTrial, WorstRow
+from triptych.repository.records import Conversion, GateResult, WorstRow
 from triptych.serving.bench.comparison import compare_results
 from triptych.spec.slo import GenerationSlo, Slo
 
@@ -130,6 +130,8 @@ GATES: Mapping[str, GateResult] = {
         verdicts=(verdict("max_difference", 0.4, 0.05, passed=False),),
     ),
 }
+EQUAL = "1.03 times (0.94 to 1.13 with 95 % confidence) in 6 rounds"
+SILENT: dict[str, Any] = {"points": (point(8, **NOTHING_ANSWERED),), "rate": None, "cost": None}
 TUNED = {
     "usual": tuned(advice=("[red]more[/red]",)),
     "not met": tuned(met=False, slo_kind="not met", verdict="p99 <= 80 ms holds at no rate"),
@@ -137,24 +139,13 @@ TUNED = {
     "no promise": tuned(slo=Slo()),
     "no points": tuned(baseline=outcome(1, points=()), winner=outcome(1, points=()), trials=()),
     "errors only": tuned(
-        baseline=outcome(1, points=(point(8, **NOTHING_ANSWERED),), rate=None, cost=None),
-        winner=outcome(1, points=(point(8, **NOTHING_ANSWERED),), rate=None, cost=None),
+        **{side: outcome(1, **SILENT) for side in ("baseline", "winner")},
         trials=(trial(1, "failed", points=(point(4, **NOTHING_ANSWERED),), score=None),),
     ),
     "no difference": tuned(
-        trials=(
-            trial(
-                1,
-                "cannot tell",
-                score=112.0,
-                against=100.0,
-                says="1.03 times (0.94 to 1.13 with 95 % confidence) in 6 rounds",
-            ),
-        ),
-        met=False,
-        slo_kind="cannot tell",
-        baseline=outcome(0.9),
-        winner=outcome(0.9),
+        trials=(trial(1, "cannot tell", score=112.0, against=100.0, says=EQUAL),),
+        **{"met": False, "slo_kind": "cannot tell"},
+        **{side: outcome(0.9) for side in ("baseline", "winner")},
     ),
     "zero scores": tuned(trials=(trial(1, "worse", score=0.0, against=0.0),)),
     "streamed": tuned(
@@ -167,15 +158,9 @@ TUNED = {
         trials=(trial(1, "better", points=found(slow=1.0).points, score=8.0, against=2.0),),
     ),
 }
-DATA_PAGES = (
-    "usual",
-    "streamed",
-    "errors only",
-    "no details",
-    "open only",
-    "broken promise",
-    "a GPU",
-)
+DATA_PAGES = {
+    *("usual", "streamed", "errors only", "no details", "open only", "broken promise", "a GPU")
+}
 """Loads whose whole pages are on record; of the others the text is."""
 
 
@@ -204,12 +189,9 @@ def test_pages_are_as_on_record_stand_alone_and_are_drawn_within_their_plots(
     first, last = (replace(look(), at=at_s) for at_s in (1e9, 1e9 + 3600))
     timeline = Timeline().after(first, ["f1"]).after(last, ["f2"])
     pages = {
-        **{f"gate-{name.replace(' ', '-')}": gate_page(gate) for name, gate in GATES.items()},
-        **{
-            f"bench-{name.replace(' ', '-')}": bench_report.page(load)
-            for name, load in loads.items()
-        },
-        **{f"tune-{name.replace(' ', '-')}": tune_page(result) for name, result in TUNED.items()},
+        **{f"gate-{name}": gate_page(gate) for name, gate in GATES.items()},
+        **{f"bench-{name}": bench_report.page(load) for name, load in loads.items()},
+        **{f"tune-{name}": tune_page(result) for name, result in TUNED.items()},
         "shadow": write_shadow_report(replayed(), tmp_path).read_text(encoding="utf-8"),
         "monitor": write_monitor_report(last, timeline, tmp_path).read_text(encoding="utf-8"),
     }
@@ -218,7 +200,7 @@ def test_pages_are_as_on_record_stand_alone_and_are_drawn_within_their_plots(
         page = Page(source)
         assert_finite_drawing(page)
         assert not re.search(r"\b(nan|inf|None)\b", page.text), name
-    whole = {"shadow", "monitor", *(f"bench-{name.replace(' ', '-')}" for name in DATA_PAGES)}
+    whole = {"shadow", "monitor", *(f"bench-{name}" for name in DATA_PAGES)}
     whole |= {"gate-usual", "gate-failed", "gate-fp16", "tune-usual", "tune-streamed"}
     bodies = {
         f"{name}.html": page_body(source, drawings=name in whole) for name, source in pages.items()
@@ -259,11 +241,8 @@ def test_tables_are_as_on_record_and_fit_a_terminal(rewrite: bool) -> None:
     }
     assert texts["build-nothing"] == ""
     assert "nan" not in "".join(text for name, text in texts.items() if "failed" not in name)
-    assert_recorded(
-        "tables",
-        {f"{name.replace(' ', '-')}.txt": text for name, text in texts.items()},
-        rewrite=rewrite,
-    )
+    files = {f"{name}.txt": text for name, text in texts.items()}
+    assert_recorded("tables", files, rewrite=rewrite)
 
 
 def hostile_gate(word: str) -> str:
@@ -339,31 +318,33 @@ def odd_gates() -> Iterator[GateResult]:
         verdicts = (verdict("max_difference", 0.1, limit),)
         yield gate_of(row_differences=values, verdicts=verdicts)
     floats = [name for name, value in asdict(LABELED).items() if isinstance(value, float)]
-    labeled: tuple[dict[str, Any], ...] = (
+    for changes in (
         {"difference": 0.0, "low": 0.0, "high": 0.0, "max_drop": 0.0},
         {"difference": 0.5, "low": 0.4, "high": 0.6, "max_drop": 0.0},
         {"difference": -1e-12, "low": -1.0, "high": 1.0},
         {"low": NAN},
         dict.fromkeys(floats, NAN),
+    ):
+        labeled: Any = changes
+        yield gate_of(labeled=replace(LABELED, **labeled))
+    odd: Any = (
+        {},
+        {"one": 0.0},
+        {"one": 3.0},
+        {"one": NAN, "two": 1e299},
+        {"one": -7.0, "two": 7.0},
     )
-    for changes in labeled:
-        yield gate_of(labeled=replace(LABELED, **changes))
-    ranges: tuple[dict[str, float], ...] = (
-        {}, {"one": 0.0}, {"one": 3.0}, {"one": NAN, "two": 1e299}, {"one": -7.0, "two": 7.0},
-    )  # fmt: skip
-    for each in ranges:
-        conversion = replace(CONVERSION, ranges=each, excluded_layers=("one",), reasons={})
-        for precision in ("fp16", "int8"):
-            yield gate_of(precision=precision, conversion=conversion)
-    candidates: tuple[tuple[PrecisionTrial, ...], ...] = (
+    for ranges, precision in product(odd, ("fp16", "int8")):
+        conversion = replace(CONVERSION, ranges=ranges, excluded_layers=("one",), reasons={})
+        yield gate_of(precision=precision, conversion=conversion)
+    for some in (
         (candidate("fp32", "chosen"),),
         (candidate("fp32", "chosen", throughput_per_s=0.0),),
         (NOTHING_KNOWN,),
         (NOTHING_KNOWN, candidate("int8", "chosen"), candidate("int8", "passed")),
         (candidate("int8", "chosen", verdicts={"batch_sensitivity": 0.0}),),
         (candidate("a", "failed", verdicts={"mean_cosine": -1.0}, throughput_per_s=1e299),),
-    )
-    for some in candidates:
+    ):
         yield gate_of(candidates=some, conversion=None, labeled=None)
 
 

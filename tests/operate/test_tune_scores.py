@@ -1,21 +1,32 @@
-"""Tuning's numbers: the score of a setting, and whether one is better than another."""
+"""Tuning's numbers: scores and their comparison, settings that are tried, and the capacity."""
 
+import json
 import random
 from collections import Counter
-from collections.abc import Callable
+from dataclasses import replace
 from math import exp
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from load_samples import bench
+from triptych.base.errors import UserError
+from triptych.interface.report.bench import write_bench_report
+from triptych.operate.tune.fields import FIELDS, Observation, Proposal
 from triptych.operate.tune.objective import CLIENTS, LoadFailed, ThroughputObjective
+from triptych.operate.tune.proposal import MeasuredLoad, estimate_capacity, read_measured_load
 from triptych.operate.tune.results import LOOKS, compare_scores, format_scores
 from triptych.serving.bench.results import Measurement
 from triptych.spec.slo import Slo
-from tune_cases import measurement
+from triptych.spec.spec import PipelineSpec
+from triptych.spec.tuned import TUNABLE
+from tune_cases import SEARCH, evidence, measurement, point, step
 
 TRIALS = 400
 MAX_ERRORS = 29
 """Number of wrong verdicts that 5 % of `TRIALS` exceed with a probability of 2 %."""
+MEASURED = MeasuredLoad.of((), SEARCH, Slo())
 
 
 def test_a_clear_gain_or_loss_takes_three_rounds_and_noise_more() -> None:
@@ -36,28 +47,23 @@ def test_a_clear_gain_or_loss_takes_three_rounds_and_noise_more() -> None:
     assert format_scores([(100, 90)]) == "0.900 times in 1 round"
 
 
-@pytest.mark.parametrize("noise", [0.01, 0.04, 0.1, 0.3])
-def test_an_equal_setting_is_seldom_called_better_or_worse(noise: float) -> None:
-    found = judged(100, noise)
-    assert found["better"] <= MAX_ERRORS, found
-    assert found["worse"] <= MAX_ERRORS, found
-    if noise > 0.2:
-        assert found["cannot tell"] > 0.8 * TRIALS, found
-    if noise < 0.02:
-        assert found["no difference"] > 0.8 * TRIALS, found
-
-
-@pytest.mark.parametrize("noise", [0.01, 0.04, 0.1])
-def test_a_gain_of_a_tenth_is_mostly_found_and_seldom_called_a_loss(noise: float) -> None:
-    found = judged(110, noise)
-    assert found["worse"] <= MAX_ERRORS, found
-    if noise < 0.05:
-        assert found["better"] > 0.8 * TRIALS, found
-    assert judged(90, noise)["better"] <= MAX_ERRORS
-
-
-def judged(other: float, noise: float) -> Counter[str]:
-    """Return the verdicts on trials of a setting that scores `other` where the present has 100."""
+@pytest.mark.parametrize(
+    ("other", "noise", "wrong", "right"),
+    [
+        (100, 0.01, ("better", "worse"), "no difference"),
+        (100, 0.04, ("better", "worse"), ""),
+        (100, 0.1, ("better", "worse"), ""),
+        (100, 0.3, ("better", "worse"), "cannot tell"),
+        (110, 0.01, ("worse",), "better"),
+        (110, 0.04, ("worse",), "better"),
+        (110, 0.1, ("worse",), ""),
+        (90, 0.1, ("better",), ""),
+    ],
+)
+def test_a_verdict_is_seldom_wrong(
+    other: float, noise: float, wrong: tuple[str, ...], right: str
+) -> None:
+    """On trials of a setting that scores `other` where the present one has 100."""
     rng, found = random.Random(1), Counter[str]()
     for _ in range(TRIALS):
         rounds: list[tuple[float, float]] = []
@@ -66,35 +72,28 @@ def judged(other: float, noise: float) -> Counter[str]:
             rounds.append((100 * exp(rng.gauss(0, noise)), other * exp(rng.gauss(0, noise))))
             verdict = compare_scores(rounds)
         found[verdict] += 1
-    return found
+    assert max(found[each] for each in wrong) <= MAX_ERRORS, found
+    assert not right or found[right] > 0.8 * TRIALS, found
 
 
-def curve(knee: float) -> Callable[[int], Measurement]:
-    """A server that saturates at 200/s, whose p99 is 10 ms up to `knee` clients, then grows."""
-
-    def at(clients: int) -> Measurement:
-        rate = min(200.0, 25.0 * clients)
-        return measurement(rate, p99_us=10e3 * max(1.0, clients / knee))
-
-    return at
+def curve(clients: int) -> Measurement:
+    """A server that saturates at 200/s, whose p99 is 10 ms up to 4 clients, then grows."""
+    return measurement(min(200.0, 25.0 * clients), p99_us=10e3 * max(1.0, clients / 4))
 
 
-def test_the_latency_score_is_the_same_wherever_it_begins() -> None:
+def test_a_score_is_the_same_wherever_it_begins() -> None:
     for start in (None, *CLIENTS[:6]):
-        scored = ThroughputObjective(Slo(p99_ms=15.0), clients=32).score(curve(4), start)
+        scored = ThroughputObjective(Slo(p99_ms=15.0), clients=32).score(curve, start)
         # p99 is 10 ms with 4 clients (100/s), 20 ms with 8 (200/s): 15 ms lies half way.
         assert scored.score == pytest.approx(150), start
         assert scored.start == 4, start
         assert len(scored.by_clients) <= 6, start
-    # It stays within what was measured.
-    always = ThroughputObjective(Slo(p99_ms=1e3), clients=32).score(curve(4))
-    assert (always.score, always.start) == (200, 32)
-    never = ThroughputObjective(Slo(p99_ms=5.0), clients=32).score(curve(4))
-    assert never.score == pytest.approx(25 / 2)  # a lone client takes twice the limit
-    assert never.start == 1
-
-
-def test_without_a_latency_the_score_is_the_throughput_of_the_highest_load() -> None:
+    # It stays within what was measured; a lone client takes twice the lower limit.
+    for p99_ms, score, start in ((1e3, 200, 32), (5.0, 25 / 2, 1)):
+        scored = ThroughputObjective(Slo(p99_ms=p99_ms), clients=32).score(curve)
+        assert scored.score == pytest.approx(score)
+        assert scored.start == start
+    # Without a latency it is the throughput of the highest load.
     scored = ThroughputObjective(Slo(throughput=1.0), clients=48).score(
         lambda clients: measurement(7.0 * clients)
     )
@@ -102,3 +101,99 @@ def test_without_a_latency_the_score_is_the_throughput_of_the_highest_load() -> 
     failed = measurement(0.0, errors={"queue full": 3})
     with pytest.raises(LoadFailed, match="3 x queue full"):
         ThroughputObjective(Slo(), clients=4).score(lambda _clients: failed)
+
+
+def found_for(key: str, given: Observation[Any]) -> Proposal:
+    return next(found for propose in FIELDS if (found := propose(given)).key == key)
+
+
+def test_every_field_that_is_tried_is_tunable() -> None:
+    keys = [propose(evidence()).key for propose in FIELDS]
+    assert set(keys) <= set(TUNABLE)
+    assert len(set(keys)) == len(FIELDS)
+    assert keys[0] == "serving.queue.max_delay_us"
+
+
+FULL = measurement(1.0, steps=(step("core", busy=1.0, batch=30),))
+FALLEN = evidence()
+FALLEN.plan.layout = "bucketed"  # as a build left it that could not pack
+DELAY = "serving.queue.max_delay_us"
+CASES: list[tuple[str, Observation[Any], tuple[Any, ...]]] = [
+    ("serving.instances.preprocess", evidence(), ()),  # it is idle
+    # Neither where batches fill by themselves nor beyond the SLO.
+    (DELAY, evidence(FULL), ()),
+    (DELAY, replace(evidence(), limits_us={"p99": 4e3}), ()),
+    (DELAY, replace(evidence(), limits_us={"p50": 9e9, "p99": 50e3}), (1000, 4000)),
+    # Only where batches reach the limit.
+    ("core.max_batch_size", evidence(), ()),
+    ("core.max_batch_size", evidence(FULL), (64, 128)),
+    # Fewer, on a CPU with several cores.
+    ("core.threads", evidence(device="gpu"), ()),
+    ("core.threads", evidence(cores=1), ()),
+    ("core.threads", evidence(cores=2), (1,)),
+    ("core.threads", evidence(cores=8), (4,)),
+    ("core.threads", evidence(cores=4, threads=2), (None,)),
+    ("core.layout", evidence(layout="packed"), ("bucketed",)),
+    ("core.layout", evidence(layout="auto"), ("bucketed",)),
+    ("core.layout", FALLEN, ()),
+]
+"""Field, what was seen, and the values that are tried."""
+
+
+def test_a_field_is_tried_where_what_was_seen_speaks_for_it() -> None:
+    for key, given, values in CASES:
+        assert found_for(key, given).values == values, (key, given)
+    busy = found_for("serving.instances.core", evidence())
+    assert (busy.values[0], "100%" in busy.reason) == (2, True)
+    waiting = evidence()
+    spec = waiting.plan.spec.model_dump()
+    spec["serving"]["queue"]["max_delay_us"] = 400
+    waiting.plan.spec = PipelineSpec.model_validate(spec)
+    found = found_for(DELAY, waiting)
+    assert (found.values, found.others) == ((0, 100), (800,))
+
+
+def test_more_work_stretches_rate_and_time() -> None:
+    assert MEASURED.core_share == pytest.approx(0.9)  # of the busy time
+    assert (MEASURED.highest_per_s, MEASURED.slo) == (200.0, SEARCH.slo)
+    busy = replace(MEASURED, core_share=1.0)
+    for measured, work, rate_per_s, highest_per_s, p99_us, holds in (
+        (MEASURED, 1.0, 100.0, 200.0, 20_000, True),
+        (MEASURED, 1.0, 201.0, 200.0, 53_000, False),
+        (MEASURED, 1.0, None, 200.0, None, None),
+        # As 100/s before, twice as long: 40 ms. The limit of 50 ms is met up to 25 ms: 116.7/s.
+        (busy, 2.0, 50.0, 116.67 / 2, 40_000, True),
+        (busy, 2.0, 60.0, 116.67 / 2, 52_000, False),
+        (busy, 2.0, 200.0, 116.67 / 2, None, False),
+        (busy, 100.0, 1.0, 0.0, 2_000_000, False),
+    ):
+        found = estimate_capacity(measured, work, rate_per_s)
+        assert (found.work, found.holds) == (work, holds), found
+        assert found.highest_per_s == pytest.approx(highest_per_s, rel=0.01), found
+        assert (found.p99_us or 0) == pytest.approx(p99_us or 0, rel=0.01), found
+
+
+def test_a_closed_loop_alone_gives_the_throughput() -> None:
+    measured = MeasuredLoad.of((point(80, 10), point(120, 30)), None, Slo(throughput=100.0))
+    found = estimate_capacity(measured, 2.0, None)
+    assert (found.highest_before_per_s, found.p99_us) == (120.0, None)
+    assert found.highest_per_s == pytest.approx(120 / 1.9)
+    assert estimate_capacity(measured, 2.0, 50.0).holds is False  # what is promised is more
+    assert estimate_capacity(replace(measured, slo=Slo()), 2.0, 50.0).holds is True
+    # A server that answered nothing has no latency.
+    broken = replace(SEARCH, points=(*SEARCH.points, point(400, float("nan"))))
+    assert len(MeasuredLoad.of((), broken, Slo()).points) == 4
+
+
+def test_the_last_report_tells_what_was_measured(tmp_path: Path) -> None:
+    assert read_measured_load(tmp_path) is None
+    result = bench()
+    write_bench_report(result, tmp_path / "bench")
+    found = MeasuredLoad.of(result.points, result.rate, result.slo, result.subject)
+    assert read_measured_load(tmp_path) == found
+    lengths, padding = result.subject.lengths, result.subject.padding
+    tokens = sum(length * rows for length, rows in lengths.items()) / sum(lengths.values())
+    assert found.row_tokens == pytest.approx(tokens / (1 - padding))
+    (tmp_path / "bench/bench.json").write_text(json.dumps({"points": 3}), encoding="utf-8")
+    with pytest.raises(UserError, match="must be a result of bench or tune"):
+        read_measured_load(tmp_path)

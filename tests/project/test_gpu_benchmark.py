@@ -1,165 +1,254 @@
-"""The GPU test's arithmetic on values: medians, budgets, targets, exit codes, the page."""
+"""The GPU test run: what it says where there is no GPU, and in whole over the fakes of one."""
 
+import json
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import count
-from math import inf
-from typing import Any
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
-from benchmarks.gpu import engine_speed, report, targets
-from benchmarks.gpu.engine_speed import Speed
-from benchmarks.gpu.feeds import EngineLoad
-from benchmarks.gpu.ledger import Budget, Ledger
-from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.report import ALL_MET, BAD, INCOMPLETE, GpuResults
-from benchmarks.gpu.served import Served
-from benchmarks.gpu.systems import Call, EngineSystem
-from triptych.base.tensors import TokenRow
+import numpy as np
+import pytest
 
-ROWS = [TokenRow(tuple(range(1, length + 1)), length) for length in (3, 9)]
-SINGLE = EngineLoad("batch 1, mixed lengths", 1, "mixed", ((ROWS[0],), (ROWS[1],)))
+import engine_cases
+import served_engines
+from benchmarks.gpu import engine_speed, engines, report, run, served, systems
+from benchmarks.gpu.ledger import Ledger
+from benchmarks.gpu.machine import PARTS, Machine, Substitutes, read_machine
+from benchmarks.gpu.pipelines import LAYOUTS, GpuModel
+from benchmarks.gpu.report import BAD, INCOMPLETE, GpuResults
+from conftest import ROOT
+from triptych.container.machine import find_gpus
+from triptych.core.engine.runner import EngineError
+from triptych.core.gate.runs import open_core
+from triptych.repository.config import CONFIG_FILE, print_config, read_config
+from triptych.serving.server import Server
 
-
-def quiet() -> Ledger:
-    return Ledger(lambda line: None)
-
-
-def speed(system: str, rows_per_s: float, *, batch: int = 1, lengths: str = "mixed") -> Speed:
-    load = f"batch {batch}, {lengths}"
-    return Speed("m", system, load, 3, rows_per_s, 1.0, 2.0, 0.5, 0.9, batch, lengths)
-
-
-def loop(clients: int, rate: float, p50: float, p99: float, offered: float | None = None) -> Speed:
-    figures = rate, rate, rate, p50, p99
-    return Speed("m", "m fp16", "closed", 3, *figures, clients=clients, offered_per_s=offered)
+pytestmark = pytest.mark.long  # all of it on fakes: loads, servers, every system
+FAKES = ("tensorrt", "cuda")
+NO_COMPILER = "it compiles for minutes"
 
 
-def served(rate: float = 800.0, p99: float = 3.0, layout: str = "bucketed") -> Served:
-    closed = (loop(1, 100.0, 1.0, 2.0), loop(64, rate, 5.0, 9.0))
-    return Served("m", "fp16", layout, closed, loop(0, 0.7 * rate, 1.5, p99, 0.7 * rate))
+@pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU here")
+def test_without_a_gpu_or_its_packages_it_says_so_and_exits_with_3() -> None:
+    def run_check(*options: str) -> subprocess.CompletedProcess[str]:
+        script = str(ROOT / "build_scripts/benchmarks/gpu")
+        command = [sys.executable, *options, script, "--check"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+    done = run_check()
+    assert done.returncode == INCOMPLETE, done.stderr
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line)
+    assert lines["GPU"] == "none"
+    for part in ("engines", "served"):
+        assert "no NVIDIA driver" in lines[part]
+    assert lines["graphs"].startswith("would run")
+    done = run_check("-S")
+    assert done.returncode == INCOMPLETE
+    assert "pip install" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
-SPEEDS = [
-    speed("engine fp16 packed", 300.0),
-    speed("engine fp16 bucketed, CUDA graphs", 400.0),
-    speed("engine fp16 bucketed, CUDA graphs", 1000.0, batch=32),
-    speed("engine fp16 bucketed, no graphs", 900.0, batch=32),
-    speed("engine int8 bucketed, CUDA graphs", 9e9),
-    speed("engine fp16 packed", 9e9, batch=32, lengths="equal"),
-    speed("torch eager fp32", 100.0),
-    speed("torch eager fp32", 9e9, batch=32),
-]
-
-
-def test_a_turn_takes_whole_passes_and_at_least_some_calls() -> None:
-    clock = count(0.0, 0.25)
-    done: list[str] = []
-    calls: list[Call] = [lambda: done.append("a"), lambda: done.append("b")]
-    turn = engine_speed.time_calls(calls, SINGLE, 2.6, lambda: next(clock))
-    assert turn == {"rate_per_s": 4.0, "p50_ms": 250.0, "p99_ms": 250.0}
-    assert done.count("a") == done.count("b") == 6
-    engine_speed.time_calls(calls, SINGLE, 0.0, lambda: next(clock))
-    assert len(done) == 12 + engine_speed.MIN_CALLS
+def change(options: Namespace, **changes: Any) -> Namespace:
+    return Namespace(**{**vars(options), **changes})
 
 
 def measure(
-    entries: list[EngineSystem], ledger: Ledger, seconds: float, budget: Budget
-) -> list[tuple[str, int]]:
-    """Return the systems that were measured, with their numbers of rounds."""
-    found = engine_speed.measure(
-        "m", entries, [SINGLE], rounds=3, seconds=seconds, budget=budget, ledger=ledger
+    options: Namespace, machine: Machine, substitutes: Substitutes | None = None
+) -> tuple[GpuResults, Ledger]:
+    """Return the results of a run and its ledger."""
+    ledger = Ledger(lambda line: None)
+    replaced = substitutes or Substitutes()
+    return run.run(options, machine, replaced, ledger, lambda so_far: None), ledger
+
+
+def without(machine: Machine, *parts: str) -> Machine:
+    """Return a machine that lacks parts of the test, too."""
+    return replace(machine, lacks={**machine.lacks, **dict.fromkeys(parts, "not this time")})
+
+
+def tiny_subject(model: Path) -> GpuModel:
+    return GpuModel("tiny", "tiny, RANDOM weights", True, lambda folder: str(model), 60)
+
+
+def serve_fakes(base: Path) -> Any:
+    """Return a substitute for `Server` that serves a copy whose engines run on the fakes."""
+    backends = served_engines.write_fakes(base / "backends")
+
+    def serve(repository: Path, *, models: list[str]) -> AbstractContextManager[Server]:
+        copy = base / "served" / models[0]
+        shutil.copytree(repository, copy)
+        core = copy / f"{models[0]}_core" / CONFIG_FILE
+        config = read_config(core)
+        for group in config.instance_group:  # Triton gives KIND_GPU only where it sees a GPU
+            group.kind = group.KIND_MODEL
+            del group.gpus[:]
+        core.write_text(print_config(config), encoding="utf-8")
+        return Server(copy, models=models, backend_directory=backends)
+
+    return serve
+
+
+class Done(NamedTuple):
+    """A run in whole."""
+
+    options: Namespace
+    machine: Machine
+    found: GpuResults
+    ledger: Ledger
+    output: Path
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Done]:
+    """All of it for a tiny model: PyTorch and ONNX Runtime on the CPU, the engines on the fakes."""
+    base = tmp_path_factory.mktemp("gpu")
+    options = change(
+        run.parse_options([]),
+        models=[tiny_subject(tiny_model)],
+        precisions=("fp16",),
+        rounds=2,
+        seconds=0.02,
+        served_seconds=1.0,
+        home=base / "home",
+        batches=(1, 8),
+        clients=(1, 4),
     )
-    return [(one.system, one.rounds) for one in found]
+    substitutes = Substitutes(device="cpu", provider="CPUExecutionProvider", fakes=FAKES)
+    with pytest.MonkeyPatch.context() as patch:
+        engine_cases.machine(patch, base, "10")
+        patch.setattr(served, "Server", serve_fakes(base))
+        machine = read_machine(substitutes)
+        machine = replace(machine, lacks={**machine.lacks, "torch.compile": NO_COMPILER})
+        ledger = Ledger(lambda line: None)
+        output = base / "gpu.json"
+
+        def write(so_far: GpuResults) -> None:
+            report.write(so_far, ledger, Namespace(output=output, title="Engines on a GPU"))
+
+        found = run.run(options, machine, substitutes, ledger, write)
+        yield Done(options, machine, found, ledger, output)
 
 
-def test_systems_take_turns_and_one_that_breaks_is_told_and_left_out() -> None:
-    order: list[str] = []
-
-    def system(name: str, *, breaks_at: float = inf) -> EngineSystem:
-        calls = count()
-
-        def call() -> None:
-            order.append(name)
-            if next(calls) >= breaks_at:
-                raise RuntimeError("out\nof memory")
-
-        return EngineSystem(name, lambda rows: call)
-
-    ledger = quiet()
-    entries = [system("a"), system("b"), system("c", breaks_at=4)]
-    assert measure(entries, ledger, 0.0, Budget(inf)) == [("a", 3), ("b", 3)]
-    assert [(one.what, one.reason) for one in ledger.failed] == [
-        ("m, c", "RuntimeError: out of memory")
+@pytest.mark.server
+def test_every_system_is_built_compared_timed_and_served_and_every_page_names_the_fakes(
+    done: Done,
+) -> None:
+    found, ledger = done.found, done.ledger
+    assert [one.plan.layout for one in found.built] == list(LAYOUTS)
+    for built in found.built:
+        assert built.engine is not None
+        assert built.engine["precision"] == "fp16"
+        assert built.parity is not None
+        assert built.parity["rows"] > 20
+        assert built.parity["failures"] == []
+    assert list(dict.fromkeys(one.system for one in found.speeds)) == [
+        "engine fp16 packed",
+        "engine fp16 bucketed, CUDA graphs",
+        "engine fp16 bucketed, no graphs",
+        "torch eager fp32",
+        "torch eager fp16",
+        "onnxruntime-gpu fp16",
     ]
-    turns = "".join(order)
-    assert turns.startswith("aaaabbbbcccc")  # both batches, twice: the warm-up
-    assert turns[12:] == "a" * 10 + "b" * 10 + "c" + "b" * 10 + "a" * 10 + "a" * 10 + "b" * 10
-
-
-def test_a_short_budget_names_what_it_drops() -> None:
-    ledger = quiet()
-    entries = [EngineSystem(name, lambda rows: lambda: None) for name in "abc"]
-    entries.insert(1, EngineSystem("compiled", lambda rows: lambda: None, warm_up_s=60.0))
-    assert measure(entries, ledger, 0.01, Budget(0.025, lambda: 0.0)) == [("a", 1), ("b", 1)]
-    assert [one.what for one in ledger.not_run] == ["m, compiled", "m, c"]
-    assert ledger.notes == ["m: 1 instead of 3 rounds: the time is short"]
-
-
-def test_targets_are_judged_by_their_figures() -> None:
-    cases: list[tuple[dict[str, Any], list[str]]] = [
-        ({}, ["met", "met", "met"]),
-        ({"torch eager fp32": 101.0}, ["missed", "met", "met"]),
-        ({"rate": 699.0}, ["met", "missed", "met"]),
-        ({"p99": 3.1}, ["met", "met", "missed"]),
-        ({"served": None}, ["met", "not run", "not run"]),
-        ({"layout": "packed"}, ["met", "missed", "met"]),
+    loads = {(one.system, one.batch_size, one.lengths) for one in found.speeds}
+    assert len(loads) == len(found.speeds) == 6 * 2 * 2
+    assert {one.rounds for one in found.speeds} == {2}
+    assert all(0 < one.p50_ms <= one.p99_ms for one in found.speeds)
+    assert [one.layout for one in found.served] == list(LAYOUTS)
+    for one in found.served:
+        assert [loop.clients for loop in one.closed] == [1, 4]
+        assert one.poisson.offered_per_s == pytest.approx(0.7 * one.top.rate_per_s)
+        assert one.poisson.p99_ms > 0
+    assert ledger.failed == []
+    assert [(one.what, one.reason) for one in ledger.not_run] == [
+        (f"torch.compile ({PARTS['torch.compile']})", NO_COMPILER),
+        ("tiny, onnxruntime-gpu fp32", "no bucketed fp32 graph was built"),
     ]
-    for changes, statuses in cases:
-        speeds = [
-            replace(one, rate_per_s=changes.get(one.system, one.rate_per_s))
-            if one.batch_size == 1
-            else one
-            for one in SPEEDS
-        ]
-        speeds.append(speed("engine fp16 packed", 1200.0, batch=8))
-        options = {key: changes[key] for key in ("rate", "p99", "layout") if key in changes}
-        every = [] if "served" in changes else [served(**options)]
-        found = [target.status for target in targets.judge("m", speeds, every)]
-        assert found == statuses, changes
-    # A load that was not answered misses the tail, whatever the latency of the rest.
-    slow = replace(served(), poisson=loop(0, 400.0, 0.1, 0.1, 560.0))
-    assert targets.judge("m", SPEEDS, [slow])[2].status == "missed"
-    for lacking in ("engine fp16", "torch eager fp32"):
-        speeds = [one for one in SPEEDS if not one.system.startswith(lacking)]
-        target = targets.judge("m", speeds, [])[0]
-        assert (target.status, lacking in target.figures) == ("not run", True)
+    assert {target.status for target in found.targets} <= {"met", "missed"}
+    assert report.exit_code(found, ledger) in (BAD, INCOMPLETE)
+    written = json.loads(done.output.read_text(encoding="utf-8"))["measurements"]
+    assert written["fakes"] == list(FAKES)
+    page = done.output.with_suffix(".md").read_text(encoding="utf-8")
+    assert f"FAKE: {', '.join(FAKES)}" in page
+    assert "- 0 failed, 2 not run." in page
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "---" not in line]
+    assert sum("FAKE " in row for row in rows) > 20
 
 
-def findings(*, fakes: tuple[str, ...] = (), finished: bool = True) -> GpuResults:
-    found = GpuResults(Machine({"GPU": "H"}, {}), fakes, finished)
-    found.speeds, found.served = list(SPEEDS), [served()]
-    found.targets = targets.judge("m", SPEEDS, [served()])
-    return found
+@pytest.mark.server
+def test_systems_compute_what_the_engine_does(done: Done) -> None:
+    built = next(one for one in done.found.built if not one.plan.packed)
+    rows, (output,) = built.rows[:9], built.plan.core.outputs
+    wanted = np.stack([row[output.name] for row in open_core(built.graph, built.plan)(rows)])
+    provider = "CPUExecutionProvider"
+    onnxruntime = systems.open_onnxruntime("o", built.graph, built.plan, provider=provider)
+    (got,) = cast("list[Any]", onnxruntime.prepare(rows)())
+    np.testing.assert_allclose(got, wanted, atol=2e-3)
+    precisions: tuple[systems.TorchType, ...] = "fp32", "fp16"
+    for precision in precisions:
+        torch = systems.open_torch(
+            "t", built.inputs, device="cpu", precision=precision, compiled=False
+        )
+        np.testing.assert_allclose(cast("Any", torch.prepare(rows)()), wanted, atol=2e-3)
 
 
-def with_entries(*, skipped: int = 0, failed: int = 0) -> Ledger:
-    ledger = quiet()
-    for _ in range(skipped):
-        ledger.skip("onnxruntime-gpu", "it is not installed")
-    for _ in range(failed):
-        ledger.fail("engine of m", "out of memory")
-    return ledger
+@pytest.mark.server
+@pytest.mark.parametrize("step", ["check_parity", "open_runner"])
+def test_an_engine_that_fails_is_told_and_the_others_are_still_timed(
+    step: str, done: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise EngineError("no memory\nleft")
+
+    monkeypatch.setattr(engines, step, refuse)
+    found, ledger = measure(
+        change(done.options, reuse=True, layouts=("packed",), rounds=1),
+        without(done.machine, "served", "onnxruntime-gpu"),
+        Substitutes(device="cpu", fakes=FAKES),
+    )
+    assert [one.reason for one in ledger.failed]
+    assert all("no memory left" in one.reason for one in ledger.failed)
+    assert "torch eager fp32" in [one.system for one in found.speeds]
+    assert report.exit_code(found, ledger) == BAD
 
 
-def test_the_exit_code_is_0_only_where_all_ran_and_was_met() -> None:
-    missed = findings()
-    missed.targets[0] = replace(missed.targets[0], status="missed")
-    for found, ledger, code in (
-        (findings(), quiet(), ALL_MET),
-        (findings(), with_entries(skipped=1), INCOMPLETE),
-        (findings(fakes=("tensorrt",)), quiet(), INCOMPLETE),
-        (findings(finished=False), quiet(), INCOMPLETE),
-        (replace(findings(), targets=[]), quiet(), INCOMPLETE),
-        (findings(), with_entries(skipped=1, failed=1), BAD),
-        (missed, with_entries(skipped=1), BAD),
-    ):
-        assert report.exit_code(found, ledger) == code, (found, ledger)
+@pytest.mark.server
+def test_only_random_weights_whose_graph_is_off_too_may_fail_the_gate(
+    done: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "build_engine", lambda built, progress: None)
+    monkeypatch.setattr(engine_speed, "measure", lambda *_, **__: [])
+    others = [part for part in PARTS if part not in ("graphs", "engines")]
+    for is_random, graph_failures in product((False, True), ((), ("far off",))):
+
+        def check_parity(
+            built: engines.BuiltPipeline, failures: tuple[str, ...] = graph_failures
+        ) -> None:
+            built.graph_failures = failures
+            built.parity = {"failures": ["mean_cosine is 0.1"], "verdicts": []}
+
+        monkeypatch.setattr(engines, "check_parity", check_parity)
+        models = [replace(done.options.models[0], is_random=is_random)]
+        options = change(done.options, reuse=True, layouts=("packed",), models=models)
+        _, ledger = measure(options, replace(done.machine, lacks=dict.fromkeys(others, "not now")))
+        may_fail = is_random and bool(graph_failures)
+        case = (is_random, graph_failures)
+        failed = [one.what for one in ledger.failed]
+        assert failed == ["parity of tiny_fp16_packed"] * (not may_fail), case
+        skipped = [one.what for one in ledger.not_run]
+        assert ("parity of tiny_fp16_packed" in skipped) is may_fail, case
+
+
+def test_a_machine_without_anything_names_every_part_and_all_targets_as_not_run(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    options = change(run.parse_options([]), models=[tiny_subject(tiny_model)], home=tmp_path)
+    found, ledger = measure(options, without(Machine({"GPU": "none"}, {}), *PARTS))
+    assert [one.what.split(" (")[0] for one in ledger.not_run] == [*PARTS, "tiny"]
+    assert [target.status for target in found.targets] == ["not run"] * 3
+    assert report.exit_code(found, ledger) == INCOMPLETE

@@ -13,54 +13,18 @@ PACKAGE = ROOT / "build_scripts/triptych"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 LAYERS = (
-    "interface",
-    "deploy",
-    "operate",
-    "gateway",
-    "building",
-    "serving",
-    "core",
-    "repository",
-    "client",
-    "spec",
-    "container",
-    "runtime",
-    "base",
+    *("interface", "deploy", "operate", "gateway", "building", "serving", "core", "repository"),
+    *("client", "spec", "container", "runtime", "base"),
 )
 """Top to bottom: a package imports from those below it."""
 
 HEAVY = {
     "torch": {
-        "serving/bench/torch_model.py",
-        "core/export/heads.py",
-        "core/export/packed_attention.py",
-        "core/export/packed_ops.py",
-        "core/export/packing.py",
-        "core/export/layout_check.py",
-        "core/export/model_checks.py",
-        "core/export/own_module.py",
-        "core/export/to_onnx.py",
-        "core/gate/reference.py",
-        "building/generation/adapters.py",
-        "building/generation/weights.py",
-        "building/generation/quantizing.py",
-        "building/generation/reference.py",
-        "building/generation/worker_gguf.py",
-        "spec/image_core.py",
+        *("core/export/", "core/gate/reference.py", "serving/bench/torch_model.py"),
+        *("building/generation/", "spec/image_core.py"),
     },
     "transformers": {
-        "core/export/heads.py",
-        "core/export/packed_attention.py",
-        "core/export/to_onnx.py",
-        "building/generation/adapters.py",
-        "building/generation/weights.py",
-        "building/generation/model.py",
-        "building/generation/text2text.py",
-        "building/generation/quantizing.py",
-        "building/generation/reference.py",
-        "building/generation/worker_gguf.py",
-        "spec/image_source.py",
-        "spec/model_source.py",
+        *("core/export/", "building/generation/", "spec/image_source.py", "spec/model_source.py"),
     },
     "copier": {"spec/template.py"},
     "vllm": {"runtime/engine_vllm.py"},
@@ -79,6 +43,8 @@ HEAVY = {
     "starlette": {"gateway/app.py", "gateway/http.py"},
     "uvicorn": {"gateway/serve.py"},
 }
+"""Libraries that take long to import or are not always installed, and the modules that may."""
+
 RUNTIME_MAY_IMPORT = {
     *("numpy", "tokenizers", "triton_python_backend_utils", "PIL"),
     *("jinja2", "vllm"),  # steps that generate text, which need NVIDIA's image with vLLM

@@ -1,6 +1,5 @@
 """Certificates and tokens of an authority that exists for a test, and load meanwhile."""
 
-import base64
 import json
 import ssl
 import subprocess
@@ -15,6 +14,9 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import jwt
+from jwt.algorithms import RSAAlgorithm
+
 from processes import eventually, repeated
 
 
@@ -27,11 +29,9 @@ def write_certificate(folder: Path, name: str, file: str = "server") -> None:
     new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     if not (folder / "ca.pem").exists():
         openssl("req", "-x509", *new, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
-    openssl("req", *new, "-keyout", "new.key", "-out", "new.csr", "-subj", f"/CN={name}")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
     openssl(
-        *("x509", "-req", "-in", "new.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
-        *("-extfile", "names", "-out", "new.pem"),
+        *("req", "-x509", *new, "-keyout", "new.key", "-out", "new.pem", "-subj", f"/CN={name}"),
+        *("-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "subjectAltName=IP:127.0.0.1"),
     )
     for suffix in ("key", "pem"):
         (folder / f"new.{suffix}").replace(folder / f"{file}.{suffix}")
@@ -76,26 +76,14 @@ def under_load(
 
 def sign_token(folder: Path, **claims: Any) -> str:
     """Return a token with a signature of `folder`/rsa.key, which is made first with its JWKS."""
-
-    def encode(data: bytes) -> str:
-        return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
-
-    def openssl(*words: str, **options: Any) -> bytes:
-        done = subprocess.run(
-            ["openssl", *words], cwd=folder, check=True, capture_output=True, **options
-        )
-        return bytes(done.stdout)
-
-    if not (folder / "rsa.key").exists():
-        openssl("genrsa", "-out", "rsa.key", "2048")
-        modulus = openssl("rsa", "-in", "rsa.key", "-noout", "-modulus").decode().split("=")[1]
-        key = {"kty": "RSA", "alg": "RS256", "kid": "1", "e": "AQAB"}
-        key["n"] = encode(bytes.fromhex(modulus.strip()))
-        (folder / "jwks.json").write_text(json.dumps({"keys": [key]}))
-    parts = ({"alg": "RS256", "kid": "1"}, {"exp": int(time.time()) + 600, **claims})
-    text = ".".join(encode(json.dumps(part).encode()) for part in parts)
-    signature = openssl("dgst", "-sha256", "-sign", "rsa.key", input=text.encode())
-    return f"{text}.{encode(signature)}"
+    file = folder / "rsa.key"
+    if not file.exists():
+        subprocess.run(["openssl", "genrsa", "-out", file, "2048"], check=True, capture_output=True)
+        private: Any = RSAAlgorithm(RSAAlgorithm.SHA256).prepare_key(file.read_bytes())
+        key = RSAAlgorithm.to_jwk(private.public_key(), as_dict=True)
+        (folder / "jwks.json").write_text(json.dumps({"keys": [{**key, "kid": "1"}]}))
+    claims = {"exp": int(time.time()) + 600, **claims}
+    return jwt.encode(claims, file.read_bytes(), algorithm="RS256", headers={"kid": "1"})
 
 
 @contextmanager

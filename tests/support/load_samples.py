@@ -22,6 +22,7 @@ from triptych.serving.bench.results import (
 from triptych.spec.slo import Slo
 
 PROMISE = Slo(p99_ms=80.0)
+TIMES = ("mean_us", "p50_us", "p90_us", "p95_us", "p99_us", "p99_9_us")
 
 
 def step(name: str, queue_us: float, infer_us: float, mean_batch: int, runs: int) -> StepUse:
@@ -61,10 +62,7 @@ def measurement(clients: float, *, drift: float = 1.0, **changes: Any) -> Measur
         for what, us in (("queue", use.queue_us), ("compute", use.compute_us))
     ]
     rest = mean - sum(part.us for part in told)
-    told += [
-        Part("client", "transport", rest * 0.7),
-        Part("server", "scheduling", rest * 0.3),
-    ]
+    told += [Part("client", "transport", rest * 0.7), Part("server", "scheduling", rest * 0.3)]
     values = {
         "seconds": 3.0,
         "requests": int(rate * 3),
@@ -112,20 +110,10 @@ def point(clients: float, *, drift: float = 1.0, **changes: Any) -> LoadPoint:
 def baseline(name: str, load: OfferedLoad, rate: float) -> LoadPoint:
     """What no server was asked for: no steps, no parts, no resources."""
     mean = 1e6 * (load.value if load.kind == "concurrency" else 1) / rate
+    times = {name: mean * (1 + 0.1 * i) for i, name in enumerate(TIMES[1:])}
+    nothing: dict[str, Any] = {"steps": (), "parts": (), "resources": None, "is_stable": None}
     rounds = tuple(
-        measurement(
-            1,
-            throughput_per_s=rate * d,
-            mean_us=mean,
-            **{
-                f"p{which}_us": mean * (1 + 0.1 * i)
-                for i, which in enumerate(("50", "90", "95", "99", "99_9"))
-            },
-            steps=(),
-            parts=(),
-            resources=None,
-            is_stable=None,
-        )
+        measurement(1, throughput_per_s=rate * d, mean_us=mean, **times, **nothing)
         for d in (0.98, 1.0, 1.02)
     )
     return LoadPoint(name, load, rounds)
@@ -133,16 +121,9 @@ def baseline(name: str, load: OfferedLoad, rate: float) -> LoadPoint:
 
 def arrivals(rate: float, p99_ms: float) -> LoadPoint:
     """One round of requests that arrive at random."""
-    one = measurement(
-        1 + rate / 20,
-        throughput_per_s=rate * 0.998,
-        mean_us=p99_ms * 400,
-        p50_us=p99_ms * 350,
-        p90_us=p99_ms * 600,
-        p95_us=p99_ms * 750,
-        p99_us=p99_ms * 1e3,
-        p99_9_us=p99_ms * 1.3e3,
-    )
+    parts = (400, 350, 600, 750, 1e3, 1.3e3)
+    times = {name: p99_ms * part for name, part in zip(TIMES, parts, strict=True)}
+    one = measurement(1 + rate / 20, throughput_per_s=rate * 0.998, **times)
     return LoadPoint("minilm", OfferedLoad("poisson", rate), (one,), FULL)
 
 
@@ -194,7 +175,7 @@ NOTHING_ANSWERED: dict[str, Any] = {
     "requests": 0,
     "errors": {"Unavailable: Exceeds maximum queue size": 4812, "deadline": 3},
     "throughput_per_s": 0.0,
-    **dict.fromkeys(("mean_us", "p50_us", "p90_us", "p95_us", "p99_us", "p99_9_us"), 0.0),
+    **dict.fromkeys(TIMES, 0.0),
     "is_stable": None,
     "histogram_us": {},
     "steps": (),
@@ -217,18 +198,8 @@ def hostile(word: str) -> BenchResult:
     held = Bottleneck("compute", word, word, word)
     return bench(
         subject=subject(
-            **dict.fromkeys(
-                (
-                    "pipeline",
-                    "task",
-                    "architecture",
-                    "precision",
-                    "layout",
-                    "server",
-                    "measured_at",
-                ),
-                word,
-            ),
+            **dict.fromkeys(("pipeline", "task", "architecture", "precision"), word),
+            **dict.fromkeys(("layout", "server", "measured_at"), word),
             overrides={word: word},
             machine={word: word},
             versions={word: word},
@@ -245,12 +216,11 @@ def hostile(word: str) -> BenchResult:
 def _scaled(factor: float) -> BenchResult:
     """Times and rates of another order."""
     one = measurement(4)
-    times = ("mean_us", "p50_us", "p90_us", "p95_us", "p99_us", "p99_9_us")
     other = replace(
         one,
         throughput_per_s=one.throughput_per_s / factor,
         parts=tuple(replace(part, us=part.us * factor) for part in one.parts),
-        **{name: getattr(one, name) * factor for name in times},
+        **{name: getattr(one, name) * factor for name in TIMES},
     )
     return bench(
         points=(LoadPoint("minilm", OfferedLoad("concurrency", 4), (one, other)),), rate=None
@@ -338,6 +308,9 @@ def outcome(drift: float, **changes: Any) -> Outcome:
 
 def tuned(**changes: Any) -> TuneResult:
     """Four trials, one of them better; but for `changes`."""
+    larger = {"core.max_batch_size": 64}
+    failing = {"core.queue_delay_us": 0, "preprocess.instances": 4}
+    nothing: dict[str, Any] = {"score": None, "against": None, "rounds": 0, "points": ()}
     values: dict[str, Any] = {
         "subject": subject(overrides={"core.instances": 2}),
         "slo": PROMISE,
@@ -345,19 +318,8 @@ def tuned(**changes: Any) -> TuneResult:
         "trials": (
             trial(1, "better"),
             trial(2, "no difference", says="233/s against 231/s: within the rounds' spread"),
-            trial(
-                3, "worse", change={"core.max_batch_size": 64}, before={"core.max_batch_size": 32}
-            ),
-            trial(
-                4,
-                "failed",
-                change={"core.queue_delay_us": 0, "preprocess.instances": 4},
-                says="the server did not become ready",
-                score=None,
-                against=None,
-                rounds=0,
-                points=(),
-            ),
+            trial(3, "worse", change=larger, before={"core.max_batch_size": 32}),
+            trial(4, "failed", change=failing, says="the server did not become ready", **nothing),
         ),
         "skipped": {"postprocess.instances": "it is busy 4 % of the time"},
         "baseline": outcome(0.9),

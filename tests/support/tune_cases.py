@@ -22,41 +22,31 @@ def step(name: str, *, busy: float | None, batch: int = 4) -> StepUse:
 
 
 def measurement(rate: float, p99_us: float = 1e3, **fields: Any) -> Measurement:
-    half = p99_us / 2
-    base = Measurement(
-        seconds=1.0,
-        requests=max(1, int(rate)),
-        errors={},
-        throughput_per_s=rate,
-        p99_us=p99_us,
-        p99_9_us=p99_us,
-        is_stable=True,
-        steps=(step("preprocess", busy=0.1), step("core", busy=1.0), step("postprocess", busy=0.1)),
-        mean_us=half,
-        p50_us=half,
-        p90_us=half,
-        p95_us=half,
-    )
-    return replace(base, **fields)
+    values: dict[str, Any] = {
+        "seconds": 1.0,
+        "requests": max(1, int(rate)),
+        "errors": {},
+        "throughput_per_s": rate,
+        "is_stable": True,
+        "steps": tuple(
+            step(name, busy=busy)
+            for name, busy in (("preprocess", 0.1), ("core", 1.0), ("postprocess", 0.1))
+        ),
+        **dict.fromkeys(("mean_us", "p50_us", "p90_us", "p95_us"), p99_us / 2),
+        **dict.fromkeys(("p99_us", "p99_9_us"), p99_us),
+    }
+    return Measurement(**{**values, **fields})
 
 
 def evidence(one: Measurement | None = None, cores: int = 2, **fields: Any) -> Observation[Any]:
     """Of a pipeline with the defaults; `fields` are those of its core."""
-    spec = PipelineSpec.model_validate(
-        {
-            "name": "texts",
-            "folder": Path(),
-            "task": "text-embedding",
-            "model": {"source": "x"},
-            "core": fields,
-        }
-    )
-    lengths = SimpleNamespace(mean=10.0)
+    named = {"name": "texts", "folder": Path(), "task": "text-embedding"}
+    spec = PipelineSpec.model_validate({**named, "model": {"source": "x"}, "core": fields})
     plan: Any = SimpleNamespace(
         spec=spec,
         layout="packed" if spec.core.layout == "auto" else spec.core.layout,
         max_batch_size=spec.core.max_batch_size,
-        lengths=lengths,
+        lengths=SimpleNamespace(mean=10.0),
         bucket_edges=(8, 16),
         padding_share=0.1,
     )
