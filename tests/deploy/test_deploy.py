@@ -1,5 +1,6 @@
-"""`triptych deploy`: what it writes is what clusters take, from what was measured, with reasons."""
+"""`triptych deploy` and its reasons; `triptych lint` finds the mistakes of manifests."""
 
+import copy
 import json
 import re
 from dataclasses import replace
@@ -8,22 +9,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
+from kubernetes_validate.utils import schema_contents
 from typer.testing import CliRunner
 
 from conftest import ROOT
 from deploy_cases import (
     ENGINE,
+    KUBERNETES,
     document,
+    kustomized,
     options,
     write_bench,
     write_built,
     write_generation,
     write_text2text,
-)
+)  # fmt: skip
 from load_samples import point, rate_search, subject
 from mistakes import check_refused
-from triptych.base.errors import UserError
-from triptych.container.flags import ServerFlags as ServerOptions
+from triptych.base.errors import Finding, UserError
 from triptych.deploy.assumptions import (
     SERVER_MIB,
     STEP_MIB,
@@ -31,17 +35,18 @@ from triptych.deploy.assumptions import (
     assume_memory,
     core_files_mib,
 )
+from triptych.deploy.checks import CHECKS, check_manifests
+from triptych.deploy.checks.pods import FIELDS, Known
 from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import TARGETS, parse_mebibytes
-from triptych.deploy.targets import make_manifests
+from triptych.deploy.targets import known_of, make_manifests
 from triptych.deploy.variables import ALLOWED, REFUSED
 from triptych.interface.cli import app
 from triptych.spec.model_fields import load_model_spec
 from triptych.spec.scaffold import scaffold
 from triptych.spec.slo import Slo
 
-TENSORRT: dict[str, Any] = {"core": {"backend": "tensorrt"}}
 BY_HAND: dict[str, Any] = {"rps_per_replica": 9.0, "cpu_cores": 1.0, "memory_mib": 2048}
 HTTP_API: dict[str, Any] = {"http_api_image": "triptych-build:26.11"}
 SAMPLING: dict[str, Any] = {"serving": {"slo": {"p99_ms": 80.0}, "sample": {"rate": 0.01}}}
@@ -53,43 +58,23 @@ def manifests(folder: Path, **fields: Any) -> Manifests:
     return make_manifests(repository, "minilm", options(), write_bench(folder / "reports"))
 
 
-def test_probes_are_those_of_the_image_and_a_pod_has_time_to_stop(tmp_path: Path) -> None:
-    pod = document(manifests(tmp_path), "deployment.yaml")["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
+def test_probes_are_those_of_the_image(tmp_path: Path) -> None:
+    deployment = document(manifests(tmp_path), "deployment.yaml")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
     image = (ROOT / "docker/serve.Dockerfile").read_text()
     (line,) = re.findall(r"HEALTHCHECK (.*) \\\n +CMD (\[.*\])", image)
     ready = container["readinessProbe"]
     assert ready["exec"]["command"] == json.loads(line[1])
     period, timeout = ready["periodSeconds"], ready["timeoutSeconds"]
     assert f"--interval={period}s --timeout={timeout}s --retries=2" in line[0]
-    environment = {each["name"]: each["value"] for each in container["env"]}
-    sleep = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    exit_timeout = int(environment["TRIPTYCH_EXIT_TIMEOUT_S"])
-    assert exit_timeout == ServerOptions.exit_timeout_s
-    assert pod["terminationGracePeriodSeconds"] >= sleep + exit_timeout + 5
 
 
-def test_every_number_says_why(tmp_path: Path) -> None:
-    repository = write_built(tmp_path)
-    write_bench(tmp_path / "reports/minilm")
-    words = [
-        *("deploy", "minilm", "--image", "triptych-serve:26.08", "--repository", str(repository)),
-        *("--reports", str(tmp_path / "reports"), "--out", str(tmp_path / "out"), "--json"),
-    ]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    by_field = {number["field"]: number for number in told["numbers"]}
-    reason = by_field["spec.triggers[0].metadata.threshold"]["reason"]
-    assert "150/s met p99 <= 80 ms, 165/s missed it" in reason
-    assert "2026-01-02T03:04:05Z on 2 cores of Some Xeon" in reason
-    assert CliRunner().invoke(app, [*words, "--target", "nomad"]).exception is not None
-
-
-def test_every_variable_of_the_guide_can_be_set_or_is_refused_with_a_reason() -> None:
+def test_every_variable_of_the_image_is_in_the_guide_and_can_be_set_or_is_refused() -> None:
     guide = (ROOT / "docker/server.md").read_text().split("## Variables")[1].split("\n## ")[0]
     names = set(re.findall(r"(?m)^\| `(TRIPTYCH_[A-Z_]+)` \|", guide))
     assert names == {*ALLOWED, *REFUSED}
+    for file in (ROOT / "build_scripts/triptych/container").glob("*.py"):
+        assert set(re.findall('"(TRIPTYCH_[A-Z_]+)"', file.read_text())) <= names, file
 
 
 def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
@@ -104,8 +89,8 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
     argo = {"gateway": "public", "rollout": "argo"}
     built = {
         "shared": write_built(tmp_path / "shared", core={"shared_from": "other"}),
-        "no engine": write_built(tmp_path / "unbuilt", **TENSORRT),
-        "engine": write_built(tmp_path / "engine", engine=ENGINE, **TENSORRT),
+        "no engine": write_built(tmp_path / "unbuilt", core={"backend": "tensorrt"}),
+        "engine": write_built(tmp_path / "engine", engine=ENGINE, core={"backend": "tensorrt"}),
         "sampling": write_built(tmp_path / "sampling", **SAMPLING),
     }
     baseline = write_built(tmp_path / "baseline", mean_tokens=10, **SAMPLING)
@@ -203,7 +188,10 @@ def test_what_is_missing_is_assumed_marked_and_can_be_replaced(tmp_path: Path) -
     assert "p99 <= 500 ms (assumed)" in text
     given = ["--rps-per-replica=50", "--cpu=2", "--memory=2Gi", "--json"]
     done = CliRunner().invoke(app, [*words, *given, "--out", str(tmp_path / "given")])
-    assert len(json.loads(done.stdout)["assumptions"]) == 2
+    told = json.loads(done.stdout)
+    assert len(told["assumptions"]) == 2
+    assert all(number["field"] and number["reason"] for number in told["numbers"])
+    assert CliRunner().invoke(app, [*words, "--target", "nomad"]).exception is not None
     # A bench without a search has the rate of one client; with a search nothing is assumed.
     repository = write_built(tmp_path / "usual")
     for name, rate, assumed in (
@@ -230,27 +218,25 @@ def test_processor_and_memory_are_assumed_for_all_models(tmp_path: Path) -> None
 
 def test_what_cannot_work_for_generated_text_is_refused(tmp_path: Path) -> None:
     repository = write_generation(tmp_path, "core.tensor_parallel_size=2")
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"gpu_product": "NVIDIA-H100-MIG-1g.10gb"}, "must be whole GPUs"),
-        ({"gateway": "infra/web", "affinity_header": "x-user"}, "cannot hash a header"),
-        ({"target": "kserve", "affinity_header": "x-user"}, "cannot hash a header"),
-        ({"monitor_image": "watch:1"}, "its answers are not sampled"),
-        ({"max_grace_seconds": 20}, "the longest answer"),
-        ({"rps_per_replica": 5.0}, "scales by requests in flight"),
+    none = tmp_path / "none"
+    translating = write_text2text(tmp_path / "translating")
+    cases: list[tuple[Path, dict[str, Any], str]] = [
+        (repository, {"gpu_product": "NVIDIA-H100-MIG-1g.10gb"}, "must be whole GPUs"),
+        (repository, {"gateway": "infra/web", "affinity_header": "x-user"}, "cannot hash a header"),
+        (repository, {"target": "kserve", "affinity_header": "x-user"}, "cannot hash a header"),
+        (repository, {"monitor_image": "watch:1"}, "its answers are not sampled"),
+        (repository, {"max_grace_seconds": 20}, "the longest answer"),
+        (repository, {"rps_per_replica": 5.0}, "scales by requests in flight"),
+        (translating, {"gpu_product": "NVIDIA-L4"}, "only supported for an engine on a GPU"),
     ]
-    for changes, said in cases:
-        chosen = options(name="talk", **changes)
-        check_refused(said, make_manifests, repository, "talk", chosen, repository)
+    for folder, changes, said in cases:
+        check_refused(said, make_manifests, folder, "talk", options(name="talk", **changes), none)
     words = ["deploy", "talk", "--image", "triton-vllm:26.08", "--repository", str(repository)]
     words += ["--out", str(tmp_path / "out"), "--affinity-header", "x-user"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert "x-user" in (tmp_path / "out/base/envoy.yaml").read_text()
     assert "kubectl apply -k" in done.stdout
-    repository = write_text2text(tmp_path / "translating")
-    wrong = options(name="talk", gpu_product="NVIDIA-L4")
-    said = "only supported for an engine on a GPU"
-    check_refused(said, make_manifests, repository, "talk", wrong, repository)
 
 
 def test_files_of_others_and_changed_ones_are_left_alone(tmp_path: Path) -> None:
@@ -269,5 +255,143 @@ def test_files_of_others_and_changed_ones_are_left_alone(tmp_path: Path) -> None
     (out / "mine.yaml").write_text("kind: Secret\n")
     with pytest.raises(UserError, match=r"mine\.yaml, which is another file"):
         write_manifests(out, made.files)
-    assert {file.name for file in tmp_path.iterdir()} >= {"out"}
     assert not list(tmp_path.glob(".out-*"))
+
+
+DATA = ROOT / "tests/data/lint"
+CASES = yaml.safe_load((DATA / "manifests.yaml").read_text())
+
+
+def spoiled(mistake: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the manifests of manifests.yaml with a mistake; without one, all is fine."""
+    objects: list[dict[str, Any]] = copy.deepcopy(CASES[mistake.get("of", "manifests")])
+
+    def parent_of(path: str) -> tuple[Any, Any]:
+        place, *names = path.split(".")
+        keys: list[Any] = CASES["places"][place] + names
+        parent: Any = objects
+        for key in keys[:-1]:
+            parent = parent[key]
+        return parent, keys[-1]
+
+    for path, value in mistake.get("set", {}).items():
+        parent, last = parent_of(path)
+        parent[last] = value
+    for path, value in mistake.get("append", {}).items():
+        parent, last = parent_of(path)
+        parent[last].append(value)
+    for path in mistake.get("remove", []):
+        parent, last = parent_of(path)
+        del parent[last]
+    objects += mistake.get("add", [])
+    return objects
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Known:
+    """Of a pipeline with an engine of an H200 that used 701 MiB."""
+    folder = tmp_path_factory.mktemp("known")
+    repository = write_built(folder, engine=ENGINE, core={"backend": "tensorrt"})
+    return known_of(repository, "minilm", write_bench(folder / "reports"))
+
+
+def found_in(folder: Path, text: str, known: Known | None = None) -> list[Finding]:
+    folder.mkdir(exist_ok=True)
+    (folder / "all.yaml").write_text(text)
+    return check_manifests(folder, known=known)
+
+
+def test_each_check_finds_its_mistake_and_no_other_one(tmp_path: Path, known: Known) -> None:
+    assert found_in(tmp_path, yaml.safe_dump_all(spoiled({})), known) == []
+    mistakes = [(check, one) for check, several in CASES["mistakes"].items() for one in several]
+    for check, mistake in mistakes:
+        said = mistake["says"]
+        found = found_in(tmp_path, yaml.safe_dump_all(spoiled(mistake)), known)
+        assert [one.id for one in found].count(check) == 1, (check, said, found)
+        (first,) = (one for one in found if one.id == check)
+        assert said in f"{first.given} {first.remedy}", (check, first)
+        assert first.remedy, check
+        assert first.file.startswith("all.yaml") or check == "serves-triton", first
+        others = {one.id for one in found} - {check}
+        # A misspelled field is missing under its right name; a predictor without ports has none.
+        also = {"field-known": {"readiness-probe"}, "canary-percent": {"grpc-port"}}
+        assert others <= also.get(check, set()), (check, said, others)
+    assert CASES["mistakes"].keys() | {"manifest-readable"} == {one.id for one in CHECKS}
+
+
+def test_the_mistakes_of_public_charts_are_found(tmp_path: Path) -> None:
+    for chart, case in yaml.safe_load((DATA / "charts.yaml").read_text()).items():
+        found = {finding.id for finding in found_in(tmp_path, case["text"])}
+        assert found == {*case["finds"]}, chart
+
+
+def test_other_gpus_and_names_of_metrics_are_found_in_manifests_of_generation(
+    tmp_path: Path,
+) -> None:
+    repository = write_generation(tmp_path, "core.tensor_parallel_size=2")
+    made = make_manifests(repository, "talk", options(name="talk"), repository)
+    text = yaml.safe_dump_all(kustomized(tmp_path / "out", made))
+    for old, new in (
+        ("nvidia.com/gpu: 2", "nvidia.com/gpu: 1"),
+        ("triptych_generation_waiting", "triptych_generation_wait"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    found = found_in(tmp_path / "spoilt", text, known_of(repository, "talk", tmp_path))
+    told = {one.id: f"{one.given} {one.remedy}" for one in found}
+    assert told.keys() == {"engine-gpu", "metric-known"}
+    assert "nvidia.com/gpu: 1; it has 2" in told["engine-gpu"]
+    assert "Did you mean `triptych_generation_waiting`?" in told["metric-known"]
+
+
+def test_what_cannot_be_read_is_a_finding(tmp_path: Path) -> None:
+    (helm,) = found_in(tmp_path, "kind: {{ .Values.kind }}\n  x: [")
+    (broken,) = found_in(tmp_path, "kind: [")
+    (tmp_path / "kustomization.yaml").write_text("resources: [none.yaml]\n")
+    (missing,) = check_manifests(tmp_path)
+    assert {one.id for one in (helm, broken, missing)} == {"manifest-readable"}
+    assert "helm template" in helm.remedy
+    assert "Fix the YAML" in broken.remedy
+    with pytest.raises(UserError, match="a folder of manifests"):
+        check_manifests(tmp_path / "none")
+    # Broken in every place: findings, no traceback.
+    for value in (None, 3, "text", [], [3]):
+        objects = [{**one, "spec": value} for one in spoiled({})]
+        found_in(tmp_path / "odd", yaml.safe_dump_all(objects))
+        objects = spoiled({})
+        (container,) = objects[0]["spec"]["template"]["spec"]["containers"]
+        container |= dict.fromkeys(container.keys() - {"image"}, value)
+        found_in(tmp_path / "odd", yaml.safe_dump_all(objects))
+
+
+def test_fields_are_those_of_the_newest_kubernetes() -> None:
+    folder = f"kubernetes-json-schema/v{KUBERNETES[0]}.0-local-strict"
+    for kind, names in FIELDS.items():
+        schema = schema_contents(f"{folder}/{kind.lower()}-v1.json", KUBERNETES[0])
+        assert sorted(names.split()) == sorted(schema["properties"]), kind
+
+
+def test_the_command_line_tells_findings_and_ends_as_lint_does(tmp_path: Path) -> None:
+    found_in(tmp_path / "fine", yaml.safe_dump_all(spoiled({})))
+    done = CliRunner().invoke(app, ["lint", str(tmp_path / "fine")])
+    assert (done.exit_code, done.stdout) == (0, "0 errors, 0 other findings\n")
+    objects = spoiled({})
+    objects[0]["spec"]["replicas"] = 3
+    found_in(tmp_path / "broken", yaml.safe_dump_all(objects))
+    words = ["lint", str(tmp_path / "broken"), "--json"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1
+    assert [finding["id"] for finding in json.loads(done.stdout)] == ["replicas-autoscaled"]
+    done = CliRunner().invoke(app, [*words[:2], "--triton", "26.11", "--upgrade-from", "26.05"])
+    assert "--upgrade-from` is only supported for a model repository" in str(done.exception)
+    # With a pipeline: what was measured of it counts.
+    repository = write_built(tmp_path)
+    write_bench(tmp_path / "reports/minilm")
+    places = ["--repository", str(repository), "--reports", str(tmp_path / "reports")]
+    words = ["lint", str(tmp_path / "fine"), "minilm", *places]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    # The former verb takes the same options.
+    words = ["deploy", "minilm", *places, "--check", str(tmp_path / "fine")]
+    done = CliRunner().invoke(app, words)
+    assert (done.exit_code, done.stdout) == (0, "0 errors, 0 other findings\n")
+    assert "`deploy --check` is now called `lint`" in done.stderr

@@ -162,12 +162,7 @@ FLEETS: Mapping[str, tuple[Any, Mirror | None, dict[str, Any]]] = {
 
 
 class Made(NamedTuple):
-    """The manifests of an option set.
-
-    Attributes:
-        folder: Folder that holds the repository, the reports and the written manifests.
-        placeholders: Word that stands in the recorded files for a text of this run.
-    """
+    """Manifests, their folder, and words that stand in recorded files for texts of this run."""
 
     folder: Path
     name: str
@@ -263,7 +258,7 @@ def write_golden(texts: Mapping[str, str]) -> None:
     (GOLDEN / "same.json").write_text(json.dumps(same, indent=1) + "\n", encoding="utf-8")
 
 
-def test_manifests_are_as_on_record(made: dict[str, Made], rewrite: bool) -> None:
+def test_manifests_are_as_on_record(made: dict[str, Made], rewrite: bool, tmp_path: Path) -> None:
     trees = {**{case: one.texts for case, one in made.items()}, "fleet": fleets()}
     found = {
         f"{case}/{path}": SCRIPT.sub(r"\1 REQUESTS_LUA", text)
@@ -273,8 +268,9 @@ def test_manifests_are_as_on_record(made: dict[str, Made], rewrite: bool) -> Non
     if rewrite:
         write_golden(found)
     golden = read_golden()
-    changed = {path for path in {*golden, *found} if golden.get(path) != found.get(path)}
-    assert not changed
+    assert not {path for path in {*golden, *found} if golden.get(path) != found.get(path)}
+    (tmp_path / "envoy.yaml").write_text("no_such_field: 1")
+    assert "no_such_field" in validate(tmp_path / "envoy.yaml")
 
 
 SCRIPT = re.compile(r"(?s)(inline_string:) \|-\n.*?(?=\n +- name: envoy\.filters\.http\.router)")

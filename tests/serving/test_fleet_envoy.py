@@ -1,4 +1,4 @@
-"""Envoy's configuration, judged by Envoy itself, and decisions of a fleet, without servers."""
+"""Headers and copies of requests at a real Envoy; decisions of a fleet, without servers."""
 
 import http.client
 import http.server
@@ -15,33 +15,22 @@ from typing import Any, Self
 
 import grpc  # type: ignore[import-untyped]
 import pytest
-import yaml
 from tritonclient.grpc import service_pb2
 
 from deploy_cases import PROMISE, options, write_bench, write_built
 from envoy_front import LOOPBACK, SERVICE, envoy, send_http
 from processes import eventually
 from triptych.base.errors import UserError
-from triptych.base.explained import plain, reasons_of, yaml_of
 from triptych.deploy.targets import make_manifests
 from triptych.repository.store import locked, write_models
 from triptych.serving.fleet.envoy import (
-    GRPC,
-    HTTP,
-    EndpointFiles,
     EndpointNames,
-    Endpoints,
-    Listen,
     Mirror,
-    ProxySettings,
-    assignment,
-    bootstrap,
     proxy_settings,
-    route_file,
 )
 from triptych.serving.fleet.fleet import Replica, ReplicaBuild, link_build
 from triptych.serving.fleet.mirror import MirrorOption, check_same_pipelines, parse_mirror
-from triptych.serving.fleet.proxy import Proxy, find_envoy, validate
+from triptych.serving.fleet.proxy import Proxy, find_envoy
 from triptych.serving.fleet.serve import (
     capacity_warnings,
     check_gpus,
@@ -52,61 +41,11 @@ from triptych.serving.fleet.serve import (
 from triptych.serving.periodic import PeriodicCheck
 from triptych.serving.server import Server
 
-PIPELINES = ["tickets"]
 SHARE = 0.25
 REQUESTS = 240
 NUMBERS = count()
 """Numbers in the bodies of requests, each of which is sent once."""
 INFER = "/v2/models/tickets/infer"
-LISTEN = Listen(LOOPBACK, 8001, 8000, 8002)
-NAMES = EndpointNames("triton.default.svc", 8001, 8000)
-MIRROR = Mirror(0.05, EndpointNames("candidate.default.svc", 8001, 8000))
-
-
-def settings(replicas: int = 3, *limits_ms: float) -> ProxySettings:
-    return proxy_settings(replicas=replicas, max_request_mib=5, limits_ms=limits_ms)
-
-
-def write_files(folder: Path) -> EndpointFiles:
-    files = EndpointFiles(folder / "grpc.json", folder / "http.json")
-    for service, file in ((GRPC, files.grpc), (HTTP, files.http)):
-        file.write_text(json.dumps(assignment(service, [("127.0.0.1", 1234)])), encoding="utf-8")
-        routes = route_file(settings(), service, PIPELINES, None)
-        files.routes(service).write_text(json.dumps(plain(routes)), encoding="utf-8")
-    return files
-
-
-def test_envoy_itself_takes_the_configuration_with_files_and_with_names(tmp_path: Path) -> None:
-    for endpoints, mirror in ((write_files(tmp_path), MIRROR), (NAMES, None), (NAMES, MIRROR)):
-        config = tmp_path / "envoy.yaml"
-        data = bootstrap(settings(), LISTEN, endpoints, PIPELINES, mirror)
-        config.write_text(yaml_of(data), encoding="utf-8")
-        assert validate(config) == ""
-    text = config.read_text(encoding="utf-8")
-    config.write_text(text.replace("outlier_detection:", "outlier_detections:"), encoding="utf-8")
-    assert "outlier_detections" in validate(config)
-
-
-def test_each_setting_is_in_the_yaml_with_its_reason() -> None:
-    chosen = settings(3, 37.5)
-    files = EndpointFiles(Path("grpc.json"), Path("http.json"))
-    endpoints: Endpoints
-    for endpoints in (files, NAMES):
-        data = bootstrap(chosen, LISTEN, endpoints, PIPELINES, MIRROR)
-        assert yaml.safe_load(yaml_of(data)) == plain(data)
-        routes = [route_file(chosen, one, PIPELINES, MIRROR) for one in (GRPC, HTTP)]
-        told = {reason for _, _, reason in reasons_of([data, routes])}
-        own = {name: value for name, value in vars(chosen).items() if value is not None}
-        assert {name for name, value in own.items() if value.reason not in told} == set()
-
-
-def test_the_histogram_has_the_slo_and_the_retry_budget_a_lost_replica() -> None:
-    for limits in ((), (5.0,), (37.5, 50.0), (30_000.0,)):
-        edges = settings(3, *limits).latency_buckets_ms.value
-        assert edges == sorted(set(edges))
-        assert set(limits) <= set(edges)
-    for replicas, percent in ((1, 100), (2, 100), (3, 100), (5, 50), (8, 29), (11, 20), (100, 20)):
-        assert settings(replicas).retry_percent.value == percent
 
 
 class RecordingServer:
@@ -248,7 +187,8 @@ def test_a_share_is_mirrored_and_a_slow_or_dead_candidate_costs_nobody_an_answer
             candidate.free.clear()  # an answer that waited for it would never come
             sent |= ask(proxy)
             # Copies in flight fill up, and no more is mirrored.
-            assert len(candidate.bodies) - before <= settings(1).max_mirrored.value
+            most = proxy_settings(replicas=1, max_request_mib=1).max_mirrored.value
+            assert len(candidate.bodies) - before <= most
             alive.close()
             sent |= ask(proxy)
             assert set(live.bodies) == sent
@@ -355,10 +295,8 @@ def test_a_kept_build_stays_as_it_was(tmp_path: Path) -> None:
         build.copy()
     (repository / "two/1/model.onnx").write_bytes(b"in place")
     assert (kept / "two/1/model.onnx").read_bytes() == b"both"
-    assert sorted(path.name for path in kept.rglob("*") if path.is_file()) == [
-        "config.pbtxt",
-        "model.onnx",
-    ]
+    names = sorted(path.name for path in kept.rglob("*") if path.is_file())
+    assert names == ["config.pbtxt", "model.onnx"]
     with locked(repository), pytest.raises(UserError, match="written by another build"):
         link_build(repository, tmp_path, 2)
 
