@@ -1,7 +1,10 @@
-"""`triptych bench` through the command line: a real server, a real load, files that can be read."""
+"""`triptych bench` on a real server, two results side by side, and prices worked out by hand."""
 
 import csv
 import json
+import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +12,17 @@ import pytest
 from typer.testing import CliRunner
 
 from conftest import TRAFFIC_ROWS, build_into, write_pipeline
+from load_samples import NASTY, NOTHING_ANSWERED, baseline, bench, measurement, point, subject
+from mistakes import check_refused, refusal
 from triptych.base.errors import UserError
 from triptych.interface.cli import app
 from triptych.interface.cli.measure import PriceOptions
-from triptych.serving.bench import bench
+from triptych.interface.report.bench import write_bench_report
 from triptych.serving.bench.bench import parse_loads, sustained_rate
-from triptych.serving.bench.comparison import Price
+from triptych.serving.bench.comparison import MetricChange, Price, compare_results, read_bench
 from triptych.serving.bench.results import (
     BenchResult,
-    LoadPoint,
-    Measurement,
+    Cost,
     OfferedLoad,
     from_json,
 )
@@ -60,7 +64,8 @@ def measured(home: Path) -> dict[str, Any]:
     words = ["-c", "1", "-c", "4", "--rate", "20", "--arrivals", "burst", "--burst", "4"]
     price = ["--price-per-hour", "3.6", "--peak-rps", "1000", "--daily-requests", "1000000"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "ALL", ("torch eager", "onnxruntime"))  # test_baselines has all
+        names = ("torch eager", "onnxruntime")  # test_baselines has all
+        patch.setattr("triptych.serving.bench.bench.ALL", names)
         text = triptych(
             "bench", "tiny", *options(home, "a"), *words, *price, "--baseline", "--json"
         )
@@ -72,27 +77,23 @@ def test_every_load_is_measured_with_its_steps_and_where_time_goes(
     home: Path, measured: dict[str, Any]
 ) -> None:
     result = from_json(BenchResult, measured)
-    assert [str(point.load) for point in result.points] == [
-        "1 client",
-        "4 clients",
-        "20/s in bursts of 4",
-    ]
-    for point in result.points:
-        one = point.typical
+    loads = ["1 client", "4 clients", "20/s in bursts of 4"]
+    assert [str(load.load) for load in result.points] == loads
+    for load in result.points:
+        one = load.typical
         assert one.requests > 0
-        assert point.errors == {}
+        assert load.errors == {}
         assert [use.step for use in one.steps] == ["preprocess", "core", "postprocess"]
-        assert sum(part.us for part in one.parts) == pytest.approx(one.mean_us, rel=0.02)
-        assert point.bottleneck is not None
+        assert load.bottleneck is not None
     assert result.subject.requests == TRAFFIC_ROWS
     assert sum(result.subject.lengths.values()) == TRAFFIC_ROWS
     assert result.slo == Slo(p99_ms=9e5)
     assert result.cost is not None
-    assert [point.contender for point in result.baselines] == ["torch eager", "onnxruntime"]
+    assert [one.contender for one in result.baselines] == ["torch eager", "onnxruntime"]
     assert result.not_runnable == {}
-    assert all(len(point.rounds) == 2 and point.typical.requests for point in result.baselines)
+    assert all(len(one.rounds) == 2 and one.typical.requests for one in result.baselines)
     # All loads hold so loose a promise: the price is that of the fastest.
-    best = max(point.median("throughput_per_s") for point in result.points)
+    best = max(one.median("throughput_per_s") for one in result.points)
     assert result.cost.per_million == pytest.approx(3.6 / 3600 / best * 1e6, rel=1e-6)
     # The files say the same.
     folder = home / "a" / "tiny" / "bench"
@@ -141,14 +142,9 @@ def test_a_mistake_is_named(home: Path, tmp_path: Path) -> None:
     assert "Run `triptych build tiny`" in triptych("bench", "tiny", *words, status=2)
 
 
-def point(rate: float, p99_us: float) -> LoadPoint:
-    times = (p99_us / 2,) * 4
-    one = Measurement(1.0, 100, {}, rate, *times, p99_us, p99_us, True)
-    return LoadPoint("tiny", OfferedLoad("concurrency", 1.0), (one,))
-
-
 def test_what_is_sustained_is_the_fastest_load_within_the_latencies() -> None:
-    points = [point(100, 10e3), point(200, 40e3), point(300, 90e3)]
+    loads = ((100, 10e3), (200, 40e3), (300, 90e3))
+    points = [point(1, throughput_per_s=rate, p99_us=p99_us) for rate, p99_us in loads]
     assert sustained_rate(points, Slo(p99_ms=50.0, throughput=1e9), None) == 200
     assert sustained_rate(points, Slo(), None) == 300
     assert sustained_rate(points, Slo(p99_ms=1.0), None) == 0
@@ -158,12 +154,179 @@ def test_what_is_sustained_is_the_fastest_load_within_the_latencies() -> None:
 def test_loads_and_prices_are_checked() -> None:
     loads = parse_loads([2], [10.0], "poisson", 8)
     assert loads == (OfferedLoad("concurrency", 2.0), OfferedLoad("poisson", 10.0, 1))
-    with pytest.raises(UserError, match="--burst"):
-        parse_loads([], [5.0], "burst", 0)
-    with pytest.raises(UserError):
-        PriceOptions(price_per_hour=-1.0).price()
-    with pytest.raises(UserError, match="--price-per-hour"):
-        PriceOptions(daily_requests=1e6).price()
+    check_refused("--burst", parse_loads, [], [5.0], "burst", 0)
+    check_refused("--price-per-hour", PriceOptions(daily_requests=1e6).price)
     assert PriceOptions().price() is None
     made = PriceOptions(price_per_hour=3.6, headroom=0.2).price()
     assert made == Price(3.6, currency="USD", headroom=0.2)
+
+
+def rounds(*rates: float, unstable: int = -1) -> BenchResult:
+    """One load whose rounds had these throughputs, one of them in unstable windows."""
+    measured = tuple(
+        measurement(8, throughput_per_s=rate, is_stable=index != unstable)
+        for index, rate in enumerate(rates)
+    )
+    one = replace(point(8), rounds=measured)
+    return bench(points=(one,), baselines=(), rate=None, cost=None)
+
+
+def change(before: BenchResult, after: BenchResult, name: str) -> MetricChange:
+    (found,) = (one for one in compare_results(before, after).pairs[0].changes if one.name == name)
+    return found
+
+
+def test_a_change_is_more_than_the_noise_or_not() -> None:
+    for before, after, weight in (
+        ((100, 101, 102), (110, 111, 112), "better"),
+        ((110, 111, 112), (100, 101, 102), "worse"),
+        ((100, 101, 102), (101, 102, 103), "within 10 %"),  # they overlap
+        ((100, 100.1, 100.2), (103, 103.1, 103.2), "within 10 %"),  # apart, but by 3 %
+        ((90, 100, 101), (102, 103, 104), "cannot tell"),  # apart, with a noisy round
+        ((60, 100, 140), (70, 110, 150), "cannot tell"),
+        ((100, 101, 102), (100, 101, 102), "same"),
+        ((100,), (200, 201), "cannot tell"),
+        ((100, 101), (200,), "cannot tell"),
+        ((100,), (100,), "cannot tell"),
+    ):
+        found = change(rounds(*before), rounds(*after), "requests/s")
+        assert found.weight == weight, (before, after)
+
+
+def test_unstable_rounds_prove_nothing() -> None:
+    """One build, measured twice on a busy machine: the rounds of each run agree by chance."""
+    usual = rounds(100, 101, 102)
+    unstable = rounds(189, 190, 191, unstable=2)
+    for before, after in ((usual, unstable), (unstable, usual)):
+        found = compare_results(before, after)
+        changed = {one.weight for one in found.pairs[0].changes if one.weight != "same"}
+        assert changed == {"cannot tell"}
+        assert "8 clients: rounds were unstable; use a quiet machine" in found.warnings[0]
+
+
+def test_errors_are_compared_where_there_are_any() -> None:
+    one = point(8, errors={"deadline": 10}, requests=90)
+    failing = bench(points=(one,), baselines=())
+    clean = bench(points=(point(8),), baselines=())
+    found = change(clean, failing, "errors %")
+    assert (found.before, found.after, found.ratio, found.weight) == (0, 10, None, "worse")
+    silent = bench(points=(point(8, **NOTHING_ANSWERED),), baselines=())
+    assert change(clean, silent, "errors %").after == 100
+    assert change(silent, clean, "requests/s").ratio is None
+
+
+def test_loads_of_one_side_are_named() -> None:
+    before = bench(points=(point(1), point(8)))
+    after = bench(
+        points=(point(8), point(64)), baselines=(baseline("x", OfferedLoad("in_process", 1), 9),)
+    )
+    found = compare_results(before, after)
+    assert [str(pair.load) for pair in found.pairs] == ["8 clients"]
+    assert found.only_after == ("minilm, 64 clients", "x, 1 per call")
+    assert (found.only_before[0], len(found.only_before)) == ("minilm, 1 client", 5)
+
+
+def test_other_pipelines_are_compared_and_other_machines_and_traffic_are_warned_of() -> None:
+    renamed = bench(
+        subject=subject(pipeline="minilm_int8", precision="int8", overrides={"core.instances": 2}),
+        points=tuple(replace(point(c), contender="minilm_int8") for c in (1, 8)),
+    )
+    found = compare_results(bench(), renamed)
+    assert found.pairs[0].contender == "minilm_int8"
+    assert found.differences == {
+        "pipeline": ("minilm", "minilm_int8"),
+        "precision": ("fp32", "int8"),
+        "core.instances": ("1", "2"),
+    }
+    assert not found.warnings
+    other = subject(machine={"processor": "Another"}, lengths={5: 1}, server="host:8001")
+    assert len(compare_results(bench(), bench(subject=other)).warnings) == 3
+
+
+def test_rates_and_cost_are_compared_under_the_same_promise() -> None:
+    before = bench()
+    assert before.rate
+    assert before.cost
+    faster = replace(before.rate, highest_per_s=300.0, lowest_broken_per_s=310.0)
+    cheaper = replace(before.cost, per_million=before.cost.per_million / 2)
+    found = compare_results(before, bench(rate=faster, cost=cheaper)).totals
+    assert [(one.name, one.weight) for one in found] == [
+        ("highest rate/s", "better"),
+        ("USD a million", "better"),
+    ]
+    # 150 held and 165 broke: 160 is within what the search left open.
+    near = replace(before.rate, highest_per_s=160.0, lowest_broken_per_s=170.0)
+    assert compare_results(before, bench(rate=near)).totals[0].weight == "cannot tell"
+    endless = replace(faster, lowest_broken_per_s=None)
+    assert compare_results(before, bench(rate=endless)).totals[0].weight == "cannot tell"
+    other = replace(before.rate, slo=before.slo.model_copy(update={"p99_ms": 5.0}))
+    dearer = replace(before.cost, price_per_hour=9.0)
+    assert compare_results(before, bench(rate=other, cost=dearer)).totals == ()
+
+
+def test_any_results_can_be_compared() -> None:
+    usual = bench()
+    for nasty in NASTY.values():
+        for pair in ((usual, nasty), (nasty, usual), (nasty, nasty)):
+            json.dumps(compare_results(*pair).as_dict(), allow_nan=False)
+
+
+def test_a_written_result_is_read_again_and_any_other_file_is_refused(tmp_path: Path) -> None:
+    write_bench_report(bench(), tmp_path)
+    file = tmp_path / "bench.json"
+    assert read_bench(tmp_path) == read_bench(file) == bench()
+    for content, rule in (
+        (b"{", "must be JSON"),
+        (b"[]", "must be a bench result"),
+        (b'{"schema": "triptych-bench/2"}', "must be a bench result"),
+        (b"\xff", "must be JSON"),
+        (None, "must be a readable file"),
+    ):
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+        error = refusal(read_bench, file)
+        assert (error.field, bool(error.given)) == (str(file), True)
+        assert error.rule.startswith(rule)
+        assert "triptych bench" in error.remedy
+        file.touch()
+
+
+def cost(rate_per_s: float = 100, **price: Any) -> Cost:
+    found = Price(**{"currency": "USD", "headroom": 0.3, **price}).cost(rate_per_s)
+    assert found is not None
+    return found
+
+
+def test_a_price_is_that_of_the_time_and_of_machines_with_headroom() -> None:
+    # 100/s: a million take 10,000 s, at 3.60 an hour 0.001 a second.
+    assert cost(price_per_hour=3.6).per_million == pytest.approx(10.0)
+    # One request a day still takes a machine; 8,640,000 a day are 100/s, 70/s a machine: two.
+    assert cost(price_per_hour=2, daily_requests=1).monthly == pytest.approx(1460)
+    assert cost(price_per_hour=2, daily_requests=8_640_000).monthly == pytest.approx(2920)
+    of_peaks = ((70, 0.3, 1), (70.1, 0.3, 2), (700, 0.3, 10), (100, 0, 1), (100, 0.5, 2))
+    for peak, headroom, machines in of_peaks:
+        found = cost(price_per_hour=1, peak_per_s=peak, headroom=headroom)
+        assert (found.machines, found.monthly) == (machines, None), (peak, headroom)
+    # The peak decides what a month costs.
+    found = cost(price_per_hour=1, daily_requests=864_000, peak_per_s=200, currency="EUR")
+    assert (found.machines, found.currency) == (3, "EUR")
+    assert found.monthly == pytest.approx(3 * 730)
+
+
+def test_a_price_out_of_range_is_refused() -> None:
+    changes: dict[str, Any]
+    for field, changes in (
+        ("rate", {"rate_per_s": -1}),
+        ("rate", {"rate_per_s": math.nan}),
+        ("price", {"price_per_hour": 0}),
+        ("price", {"price_per_hour": math.inf}),
+        ("daily requests", {"daily_requests": 0}),
+        ("peak rate", {"peak_per_s": -5}),
+        ("peak rate", {"peak_per_s": 1, "daily_requests": 8_640_000}),
+        ("headroom", {"headroom": 1}),
+        ("headroom", {"headroom": -0.1}),
+        ("headroom", {"headroom": math.nan}),
+    ):
+        error = refusal(partial(cost, **{"price_per_hour": 1, **changes}))
+        assert (error.field, bool(error.given), bool(error.remedy)) == (field, True, True)

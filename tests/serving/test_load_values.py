@@ -22,18 +22,8 @@ from triptych.serving.bench.perf_output import (
     make_histogram,
     read_export,
 )
-from triptych.serving.bench.rates import (
-    LOOKS,
-    MAX_BRACKET_RATIO,
-    find_highest_rate,
-    judge_rate,
-    next_rate,
-)
-from triptych.serving.bench.resources import (
-    Snapshot,
-    read_metrics,
-    summarize,
-)
+from triptych.serving.bench.rates import LOOKS, MAX_BRACKET_RATIO, find_highest_rate, judge_rate
+from triptych.serving.bench.resources import Snapshot, read_metrics, summarize
 from triptych.serving.bench.results import (
     GpuUse,
     LoadPoint,
@@ -94,7 +84,7 @@ def test_an_export_gives_the_times_whatever_its_texts_are(tmp_path: Path) -> Non
 
 
 def test_percentiles_and_histogram_hold_every_request() -> None:
-    latencies = tuple(float(us) for us in range(1, 1002))
+    latencies = tuple(map(float, range(1, 1002)))
     export = LoadResult((0, 10**9), tuple(range(1001)), latencies)
 
     assert export.percentiles_us(50, 90, 99, 99.9) == [501, 901, 991, 1000]
@@ -104,49 +94,27 @@ def test_percentiles_and_histogram_hold_every_request() -> None:
     edges = list(histogram)
     assert edges == sorted(edges)
     assert edges[-1] / edges[-2] == pytest.approx(BIN_GROWTH, rel=0.01)
+    gap = LoadResult((0, 10**9, 2 * 10**9), (5, 6), (1.0, 2.0))
+    is_stable, said = check_stability(gap.windows())  # one window has no answer
+    assert (is_stable, len(said)) == (False, 2)
 
 
-def test_windows_without_an_answer_do_not_agree() -> None:
-    export = LoadResult((0, 10**9, 2 * 10**9), (5, 6), (1.0, 2.0))
-    is_stable, said = check_stability(export.windows())
-    assert is_stable is False
-    assert len(said) == 2
+def use(step: str, **changes: Any) -> StepUse:
+    counts = {"failures": 0, **dict.fromkeys(("requests", "rows", "executions"), 1000)}
+    times = {"queue_us": 100.0, "compute_input_us": 0.0, "compute_infer_us": 1000.0}
+    plain = {"model": f"m_{step}", "instances": 1, "max_delay_us": 0, "batch_sizes": {1: 1000}}
+    values = {**plain, **counts, **times, "compute_output_us": 0.0, "busy": 0.1, **changes}
+    return StepUse(step=step, **values)
 
 
-def use(step: str, **changes: object) -> StepUse:
-    plain = StepUse(
-        step=step,
-        model=f"m_{step}",
-        instances=1,
-        max_delay_us=0,
-        requests=1000,
-        failures=0,
-        rows=1000,
-        executions=1000,
-        batch_sizes={1: 1000},
-        queue_us=100.0,
-        compute_input_us=0.0,
-        compute_infer_us=1000.0,
-        compute_output_us=0.0,
-        busy=0.1,
-    )
-    return replace(plain, **changes)  # type: ignore[arg-type]
-
-
-def test_the_parts_add_up_and_none_is_negative() -> None:
-    for client_us, server_us, core_us in (
-        (20000, 15000, 5000), (20000, 15000, 30000), (10000, 15000, 30000), (1000, 900, 3000)
-    ):  # fmt: skip
-        steps = [use("preprocess"), use("core", compute_infer_us=core_us), use("postprocess")]
-        found = split_latency(client_us, server_us, steps)
-        assert sum(part.us for part in found) == pytest.approx(client_us)
-        assert min(part.us for part in found) >= 0
-        assert [part.where for part in found[1:-1:2]] == ["preprocess", "core", "postprocess"]
-    # The time for which a step runs on after its answer is its own.
+def test_time_for_which_a_step_runs_on_after_its_answer_is_its_own() -> None:
     steps = [use("preprocess"), use("core", compute_infer_us=30000.0)]
-    parts = {(part.where, part.what): part.us for part in split_latency(20000, 31200, steps)}
+    found = split_latency(20000, 31200, steps)
+    parts = {(part.where, part.what): part.us for part in found}
     assert parts["preprocess", "compute"] == 1000
     assert parts["core", "compute"] == 20000 - 1000 - 100 - 100
+    assert sum(parts.values()) == pytest.approx(20000)
+    assert min(parts.values()) >= 0
 
 
 def taken(*steps: StepUse, resources: Resources | None) -> Measurement:
@@ -158,31 +126,30 @@ def taken(*steps: StepUse, resources: Resources | None) -> Measurement:
 
 
 def machine(
-    share: float | None, core: ProcessUse, client: float = 0.1, gpu: float = 0
+    share: float | None, cores: float = 0.98, client: float = 0.1, waits: float = 0, gpu: float = 0
 ) -> Resources:
+    """The core takes `cores` of 4, and waits for others."""
+    core = ProcessUse("m_core", cores, 100, wait_cores=waits)
     return Resources(4, share, client, (core,), (GpuUse("GPU-1", gpu, 100),) if gpu else ())
 
 
 SATURATED = use("core", busy=0.99, queue_us=5000, compute_infer_us=4000)
-WORKS = ProcessUse("m_core", 0.98, 100)
-SLEEPS = ProcessUse("m_core", 0.02, 100)
-STARVES = ProcessUse("m_core", 0.3, 100, wait_cores=0.7)
 
 
 def test_the_bottleneck_is_what_the_figures_prove() -> None:
     for step, resources, kind in (
-        (SATURATED, machine(0.3, WORKS), "instances"),
-        (SATURATED, machine(0.99, SLEEPS), "instances"),  # others fill the machine, not the step
-        (SATURATED, machine(0.99, STARVES), "compute"),
-        (SATURATED, machine(0.99, replace(WORKS, cpu_cores=3.8)), "compute"),
+        (SATURATED, machine(0.3), "instances"),
+        (SATURATED, machine(0.99, 0.02), "instances"),  # others fill the machine, not the step
+        (SATURATED, machine(0.99, 0.3, waits=0.7), "compute"),
+        (SATURATED, machine(0.99, 3.8), "compute"),
         (SATURATED, None, "compute"),
         (replace(SATURATED, step="preprocess"), None, "instances"),
-        (replace(SATURATED, queue_us=50), machine(0.3, WORKS), "none"),  # one client: no queue
-        (SATURATED, machine(0.3, WORKS, gpu=0.97), "compute"),
-        (use("core"), machine(0.3, WORKS), "none"),
-        (use("core"), machine(0.99, STARVES, client=2.0), "client"),
-        (use("core"), machine(None, SLEEPS, client=3.9), "client"),
-        (use("core", max_delay_us=5000, queue_us=5000), machine(0.3, SLEEPS), "none"),
+        (replace(SATURATED, queue_us=50), machine(0.3), "none"),  # one client: no queue
+        (SATURATED, machine(0.3, gpu=0.97), "compute"),
+        (use("core"), machine(0.3), "none"),
+        (use("core"), machine(0.99, 0.3, client=2.0, waits=0.7), "client"),
+        (use("core"), machine(None, 0.02, client=3.9), "client"),
+        (use("core", max_delay_us=5000, queue_us=5000), machine(0.3, 0.02), "none"),
         (use("core", max_delay_us=5000, queue_us=5000, executions=100), None, "queue delay"),
         (use("core", max_delay_us=5000, queue_us=300, executions=100), None, "none"),
     ):
@@ -194,35 +161,9 @@ def test_the_bottleneck_is_what_the_figures_prove() -> None:
     assert find_bottleneck(empty, OfferedLoad("poisson", 5)).kind == "none"
 
 
-def search(limit: float, start: float) -> tuple[float, float, int]:
-    """What the search finds on a server that breaks above `limit`, and after how many rates."""
-    held, broken, count = 0.0, math.inf, 0
-    rate: float | None = start
-    while rate is not None:
-        count += 1
-        if rate <= limit:
-            held = max(held, rate)
-        else:
-            broken = min(broken, rate)
-        rate = next_rate(held, broken, start)
-    return held, broken, count
-
-
-def test_the_search_closes_in_on_the_rate_from_both_sides() -> None:
-    for start in (3.0, 100.0, 5000.0):
-        held, broken, count = search(137.0, start)
-        assert held <= 137 < broken <= held * MAX_BRACKET_RATIO
-        assert count < 20
-    held, broken, count = search(0.0, 100.0)  # no rate holds
-    assert held == 0
-    assert broken < 2
-    assert count < 10
-
-
 def test_a_rate_holds_where_all_comes_back_in_time() -> None:
     plain = replace(taken(use("core"), resources=None), sent_per_s=1000.0)
-    changes: dict[str, Any]
-    for changes, expected in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({}, "met"),
         ({"p99_us": 60000.0}, "missed"),
         ({"errors": {"bad": 1}}, "missed"),
@@ -230,7 +171,8 @@ def test_a_rate_holds_where_all_comes_back_in_time() -> None:
         ({"sent_per_s": 850.0, "throughput_per_s": 850.0}, "cannot tell"),  # never sent
         ({"sent_per_s": 980.0, "throughput_per_s": 975.0}, "met"),
         ({"requests": 0}, "missed"),
-    ):
+    ]
+    for changes, expected in cases:
         one = replace(plain, **changes)
         assert judge_rate([one] * 3, Slo(p99_ms=50), 1000) == expected, changes
         assert judge_rate([one], Slo(p99_ms=50), 1000) == "cannot tell"  # shows no noise
@@ -252,9 +194,6 @@ def test_counters_are_read_off_at_the_ends_of_the_span() -> None:
     assert seen.machine_cpu == pytest.approx(5 / 8)
     assert seen.client_cpu_cores == pytest.approx((1.5 - 0.25) / 4)
     assert seen.processes == (ProcessUse("tritonserver", 1.5 / 4, 50.0),)
-    elsewhere = summarize(samples, second, 5 * second, is_local=False)
-    assert elsewhere is not None
-    assert elsewhere.machine_cpu is None
     assert summarize(samples[:1], 0, second, is_local=True) is None
 
 
@@ -305,7 +244,7 @@ def test_noise_seldom_misleads_the_search_for_the_highest_rate(
             progress=lambda _stage, _line: None,
         )  # fmt: skip
 
-    for sigma, bursts in ((0.02, 0.0), (0.1, 0.0), (0.3, 0.0), (0.05, 0.1)):
+    for sigma, bursts in ((0.0, 0.0), (0.02, 0.0), (0.1, 0.0), (0.3, 0.0), (0.05, 0.1)):
         rng = random.Random(6)
 
         def noise() -> float:
@@ -319,10 +258,13 @@ def test_noise_seldom_misleads_the_search_for_the_highest_rate(
         firm = sum(one.verdict == "missed" for one in found)
         assert max(too_high, too_low, firm) <= 10, (sigma, bursts, too_high, too_low, firm)
         for one in found:
+            assert len(one.points) < 20
             assert all(len(point.rounds) <= 2 * LOOKS[-1] for point in one.points)
             assert one.lowest_broken_per_s is None or one.highest_per_s < one.lowest_broken_per_s
         if sigma < 0.05:
             assert mean(one.highest_per_s for one in found) > 120
+        if sigma == 0:
+            assert found[0].lowest_broken_per_s <= found[0].highest_per_s * MAX_BRACKET_RATIO
 
     # A p99 of 30 % over the limit at every rate, once in much noise and once in little.
     for sigma, expected in ((0.5, "cannot tell"), (0.05, "missed")):

@@ -1,34 +1,45 @@
-"""Real servers: started, asked, stopped, killed, and nothing of them left behind."""
+"""Real servers: asked, stopped, killed without a trace, and what they keep from others."""
 
 import http.client
+import json
 import marshal
 import os
 import py_compile
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from importlib.util import cache_from_source
 from pathlib import Path
+from typing import IO, Any
 
 import psutil
 import pytest
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
 
 from echo_server import ECHO, ENSEMBLE, ask, write_model
+from envoy_front import send_http
 from http_pages import page
-from processes import eventually, mark_of, regions, running
+from processes import CORE_IS_A_PROCESS, eventually, mark_of, regions, running
 from triptych.base.errors import UserError
+from triptych.base.releases import flags_newer_than
+from triptych.client import Client
+from triptych.container.flags import ALLOW_CLIENT_SHM
 from triptych.serving import hot_reload, orphan_cleanup
-from triptych.serving.orphan_cleanup import tagged_processes
+from triptych.serving.bench.perf_analyzer import find_perf_analyzer
+from triptych.serving.embedded import find_release
+from triptych.serving.orphan_cleanup import SHM, tagged_processes
 from triptych.serving.server import Server, check_and_make_flags
 
 pytestmark = pytest.mark.server
-
 
 SLOW_TO_LOAD = ECHO.replace("pass", "time.sleep(600)")
 
@@ -173,17 +184,6 @@ def test_a_replaced_step_answers_its_last_request_and_its_end_is_no_crash(
         assert server.find_crash(within_s=1.0) is None
 
 
-def test_own_backends_are_laid_over_the_assembled_ones(tmp_path: Path) -> None:
-    backends = tmp_path / "backends"
-    (backends / "shouting").mkdir(parents=True)
-    (backends / "shouting" / "model.py").write_text(
-        ECHO.replace('"echo", text)', '"echo", np.char.upper(text.astype("U")).astype(object))')
-    )
-    repository = write_model(tmp_path / "repository", "loud", None, backend="shouting")
-    with running(Server(repository, backend_directory=backends)) as server:
-        assert ask(server, "hey", "loud") == "HEY"
-
-
 def test_stop_kills_after_the_grace_and_may_be_called_again(
     tmp_path: Path, repository: Path
 ) -> None:
@@ -299,25 +299,22 @@ finally:
 """
 
 
-def start_child(*paths: Path, temporary_folder: Path) -> subprocess.Popen[str]:
+@contextmanager
+def child(temporary_folder: Path, *paths: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """Run `CHILD`, and yield the process and its output; it is killed in the end."""
     temporary_folder.mkdir()
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", CHILD, *map(str, paths)],
         env={**os.environ, "TMPDIR": str(temporary_folder)},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
-
-
-def end_child(child: subprocess.Popen[str]) -> None:
-    child.kill()
-    child.communicate()
-
-
-def line_of(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
-    return child.stdout.readline().strip()
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("moment", ["started", "ready"])
@@ -326,34 +323,152 @@ def test_nothing_outlives_a_killed_parent(tmp_path: Path, repository: Path, mome
     is_ready = moment == "ready"
     served = repository if is_ready else write_model(tmp_path / "slow", "slow", SLOW_TO_LOAD)
     temporary_folder = tmp_path / "temporary"
-    child = start_child(served, temporary_folder=temporary_folder)
-    try:
-        pids = [int(line_of(child)) for _ in range(1 + is_ready)]
-        pid = pids[-1]
+    with child(temporary_folder, served) as (_, lines):
+        pid = [int(lines.readline()) for _ in range(1 + is_ready)][-1]
         assert eventually(lambda: "tritonserver" in str(Path(f"/proc/{pid}/exe").readlink()))
         mark = mark_of(pid)
         assert not is_ready or regions(mark)
         assert list(temporary_folder.iterdir())
-    finally:
-        end_child(child)
-    assert eventually(lambda: tagged_processes(mark) == [])
-    assert eventually(lambda: regions(mark) == [])
+    assert_nothing_left(mark)
     assert eventually(lambda: list(temporary_folder.iterdir()) == [])
 
 
 def test_ctrl_c_at_the_terminal_reaches_the_server_once(tmp_path: Path, repository: Path) -> None:
     log_file = tmp_path / "server.log"
-    child = start_child(repository, log_file, temporary_folder=tmp_path / "temporary")
-    try:
-        line_of(child)
-        mark = mark_of(int(line_of(child)))
-        os.killpg(child.pid, signal.SIGINT)  # as the terminal does: the whole foreground group
-        assert [line_of(child), line_of(child)] == ["interrupted", "stopped"]
-        assert child.wait(timeout=60) == 0
-    finally:
-        end_child(child)
+    with child(tmp_path / "temporary", repository, log_file) as (process, lines):
+        lines.readline()
+        mark = mark_of(int(lines.readline()))
+        os.killpg(process.pid, signal.SIGINT)  # as the terminal does: the whole foreground group
+        assert lines.read().split() == ["interrupted", "stopped"]
+        assert process.wait(timeout=60) == 0
     log = log_file.read_text()
     assert log.count(f"Signal ({int(signal.SIGTERM)})") == 1
     assert f"Signal ({int(signal.SIGINT)})" not in log
     assert list((tmp_path / "temporary").iterdir()) == []
     assert_nothing_left(mark)
+
+
+HOSTILE = "x$(touch${IFS}PWNED)y `touch PWNED` 'q\" ü;&"
+STEPS = 6 if CORE_IS_A_PROCESS else 4
+"""Python processes of the two pipelines of `minilm_server`."""
+
+
+def post(url: str, path: str, body: object) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(url, timeout=60)
+    return send_http(connection, path, json.dumps(body).encode(), {})[:2]
+
+
+def test_only_the_servers_own_user_can_read_what_it_shares(minilm_server: Server) -> None:
+    with Client("minilm_packed", minilm_server.grpc_url) as client:
+        client.embed(["for nobody else"])
+    assert minilm_server.log_file is not None
+    shared = [SHM / name for name in regions(mark_of(minilm_server.pid))]
+    own = [path for path in shared if not re.search("in_flight|_lock$", path.name)]
+    assert len(own) == STEPS
+    assert len(shared) > STEPS
+    for path in (*shared, minilm_server.log_file):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_clients_cannot_read_a_steps_memory_nor_write_files(
+    minilm_server: Server, tmp_path: Path
+) -> None:
+    region = next(n for n in regions(mark_of(minilm_server.pid)) if "in_flight" not in n)
+    written = tmp_path / "written"
+    asked: tuple[tuple[str, Any], ...] = (
+        (
+            "systemsharedmemory/region/r/register",
+            {"key": f"/{region}", "offset": 0, "byte_size": 8},
+        ),
+        ("logging", {"log_file": str(written)}),
+        ("trace/setting", {"trace_file": str(written), "trace_level": ["TIMESTAMPS"]}),
+        ("models/minilm_packed/trace/setting", {"trace_file": str(written)}),
+        ("repository/index", {}),
+        ("repository/models/minilm_packed/load", {}),
+    )
+    for path, body in asked:
+        status, said = post(minilm_server.http_url, f"/v2/{path}", body)
+        assert (status, "restricted" in said) == (403, True), (path, status, said)
+    assert not written.exists()
+    with InferenceServerClient(minilm_server.grpc_url) as client:
+        for call, arguments in (
+            (client.register_system_shared_memory, ("r", f"/{region}", 8)),
+            (client.update_log_settings, ({"log_file": str(written)},)),
+            (client.update_trace_settings, ("", {"trace_file": str(written)})),
+            (client.get_model_repository_index, ()),
+        ):
+            with pytest.raises(InferenceServerException, match="restricted"):
+                call(*arguments)
+        # Open: what every client and `bench` need, and everything to who started the server.
+        assert client.get_inference_statistics("minilm_packed").model_stats
+        assert client.get_model_config("minilm_packed").config.name == "minilm_packed"
+        headers = minilm_server.operator_headers
+        if flags_newer_than([ALLOW_CLIENT_SHM], find_release()):
+            client.register_system_shared_memory("r", f"/{region}", 8, headers=headers)
+            client.unregister_system_shared_memory("r", headers=headers)
+        else:
+            with pytest.raises(InferenceServerException, match="Client shared memory is disabled"):
+                client.register_system_shared_memory("r", f"/{region}", 8, headers=headers)
+    assert region not in minilm_server._log_text()
+
+
+def test_the_key_is_neither_in_the_process_list_nor_with_the_steps(minilm_server: Server) -> None:
+    (key,) = minilm_server.operator_headers.values()
+    processes = tagged_processes(mark_of(minilm_server.pid))
+    assert len(processes) > STEPS
+    for process in processes:
+        seen = [*process.cmdline(), *process.environ().values()]
+        assert not [text for text in seen if key in text], process
+    words = next(p.cmdline() for p in processes if p.pid == minilm_server.pid)
+    assert len([word for word in words if word.endswith(f"triptych-key={'*' * len(key)}")]) == 2
+    assert key not in minilm_server._log_text()
+
+
+def test_no_path_is_read_by_a_shell_and_clients_use_shared_memory_only_where_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Python backend would start its steps through a shell, with these paths in the line."""
+    analyzer = find_perf_analyzer()
+    words = [
+        *(str(analyzer.binary.resolve()), "-m", "echo", "-i", "grpc", "--shared-memory=system"),
+        *("--output-shared-memory-size=4096", "--string-length=8", "--concurrency-range=1"),
+        "--request-count=10",
+    ]
+    environment = analyzer.environment()
+    monkeypatch.chdir(tmp_path)
+    temporary = tmp_path / HOSTILE
+    repository = write_model(temporary / HOSTILE, "echo")
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    log_file = temporary / "log's $(touch PWNED)"
+    with Server(repository, log_file=log_file, client_shm=True) as server:
+        assert stat.S_IMODE(log_file.stat().st_mode) == 0o600
+        mark = mark_of(server.pid)
+        assert ask(server, "grüezi") == "grüezi"
+        private = [Path(word) for p in tagged_processes(mark) for word in p.cmdline()]
+        found = subprocess.run(
+            [*words, "-u", server.grpc_url], env=environment, capture_output=True, text=True
+        )
+        assert found.returncode == 0, found.stdout + found.stderr
+        status, said = post(server.http_url, "/v2/logging", {"log_file": str(tmp_path / "log")})
+        assert (status, "restricted" in said) == (403, True)
+    assert not list(tmp_path.rglob("PWNED"))
+    assert sorted(path.name for path in temporary.iterdir()) == sorted([HOSTILE, log_file.name])
+    assert repository.joinpath("echo/1/model.py").is_file()  # a link to it was removed, not it
+    left = [path for path in private if path.is_absolute() and path.name == "model.py"]
+    assert left
+    assert not [path for path in left if path.exists()]
+
+
+def test_names_that_a_shell_would_read_and_a_folder_without_rights_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("$(touch PWNED)", "with space", "ü"):
+        repository = write_model(tmp_path / name.strip("$()") / "r", name)
+        write_model(repository, "echo")
+        with pytest.raises(UserError, match="Rename the folder") as caught:
+            Server(repository).start()
+        assert name in caught.value.given
+    assert not Path("PWNED").exists()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="TMPDIR"):
+        Server(write_model(tmp_path / "r", "echo")).start()
