@@ -242,10 +242,7 @@ def test_dev_serves_each_change_and_keeps_what_worked(pipelines: Path, tmp_path:
     with (
         log.open("w") as errors,
         subprocess.Popen(
-            [TRIPTYCH, "dev", "tickets", *options],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
+            [TRIPTYCH, "dev", "tickets", *options], stdout=subprocess.PIPE, stderr=errors, text=True
         ) as dev,
     ):
         try:

@@ -27,12 +27,7 @@ from triptych.serving.bench.perf_output import (
     read_export,
 )
 from triptych.serving.bench.resources import name_process, process_tree
-from triptych.serving.bench.results import (
-    BenchResult,
-    from_json,
-    judge_slo,
-    to_json,
-)
+from triptych.serving.bench.results import BenchResult, from_json, judge_slo, to_json
 from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.slo import GenerationSlo, parse_generation_slo
 from triptych.spec.spec import load_spec

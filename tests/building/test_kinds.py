@@ -52,12 +52,7 @@ SLO = {
     Kind.TEXT_GENERATION: "e2e_p99=20s",
     Kind.TEXT2TEXT: "e2e_p99=20s",
 }
-MEASURED = {
-    "rps_per_replica": 10.0,
-    "cpu_cores": 1.0,
-    "memory_mib": 1024,
-    "startup_seconds": 30.0,
-}
+MEASURED = {"rps_per_replica": 10.0, "cpu_cores": 1.0, "memory_mib": 1024, "startup_seconds": 30.0}
 CAPACITY: dict[Kind, dict[str, Any]] = {
     Kind.ENCODER: MEASURED,
     Kind.MODEL: MEASURED,
@@ -246,7 +241,7 @@ def test_its_page_opens_and_answers_a_form(case: Case) -> None:
         assert case.spec.name in page.page("")
         fields = {"text": b"a text", "say": b"a text"}
         if case.kind is Kind.MODEL:
-            fields = {"features": b"[0.5, -1, 2, 0]"}
+            fields = {"features": b"[0.5, -1, 2, 0]", "bias": b""}
         status, pieces = page.answer(fields)
         assert status is HTTPStatus.OK
         assert "</html>" in "".join(pieces)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -25,7 +24,6 @@ from triptych.client import Client
 from triptych.container.flags import cache_flags
 from triptych.container.health import HealthCheck
 from triptych.container.manifests import find_pipelines
-from triptych.serving.bench.perf_analyzer import find_perf_analyzer
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
@@ -117,26 +115,21 @@ def test_a_client_may_ask_for_a_version_of_the_pipeline(
 
 
 def test_a_cached_answer_is_that_of_the_same_options(server: Server, lookups: Lookups) -> None:
+    row = ["my parcel is late"]
+    # The default has a key of its own.
+    asked: list[dict[str, Any]] = [{"top_k": 1}, {"top_k": 3}, {}]
     with Client("topics", server.grpc_url) as client:
-        one = client.classify(["my parcel is late"], top_k=1)
-        three = client.classify(["my parcel is late"], top_k=3)
-        assert [len(one[0]), len(three[0])] == [1, 3]
-        lookups("topics", 0, 2)
-        assert client.classify(["my parcel is late"], top_k=3) == three
-        assert client.classify(["my parcel is late"], top_k=1) == one
-        lookups("topics", 2, 0)
-        assert len(client.classify(["my parcel is late"])[0]) == 1
-        lookups("topics", 0, 1)  # the default has a key of its own
+        first = [client.classify(row, **options) for options in asked]
+        assert [len(each[0]) for each in first] == [1, 3, 1]
+        lookups("topics", 0, 3)
+        assert [client.classify(row, **options) for options in asked] == first
+        lookups("topics", 3, 0)
     with Client("vectors", server.grpc_url) as client:
-        whole = client.embed(["my parcel is late"])
-        bits = client.embed(["my parcel is late"], encoding="binary", dimensions=16)
-        lookups("vectors", 0, 2)
-        assert np.array_equal(client.embed(["my parcel is late"]), whole)
-        again = client.embed(["my parcel is late"], encoding="binary", dimensions=16)
-        assert np.array_equal(again, bits)
-        assert bits.shape == (1, 2)
-        assert bits.dtype == np.int8
-        lookups("vectors", 2, 0)
+        whole, again = client.embed(row), client.embed(row)
+        bits = client.embed(row, encoding="binary", dimensions=16)
+        lookups("vectors", 1, 2)
+        assert np.array_equal(again, whole)
+        assert (bits.shape, bits.dtype.name) == ((1, 2), "int8")
 
 
 def test_the_classification_extension_gives_the_best_labels(server: Server, raw: Any) -> None:
@@ -200,10 +193,7 @@ def over_tritonclient(module: Any, url: str) -> NDArray[Any]:
 
 def over_shared_memory(server: Server) -> NDArray[Any]:
     """Both inputs in one region of system shared memory."""
-    values = [
-        serialize_byte_tensor(np.array([[b"client"]], np.object_)),
-        np.array([[2]], np.int32),
-    ]
+    values = [serialize_byte_tensor(np.array([[b"client"]], np.object_)), np.array([[2]], np.int32)]
     text_bytes = 4 + len(b"client")
     name = f"options-{os.getpid()}"
     with triton.InferenceServerClient(server.grpc_url) as client:
@@ -310,36 +300,4 @@ def test_every_documented_client_sends_options(server: Server, raw: Any, lookups
     documented = (ROOT / "pipelines/clients.md").read_text(encoding="utf-8")
     section = documented.partition("### Options as inputs")[2].partition("###")[0]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines()]
-    assert [row for row in rows if row in {*CLIENTS, *ANALYZERS}] == [*CLIENTS, *ANALYZERS]
-
-
-ANALYZERS = {
-    "`perf_analyzer`": (
-        "-m topics -u {url} -i grpc --input-data={data} --request-count=40 --concurrency-range=1"
-    ),
-    "Model Analyzer (`perf_analyzer_flags`)": (
-        "-m topics -b 1 -u {url} -i grpc -f {data}.csv --verbose-csv --concurrency-range=1 "
-        "--input-data={data} --measurement-mode=count_windows --stability-percentage=999"
-    ),
-}
-"""Options of perf_analyzer; the second ones are those of `PerfAnalyzerConfig.to_cli_string` of
-triton-model-analyzer 1.58.0, with one of `perf_analyzer_flags` so that every speed is stable."""
-
-
-def test_perf_analyzer_sends_options(server: Server, raw: Any, tmp_path: Path) -> None:
-    analyzer = find_perf_analyzer()
-    for client, words in ANALYZERS.items():
-        data = tmp_path / "data.json"
-        rows = [{"text": [client], "top_k": [3]}, {"text": [client], "top_k": [2]}]
-        data.write_text(json.dumps({"data": rows}))
-        before = read_lookups(raw, "topics")
-        done = subprocess.run(
-            [analyzer.binary.resolve(), *words.format(url=server.grpc_url, data=data).split()],
-            env={**analyzer.environment(), "no_grpc_proxy": "127.0.0.1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert eventually(lambda: read_lookups(raw, "topics")[0] >= before[0] + 38), client  # noqa: B023
-        assert read_lookups(raw, "topics")[1] == before[1] + 2, client
+    assert [row for row in rows if row in CLIENTS] == list(CLIENTS)

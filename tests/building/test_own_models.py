@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ from triptych.container.health import QUESTION_FILE, HealthCheck
 from triptych.container.manifests import find_pipelines
 from triptych.core.gate.cached import GateFailure
 from triptych.core.gate.verify import verify_pipeline
-from triptych.interface.page.demo import answer, open_pipeline
 from triptych.runtime.hooking import load_file
 from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.bench.baseline_calls import OWN, open_rows, read_work, work_of
@@ -90,10 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         model={"source": str(tiny_model)},
         core={"layout": "bucketed"},
         files=["prefix.txt"],
-        outputs=[
-            {"name": "size", "dtype": "FP32"},
-            {"name": "first", "dtype": "BYTES"},
-        ],
+        outputs=[{"name": "size", "dtype": "FP32"}, {"name": "first", "dtype": "BYTES"}],
     )
     (vectors / "hooks.py").write_text(ADDING)
     (vectors / "prefix.txt").write_text("1. ")
@@ -108,11 +103,7 @@ def server(folder: Path) -> Iterator[Any]:
         yield server
 
 
-OBJECTS = {
-    "one": [b"red square"],
-    "two": [b"blue square", b"red square"],
-    "none": [],
-}
+OBJECTS = {"one": [b"red square"], "two": [b"blue square", b"red square"], "none": []}
 """Labels that are found in the samples of the template."""
 
 
@@ -274,26 +265,6 @@ def test_the_command_sends_typed_rows(folder: Path, server: Any, tmp_path: Path)
     np.testing.assert_allclose(json.loads(answers[0]["risk"]), wanted, atol=1e-6)
     np.testing.assert_allclose(json.loads(answers[1]["risk"]), usual, atol=1e-6)
     assert "must have the shape [4]" in answers[2]["error"]
-
-
-def test_the_page_has_a_field_for_each_input(folder: Path, server: Any) -> None:
-    forms: list[tuple[str, dict[str, bytes], str]] = [
-        ("detector", {"image": read_pictures(folder)[0]}, "red square"),
-        ("table", {"features": b"[1, 2, 3, 4]", "bias": b"0.25"}, "<dt>risk</dt>"),
-        ("table", {"features": b"[0, 0, 0, 0]", "bias": b""}, "<dt>risk</dt>"),
-        ("table", {"features": b"[1, 2]"}, "must have the shape [4]"),
-    ]
-    for name, sent, message in forms:
-        pipeline = folder / "pipelines" / name
-        spec = load_model_spec(pipeline)
-        page = open_pipeline(spec, pipeline, folder / "repository", server.grpc_url, 60.0)
-        try:
-            assert page.examples
-            status, text = answer(page, sent)
-            assert message in unescape(text), text
-            assert (status == 200) is (not message.startswith("must"))
-        finally:
-            page.client.close()
 
 
 def test_baselines_compute_the_rows_of_an_own_model(folder: Path) -> None:

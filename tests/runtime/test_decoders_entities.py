@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, processors
 
 from small_tokenizers import byte_level, unigram
+from triptych.core.gate.check import describe_outputs
 from triptych.runtime.decode_entities import EntityDecoder
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_metadata import OUTSIDE, WORD_INSIDE, WORD_START, RowMetadata
@@ -233,6 +234,8 @@ def test_text_is_not_escaped() -> None:
     assert "Zoë” 東京".encode() in raw
     found = {"entity": "B-PER", "text": "“Zoë” 東京", "start": 0, "end": 8, "score": 0.5}
     assert json.loads(raw)[0] == found
+    assert describe_outputs({"entities": np.array([raw], object)}) == "B-PER '“Zoë” 東京' 0-8"
+    assert describe_outputs({"entities": np.array([b"[]"], object)}) == "(nothing)"
 
 
 def test_average_needs_every_score() -> None:

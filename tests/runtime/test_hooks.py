@@ -291,18 +291,6 @@ def test_a_custom_task_makes_its_own_outputs_of_scores_or_tokens(url: str) -> No
     assert 0 <= shares.min() < shares.max() <= 1
 
 
-def test_a_shared_core_is_there_once(base: Path) -> None:
-    repository = base / "repository"
-    models = {path.name for path in repository.iterdir()}
-    assert "plain_core" in models
-    assert "cleaned_core" not in models
-    assert [f for f in run_checks(repository) if f.severity != "info"] == []
-    one, other = (
-        repository / f"{name}_preprocess/1/tokenizer.json" for name in ("plain", "urgent")
-    )
-    assert one.stat().st_ino == other.stat().st_ino
-
-
 def test_a_core_of_another_kind_is_not_shared(base: Path) -> None:
     folder = shutil.copytree(base / "p/people", base / "p/wrong")
     before = {path: path.stat().st_mtime_ns for path in (base / "repository").rglob("*")}
@@ -322,7 +310,12 @@ def test_a_core_of_another_kind_is_not_shared(base: Path) -> None:
 def test_a_core_given_up_for_a_shared_one_goes_and_lint_sees_another_one(
     tmp_path: Path, base: Path
 ) -> None:
+    one, other = (
+        base / f"repository/{name}_preprocess/1/tokenizer.json" for name in ("plain", "urgent")
+    )
+    assert one.stat().st_ino == other.stat().st_ino
     repository = shutil.copytree(base / "repository", tmp_path / "repository")
+    assert [f for f in run_checks(repository) if f.severity != "info"] == []
     build_into(base / "p/cleaned", repository, "core.shared_from=null")
     assert (repository / "cleaned_core/1/model.onnx").is_file()
     changed = build_into(base / "p/cleaned", repository).changed

@@ -1,4 +1,4 @@
-"""The counters of row lengths on a real metrics page: right, additive, never in the way."""
+"""Lengths of rows: their counters on a real metrics page, and which are padded further."""
 
 import shutil
 import sys
@@ -18,8 +18,10 @@ from triptych.container.supervisor import step_processes
 from triptych.core.inputs import read_inputs
 from triptych.operate.tune.drift import check_drift
 from triptych.operate.tune.new_traffic import count_page
-from triptych.repository.render import make_token_bounds
+from triptych.repository.render import batch_tokens, make_token_bounds
+from triptych.runtime.bucketing import choose_padded_lengths, widen_rows
 from triptych.runtime.counters import FLUSH_S, RowTokens
+from triptych.runtime.row_types import CoreRows
 from triptych.serving.bench.resources import fetch_metrics
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
@@ -118,3 +120,35 @@ def test_metrics_that_fail_fail_no_request(monkeypatch: pytest.MonkeyPatch) -> N
         for _ in range(2):
             tokens.count([np.array([3])])
             tokens.flush()
+
+
+def request(width: int, rows: int = 1) -> CoreRows:
+    ids = np.arange(1, rows * width + 1, dtype=np.int32).reshape(rows, width)
+    return CoreRows(
+        {"input_ids": ids, "row_length": np.full((rows, 1), width, np.int32)}, [], width
+    )
+
+
+def test_a_request_is_widened_where_that_costs_less_than_a_batch() -> None:
+    several = [request(48), request(16), request(80), request(16)]
+    for requests, tokens, expected in (
+        (several, 0, [48, 16, 80, 16]),  # a processor: padding is never worth it
+        (several, 64, [48, 48, 80, 48]),  # 2 x 32 tokens; 3 x 32 more would be 96
+        (several, 96, [80, 80, 80, 80]),
+        ([request(16), request(80), request(80)], 63, [16, 80, 80]),  # 64 tokens are dearer
+        ([request(16, rows=4), request(48)], 127, [16, 48]),  # rows count
+        ([request(16, rows=4), request(48)], 128, [48, 48]),
+    ):
+        assert choose_padded_lengths(requests, batch_tokens=tokens) == expected
+    assert [batch_tokens("gpu", hidden) for hidden in (384, 768, 1024, 0)] == [1024, 512, 384, 512]
+    assert batch_tokens("cpu", 384) == 0
+
+
+def test_a_widened_request_keeps_its_tokens_and_lengths() -> None:
+    narrow = request(3, rows=2)
+    wide = widen_rows(narrow, 5, 7)
+    assert wide.tensors["input_ids"].tolist() == [[1, 2, 3, 7, 7], [4, 5, 6, 7, 7]]
+    assert wide.tensors["input_ids"].dtype == np.int32
+    assert (wide.width, wide.row_count) == (5, 2)
+    assert wide.tensors["row_length"] is narrow.tensors["row_length"]
+    assert widen_rows(narrow, 3, 7) is narrow

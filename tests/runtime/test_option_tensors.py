@@ -45,18 +45,14 @@ def test_values_are_those_of_parameters() -> None:
     )
     assert found == {"top_k": 3, "multi_label": True, "share": 0.5, "encoding": "int8"}
     assert [type(value) for value in found.values()] == [int, bool, float, str]
-
-
-def test_a_list_has_an_element_for_each_item_or_one_like_the_parameter() -> None:
+    # A list has an element for each item, or one like the parameter.
     for row, expected in (
         ([b"a, b", b"c"], ["a, b", "c"]),
         ([b"a, b"], ["a", "b"]),
         ([b'["a, b"]'], ["a, b"]),
     ):
         assert read(candidate_labels=FakeTensor(row, row)) == {"candidate_labels": expected}
-
-
-def test_a_parameter_of_the_same_value_is_accepted() -> None:
+    # A parameter of the same value is accepted.
     three = FakeTensor([3], dtype=np.int32)
     assert read('{"top_k": 3, "encoding": "int8"}', top_k=three) == {"top_k": 3, "encoding": "int8"}
     labels = FakeTensor([b"a", b"b"])

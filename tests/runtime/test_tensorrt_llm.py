@@ -141,10 +141,7 @@ def test_it_is_asked_as_its_source_takes_it() -> None:
         return whole
 
     whole = asyncio.run(run())
-    assert whole == [
-        Delta([5], "", 1, [[5, -0.5, []]]),
-        Delta([6], "length", 1, [[6, -0.5, []]]),
-    ]
+    assert whole == [Delta([5], "", 1, [[5, -0.5, []]]), Delta([6], "length", 1, [[6, -0.5, []]])]
     made = FakeLLM.made
     assert made.closed
     assert made.visible == "0,1"

@@ -45,10 +45,7 @@ OUTPUTS: dict[Returns, tuple[Tensor, ...]] = {
         Tensor("token_score", "FP32", ("tokens",)),
     ),
     "token_scores": (Tensor("token_scores", "FP32", ("tokens", CLASSES)),),
-    "spans": (
-        Tensor("start_logit", "FP32", ("tokens",)),
-        Tensor("end_logit", "FP32", ("tokens",)),
-    ),
+    "spans": (Tensor("start_logit", "FP32", ("tokens",)), Tensor("end_logit", "FP32", ("tokens",))),
 }
 EVERY: list[Returns] = list(OUTPUTS)
 FLOATS: tuple[Returns, ...] = ("vector", "logits", "scores", "token_scores", "spans")

@@ -12,11 +12,7 @@ from triptych.serving.bench.perf_output import (
     compute_streaming_metrics,
     split_answer_time,
 )
-from triptych.serving.bench.results import (
-    BenchResult,
-    LoadPoint,
-    OfferedLoad,
-)
+from triptych.serving.bench.results import BenchResult, LoadPoint, OfferedLoad
 from triptych.spec.slo import GenerationSlo
 
 MS = 1_000_000

@@ -103,13 +103,6 @@ class Pipeline:
         self.look()
         return [job for job, _ in batch]
 
-    def compute_only(self, jobs: list[Any], seconds: float, *, batches: int) -> None:
-        """Compute batches of these requests alone, as if the clients of all others had left."""
-        for _ in range(batches):
-            self.core = deque(each for each in self.core if each[0] in jobs)
-            self.compute(seconds) if self.core else self.look()
-            self.clock.now += 0.01
-
     def leave(self) -> None:
         """Drop the requests in the core, as Triton does when their clients have left."""
         self.core.clear()

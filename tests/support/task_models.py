@@ -126,10 +126,7 @@ def image_classifier(folder: Path, minilm: Path, texts: list[str]) -> Path:
     torch.manual_seed(3)
     small = {name: SMALL[name] for name in SMALL if name != "max_position_embeddings"}
     config = ViTConfig(
-        **small,
-        image_size=32,
-        patch_size=8,
-        id2label={i: f"class {i}" for i in range(7)},
+        **small, image_size=32, patch_size=8, id2label={i: f"class {i}" for i in range(7)}
     )
     model = _loud(ViTForImageClassification(config))
     model.save_pretrained(folder)
