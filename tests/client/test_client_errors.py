@@ -308,7 +308,11 @@ def test_no_server_is_unreachable_and_a_silent_one_meets_the_deadline(call: Call
         for texts in (["a"], ["a", "b"]):
             with pytest.raises(ServerUnreachableError, match=told):
                 call("toy", "embed", texts, options={"url": url})
+    # Another port: clients of one process share what gRPC knows of an address.
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
         other.listen()
+        url = f"127.0.0.1:{other.getsockname()[1]}"
         for method, words, answered in (
             ("embed", [["a"]], "0 of 1 rows were answered. "),
             ("embed", [["a", "b"]], "0 of 2 rows were answered. "),
