@@ -133,40 +133,44 @@ def test_a_server_that_answers_no_row_ends_the_run(toy: Toy, tmp_path: Path) -> 
         run(asked, ignore)
 
 
-SMALL_PARTS = """
-import sys, time
+COMMAND = """
 from triptych.client.bulk import run
-run._PART_ROWS, run._PART_S = 100, 3600.0  # a part has 100 rows, however slow the machine is
-"""
-KILLED = f"""{SMALL_PARTS}
-from pathlib import Path
-asked = run.BulkOptions("toy", Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
-run.run(asked, lambda told: told.done < run._PART_ROWS or time.sleep(600))  # a part is kept
-"""
-COMMAND = f"""{SMALL_PARTS}
 from triptych.interface.cli import main
+run._PART_ROWS, run._PART_S = 100, 3600.0  # a part has 100 rows, however slow the machine is
 main()
 """
 
 
-def test_a_killed_run_goes_on_and_loses_and_doubles_nothing(toy: Toy, tmp_path: Path) -> None:
+def test_an_interrupted_or_killed_run_goes_on_and_loses_and_doubles_nothing(
+    toy: Toy, tmp_path: Path
+) -> None:
     file, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
-    texts = [f"kept {index}." for index in range(450)]
-    file.write_text("".join(json.dumps({"n": n, "text": t}) + "\n" for n, t in enumerate(texts)))
-    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(file), str(out), toy.url])
     folder = tmp_path / "out.jsonl.parts"
-    wait_until(lambda: list(folder.glob("*.part")), "a part that is kept")
-    killed.kill()
-    killed.wait()
-    assert not out.exists()
+    rows = [{"n": n, "text": f"kept {n}."} for n in range(3000)]
+    for row, name in ((1200, "killed"), (2400, "interrupted")):  # no run gets further
+        rows[row]["text"] = f"hold:{name}"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["infer", "toy", "--url", toy.url, "-f", str(file), "-o", str(out)]
+    for end, name in ((signal.SIGKILL, "killed"), (signal.SIGINT, "interrupted")):
+        before = len([*folder.glob("*.part")])
+        ended = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, *words], stderr=subprocess.PIPE, text=True
+        )
+        wait_until(lambda: len([*folder.glob("*.part")]) > before, "a part that is kept")  # noqa: B023
+        ended.send_signal(end)
+        _, told = ended.communicate(timeout=300)
+        toy.release(name)
+        assert not out.exists()
+    assert ended.returncode == 130, told
+    assert re.search(r"interrupted: [\d,]+ rows are stored in .*run the same command", told)
     other = BulkOptions("toy", file, out, toy.url, pairs=["dimensions=4"])
     with pytest.raises(UserError, match="other parameters than in"):
         run(other, ignore)
     done = run(BulkOptions("toy", file, out, toy.url), ignore)
-    assert 100 <= done.earlier < 450
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["n"] for row in rows] == list(range(450))
-    for row in rows[::50]:
+    assert 200 <= done.earlier < 3000
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["n"] for row in found] == list(range(3000))
+    for row in found[::150]:
         np.testing.assert_allclose(row["embedding"], expected(row["text"]), atol=1e-6)
     assert len(toy.seen("kept 0.")) == 1  # what was kept is not asked again
     assert not folder.exists()
@@ -218,24 +222,6 @@ def test_rows_come_from_standard_input_with_parameters_from_a_column(
     assert done.exit_code == 0, done.output
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert found[1] == {"text": "", "wanted": "1"}
-
-
-def test_an_interrupted_run_says_how_it_is_continued(toy: Toy, tmp_path: Path) -> None:
-    file, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
-    rows = [{"text": f"cut {n}."} for n in range(2000)]
-    rows[1200] = {"text": "hold:interrupted"}  # the run does not end before the signal
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["infer", "toy", "--url", toy.url, "-f", str(file), "-o", str(out)]
-    run = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *words], stderr=subprocess.PIPE, text=True
-    )
-    wait_until(lambda: list(tmp_path.glob("out.jsonl.parts/*.part")), "a part that is kept")
-    run.send_signal(signal.SIGINT)
-    _, told = run.communicate(timeout=300)
-    toy.release("interrupted")
-    assert run.returncode == 130, told
-    assert re.search(r"interrupted: [\d,]+ rows are stored in .*run the same command", told)
-    assert not out.exists()
 
 
 def test_rows_of_jsonl_have_parameters_of_their_own(toy: Toy, tmp_path: Path) -> None:

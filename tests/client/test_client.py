@@ -2,7 +2,6 @@
 
 import hashlib
 import inspect
-import json
 import math
 import time
 from typing import Any
@@ -60,11 +59,9 @@ def test_no_texts_give_an_empty_array_of_the_right_width(call: Call) -> None:
     assert call("toy", "embed", []).shape == (0, DIM)
     assert call("toy", "embed", [], dimensions=3).shape == (0, 3)
     assert call("toy", "embed_each", []) == []
-    outputs = call("pair", "infer", {"text": [], "text_pair": []})
-    assert {name: array.shape for name, array in outputs.items()} == {
-        "score": (0, 1),
-        "label": (0, 2),
-    }
+    outputs = call("reader", "infer", {"text": [], "text_pair": []})
+    shapes = {name: array.shape for name, array in outputs.items()}
+    assert shapes == dict.fromkeys(("answer", "score", "start", "end"), (0, 1))
 
 
 def test_dimensions_and_prompt_reach_the_model(call: Call) -> None:
@@ -76,21 +73,25 @@ def test_dimensions_and_prompt_reach_the_model(call: Call) -> None:
     )
 
 
-def test_infer_sends_any_inputs_and_parameters_and_returns_every_output(call: Call) -> None:
+def test_infer_sends_any_inputs_and_parameters_and_returns_every_output(
+    call: Call, toy: Toy
+) -> None:
     texts = ["a" * (index % 7) for index in range(30)]
-    pairs = ["b" * (index % 5) for index in range(30)]
+    pairs = ["b" * (index % 5) + text for index, text in enumerate(texts)]
+    inputs = {"text": texts, "text_pair": pairs}
+    options = {"max_answer_len": 3, "handle_impossible_answer": True}
+    outputs = call("reader", "infer", inputs, parameters=options, timeout_s=None)
+    starts = [[pair.find(text)] for text, pair in zip(texts, pairs, strict=True)]
+    found = [
+        [pair[start : start + 3].encode()] for (start,), pair in zip(starts, pairs, strict=True)
+    ]
+    assert (outputs["start"].dtype, outputs["start"].tolist()) == (np.int32, starts)
+    assert outputs["answer"].tolist() == found
+    assert outputs["score"].tolist() == [[0.25]] * 30
     parameters = {"top_k": 2, "sharp": True, "floor": 0.5, "name": "x", "count": np.int64(9)}
-    outputs = call(
-        "pair", "infer", {"text": texts, "text_pair": pairs}, parameters=parameters, timeout_s=None
-    )
-    assert outputs["score"].dtype == np.int32
-    lengths = [[len(text) - len(pair)] for text, pair in zip(texts, pairs, strict=True)]
-    assert outputs["score"].tolist() == lengths
-    assert outputs["label"].shape == (30, 2)
-    joined = [(text + pair).encode() for text, pair in zip(texts, pairs, strict=True)]
-    assert outputs["label"][:, 0].tolist() == joined
-    arrived = json.loads(outputs["label"][0, 1])
-    assert {name: arrived[name] for name in parameters} == parameters
+    mark = f"parameters {time.monotonic()}"
+    call("toy", "infer", {"text": [mark]}, parameters=parameters)
+    assert [request.parameters for request in toy.seen(mark)] == [parameters]
 
 
 @pytest.mark.parametrize("style", ["sync", "async"])

@@ -273,8 +273,8 @@ def test_each_mistake_has_a_class_and_a_remedy(call: Call, toy: Toy) -> None:
             (f"`text` {no_rows}", ("toy", "classify", 5), {}),
             (f"`body` {no_rows}", ("toy", "infer", {"body": ""}), {}),
             ("`inputs` must be a mapping", ("toy", "infer", ["a"]), {}),
-            ("Given: no input", ("pair", "infer", {}), {}),
-            ("Given: `text` 2, `text_pair` 1", ("pair", "infer", pair), {}),
+            ("Given: no input", ("reader", "infer", {}), {}),
+            ("Given: `text` 2, `text_pair` 1", ("reader", "infer", pair), {}),
             ("The parameter `dimensions` must be", ("toy", "embed", ["a"]), {"dimensions": [3]}),
         ],
     }
@@ -286,12 +286,12 @@ def test_each_mistake_has_a_class_and_a_remedy(call: Call, toy: Toy) -> None:
         assert caught.value.row is None, words
     with tritonclient.grpc.InferenceServerClient(toy.url) as control:
         headers = dict(toy.operator_headers)
-        control.unload_model("pair", headers=headers)
+        control.unload_model("reader", headers=headers)
         try:
             with pytest.raises(PipelineNotReadyError):
-                call("pair", "infer", {"text": ["a"], "text_pair": ["b"]})
+                call("reader", "infer", {"text": ["a"], "text_pair": ["b"]})
         finally:
-            control.load_model("pair", headers=headers)
+            control.load_model("reader", headers=headers)
     error = pickle.loads(pickle.dumps(InvalidRequestError("wrong", 4)))  # between processes
     assert (error.message, error.row, str(error)) == ("wrong", 4, "row 4: wrong")
     done = CliRunner().invoke(app, ["infer", "toys", "-t", "a", "--url", toy.url])

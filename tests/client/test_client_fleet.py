@@ -8,10 +8,10 @@ import socket
 import socketserver
 import struct
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from client_toy import (
     wait_until,
     write_model,
 )
+from processes import repeated
 from triptych.base.errors import UserError
 from triptych.base.releases import Release
 from triptych.client import (
@@ -117,46 +118,21 @@ def serve_names() -> Iterator[FakeNameServer]:
         thread.join()
 
 
-@dataclass
-class Load:
-    """What threads got that embedded one text after another.
-
-    Attributes:
-        answered: Texts with right answers so far.
-        wrong: Texts with answers that are not theirs.
-        errors: Errors that calls ended in.
-    """
-
-    answered: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-    errors: list[InferenceError] = field(default_factory=list)
-
-
 @contextmanager
-def under_load(client: Client, threads: int, mark: str) -> Iterator[Load]:
-    """Embed texts with one client in several threads while the block runs."""
-    load, ended = Load(), threading.Event()
+def under_load(client: Client, threads: int, mark: str) -> Iterator[Counter[str]]:
+    """Embed texts with one client in several threads while the block runs.
 
-    def run(thread: int) -> None:
-        for number in count():
-            if ended.is_set():
-                return
-            text = f"{mark} {thread} {number}"
-            try:
-                right = np.array_equal(client.embed([text]), [expected(text)])
-            except InferenceError as error:
-                load.errors.append(error)
-            else:
-                (load.answered if right else load.wrong).append(text)
+    Yields:
+        How many answers are ``right`` and ``wrong``, and how often each error was raised.
+    """
+    numbers = count()
 
-    with ThreadPoolExecutor(threads) as pool:
-        runs = [pool.submit(run, thread) for thread in range(threads)]
-        try:
-            yield load
-        finally:
-            ended.set()
-    for each in runs:
-        each.result()
+    def embed() -> str:
+        text = f"{mark} {next(numbers)}"
+        return "right" if np.array_equal(client.embed([text]), [expected(text)]) else "wrong"
+
+    with repeated(*[embed] * threads) as results:
+        yield results
 
 
 pytestmark = pytest.mark.server
@@ -213,7 +189,7 @@ def test_a_server_that_joins_gets_traffic(fleet: list[Replica]) -> None:
         with under_load(renewed, 2, "joined") as load:
             wait_until(lambda: fleet[2].executed() > newest + 10, "traffic for the new server")
             newest = fleet[2].executed()
-        assert (load.errors, load.wrong) == ([], [])
+        assert load.keys() == {"right"}
         newest = fleet[2].executed()
         for number in range(10):
             first.embed([f"after it joined {number}"])
@@ -235,15 +211,16 @@ def test_servers_leave_and_no_request_fails(fleet: list[Replica]) -> None:
             with under_load(client, 40, f"retried {how.name}") as load:
                 with under_load(without, 3, f"plain {how.name}") as plain:
                     with busy(leaving):
-                        wait_until(lambda: len(load.answered) > 50, "load")
+                        wait_until(lambda: load["right"] > 50, "load")
                         os.kill(leaving.server.pid, how)
                         # Newer servers tell clients to leave; one that is killed may have had none.
                         if how is signal.SIGTERM and find_release() < Release(25, 5):
-                            wait_until(lambda: plain.errors, "a request that failed")
+                            wait_until(lambda: plain.keys() - {"right"}, "a failure")
                     leaving.server.stop()
-                wanted = len(load.answered) + 50
-                wait_until(lambda: len(load.answered) > wanted, "answers of the others")  # noqa: B023
-            assert (load.errors, load.wrong, plain.wrong) == ([], [], [])
+                wanted = load["right"] + 50
+                wait_until(lambda: load["right"] > wanted, "answers of the others")  # noqa: B023
+            assert load.keys() == {"right"}
+            assert plain["wrong"] == 0
             np.testing.assert_array_equal(client.embed(["left"]), [expected("left")])
     host, _, port = killed.url.rpartition(":")
     with Client("toy", killed.url) as client:
@@ -251,8 +228,8 @@ def test_servers_leave_and_no_request_fails(fleet: list[Replica]) -> None:
             client.embed(["nobody there"])
         with Server(killed.repository, host=host, grpc_port=int(port)) as server:
             with under_load(client, 1, "back") as load:
-                wait_until(lambda: load.answered, "a connection to the new server")
-            assert load.wrong == []
+                wait_until(lambda: load["right"], "a connection to the new server")
+            assert load["wrong"] == 0
             os.kill(server.pid, signal.SIGKILL)
 
 

@@ -21,12 +21,7 @@ from client_toy import (
     texts_of_many_lengths,
     write_repository,
 )
-from triptych.client import (
-    AccessDeniedError,
-    Client,
-    ServerUnreachableError,
-    Tls,
-)
+from triptych.client import AccessDeniedError, Client, ServerUnreachableError, Tls
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server

@@ -83,9 +83,8 @@ def test_chat_and_completions_are_those_of_the_grpc_client(
 def test_streams_have_the_parts_of_the_whole(api: openai.OpenAI) -> None:
     words: dict[str, Any] = {"model": "slow", "messages": PLAIN, "max_completion_tokens": 40}
     whole = api.chat.completions.create(**words)
-    parts = list(
-        api.chat.completions.create(**words, stream=True, stream_options={"include_usage": True})
-    )
+    words_of_stream: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    parts = list(api.chat.completions.create(**words, **words_of_stream))
     assert parts[0].choices[0].delta.role == "assistant"
     texts = [part.choices[0].delta.content or "" for part in parts if part.choices]
     assert sum(map(bool, texts)) > 1  # tokens share a part where the client is slow

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import signal
 import socket
 import ssl
 import subprocess
@@ -27,6 +28,8 @@ from typer.testing import CliRunner
 from certificates import jwks_server, sign_token, under_load, write_certificate, wrong_tokens
 from client_toy import wait_until
 from deploy_cases import write_built
+from otlp_receiver import check_trace, otlp_receiver
+from served_command import endpoints_of, serving
 from triptych.base import jwks
 from triptych.base.api_keys import IssuerEntry, KeyEntry, KeyFile, print_keys
 from triptych.base.errors import UserError
@@ -37,6 +40,7 @@ from triptych.gateway import keys, serve
 from triptych.gateway.http import Shared
 from triptych.gateway.keys import CALLER, Caller, Keys
 from triptych.gateway.pipelines import Pipeline, Pipelines
+from triptych.gateway.traces import export_to
 from triptych.interface.cli import app
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -404,3 +408,43 @@ def test_a_gateway_for_other_machines_needs_keys() -> None:
         done = CliRunner().invoke(app, ["gateway", "a", "--port", "0", *words])
         assert done.exit_code != 0
         assert named in str(done.exception), words
+
+
+def test_a_share_of_the_requests_without_a_trace_is_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds
+    with otlp_receiver() as (url, spans):
+        tracer = export_to(url, 4)
+        traces = [tracer.start("GET /health", {}) for _ in range(400)]
+        for trace in traces:
+            trace.end(503)
+        sampled = {trace.trace_id for trace in traces if trace.headers}
+        assert 50 < len(sampled) < 150  # 100 expected, with a standard deviation of 9
+        wait_until(lambda: len(spans) >= len(sampled), "the spans are exported")
+    assert {span.trace_id for span in spans} == sampled
+    assert {span.attributes["http.response.status_code"] for span in spans} == {503}
+
+
+@pytest.mark.server
+@pytest.mark.long
+def test_one_trace_goes_through_envoy(
+    minilm_repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with otlp_receiver() as (url, spans):
+        monkeypatch.setenv("TRIPTYCH_TRACE", url)
+        monkeypatch.setenv("TRIPTYCH_TRACE_RATE", "1000000")
+        words = ("--profile", "production", "--http-api", "0", "--replicas", "2")
+        with serving(minilm_repository, *words) as run:
+            trace = check_trace(endpoints_of(run)["api"], "minilm_packed", spans)
+            exported = (trace, "ingress")
+            wait_until(
+                lambda: exported in {(span.trace_id, span.name) for span in spans}, "Envoy exports"
+            )
+            run.send_signal(signal.SIGTERM)
+            assert run.wait(timeout=300) == 0
+    sampled = {span.name: span for span in spans if span.trace_id == trace}
+    gateway, envoy = sampled["POST /v1/embeddings"], sampled["ingress"]
+    assert envoy.parent_id == gateway.span_id
+    assert gateway.began <= envoy.began <= sampled["InferRequest"].began
+    assert envoy.attributes["upstream_cluster"] == "triton_grpc"

@@ -47,17 +47,21 @@ def test_calls_are_found_in_parts_of_any_size() -> None:
     assert split(CALL[:-3], 4, "length") == (CALL[:-3], [], "length")
 
 
+def named(name: str) -> NamedTool:
+    return NamedTool.model_validate({"type": "function", "function": {"name": name}})
+
+
 def test_a_required_call_is_a_schema_of_the_whole_answer() -> None:
     tools = [
         Tool.model_validate({"type": "function", "function": {"name": name}})
         for name in ("find", "stop")
     ]
-    for choice, names in (("required", ["find", "stop"]), ("find", ["find"])):
-        if choice == "find":
-            given = {"type": "function", "function": {"name": choice}}
-            _, calls = choose_tools(tools, NamedTool.model_validate(given))
-        else:
-            _, calls = choose_tools(tools, choice)
+    choices: tuple[tuple[Any, list[str]], ...] = (
+        ("required", ["find", "stop"]),
+        (named("find"), ["find"]),
+    )
+    for choice, names in choices:
+        _, calls = choose_tools(tools, choice)
         assert calls is not None
         assert calls.schema is not None
         kinds = [each["properties"]["name"]["enum"] for each in calls.schema["anyOf"]]
@@ -69,9 +73,7 @@ def test_a_required_call_is_a_schema_of_the_whole_answer() -> None:
     assert calls is not None
     assert calls.add('{"name"', "length") == ('{"name"', [], "length")
     assert choose_tools(tools, "none") == ([], None)
-    for given_tools, wrong in (([], "required"), (tools, "other")):
-        named = {"type": "function", "function": {"name": wrong}}
+    wrong: tuple[tuple[list[Tool], Any], ...] = (([], "required"), (tools, named("other")))
+    for given, choice in wrong:
         with pytest.raises(ApiError, match="tool_choice"):
-            choose_tools(
-                given_tools, wrong if wrong == "required" else NamedTool.model_validate(named)
-            )
+            choose_tools(given, choice)

@@ -3,9 +3,10 @@
 import json
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -87,15 +88,14 @@ def verdict(
 
 def test_rows_drift_if_chance_cannot_explain_them(inputs: PipelineInputs) -> None:
     for layout in LAYOUTS:
-        for rows in (1, 3, 20, 200, 5000):
-            for seed in range(1, 9):
-                same = verdict(inputs, USUAL, draw(30, rows, seed), layout)
-                assert not same.drifted, (layout, rows, seed)
-                assert (same.action, same.command) == ("keep", "")
+        for rows, seed in product((1, 3, 20, 200, 5000), range(1, 9)):
+            same = verdict(inputs, USUAL, draw(30, rows, seed), layout)
+            found_for = (same.drifted, same.action, same.command)
+            assert found_for == (False, "keep", ""), (layout, rows, seed)
         for mean in (12, 80):
             found = verdict(inputs, USUAL, draw(mean, 300, 1), layout)
-            assert found.drifted
-            assert (found.action, found.command) == ("tune again", "triptych tune minilm")
+            told = (found.drifted, found.action, found.command)
+            assert told == (True, "tune again", "triptych tune minilm")
             assert (found.work > 1) == (mean > 30)
             assert "traffic.jsonl" in found.first
             if layout == "packed":
@@ -105,9 +105,8 @@ def test_rows_drift_if_chance_cannot_explain_them(inputs: PipelineInputs) -> Non
     assert not few.drifted
     assert any("with these few rows" in note for note in few.notes)
     cut = verdict(inputs, USUAL, [900] * 40, "bucketed")
-    assert cut.drifted
-    assert cut.now.at_limit_share == 1.0
-    assert cut.best.bucket_edges == (MAX_LENGTH,)
+    shown = (cut.drifted, cut.now.at_limit_share, cut.best.bucket_edges)
+    assert shown == (True, 1.0, (MAX_LENGTH,))
     # A look every hour needs more to call it drift.
     new = exact(draw(36, 250, 1))
     once = checked(built_for(inputs, USUAL, "packed"), new)
@@ -162,11 +161,8 @@ def test_a_promise_that_breaks_asks_for_tuning_even_without_drift(inputs: Pipeli
 
 def test_what_is_proposed_has_its_effect_and_its_diff(inputs: PipelineInputs) -> None:
     old, new = draw(15, 400, 0), draw(75, 300, 1)
-    cases: tuple[tuple[Layout, dict[str, int]], ...] = (
-        ("bucketed", {"core.bucket_count": 12}),
-        ("packed", {}),
-    )
-    for layout, changes in cases:
+    cases: dict[Layout, dict[str, int]] = {"bucketed": {"core.bucket_count": 12}, "packed": {}}
+    for layout, changes in cases.items():
         pipeline = built_for(inputs, old, layout)
         found = checked(pipeline, exact(new), measured=MEASURED, rate_per_s=40.0)
         proposal, capacity = found.proposal, found.capacity
@@ -218,7 +214,7 @@ def counted(pipeline: PipelineInputs, page: str, before: str | None = None) -> N
 
 
 def test_counted_rows_lead_to_what_the_rows_do(inputs: PipelineInputs) -> None:
-    for mean, layout in ((mean, layout) for mean in (30, 80) for layout in LAYOUTS):
+    for mean, layout in product((30, 80), LAYOUTS):
         pipeline = built_for(inputs, draw(30, 400, 0), layout)
         new = draw(mean, 3000, 1)
         edges = sorted({*EDGES, *pipeline.plan.bucket_edges})
@@ -227,10 +223,9 @@ def test_counted_rows_lead_to_what_the_rows_do(inputs: PipelineInputs) -> None:
         assert found.mean == pytest.approx(sum(new) / 3000)
         by_rows, by_page = check_drift(pipeline, exact(new)), check_drift(pipeline, found)
         assert by_page.work == pytest.approx(by_rows.work)
-        assert by_page.distance == pytest.approx(by_rows.distance, abs=0.03)
-        assert by_page.distance <= by_rows.distance
-        assert by_page.now.at_limit_share == by_rows.now.at_limit_share
+        assert by_rows.distance - 0.03 < by_page.distance <= by_rows.distance
         assert by_page.excess == pytest.approx(by_rows.excess, abs=0.03)
+        assert by_page.now.at_limit_share == by_rows.now.at_limit_share
         assert by_page.action == by_rows.action
         assert 0.15 < by_page.blur < 0.27
         for name in ("p50_tokens", "p99_tokens"):
@@ -278,32 +273,29 @@ def test_servers_add_up_and_other_builds_are_named(inputs: PipelineInputs) -> No
     assert "other padded lengths" in found.notes[-1]
 
 
-def damage(change: Callable[[str], str]) -> str:
-    return change(page_of([9] * 20))
+def without(word: str, page: str) -> str:
+    return "\n".join(line for line in page.splitlines() if word not in line)
 
 
-def without(word: str) -> Callable[[str], str]:
-    return lambda page: "\n".join(line for line in page.splitlines() if word not in line)
-
-
+USUAL_PAGE = page_of([9] * 20)
 PAGES = {
     "empty": "",
     "no text": "\x00\xff{}{}{ 1 2 3\n" * 50,
     "another pipeline's": page_of([9], pipeline="another"),
-    "no +Inf": damage(without("+Inf")),
-    "no sum": damage(without("_sum")),
-    "only +Inf": damage(lambda page: without('le="')(page.replace('le="+Inf"', "le='x'"))),
+    "no +Inf": without("+Inf", USUAL_PAGE),
+    "no sum": without("_sum", USUAL_PAGE),
+    "only +Inf": without('le="', USUAL_PAGE.replace('le="+Inf"', "le='x'")),
     "no rows": page_of([]),
-    "not a number": damage(lambda page: page.replace("} 20", "} NaN", 1)),
-    "infinite": damage(lambda page: page.replace("} 20", "} +Inf")),
-    "negative": damage(lambda page: page.replace("} 0", "} -4", 1)),
-    "huge": damage(lambda page: page.replace("} 20", "} 1e300")),
+    "not a number": USUAL_PAGE.replace("} 20", "} NaN", 1),
+    "infinite": USUAL_PAGE.replace("} 20", "} +Inf"),
+    "negative": USUAL_PAGE.replace("} 0", "} -4", 1),
+    "huge": USUAL_PAGE.replace("} 20", "} 1e300"),
     "falling": page_of([3] * 20).replace(
         'le="+Inf",pipeline="minilm"} 20', 'le="+Inf",pipeline="minilm"} 2'
     ),
-    "odd end": damage(lambda page: page.replace('le="4"', 'le="four"')),
-    "end that is no number": damage(lambda page: page.replace('le="4"', 'le="NaN"')),
-    "too many tokens": damage(lambda page: page.replace("} 180", "} 18000000")),
+    "odd end": USUAL_PAGE.replace('le="4"', 'le="four"'),
+    "end that is no number": USUAL_PAGE.replace('le="4"', 'le="NaN"'),
+    "too many tokens": USUAL_PAGE.replace("} 180", "} 18000000"),
     "two builds": page_of([9] * 3) + page_of([9] * 4, [*EDGES, 512]),
 }
 SAMPLES: list[tuple[str | None, str]] = [

@@ -213,13 +213,8 @@ def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watche
             listen = f"--web.listen-address={addresses[port]}"
             config = f"--config.file={folder}/{program}.json"
             stack.enter_context(running(folder, program, config, listen, *flags))
-        yield Watched(
-            proxy.grpc_url,
-            gauges,
-            f"http://{addresses['prometheus']}",
-            f"http://{addresses['alerts']}",
-            states,
-        )
+        prometheus, alerts = (f"http://{addresses[name]}" for name in ("prometheus", "alerts"))
+        yield Watched(proxy.grpc_url, gauges, prometheus, alerts, states)
 
 
 def test_a_slowed_step_raises_the_alert_and_it_clears(tmp_path: Path, tiny_model: Path) -> None:
@@ -266,21 +261,16 @@ def without_value(prometheus: str, parts: set[str]) -> set[str]:
 
 def watching(pages: dict[str, str], alertmanager: str) -> dict[str, Any]:
     """A Prometheus's configuration: pods' pages, each with the labels that a PodMonitor gives."""
+    times = ("scrape_interval", "scrape_timeout", "evaluation_interval")
+    targets = {
+        pod: {"targets": [target], "labels": {"namespace": "default", "pod": pod}}
+        for pod, target in pages.items()
+    }
     return {
-        "global": dict.fromkeys(
-            ("scrape_interval", "scrape_timeout", "evaluation_interval"), SCRAPE
-        ),
+        "global": dict.fromkeys(times, SCRAPE),
         "rule_files": ["rules.json"],
         "alerting": {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]},
-        "scrape_configs": [
-            {
-                "job_name": pod,
-                "static_configs": [
-                    {"targets": [target], "labels": {"namespace": "default", "pod": pod}}
-                ],
-            }
-            for pod, target in pages.items()
-        ],
+        "scrape_configs": [{"job_name": pod, "static_configs": [targets[pod]]} for pod in pages],
     }
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -68,12 +69,8 @@ def test_a_short_run_measures_decides_and_leaves_the_repository_alone(home: Path
 def test_only_the_models_that_changed_are_loaded_again(home: Path) -> None:
     told: list[str] = []
     folder = home / "pipelines" / "tiny"
-    with trial_servers(
-        CompiledTuning(folder, Slo(), 2),
-        home / "repository",
-        0.6,
-        lambda _stage, line: told.append(line),
-    ) as found:
+    kind, repository = CompiledTuning(folder, Slo(), 2), home / "repository"
+    with trial_servers(kind, repository, 0.6, lambda _stage, line: told.append(line)) as found:
         slot = found.best
         found.put(slot, Setting())
         pid = slot.target.pid
@@ -99,13 +96,9 @@ def test_an_interrupted_run_leaves_nothing_but_what_it_has_measured(
     before = snapshot(home)
     command = [sys.executable, "-m", "triptych.interface.cli", "tune", "tiny", "--clients", "2"]
     command += ["--pipelines", str(home / "pipelines"), "--repository", str(home / "repository")]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "TRIPTYCH_CACHE": str(cache)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "TRIPTYCH_CACHE": str(cache)}
+    process = subprocess.Popen(command, env=environment, **pipes)
     assert process.stderr is not None
     lines = list(takewhile(lambda line: "trial 1" not in line, process.stderr))
     children = psutil.Process(process.pid).children(recursive=True)

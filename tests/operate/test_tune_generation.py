@@ -100,15 +100,10 @@ def evidence(
     serving: dict[str, object] | None = None,
     **core: object,
 ) -> Observation[GenerationInputs]:
-    spec = GenerationSpec.model_validate(
-        {
-            "name": "talk",
-            "task": "text-generation",
-            "model": {"source": "x"},
-            "core": {"backend": fake_backend(), **core},
-            "serving": {"queue": {"max_in_flight": queue}, **(serving or {})},
-        }
-    )
+    given: dict[str, Any] = {"name": "talk", "task": "text-generation", "model": {"source": "x"}}
+    given["core"] = {"backend": fake_backend(), **core}
+    given["serving"] = {"queue": {"max_in_flight": queue}, **(serving or {})}
+    spec = GenerationSpec.model_validate(given)
     model: Any = None
     inputs = Inputs(spec, model, Path(), 512, tuple(Prompt({}, ids) for ids in prompts))
     return Observation(inputs, one, 2, promise.limits_us)
@@ -136,6 +131,9 @@ def test_every_field_that_is_tried_is_tunable_and_one_of_the_spec() -> None:
 CACHE: dict[str, Any] = {"kv_cache": {"memory_mib": 1}}
 SYSTEM = tuple(range(40))
 SHARED = (SYSTEM, (*SYSTEM, 1, 2), (7,) * 40)
+BY_FOUR: dict[str, object] = {"stream_interval": 4}
+FULL = evidence(BUSY, max_num_seqs=8, queue=8, promise=GenerationSlo())
+NO_CACHE = evidence(BUSY, enable_prefix_caching=False)
 NO_TIME = GenerationSlo(ttft_p99="1s")
 PROPOSALS: dict[str, list[tuple[Observation[GenerationInputs], tuple[Any, ...], tuple[Any, ...]]]]
 PROPOSALS = {
@@ -156,30 +154,18 @@ PROPOSALS = {
     "serving.stream_interval": [
         (evidence(answers(8.0, good=8.0, itl_ms=3)), (4, 16), ()),
         (evidence(answers(8.0, good=8.0, itl_ms=12)), (4,), ()),
-        (
-            evidence(answers(8.0, good=8.0, itl_ms=48), serving={"stream_interval": 4}),
-            (1,),
-            (),
-        ),
+        (evidence(answers(8.0, good=8.0, itl_ms=48), serving={"stream_interval": 4}), (1,), ()),
         (evidence(BUSY, promise=NO_TIME), (4, 16), ()),
     ],
 }
 """What was seen, and the values that are tried in one direction and in the other, by field."""
 LEFT = [
     ("core.max_num_seqs", evidence(BUSY), "8.0 requests in flight on average, 32"),
-    (
-        "core.max_num_seqs",
-        evidence(BUSY, max_num_seqs=8, queue=8, promise=GenerationSlo()),
-        "8 fit into the batch",
-    ),
+    ("core.max_num_seqs", FULL, "8 fit into the batch"),
     ("core.kv_cache.memory_mib", evidence(BUSY), "the KV cache holds 4096"),
     ("core.max_num_batched_tokens", evidence(BUSY), "have 400 tokens, a step computes 2048"),
     ("core.enable_prefix_caching", evidence(BUSY, prompts=SHARED), "and caching is on"),
-    (
-        "core.enable_prefix_caching",
-        evidence(BUSY, enable_prefix_caching=False),
-        "a false gain",
-    ),
+    ("core.enable_prefix_caching", evidence(BUSY, enable_prefix_caching=False), "a false gain"),
     ("serving.stream_interval", evidence(BUSY), "leaves no time to wait"),
 ]
 """Fields that are not tried, and the reason."""
@@ -245,29 +231,24 @@ def test_what_goes_along_is_part_of_the_trial(
 
 def test_the_verdict_is_on_the_limits_and_on_the_rate_that_holds_them() -> None:
     slo = GenerationSlo(ttft_p99="200ms", itl_p99="25ms")
-    verdict = judge_goodput(slo, found(slow=1.0))
-    assert verdict.kind == "met"
-    assert verdict.explanation.startswith(
-        "goodput 8.00/s of 8.00/s with 4 clients; ttft p99 <= 200 ms"
-    )
-    verdict = judge_goodput(slo.model_copy(update={"throughput": 4.0}), found(slow=2.0))
-    assert verdict.kind == "not met"
-    assert verdict.explanation.endswith("is met with 1 client: 2.00/s, 50% below the SLO of 4/s")
-    late = slo.model_copy(update={"ttft_p99": "1ms", "throughput": 4.0})
-    verdict = judge_goodput(late, found(slow=1.0))
-    assert verdict.kind == "not met"
-    assert "is not met with any tested number of clients" in verdict.explanation
-    once = replace(
-        found(slow=1.0),
-        points=tuple(replace(p, rounds=p.rounds[:1]) for p in found(slow=1.0).points),
-    )
-    verdict = judge_goodput(late, once)
-    assert verdict.kind == "cannot tell"
-    assert "is not proven with any tested number of clients" in verdict.explanation
-    assert "no SLO is set" in judge_goodput(GenerationSlo(), found(slow=1.0)).explanation
-    assert judge_goodput(GenerationSlo(throughput=1.0), found(slow=1.0)).kind == "met"
+    usual = found(slow=1.0)
+    rounds = tuple(replace(point, rounds=point.rounds[:1]) for point in usual.points)
+    fast = slo.model_copy(update={"throughput": 4.0})
+    late = fast.model_copy(update={"ttft_p99": "1ms"})
+    held = "goodput 8.00/s of 8.00/s with 4 clients; ttft p99 <= 200 ms"
+    below = "is met with 1 client: 2.00/s, 50% below the SLO of 4/s"
+    for given, measured, kind, said in (
+        (slo, usual, "met", held),
+        (fast, found(slow=2.0), "not met", below),
+        (late, usual, "not met", "is not met with any tested number of clients"),
+        (late, replace(usual, points=rounds), "cannot tell", "is not proven with any tested num"),
+        (GenerationSlo(), usual, "none", "no SLO is set"),
+        (GenerationSlo(throughput=1.0), usual, "met", ""),
+    ):
+        verdict = judge_goodput(given, measured)
+        assert (verdict.kind, said in verdict.explanation) == (kind, True), verdict
     inputs = replace(evidence(BUSY, backend="vllm", precision="fp32").plan)
-    told = " ".join(advise_generation(inputs, late, found(slow=1.0)))
+    told = " ".join(advise_generation(inputs, late, usual))
     assert "single client" in told
     assert "bf16" in told
 
@@ -281,9 +262,8 @@ def test_what_cannot_be_served_is_refused_before_a_server_is_started(
     kind = GenerationTuning(folder, PROMISE, 12, ("parameters.max_tokens=400",))
     repository = tmp_path / "repository"
     assert kind.start(repository, quiet) == Setting()
-    with pytest.raises(
-        UserError, match=r"`--clients` must be at most serving.queue.max_in_flight 12"
-    ):
+    said = "`--clients` must be at most serving.queue.max_in_flight 12"
+    with pytest.raises(UserError, match=said):
         replace(kind, clients=13).start(repository, quiet)
     assert kind.build(Setting({"core.max_num_seqs": 32}), repository, quiet).changed
     many = Setting({"core.max_num_seqs": 64, "core.max_num_batched_tokens": 4096})
@@ -317,15 +297,9 @@ def test_a_search_finds_what_the_engine_needs(
     monkeypatch.setattr(tuning, "FINAL_CLIENTS", ())
     monkeypatch.setattr(results, "MIN_FIRST_ROUND_RATIO", 0.0)  # a slow first round ends no trial
     folder = write_pipeline(
-        tmp_path / "talk",
-        write_tiny_model(tmp_path / "model"),
-        max_num_seqs=1,
-        token_delay_ms=15.0,
+        tmp_path / "talk", write_tiny_model(tmp_path / "model"), max_num_seqs=1, token_delay_ms=15.0
     )
-    overrides = (
-        "serving.stream_interval=3",
-        "parameters.max_tokens=6",
-    )
+    overrides = ("serving.stream_interval=3", "parameters.max_tokens=6")
     wanted = Tuning(GenerationSlo(), 400.0, clients=8, seconds=1.0, overrides=overrides)
     best = tune_pipeline(folder, tmp_path / "repository", wanted, quiet)
     (trial,) = best.trials

@@ -136,14 +136,12 @@ def test_each_command_of_the_readme_runs(served: dict[str, str]) -> None:
 
 
 def test_default_addresses_are_those_of_the_documents() -> None:
-    options = {
-        (verb, option.name): option.default
-        for verb, command in VERBS.items()
-        for option in command.params
-    }
-    assert options["infer", "url"] == GRPC
-    for name, address in (("grpc_port", GRPC), ("http_port", HTTP)):
-        assert f"{options['serve', 'host']}:{options['serve', name]}" == address
+    infer, serve = (
+        {option.name: option.default for option in VERBS[verb].params}
+        for verb in ("infer", "serve")
+    )
+    addresses = (f"{serve['host']}:{serve[f'{kind}_port']}" for kind in ("grpc", "http"))
+    assert [infer["url"], *addresses] == [GRPC, GRPC, HTTP]
 
 
 def test_snippets_of_the_readme_and_requests_without_the_client_are_as_shown(
@@ -227,13 +225,10 @@ def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
 
     rows = {row["precision"]: row for row in table(PRECISION, "Precision")}
     assert set(rows) == {*get_args(Precision), "auto"}
+    places = {"openvino": ("openvino", "cpu"), "tensorrt": ("tensorrt", "gpu")}
+    places |= {f"onnxruntime, {device}": ("onnxruntime", device) for device in ("cpu", "gpu")}
     for precision, row in rows.items():
-        for column, place in {
-            "onnxruntime, cpu": ("onnxruntime", "cpu"),
-            "onnxruntime, gpu": ("onnxruntime", "gpu"),
-            "openvino": ("openvino", "cpu"),
-            "tensorrt": ("tensorrt", "gpu"),
-        }.items():
+        for column, place in places.items():
             assert (row[column] == "yes") == runs(precision, *place), (precision, column)
 
 

@@ -31,7 +31,7 @@ from triptych.serving.server import Server
 
 pytestmark = pytest.mark.long  # all of it on fakes: loads, servers, every system
 FAKES = ("tensorrt", "cuda")
-NO_COMPILER = "it compiles for minutes"
+NOT_NOW = "not this time"
 
 
 @pytest.mark.skipif(bool(find_gpus()), reason="there is a GPU here")
@@ -69,7 +69,7 @@ def measure(
 
 def without(machine: Machine, *parts: str) -> Machine:
     """Return a machine that lacks parts of the test, too."""
-    return replace(machine, lacks={**machine.lacks, **dict.fromkeys(parts, "not this time")})
+    return replace(machine, lacks={**machine.lacks, **dict.fromkeys(parts, NOT_NOW)})
 
 
 def tiny_subject(model: Path) -> GpuModel:
@@ -108,23 +108,15 @@ class Done(NamedTuple):
 def done(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Done]:
     """All of it for a tiny model: PyTorch and ONNX Runtime on the CPU, the engines on the fakes."""
     base = tmp_path_factory.mktemp("gpu")
-    options = change(
-        run.parse_options([]),
-        models=[tiny_subject(tiny_model)],
-        precisions=("fp16",),
-        rounds=2,
-        seconds=0.02,
-        served_seconds=1.0,
-        home=base / "home",
-        batches=(1, 8),
-        clients=(1, 4),
-    )
+    short: dict[str, Any] = {"rounds": 2, "seconds": 0.02, "served_seconds": 1.0}
+    few: dict[str, Any] = {"precisions": ("fp16",), "batches": (1, 8), "clients": (1, 4)}
+    models = [tiny_subject(tiny_model)]
+    options = change(run.parse_options([]), models=models, home=base / "home", **short, **few)
     substitutes = Substitutes(device="cpu", provider="CPUExecutionProvider", fakes=FAKES)
     with pytest.MonkeyPatch.context() as patch:
         engine_cases.machine(patch, base, "10")
         patch.setattr(served, "Server", serve_fakes(base))
-        machine = read_machine(substitutes)
-        machine = replace(machine, lacks={**machine.lacks, "torch.compile": NO_COMPILER})
+        machine = without(read_machine(substitutes), "torch.compile")
         ledger = Ledger(lambda line: None)
         output = base / "gpu.json"
 
@@ -143,18 +135,13 @@ def test_every_system_is_built_compared_timed_and_served_and_every_page_names_th
     assert [one.plan.layout for one in found.built] == list(LAYOUTS)
     for built in found.built:
         assert built.engine is not None
-        assert built.engine["precision"] == "fp16"
         assert built.parity is not None
+        assert (built.engine["precision"], built.parity["failures"]) == ("fp16", [])
         assert built.parity["rows"] > 20
-        assert built.parity["failures"] == []
-    assert list(dict.fromkeys(one.system for one in found.speeds)) == [
-        "engine fp16 packed",
-        "engine fp16 bucketed, CUDA graphs",
-        "engine fp16 bucketed, no graphs",
-        "torch eager fp32",
-        "torch eager fp16",
-        "onnxruntime-gpu fp16",
-    ]
+    bucketed = ("engine fp16 bucketed, CUDA graphs", "engine fp16 bucketed, no graphs")
+    others = ("torch eager fp32", "torch eager fp16", "onnxruntime-gpu fp16")
+    measured = dict.fromkeys(one.system for one in found.speeds)
+    assert [*measured] == ["engine fp16 packed", *bucketed, *others]
     loads = {(one.system, one.batch_size, one.lengths) for one in found.speeds}
     assert len(loads) == len(found.speeds) == 6 * 2 * 2
     assert {one.rounds for one in found.speeds} == {2}
@@ -166,7 +153,7 @@ def test_every_system_is_built_compared_timed_and_served_and_every_page_names_th
         assert one.poisson.p99_ms > 0
     assert ledger.failed == []
     assert [(one.what, one.reason) for one in ledger.not_run] == [
-        (f"torch.compile ({PARTS['torch.compile']})", NO_COMPILER),
+        (f"torch.compile ({PARTS['torch.compile']})", NOT_NOW),
         ("tiny, onnxruntime-gpu fp32", "no bucketed fp32 graph was built"),
     ]
     assert {target.status for target in found.targets} <= {"met", "missed"}
@@ -224,6 +211,7 @@ def test_only_random_weights_whose_graph_is_off_too_may_fail_the_gate(
     monkeypatch.setattr(engines, "build_engine", lambda built, progress: None)
     monkeypatch.setattr(engine_speed, "measure", lambda *_, **__: [])
     others = [part for part in PARTS if part not in ("graphs", "engines")]
+    parity = "parity of tiny_fp16_packed"
     for is_random, graph_failures in product((False, True), ((), ("far off",))):
 
         def check_parity(
@@ -237,11 +225,9 @@ def test_only_random_weights_whose_graph_is_off_too_may_fail_the_gate(
         options = change(done.options, reuse=True, layouts=("packed",), models=models)
         _, ledger = measure(options, replace(done.machine, lacks=dict.fromkeys(others, "not now")))
         may_fail = is_random and bool(graph_failures)
-        case = (is_random, graph_failures)
-        failed = [one.what for one in ledger.failed]
-        assert failed == ["parity of tiny_fp16_packed"] * (not may_fail), case
-        skipped = [one.what for one in ledger.not_run]
-        assert ("parity of tiny_fp16_packed" in skipped) is may_fail, case
+        failed, skipped = ([one.what for one in every] for every in (ledger.failed, ledger.not_run))
+        assert failed == [parity] * (not may_fail), (is_random, graph_failures)
+        assert (parity in skipped) is may_fail, (is_random, graph_failures)
 
 
 def test_a_machine_without_anything_names_every_part_and_all_targets_as_not_run(

@@ -70,12 +70,8 @@ def test_a_notebook_runs_and_has_its_outputs_in_place(
     assert kinds(found) == kinds(stored)
     last = [cell["outputs"][-1] for cell in (found["cells"][-1], stored["cells"][-1])]
     assert last[0] == last[1]  # what was found for each question
-    plots = [
-        output["data"]["image/svg+xml"]
-        for cell in found["cells"]
-        for output in cell.get("outputs", [])
-        if "data" in output
-    ]
+    outputs = [output for cell in found["cells"] for output in cell.get("outputs", [])]
+    plots = [output["data"]["image/svg+xml"] for output in outputs if "data" in output]
     assert len(plots) == 2
     assert all(plot.count('class="bar"') >= 1 for plot in plots)
 

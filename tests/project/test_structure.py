@@ -24,7 +24,7 @@ HEAVY = {
         *("building/generation/", "spec/image_core.py"),
     },
     "transformers": {
-        *("core/export/", "building/generation/", "spec/image_source.py", "spec/model_source.py"),
+        *("core/export/", "building/generation/", "spec/image_source.py", "spec/model_source.py")
     },
     "copier": {"spec/template.py"},
     "vllm": {"runtime/engine_vllm.py"},

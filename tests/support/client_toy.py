@@ -89,25 +89,6 @@ class TritonPythonModel:
             time.sleep(0.01)
 """
 
-PAIR = """
-import json
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.answer(request) for request in requests]
-
-    def answer(self, request):
-        texts, pairs = (pb_utils.get_input_tensor_by_name(request, name).as_numpy()[:, 0]
-                        for name in ("text", "text_pair"))
-        parameters = request.parameters().encode()
-        score = np.array([[len(a) - len(b)] for a, b in zip(texts, pairs)], np.int32)
-        label = np.array([[a + b, parameters] for a, b in zip(texts, pairs)], np.object_)
-        return pb_utils.InferenceResponse(
-            [pb_utils.Tensor("score", score), pb_utils.Tensor("label", label)])
-"""
-
 STEP = """
 backend: "python"
 max_batch_size: {max_batch_size}
@@ -139,35 +120,22 @@ ensemble_scheduling {{
 }}
 """
 
-PAIR_CONFIG = """
-backend: "python"
-max_batch_size: 4
-input [{ name: "text" data_type: TYPE_STRING dims: [1] },
-       { name: "text_pair" data_type: TYPE_STRING dims: [1] }]
-output [{ name: "score" data_type: TYPE_INT32 dims: [1] },
-        { name: "label" data_type: TYPE_STRING dims: [2] }]
-instance_group { kind: KIND_CPU count: 1 }
-"""
-
 
 def write_repository(root: Path) -> Path:
     """Ensembles of one step: `toy`, `single` (2 instances, batches of 1), `narrow` (queue of 2).
 
-    `counted` is as `toy`, for one test of its statistics. Beside them a model alone, `pair`, which
-    has an interface of its own, and those of `PLAYED`.
+    `counted` is as `toy`, for one test of its statistics. Beside them there are those of `PLAYED`.
     """
-    steps = {
-        "toy": {"max_batch_size": MAX_BATCH_SIZE, "instances": 1, "queue_policy": ""},
-        "counted": {"max_batch_size": MAX_BATCH_SIZE, "instances": 1, "queue_policy": ""},
-        "single": {"max_batch_size": 1, "instances": 2, "queue_policy": ""},
-        "narrow": {"max_batch_size": 1, "instances": 1, "queue_policy": QUEUE_OF_TWO},
-    }
-    for name, settings in steps.items():
-        step = f"{name}_step"
-        write_model(root / step, STEP.format(**settings, dim=DIM), EMBED)
-        batch = settings["max_batch_size"]
-        write_model(root / name, ENSEMBLE.format(max_batch_size=batch, dim=DIM, step=step))
-    write_model(root / "pair", PAIR_CONFIG, PAIR)
+    for name, rows, instances, policy in (
+        ("toy", MAX_BATCH_SIZE, 1, ""),
+        ("counted", MAX_BATCH_SIZE, 1, ""),
+        ("single", 1, 2, ""),
+        ("narrow", 1, 1, QUEUE_OF_TWO),
+    ):
+        shape: dict[str, Any] = {"max_batch_size": rows, "dim": DIM}
+        step = STEP.format(**shape, instances=instances, queue_policy=policy)
+        write_model(root / f"{name}_step", step, EMBED)
+        write_model(root / name, ENSEMBLE.format(**shape, step=f"{name}_step"))
     write_model(root / "play", PLAY_CONFIG, PLAY)
     for name, (inputs, outputs) in PLAYED.items():
         write_model(root / name, play_config(inputs, outputs))
@@ -251,7 +219,7 @@ def serve_toy(folder: Path) -> Iterator[Toy]:
     """Serve all of the toys from `folder`."""
     repository = write_repository(folder)
     # By name, so that the server lets a test unload one of them.
-    names = ("toy", "counted", "single", "narrow", "pair", *PLAYED)
+    names = ("toy", "counted", "single", "narrow", *PLAYED)
     with Server(repository, models=names) as server:
         urls = server.http_url, server.metrics_url
         yield Toy(server.grpc_url, repository, server.operator_headers, *urls)

@@ -76,7 +76,7 @@ def openai_document() -> dict[str, Any]:
             "responses": {
                 status: {"description": "", "content": {"application/json": {"schema": content}}}
                 for status, content in contents.items()
-            },
+            }
         }
         if body is None:
             place = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -88,13 +88,8 @@ def openai_document() -> dict[str, Any]:
             content = {"application/json": {"schema": given}}
             operation["requestBody"] = {"required": True, "content": content}
         paths[path] = {"get" if body is None else "post": operation}
-    info = {"title": "OpenAI", "version": "1"}
-    return {
-        "openapi": "3.1.0",
-        "info": info,
-        "paths": paths,
-        "components": {"schemas": schemas},
-    }
+    known = {"info": {"title": "OpenAI", "version": "1"}, "components": {"schemas": schemas}}
+    return {"openapi": "3.1.0", "paths": paths, **known}
 
 
 def main(address: str, paths: str) -> int:
@@ -104,6 +99,8 @@ def main(address: str, paths: str) -> int:
         runs = [(f"{address}/openapi.json", OWN_CHECKS), (str(published), CHECKS)]
         if "completions" not in paths.partition("!")[0]:
             runs.append((str(TEI), CHECKS))
+        here = Path(__file__)
+        hooks = {"PYTHONPATH": str(here.parent), "SCHEMATHESIS_HOOKS": here.stem}
         failed = 0
         for document, checks in runs:
             failed |= subprocess.run(
@@ -113,11 +110,7 @@ def main(address: str, paths: str) -> int:
                     *("--max-examples", "20", "--seed", "36", "--continue-on-failure"),
                     *("--include-path-regex", paths, "--suppress-health-check", "all"),
                 ],
-                env={
-                    **os.environ,
-                    "PYTHONPATH": str(Path(__file__).parent),
-                    "SCHEMATHESIS_HOOKS": Path(__file__).stem,
-                },
+                env={**os.environ, **hooks},
                 cwd=folder,
             ).returncode
     return failed

@@ -128,20 +128,16 @@ def check_trace(address: str, name: str, spans: list[Span]) -> str:
         def is_traced() -> bool:
             sampled, unsampled, failed = (secrets.token_hex(16) for _ in range(3))
             traces.append((sampled, failed))
+
+            def embed(trace: str, flag: str, **words: Any) -> Any:
+                headers = {"traceparent": f"00-{trace}-{CALLER}-{flag}"}
+                given = {"model": name, "input": "a private text", "extra_headers": headers}
+                return client.embeddings.with_raw_response.create(**{**given, **words})
+
             for trace, flag in ((sampled, "01"), (unsampled, "00")):
-                made = client.embeddings.with_raw_response.create(
-                    model=name,
-                    input="a private text",
-                    extra_headers={"traceparent": f"00-{trace}-{CALLER}-{flag}"},
-                )
-                assert made.headers["x-request-id"] == trace
+                assert embed(trace, flag).headers["x-request-id"] == trace
             with pytest.raises(openai.BadRequestError) as caught:
-                client.embeddings.create(
-                    model=name,
-                    input="",
-                    dimensions=9999,
-                    extra_headers={"traceparent": f"00-{failed}-{CALLER}-01"},
-                )
+                embed(failed, "01", input="", dimensions=9999)
             assert caught.value.request_id == failed
             return eventually(lambda: are_whole(sampled, failed), 30)
 
