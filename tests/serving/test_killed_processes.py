@@ -8,12 +8,18 @@
 | engine with a process (fake) | engine | `PipelineNotReadyError`, code `engine_died` | restarts |
 | vLLM (`test_generation_vllm.py`) | EngineCore | as above | the step ends |
 | any (`test_server.py`) | tritonserver, or its parent | | its steps and files are removed |
+
+Servers can share `/dev/shm` without seeing each other's processes, as containers do.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -22,7 +28,8 @@ from conftest import build_into, quiet
 from conftest import write_pipeline as write_encoder
 from generation_cases import write_pipeline as write_generation
 from generation_cases import write_tiny_model
-from processes import CORE_IS_A_PROCESS, eventually, running
+from hot_reload_cases import Asker, hooks, write_tickets
+from processes import CORE_IS_A_PROCESS, eventually, mark_of, regions, running
 from served_command import endpoints_of, serving
 from text2text_cases import write_model, write_pipeline
 from triptych.building.build import build
@@ -33,6 +40,7 @@ from triptych.container.health import HealthCheck
 from triptych.container.manifests import find_pipelines
 from triptych.container.supervisor import step_processes
 from triptych.serving import endpoint
+from triptych.serving.orphan_cleanup import tagged_processes
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec, load_text2text_spec
 
@@ -136,3 +144,93 @@ def test_a_frozen_core_is_noticed(repository: Path, monkeypatch: pytest.MonkeyPa
         error = endpoint._wait_for_crash(server, lambda: False)
         assert "chat does not answer" in error.message
         assert "2 times in a row" in error.message
+
+
+ISOLATED = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+"""Command that runs another one in a PID namespace of its own, with its own `/proc`."""
+AS_ROOT = ("--user", "--map-root-user")
+
+
+def isolation() -> tuple[str, ...]:
+    command = ISOLATED if os.geteuid() == 0 else (*ISOLATED, *AS_ROOT)
+    done = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=60)
+    if done.returncode != 0:
+        pytest.skip(f"no PID namespaces here: {done.stderr}")
+    return command
+
+
+def test_a_server_starts_reloads_and_ends_while_one_in_another_namespace_serves(
+    tmp_path: Path, minilm_folder: Path
+) -> None:
+    """In namespaces of their own their processes have the same numbers."""
+    command = isolation()
+    folder = write_tickets(tmp_path, minilm_folder)
+    build_into(folder, tmp_path / "repository")
+    other = Path(shutil.copytree(tmp_path / "repository", tmp_path / "other"))
+    with serving(tmp_path / "repository", wrapper=command) as first:
+        url = endpoints_of(first)["grpc"]
+        number, mark = namespace_pid(server_of(first)), mark_of(server_of(first))
+        own = set(regions(mark))
+        with Asker(url, clients=4, pause_s=0.0) as asker:
+            killed = attack(folder, other, command, signal.SIGKILL, reloads=False)
+            asker.wait_for("FIRST", more=10)
+            assert regions(killed.mark)  # nobody was left to remove them
+            ended = attack(folder, other, command, signal.SIGTERM)
+            asker.wait_for("FIRST", more=10)
+        assert asker.failures == []
+        # A server that was started again, because a step got no CPU, has another number.
+        assert number in (killed.number, ended.number)
+        assert own <= set(regions(mark))
+        assert regions(killed.mark) == regions(ended.mark) == []
+        inner_of(first).send_signal(signal.SIGTERM)
+        first.wait(timeout=60)
+    assert regions(mark) == []
+
+
+class Attack(NamedTuple):
+    """A server beside the first one: its mark, and its process id in its own namespace."""
+
+    mark: str
+    number: str
+
+
+def attack(
+    folder: Path,
+    repository: Path,
+    command: tuple[str, ...],
+    end: signal.Signals,
+    *,
+    reloads: bool = True,
+) -> Attack:
+    """Serve a repository beside, reload it under load, and end the server."""
+    with serving(repository, wrapper=command) as serve:
+        url = endpoints_of(serve)["grpc"]
+        mark, number = mark_of(server_of(serve)), namespace_pid(server_of(serve))
+        with Asker(url) as asker:
+            asker.wait_for("FIRST", more=10)
+            if reloads:
+                (folder / "hooks.py").write_text(hooks("SECOND"))
+                build_into(folder, repository)
+                asker.wait_for("SECOND", more=10)
+        inner_of(serve).send_signal(end)
+        serve.wait(timeout=60)
+    assert asker.failures == []
+    assert eventually(lambda: tagged_processes(mark) == [])
+    return Attack(mark, number)
+
+
+def inner_of(serve: subprocess.Popen[str]) -> psutil.Process:
+    """The process that `unshare` started."""
+    (inner,) = psutil.Process(serve.pid).children()
+    return inner
+
+
+def server_of(serve: subprocess.Popen[str]) -> int:
+    family = inner_of(serve).children(recursive=True)
+    return next(process.pid for process in family if process.name() == "tritonserver")
+
+
+def namespace_pid(pid: int) -> str:
+    """The number of a process in its own namespace."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line for line in lines if line.startswith("NSpid")).split()[-1]

@@ -114,7 +114,9 @@ def test_time_for_which_a_step_runs_on_after_its_answer_is_its_own() -> None:
     assert parts["preprocess", "compute"] == 1000
     assert parts["core", "compute"] == 20000 - 1000 - 100 - 100
     assert sum(parts.values()) == pytest.approx(20000)
-    assert min(parts.values()) >= 0
+    short = [part.us for part in split_latency(1000, 900, steps)]  # the core's time is not enough
+    assert sum(short) == pytest.approx(1000)
+    assert min(short) >= 0
 
 
 def taken(*steps: StepUse, resources: Resources | None) -> Measurement:
@@ -238,9 +240,9 @@ def test_noise_seldom_misleads_the_search_for_the_highest_rate(
     """Of searches in noise, few call a rate met that is missed, or missed that is met."""
     slo, searches = Slo(p99_ms=50.0), 100
 
-    def search() -> Any:
+    def search(start_per_s: float = 60.0) -> Any:
         return find_highest_rate(
-            BenchTarget("", "p"), [], slo, start_per_s=60.0, seconds=1.0, budget_s=1e6,
+            BenchTarget("", "p"), [], slo, start_per_s=start_per_s, seconds=1.0, budget_s=1e6,
             progress=lambda _stage, _line: None,
         )  # fmt: skip
 
@@ -258,12 +260,12 @@ def test_noise_seldom_misleads_the_search_for_the_highest_rate(
         firm = sum(one.verdict == "missed" for one in found)
         assert max(too_high, too_low, firm) <= 10, (sigma, bursts, too_high, too_low, firm)
         for one in found:
-            assert len(one.points) < 20
             assert all(len(point.rounds) <= 2 * LOOKS[-1] for point in one.points)
             assert one.lowest_broken_per_s is None or one.highest_per_s < one.lowest_broken_per_s
         if sigma < 0.05:
             assert mean(one.highest_per_s for one in found) > 120
         if sigma == 0:
+            assert len(search(5000.0).points) < 20
             assert found[0].lowest_broken_per_s <= found[0].highest_per_s * MAX_BRACKET_RATIO
 
     # A p99 of 30 % over the limit at every rate, once in much noise and once in little.

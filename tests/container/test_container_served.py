@@ -1,39 +1,56 @@
-"""The image's whole start-up with a real server: check, flags, readiness, answers, SIGTERM."""
+"""A container from its start-up to its end, with a real server: check, flags, answers, SIGTERM."""
 
+import fcntl
+import http.client
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.request import Request
 
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc as triton
-import yaml
 from tritonclient.utils import InferenceServerException
 from typer.testing import CliRunner
 
 from certificates import write_certificate
-from conftest import lock_data, write_lock
+from conftest import set_setting
 from container_image import KEY, Image, image_of, server_of
+from deploy_cases import document, options, write_built
 from echo_server import write_model
+from failing_models import initializing_with
 from http_pages import fetch
-from processes import CORE_IS_A_PROCESS, eventually, mark_of
+from processes import CORE_IS_A_PROCESS, eventually, mark_of, regions
 from served_command import endpoints_of, serving
-from triptych.client import AccessDeniedError, Client, InvalidRequestError
+from triptych.base.explained import yaml_of
+from triptych.client import (
+    AccessDeniedError,
+    Client,
+    InvalidRequestError,
+    PipelineNotReadyError,
+    ServerUnreachableError,
+)
+from triptych.container import shared_memory
 from triptych.container.entrypoint import flags_for
-from triptych.container.flags import ServerFlags as ServerOptions
+from triptych.container.flags import ServerFlags
 from triptych.container.machine import read_machine
 from triptych.container.manifests import largest_request_mib
-from triptych.deploy.folder import write_manifests
-from triptych.deploy.options import DeployOptions
+from triptych.container.shared_memory import SharedRegions, new_prefix
+from triptych.container.supervisor import EXIT_DEAD, STARVED, step_processes
 from triptych.deploy.targets import make_manifests
 from triptych.interface.cli import app
+from triptych.runtime.flow_control import InFlight
 from triptych.serving.bench.resources import fetch_metrics
 from triptych.serving.embedded import find_release
 from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, SHM, tagged_processes
@@ -43,12 +60,17 @@ pytestmark = pytest.mark.server
 TEXT = "my delivery is late"
 
 
+def copy_packed(repository: Path, folder: Path) -> Path:
+    """Copy the packed pipeline of a repository."""
+    for part in repository.glob("minilm_packed*"):
+        shutil.copytree(part, folder / part.name)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def repository(minilm_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One pipeline of MiniLM, and a model that says what it is told."""
-    folder = tmp_path_factory.mktemp("repository") / "models"
-    for part in minilm_repository.glob("minilm_packed*"):
-        shutil.copytree(part, folder / part.name)
+    folder = copy_packed(minilm_repository, tmp_path_factory.mktemp("repository") / "models")
     return write_model(folder, "echo")
 
 
@@ -78,19 +100,9 @@ def is_passed(probe: list[str], image: Image) -> bool:
     return subprocess.run(probe, env=image.variables, timeout=60).returncode == 0
 
 
-def test_what_deploy_writes_runs_here(
-    image: Image, minilm_repository: Path, tmp_path: Path
-) -> None:
+def test_what_deploy_writes_runs_here(image: Image, repository: Path, tmp_path: Path) -> None:
     """Probes and preStop as the YAML has them; the metrics that its queries select are there."""
-    repository = tmp_path / "repository"
-    for folder in minilm_repository.glob("minilm_packed*"):
-        shutil.copytree(folder, repository / folder.name, copy_function=os.link)
-    lock = lock_data(repository, "minilm_packed")
-    lock["spec"]["serving"]["slo"]["p99_ms"] = 80.0
-    (repository / "minilm_packed/triptych.lock.json").unlink()  # a link
-    write_lock(repository, "minilm_packed", lock)
-    options = DeployOptions(
-        image="triptych-serve:24.10",
+    chosen = options(
         name="minilm-packed",
         triton="24.10",
         rps_per_replica=9.0,
@@ -98,10 +110,10 @@ def test_what_deploy_writes_runs_here(
         memory_mib=2048,
         gateway="public",  # the rate is the servers' own then
     )
-    made = make_manifests(repository, "minilm_packed", options, tmp_path)
-    write_manifests(tmp_path / "out", made.files)
-    text = (tmp_path / "out/base/deployment.yaml").read_text()
-    (container,) = yaml.safe_load(text)["spec"]["template"]["spec"]["containers"]
+    built = write_built(tmp_path, "minilm_packed")
+    made = make_manifests(built, "minilm_packed", chosen, tmp_path)
+    deployment = document(made, "deployment.yaml")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         command = container[probe]["exec"]["command"]
         # A busy machine may answer a probe too late.
@@ -142,7 +154,7 @@ def test_what_deploy_writes_runs_here(
     )
     selected = re.findall(
         r'(nv_\w+)\{namespace="default",model=~?"([^"]+)"(?:,quantile="([^"]+)")?\}',
-        "".join(file.read_text() for file in (tmp_path / "out/base").glob("*.yaml")),
+        "".join(map(yaml_of, made.files.values())),
     )
     assert {name for name, _, _ in selected} >= {
         "nv_inference_request_success",
@@ -312,8 +324,8 @@ def test_replicas_behind_envoy_have_no_tls(
     for part in ("CERTIFICATE", "KEY"):
         monkeypatch.setenv(f"TRIPTYCH_GRPC_TLS_{part}_FILE", str(file))
     words = ["serve", str(repository), "--profile", "production", "--replicas", "2"]
-    done = CliRunner().invoke(app, words)
-    assert "is only supported with one server. Given: 2 servers" in str(done.exception)
+    said = str(CliRunner().invoke(app, words).exception)
+    assert "is only supported with one server. Given: 2 servers" in said
 
 
 def test_serve_in_production_takes_the_same_flags(
@@ -323,16 +335,177 @@ def test_serve_in_production_takes_the_same_flags(
     with serving(repository, "--profile", "production") as process:
         endpoints = endpoints_of(process)
         words = Path(f"/proc/{endpoints['pid']}/cmdline").read_bytes().decode().split("\0")
-        hidden = "*" * len(KEY)  # all that the process list shows of it
-        options = ServerOptions(restricted_key=hidden)
-        expected = flags_for(repository, options, read_machine(), find_release())
-        starts = [i for i in range(len(words)) if words[i : i + len(expected)] == expected]
-        assert len(starts) == 1, words
+        hidden = ServerFlags(restricted_key="*" * len(KEY))  # as the process list shows it
+        expected = flags_for(repository, hidden, read_machine(), find_release())
+        assert " ".join(expected) in " ".join(words)
         assert not [text for text in seen_of(mark_of(endpoints["pid"])) if KEY in text]
         for key, status in (("", 403), (KEY, 200)):
             assert ask(endpoints["http"], "/v2/models/minilm_packed/stats", key)[0] == status
-        with Client("minilm_packed", endpoints["grpc"]) as client:
-            assert client.embed([TEXT]).shape == (1, 384)
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+
+
+REQUESTS = 40
+REFUSALS = (PipelineNotReadyError, ServerUnreachableError)
+STEP_NAMES = ("core", "postprocess", "preprocess")
+HELD = """
+import os
+import time
+
+_execute = TritonPythonModel.execute
+
+
+def execute(self, requests):
+    while os.path.exists({file!r}):
+        time.sleep(0.01)
+    return _execute(self, requests)
+
+
+TritonPythonModel.execute = execute
+"""
+"""Code of a step that waits while a file exists."""
+
+
+@pytest.fixture
+def alone(minilm_repository: Path, tmp_path: Path) -> Path:
+    """A repository with one pipeline."""
+    return copy_packed(minilm_repository, tmp_path / "models")
+
+
+def test_sigterm_loses_nothing(alone: Path, tmp_path: Path) -> None:
+    """Requests in flight are answered, new ones refused, and no idle connection delays the end."""
+    hold = tmp_path / "hold"
+    with (alone / "minilm_packed_postprocess/1/model.py").open("a") as step:
+        step.write(HELD.format(file=str(hold)))
+    set_setting(alone, "minilm_packed_preprocess", "max_wait_ms", 600_000)
+    with image_of(tmp_path / "image", alone) as image:
+        image.variables["TRIPTYCH_LOCK_CHECK"] = "off"
+        # An idle connection would hold it for so long.
+        image.variables["TRIPTYCH_EXIT_TIMEOUT_S"] = "600"
+        image.set_seconds("EXIT_S", 1.0)
+        with image.serving() as process:
+            tag = image.variables[PROCESS_TAG_VARIABLE]
+            (counts,) = InFlight.of_server(server_of(process), tag)
+            hold.touch()
+            with (
+                closing(http.client.HTTPConnection(image.url("HTTP"), timeout=60)) as idle,
+                Client("minilm_packed", image.url("GRPC"), timeout_s=120) as client,
+                ThreadPoolExecutor(2 * REQUESTS) as pool,
+            ):
+                idle.request("GET", "/v2/health/live")
+                idle.getresponse().read()
+                sent = [pool.submit(client.embed, [TEXT]) for _ in range(REQUESTS)]
+                assert eventually(lambda: counts.load().requests >= REQUESTS)
+                process.send_signal(signal.SIGTERM)
+                assert eventually(lambda: counts.closed_at > 0)
+                late = list[Future[Any]]()
+
+                def is_one_refused() -> bool:
+                    """Some are let in: as if sent before, or to see whether others have left."""
+                    late.append(pool.submit(client.embed, [TEXT]))
+                    return any(one.done() and isinstance(one.exception(), REFUSALS) for one in late)
+
+                assert eventually(is_one_refused)
+                hold.unlink()
+                assert {one.result(timeout=120).shape for one in sent} == {(1, 384)}
+                said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    assert f"warning: in Triton {find_release()}, " in said
+    assert image.health()[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("attack", "told"),
+    [
+        ("the server is killed", "error: tritonserver ended by itself: signal SIGKILL"),
+        ("a step is killed", "error: a step has died: minilm_packed_preprocess (process "),
+        ("a step gets no CPU", "error: "),
+    ],
+)
+def test_a_server_or_step_that_dies_ends_the_container_and_leaves_no_memory(
+    alone: Path, tmp_path: Path, attack: str, told: str
+) -> None:
+    """As after a kill by the kernel for want of memory, and as on a machine that is too busy."""
+    with image_of(tmp_path / "image", alone) as image:
+        tag = image.variables[PROCESS_TAG_VARIABLE]
+        with image.serving() as process:
+            server = server_of(process)
+            steps = step_processes(server)
+            names = STEP_NAMES if CORE_IS_A_PROCESS else STEP_NAMES[1:]
+            assert sorted(steps.values()) == [f"minilm_packed_{step}" for step in names]
+            first = next(pid for pid, model in steps.items() if model.endswith("_preprocess"))
+            assert regions(tag)
+            if attack == "a step gets no CPU":
+                os.kill(first, signal.SIGSTOP)
+                # Triton takes it for dead after a second; then it ends as soon as it runs again.
+                assert eventually(lambda: is_taken_for_dead(image))
+                os.kill(first, signal.SIGCONT)
+            else:
+                os.kill(server if attack == "the server is killed" else first, signal.SIGKILL)
+            said = process.communicate(timeout=120)[0]
+        assert process.returncode == EXIT_DEAD
+        assert told in said
+        assert "tritonserver ended by itself: signal SIG" in said or "a step has died" in said
+        assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in steps))
+        assert eventually(lambda: regions(tag) == [])
+
+
+def is_taken_for_dead(image: Image) -> bool:
+    """Whether the server says that a step is dead, before the time of the health check is over."""
+    exit_code, said = image.health()
+    return exit_code == 1 and said.startswith("unhealthy: minilm_packed") and "(HTTP " in said
+
+
+HOLDER = """
+import sys, time
+from triptych.container.shared_memory import SHM, SharedRegions
+regions = SharedRegions(sys.argv[1])
+(SHM / f"{sys.argv[1]}region").touch()
+print(flush=True)
+time.sleep(600)
+"""
+
+
+def test_memory_is_removed_after_its_server_and_not_before() -> None:
+    prefix = new_prefix()
+    with subprocess.Popen([sys.executable, "-c", HOLDER, prefix], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        SharedRegions(new_prefix()).remove()
+        assert sorted(regions(prefix)) == [f"{prefix}lock", f"{prefix}region"]
+        holder.kill()
+    SharedRegions(new_prefix()).remove()
+    # A server of another test may remove them at the same moment.
+    assert eventually(lambda: regions(prefix) == [])
+
+
+def test_memory_is_kept_if_another_server_starts_before_its_lock_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flock, of_another_server = fcntl.flock, shared_memory._remove_abandoned
+
+    def held_late(file: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        of_another_server()
+        flock(file, operation)
+
+    prefix = new_prefix()
+    monkeypatch.setattr(shared_memory, "_remove_abandoned", lambda: None)
+    monkeypatch.setattr(fcntl, "flock", held_late)
+    first = SharedRegions(prefix)
+    assert regions(prefix) == [f"{prefix}lock"]
+    first.remove()
+    assert regions(prefix) == []
+
+
+def test_a_server_that_would_load_for_ever_ends_the_container(tmp_path: Path) -> None:
+    """As on a machine so busy that a step gets no CPU for a second while it loads."""
+    stopped = initializing_with(f"os.kill(os.getpid(), {signal.SIGSTOP:d})")
+    repository = write_model(tmp_path / "models", "step", stopped)
+    with image_of(tmp_path / "image", repository) as image:
+        image.set_seconds("_MAX_END_S", 2.0)
+        with image.run("entrypoint") as process:
+            try:
+                said = process.communicate(timeout=120)[0]
+            finally:
+                process.kill()
+    assert process.returncode == EXIT_DEAD
+    assert f"error: step never finishes loading ({STARVED})" in said
