@@ -1,8 +1,9 @@
-"""Cached stages: keys that change with the code that a stage runs, and entries that hold."""
+"""Cached stages and scratch folders: keys, damage, and what a killed build leaves behind."""
 
-import ast
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from conftest import ROOT, quiet
 from triptych.base import cache
 from triptych.base.cache import cache_root, cached_stage, code_hash, sha256_of
+from triptych.base.files import scratch_folder
 from triptych.core.engine.stage import CODE as ENGINE_CODE
 from triptych.core.export.to_onnx import CODE as EXPORT_CODE
 from triptych.core.gate.cached import CODE as GATE_CODE
@@ -60,27 +62,6 @@ def test_the_key_of_a_stage_changes_with_its_code_alone(
         after = hashes()
         assert {name for name in stages if after[name] != before[name]} == changed, file
         before = after
-
-
-def test_every_pattern_of_the_package_matches() -> None:
-    """Whatever is named `CODE` or passed to `code_hash` as text."""
-    found = 0
-    for path in PACKAGE.rglob("*.py"):
-        source = path.read_text(encoding="utf-8")
-        if "CODE = (" not in source and "code_hash(" not in source:
-            continue
-        for node in ast.walk(ast.parse(source)):
-            patterns: list[ast.expr] = []
-            text = ast.unparse(node) if isinstance(node, ast.Assign | ast.Call) else ""
-            if isinstance(node, ast.Assign) and text.startswith("CODE = ("):
-                patterns = ast.parse(text).body[0].value.elts  # type: ignore[attr-defined]
-            elif isinstance(node, ast.Call) and text.startswith("code_hash("):
-                patterns = [arg for arg in node.args if isinstance(arg, ast.Constant)]
-            for pattern in patterns:
-                found += 1
-                glob = ast.literal_eval(pattern).lstrip("!")
-                assert list(PACKAGE.glob(glob)), f"{path}: {pattern}"
-    assert found > 20
     with pytest.raises(ValueError, match=r"no source file of this package matches 'gone/\*\.py'"):
         code_hash("core/export/*.py", "gone/*.py")
 
@@ -180,3 +161,45 @@ def test_the_cache_is_that_of_the_user(tmp_path: Path, monkeypatch: pytest.Monke
     assert cache_root() == former  # as an earlier release left it
     monkeypatch.setenv("TRIPTYCH_CACHE", "own")
     assert cache_root() == tmp_path / "own"
+
+
+HOLD = """
+import sys
+from triptych.base.files import scratch_folder
+with scratch_folder("triptych-lint-") as folder:
+    (folder / "model").mkdir()
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_build_leaves_nothing_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "with space \u00fc"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    (temporary / "triptych-lint-mine").mkdir()  # of nobody's that can be told
+    holders = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    try:
+        killed, living = (
+            Path(holder.stdout.readline().strip()) for holder in holders if holder.stdout
+        )
+        holders[0].kill()
+        holders[0].wait()
+        assert killed.is_dir()
+        with scratch_folder("triptych-lint-") as own:
+            assert sorted(temporary.glob("triptych-lint-*")) == sorted(
+                [living, own, temporary / "triptych-lint-mine"]
+            )
+        assert not own.exists()
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.communicate()

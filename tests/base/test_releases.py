@@ -1,4 +1,4 @@
-"""The table of Triton releases: what is inside each, and the fields and flags that it knows."""
+"""The table of Triton releases, and wheels that a package index does not have."""
 
 import importlib.util
 from pathlib import Path
@@ -22,6 +22,7 @@ from triptych.base.releases import (
     tensorrt_major,
     without_newer_fields,
 )
+from triptych.base.wheels import download_wheels
 from triptych.repository.config import new_config, parse_config
 
 NEW = """
@@ -147,3 +148,14 @@ def test_the_tensorrt_of_a_release_is_known_or_said_to_be_unknown() -> None:
         assert tensorrt_major(release) == major
         if tensorrt is not None:
             assert releases_with(tensorrt) == [release]
+
+
+def test_a_package_that_is_not_there_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
+    said = download_wheels(["no-such-package==1.0"], tmp_path / "wheels", "--no-index")
+    assert said == "ERROR: No matching distribution found for no-such-package==1.0"
+    assert not list(tmp_path.rglob("*.whl"))
+
+
+def test_pip_has_a_time_limit(tmp_path: Path) -> None:
+    said = download_wheels(["no-such-package==1.0"], tmp_path, "--no-index", timeout_s=0.0)
+    assert said == "no answer within 0 s"

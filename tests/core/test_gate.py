@@ -1,8 +1,12 @@
-"""The accuracy gate: what is right passes, and each way of being wrong is stopped."""
+"""The accuracy gate and its probe: what is right passes, each way of being wrong is stopped."""
 
+import hashlib
 import json
+import unicodedata
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,14 +28,23 @@ from gate_cases import (
 )
 from triptych.base.tensors import TokenRow
 from triptych.core.gate.cached import GateFailure
-from triptych.core.gate.check import check
+from triptych.core.gate.check import OUTSIDE, check, describe_probe, judge_probe
 from triptych.core.gate.differences import core_error
 from triptych.core.gate.runs import BATCH_TOKENS, RowOutputs, RunBatch
-from triptych.core.requests import Expected, Sample
-from triptych.repository.records import GateResult, Verdict
+from triptych.core.gate_rows import Variety, measure_diversity, probe_texts
+from triptych.core.requests import Expected, GateRequest, Sample
+from triptych.repository.records import GateResult, ProbeResult, Verdict, plain_record, read_record
 from triptych.spec.backends import Precision
 from triptych.spec.spec import PipelineSpec
-from triptych.spec.tasks.accuracy import CORE_METRICS, metrics_of, thresholds
+from triptych.spec.tasks import TASKS
+from triptych.spec.tasks.accuracy import (
+    CORE_METRICS,
+    METRICS,
+    above_rounding,
+    metrics_of,
+    probe_limits,
+    thresholds,
+)
 from triptych.spec.tasks.task import Returns
 
 LIMITS = {"max_difference": 1e-5, "batch_sensitivity": 1e-5}
@@ -130,26 +143,19 @@ def test_a_damaged_row_fails_in_words() -> None:
             said = words.format(first=case.names[0], last=case.names[-1])
             assert not result.passed, (what, returns)
             assert any(said in failure for failure in result.failures), (what, returns)
+            if words == "1e-05":
+                assert result.failures[0].startswith(case.names[-1])
+                assert result.value("max_difference") == pytest.approx(1e-3, rel=0.9)
+                assert result.value("batch_sensitivity") == 0.0  # not blamed on neighbors
+                assert "only 10 rows of traffic" in result.notes[0]
+                assert (len(result.worst), result.worst[0].preview) == (10, "row 4")
+                assert result.row_differences[4] == max(result.row_differences)
             if "finite" in words:  # the difference itself fails, too
                 assert not result.finite, (what, returns)
                 assert len(result.failures) >= 2, (what, returns)
             if "missing" in what:
                 assert not any(verdict.passed for verdict in result.verdicts), returns
                 assert json.loads(json.dumps(result.as_dict()))["verdicts"][0]["value"] is None
-
-
-def test_a_difference_is_measured_and_its_row_comes_first() -> None:
-    for returns in EVERY:
-        case = make(returns)
-        result = case.broken(partial(add(1e-3), case))
-        assert result.failures[0].startswith(case.names[-1])
-        assert result.value("max_difference") == pytest.approx(1e-3, rel=0.9)
-        assert next(v.metric for v in result.verdicts if not v.passed) == "max_difference"
-        assert result.value("batch_sensitivity") == 0.0  # not blamed on neighbors
-        assert "only 10 rows of traffic" in result.notes[0]
-        assert len(result.worst) == 10
-        assert result.worst[0].preview == "row 4"
-        assert result.row_differences[4] == max(result.row_differences)
 
 
 Places = Sequence[int]
@@ -213,23 +219,6 @@ def test_choices_that_neighbors_change_fail() -> None:
             assert result.value("max_difference") == 0.0
         assert second.value("label_agreement") == 1.0
         assert all("neighbors" in failure for failure in second.failures)
-
-
-def test_ties_that_neighbors_decide_are_no_failure() -> None:
-    """All classes score the same, and which are chosen depends on the batch."""
-    for returns in CHOOSING:
-        case = make(returns)
-        case.expected[:] = [(np.full_like(every, 1 / CLASSES),) for (every,) in case.expected]
-
-        def run(batch: Sequence[Sample], case: Case = case) -> list[RowOutputs]:
-            rows = case.right(batch)
-            for outputs in rows:
-                outputs[case.names[0]] = (outputs[case.names[0]] + len(batch)) % CLASSES
-            return rows
-
-        result = case.check(run)
-        assert result.passed, result.failures
-        assert result.value("label_agreement") == 1.0
 
 
 def test_neighbors_are_not_blamed_for_the_error_of_a_class_only_one_batch_chooses() -> None:
@@ -304,17 +293,6 @@ def test_an_artifact_that_gives_other_rows_or_does_not_run_fails() -> None:
     assert result.failures == ("there are no rows to compare",)
     with pytest.raises(ValueError, match="10 core rows"):
         check(case.right, requests_of(SAMPLES), [], case.core, LIMITS, **EXACT)
-
-
-def test_a_low_cosine_fails() -> None:
-    case = make("vector")
-    turned = Case(case.core, [(np.roll(vector, 1),) for (vector,) in case.expected])
-    result = case.check(turned.right, {"min_cosine": 0.99})
-    (failure,) = result.failures
-    assert failure.startswith("min_cosine is ")
-    assert failure.endswith(", below 0.99")
-    assert case.check(turned.right, {}).passed
-    assert result.value("min_cosine") < result.value("mean_cosine") < 0.99  # type: ignore[operator]
 
 
 def judged(case: Case, wrong: Case, limits: Any, precision: str, *, edges: int = 1) -> GateResult:
@@ -414,3 +392,108 @@ def test_the_remedy_fits_what_was_asked_for() -> None:
         assert message.startswith("p failed the accuracy gate: bad. ")
         assert words in message, (precision, fields)
         assert other not in message, (precision, fields)
+
+
+TEXTS_SHA256 = "dfd3e2c78165097d0ff6acd4d4203f5f8ac4fd3c011f122e42c972f44ca3cc4c"
+"""Of all texts: the same on every Python, and changed only on purpose."""
+
+
+def test_texts_are_many_and_varied_and_the_same_everywhere() -> None:
+    found = hashlib.sha256(json.dumps(probe_texts()).encode()).hexdigest()
+    assert found == TEXTS_SHA256
+    assert all(row.question != row.other_question for row in probe_texts())
+    texts = [row.text for row in probe_texts()]
+    assert 380 <= len(texts) == len(set(texts)) <= 420
+    words = sorted(len(text.split()) for text in texts)
+    assert words[0] == 1
+    assert 200 <= words[-1] <= 400
+    assert sum(count >= 20 for count in words) >= 40
+    scripts = {unicodedata.name(char, "?").split()[0] for text in texts for char in text}
+    wanted = "LATIN CYRILLIC GREEK ARABIC HEBREW DEVANAGARI CJK HIRAGANA HANGUL THAI DIGIT TAMIL"
+    assert scripts >= set(wanted.split())
+    for part in ("def mean(", "SELECT ", "Traceback", "@example.com", "IBAN", "🔥", "\n"):
+        assert any(part in text for text in texts), part
+    variety = measure_diversity([text_request(text) for text in texts])
+    assert variety is not None
+    assert variety.vocabulary_share > 0.15
+    assert variety.near_duplicates < 0.05
+
+
+def text_request(text: str) -> GateRequest:
+    return GateRequest({"text": text}, {"text": text}, {}, (), (), edge=False, preview=text)
+
+
+def test_numbers_make_no_text_another_one() -> None:
+    found = measure_diversity([text_request(f"order {number}") for number in range(70)])
+    assert found == Variety(words=2, vocabulary_share=round(2 / 140, 4), near_duplicates=0.9857)
+    edge = replace(text_request(""), edge=True)
+    assert measure_diversity([edge]) is None
+    assert measure_diversity([text_request("...")]) is None
+
+
+def judge(
+    case: Case, run: Callable[[Sequence[Sample]], list[RowOutputs]]
+) -> tuple[ProbeResult, tuple[str, ...]]:
+    limits = probe_limits(task_of(case.core.returns), "int8", {})
+    return judge_probe(
+        run, requests_of(SAMPLES), case.expected, case.core, limits, batch_size=4, decoding=None
+    )
+
+
+@pytest.mark.parametrize("returns", EVERY)
+def test_a_right_core_passes_and_a_wrong_one_never(returns: Returns) -> None:
+    case = make(returns)
+    found, failures = judge(case, case.right)
+    assert not failures
+    assert all(verdict.passed for verdict in found.verdicts)
+    assert found.rows == len(SAMPLES)
+
+    name = case.names[-1]
+    for damage in (
+        lambda row: row.pop(name),
+        lambda row: row[name].ravel().put(0, np.nan),
+        lambda row: row.update({name: np.full_like(row[name], 9)}),
+    ):
+        _, failures = judge(case, case.damaging(damage))
+        assert failures
+        assert all(failure.startswith(f"{OUTSIDE}: ") for failure in failures)
+    found, failures = judge(case, lambda batch: case.right(batch)[:1])
+    assert failures
+    assert not any(verdict.passed for verdict in found.verdicts)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_text_task_has_limits_on_the_probe(task: str) -> None:
+    steps = [probe_limits(TASKS[task], precision, {}) for precision in ("fp16", "int8")]
+    for tight, loose in pairwise(steps):
+        assert tight.keys() == loose.keys() == {"edge_error", *TASKS[task].metrics}
+        assert all(METRICS[name].meets(tight[name], loose[name]) for name in tight)
+
+
+def test_limits_follow_the_users_overrides_and_pytorchs_own_rounding() -> None:
+    plain = probe_limits(TASKS["text-embedding"], "int8", {})
+    given = {"min_cosine": 0.5, "mean_cosine": 0.99999, "edge_error": 5.0}
+    looser = {**plain, "min_cosine": 0.5, "edge_error": 5.0}
+    assert probe_limits(TASKS["text-embedding"], "int8", given) == looser
+    limits = {"max_difference": 1e-5, "batch_sensitivity": 1e-5, "min_cosine": 0.99999}
+    assert above_rounding(limits, None, {}) == above_rounding(limits, 2e-7, {}) == limits
+    raised = {**limits, "max_difference": 4.95e-5, "batch_sensitivity": 4.95e-5}
+    assert above_rounding(limits, 1.65e-5, {}) == pytest.approx(raised)
+    # A limit of the user's own is not raised.
+    own = above_rounding(limits, 1.65e-5, {"max_difference": 1e-5})
+    assert own == pytest.approx({**raised, "max_difference": 1e-5})
+
+
+def test_the_result_is_told_in_a_line_and_kept_whole() -> None:
+    verdicts = (Verdict("min_cosine", 0.888, 0.9, False), Verdict("edge_error", 0.1, 0.7, True))
+    probe = ProbeResult(449, verdicts)
+    assert describe_probe(probe) == (
+        "outside your traffic: 449 varied texts: min_cosine 0.888 (FAILED: limit 0.9),"
+        " edge_error 0.1"
+    )
+    gate = GateResult("int8", 1, 0, True, (), ("x",), rounding=2e-7, probe=probe)
+    plain = json.loads(json.dumps(gate.as_dict()))
+    assert read_record(GateResult, plain) == gate
+    old = {name: value for name, value in plain.items() if name not in ("probe", "rounding")}
+    assert read_record(GateResult, old) == replace(gate, probe=None, rounding=None)
+    assert "probe" not in plain_record(replace(gate, probe=None))

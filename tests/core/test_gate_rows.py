@@ -19,8 +19,10 @@ from triptych.core.gate.reference import reference_of
 from triptych.core.gate_rows import GATE_ROWS, probe_texts, split_traffic
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.requests import GateRequest, hash_requests, rows_of
+from triptych.interface.cli.plan_text import describe_plan
 from triptych.runtime.row_metadata import unpack_metadata
 from triptych.spec.spec import load_spec
+from triptych.spec.tuned import Tuned, write_tuned
 
 pytestmark = pytest.mark.build
 
@@ -74,8 +76,12 @@ def test_other_parameters_do_not_put_a_row_on_the_other_side(
     rows = [{**row, "parameters": {"dimensions": 8}} for row in texts(60)]
     lines = [*map(json.dumps, [*texts(60), *rows])]
     (folder / "traffic.jsonl").write_text("\n".join(lines))
+    tuned = Tuned({"core.max_batch_size": 16}, {})
+    write_tuned(folder, tuned, spec_file="pipeline.yaml")
     told: list[str] = []
     made = read_inputs(load_spec(folder), lambda stage, line: told.append(line))
+    assert "core.max_batch_size=16 (tuned.yaml)" in told
+    assert describe_plan(made.plan)["tuned"] == tuned.overrides
     gate = {row.ids for request in made.requests for row in request.rows}  # type: ignore[union-attr]
     assert made.calibration
     assert not gate & {row.ids for row in made.calibration}  # type: ignore[union-attr]
@@ -100,6 +106,9 @@ def test_made_up_rows_are_of_many_kinds_and_lengths(
     at, over = edges["at the limit"], edges["one over the limit"]
     limit = made.plan.max_length
     assert longest(at) == longest(over) == longest(edges["far over the limit"]) == limit
+    # A model may compute texts of some length in another way.
+    between = [longest(r) for r in made.requests if r.preview.startswith("between: ")]
+    assert between == [length for length in (32, 128) if length < limit]
     last = list(at.inputs)[-1]
     assert len(over.inputs[last]) > len(at.inputs[last])
     windows = name == "answers"
@@ -149,11 +158,17 @@ def before(rows):
 
 
 def test_rows_are_made_of_what_the_hook_makes_and_sent_as_they_were(
-    inputs: dict[str, PipelineInputs], tmp_path: Path, minilm_folder: Path
+    inputs: dict[str, PipelineInputs],
+    tmp_path: Path,
+    minilm_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("triptych.core.inputs.LABELED_ROWS", 3)
     plain = inputs["topics"].requests
     folder = write_task(tmp_path, "topics", minilm_folder)
     (folder / "hooks.py").write_text(HOOKS)
+    rows = [{"text": f"text {i}", "label": "billing"} for i in range(5)]
+    (folder / "eval.jsonl").write_text("\n".join(map(json.dumps, rows)))
     made = read_inputs(load_spec(folder), quiet)
     sent = {request.sent["text"] for request in made.requests if not request.edge}
     lines = (folder / "traffic.jsonl").read_text().splitlines()
@@ -169,6 +184,9 @@ def test_rows_are_made_of_what_the_hook_makes_and_sent_as_they_were(
     taken = {str(request.sent["text"]) for request in made.probe}
     assert taken == {str(r.sent["text"]) for r in inputs["topics"].probe if r.sent["text"] != "42"}
     assert all(r.inputs == {"text": str(r.sent["text"]).upper()} for r in made.probe)
+    assert [row.truth for row in made.labeled.rows] == ["billing"] * 3
+    assert [r.inputs["text"] for r in made.labeled.requests] == ["TEXT 0", "TEXT 1", "TEXT 2"]
+    assert made.labeled.notes == ("of 5 labeled rows, the first 3 count",)
 
 
 def test_carries_go_with_their_core_rows(inputs: dict[str, PipelineInputs]) -> None:
@@ -211,28 +229,9 @@ def test_images_are_split_as_texts_are(
     assert not any(request.edge for request in read_inputs(load_spec(folder), quiet).requests)
 
 
-def test_labeled_rows_are_requests_too(
-    tmp_path: Path, minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("triptych.core.inputs.LABELED_ROWS", 3)
-    folder = write_task(tmp_path, "topics", minilm_folder)
-    (folder / "hooks.py").write_text(
-        "def before(rows):\n    return [{'text': row['text'].upper()} for row in rows]\n"
-    )
-    rows = [{"text": f"text {i}", "label": "billing"} for i in range(5)]
-    (folder / "eval.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    made = read_inputs(load_spec(folder), quiet)
-    assert [row.truth for row in made.labeled.rows] == ["billing"] * 3
-    assert [r.inputs["text"] for r in made.labeled.requests] == ["TEXT 0", "TEXT 1", "TEXT 2"]
-    assert made.labeled.notes == ("of 5 labeled rows, the first 3 count",)
-
-
 @pytest.mark.parametrize("name", ["topics", "tags", "answers", "masks"])
 def test_the_reference_is_kept_and_comes_back_as_it_was(
-    inputs: dict[str, PipelineInputs],
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    inputs: dict[str, PipelineInputs], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path))
     made = replace(inputs[name], requests=inputs[name].requests[:9])

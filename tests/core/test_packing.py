@@ -172,9 +172,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("lengths", LENGTHS[2:])
-def test_operations_on_packed_tokens_give_what_they_give_on_padded_rows(
-    lengths: list[int],
-) -> None:
+def test_operations_on_packed_tokens_give_what_they_give_on_padded_rows(lengths: list[int]) -> None:
     torch.manual_seed(0)
     batch, module = batch_of(lengths), Mixed().eval()
     valid = (torch.arange(batch.max_length)[None, :] < batch.length).float()

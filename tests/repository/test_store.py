@@ -84,7 +84,7 @@ def test_a_server_reads_whole_models_after_a_kill_between_two(tmp_path: Path) ->
 
 
 def test_what_killed_work_left_goes_with_the_next_command(tmp_path: Path) -> None:
-    """With folders as `sibling_work_dir` names them; test_scratch.py kills real work."""
+    """With folders as `sibling_work_dir` names them; test_cache.py kills real work."""
     repository = tmp_path / "r"
     write_models(repository, OLD)
     with subprocess.Popen(["true"]) as ended:

@@ -160,15 +160,6 @@ def test_a_batch_has_as_many_rows_as_its_memory_allows(tmp_path: Path) -> None:
         assert plan.request_rows == rows, case
 
 
-def test_pairs_have_their_first_segment_in_every_shape(tmp_path: Path) -> None:
-    folder = write_pipeline(tmp_path / "a", task="reranking")
-    for layout in LAYOUTS:
-        spec = load_spec(folder, [*TENSORRT, f"core.layout={layout}"])
-        plan = make_plan(spec, facts(segments=2, labels=("a",)), RERANKING, {}, LENGTHS)
-        assert all("first_segment" in profile for profile in engine_of(plan).profiles)
-        assert all("first_segment" in graph.inputs for graph in engine_of(plan).graph_specs)
-
-
 def test_images_have_one_profile_and_graphs(tmp_path: Path) -> None:
     image = ImageInfo.__new__(ImageInfo)
     for name, value in {"height": 8, "width": 6, "channels": 3}.items():
@@ -192,7 +183,14 @@ def test_kernels_are_chosen_for_as_many_rows_as_asked(tmp_path: Path) -> None:
         assert {p["row_length"].optimum for p in engine_of(plan).profiles} == {(best, 1)}
 
 
-def test_a_plan_comes_back_from_the_lock_as_it_was(tmp_path: Path) -> None:
+def test_pairs_have_their_first_segment_in_every_shape_and_the_lock_keeps_all(
+    tmp_path: Path,
+) -> None:
+    folder = write_pipeline(tmp_path / "a", task="reranking")
     for layout in LAYOUTS:
-        engine = engine_of(plan_of(tmp_path / layout, *TENSORRT, f"core.layout={layout}"))
+        spec = load_spec(folder, [*TENSORRT, f"core.layout={layout}"])
+        plan = make_plan(spec, facts(segments=2, labels=("a",)), RERANKING, {}, LENGTHS)
+        engine = engine_of(plan)
+        assert all("first_segment" in profile for profile in engine.profiles)
+        assert all("first_segment" in graph.inputs for graph in engine.graph_specs)
         assert EnginePlan.from_dict(json.loads(json.dumps(engine.as_dict()))) == engine

@@ -1,31 +1,31 @@
-"""Bad specs end in field, rule, given, remedy; good ones have every default."""
+"""Specifications and what tuning sets: mistakes end in field, rule, given, remedy."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import generation_cases
 from conftest import write_pipeline
 from mistakes import check_refused
+from triptych.base.cache import sha256_of
 from triptych.base.errors import RenamedWarning
-from triptych.base.files import parse_yaml
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.triton_io import check_parameters
-from triptych.spec import spec as spec_module
-from triptych.spec.any_spec import load_any_spec
+from triptych.spec.generation_fields import load_generation_spec
+from triptych.spec.slo import Slo, parse_slo
 from triptych.spec.spec import PipelineSpec, load_spec
 from triptych.spec.tasks import find_task
 from triptych.spec.traffic import Lengths, read_traffic
-
-
-def test_two_fields_suffice_and_overrides_reach_nested_ones(tmp_path: Path) -> None:
-    folder = write_pipeline(tmp_path / "a")
-    spec = load_spec(folder)
-    assert (spec.name, spec.core.layout, spec.core.max_batch_size) == ("a", "packed", 32)
-    overrides = ["core.layout=bucketed", "serving.queue.max_in_flight=7"]
-    spec = load_spec(folder, [*overrides, "accuracy.max_difference=1e-5"])
-    assert (spec.core.layout, spec.serving.queue.max_in_flight) == ("bucketed", 7)
-    assert spec.accuracy.max_difference == 1e-5
+from triptych.spec.tuned import (
+    TUNABLE,
+    TUNED_FILE,
+    Tuned,
+    describe_tuned,
+    read_tuned,
+    tuned_text,
+    write_tuned,
+)
 
 
 def test_former_names_are_read_with_a_warning(tmp_path: Path) -> None:
@@ -70,8 +70,6 @@ def test_former_names_of_request_parameters_are_accepted() -> None:
 MISTAKES: list[tuple[str, list[str]]] = [
     ("core.layoot=packed", ["`--set core.layoot`", "not a field", "mean `layout`?"]),
     ("layout=packed", ["`--set layout`", "Did you mean `core.layout`?", "task, model"]),
-    ("core.max_delay_us=3", ["Did you mean `serving.queue.max_delay_us`?"]),
-    ("servng.gpus=[0]", ["Did you mean `serving`?"]),
     ("nonsense=1", ["Given: nonsense. Fields here"]),
     ("core.layout=ragged", ["core.layout", "'packed', 'bucketed' or 'auto'", "ragged"]),
     ("core.precision=int9", ["--set core.precision", "or 'auto'. Given: int9", "mean `int8`?"]),
@@ -81,20 +79,17 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("core=5", ["core` must be a mapping with the fields backend, device,", "Given: 5"]),
     ("model=org/name", ["model` must be a mapping", "Write `source: ...` below `model:`"]),
     ("core.layout=a & core.layout.x=5", ["--set core.layout.x"]),
-    ("tokenizer.truncation=cut", ["truncation", "truncate", "cut"]),
     ("serving.triton=24.13", ["serving.triton", "24.13", "in quotes", "as a number"]),
     ("serving.triton='24.09'", ["serving", "must be 24.10 or later"]),
     ("serving.gpus=[]", ["serving.gpus"]),
     ("serving.gpus=every", ["serving.gpus", "every"]),
     ("core.device=gpu & core.session.inter_threads=2", ["core.session is only supported"]),
     ("core.session.memory_arena=off", ["memory_arena", "'shrink', 'keep' or 'none'"]),
-    ("serving.priority={levels: 1}", ["serving.priority.levels", "greater than or equal to 2"]),
     ("serving.priority={levels: 2, default: 3}", ["default must be at most levels (2)"]),
     ("core.shared_from=other & serving.priority={levels: 2}", ["Set it in other"]),
     ("model.source=5", ["model.source", "a text. Given: 5", "quotes"]),
     ("name=x", ["name", "folder"]),
     ("core.layout", ["--set", "KEY=VALUE", "core.layout"]),
-    ("=5", ["--set", "KEY=VALUE"]),
     ("core.layout=[", ["--set core.layout", "YAML"]),
     ("core.backend=tensorrt & core.device=cpu", ["core.device must be gpu"]),
     ("core.device=gpu & core.accelerator_options.workspace_mib=9", ["core.accelerator: tensorrt"]),
@@ -104,9 +99,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("core.backend=openvino & core.session.inter_threads=2", ["core.session is only supported"]),
     ("core.engine.refit=true", ["core.engine is only supported for the tensorrt"]),
     ("core.accelerator=tensorrt", ["onnxruntime backend on a gpu"]),
-    ("core.backend=tensorrt & core.accelerator=tensorrt", ["onnxruntime backend on a gpu"]),
     ("core.device=gpu & core.threads=2", ["only supported for device cpu"]),
-    ("core.backend=tensorrt & core.engine.optimization_level=6", ["optimization_level"]),
     ("tuned={core.threads: 2}", ["it is taken from the folder"]),
 ]
 """Overrides of the spec, separated by ``&``, and words of the error."""
@@ -130,7 +123,6 @@ FILES: list[tuple[str, list[str]]] = [
 ]
 TRAFFIC: list[tuple[bytes, list[str]]] = [
     (b"", ["has no rows"]),
-    (b"\n\n", ["has no rows"]),
     (b'{"text": "a"}\nnope\n', [":2", "JSON object"]),
     (b'{"text": 5}', [":1", "string"]),
     (b'{"txt": "a"}', [":1", '"text"']),
@@ -157,22 +149,6 @@ def test_each_mistake_is_named(tmp_path: Path) -> None:
     check_refused("Choose one of: text-embedding", find_task, "text-embeding")
 
 
-def test_a_spec_is_parsed_once_for_all_its_readers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parsed: list[str] = []
-
-    def parse(text: str) -> Any:
-        parsed.append(text)
-        return parse_yaml(text)
-
-    monkeypatch.setattr(spec_module, "parse_yaml", parse)
-    spec_module._parse.cache_clear()
-    folder = write_pipeline(tmp_path / "a", core={"threads": 3})
-    assert load_any_spec(folder) == load_any_spec(folder)
-    assert len(parsed) == 1
-
-
 def test_traffic_may_hold_other_line_separators(tmp_path: Path) -> None:
     (tmp_path / "traffic.jsonl").write_text('{"text": "a\u2028b\x85c"}\n\n{"text": ""}\n')
     rows = [row.inputs for row in read_traffic(tmp_path, ["text"])]
@@ -185,3 +161,85 @@ def test_lengths_count_truncated_rows_and_quantiles() -> None:
     assert lengths.truncated_share == 0.2
     assert lengths.mean == 29 / 5
     assert [lengths.quantile(q) for q in (0.0, 0.2, 0.5, 0.61, 1.0)] == [2, 2, 4, 9, 10]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_pipeline(tmp_path / "texts", core={"max_batch_size": 16})
+
+
+def test_what_is_written_is_read_and_wins_over_the_spec(folder: Path) -> None:
+    assert read_tuned(folder) is None
+    assert load_spec(folder).tuned == {}
+    overrides = {"core.max_batch_size": 64, "core.threads": None, "core.layout": "bucketed"}
+    assert overrides.keys() <= set(TUNABLE)
+    tuned = Tuned(overrides, {"slo": "p99 <= 5 ms"})
+    before = load_spec(folder, tuned=overrides)  # proposed, as if it stood in the file
+    path = write_tuned(folder, tuned, spec_file="pipeline.yaml")
+    assert "Delete this file" in path.read_text(encoding="utf-8")
+    assert read_tuned(folder) == tuned
+    spec = load_spec(folder)
+    assert (spec.core.max_batch_size, spec.core.layout) == (64, "bucketed")
+    assert spec.tuned == overrides
+    assert spec == before
+    assert load_spec(folder, ["core.max_batch_size=8"]).core.max_batch_size == 8
+    for other in (load_spec(folder, untuned=True), load_spec(folder, tuned={})):
+        assert (other.core.max_batch_size, other.core.layout) == (16, "packed")
+    assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == []
+    text = tuned_text(folder.name, tuned, spec_file="pipeline.yaml", measured=False)
+    assert "not measured" in text
+    (folder / TUNED_FILE).write_text(text, encoding="utf-8")
+    assert (read_tuned(folder), load_spec(folder)) == (tuned, before)
+
+
+def test_a_pipeline_that_generates_text_is_tuned_alike(tmp_path: Path) -> None:
+    folder = generation_cases.write_pipeline(tmp_path / "talk", tmp_path / "model")
+    overrides = {"core.max_num_seqs": 4, "core.enable_prefix_caching": False}
+    tuned = Tuned(overrides, {"spec_sha256": sha256_of(folder / "pipeline.yaml")})
+    write_tuned(folder, tuned, spec_file="pipeline.yaml")
+    spec = load_generation_spec(folder, ["core.max_num_seqs=8"])
+    assert (spec.core.max_num_seqs, spec.core.enable_prefix_caching) == (8, False)
+    assert spec.tuned == overrides
+    assert load_generation_spec(folder, untuned=True).tuned == {}
+    said = describe_tuned(folder, tuned, spec_file="pipeline.yaml")
+    assert said == "core.max_num_seqs=4, core.enable_prefix_caching=False (tuned.yaml)"
+    old = "{core.max_sequences: 4, core.prefix_caching: false, core.kv_cache.precision: fp8}"
+    (folder / TUNED_FILE).write_text(f"set: {old}")
+    with pytest.warns(RenamedWarning) as caught:
+        spec = load_generation_spec(folder)
+    assert len(caught) == 3
+    assert spec.tuned == {**overrides, "core.kv_cache.dtype": "fp8"}
+    (folder / "pipeline.yaml").write_text("task: text-generation")
+    said = describe_tuned(folder, tuned, spec_file="pipeline.yaml")
+    assert "has changed since: run `triptych tune talk` again" in said
+    (folder / TUNED_FILE).write_text("set: {core.max_batch_size: 8}")
+    check_refused(
+        ["is not a field that tuning may set", "max_num_seqs"], load_generation_spec, folder
+    )
+
+
+def test_a_file_or_an_slo_of_another_form_is_refused(folder: Path) -> None:
+    for text, words in (
+        ("set: [", "is not valid YAML"),
+        ("[]", "must have a mapping `set`"),
+        ("set: 3", "must have a mapping `set`"),
+        ("set: {task: reranking}", "is not a field that tuning may set"),
+        (
+            "set: {core.max_batch_size: many}",
+            "tuned.yaml: core.max_batch_size` must be a whole number",
+        ),
+    ):
+        (folder / TUNED_FILE).write_text(text, encoding="utf-8")
+        check_refused(words, load_spec, folder)
+    for text in ("p99", "50ms", "p98=5ms", "p99=5", "p99=0ms", "p99=-1ms"):
+        check_refused("must have the form", parse_slo, [text], None, Slo())
+
+
+def test_an_slo_is_read_from_the_command_line_else_from_the_spec() -> None:
+    own = Slo(p95_ms=20.0)
+    assert parse_slo([], None, own) is own
+    assert parse_slo(["p99=50ms", "p50 < 2.5 ms"], 100.0, own) == Slo(
+        p99_ms=50.0, p50_ms=2.5, throughput=100.0
+    )
+    assert parse_slo(["p99.9=1s"], None, own).limits_us == {"p99_9": 1e6}
+    assert str(parse_slo(["p99=500us"], 3, own)) == "p99 <= 0.5 ms, at least 3/s"

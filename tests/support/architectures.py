@@ -44,12 +44,7 @@ DEBERTA = {
     "position_biased_input": False,
     "type_vocab_size": 0,
 }
-DEBERTA_V3 = {
-    **DEBERTA,
-    "position_buckets": 8,
-    "share_att_key": True,
-    "norm_rel_ebd": "layer_norm",
-}
+DEBERTA_V3 = {**DEBERTA, "position_buckets": 8, "share_att_key": True, "norm_rel_ebd": "layer_norm"}
 ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "bert": ("bert", {}),
     "distilbert": (
@@ -77,12 +72,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "roformer": ("roformer", {"embedding_size": 32}),
     "qwen3": (
         "qwen3",
-        {
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "pad_token_id": 5,
-            "eos_token_id": 3,
-        },
+        {"num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 5, "eos_token_id": 3},
     ),
 }
 """Name in the tests to transformers' name of the model type and settings beside `SIZES`."""

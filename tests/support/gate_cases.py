@@ -119,17 +119,21 @@ class Case:
             batch_size=4,
         )
 
-    def broken(self, damage: Callable[[RowOutputs], object], row: int = 4) -> GateResult:
-        """The verdict on an artifact that damages one row, whatever its batch."""
+    def damaging(self, damage: Callable[[RowOutputs], object], row: int | None = None) -> RunBatch:
+        """An artifact that damages one row, whatever its batch, or all of them."""
 
         def run(batch: Sequence[Sample]) -> list[RowOutputs]:
             rows = self.right(batch)
             for sample, outputs in zip(batch, rows, strict=True):
-                if sample == SAMPLES[row]:
+                if row is None or sample == SAMPLES[row]:
                     damage(outputs)
             return rows
 
-        return self.check(run)
+        return run
+
+    def broken(self, damage: Callable[[RowOutputs], object]) -> GateResult:
+        """The verdict on an artifact that damages one row."""
+        return self.check(self.damaging(damage, 4))
 
     @property
     def names(self) -> list[str]:

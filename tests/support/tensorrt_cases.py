@@ -24,10 +24,7 @@ padded (int32[rows,tokens] input_ids, int32[rows,1] row_length)
 """
 # Two buckets of tokens; 1 to 4 rows in each.
 BUCKETS: list[Ranges] = [
-    {
-        "input_ids": [[1, edge], [4, edge], [4, edge]],
-        "row_length": [[1, 1], [4, 1], [4, 1]],
-    }
+    {"input_ids": [[1, edge], [4, edge], [4, edge]], "row_length": [[1, 1], [4, 1], [4, 1]]}
     for edge in (3, 6)
 ]
 

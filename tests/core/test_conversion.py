@@ -1,6 +1,7 @@
-"""fp16 and bf16: what is converted, what stays fp32, and how right the results are."""
+"""Conversions to lower precision: what is converted, what stays fp32, and how right results are."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,25 @@ import onnx
 import pytest
 
 import precision_cases as cases
+from conftest import LAYOUTS
+from own_models import SIZE, save_convolution, write_table
 from precision_cases import CLOSE, HALVES, node
+from triptych.base.errors import UserError
+from triptych.base.onnx_graph import open_session, read_model, write_model
 from triptych.core.precision import float16
-from triptych.core.precision.calibrate import model_ranges
+from triptych.core.precision.calibrate import (
+    Activations,
+    find_smoothing,
+    model_ranges,
+    quantized,
+    round_nearest,
+    round_together,
+    scale_of,
+)
+from triptych.core.precision.convolutions import ConvolutionQuantizer, is_convolutional
 from triptych.core.precision.float16 import convert
-from triptych.core.precision.linear import Recipe
+from triptych.core.precision.linear import Recipe, find_groups
+from triptych.core.precision.quantize import Quantizer, convert_int8
 from triptych.repository.records import Conversion, plain_record, read_record
 from triptych.spec.backends import Precision
 
@@ -206,3 +221,157 @@ def test_every_operator_of_a_view_rounds(tmp_path: Path, precision: Precision) -
     # A sum in another order may fall to the other side of a rounding, rarely.
     assert (found != wanted).mean() < 0.02
     assert found.dtype == np.float32
+
+
+def outlying(rows: int, *, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Vectors as transformers have them: two elements are a hundred times the others."""
+    vectors = cases.vectors(rows, seed=seed)
+    vectors[:, [3, 17]] *= 100
+    vectors[:, 3] += 60
+    return vectors
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8_dynamic"])
+def test_outliers_do_not_cost_the_other_elements(tmp_path: Path, precision: Precision) -> None:
+    path = cases.two_layers(tmp_path)
+    feeds = [{"x": row[None]} for row in outlying(300)]
+    graph, _ = Quantizer(read_model(path), Recipe(precision), feeds).converted(())
+    write_model(graph, tmp_path / "int8")
+    feed = {"x": outlying(50, seed=1)}
+    wanted = cases.run(path, feed)[0]
+    found = cases.run(tmp_path / "int8/model.onnx", feed)[0]
+    step = np.abs(outlying(300)).max() / 127
+    coarse = (np.rint(feed["x"] / step) * step).astype(np.float32)
+    plain = cases.run(path, {"x": coarse})[0]
+    errors = [
+        np.median(np.linalg.norm(one - wanted, axis=1) / np.linalg.norm(wanted, axis=1))
+        for one in (found, plain)
+    ]
+    assert errors[0] < errors[1] / 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_onnx_runtime_makes_integer_kernels_of_it(layout: str, tmp_path: Path) -> None:
+    import onnxruntime
+
+    exported = cases.export("bert", "embedding", layout)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    convert_int8(exported.path, tmp_path, Recipe("int8"), exported.feeds())
+    path = tmp_path / "model.onnx"
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    kinds = Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node)
+    layers = sum(len(group.layers) for group in find_groups(onnx.load(exported.path).graph))
+    integer = sum(count for kind, count in kinds.items() if "Integer" in kind)
+    assert integer == layers, kinds
+    assert not kinds["DequantizeLinear"]
+    # The signed numbers for TensorRT give the same as the unsigned ones.
+    feed = exported.feeds(seed=8)[1]
+    recipe = Recipe("int8", backend="tensorrt", device="gpu")
+    convert_int8(exported.path, tmp_path / "signed", recipe, exported.feeds())
+    signed = cases.run(tmp_path / "signed/model.onnx", feed)[0]
+    unsigned = cases.run(path, feed)[0]
+    assert cases.relative_error(signed, unsigned) < 5e-3  # the one for TensorRT is fp16 elsewhere
+
+
+def test_convolutions_are_converted_and_excluded_by_name(tmp_path: Path) -> None:
+    source = tmp_path / "model.onnx"
+    save_convolution(source)
+    assert is_convolutional(read_model(source).graph)
+    table = write_table(tmp_path / "table") / "table.onnx"
+    assert not is_convolutional(read_model(table).graph)
+    random = np.random.default_rng(0)
+    feeds = [
+        {"images": random.random((1, 3, SIZE, SIZE), np.float32) * scale} for scale in (0.5, 1, 0.8)
+    ]
+    quantizer = ConvolutionQuantizer(source, Recipe("int8"), feeds)
+    assert len(quantizer.layers) == 1
+    results = {}
+    for kept in ((), quantizer.layers):
+        graph, conversion = quantizer.converted(kept)
+        assert conversion.excluded_layers == kept
+        weights = {tensor.data_type for tensor in graph.graph.initializer}
+        assert (onnx.TensorProto.INT8 in weights) is not bool(kept)
+        file = write_model(graph, tmp_path / str(len(kept)))
+        results[len(kept)] = open_session(file).run(["scores"], feeds[1])[0]
+    (wanted,) = open_session(source).run(["scores"], feeds[1])
+    np.testing.assert_allclose(results[1], wanted, atol=1e-6)
+    apart = np.abs(results[0] - wanted).max()
+    assert 0 < apart < 0.05
+    with pytest.raises(UserError, match="no rows left to calibrate"):
+        ConvolutionQuantizer(source, Recipe("int8"), [])
+
+
+def correlated(rows: int, width: int = 64, *, rank: int = 6) -> Any:
+    random = np.random.default_rng(3)
+    basis = random.normal(size=(rank, width))
+    few = random.normal(size=(rows, rank)) @ basis
+    return (few + 0.05 * random.normal(size=(rows, width))).astype(np.float32)
+
+
+def error_of(rounded: Any, weight: Any, inputs: Any) -> float:
+    return float(np.square(inputs @ (rounded * scale_of(weight) - weight)).mean())
+
+
+def test_rounding_together_beats_the_nearest_on_correlated_inputs() -> None:
+    weight, inputs = cases.matrix(1, 64, 48), correlated(500)
+    together = error_of(round_together(weight, inputs), weight, inputs)
+    assert together < error_of(round_nearest(weight), weight, inputs) / 3
+    fresh = correlated(200)[100:]
+    assert error_of(round_together(weight, inputs), weight, fresh) < error_of(
+        round_nearest(weight), weight, fresh
+    )
+
+
+def test_rounding_together_stays_within_a_few_steps_of_the_weight() -> None:
+    weight = cases.matrix(1, 300, 40)  # more than one block
+    rounded = round_together(weight, correlated(400, 300))
+    assert rounded.dtype == np.int8
+    assert np.abs(rounded).max() <= 127
+    assert np.abs(rounded * scale_of(weight) - weight).max() < 8 * scale_of(weight).max()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_smoothing_gives_outliers_a_scale_of_their_own(dynamic: bool) -> None:
+    vectors = cases.vectors(300, 64)
+    vectors[:, 5] *= 200
+    found = find_smoothing(Activations.of(vectors), cases.matrix(1, 64, 32), dynamic=dynamic)
+    assert found.power > 0
+    assert found.scale[5] > 2 * np.median(found.scale)
+    assert (found.range is None) == dynamic
+    assert 0 < found.error < 0.03
+
+
+def test_smoothing_shifts_one_sided_elements_to_the_middle() -> None:
+    vectors = np.abs(cases.vectors(300, 64))
+    found = find_smoothing(Activations.of(vectors), cases.matrix(1, 64, 32), dynamic=False)
+    assert np.allclose(found.shift, (vectors.min(0) + vectors.max(0)) / 2)
+
+
+def test_a_rare_peak_is_cut_off_where_that_costs_less() -> None:
+    vectors = cases.vectors(4000, 16)
+    vectors[:8] *= 40  # few vectors in thousands
+    found = find_smoothing(Activations.of(vectors), cases.matrix(1, 16, 16), dynamic=False)
+    assert found.method != "max"
+    assert found.range is not None
+    smooth = (vectors - found.shift) / found.scale
+    assert found.range < np.abs(smooth).max()
+
+
+def test_values_beyond_the_range_are_cut_off_and_the_others_rounded() -> None:
+    vectors = np.array([[0.0, 0.5, 1.27, 50.0, -50.0]], np.float32)
+    assert np.allclose(quantized(vectors, 1.27), [[0.0, 0.5, 1.27, 1.27, -1.28]])
+    each = quantized(vectors, None)
+    assert np.abs(each - vectors).max() <= 50 / 127 / 2 + 1e-6
+
+
+def test_independent_few_or_no_inputs_do_no_harm() -> None:
+    weight = cases.matrix(1, 64, 8)
+    inputs = np.eye(64, dtype=np.float32)
+    assert np.array_equal(round_together(weight, inputs), round_nearest(weight))
+    fresh = cases.vectors(100, 64)
+    for inputs in (correlated(2), np.zeros((5, 64), np.float32)):
+        rounded = round_together(weight, inputs)
+        assert error_of(rounded, weight, fresh) < 2 * error_of(round_nearest(weight), weight, fresh)
+    assert not round_together(np.zeros((16, 4), np.float32), correlated(20, 16)).any()
