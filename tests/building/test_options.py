@@ -236,21 +236,15 @@ JSON = (
 MLSERVER = (
     b'{"inputs":[{"name":"text","shape":[1,1],"datatype":"BYTES","parameters":{"content_type":"str"},'
     b'"data":["client"]},{"name":"top_k","shape":[1,1],"datatype":"INT32","parameters":'
-    b'{"content_type":"np"},"data":[2]}]}',
-    b'{"parameters":{"content_type":"str","top_k":2},"inputs":[{"name":"text","shape":[1,1],'
-    b'"datatype":"BYTES","parameters":{"content_type":"str"},"data":["client"]}]}',
+    b'{"content_type":"np"},"data":[2]}]}'
 )
-"""Request bodies with `top_k` as input and as parameter, as mlserver 1.7.1 writes them."""
+"""Request body with `top_k` as input, as mlserver 1.7.1 writes it."""
 KSERVE = (
     b'{"id":"1","model_name":"topics","inputs":[{"name":"text","shape":[1,1],"datatype":"BYTES",'
     b'"parameters":{"binary_data_size":10}},{"name":"top_k","shape":[1,1],"datatype":"INT32",'
-    b'"parameters":{"binary_data_size":4}}]}\x06\x00\x00\x00client\x02\x00\x00\x00',
-    b'{"id":"1","model_name":"topics","inputs":[{"name":"text","shape":[1,1],"datatype":"BYTES",'
-    b'"data":["client"]}],"parameters":{"top_k":2}}',
+    b'"parameters":{"binary_data_size":4}}]}\x06\x00\x00\x00client\x02\x00\x00\x00'
 )
-"""Those of `InferRequest.to_rest` of kserve 0.21.0; the first has binary data after 215 bytes."""
-LITELLM = b'{"inputs":[{"name":"input_text","shape":[1],"datatype":"BYTES","data":["client"]}]}'
-"""Request body of `litellm.embedding(model="triton/...")`, litellm 1.110.2."""
+"""That of `InferRequest.to_rest` of kserve 0.21.0, with binary data after 215 bytes."""
 
 
 def post(server: Server, body: bytes, json_bytes: int | None = None) -> NDArray[Any]:
@@ -268,25 +262,9 @@ CLIENTS: dict[str, Callable[[Server], NDArray[Any]]] = {
     "JSON over HTTP (`curl`)": lambda server: post(server, JSON),
     "`tritonclient` with shared memory": over_shared_memory,
     "`pytriton.client`": over_pytriton,
-    "MLServer, Seldon (`mlserver.types`)": lambda server: post(server, MLSERVER[0]),
-    "KServe (`kserve.InferRequest`)": lambda server: post(server, KSERVE[0], 215),
+    "MLServer, Seldon (`mlserver.types`)": lambda server: post(server, MLSERVER),
+    "KServe (`kserve.InferRequest`)": lambda server: post(server, KSERVE, 215),
 }
-
-
-def test_parameters_of_documented_clients_reach_the_steps(server: Server, raw: Any) -> None:
-    """A pipeline with a response cache refuses them by name."""
-    refused = "Send it as the input tensor top_k"
-    with pytest.raises(InferenceServerException, match=refused):
-        raw.infer("topics", [text("parameter")], parameters={"top_k": 2})
-    # LiteLLM has another input.
-    for body, message in ((MLSERVER[1], refused), (KSERVE[1], refused), (LITELLM, "input_text")):
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            post(server, body)
-        with caught.value as answer:
-            assert answer.code == 400
-            assert message in answer.read().decode()
-    documented = (ROOT / "pipelines/clients.md").read_text(encoding="utf-8")
-    assert "LiteLLM's `triton/` embeddings cannot be used" in documented
 
 
 @pytest.mark.filterwarnings("ignore:tritonclient.grpc doesn't support timeout")
@@ -297,6 +275,9 @@ def test_every_documented_client_sends_options(server: Server, raw: Any, lookups
     for name, ask in CLIENTS.items():
         assert np.array_equal(ask(server), expected), name
         lookups("topics", 1, 0, of=name)  # the bytes of the tensors are equal, too
+    # A pipeline with a response cache refuses parameters by name.
+    with pytest.raises(InferenceServerException, match="Send it as the input tensor top_k"):
+        raw.infer("topics", [text("parameter")], parameters={"top_k": 2})
     documented = (ROOT / "pipelines/clients.md").read_text(encoding="utf-8")
     section = documented.partition("### Options as inputs")[2].partition("###")[0]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines()]

@@ -3,7 +3,6 @@
 import random
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -18,7 +17,7 @@ from lint_repositories import (
 )
 from mistakes import refusal
 from triptych.base.errors import Finding
-from triptych.base.release_changes import CHANGES, KNOWN_DEFECTS, Feature
+from triptych.base.release_changes import CHANGES, KNOWN_DEFECTS
 from triptych.base.releases import OLDEST, TRITON_VERSIONS
 from triptych.repository.lint import CHECKS, run_checks
 from triptych.serving.server import Server
@@ -87,14 +86,11 @@ def of(check: str, findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.id == check]
 
 
-def test_each_entry_has_a_known_release_a_feature_and_a_source() -> None:
-    features = set(get_args(Feature))
+def test_each_entry_has_a_known_release_and_a_source() -> None:
     for defect in KNOWN_DEFECTS:
-        assert defect.feature in features
         assert defect.source
         assert defect.fixed is None or OLDEST < defect.fixed <= max(TRITON_VERSIONS), defect
     for change in CHANGES:
-        assert change.feature in features
         assert change.source
         assert OLDEST < change.release <= max(TRITON_VERSIONS), change
     assert [change.release for change in CHANGES] == sorted(change.release for change in CHANGES)

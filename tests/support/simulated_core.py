@@ -79,6 +79,9 @@ class Pipeline:
         self._take(self.flow.take(jobs))
         return list(jobs)
 
+    def send_many(self, count: int) -> list[Any]:
+        return self.send(*(Job() for _ in range(count)))
+
     def look(self) -> None:
         """Let the thread of flow control look once, as it does while requests wait."""
         if self.flow._accepted or self.flow._undecided:
