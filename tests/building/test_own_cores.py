@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from triptych.runtime.flow_control import PREFIX_VARIABLE, InFlight
 from triptych.runtime.own_step import pack_arrays, unpack_arrays
 from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.bench.bench import Bench, bench_pipeline
+from triptych.serving.hot_reload import HotReload
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
 
@@ -291,3 +294,33 @@ def test_a_model_may_take_the_settings_of_the_pipeline(tmp_path: Path) -> None:
     assert found == {"vectors": (2, 16, 3), "classes": (1, 16, 2), "risks": (2, 64, 3)}
     assert plans[0].request_rows == 16
     assert json.loads((folder / "pipeline.yaml").read_text())["core"]["threads"] == 2
+
+
+def test_functions_that_pass_other_arrays_replace_those_before(base: Path, server: Any) -> None:
+    told: list[str] = []
+    exchange = HotReload(server, on_reload=told.append, on_problem=told.append)
+    hooks = base / "pipelines/second/hooks.py"
+    text = hooks.read_text()
+    # Another array goes past the last model.
+    changed = text.replace('"best": best}', '"best": best, "eight": best * 0 + 8}')
+    hooks.write_text(changed.replace('rows["features"].sum(axis=1)', 'arrays["eight"]'))
+    totals: list[float] = []
+    ended = threading.Event()
+
+    def ask() -> None:
+        with Client("second", server.grpc_url, timeout_s=60.0) as client:
+            while totals[-1:] != [8.0] and not ended.is_set():
+                found = client.infer({"features": [[1.0, 2.0, 3.0, 4.0]]})
+                totals.append(float(found["total"][0, 0]))
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            wait_until(lambda: bool(totals), "an answer")
+            build_own(base, "second")
+            assert exchange.poll(), told
+            asking.result(timeout=120)  # raises the error of a request that failed
+        finally:
+            ended.set()
+    (line,) = told
+    assert "second was rebuilt and reloaded" in line

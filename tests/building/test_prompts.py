@@ -15,7 +15,7 @@ import task_models
 from conftest import build_into, quiet, traffic_texts, write_pipeline
 from mistakes import check_refused
 from scaffolding import run
-from small_tokenizers import byte_level
+from tokenizers_of_kinds import byte_level
 from triptych.client import Client, InvalidRequestError
 from triptych.core.inputs import read_inputs
 from triptych.serving.server import Server

@@ -124,16 +124,14 @@ def test_a_kept_build_that_names_files_elsewhere_is_refused(
         data["files"] = {name: hashlib.sha256(b"evil").hexdigest()}
         manifest.write_text(json.dumps(data), encoding="utf-8")
         # An attacker who writes the manifest also names the folder.
-        folder = stored.folder.rename(stored.folder.parent / build_of(manifest))
+        folder = stored.folder.rename(
+            stored.folder.with_name(hashlib.sha256(manifest.read_bytes()).hexdigest())
+        )
         check_refused("differs from the stored build", rollback, repository, "tiny", None)
         manifest = folder.rename(stored.folder) / "tiny/triptych.lock.json"
         assert files_of(repository, "tiny") == now
         found = {*tmp_path.rglob("*")} - {*around, tmp_path / "outside", stored.folder / "evil"}
         assert not found
-
-
-def build_of(manifest: Path) -> str:
-    return hashlib.sha256(manifest.read_bytes()).hexdigest()
 
 
 def test_the_command_lists_and_puts_back(repository: Path) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from conftest import quiet
 from gate_cases import make
-from small_tokenizers import byte_level, unigram
+from tokenizers_of_kinds import byte_level, unigram
 from triptych.core.gate.cached import decoding_of
 from triptych.core.gate.check import describe_outputs
 from triptych.core.gate.ranges import ranges_of, sizes_of

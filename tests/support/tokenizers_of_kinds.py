@@ -1,10 +1,19 @@
-"""Small tokenizers, each of the class and pipeline its architecture has, trained on some texts."""
+"""Small tokenizers trained on some texts: without a class, or as an architecture has them."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from small_tokenizers import byte_level
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 VOCABULARY = 700
 LONGEST = 128
@@ -49,7 +58,6 @@ def train(kind: str, texts: Sequence[str]) -> Any:
 
 def _byte_pairs_without_class(texts: Sequence[str]) -> Any:
     """A byte-level BPE whose ``tokenizer.json`` says all, as ModernBERT has it."""
-    from tokenizers import AddedToken, normalizers, processors
     from transformers import PreTrainedTokenizerFast
 
     mask = AddedToken("[MASK]", lstrip=True)
@@ -70,3 +78,47 @@ def _byte_pairs_without_class(texts: Sequence[str]) -> Any:
         model_max_length=LONGEST,
         model_input_names=["input_ids", "attention_mask"],
     )
+
+
+def byte_level(
+    texts: Sequence[str],
+    special: Sequence[str | AddedToken] = (),
+    *,
+    vocabulary: int = 400,
+    prefix_space: bool = False,
+    normalizer: Any = None,
+) -> Tokenizer:
+    """A byte-level BPE with few merges, so that characters are split."""
+    tokenizer = Tokenizer(models.BPE())
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def unigram(
+    texts: Sequence[str],
+    special: Sequence[str] = ("<unk>",),
+    *,
+    vocabulary: int = 100,
+    normalizes: bool = False,
+) -> Tokenizer:
+    """A tokenizer in the manner of sentencepiece, whose unknown token is ``<unk>``."""
+    tokenizer = Tokenizer(models.Unigram())
+    if normalizes:
+        tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=vocabulary, special_tokens=list(special), unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
