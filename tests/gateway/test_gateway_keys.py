@@ -212,14 +212,14 @@ def test_a_key_opens_its_pipelines_until_it_is_revoked(
 def test_a_key_over_its_limits_waits_and_others_do_not(running: Running) -> None:
     slow = running.command("new", "slow", "--max-requests", "0.01")
     many = running.command("new", "many", "--max-items", "0.1")
-    with running.client(slow) as client, running.client(many) as items:
-        with running.caller("free") as other:
-            assert embeds(client) == ""
-            with pytest.raises(openai.RateLimitError) as caught:
-                client.embeddings.create(model="a", input="a")
-            assert int(caught.value.response.headers["retry-after"]) >= 1
-            assert caught.value.code == "rate_limit_exceeded"
-            assert embeds(other) == ""
+    clients = running.client(slow), running.client(many), running.caller("free")
+    with clients[0] as client, clients[1] as items, clients[2] as other:
+        assert embeds(client) == ""
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.embeddings.create(model="a", input="a")
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert caught.value.code == "rate_limit_exceeded"
+        assert embeds(other) == ""
         assert embeds(items, texts=20) == ""  # a list above the limit passes alone,
         assert embeds(items) == "rate_limit_exceeded"  # and is paid for by those after it
 
@@ -304,10 +304,8 @@ def test_a_token_of_an_issuer_is_a_key(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claims = {"iss": "https://login.example", "aud": "triptych", "sub": "ann"}
-    tokens = {
-        name: sign_token(running.folder, **{**claims, "sub": name})
-        for name in ("ann", "bob", "carl")
-    }
+    names = ("ann", "bob", "carl")
+    tokens = {name: sign_token(running.folder, **{**claims, "sub": name}) for name in names}
     entry = IssuerEntry(
         issuer=str(claims["iss"]),
         audiences=["triptych"],

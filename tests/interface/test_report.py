@@ -129,6 +129,7 @@ def test_the_best_point_holds_the_promise_where_one_does() -> None:
         (points, Slo(), 32),
         (points, Slo(p99_ms=0.1), 32),
         ((*points, failing), Slo(), 32),
+        ((*points, failing), Slo(p99_ms=0.1), 32),
     ):
         best = find_best_point(given, slo)
         assert best is not None

@@ -37,13 +37,10 @@ def plain(text: str) -> str:
 def run_training(name: str, output: Path, *options: str) -> dict[str, Any]:
     """Train in a process of its own, as a user does; returns what quality.json says."""
     command = [sys.executable, str(ROOT / "build_scripts/examples/train.py"), name]
-    subprocess.run(
-        [*command, "--output", str(output), *options],
-        check=True,
-        capture_output=True,
-        # Waiting threads that spin would take the cores from whatever else runs here.
-        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
-    )
+    # Waiting threads that spin would take the cores from whatever else runs here.
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    words = [*command, "--output", str(output), *options]
+    subprocess.run(words, check=True, capture_output=True, env=environment)
     quality: dict[str, Any] = json.loads((output / "quality.json").read_text(encoding="utf-8"))
     return quality
 
@@ -69,11 +66,9 @@ def test_labeled_rows_are_the_held_out_data() -> None:
         rows = [json.loads(line) for line in written.splitlines()]
         held_out = records(name, "test")
         assert [row["text"] for row in rows] == [record["text"] for record in held_out]
-        truth = [
-            row.get("label") or [[e["start"], e["end"], e["entity"]] for e in row["entities"]]
-            for row in rows
-        ]
-        assert truth == [record.get("label") or record["spans"] for record in held_out]
+        for row, record in zip(rows, held_out, strict=True):
+            spans = [[e["start"], e["end"], e["entity"]] for e in row.get("entities", ())]
+            assert (row.get("label"), spans) == (record.get("label"), record.get("spans", []))
 
 
 def test_every_class_and_language_has_enough_rows() -> None:
@@ -100,6 +95,12 @@ def test_pii_data_is_what_its_frames_give_with_spans_of_whole_values() -> None:
         assert sum(not row["spans"] for row in rows) >= 0.1 * len(rows)
 
 
+def pii_values(split: str) -> set[tuple[str, str]]:
+    """Return each kind and value of personal data in a split."""
+    rows = records("pii", split)
+    return {(kind, r["text"][start:end].lower()) for r in rows for start, end, kind in r["spans"]}
+
+
 def test_pii_splits_share_no_frame_and_no_value() -> None:
     for one, other in combinations(SPLITS["pii"], 2):
         trained, held_out = (
@@ -110,15 +111,7 @@ def test_pii_splits_share_no_frame_and_no_value() -> None:
             if section.split(".")[0] in (*TRAINED_VALUES, "frames", "negative", "written"):
                 found = {v.lower() for v in frames} & {v.lower() for v in held_out.get(section, [])}
                 assert not found, (one, other, section)
-        values = [
-            {
-                (kind, row["text"][start:end].lower())
-                for row in records("pii", split)
-                for start, end, kind in row["spans"]
-            }
-            for split in (one, other)
-        ]
-        assert not values[0] & values[1], (one, other)
+        assert not pii_values(one) & pii_values(other), (one, other)
 
 
 @pytest.mark.build

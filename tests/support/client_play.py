@@ -105,13 +105,11 @@ PLAYED: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, int]]]] = {
 
 
 def play_config(inputs: tuple[str, ...], outputs: dict[str, tuple[str, int]]) -> str:
-    lines = ['platform: "ensemble"', "max_batch_size: 8"]
-    lines += [f'input {{ name: "{name}" data_type: TYPE_STRING dims: [1] }}' for name in inputs]
-    lines += [
-        f'output {{ name: "{name}" data_type: TYPE_{kind} dims: [{size}] }}'
-        for name, (kind, size) in outputs.items()
-    ]
-    maps = [f'input_map {{ key: "{name}" value: "{name}" }}' for name in inputs]
-    maps += [f'output_map {{ key: "{name}" value: "{name}" }}' for name in outputs]
+    lines, maps = ['platform: "ensemble"', "max_batch_size: 8"], []
+    sides = {"input": dict.fromkeys(inputs, ("STRING", 1)), "output": outputs}
+    for side, tensors in sides.items():
+        for name, (kind, size) in tensors.items():
+            lines.append(f'{side} {{ name: "{name}" data_type: TYPE_{kind} dims: [{size}] }}')
+            maps.append(f'{side}_map {{ key: "{name}" value: "{name}" }}')
     step = f'step {{ model_name: "play" model_version: -1 {" ".join(maps)} }}'
     return "\n".join([*lines, f"ensemble_scheduling {{ {step} }}"])

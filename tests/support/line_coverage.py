@@ -119,8 +119,9 @@ def report(executed: dict[str, set[int]]) -> Iterator[str]:
         yield f"{package or 'all':12} {share(own, code, executed)}"
     yield ""
     yield f"the {LOWEST_FILES} files with the lowest share:"
-    low = sorted(code, key=lambda name: len(executed[name] & code[name]) / (len(code[name]) or 1))
-    for name in [name for name in low if code[name]][:LOWEST_FILES]:
+    known = [name for name in code if code[name]]
+    low = sorted(known, key=lambda name: len(executed[name] & code[name]) / len(code[name]))
+    for name in low[:LOWEST_FILES]:
         yield f"{share([name], code, executed)}  {name}"
     yield ""
     yield "functions of which no line was executed:"
