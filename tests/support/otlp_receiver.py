@@ -1,6 +1,6 @@
 """A collector of OpenTelemetry: OTLP over HTTP, as protobuf and as JSON."""
 
-import json
+import base64
 import secrets
 import threading
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import openai
 import pytest
+from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from processes import eventually
@@ -31,32 +32,26 @@ class Span(NamedTuple):
     events: dict[str, int]
 
 
-def _from_protobuf(body: bytes) -> Iterator[Span]:
-    request = ExportTraceServiceRequest.FromString(body)
+def _read_spans(body: bytes, *, is_json: bool) -> Iterator[Span]:
+    """Yield the spans of a request; ids in JSON are hexadecimal, and not base64 as in protobuf."""
+    request = ExportTraceServiceRequest()
+    if is_json:
+        json_format.Parse(body, request, ignore_unknown_fields=True)
+    else:
+        request.ParseFromString(body)
+
+    def name(identity: bytes) -> str:
+        return base64.b64encode(identity).decode() if is_json else identity.hex()
+
     for resource in request.resource_spans:
         for scope in resource.scope_spans:
             for span in scope.spans:
                 values = {each.key: each.value for each in span.attributes}
                 yield Span(
-                    *(span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex()),
+                    *(name(span.trace_id), name(span.span_id), name(span.parent_span_id)),
                     *(span.name, span.start_time_unix_nano, span.end_time_unix_nano),
-                    {name: value.string_value or value.int_value for name, value in values.items()},
+                    {key: value.string_value or value.int_value for key, value in values.items()},
                     {event.name: event.time_unix_nano for event in span.events},
-                )
-
-
-def _from_json(body: bytes) -> Iterator[Span]:
-    for resource in json.loads(body)["resourceSpans"]:
-        for scope in resource["scopeSpans"]:
-            for span in scope["spans"]:
-                yield Span(
-                    *(span["traceId"], span["spanId"], span.get("parentSpanId", "")),
-                    *(span["name"], int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])),
-                    {
-                        each["key"]: next(iter(each["value"].values()))
-                        for each in span.get("attributes", ())
-                    },
-                    {each["name"]: int(each["timeUnixNano"]) for each in span.get("events", ())},
                 )
 
 
@@ -69,7 +64,7 @@ def otlp_receiver() -> Iterator[tuple[str, list[Span]]]:
         def do_POST(self) -> None:
             body = b"".join(self._parts())
             is_json = self.headers["content-type"].startswith("application/json")
-            spans.extend((_from_json if is_json else _from_protobuf)(body))
+            spans.extend(_read_spans(body, is_json=is_json))
             self.send_response(200)
             self.send_header("content-length", "0")
             self.end_headers()
