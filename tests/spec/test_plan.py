@@ -1,15 +1,22 @@
-"""The plan: optimal padded lengths, expected costs of both layouts, and the shapes of GPU cores."""
+"""The plan: padded lengths, costs of both layouts, shapes of GPU cores, memory of a batch."""
 
 import itertools
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from conftest import LAYOUTS, write_pipeline
 from plan_cases import facts
+from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
+from triptych.core.requests import core_feed
+from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.spec.engine_plan import MAX_GRAPHS, EnginePlan, RowCost, row_cost
 from triptych.spec.model_info import ImageInfo
 from triptych.spec.plan import Plan, batch_mib, bucket_of, choose_edges, make_plan
@@ -194,3 +201,61 @@ def test_pairs_have_their_first_segment_in_every_shape_and_the_lock_keeps_all(
         assert all("first_segment" in profile for profile in engine.profiles)
         assert all("first_segment" in graph.inputs for graph in engine.graph_specs)
         assert EnginePlan.from_dict(json.loads(json.dumps(engine.as_dict()))) == engine
+
+
+RUN = """
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+from triptych.repository.config import session_parameters
+from triptych.spec.fields import SessionOptions
+
+
+def status_mib(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+options, run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
+parameters = session_parameters(SessionOptions())
+options.enable_mem_pattern = parameters["enable_mem_pattern"] != "0"
+shrinkage = "memory.enable_memory_arena_shrinkage"
+run_options.add_run_config_entry(shrinkage, parameters[shrinkage])
+session = onnxruntime.InferenceSession(sys.argv[1], options)
+feed = dict(np.load(sys.argv[2]))
+session.run(None, feed, run_options)  # the first run allocates what later ones keep
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+before = status_mib("VmRSS")
+session.run(None, feed, run_options)
+print(status_mib("VmHWM") - before, status_mib("VmRSS") - before)
+"""
+"""Prints the MiB by which a process grows at most while it computes a batch, and afterwards."""
+
+
+@pytest.mark.server  # it takes the repository that the tests of servers share
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_takes_the_memory_that_was_predicted_and_returns_it(
+    layout: str, minilm_repository: Path, tmp_path: Path
+) -> None:
+    """Half of the largest batch, for which the prediction is a half, takes less time.
+
+    With a fixed threshold, glibc returns each large block when it is freed. Without it, glibc
+    raises the threshold and sometimes keeps a fifth of a batch, which ONNX Runtime has released.
+    """
+    name = f"minilm_{layout}"
+    plan = read_manifest(minilm_repository, name, EncoderManifest).plan
+    assert plan.batch_mib is not None
+    row = TokenRow(tuple(range(1000, 1000 + plan.max_length)), plan.max_length)
+    inputs = (INPUT_IDS, ROW_LENGTH, *([ROW_OFFSET] if layout == "packed" else []))
+    rows = [row] * (plan.max_batch_size // 2)
+    np.savez(tmp_path / "feed.npz", **core_feed(rows, inputs, pad_token_id=0))
+    artifact = minilm_repository / f"{name}_core/1/model.onnx"
+    command: list[str | Path] = [sys.executable, "-c", RUN, artifact, tmp_path / "feed.npz"]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    peak_mib, kept_mib = map(float, done.stdout.split())
+    assert 0.9 <= peak_mib / (plan.batch_mib / 2) <= 1.2
+    assert kept_mib < 0.2 * peak_mib
