@@ -367,19 +367,15 @@ def with_mounts(proxy: Path, folder: Path) -> Path:
 
 
 def test_a_rollout_goes_by_the_rules_of_the_alerts(made: dict[str, Made]) -> None:
-    weights = {}
     for case in ("kubernetes_rollout", "kubernetes_rollout_wide", "generation_rollout"):
         documents = made[case].documents
         rules = [*values(documents["base/prometheus-rule.yaml"], "rules")]
         records = {rule.get("record") for group in rules for rule in group}
         alerts = " ".join(str(rule["expr"]) for group in rules for rule in group)
-        (canary,) = values(documents["base/rollout.yaml"], "canary")
-        weights[case] = [step["setWeight"] for step in canary["steps"] if "setWeight" in step]
+        first_percent = next(values(documents["base/rollout.yaml"], "setWeight"))
         for metric in documents["base/analysis-template.yaml"]["spec"]["metrics"]:
             query = metric["provider"]["prometheus"]["query"]
             assert query.partition("{")[0] in records, (case, query)
             threshold = metric["successCondition"].rpartition("<= ")[2]
             assert f"> {threshold}" in alerts, (case, threshold)
-            assert weights[case][0] > 100 * float(threshold), case
-    assert weights["kubernetes_rollout"] == [10, 50]
-    assert weights["kubernetes_rollout_wide"] == [60]
+            assert first_percent > 100 * float(threshold), case

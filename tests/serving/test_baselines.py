@@ -1,6 +1,5 @@
 """Baselines: the model's right results, real workers measured in turns, and what can go wrong."""
 
-import json
 import os
 import shutil
 import signal
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from conftest import quiet, write_pipeline
 from processes import eventually
@@ -69,22 +67,18 @@ def check_measured(measured: Measurement, name: str) -> None:
     """What must hold of each measurement of a baseline."""
     assert measured.seconds >= SECONDS
     assert measured.throughput_per_s == pytest.approx(measured.requests / measured.seconds)
-    assert 0 < measured.p50_us <= measured.p90_us <= measured.p95_us <= measured.p99_us
-    assert measured.p99_us <= measured.p99_9_us <= measured.seconds * 1e6
+    latencies = [*measured.latencies_us.values(), measured.seconds * 1e6]
+    assert latencies == sorted(latencies)
     assert sum(measured.histogram_us.values()) == measured.requests
-    assert min(measured.histogram_us) <= measured.p50_us
     assert (measured.errors, measured.steps, measured.parts) == ({}, (), ())
     # The latency of a batch counts for each of its rows; calls of one row fill the time.
     total_us = measured.mean_us * measured.requests
-    if name == "torch batched":
-        assert total_us > 5 * measured.seconds * 1e6
-    else:
-        assert total_us == pytest.approx(measured.seconds * 1e6)
+    share = total_us / (measured.seconds * 1e6)
+    assert share > 5 if name == "torch batched" else share == pytest.approx(1)
     assert measured.resources is not None
     (process,) = measured.resources.processes
     assert process.name == name
-    assert process.cpu_cores > 0
-    assert process.memory_mib > 10
+    assert min(process.cpu_cores, process.memory_mib) > 0
 
 
 def test_baselines_are_measured_in_turns_until_one_is_killed_and_leave_nothing(
@@ -100,9 +94,8 @@ def test_baselines_are_measured_in_turns_until_one_is_killed_and_leave_nothing(
         assert min(running.ready_s[name] for name in names) > 0
         loads = [OfferedLoad("in_process", rows) for rows in (1, 32, 1, 1)]
         assert [running.load_of(name) for name in ALL] == loads
-        for _ in range(2):
-            for name in names:
-                check_measured(running.measure(name, SECONDS), name)
+        for name in names * 2:
+            check_measured(running.measure(name, SECONDS), name)
 
         os.kill(pids["onnxruntime"], signal.SIGKILL)
         for _ in range(2):
@@ -180,17 +173,13 @@ def test_calls_hold_the_whole_traffic_once(tiny: PipelineInputs, core_file: Path
     assert [dict(request) for request in requests] == [dict(one) for one in tiny.traffic]
     for name, size in ROWS_A_CALL.items():
         calls = plan_calls(name, requests)
-        assert sorted(one["text"] for call in calls for one in call) == sorted(
-            one["text"] for one in requests
-        )
+        sent = sorted(one["text"] for call in calls for one in call)
+        assert sent == sorted(one["text"] for one in requests)
         assert all(len(call) <= size for call in calls)
-    widths = [
-        (min(len(one["text"]) for one in call), max(len(one["text"]) for one in call))
-        for call in plan_calls("torch batched", requests)
-    ]
+    lengths = [[len(one["text"]) for one in call] for call in plan_calls("torch batched", requests)]
+    widths = [(min(each), max(each)) for each in lengths]
     assert widths != sorted(widths)
-    spans = sorted(widths)
-    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    assert all(before[1] <= after[0] for before, after in pairwise(sorted(widths)))
 
 
 def test_hooks_run_before_the_calls(tmp_path: Path, tiny_model: Path, core_file: Path) -> None:
@@ -213,28 +202,11 @@ def tasks(
 
     @cache
     def get(name: str) -> BaselineWork:
-        folder = image_pipeline(base) if name == "images" else write_task(base, name, minilm_folder)
-        inputs = read_inputs(load_spec(folder), quiet)
+        inputs = read_inputs(load_spec(write_task(base, name, minilm_folder)), quiet)
         write_work(work_of(inputs, base / "none.onnx"), base / f"{name}.work")
         return read_work(base / f"{name}.work")
 
     return get
-
-
-def image_pipeline(base: Path) -> Path:
-    task, make = MODELS["images"]
-    folder = base / "pipelines" / "images"
-    folder.mkdir(parents=True)
-    make(base / "models" / "images", base, [])
-    spec = {"task": task, "model": {"source": str(base / "models" / "images")}}
-    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
-    pixels = np.random.default_rng(0)
-    with (folder / "traffic.jsonl").open("w", encoding="utf-8") as traffic:
-        for number in range(5):
-            image = Image.fromarray(pixels.integers(0, 256, (40, 50, 3), dtype=np.uint8))
-            image.save(folder / f"{number}.png")
-            traffic.write(json.dumps({"image": f"{number}.png"}) + "\n")
-    return folder
 
 
 def result_of(work: BaselineWork, outputs: Any, index: int, sample: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """What a hostile or careless user sends: refused at once, and nobody else notices."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,9 +13,9 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from benchmarks.fuzz import overflowing_requests
-from conftest import build_into, traffic_texts, write_pipeline
+from conftest import build_into, traffic_texts
 from processes import mark_of, regions, running
-from task_models import inference_model, reader, text_classifier
+from task_pipelines import write_task
 from triptych.client import Client, InvalidRequestError
 from triptych.repository.config import read_config
 from triptych.runtime.request_errors import RequestError
@@ -44,30 +44,17 @@ def before(rows):
             raise ValueError("a\\0b")
     return rows
 """
-MAKERS: Mapping[str, tuple[str, Callable[..., Path], Mapping[str, Any]]] = {
-    "answers": ("question-answering", reader, {}),
-    "hypotheses": (
-        "zero-shot-classification",
-        inference_model,
-        {"parameters": {"candidate_labels": ["one", "two"]}},
-    ),
-    "topics": ("text-classification", text_classifier, {}),
-}
-"""Task, model and further fields of each pipeline."""
+
+
+PIPELINES = ("answers", "hypotheses", "topics")
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
     """A pipeline of each kind of rows, with three rows of traffic."""
     base = tmp_path_factory.mktemp("hostile")
-    for name, (task, make, fields) in MAKERS.items():
-        source = make(base / "models" / name, minilm_folder, traffic_texts())
-        folder = base / "pipelines" / name
-        write_pipeline(folder, task=task, model={"source": str(source)}, **fields)
-        row = {"text": "where is my parcel"}
-        if name == "answers":
-            row["text_pair"] = "It is on its way to you."
-        (folder / "traffic.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    for name in PIPELINES:
+        folder = write_task(base, name, minilm_folder, rows=3)
         if name == "topics":
             (folder / "hooks.py").write_text(HOOKS)
         build_into(folder, base / "repository")
@@ -230,7 +217,7 @@ def test_no_step_dies_of_a_shape_whose_size_overflows(server: Any, repository: P
     """Triton takes such an input as complete, and the stub's array of that shape cannot be made."""
     configs = [read_config(path) for path in sorted(repository.glob("*/config.pbtxt"))]
     requests = [request for config in configs for request in overflowing_requests(config)]
-    assert {r.model_name for r in requests} > {f"{name}_core" for name in MAKERS}
+    assert {r.model_name for r in requests} > {f"{name}_core" for name in PIPELINES}
     texts = {"topics": {"text": ["late"]}, "answers": {"text": ["who"], "text_pair": ["I do"]}}
     with ExitStack() as stack:
         clients = {n: stack.enter_context(Client(n, server.grpc_url)) for n in texts}
@@ -283,7 +270,7 @@ def test_under_load_with_bad_requests(server: Any) -> None:
         ("answers", {"text": ["q " * 300], "text_pair": ["c"]}, {}),
         ("hypotheses", {"text": ["a"]}, {"candidate_labels": "[bad"}),
     ]
-    clients = {name: Client(name, server.grpc_url, timeout_s=240) for name in MAKERS}
+    clients = {name: Client(name, server.grpc_url, timeout_s=240) for name in PIPELINES}
     memory = shared_memory(server)
     expected = [clients[n].infer(rows, parameters=p) for n, rows, p in good]
 

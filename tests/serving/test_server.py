@@ -83,13 +83,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(folder, "chain", None, config=ENSEMBLE.format(step="echo", output="echo"))
 
 
-@pytest.fixture(scope="module")
-def progress() -> list[str]:
-    return []
+PROGRESS: list[str] = []
+"""Lines about the start of `server`."""
 
 
 @pytest.fixture(scope="module")
-def server(repository: Path, progress: list[str]) -> Iterator[Server]:
+def server(repository: Path) -> Iterator[Server]:
     """A server that a thread started which has ended since."""
     server = Server(repository, environment={"TRIPTYCH_TEST": "seen"})
     with pytest.MonkeyPatch.context() as no_rights:
@@ -100,19 +99,19 @@ def server(repository: Path, progress: list[str]) -> Iterator[Server]:
         thread = threading.Thread(target=server.start)
         thread.start()
         thread.join()
-        server.wait_ready(on_progress=progress.append)
+        server.wait_ready(on_progress=PROGRESS.append)
         yield server
     finally:
         server.stop(grace_s=0.0)
 
 
 def test_every_model_answers_from_its_source_in_its_environment(
-    server: Server, repository: Path, progress: list[str]
+    server: Server, repository: Path
 ) -> None:
     assert ask(server, "grüezi") == "grüezi"
     assert ask(server, "through the ensemble", "chain") == "through the ensemble"
     # A server that a step without CPU ended as it loaded is started again, which is told, too.
-    ready = sorted(line for line in progress if line.endswith(" is ready"))
+    ready = sorted(line for line in PROGRESS if line.endswith(" is ready"))
     assert ready == ["chain is ready", "echo is ready", "other is ready"]
     assert ask(server, "env:TRIPTYCH_TEST") == "seen"
     assert ask(server, "env:TOKENIZERS_PARALLELISM") == "false"
@@ -226,10 +225,7 @@ def test_a_ready_server_that_does_not_answer_has_its_whole_grace_to_stop(
 def test_stop_cleans_up_after_a_server_that_was_killed(repository: Path) -> None:
     """A server with the flags of the production profile."""
     flags = check_and_make_flags(repository, production=True)
-    server = Server(repository, production_flags=flags)
-    try:
-        server.start()
-        server.wait_ready()
+    with running(Server(repository, production_flags=flags)) as server:
         assert ask(server, "env:NO_SUCH_VARIABLE") == "unset"
         mark = mark_of(server.pid)
         log_file = server.log_file
@@ -243,8 +239,6 @@ def test_stop_cleans_up_after_a_server_that_was_killed(repository: Path) -> None
         death = server.find_crash(within_s=60)
         assert death is not None
         assert "signal SIGKILL" in death.message
-    finally:
-        server.stop()
     assert_nothing_left(mark)
     assert log_file is not None
     assert log_file.is_file()  # what it said before it died

@@ -7,6 +7,8 @@ import signal
 import socket
 import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,16 @@ BUCKETS = """model_metrics { metric_control {
 """
 KNOWN = {s.name for s in (*CONFIG_FIELDS, *SERVER_FLAGS) if s.release <= find_release()}
 """Fields of a config and flags that the server's release has."""
+
+
+@contextmanager
+def started(server: Server) -> Iterator[Server]:
+    """Run a server that need not become ready."""
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop(grace_s=0.0)
 
 
 def stop_and_check(server: Server, error: ServerError) -> None:
@@ -110,9 +122,7 @@ def test_each_model_that_does_not_load_is_named_with_its_reason(tmp_path: Path) 
     write_model(tmp_path, "well")
     for name, (code, config, _) in DEATHS.items():
         write_model(tmp_path, name, code, config)
-    server = Server(tmp_path)
-    try:
-        server.start()
+    with started(Server(tmp_path)) as server:
 
         def have_failed() -> bool:
             with pytest.raises(ServerError):  # after each one that fails
@@ -124,8 +134,6 @@ def test_each_model_that_does_not_load_is_named_with_its_reason(tmp_path: Path) 
         with pytest.raises(ServerError) as caught:
             server.wait_ready()
         stop_and_check(server, caught.value)
-    finally:
-        server.stop(grace_s=0.0)
     for name, (_, _, reason) in DEATHS.items():
         assert re.fullmatch(reason.replace("NAME", name), failures[name]), failures[name]
     (first, *others) = failures
@@ -138,18 +146,13 @@ def test_each_model_that_does_not_load_is_named_with_its_reason(tmp_path: Path) 
 @pytest.mark.server
 def test_a_model_without_a_file_is_named(tmp_path: Path) -> None:
     """The server would wait for it for ever, and for all models that come after it."""
-    server = Server(write_model(tmp_path, "empty", None))
-    try:
-        server.start()
+    with started(Server(write_model(tmp_path, "empty", None))) as server:
         with pytest.raises(ServerError) as caught:
             server.wait_ready(timeout_s=120)
         stop_and_check(server, caught.value)
-    finally:
-        server.stop(grace_s=0.0)
     assert caught.value.step == caught.value.field == "empty"
-    assert re.fullmatch(
-        r"Python model file not found in '.*/empty/1/model\.py'", caught.value.reason
-    )
+    missing = r"Python model file not found in '.*/empty/1/model\.py'"
+    assert re.fullmatch(missing, caught.value.reason)
 
 
 @pytest.mark.server
@@ -171,10 +174,8 @@ def test_a_model_that_loads_for_too_long_and_a_port_taken_meanwhile_are_named(
     waits = f"import os, time\n        while os.path.exists({str(free)!r}): time.sleep(0.1)"
     free.touch()
     models = write_model(tmp_path / "models", "slow", initializing_with(waits))
-    server = Server(write_model(models, "quick"))
-    server.start()
-    host, port = server.http_url.split(":")
-    try:
+    with started(Server(write_model(models, "quick"))) as server:
+        host, port = server.http_url.split(":")
         said = "`slow` was not ready within 0.1 s. Given: still loading: slow."
 
         def is_named() -> bool:  # once the other model is ready
@@ -192,8 +193,6 @@ def test_a_model_that_loads_for_too_long_and_a_port_taken_meanwhile_are_named(
                 server.wait_ready()
         assert caught.value.step == ""
         stop_and_check(server, caught.value)
-    finally:
-        server.stop(grace_s=0.0)
 
 
 def awaited_steps(server: Server) -> set[int]:
@@ -211,16 +210,12 @@ def test_a_server_is_started_again_where_a_step_gets_no_cpu(tmp_path: Path, goes
     told: list[str] = []
     repository = write_model(tmp_path, "step", f"{STOP_ONCE}\n{STOPPING}\n{ECHO}")
     # As with pipelines that were built, no process asks the step for its config first.
-    server = Server(repository, extra_args=["--disable-auto-complete-config"])
-    server.start()
-    try:
+    with started(Server(repository, extra_args=["--disable-auto-complete-config"])) as server:
         if goes_on:
             assert eventually(lambda: bool(awaited_steps(server)))
             os.kill(awaited_steps(server).pop(), signal.SIGCONT)
         server.wait_ready(timeout_s=240, on_progress=told.append)
         assert server.living_steps()
-    finally:
-        server.stop()
     said = "boost::interprocess::lock_exception" if goes_on else "step never finishes loading"
     assert said in told[0]
     assert STARVED in told[0]
@@ -350,12 +345,9 @@ def test_a_server_on_path_is_taken_with_its_own_backends_and_this_python(
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     log_file = tmp_path / "logs" / "server.log"
     server = Server(repository, extra_args=["--log-verbose=1"], log_file=log_file)
-    try:
-        server.start()
-        with pytest.raises(ServerError, match="exit status 7; log: error: no luck today"):
-            server.wait_ready()
-    finally:
-        server.stop()
+    reason = "exit status 7; log: error: no luck today"
+    with started(server), pytest.raises(ServerError, match=reason):
+        server.wait_ready()
     # Its steps import the packages of this environment, activated or not.
     path, *arguments = log_file.read_text().splitlines()
     assert path.split(":")[:2] == [str(Path(sys.executable).parent), str(program.parent)]

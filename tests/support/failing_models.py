@@ -27,4 +27,3 @@ def stop_once(mark, seconds=2.5):
     os.kill(process, signal.SIGSTOP)
 '''
 STOPPING = 'stop_once(__file__ + ".stopped", 0)'
-STOPPED_IN_INITIALIZE = STOP_ONCE + initializing_with(STOPPING)
