@@ -203,7 +203,7 @@ def awaited_steps(server: Server) -> set[int]:
 @pytest.mark.server
 @pytest.mark.parametrize(
     "goes_on",
-    [True, pytest.param(False, marks=pytest.mark.long)],  # test_container_stop has the latter, too
+    [True, pytest.param(False, marks=pytest.mark.long)],  # test_container_served has it, too
 )
 def test_a_server_is_started_again_where_a_step_gets_no_cpu(tmp_path: Path, goes_on: bool) -> None:
     """Its process is stopped while it loads: Triton 24.10 waits for its end, or aborts later."""
