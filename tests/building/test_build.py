@@ -27,6 +27,8 @@ from triptych.core.inputs import read_inputs
 from triptych.repository.manifest import MANIFEST_FILE
 from triptych.repository.store import locked
 from triptych.spec.spec import load_spec
+from triptych.spec.tasks import TASKS
+from triptych.spec.tasks.accuracy import metrics_of
 
 
 @pytest.fixture
@@ -61,6 +63,11 @@ def test_a_second_build_does_no_work_and_another_spec_only_its_own(
     assert set(lock["versions"]) >= {"torch", "transformers", "onnx"}
     gate = lock["gate"]
     assert len(gate["row_differences"]) == gate["rows"] + gate["edge_case_rows"]
+    assert (lock["schema"], gate["failures"], "accepted" in gate) == (5, [], False)
+    assert {verdict["metric"] for verdict in gate["verdicts"]} == set(
+        metrics_of(TASKS["text-embedding"])
+    )
+    assert str(Path.cwd()) not in json.dumps(lock)
     # Byte code of a step that was served is no change.
     (repository / "tiny_preprocess/1/__pycache__").mkdir()
     (repository / "tiny_preprocess/1/__pycache__/model.cpython-311.pyc").write_bytes(b"x")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from triptych.client import Client
 from triptych.container.flags import cache_flags
 from triptych.container.health import HealthCheck
 from triptych.container.manifests import find_pipelines
+from triptych.serving.bench.perf_analyzer import find_perf_analyzer
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
@@ -227,15 +229,21 @@ JSON = (
 MLSERVER = (
     b'{"inputs":[{"name":"text","shape":[1,1],"datatype":"BYTES","parameters":{"content_type":"str"},'
     b'"data":["client"]},{"name":"top_k","shape":[1,1],"datatype":"INT32","parameters":'
-    b'{"content_type":"np"},"data":[2]}]}'
+    b'{"content_type":"np"},"data":[2]}]}',
+    b'{"parameters":{"content_type":"str","top_k":2},"inputs":[{"name":"text","shape":[1,1],'
+    b'"datatype":"BYTES","parameters":{"content_type":"str"},"data":["client"]}]}',
 )
-"""Request body with `top_k` as input, as mlserver 1.7.1 writes it."""
+"""Request bodies with `top_k` as input and as parameter, as mlserver 1.7.1 writes them."""
 KSERVE = (
     b'{"id":"1","model_name":"topics","inputs":[{"name":"text","shape":[1,1],"datatype":"BYTES",'
     b'"parameters":{"binary_data_size":10}},{"name":"top_k","shape":[1,1],"datatype":"INT32",'
-    b'"parameters":{"binary_data_size":4}}]}\x06\x00\x00\x00client\x02\x00\x00\x00'
+    b'"parameters":{"binary_data_size":4}}]}\x06\x00\x00\x00client\x02\x00\x00\x00',
+    b'{"id":"1","model_name":"topics","inputs":[{"name":"text","shape":[1,1],"datatype":"BYTES",'
+    b'"data":["client"]}],"parameters":{"top_k":2}}',
 )
-"""That of `InferRequest.to_rest` of kserve 0.21.0, with binary data after 215 bytes."""
+"""Those of `InferRequest.to_rest` of kserve 0.21.0; the first has binary data after 215 bytes."""
+LITELLM = b'{"inputs":[{"name":"input_text","shape":[1],"datatype":"BYTES","data":["client"]}]}'
+"""Request body of `litellm.embedding(model="triton/...")`, litellm 1.110.2."""
 
 
 def post(server: Server, body: bytes, json_bytes: int | None = None) -> NDArray[Any]:
@@ -253,9 +261,25 @@ CLIENTS: dict[str, Callable[[Server], NDArray[Any]]] = {
     "JSON over HTTP (`curl`)": lambda server: post(server, JSON),
     "`tritonclient` with shared memory": over_shared_memory,
     "`pytriton.client`": over_pytriton,
-    "MLServer, Seldon (`mlserver.types`)": lambda server: post(server, MLSERVER),
-    "KServe (`kserve.InferRequest`)": lambda server: post(server, KSERVE, 215),
+    "MLServer, Seldon (`mlserver.types`)": lambda server: post(server, MLSERVER[0]),
+    "KServe (`kserve.InferRequest`)": lambda server: post(server, KSERVE[0], 215),
 }
+
+
+def test_parameters_of_documented_clients_reach_the_steps(server: Server, raw: Any) -> None:
+    """A pipeline with a response cache refuses them by name."""
+    refused = "Send it as the input tensor top_k"
+    with pytest.raises(InferenceServerException, match=refused):
+        raw.infer("topics", [text("parameter")], parameters={"top_k": 2})
+    # LiteLLM has another input.
+    for body, message in ((MLSERVER[1], refused), (KSERVE[1], refused), (LITELLM, "input_text")):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            post(server, body)
+        with caught.value as answer:
+            assert answer.code == 400
+            assert message in answer.read().decode()
+    documented = (ROOT / "pipelines/clients.md").read_text(encoding="utf-8")
+    assert "LiteLLM's `triton/` embeddings cannot be used" in documented
 
 
 @pytest.mark.filterwarnings("ignore:tritonclient.grpc doesn't support timeout")
@@ -266,10 +290,39 @@ def test_every_documented_client_sends_options(server: Server, raw: Any, lookups
     for name, ask in CLIENTS.items():
         assert np.array_equal(ask(server), expected), name
         lookups("topics", 1, 0, of=name)  # the bytes of the tensors are equal, too
-    # A pipeline with a response cache refuses parameters by name.
-    with pytest.raises(InferenceServerException, match="Send it as the input tensor top_k"):
-        raw.infer("topics", [text("parameter")], parameters={"top_k": 2})
     documented = (ROOT / "pipelines/clients.md").read_text(encoding="utf-8")
     section = documented.partition("### Options as inputs")[2].partition("###")[0]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines()]
-    assert [row for row in rows if row in CLIENTS] == list(CLIENTS)
+    assert [row for row in rows if row in {*CLIENTS, *ANALYZERS}] == [*CLIENTS, *ANALYZERS]
+
+
+ANALYZERS = {
+    "`perf_analyzer`": (
+        "-m topics -u {url} -i grpc --input-data={data} --request-count=40 --concurrency-range=1"
+    ),
+    "Model Analyzer (`perf_analyzer_flags`)": (
+        "-m topics -b 1 -u {url} -i grpc -f {data}.csv --verbose-csv --concurrency-range=1 "
+        "--input-data={data} --measurement-mode=count_windows --stability-percentage=999"
+    ),
+}
+"""Options of perf_analyzer; the second ones are those of `PerfAnalyzerConfig.to_cli_string` of
+triton-model-analyzer 1.58.0, with one of `perf_analyzer_flags` so that every speed is stable."""
+
+
+def test_perf_analyzer_sends_options(server: Server, raw: Any, tmp_path: Path) -> None:
+    analyzer = find_perf_analyzer()
+    for client, words in ANALYZERS.items():
+        data = tmp_path / "data.json"
+        rows = [{"text": [client], "top_k": [3]}, {"text": [client], "top_k": [2]}]
+        data.write_text(json.dumps({"data": rows}))
+        before = read_lookups(raw, "topics")
+        done = subprocess.run(
+            [analyzer.binary.resolve(), *words.format(url=server.grpc_url, data=data).split()],
+            env={**analyzer.environment(), "no_grpc_proxy": "127.0.0.1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert eventually(lambda: read_lookups(raw, "topics")[0] >= before[0] + 38), client  # noqa: B023
+        assert read_lookups(raw, "topics")[1] == before[1] + 2, client
