@@ -225,29 +225,21 @@ def test_each_task_has_its_answers(ask: Call) -> None:
     images = [bytes([index, 255, 0, 216]) * (1 + index % 3) for index in range(20)]
     contexts = ["é" * index + "where it is" for index in range(20)]
     two = [Entity("simple", "Anna", 0.75, 4, 8), Entity("simple", "Bob", 0.75, 13, 16)]
+    tokens = [Choice("é [MASK]0", 1.0), Choice("é [MASK]1", 0.5)]
+    first = Entity("first", "Anna", 0.75, 0, 4)
+    answers = [Answer("where", 0.25, index, index + 5) for index in range(20)]
+    nothing = Answer("", 0.875, 0, 0)
     passages = ["q" * (index * 7 % 20) for index in range(20)]
     ranked = [Ranked(index, index * 7 % 20) for index in range(20)]
     cases: list[tuple[str, str, tuple[Any, ...], dict[str, Any], list[Any]]] = [
         ("classifier", "classify", (TEXTS,), {"top_k": 3}, [choices(t.encode(), 3) for t in TEXTS]),
         ("classifier", "classify", ([b"bytes"],), {}, [choices(b"bytes", 1)]),
         ("seer", "classify_images", (images,), {"top_k": 2}, [choices(i, 2) for i in images]),
-        (
-            *("filler", "fill_mask", (["é [MASK]"],), {"top_k": 2}),
-            [[Choice("é [MASK]0", 1.0), Choice("é [MASK]1", 0.5)]],
-        ),
+        ("filler", "fill_mask", (["é [MASK]"],), {"top_k": 2}, [tokens]),
         ("tagger", "entities", (["no one", "für Anna and Bob"] * 5,), {}, [[], two] * 5),
-        (
-            *("tagger", "entities", (["Anna"],), {"aggregation": "first"}),
-            [[Entity("first", "Anna", 0.75, 0, 4)]],
-        ),
-        (
-            *("reader", "answer", (["where"] * 20, contexts), {"max_answer_tokens": 5}),
-            [Answer("where", 0.25, index, index + 5) for index in range(20)],
-        ),
-        (
-            *("reader", "answer", (["x"], ["where"]), {"impossible_answer": True}),
-            [Answer("", 0.875, 0, 0)],
-        ),
+        ("tagger", "entities", (["Anna"],), {"aggregation": "first"}, [[first]]),
+        ("reader", "answer", (["where"] * 20, contexts), {"max_answer_tokens": 5}, answers),
+        ("reader", "answer", (["x"], ["where"]), {"impossible_answer": True}, [nothing]),
         ("reranker", "rerank_each", ("q", passages), {}, ranked),
         ("reranker", "rerank", ("q", passages), {}, sorted(ranked, key=lambda one: -one.score)),
         ("reranker", "rerank", ("q", ["no", "none"]), {}, [Ranked(0, 0.0), Ranked(1, 0.0)]),
@@ -255,10 +247,8 @@ def test_each_task_has_its_answers(ask: Call) -> None:
     for pipeline, method, arguments, options, expected_answers in cases:
         found = ask(pipeline, method, *arguments, **options)
         assert found == expected_answers, method
-    (((choice,),), (entity,)) = (
-        ask("classifier", "classify", ["a"]),
-        ask("tagger", "entities", ["Nobody"]),
-    )
+    ((choice,),) = ask("classifier", "classify", ["a"])
+    (entity,) = ask("tagger", "entities", ["Nobody"])
     assert (type(choice.label), type(choice.score)) == (str, float)
     assert math.isnan(entity[0].score)
     for pipeline, method, arguments, message in (
@@ -274,11 +264,8 @@ def test_classify_zero_shot(ask: Call) -> None:
     results = ask("classifier", "classify_zero_shot", TEXTS, labels)
     assert [[choice.label for choice in choices] for choices in results] == [labels] * 30
     assert results[7][0].score == pytest.approx(1 / 3)
-    (asked,) = ask(
-        *("classifier", "classify_zero_shot", ["a"], labels),
-        multi_label=True,
-        hypothesis_template="About {}.",
-    )
+    form = {"multi_label": True, "hypothesis_template": "About {}."}
+    (asked,) = ask("classifier", "classify_zero_shot", ["a"], labels, **form)
     assert asked == [Choice(f"About {label}.", 1.0) for label in labels]
     for wrong in ("billing", [1, 2]):
         with pytest.raises(InvalidRequestError, match="`candidate_labels` must be a list of str"):

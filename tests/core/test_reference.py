@@ -166,7 +166,9 @@ def test_every_setting_of_ours_is_listed_with_its_reason() -> None:
                     found.add(name)
     listed = {re.split("[=(]", name)[0].rpartition(".")[2] for name in OVERRIDES}
     assert found - {"output_loading_info"} == listed - {
-        *("set_pooling_include_prompt", "truncation", "pixel_values")
+        "set_pooling_include_prompt",
+        "truncation",
+        "pixel_values",
     }
 
 

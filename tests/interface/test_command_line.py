@@ -88,7 +88,9 @@ def test_help_is_as_wide_as_the_terminal_and_names_values_by_words(
         assert maximum - 10 <= widest <= maximum, columns
     types = {found for screen in screens.values() for found in re.findall(r"<[a-z][^>]*>", screen)}
     assert types == {
-        *("<development|production>", "<csv|tsv|jsonl|parquet|text>", "<send|skip|refuse>")
+        "<development|production>",
+        "<csv|tsv|jsonl|parquet|text>",
+        "<send|skip|refuse>",
     }
     assert "--image PATH" in screens["infer"]
     assert "  files...  File" in screens["drift"]

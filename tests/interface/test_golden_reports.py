@@ -159,7 +159,13 @@ TUNED = {
     ),
 }
 DATA_PAGES = {
-    *("usual", "streamed", "errors only", "no details", "open only", "broken promise", "a GPU")
+    "usual",
+    "streamed",
+    "errors only",
+    "no details",
+    "open only",
+    "broken promise",
+    "a GPU",
 }
 """Loads whose whole pages are on record; of the others the text is."""
 

@@ -13,18 +13,35 @@ PACKAGE = ROOT / "build_scripts/triptych"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 LAYERS = (
-    *("interface", "deploy", "operate", "gateway", "building", "serving", "core", "repository"),
-    *("client", "spec", "container", "runtime", "base"),
+    "interface",
+    "deploy",
+    "operate",
+    "gateway",
+    "building",
+    "serving",
+    "core",
+    "repository",
+    "client",
+    "spec",
+    "container",
+    "runtime",
+    "base",
 )
 """Top to bottom: a package imports from those below it."""
 
 HEAVY = {
     "torch": {
-        *("core/export/", "core/gate/reference.py", "serving/bench/torch_model.py"),
-        *("building/generation/", "spec/image_core.py"),
+        "core/export/",
+        "core/gate/reference.py",
+        "serving/bench/torch_model.py",
+        "building/generation/",
+        "spec/image_core.py",
     },
     "transformers": {
-        *("core/export/", "building/generation/", "spec/image_source.py", "spec/model_source.py")
+        "core/export/",
+        "building/generation/",
+        "spec/image_source.py",
+        "spec/model_source.py",
     },
     "copier": {"spec/template.py"},
     "vllm": {"runtime/engine_vllm.py"},

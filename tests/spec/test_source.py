@@ -388,7 +388,9 @@ def test_a_source_that_is_not_there_is_explained(model: Path, tmp_path: Path) ->
         ("empty", "without config.json"),
         (str(model), "weights"),
         (
-            *("lora", "adapter for owner/base", "name the labels in id2label"),
+            "lora",
+            "adapter for owner/base",
+            "name the labels in id2label",
             "AutoModelForSequenceClassification.from_pretrained('owner/base', num_labels=3)",
         ),
         ("sentences", "SentenceTransformer('", "s[0].model = peft.PeftModel", "s.save_pretrained("),

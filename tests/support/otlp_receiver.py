@@ -48,8 +48,12 @@ def _read_spans(body: bytes, *, is_json: bool) -> Iterator[Span]:
             for span in scope.spans:
                 values = {each.key: each.value for each in span.attributes}
                 yield Span(
-                    *(name(span.trace_id), name(span.span_id), name(span.parent_span_id)),
-                    *(span.name, span.start_time_unix_nano, span.end_time_unix_nano),
+                    name(span.trace_id),
+                    name(span.span_id),
+                    name(span.parent_span_id),
+                    span.name,
+                    span.start_time_unix_nano,
+                    span.end_time_unix_nano,
                     {key: value.string_value or value.int_value for key, value in values.items()},
                     {event.name: event.time_unix_nano for event in span.events},
                 )
