@@ -41,7 +41,7 @@ from triptych.client import (
     PipelineNotReadyError,
     ServerUnreachableError,
 )
-from triptych.container import shared_memory
+from triptych.container import shared_memory, supervisor
 from triptych.container.entrypoint import flags_for
 from triptych.container.flags import ServerFlags
 from triptych.container.machine import read_machine
@@ -410,6 +410,18 @@ def test_sigterm_loses_nothing(alone: Path, tmp_path: Path) -> None:
     assert process.returncode == 0, said
     assert f"warning: in Triton {find_release()}, " in said
     assert image.health()[0] == 1
+
+
+def test_a_step_that_dies_as_the_server_gets_ready_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Between two looks of the supervisor; process 5 only read the config of a model."""
+    looks = iter([{5: "a"}, {6: "a", 7: "b"}, {6: "a"}])
+    ready = iter([False, False, True])
+    monkeypatch.setattr(supervisor, "step_processes", lambda _server: next(looks))
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as server:
+        assert supervisor._watch(server, [], lambda: next(ready)) == EXIT_DEAD
+    assert "error: a step has died: b (process 7). The server" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

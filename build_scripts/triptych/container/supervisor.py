@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -233,27 +234,52 @@ def supervise(
             os.killpg(server.pid, signal.SIGKILL)
 
 
+class _Steps:
+    """Steps of a server from its start on, so that the death of one as it gets ready is noticed.
+
+    Attributes:
+        watched: Model of each step by process id; empty until the server is ready.
+    """
+
+    def __init__(self) -> None:
+        self.watched: dict[int, str] = {}
+        self._seen: dict[int, str] = {}
+        self._most = Counter[str]()
+
+    def dead(self, server: int, is_ready: Callable[[], bool]) -> dict[int, str]:
+        """Return the model of each step that died, by process id; must be called repeatedly."""
+        if self.watched:
+            return dead_steps(server, self.watched)
+        ready, living = is_ready(), step_processes(server)
+        self._seen |= living
+        self._most |= Counter(living.values())
+        if not ready:
+            return {}
+        self.watched = living
+        # A process that only read a model's config has ended, too, but others took its place.
+        lost = self._most - Counter(living.values())
+        return {
+            pid: self._seen[pid] for pid in self._seen.keys() - living if self._seen[pid] in lost
+        }
+
+
 def _watch(
     server: subprocess.Popen[bytes], asked: Sequence[int], is_ready: Callable[[], bool]
 ) -> int | None:
     """Return the exit code after a death; None once `asked` has a signal."""
     conceal_keys(server.pid)
-    steps: dict[int, str] = {}
-    endless = EndlessLoad()
+    steps, endless = _Steps(), EndlessLoad()
     while not asked:
         code = server.poll()
         if code is not None:
             _say(f"error: tritonserver ended by itself: {_how(code)}")
             return code if code > 0 else EXIT_DEAD
-        if not steps and is_ready():
-            steps = step_processes(server.pid)
-        dead = dead_steps(server.pid, steps)
-        if dead:
+        if dead := steps.dead(server.pid, is_ready):
             named = ", ".join(f"{model} (process {pid})" for pid, model in dead.items())
             _say(f"error: a step has died: {named}. The server cannot answer without it")
             _kill(server)
             return EXIT_DEAD
-        if not steps and (told := endless.told(server.pid)):
+        if not steps.watched and (told := endless.told(server.pid)):
             _say(f"error: {told}")
             _kill(server)
             return EXIT_DEAD
