@@ -258,9 +258,8 @@ class _Steps:
         self.watched = living
         # A process that only read a model's config has ended, too, but others took its place.
         lost = self._most - Counter(living.values())
-        return {
-            pid: self._seen[pid] for pid in self._seen.keys() - living if self._seen[pid] in lost
-        }
+        ended = self._seen.items() - living.items()
+        return {pid: model for pid, model in ended if model in lost}
 
 
 def _watch(
