@@ -30,7 +30,7 @@ COPY build_scripts/triptych/base/__init__.py build_scripts/triptych/base/errors.
      /opt/triptych/triptych/base/
 COPY build_scripts/triptych/container /opt/triptych/triptych/container
 COPY build_scripts/triptych/runtime/__init__.py build_scripts/triptych/runtime/request_errors.py \
-     build_scripts/triptych/runtime/flow_control.py \
+     build_scripts/triptych/runtime/in_flight.py \
      /opt/triptych/triptych/runtime/
 
 # For samples: a new volume that is mounted there gets this owner.

@@ -27,7 +27,7 @@ from triptych.core.gate.cached import Gate
 from triptych.core.own_inputs import read_own_inputs
 from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.repository.sharing import check_sharers
-from triptych.runtime.flow_control import PREFIX_VARIABLE, InFlight
+from triptych.runtime.in_flight import PREFIX_VARIABLE, InFlight
 from triptych.runtime.own_step import pack_arrays, unpack_arrays
 from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.bench.bench import Bench, bench_pipeline
@@ -120,7 +120,7 @@ def test_a_request_that_fails_between_models_is_ended(
             with pytest.raises(InvalidRequestError, match="a score is needed"):
                 client.infer({"image": [image]}, parameters={"min_score": 0.0})
         assert client.infer({"image": [image]})["label"].shape == (1, 2)
-    wait_until(lambda: InFlight("chain").load().requests == 0, "the end of all requests")
+    wait_until(lambda: InFlight("chain").requests() == 0, "the end of all requests")
 
 
 def test_models_of_one_step_share_their_arrays(base: Path, server: Any) -> None:

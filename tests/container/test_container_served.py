@@ -50,7 +50,7 @@ from triptych.container.shared_memory import SharedRegions, new_prefix
 from triptych.container.supervisor import EXIT_DEAD, STARVED, step_processes
 from triptych.deploy.targets import make_manifests
 from triptych.interface.cli import app
-from triptych.runtime.flow_control import InFlight
+from triptych.runtime.in_flight import InFlight
 from triptych.serving.bench.resources import fetch_metrics
 from triptych.serving.embedded import find_release
 from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, SHM, tagged_processes
@@ -393,7 +393,7 @@ def test_sigterm_loses_nothing(alone: Path, tmp_path: Path) -> None:
                 idle.request("GET", "/v2/health/live")
                 idle.getresponse().read()
                 sent = [pool.submit(client.embed, [TEXT]) for _ in range(REQUESTS)]
-                assert eventually(lambda: counts.load().requests >= REQUESTS)
+                assert eventually(lambda: counts.requests() >= REQUESTS)
                 process.send_signal(signal.SIGTERM)
                 assert eventually(lambda: counts.closed_at > 0)
                 late = list[Future[Any]]()

@@ -20,8 +20,8 @@ from triptych.client import Client, InvalidRequestError, PipelineFailedError
 from triptych.core.gate.answers import check_hooks, reference_answers
 from triptych.core.inputs import read_inputs
 from triptych.repository.lint import run_checks
-from triptych.runtime.flow_control import InFlight
 from triptych.runtime.hooking import make_forwarded, read_forwarded
+from triptych.runtime.in_flight import InFlight
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
 

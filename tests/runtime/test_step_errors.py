@@ -67,22 +67,27 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def overloads(steps: Any) -> Iterator[Refusal]:
     """The rejections of flow control: for the number of requests, and for the wait."""
     errors: list[Any] = []
-    settings = {"pipeline": f"test-errors-{os.getpid()}", "core_rows": 1, "max_requests": 2}
+    settings = {
+        "pipeline": f"test-errors-{os.getpid()}",
+        "core_rows": 1,
+        "core_instances": 1,
+        "max_requests": 5,
+    }
 
     def forward(jobs: list[Any]) -> list[Any]:
         for job in jobs:
-            flow.admit(job.rows)
+            flow.admit(job.rows, job)
         return []
 
     flow = FlowControl(
         {**settings, "max_wait_ms": 200}, forward, lambda _job, error: errors.append(error)
     )
     request = SimpleNamespace(get_response_sender=lambda: None)
-    jobs = [SimpleNamespace(request=request, rows=1, left_s=None) for _ in range(20)]
+    jobs = [SimpleNamespace(request=request, rows=1, left_s=None, sender=None) for _ in range(20)]
     errors += [error for _, error in flow.take(jobs)]
-    flow._counts.path.unlink()
-    wait_until(lambda: any("wait" in str(error) for error in errors), "a wait that is too long")
-    for words in ("requests in flight", "would wait"):
+    flow._marks.path.unlink()
+    wait_until(lambda: any("waited" in str(error) for error in errors), "a wait that is too long")
+    for words in ("requests in flight", "waited for"):
         yield steps.error_response(next(error for error in errors if words in str(error)))
 
 

@@ -26,32 +26,36 @@ from conftest import set_setting
 from processes import eventually, mark_of, repeated, running
 from triptych.client import Client, InferenceError
 from triptych.client.wire import infer_request
-from triptych.runtime.flow_control import InFlight
+from triptych.runtime.in_flight import InFlight
 from triptych.runtime.row_types import write_ticket
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
 LARGE_BYTES = 40 * 10**6
 ANSWERS_WITHIN_S = 120.0
-SETTLES_S = 2.0
+SETTLES_S = 4.0
 """Not counted: whatever the server does, it has an answer in time for the first ones."""
 
 TEXT = "my parcel has not arrived, and nobody has answered me since last week " * 3
 
 
-def test_a_forged_ticket_is_refused(minilm_server: Any) -> None:
-    ticket = triton.InferInput("request_ticket", [1, 1], "BYTES")
-    ticket.set_data_from_numpy(write_ticket((2**62, 1, 2, 3), b"", 1))
+def test_a_forged_ticket_counts_nothing_and_a_damaged_one_is_refused(minilm_server: Any) -> None:
+    counts = counts_of(minilm_server, "minilm_packed")
     core = triton.InferInput("sentence_embedding", [1, 384], "FP32")
-    core.set_data_from_numpy(np.zeros((1, 384), np.float32))
-    with (
-        triton.InferenceServerClient(minilm_server.grpc_url) as client,
-        pytest.raises(
-            InferenceServerException, match="`request_ticket` must be a ticket of this server"
-        ) as e,
-    ):
-        client.infer("minilm_packed_postprocess", [ticket, core])
-    assert e.value.status() == "StatusCode.INVALID_ARGUMENT"
+    core.set_data_from_numpy(np.ones((1, 384), np.float32))
+    ticket = triton.InferInput("request_ticket", [1, 1], "BYTES")
+    with triton.InferenceServerClient(minilm_server.grpc_url) as client:
+        before = counts.answered()
+        for place, number in ((0, 1), (2**62, 2**62), (-1, -1)):
+            ticket.set_data_from_numpy(write_ticket((place, number), b"", 1))
+            answer = client.infer("minilm_packed_postprocess", [ticket, core])
+            assert answer.as_numpy("embedding").shape == (1, 384)
+        assert counts.answered() == before
+        for damaged in (b"", b"short", bytes(16) + b"\xff"):
+            ticket.set_data_from_numpy(np.array([[damaged]], np.object_))
+            with pytest.raises(InferenceServerException, match="must be a ticket of") as e:
+                client.infer("minilm_packed_postprocess", [ticket, core])
+            assert e.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 
 def counts_of(server: Any, model: str) -> InFlight:
@@ -63,7 +67,7 @@ def counts_of(server: Any, model: str) -> InFlight:
 def test_steps_answer_direct_calls_as_often_as_they_are_sent(minilm_server: Any) -> None:
     """Without counting: more calls than the limit of requests in flight, and the whole chain."""
     counts = counts_of(minilm_server, "minilm_packed")
-    before, *_ = counts.answered()
+    before = counts.answered()
     text = triton.InferInput("text", [1, 1], "BYTES")
     text.set_data_from_numpy(np.array([[TEXT.encode()]], np.object_))
     with triton.InferenceServerClient(minilm_server.grpc_url) as client:
@@ -87,14 +91,15 @@ def test_steps_answer_direct_calls_as_often_as_they_are_sent(minilm_server: Any)
                 calls = [pool.submit(ask, "_preprocess", [text], names) for _ in range(600)]
                 assert all(call.result().as_numpy("input_ids").shape[0] == 1 for call in calls)
         made = ask("_preprocess", [text], None)
-        assert made.as_numpy("request_ticket").tolist() == [[bytes(32)]]
+        assert made.as_numpy("request_ticket").tolist() == [[bytes(16)]]
         computed = ask("_core", pass_on(made, *rows), None)
         vectors = pass_on(computed, "sentence_embedding")
         expected = ask("", [text], None).as_numpy("embedding")
         for ticket in ([], pass_on(made, "request_ticket")):
             got = ask("_postprocess", [*ticket, *vectors], None).as_numpy("embedding")
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-    assert eventually(lambda: counts.answered()[0] == before + 1)
+    assert eventually(lambda: counts.requests() == 0)
+    assert counts.answered().at > before.at
 
 
 def lie(stub: Any) -> None:
@@ -159,13 +164,11 @@ def answers(client: Client, within_s: float = 60.0) -> bool:
 
 
 def goodput(url: str, clients: int, give_up_s: float, seconds: float) -> Counter[str]:
-    """How requests of clients end that give up, wait for half a second when refused, and ask on."""
+    """How requests of clients end that give up, and ask on, after half a second if refused."""
     ended: Counter[str] = Counter()
 
     async def ask(stub: Any, end: float) -> None:
-        request = infer_request(
-            "minilm_packed", {"text": [TEXT.encode()]}, [0], {"timeout": int(give_up_s * 1e6)}, {}
-        )
+        request = infer_request("minilm_packed", {"text": [TEXT.encode()]}, [0], {}, {})
         while time.monotonic() < end:
             try:
                 await stub.ModelInfer(request, timeout=give_up_s)
@@ -266,7 +269,7 @@ def abandon(server: Server, model: str, closed: Path) -> tuple[int, int]:
 
         def is_forgotten() -> bool:
             assert client.embed([TEXT]).shape == (1, 384)
-            return counts.load().requests == 0
+            return counts.requests() == 0
 
         assert eventually(is_forgotten)
     return canceled, computed
@@ -282,7 +285,7 @@ def test_a_flood_before_the_rate_is_known(slow: Server, closed: Path) -> None:
     assert set(ended) == {"OK", "UNAVAILABLE"}
     said = [call.details() for call in calls if call.code() is grpc.StatusCode.UNAVAILABLE]
     assert all("[overloaded retry_after_ms=" in details for details in said)
-    assert any("the limit is 200 ms" in details for details in said)
+    assert any("The request waited for 2" in details for details in said)
 
 
 def test_a_request_after_an_abandoned_burst_is_answered(slow: Server, closed: Path) -> None:
@@ -296,30 +299,29 @@ def test_a_request_after_an_abandoned_burst_is_answered(slow: Server, closed: Pa
     counts = counts_of(slow, "minilm_bucketed")
     closed.touch()
     calls = flood(slow.grpc_url, "minilm_bucketed")
-    assert eventually(lambda: counts.load().requests > 300)
+    assert eventually(lambda: counts.requests() > 300)
     assert sum(call.cancel() for call in calls) > 300
     closed.unlink()
     slow.stop(grace_s=ANSWERS_WITHIN_S)
-    assert counts.load().requests == 0
+    assert counts.requests() == 0
 
 
 @pytest.mark.long
 def test_overload_keeps_its_goodput(minilm_repository: Path) -> None:
-    """At most 400 clients, which give up before the server can answer each of them once."""
+    """Clients whose deadline the server does not know, four times as many as it can answer."""
     with running(Server(minilm_repository)) as server:
-        turns = []
+        shares = []
         for _ in range(3):
             peak_per_s = max(goodput(server.grpc_url, 32, 60.0, 2.0)["OK"] / 2.0, 1.0)
-            give_up_s = min(400 / peak_per_s / 1.5, 8.0)
-            clients = round(1.5 * peak_per_s * give_up_s)
-            turns.append(goodput(server.grpc_url, clients, give_up_s, max(5.0, 2 * give_up_s)))
+            give_up_s = min(400 / peak_per_s / 4, 8.0)
+            ended = goodput(server.grpc_url, round(4 * peak_per_s * give_up_s), give_up_s, 8.0)
+            shares.append(ended["OK"] / 8.0 / peak_per_s)
         assert server.find_crash(0.0) is None
         with Client("minilm_packed", server.grpc_url) as client:
             assert any(answers(client) for _ in range(5))
-    assert any(ended["UNAVAILABLE"] for ended in turns), turns
-    # Without limits, nearly all requests are answered after their clients have left. One turn will
-    # do, and most of its requests: the rate is not known at once, and a busy machine needs longer.
-    assert any(ended["OK"] > ended["DEADLINE_EXCEEDED"] for ended in turns), turns
+    # In the order of arrival, nearly all requests are answered after their clients have left. One
+    # turn will do: a busy machine needs longer.
+    assert max(shares) > 0.4, shares
 
 
 def send_storm(server: Server) -> Counter[str]:

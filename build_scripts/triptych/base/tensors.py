@@ -56,7 +56,7 @@ ROW_METADATA = Tensor("row_metadata", "BYTES", (1,))
 """Goes past the core from preprocess to postprocess, a row each: see `runtime.row_metadata`."""
 
 REQUEST_TICKET = Tensor("request_ticket", "BYTES", (1,), optional=True)
-"""Goes past the core from preprocess to postprocess: see `runtime.flow_control`, and
+"""Goes past the core from preprocess to postprocess: see `runtime.in_flight`, and
 `runtime.row_types.make_payload` for what follows its numbers."""
 
 DIRECT_CALL = Tensor("direct_call", "BOOL", (1,))

@@ -32,7 +32,7 @@ from triptych.container.manifests import core_variables, find_pipelines, largest
 from triptych.container.settings import KEY_VARIABLE, Settings, read_settings
 from triptych.container.shared_memory import SharedRegions, new_prefix
 from triptych.container.supervisor import supervise
-from triptych.runtime.flow_control import PREFIX_VARIABLE
+from triptych.runtime.in_flight import PREFIX_VARIABLE
 
 PLAIN = "letters, digits and any of @%+=:,./_-"
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
-from triptych.runtime.flow_control import SILENCE_S, InFlight
+from triptych.runtime.in_flight import InFlight
 
 _KEY = re.compile(rb"(?<=-restricted-)(protocol|api)([=\0][^=\0]*=)([^\0]+)")
 _ARGUMENTS_START = 45  # of what follows the program's name in /proc/PID/stat
@@ -68,6 +68,7 @@ _DRAIN_POLL_S = 0.02
 # CPU. These times are much longer than the write itself.
 _QUIET_S = 0.2
 _LAST_WRITE_S = 2.0
+_ASK_S = 0.5
 _LOOK_S = 1.0
 # A step ends within this time after its signal, also on a busy machine.
 _MAX_END_S = 15.0
@@ -155,8 +156,8 @@ def drain(server: int, grace_s: float, ask: Callable[[], object], prefix: str = 
     Args:
         server: Process id of the server.
         grace_s: Maximum wait in seconds.
-        ask: Function that sends a request to each pipeline. While nothing is answered it is called
-            repeatedly, in a thread, because a pipeline forgets abandoned requests with an answer.
+        ask: Function that sends a request to each pipeline. It is called in a thread while requests
+            are in flight, because an answer shows which of them are lost.
         prefix: Prefix of the server's files in shared memory, if it differs from this process.
 
     Returns:
@@ -167,15 +168,12 @@ def drain(server: int, grace_s: float, ask: Callable[[], object], prefix: str = 
     for pipeline in pipelines:
         pipeline.stop_admitting()
     asking = Thread()
-    quiet_until = silent_until = time.monotonic() + _QUIET_S
-    answered = 0
+    quiet_until = ask_at = time.monotonic() + _QUIET_S
     while (now := time.monotonic()) < quiet_until:
-        if any(pipeline.load().requests > 0 for pipeline in pipelines):
+        if any(pipeline.requests() for pipeline in pipelines):
             quiet_until = now + _LAST_WRITE_S
-            before, answered = answered, sum(pipeline.answered()[0] for pipeline in pipelines)
-            if answered != before:
-                silent_until = now + 2 * SILENCE_S
-            elif now > silent_until and not asking.is_alive():
+            if now > ask_at and not asking.is_alive():
+                ask_at = now + _ASK_S
                 asking = Thread(target=ask, daemon=True)
                 asking.start()
         if now > deadline:

@@ -25,7 +25,7 @@ from triptych.runtime.hooking import (
     load_hooks,
 )
 from triptych.spec.backends import Precision
-from triptych.spec.fields import CoreSettings
+from triptych.spec.fields import TRITON_AS_NONE, CoreSettings
 from triptych.spec.model_fields import CompiledSpec, files_of, is_own
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import locate, read_model
@@ -228,7 +228,7 @@ def read_inputs(
     task = task_of(spec)
     files_of(spec)
     check_config_texts(spec.serving.config, shares_core=spec.core.shared_from is not None)
-    report_tuned(spec, progress)
+    report_settings(spec, progress)
     file = traffic or spec.folder / TRAFFIC_FILE
     lines = read_traffic(file.parent, [tensor.name for tensor in task.inputs], file=file.name)
     folder = locate(spec.model, spec.folder)
@@ -312,8 +312,10 @@ def _warn_of_labels(info: ModelInfo, task: Task, progress: Progress) -> None:
         )
 
 
-def report_tuned(spec: CompiledSpec, progress: Progress) -> None:
-    """Report the settings from ``tuned.yaml``, and whether they were measured for another spec."""
+def report_settings(spec: CompiledSpec, progress: Progress) -> None:
+    """Report a flow control that is built as another one, and the settings from ``tuned.yaml``."""
+    if spec.serving.flow_control == "triton" and not spec.serving.queue_policy_of_triton:
+        progress("WARNING", f"serving.flow_control: {TRITON_AS_NONE}")
     tuned = read_tuned(spec.folder) if spec.tuned else None
     if tuned is None:
         return

@@ -232,10 +232,8 @@ def core_config(plan: Plan) -> Any:
         model_warmup=[_warm_up(plan, rows=w.rows, tokens=w.tokens) for w in plan.warm_ups],
         parameters={key: {"string_value": text} for key, text in core_parameters(plan).items()},
     )
-    timeout_ms = serving.queue.timeout_ms
-    if serving.flow_control == "triton":
-        timeout_ms = timeout_ms or int(serving.longest_wait_ms)
-    if timeout_ms is not None:
+    if serving.queue_policy_of_triton:
+        timeout_ms = serving.queue.timeout_ms or int(serving.longest_wait_ms)
         policy = config.dynamic_batching.default_queue_policy
         policy.timeout_action = policy.REJECT
         policy.default_timeout_microseconds = timeout_ms * 1000

@@ -16,8 +16,9 @@ _STEP_BATCHING = (
     "is no delay and no limit of the queue: "
 )
 _LIMITED_BY = {
-    "triptych": "preprocess rejects a request that would wait too long.",
-    "triton": "that of the core has the limits (serving.flow_control: triton).",
+    "triptych": "preprocess chooses the requests that the core gets next.",
+    "triton": "the core has them, or nothing does if it has one instance (serving.flow_control: "
+    "triton).",
     "none": "no request is rejected (serving.flow_control: none).",
 }
 _ACCELERATOR = (

@@ -54,13 +54,13 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "forwarded inputs": {"preprocess": "hooking.make_forwarded"},
     "flow control": {
         "preprocess": "flow_control.FlowControl",
-        "postprocess": "flow_control.InFlight",
+        "postprocess": "in_flight.InFlight",
     },
     "samples": {
         "preprocess": "sampling.RowSampler",
         "postprocess": "sample_writer.SampleWriter",
     },
-    "tickets": {"preprocess": "flow_control.InFlight", "postprocess": "flow_control.InFlight"},
+    "tickets": {"preprocess": "in_flight.InFlight", "postprocess": "in_flight.InFlight"},
     "bucketed layout": {"preprocess": "bucketing.PaddedLayout bucketing.order_by_length"},
     "packed rows": {"preprocess": "packing.PackedLayout"},
     "packed rows with spans": {"preprocess": "packing.SpannedLayout"},
@@ -486,7 +486,7 @@ def _row_settings(plan: Plan) -> dict[str, object]:
         "core_rows": sum(core.rows_at_once for core in plan.cores),
         "refuses_parameters": plan.spec.serving.response_cache,
         "max_requests": plan.spec.serving.queue.max_in_flight,
-        "max_wait_ms": plan.spec.serving.longest_wait_ms,
+        "max_wait_ms": plan.spec.serving.queue.max_backlog_ms,
         **plan.row_settings,
     }
     if ROW_SPAN in plan.core_inputs:
@@ -512,6 +512,7 @@ def _settings(plan: Plan) -> dict[str, object]:
         "parameters": dict(plan.parameters),
         "pipeline": plan.spec.name,
         "flow_control": plan.spec.serving.flow_control,
+        "core_instances": max(core.rows_at_once // core.max_batch_size for core in plan.cores),
         "request_parameters": {name: rule.as_dict() for name, rule in rules.items()},
     }
     if plan.gives_inputs:

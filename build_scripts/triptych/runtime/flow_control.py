@@ -1,313 +1,113 @@
-"""Flow control ``triptych``: the requests that preprocess rejects under overload.
+"""Flow control ``triptych``: which requests preprocess hands over to the core, and when.
 
-**Core budget.** Preprocess forwards requests while the core holds less than `BUDGET_S` of work, or
-less than two of its largest batches. The others wait in preprocess, first in, first out: Triton
-never tells a first step that a client has left, and only the core's queue drops such requests. The
-queue limits of Triton's dynamic batcher are not used. With any queue policy it loses wake-ups, and
-a request then waits up to 500 ms beside an idle model.
+Under overload a queue in order of arrival holds requests whose clients have given up, and the core
+computes for nobody. Preprocess does not know the deadlines of most clients, and Triton tells a
+first step of no client that has left. It sees only which of the requests that it handed over were
+answered (`in_flight`). The rule needs no more:
 
-**Rejections.** A request that waits is rejected with UNAVAILABLE and a time after which to retry if
-the requests before it take longer than ``serving.queue.max_backlog_ms``, or longer than 70 % of the
-time to its own deadline, or if they are ``serving.queue.max_in_flight`` or more. This is decided
-once more rows have been answered during its wait than the core computes at once: such answers prove
-that the core works and that clients still wait for it, and they give the rate. Without them a
-request is rejected only when its own wait has reached the limit, or when more requests wait beyond
-``max_in_flight`` than `MIN_REQUESTS`. A server that is stopping rejects all requests but probes.
+**One batch ahead.** Requests are handed over while the core holds less than one batch for each of
+its instances and one more. The others wait in preprocess, because nothing leaves the core's queue.
+One of `TURNS` requests handed over is the newest. If it is lost, the core holds too much for the
+deadlines, and gets less; if it and most others are answered, the core gets more again. If it is
+answered within `AHEAD_S`, the core is fast and gets several batches.
 
-**Probes.** Requests whose clients left are never answered, so the core seems full. Once nothing has
-been answered for `SILENCE_S`, the newest request that waits is forwarded. Its answer proves that
-the requests before it are lost, and they no longer count. If clients keep leaving, probes come
-earlier, and the oldest requests go with them, as many as were lost within the last second: Triton
-drops the canceled ones when they are forwarded. The rows that leave the core, lost or answered, are
-the rate by which a wait is estimated. While a server is stopping, the next request that comes is
-forwarded as a probe: the process that stops it sends some.
+**Learned age.** Of the requests that wait, those younger than a learned age go first, the oldest of
+them before the others. The age is the one that best separates the answered from the lost requests
+of the last `LEARNED_BATCHES`. This is the limit on the time in a queue of CoDel (Nichols and
+Jacobson, ACM Queue 2012), learned from the clients in place of a constant. Without lost requests
+there is no such age, and the order is that of arrival. If only older requests wait, the core gets
+few of them, so that a new one finds room.
 
-**Counts.** A ticket goes with each forwarded request past the core to postprocess, in any order. A
-request sent to a step itself has no ticket: it is answered, not counted and not limited. All steps
-count in a file in shared memory whose name has the version of its layout and the server, which is a
-process in a PID namespace. A server removes only files of dead servers in its own namespace. To
-stop a server, `InFlight.stop_admitting` is called, and then no request may be in flight.
+**Patient clients.** One of `TURNS` requests is the oldest, once it has waited for much longer than
+the age, so that clients without a deadline are answered among others that give up early. If its
+client has left, the core has no work with it, because Triton drops it between two steps.
+
+**Silence.** A request that is in the core for twice as long as usual is lost, or the core is slow.
+Then another one takes its place. If the core has not answered for as long as usual, the newest
+request is handed over. Before the first answer this is after `SILENCE_S`, and each time after twice
+as long, up to 8 times. A stopping server hands over all that waits.
+
+**Rejections.** A request is rejected with UNAVAILABLE and a time after which to retry if it cannot
+be answered within its Triton timeout, has waited for ``serving.queue.max_backlog_ms``, or if more
+than ``serving.queue.max_in_flight`` requests are in flight. The last is the oldest one above the
+learned age, else the newest. All others wait, because a client that is refused at once
+asks again at once. A server that is stopping rejects all requests but probes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import math
-import mmap
-import os
-import struct
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from .in_flight import REORDER_S, InFlight, Ticket
 from .request_errors import Overloaded, Stopping
 
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX_VARIABLE = "TRIPTYCH_SERVER_MARK"
-"""Variable with a prefix for the files in shared memory, so that they can be removed later."""
-FORMAT = 5
-"""Version of the layout of the file. While a pipeline is replaced, its old steps and its new ones
-may have different versions, and then use different files."""
-SLOTS = 64
-"""Maximum number of processes of a pipeline that count."""
-PLACES = 4096
-SLOT_BITS = 48
-"""Requests of a slot have numbers, and places for the last one answered: a ticket counts once."""
-EPOCHS = 64
-EPOCH_NS = 50_000_000
-"""Requests are counted by epochs of at least this duration. Requests of an epoch count as lost once
-one that was forwarded two epochs later is answered: Triton has kept no order between steps since
-25.06, but the core takes requests from its queue in order."""
-
-_KEY, _CLOSED_AT, _USED, _HEADER = slice(0, 2), 2, 3, 4
-_HOLDER, _WAITING, _WAITING_ROWS, _ACKNOWLEDGED = range(4)
-_SENT_EPOCH, _DONE_EPOCH, _DONE_ROWS, _DONE_AT, _NEWEST, _SENT_ROWS = range(4, 10)
-_CELLS = 10  # of each epoch: its number, its requests, their rows
-_SLOT = _CELLS + 3 * EPOCHS
-_TICKET = struct.Struct("<3q")
-
-
-class Load(NamedTuple):
-    """Requests in flight and their rows: all of them, those in the core, and rows that left it."""
-
-    requests: int
-    rows: int
-    core_requests: int
-    core_rows: int
-    left_rows: int
-
-
-class InFlight:
-    """Counts shared by all processes of one pipeline on one server.
-
-    Each process writes words of its own slot only: preprocess adds requests to their epoch, and
-    postprocess subtracts them. A count is the sum over the slots.
-
-    Attributes:
-        slot: Slot of this process.
-    """
-
-    def __init__(self, pipeline: str) -> None:
-        server = _identify(os.getppid())
-        for other in SHARED_MEMORY.glob(f"triptych_*in_flight.*.{_namespace()}-*.{pipeline}"):
-            owner = other.name.split(".")[2]
-            if _identify(int(owner.split("-")[1])) != owner:  # its server is dead
-                other.unlink(missing_ok=True)
-        self._open(SHARED_MEMORY / f"{_prefix()}in_flight.{FORMAT}.{server}.{pipeline}")
-        with self.path.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if not any(self._words[_KEY]):
-                self._words[_KEY] = memoryview(os.urandom(16)).cast("q")
-            for slot in range(SLOTS):
-                self.slot, self._own = slot, self._slots[slot * _SLOT :][:_SLOT]
-                holder = self._own[_HOLDER]
-                if not holder or not Path(f"/proc/{holder}").exists():
-                    self._words[_USED] = max(self._words[_USED], slot + 1)
-                    self._own[_WAITING] = self._own[_WAITING_ROWS] = self._own[_ACKNOWLEDGED] = 0
-                    self._own[_HOLDER] = os.getpid()
-                    break
-            else:
-                raise RuntimeError(f"a pipeline has at most {SLOTS} instances of its steps")
-        self._key, self._epoch_at = bytes(self._words[_KEY]), 0
-
-    @classmethod
-    def of_server(cls, pid: int, prefix: str = "") -> list[InFlight]:
-        """Return the counts of each pipeline of the server with this process id, to be read.
-
-        `prefix` is the one in the server's environment, if it differs from this process.
-        """
-        name = f"{prefix or _prefix()}in_flight.{FORMAT}.{_identify(pid)}.*"
-        found = []
-        for path in sorted(SHARED_MEMORY.glob(name)):
-            counts = cls.__new__(cls)
-            counts._open(path)
-            found.append(counts)
-        return found
-
-    def _open(self, path: Path) -> None:
-        self.path = path
-        path.touch(0o600)
-        with path.open("r+b") as file:
-            os.ftruncate(file.fileno(), 8 * (_HEADER + SLOTS * (_SLOT + PLACES)))
-            self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-        self._slots = self._words[_HEADER : _HEADER + SLOTS * _SLOT]
-        self._places = self._words[_HEADER + SLOTS * _SLOT :]
-        self._columns: list[Any] = []
-        self._viewed = 0  # slots
-
-    def _words_of_slots(self) -> list[Any]:
-        """Return the same word of all slots in use, for each word of a slot."""
-        used = self._words[_USED] or 1
-        if self._viewed != used:
-            slots = self._slots[: used * _SLOT]
-            self._columns, self._viewed = [slots[word::_SLOT] for word in range(_SLOT)], used
-        return self._columns
-
-    def admit(self, rows: int, payload: bytes = b"") -> tuple[int, int, int, int]:
-        """Count a request and its model rows as forwarded to the core.
-
-        Returns:
-            The ticket: epoch, rows, the slot and number of the request, and a message
-            authentication code of these and the payload, which only this server makes.
-        """
-        is_newest = self._own[_SENT_EPOCH] == max(self._words_of_slots()[_SENT_EPOCH])
-        if not is_newest or time.monotonic_ns() - self._epoch_at > EPOCH_NS:
-            self.start_epoch(int(is_newest), EPOCHS // 2)
-        epoch = self._own[_SENT_EPOCH]
-        self._count(epoch, 1, rows)
-        self._own[_NEWEST] += 1
-        self._own[_SENT_ROWS] += rows
-        numbers = epoch, rows, self.slot << SLOT_BITS | self._own[_NEWEST]
-        return *numbers, self._make_mac(*numbers, payload)
-
-    def start_epoch(self, later: int, limit: int = EPOCHS - 2) -> int:
-        """Begin a later epoch, at most `limit` after that of the last answer, and return it."""
-        columns = self._words_of_slots()
-        newest, done = max(columns[_SENT_EPOCH]), max(columns[_DONE_EPOCH])
-        self._own[_SENT_EPOCH] = newest + (later if newest + later - done <= limit else 0)
-        self._epoch_at = time.monotonic_ns()
-        return self._own[_SENT_EPOCH]
-
-    def is_valid(self, ticket: Sequence[int], payload: bytes = b"") -> bool:
-        """Whether this server made the ticket with this payload."""
-        epoch, rows, name, mac = ticket
-        return mac == self._make_mac(epoch, rows, name, payload)
-
-    def is_awaited(self, ticket: Sequence[int], rows: int) -> bool:
-        """Whether a valid ticket has this number of model rows, and is not answered yet."""
-        return ticket[1] == rows and self._places[_find_place(ticket[2])] < ticket[2]
-
-    def done(self, ticket: Sequence[int]) -> None:
-        """Count a request with a valid ticket as answered."""
-        epoch, rows, name, _ = ticket
-        place = _find_place(name)
-        if self._places[place] >= name:
-            return
-        self._places[place] = name
-        self._count(epoch, -1, -rows)
-        # In this order: who reads the rows must find their time and their epoch.
-        self._own[_DONE_EPOCH] = max(self._own[_DONE_EPOCH], epoch)
-        self._own[_DONE_AT] = time.monotonic_ns()
-        self._own[_DONE_ROWS] += rows
-
-    def wait(self, requests: int, rows: int) -> None:
-        """Add to the requests and rows of this process that wait for the core."""
-        self._own[_WAITING] += requests
-        self._own[_WAITING_ROWS] += rows
-
-    def acknowledge(self, slot: int, number: int) -> None:
-        """Note that the chunks of a generation core have arrived up to `number`."""
-        self._words_of_slots()[_ACKNOWLEDGED][slot] = number
-
-    def acknowledged(self) -> int:
-        """Return the number of the last chunk of this process that has arrived, or 0."""
-        return self._own[_ACKNOWLEDGED]
-
-    def load(self) -> Load:
-        """Return what is in flight, without the requests that are known to be lost."""
-        columns, requests, rows = self._words_of_slots(), 0, 0
-        newest, done = max(columns[_SENT_EPOCH]), max(columns[_DONE_EPOCH])
-        for epoch in range(max(done - 1, newest - EPOCHS + 1, 1), newest + 1):
-            cell = _CELLS + 3 * (epoch % EPOCHS)
-            for each, slot_requests, slot_rows in zip(*columns[cell : cell + 3], strict=True):
-                if each == epoch:
-                    requests, rows = requests + slot_requests, rows + slot_rows
-        waiting, waiting_rows = sum(columns[_WAITING]), sum(columns[_WAITING_ROWS])
-        left = sum(columns[_SENT_ROWS]) - rows
-        return Load(requests + waiting, rows + waiting_rows, requests, rows, left)
-
-    def answered(self) -> tuple[int, float, int]:
-        """Return the rows answered so far, and the time and newest epoch of the answers."""
-        columns = self._words_of_slots()
-        return sum(columns[_DONE_ROWS]), max(columns[_DONE_AT]) / 1e9, max(columns[_DONE_EPOCH])
-
-    def stop_admitting(self) -> None:
-        """Make preprocess reject all further requests."""
-        self._words[_CLOSED_AT] = time.monotonic_ns()
-
-    @property
-    def closed_at(self) -> float:
-        """Time of `stop_admitting`, by `time.monotonic`; 0 before."""
-        return self._words[_CLOSED_AT] / 1e9
-
-    def _count(self, epoch: int, requests: int, rows: int) -> None:
-        own, cell = self._own, _CELLS + 3 * (epoch % EPOCHS)
-        if own[cell] < epoch:
-            own[cell + 1] = own[cell + 2] = 0
-            own[cell] = epoch
-        if own[cell] == epoch:  # otherwise all of the epoch is forgotten
-            own[cell + 1] += requests
-            own[cell + 2] += rows
-
-    def _make_mac(self, epoch: int, rows: int, name: int, payload: bytes) -> int:
-        data = _TICKET.pack(epoch, rows, name) + payload
-        digest = hashlib.blake2b(data, key=self._key, digest_size=8).digest()
-        return int.from_bytes(digest, "little", signed=True)
-
-
-def _find_place(name: int) -> int:
-    return (name >> SLOT_BITS) * PLACES + name % PLACES
-
-
-def _prefix() -> str:
-    return os.environ.get(PREFIX_VARIABLE, "triptych_")
-
-
-def _namespace() -> int:
-    """Return the number of the PID namespace: containers may share /dev/shm but not process ids."""
-    return Path("/proc/self/ns/pid").stat().st_ino
-
-
-def _identify(pid: int) -> str:
-    """Return the namespace of a process id, the id and its start time, because ids are reused."""
-    try:
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        started = "dead"
-    return f"{_namespace()}-{pid}-{started}"
-
-
-BUDGET_S = 0.25
-"""Seconds of work that the core holds at a time."""
+AHEAD_S = 0.05
+"""Seconds of work that a fast core holds: much longer than preprocess takes to hand over more."""
+TURNS = 8
+LESS, MORE = 0.8, 1.01
+"""Change of what the core holds with each of the newest requests that is lost, or answered."""
+MAX_LOST_SHARE = 0.2
+"""Share of lost rows up to which the core gets more."""
+LEARNED_BATCHES = 8
+LOSS = 4.0
+"""Weight of a row that is lost below the learned age, against one that is answered above it."""
+PATIENT = 2.0
+"""Age of patient requests, as a multiple of the learned age and the time in the core."""
 SILENCE_S = 0.25
-"""Seconds without an answer after which a request is forwarded as a probe."""
-MIN_SILENCE_S = 0.02
-"""Seconds without an answer after which probes are forwarded if nearly all requests are lost. Only
-requests that have waited for longer go with a probe: those of clients that leave at once are known
-to be canceled by then, and cost no computation."""
-DEADLINE_SHARE = 0.7
-"""Share of a request's time that it may wait. The measured rate may be a little too high, and a
-result that comes too late wastes the work for all clients."""
-MIN_REQUESTS = 8
-"""Number of requests that may always be in flight: one call of the client sends this many."""
-HALF_LIFE_S = 1.0
-"""Seconds after which answers have half of their weight in the rate."""
+"""Minimum seconds without an answer after which requests may be lost."""
+MAX_CORE_S = 86_400.0
 SHUTDOWN_GRACE_S = 0.05
 """Seconds after the stop signal in which requests are still admitted: they were sent before it."""
-MIN_RETRY_MS = 20
+MIN_RETRY_MS, MAX_RETRY_MS = 20.0, 10_000.0
 POLL_S = 0.002
-"""Seconds between two looks at the counts while requests wait."""
+"""Seconds between two looks at the marks while requests wait."""
+EXPIRY_S = 0.02
+"""Seconds between two looks for requests that wait and cannot be answered in time any more."""
 
 
 class Queued(NamedTuple):
-    """A request that waits; more than `proof` answered rows show that the core works."""
+    """A request that waits; times are by `time.monotonic`.
+
+    Attributes:
+        until: Time at which its Triton timeout ends.
+    """
 
     job: Any
     since: float
-    limit_s: float
-    proof: int
+    until: float
+
+
+class HandedOver(NamedTuple):
+    """A request in the core.
+
+    Attributes:
+        at: Time of its hand-over, by `time.monotonic`.
+        age_s: Its age then.
+        was_chosen: Whether other requests had to wait.
+        is_newest: Whether it was chosen as the newest one.
+    """
+
+    ticket: Ticket
+    at: float
+    rows: int
+    age_s: float
+    was_chosen: bool
+    is_newest: bool
 
 
 class FlowControl:
     """Flow control of one preprocess instance, by the settings of its step.
 
     A job has the attributes `request`, `rows` (the estimated number of model rows), `left_s` (the
-    seconds until the deadline, or None) and `sender`, which is set if the job waits.
+    seconds until the deadline, or None), and some that are set here: `sender` if the job waits,
+    `since`, the time of its arrival, and `is_newest` (see `HandedOver`).
 
     Args:
         settings: Settings of the step.
@@ -323,79 +123,72 @@ class FlowControl:
         make: Callable[[list[Any]], list[tuple[Any, Any]]],
         send: Callable[[Any, Any], None],
     ) -> None:
-        self._counts, self._make, self._send = InFlight(settings["pipeline"]), make, send
-        self.admit = self._counts.admit
+        self._marks = InFlight(settings["pipeline"], settings["core_instances"])
+        self._make, self._send = make, send
         self._max_requests: int = settings["max_requests"]
-        self._max_wait_s = settings["max_wait_ms"] / 1e3
-        self._silence_s: float = min(SILENCE_S, self._max_wait_s / 2)
-        self._core_rows: int = settings["core_rows"]
-        self._began_at = self._ended_at = self._busy_since = 0.0
-        self._forwarded_at = self._probed_at = 0.0
-        # Rows that left the core while requests waited, those of them that were answered, and the
-        # seconds of that. The others were lost, because their clients left.
-        self._left_rows, self._answered_rows, self._measured_s = 0.0, 0.0, 0.0
-        self._gap_s = self._gap_at = 0.0  # the longest time between two answers lately
-        self._left, self._answered, self._measured_at, self._probed = 0, 0, 0.0, 0
-        # Requests whose wait is known to be short enough, and those that came later.
-        self._accepted: deque[Queued] = deque()
-        self._undecided: deque[Queued] = deque()
-        self._probes: deque[tuple[int, float]] = deque()
+        self._max_wait_s: float = (settings["max_wait_ms"] or math.inf) / 1e3
+        self._batch_rows: int = settings["core_rows"] // settings["core_instances"]
+        self._is_parallel: bool = settings["core_instances"] > 1
+        # Rows that the core may hold.
+        self._full_rows = self._max_rows = float(settings["core_rows"] + self._batch_rows)
+        self._began_at = self._ended_at = self._checked_at = 0.0
+        self._waiting: list[Queued] = []  # in order of arrival
+        self._handed_over: deque[HandedOver] = deque()
+        self._is_full = False  # requests had to wait at the last hand-over
+        self._turn = 0
+        # Ages of the last requests, each with its rows, which are negative if it was lost.
+        self._outcomes: deque[tuple[float, int]] = deque()
+        self._lost_share = 0.0  # of their rows
+        self._limit_s = math.inf  # the learned age
+        self._core_s = 0.0  # time of a request in the core
+        self._answered_at = self._probed_at = 0.0
+        self._probes = 0
         self._changed = threading.Condition()
         threading.Thread(target=self._run, daemon=True).start()
 
+    def admit(self, rows: int, job: Any) -> Ticket:
+        """Set the mark of a job that `make` gets, and return its ticket."""
+        ticket, now = self._marks.admit(rows), time.monotonic()
+        if ticket.number:
+            age_s = now - job.since
+            handed_over = HandedOver(ticket, now, rows, age_s, self._is_full, job.is_newest)
+            self._handed_over.append(handed_over)
+        return ticket
+
     def take(self, jobs: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Return the jobs that need not wait, as `make` does. Others may be rejected for them."""
+        """Return the jobs that need not wait, as `make` does, and those that are rejected."""
         began_at, self._began_at = self._began_at, time.monotonic()
-        closed_at, grace_ends_at = self._counts.closed_at, self._began_at - SHUTDOWN_GRACE_S
+        closed_at, grace_ends_at = self._marks.closed_at, self._began_at - SHUTDOWN_GRACE_S
         # Requests that waited while the previous ones were processed were sent before, too.
-        if 0 < closed_at < grace_ends_at and not began_at <= closed_at < self._ended_at:
-            return self._take_at_stop(jobs)
+        is_closed = 0 < closed_at < grace_ends_at and not began_at <= closed_at < self._ended_at
         with self._changed:
-            now, load, forwarded = time.monotonic(), self._counts.load(), list[Any]()
-            answered, answered_at, _ = self._counts.answered()
-            if not load.requests or now - max(answered_at, self._forwarded_at) > self._silence_s:
-                self._busy_since = now
-            (places, room), core_rows = self._room(load), load.core_rows
+            now = time.monotonic()
             for job in jobs:
-                if not self._accepted and not self._undecided:
-                    if places > 0 and room > 0:
-                        places, room = places - 1, room - job.rows
-                        core_rows += job.rows
-                        forwarded.append(job)
-                        continue
-                    self._left, self._answered = load.left_rows, answered
-                    self._measured_at = max(answered_at, self._busy_since)
-                    self._changed.notify()
-                limit_s = min(self._max_wait_s, DEADLINE_SHARE * (job.left_s or math.inf))
-                proof = answered + min(self._core_rows, core_rows)
-                self._undecided.append(Queued(job, now, limit_s, proof))
-                self._counts.wait(1, job.rows)
-                job.sender = job.request.get_response_sender()
-            results = self._forward(forwarded)
-            beyond = load.requests + len(jobs) - self._max_requests - MIN_REQUESTS
-            for _ in range(min(beyond, len(self._undecided) - MIN_REQUESTS)):
-                queued = self._undecided[-MIN_REQUESTS - 1]
-                del self._undecided[-MIN_REQUESTS - 1]
-                results.append(self._reject(queued, queued.limit_s))
+                job.since, job.is_newest = now, False
+            if is_closed:
+                self._learn()
+                # Its answer proves that the others are lost, and the server need not wait for them.
+                probe = list(jobs[:1]) if self._marks.requests() and self._is_silent(now) else []
+                self._probed_at = now if probe else self._probed_at
+                return self._forward(probe) + [(job, Stopping()) for job in jobs[len(probe) :]]
+            for job in jobs:
+                self._waiting.append(Queued(job, now, now + (job.left_s or math.inf)))
+                self._marks.wait(1, job.rows)
+                if job.left_s is not None:
+                    self._checked_at = 0.0
+            results = self._look(now)
+            for queued in reversed(self._waiting):
+                if queued.job.sender is not None:
+                    break
+                queued.job.sender = queued.job.request.get_response_sender()
+            self._changed.notify()
             self._ended_at = time.monotonic()
         return results
-
-    def _take_at_stop(self, jobs: Sequence[Any]) -> list[tuple[Any, Any]]:
-        with self._changed:
-            now, answered_at = time.monotonic(), self._counts.answered()[1]
-            # Not since the last forwarded request: clients of those that waited may have left, too.
-            silent_s = now - max(answered_at, self._probed_at, self._counts.closed_at)
-            probe = list[Any]()
-            if self._counts.load().core_requests and silent_s > self._silence_s:
-                self._probed_at = now
-                self._probes.append((self._counts.start_epoch(2), now))
-                probe = [jobs[0]]
-            return self._forward(probe) + [(job, Stopping()) for job in jobs[len(probe) :]]
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._accepted and not self._undecided:
+                while not self._waiting:
                     self._changed.wait()
                 results = self._look(time.monotonic())
             for job, result in results:
@@ -406,108 +199,159 @@ class FlowControl:
 
     def _look(self, now: float) -> list[tuple[Any, Any]]:
         """Return the jobs whose wait is over, as `make` does."""
-        load, (answered, answered_at, epoch) = self._counts.load(), self._counts.answered()
-        self._measure(load.left_rows, answered, answered_at, epoch)
-        results, forwarded = list[tuple[Any, Any]](), list[Any]()
-        requests = load.requests - len(self._undecided)
-        rows = load.rows - sum(queued.job.rows for queued in self._undecided)
-        while self._undecided and answered > self._undecided[0].proof:
-            queued = self._undecided.popleft()
-            wait_s = now - queued.since + rows * self._measured_s / self._left_rows
-            is_late = requests >= MIN_REQUESTS and wait_s > queued.limit_s
-            if is_late or requests >= self._max_requests:
-                results.append(self._reject(queued, wait_s))
-            else:
-                self._accepted.append(queued)
-                requests, rows = requests + 1, rows + queued.job.rows
-        places, room = self._room(load)
-        silent_s = now - max(answered_at, self._forwarded_at)
-        waiting = self._undecided or self._accepted
-        if waiting and (places <= 0 or room <= 0) and silent_s > self._max_silence_s():
-            self._probes.append((self._counts.start_epoch(2), now))
-            forwarded.append(waiting.pop().job)
-            forwarded += self._take_oldest(now, now - answered_at)
-            self._probed += 1
-        for queue in (self._accepted, self._undecided):
-            while queue:
-                waited_s = now - queue[0].since
-                if waited_s > queue[0].limit_s:
-                    results.append(self._reject(queue.popleft(), waited_s))
-                elif places > 0 and room > 0:
-                    places, room = places - 1, room - queue[0].job.rows
-                    forwarded.append(queue.popleft().job)
-                else:
-                    break
-        for job in forwarded:
-            self._counts.wait(-1, -job.rows)
-        return results + self._forward(forwarded)
+        self._learn()
+        # What is in the core for much longer than usual is lost, or the core computes nothing.
+        max_s = 2 * max(SILENCE_S, self._core_s) if self._core_s else math.inf
+        requests, rows = self._marks.in_core(self._slack_s, min(max_s, MAX_CORE_S))
+        results = self._reject_late(now, rows)
+        # A stopping server gets no more requests, and Triton drops those whose clients have left.
+        chosen = self._choose(now, math.inf if self._marks.closed_at else self._max_rows - rows)
+        if not chosen and self._waiting and self._is_silent(now):
+            self._probes, self._probed_at = self._probes + 1, now
+            chosen = [self._waiting.pop().job]
+        self._is_full = bool(self._waiting)
+        for job in chosen:
+            self._marks.wait(-1, -job.rows)
+        beyond = requests + len(chosen) + self._marks.waiting()[0] - self._max_requests
+        for _ in range(min(beyond, len(self._waiting))):
+            # The client of the oldest one has most likely left, if it is above the learned age.
+            queued = self._waiting.pop(0 if self._first_younger(now, self._limit_s) else -1)
+            why = f"The limit of {self._max_requests} requests in flight is reached"
+            results.append(self._reject(queued, why, "raise serving.queue.max_in_flight"))
+        return results + self._forward(chosen)
 
-    def _max_silence_s(self) -> float:
-        """Return the seconds without an answer after which the core gets a probe."""
-        if self._left_rows - self._answered_rows < 1:
-            return self._silence_s
-        # The more of the rows are lost, the earlier a silence means that all of them are.
-        share = self._answered_rows / self._left_rows
-        first_s = max(self._silence_s * share, MIN_SILENCE_S)
-        return min(self._silence_s, first_s * 2.0 ** min(self._probed, 8))
+    @property
+    def _slack_s(self) -> float:
+        """Seconds by which a batch may overtake another one in the core."""
+        return self._core_s if self._is_parallel else 0.0
 
-    def _take_oldest(self, now: float, silent_s: float) -> list[Any]:
-        """Return the jobs to forward with a probe, if the core is silent for unusually long.
+    @property
+    def _patient_s(self) -> float:
+        """Age from which on a request is patient."""
+        return PATIENT * (self._limit_s + self._core_s)
 
-        After a silence that is longer than any between two answers lately, they are as many rows as
-        were lost lately. After twice that time they are more with each probe without an answer.
+    def _first_younger(self, now: float, age_s: float) -> int:
+        """Return the index of the oldest request that waits for at most this time."""
+        return bisect_left(self._waiting, now - age_s, key=lambda queued: queued.since)
+
+    def _choose(self, now: float, room: float) -> list[Any]:
+        """Take the jobs that the core gets now, about `room` rows, out of the queue."""
+        waiting, chosen = self._waiting, list[Any]()
+        first = self._first_younger(now, self._limit_s)
+        while room > 0 and waiting:
+            if first >= len(waiting) and room <= self._max_rows - self._batch_rows / 4:
+                break  # the others have most likely left; a new request must find room
+            self._turn = (self._turn + 1) % TURNS
+            index = min(first, len(waiting) - 1)
+            if self._turn == 0:
+                index = len(waiting) - 1
+            elif self._turn == TURNS // 2 and now - waiting[0].since > self._patient_s:
+                index = 0
+            job = waiting.pop(index).job
+            job.is_newest = self._turn == 0
+            first -= index < first
+            room -= job.rows
+            chosen.append(job)
+        return chosen
+
+    def _learn(self) -> None:
+        """Learn from the requests that were answered or lost since the last call."""
+        answered, has_learned = self._marks.answered(), False
+        if answered.at > self._answered_at:
+            self._answered_at, self._probes = answered.at, 0
+        lost_before = answered.newest - self._slack_s - REORDER_S
+        while self._handed_over:
+            first = self._handed_over[0]
+            is_lost = self._marks.is_set(first.ticket)
+            if is_lost and first.at >= lost_before:
+                break
+            self._handed_over.popleft()
+            share = min(first.rows / self._batch_rows, 1.0)
+            if not is_lost:
+                core_s = self._marks.answered_at(first.ticket) - first.at
+                self._core_s = max(core_s, self._core_s + share / 32 * (core_s - self._core_s))
+            if first.was_chosen:
+                has_learned = True
+                self._outcomes.append((first.age_s, -first.rows if is_lost else first.rows))
+                if first.is_newest and first.age_s <= self._core_s / 4:
+                    self._set_max_rows(None if is_lost else core_s)
+        if has_learned:
+            self._set_limit()
+
+    def _set_max_rows(self, core_s: float | None) -> None:
+        """Set how many rows the core may hold, after a new request was in it for `core_s` seconds.
+
+        None means that the request was lost.
         """
-        rows, taken = 0.0, list[Any]()
-        if silent_s > self._gap_s:
-            rows = self._left_rows - self._answered_rows
-        if silent_s > 2 * self._gap_s > 0:
-            rows = max(rows, min(2**self._probed - 1, 2 * self._core_rows))
-        for queue in (self._accepted, self._undecided):
-            while queue and rows >= 1 and now - queue[0].since > MIN_SILENCE_S:
-                rows -= queue[0].job.rows
-                taken.append(queue.popleft().job)
-        return taken
+        if core_s is None:
+            self._max_rows = max(LESS * self._max_rows, self._batch_rows / 2)
+        elif self._lost_share > MAX_LOST_SHARE:
+            return
+        elif self._max_rows < self._full_rows or core_s < AHEAD_S:
+            self._max_rows *= MORE
+        elif core_s > 2 * AHEAD_S:
+            self._max_rows = max(LESS * self._max_rows, self._full_rows)
 
-    def _measure(self, left: int, answered: int, answered_at: float, epoch: int) -> None:
-        """Add the rows that left the core since the last call to the rates."""
-        while self._probes and self._probes[0][0] <= epoch:  # the core was idle before the probe
-            self._measured_at = max(self._measured_at, self._probes.popleft()[1])
-        if answered > self._answered:
-            taken_s = max(answered_at - self._measured_at, 0.0)
-            weight = 0.5 ** (taken_s / HALF_LIFE_S)
-            new = answered - self._answered
-            self._left_rows = weight * self._left_rows + max(left - self._left, new)
-            self._answered_rows = weight * self._answered_rows + new
-            self._measured_s = weight * self._measured_s + taken_s
-            age_s = max(answered_at - self._gap_at, 0.0)
-            self._gap_s = max(0.5 ** (age_s / HALF_LIFE_S) * self._gap_s, taken_s)
-            self._gap_at = answered_at
-            self._left, self._answered, self._measured_at = left, answered, answered_at
-            self._probed = 0
+    def _set_limit(self) -> None:
+        """Set the age that best separates the answered from the lost ones of the last requests."""
+        total = sum(abs(rows) for _, rows in self._outcomes)
+        while total > LEARNED_BATCHES * self._batch_rows and len(self._outcomes) > 1:
+            total -= abs(self._outcomes.popleft()[1])
+        ages = sorted(self._outcomes)
+        above = sum(rows for _, rows in ages if rows > 0)
+        self._lost_share = 1 - above / total
+        lost, best = 0.0, math.inf
+        self._limit_s = ages[-1][0] / 2  # if all were lost
+        for age_s, rows in ages:
+            if rows < 0:
+                lost -= LOSS * rows
+            else:
+                above -= rows
+                if lost + above <= best:
+                    best, self._limit_s = lost + above, age_s
+        if not lost:
+            self._limit_s = math.inf
 
-    def _room(self, load: Load) -> tuple[int, float]:
-        """Return the numbers of requests and of rows that the core may get now."""
-        rate = self._answered_rows / self._measured_s if self._measured_s else 0.0
-        budget = max(BUDGET_S * rate, 2 * self._core_rows)
-        return self._max_requests - load.core_requests, budget - load.core_rows
+    def _is_silent(self, now: float) -> bool:
+        """Whether the core has not answered for longer than it takes for a request."""
+        last = max(self._answered_at, self._probed_at, self._marks.closed_at)
+        doubled = 1 if self._core_s else 2 ** min(self._probes, 3)
+        return now - last > max(SILENCE_S, self._core_s) * doubled
+
+    def _reject_late(self, now: float, core_rows: int) -> list[tuple[Any, Any]]:
+        """Reject the requests that cannot be answered in time, or have waited too long."""
+        if now - self._checked_at < EXPIRY_S:
+            return []
+        self._checked_at, waiting, results = now, list[Queued](), list[tuple[Any, Any]]()
+        for queued in self._waiting:
+            wait_ms, left_ms = 1e3 * (now - queued.since), 1e3 * (queued.until - now)
+            takes_ms = 1e3 * self._compute_s(core_rows + queued.job.rows)
+            if left_ms < takes_ms:
+                why = f"The deadline is in {left_ms:.0f} ms, and the core needs {takes_ms:.0f} ms"
+                results.append(self._reject(queued, why))
+            elif wait_ms > 1e3 * self._max_wait_s:
+                why = f"The request waited for {wait_ms:.0f} ms, the limit of the pipeline"
+                results.append(self._reject(queued, why, "raise serving.queue.max_backlog_ms"))
+            else:
+                waiting.append(queued)
+        self._waiting = waiting
+        return results
+
+    def _compute_s(self, rows: int) -> float:
+        """Return the seconds in which the core computes rows: `_core_s` for as many as it holds."""
+        return self._core_s * rows / self._max_rows
 
     def _forward(self, jobs: list[Any]) -> list[tuple[Any, Any]]:
         if not jobs:
             return []
-        self._forwarded_at = time.monotonic()
         try:
             return self._make(jobs)
         except Exception as error:
             return [(job, error) for job in jobs]
 
-    def _reject(self, queued: Queued, wait_s: float) -> tuple[Any, Overloaded]:
-        """Return a job that must not wait as long as `wait_s`, with its error."""
-        self._counts.wait(-1, -queued.job.rows)
-        why, field = f"The limit of {self._max_requests} requests in flight is reached", "in_flight"
-        if wait_s > (limit_s := queued.limit_s):
-            by = "" if limit_s == self._max_wait_s else ", by the deadline of the request"
-            waits = f"The request would wait for {1e3 * wait_s:.0f} ms"
-            why, field = f"{waits}; the limit is {1e3 * limit_s:.0f} ms{by}", "backlog_ms"
-        again_ms = max(1e3 * (wait_s - limit_s / 2), MIN_RETRY_MS)
-        remedy = f"Try again in {again_ms:.0f} ms, or raise serving.queue.max_{field}"
-        return queued.job, Overloaded(f"{why}. {remedy} in the pipeline.", again_ms)
+    def _reject(self, queued: Queued, why: str, remedy: str = "") -> tuple[Any, Overloaded]:
+        self._marks.wait(-1, -queued.job.rows)
+        waiting_ms = 1e3 * self._compute_s(self._marks.waiting()[1])
+        again_ms = min(max(waiting_ms, MIN_RETRY_MS), MAX_RETRY_MS)
+        remedies = " or ".join(filter(None, [f"Try again in {again_ms:.0f} ms", remedy]))
+        return queued.job, Overloaded(f"{why}. {remedies}.", again_ms)

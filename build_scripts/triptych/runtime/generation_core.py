@@ -17,7 +17,6 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from .engine import Engine
-from .flow_control import InFlight
 from .generation_messages import (
     CANCELLED,
     DIED,
@@ -35,6 +34,7 @@ from .generation_messages import (
     Place,
 )
 from .generation_metrics import GenerationMetrics, RequestClock
+from .in_flight import InFlight
 from .overflow import survive_overflow
 from .request_errors import (
     EngineDied,

@@ -193,7 +193,7 @@ class Place(NamedTuple):
     """Position of a chunk among all chunks of the core, by which postprocess acknowledges it.
 
     Attributes:
-        slot: Slot of the core; see `flow_control`.
+        slot: Slot of the core; see `in_flight`.
         number: Number of the chunk.
     """
 

@@ -15,7 +15,6 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
-from .flow_control import InFlight
 from .generation_messages import (
     CANCELLED,
     DIED,
@@ -25,6 +24,7 @@ from .generation_messages import (
     CoreChunk,
     Opening,
 )
+from .in_flight import InFlight
 from .overflow import survive_overflow
 from .text_stream import StopStrings, TextStream
 from .triton_io import error_response, make_private, read_inputs, read_settings

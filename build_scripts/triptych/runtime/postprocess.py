@@ -38,7 +38,6 @@ class TritonPythonModel:
         self._core_outputs = settings["core_outputs"]
         self._rules = settings["request_parameters"]
         self._defaults = settings["parameters"]
-        self._is_behind_step = any(n.startswith("passed_arrays") for n in self._core_outputs)
         self._unpacks = settings["packed_tokens"]
         self._rows_from: str | None = settings.get("rows_from")
         self._decoder = find_class(settings["decoder"])(settings, folder)
@@ -51,11 +50,11 @@ class TritonPythonModel:
             self._metadata = import_module(".row_metadata", __package__)
         self._names = [each["name"] for each in settings["outputs"]]
         self._optional = {each["name"] for each in settings["outputs"] if each["optional"]}
-        self._counts: Any = None
+        self._marks: Any = None
         # Otherwise the module is not installed.
         if settings["flow_control"] == "triptych" or "sample" in settings:
-            module = import_module(".flow_control", __package__)
-            self._counts = module.InFlight(settings["pipeline"])
+            module = import_module(".in_flight", __package__)
+            self._marks = module.InFlight(settings["pipeline"])
         make_private()
         if settings["free_dimensions"]:
             import_module(".overflow", __package__).survive_overflow(args["model_config"])
@@ -77,17 +76,11 @@ class TritonPythonModel:
         try:
             inputs, options, sample = read_inputs(request), "", b""
             if "request_ticket" in inputs:
-                sent = read_bytes(inputs, "request_ticket")
-                numbers: Sequence[int] = NO_TICKET
-                try:
-                    numbers, payload = read_ticket(sent)
-                    options, sample = read_payload(payload)
-                except (ValueError, struct.error) as error:
-                    raise _refused(numbers) from error
-                # Behind a step between cores, a ticket has the rows of the last batch.
-                count = numbers[1] if self._is_behind_step else len(sent)
-                sample = self._check(numbers, payload, sample, count)
-                ticket = numbers
+                ticket, payload = _read_ticket(read_bytes(inputs, "request_ticket"))
+                options, sample = read_payload(payload)
+                if sample and self._samples is not None and not self._marks.is_set(ticket):
+                    self._samples.count_forged()
+                    sample = b""
             parameters = check_parameters(
                 options or request.parameters(), self._rules, self._defaults
             )
@@ -107,7 +100,7 @@ class TritonPythonModel:
                 self._samples.put(sample, result)
             if self._rows_from is not None and "request_ticket" in inputs:
                 rows = len(result[self._rows_from])
-                result = {**result, "request_ticket": write_ticket(numbers, payload, rows)}
+                result = {**result, "request_ticket": write_ticket(ticket, payload, rows)}
                 ticket = NO_TICKET  # the step behind the next core ends the request
             return pb_utils.InferenceResponse(
                 [
@@ -119,25 +112,23 @@ class TritonPythonModel:
         except Exception as error:
             return error_response(error)
         finally:
-            if self._counts and ticket != NO_TICKET:  # a shutdown waits for this
-                self._counts.done(ticket)
+            if self._marks is not None:  # a shutdown waits for this
+                self._marks.done(ticket)
 
-    def _check(self, numbers: Sequence[int], payload: bytes, sample: bytes, count: int) -> bytes:
-        """Return the sample of a ticket with `count` model rows; empty if it must not be used.
 
-        Raises:
-            RequestError: The preprocess step of this server did not make the ticket.
-        """
-        counts, is_counted = self._counts, numbers != NO_TICKET
-        is_valid = not counts or not is_counted or counts.is_valid(numbers, payload)
-        if self._samples is None or not sample:
-            sample = b""
-        elif not (is_counted and is_valid and counts.is_awaited(numbers, count)):
-            self._samples.count_forged()
-            sample = b""
-        if not is_valid:
-            raise _refused(numbers)
-        return sample
+def _read_ticket(rows: Sequence[bytes]) -> tuple[Sequence[int], bytes]:
+    """Return a ticket and its payload, given by its rows."""
+    try:
+        ticket, payload = read_ticket(rows)
+        read_payload(payload)
+    except (ValueError, struct.error) as error:
+        raise RequestError(
+            "request_ticket",
+            "must be a ticket of the preprocess step",
+            repr(rows[0])[:80],
+            "Send the request to the ensemble, or leave out the ticket",
+        ) from error
+    return ticket, payload
 
 
 def _read_output(inputs: Inputs, name: str) -> NDArray[Any]:
@@ -145,12 +136,3 @@ def _read_output(inputs: Inputs, name: str) -> NDArray[Any]:
     if not values.size:  # see `overflow`
         raise RequestError(name, "must have elements", "none", "Send the results of the core")
     return values
-
-
-def _refused(numbers: Sequence[int]) -> RequestError:
-    return RequestError(
-        "request_ticket",
-        "must be a ticket of this server's preprocess step",
-        list(numbers),
-        "Send the request to the ensemble, or leave out the ticket",
-    )

@@ -47,6 +47,8 @@ class Job:
         is_counted: Whether flow control applies to the request.
         left_s: Seconds until the deadline; None if there is none.
         sender: Triton's sender of the response, if the response is not returned with the batch.
+        since: Time of arrival by `time.monotonic`, if flow control applies to the request.
+        is_newest: Whether flow control chose the request as the newest one.
     """
 
     request: Any
@@ -59,6 +61,8 @@ class Job:
     left_s: float | None
     sender: Any = None
     width: int = 0
+    since: float = 0.0
+    is_newest: bool = False
 
 
 class TritonPythonModel:
@@ -108,7 +112,7 @@ class TritonPythonModel:
                 pad_token_id=settings.get("pad_token_id", 0),
             )
         self._flow: Any = None
-        self._admit: Callable[..., Sequence[int]]
+        self._admit: Callable[[int, Job], Sequence[int]]
         if settings["flow_control"] == "triptych":
             module = import_module(".flow_control", __package__)
             self._flow = module.FlowControl(settings, self._make, _send)
@@ -121,8 +125,9 @@ class TritonPythonModel:
             sampling = import_module(".sampling", __package__)
             self._sampler = sampling.RowSampler(settings["sample"]["rate"])
             if self._flow is None:  # a sampled request needs a ticket
-                module = import_module(".flow_control", __package__)
-                self._admit = module.InFlight(settings["pipeline"]).admit
+                module = import_module(".in_flight", __package__)
+                marks = module.InFlight(settings["pipeline"], settings["core_instances"])
+                self._admit = lambda rows, job: marks.admit(rows)
         self._row_tokens: Any = None
         if "token_bounds" in settings:  # rows of images have no length
             self._row_tokens = find_class("counters.RowTokens")(settings)
@@ -221,10 +226,10 @@ class TritonPythonModel:
             tensors += [pb_utils.Tensor(name, value) for name, value in forwarded.items()]
         payload = make_payload(job.options, job.sample)
         is_admitted = job.is_counted or job.sample
-        numbers = self._admit(count, payload) if is_admitted else NO_TICKET
+        ticket = self._admit(count, job) if is_admitted else NO_TICKET
         if not job.is_counted:
             tensors.append(pb_utils.Tensor("direct_call", np.ones((count, 1), np.bool_)))
-        tensors.append(pb_utils.Tensor("request_ticket", write_ticket(numbers, payload, count)))
+        tensors.append(pb_utils.Tensor("request_ticket", write_ticket(ticket, payload, count)))
         return pb_utils.InferenceResponse(tensors)
 
 

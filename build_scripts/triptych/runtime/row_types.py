@@ -102,9 +102,9 @@ Arrays = Mapping[str, NDArray[Any]]
 Parameters = Mapping[str, Any]
 
 
-NO_TICKET = (0, 0, 0, 0)
-"""Numbers of the ticket of a request that is not counted; otherwise see `flow_control`."""
-_NUMBERS = struct.Struct("<4q")
+NO_TICKET = (0, 0)
+"""Ticket of a request that is not counted; otherwise it is an `in_flight.Ticket`."""
+_TICKET = struct.Struct("<2q")
 _SIZE = struct.Struct("<i")
 
 
@@ -127,18 +127,18 @@ def read_payload(payload: bytes) -> tuple[str, bytes]:
     return payload[_SIZE.size : start].decode(), payload[start:]
 
 
-def write_ticket(numbers: Sequence[int], payload: bytes, count: int) -> NDArray[Any]:
+def write_ticket(ticket: Sequence[int], payload: bytes, count: int) -> NDArray[Any]:
     """Return a ticket as BYTES ``[model rows, 1]``: the first row has it, the others are empty."""
     values = np.full((count, 1), b"", dtype=np.object_)
-    values[0, 0] = _NUMBERS.pack(*numbers) + payload
+    values[0, 0] = _TICKET.pack(*ticket) + payload
     return values
 
 
-def read_ticket(values: Sequence[bytes]) -> tuple[tuple[int, ...], bytes]:
-    """Return the numbers and the payload of a ticket, given by its rows.
+def read_ticket(values: Sequence[bytes]) -> tuple[Sequence[int], bytes]:
+    """Return a ticket and its payload, given by its rows.
 
     Raises:
         struct.error: The first row is too short.
     """
     data = values[0]
-    return _NUMBERS.unpack_from(data), data[_NUMBERS.size :]
+    return _TICKET.unpack_from(data), data[_TICKET.size :]

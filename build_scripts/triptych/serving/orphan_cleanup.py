@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 # Variable of the server's environment, which its stubs and their child processes inherit.
-PROCESS_TAG_VARIABLE = "TRIPTYCH_SERVER_MARK"  # `runtime.flow_control` reads it
+PROCESS_TAG_VARIABLE = "TRIPTYCH_SERVER_MARK"  # `runtime.in_flight` reads it
 SHM = Path("/dev/shm")
 ENVIRONMENTS = Path("/tmp")
 """Folder in which each Python backend of a server creates a folder at its start."""

@@ -29,7 +29,15 @@ def check_runs(precision: str, backend: str, device: str) -> None:
 
 
 MAX_WAIT_MS = (1000, 5000)
-"""Default of `Queue.max_backlog_ms`: its lower limit if the SLO limits latency, else its value."""
+"""Expected longest wait without `Queue.max_backlog_ms`: its minimum if the SLO limits latency, else
+its value."""
+
+MAX_GPUS = 8
+"""GPUs of a large server, where `Serving.gpus` is ``all``."""
+TRITON_AS_NONE = (
+    "triton, built as none: with one instance of the core, a queue policy of Triton delays lone "
+    "requests by up to 500 ms"
+)
 
 Positive = Annotated[int, Field(ge=1)]
 Distance = Annotated[float, Field(gt=0)]
@@ -298,9 +306,8 @@ class Queue(Frozen):
         max_delay_us: Maximum time in µs that the core waits for more rows of a batch.
         max_in_flight: Maximum number of requests in flight. Further requests are rejected with
             UNAVAILABLE.
-        max_backlog_ms: Maximum time in ms to finish all requests in flight at the measured rate.
-            Further requests are rejected with UNAVAILABLE. None: 5000; if the SLO limits latency,
-            its largest limit, at least 1000.
+        max_backlog_ms: Maximum time in ms that a request waits in preprocess before it is rejected
+            with UNAVAILABLE. None: no limit. Under overload it is not needed: see `flow_control`.
         timeout_ms: Maximum time in ms that a request waits for the core before it is rejected.
             None: no limit. Use two instances of the core with it: with one instance Triton
             notices expired requests late.
@@ -429,10 +436,12 @@ class Serving(Frozen):
             ``postprocess``), as text in the format of ``config.pbtxt``.
         versions: Version numbers of the ensemble, ``[1]`` if none are given. The largest answers
             requests that name none. The steps have version 1.
-        flow_control: Choice of the requests that are rejected under overload. ``triptych``: those
-            that would be answered too late. ``triton``: those that exceed `queue.max_in_flight` in
-            the core's queue, or wait there for longer than `queue.timeout_ms`, by default as long
-            as `queue.max_backlog_ms` says. ``none``: no request.
+        flow_control: Order of the requests under overload. ``triptych``: first those that will
+            most likely be answered before their clients give up. ``triton``: that of arrival; the
+            core's queue rejects requests that exceed `queue.max_in_flight` or wait for longer than
+            `queue.timeout_ms`, by default the largest latency limit of the SLO or 5000. With one
+            instance of the core, Triton would delay single requests, and ``triton`` is built as
+            ``none``. ``none``: that of arrival, without limits.
         response_cache: Whether the server answers a request with the same inputs as an earlier one
             from its cache, without the steps. Options must then be sent as inputs.
         class_scores: Whether a classification also returns the scores of all labels, in the order
@@ -461,8 +470,19 @@ class Serving(Frozen):
     python_env: bool | Annotated[list[str], Field(min_length=1)] = False
 
     @property
+    def queue_policy_of_triton(self) -> bool:
+        """Whether the core has a queue policy. With one instance it would delay lone requests."""
+        has_several = self.instances.core * self.gpu_count > 1
+        return self.queue.timeout_ms is not None or (self.flow_control == "triton" and has_several)
+
+    @property
+    def gpu_count(self) -> int:
+        """Maximum number of GPUs that the core uses if it runs on GPUs."""
+        return MAX_GPUS if self.gpus == "all" else len(self.gpus)
+
+    @property
     def longest_wait_ms(self) -> float:
-        """`queue.max_backlog_ms` or its default, the largest latency limit of the SLO."""
+        """Expected longest wait: `queue.max_backlog_ms`, else the largest limit of the SLO."""
         lowest, without_slo = MAX_WAIT_MS
         largest = max(self.slo.limits_us.values(), default=without_slo * 1e3) / 1e3
         return self.queue.max_backlog_ms or max(largest, lowest)

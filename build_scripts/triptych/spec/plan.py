@@ -93,8 +93,6 @@ def rows_within(
 TENSOR_CORE_MULTIPLE = 8
 """Multiple of padded lengths on a GPU: tensor cores work on blocks of 8."""
 
-MOST_GPUS = 8
-"""GPUs of a large server, where `serving.gpus` is ``all``. With fewer, more rows wait for it."""
 GATHER_BUFFERS = 8
 """Minimum number of buffers for which one gather kernel starts faster than copies."""
 
@@ -247,8 +245,7 @@ class Plan:
     def rows_at_once(self) -> int:
         """Number of rows that all instances of the core compute at once in full batches."""
         serving = self.spec.serving
-        gpus = MOST_GPUS if serving.gpus == "all" else len(serving.gpus)
-        on_gpus = gpus if self.spec.core.device == "gpu" else 1
+        on_gpus = serving.gpu_count if self.spec.core.device == "gpu" else 1
         return self.max_batch_size * serving.instances.core * on_gpus
 
     @property

@@ -21,7 +21,7 @@ from triptych.repository.render import python_steps, stages_of
 from triptych.runtime.engine_ctranslate2 import UNKNOWN
 from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
-from triptych.spec.fields import PriorityLevels, SessionOptions
+from triptych.spec.fields import TRITON_AS_NONE, PriorityLevels, SessionOptions
 from triptych.spec.model_source import OUT_OF_REACH
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.task import LABELS_FILE
@@ -293,16 +293,19 @@ def describe_priority(priority: PriorityLevels | None) -> Described:
 def _describe_serving(plan: Plan) -> Described:
     """Return the flow control, and the settings of Triton that differ from the defaults."""
     serving, session = plan.spec.serving, plan.spec.core.session
-    limit_ms = serving.queue.timeout_ms or round(serving.longest_wait_ms)
+    queue, has_limit = serving.queue, serving.queue.max_backlog_ms is not None
+    limit_ms = queue.timeout_ms or round(serving.longest_wait_ms)
     effects = {
-        "triptych": f"preprocess rejects a request that would wait for more than "
-        f"{serving.longest_wait_ms:.0f} ms, or for 70 % of the time to its deadline",
-        "triton": f"the queue of the core rejects a request that waits for more than {limit_ms} ms",
-        "none": "no request is rejected under overload",
+        "triptych": "triptych: requests that will most likely be answered in time go first"
+        + f"; one that waits for {queue.max_backlog_ms} ms is rejected" * has_limit,
+        "triton": f"triton: a request that waits for {limit_ms} ms in the core's queue is rejected"
+        if serving.queue_policy_of_triton
+        else TRITON_AS_NONE,
+        "none": "none: requests are answered in the order of their arrival",
     }
     described: Described = {
         **describe_versions(serving.versions),
-        "flow_control": f"{serving.flow_control}: {effects[serving.flow_control]}",
+        "flow_control": effects[serving.flow_control],
     }
     if serving.response_cache:
         described["response_cache"] = (
