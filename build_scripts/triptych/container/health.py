@@ -1,25 +1,33 @@
-"""The health check: the server is up, and every ensemble answers a question in time.
+"""The health check: the server is up, and every ensemble answers a request or is busy.
 
 Usage: ``python3 -m triptych.container.health``. One line; exit code 0 healthy, 1 not. The models'
 own readiness is not enough: it reports a dead Python step only since Triton 25.12, and a frozen
 step never. The request is a row of the pipeline's own traffic. A pipeline that generates text has
 to generate one token of it, unless its engine makes progress with other requests.
+
+A pipeline that does not answer in time, or refuses the request for overload, may compute other
+requests. It is busy, and healthy, as long as each of its models finishes executions. It is stuck if
+one of them has finished none for longer than `container.progress` allows.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from triptych.base.errors import UserError
 from triptych.container.flags import RESPONSE_CACHE, mentions
 from triptych.container.manifests import ServedPipeline, find_pipelines
+from triptych.container.progress import Executions, ProgressLog, read_executions
 from triptych.container.settings import read_settings
 from triptych.runtime.request_errors import OVERLOADED, read_step_error
 
@@ -31,50 +39,120 @@ PROMPT_FILE = "health.generate"
 COMMAND = ("python3", "-m", "triptych.container.health")
 """Command of the image's health check and of an orchestrator's probes."""
 
+WORK_FIELD = "x_triptych_work"
+"""Parameter in the JSON of `QUESTION_FILE`: tokens of the largest batch, by those of the row."""
+
+STATE_FILE = Path(f"/dev/shm/triptych-health-{os.getuid()}.json")
+"""File in which the checks of a container keep what they saw."""
+
 _TIMEOUT_S = 3.0
 _LENGTH_BYTES = 4
+_METRICS_BYTES = 1 << 24
 
 
 class HealthCheck:
-    """The health check of the server of these pipelines, with their files as they are now."""
+    """The health check of the server of these pipelines, with their files as they are now.
 
-    def __init__(self, pipelines: Sequence[ServedPipeline]) -> None:
+    Args:
+        pipelines: Pipelines to check.
+        metrics_url: Address of the server's metrics. Without them a pipeline that does not answer
+            in time is not known to be busy.
+        state: File that keeps the progress for the checks of later processes.
+    """
+
+    def __init__(
+        self,
+        pipelines: Sequence[ServedPipeline],
+        metrics_url: str | None = None,
+        state: Path | None = None,
+    ) -> None:
         self._models = dict.fromkeys(name for p in pipelines for name in (p.name, *p.steps))
         self._questions = [question for p in pipelines if (question := _read_question(p))]
+        self._metrics_url = metrics_url
+        self._progress = ProgressLog(state)
 
     def find_fault(self, url: str) -> str | None:
         """Return the fault of the server at `url` in a few words; None if it is healthy."""
         fault = find_server_fault(url)
         for name in self._models:
-            fault = fault or _fault(name, f"{url}/v2/models/{name}/ready")
-        return fault or self.ask(url)
+            fault = fault or _find_fault(name, f"{url}/v2/models/{name}/ready")
+        if fault:
+            return fault
+        answers = self._ask_all(url)
+        try:
+            with _open(self._metrics_url or "") as metrics:
+                executions = read_executions(metrics.read(_METRICS_BYTES))
+        except (OSError, ValueError):
+            executions = {}
+        faults = [self._judge(asked, fault, executions) for asked, fault in answers]
+        self._progress.write()
+        return next(filter(None, faults), None)
 
-    def ask(self, url: str) -> str | None:
-        """Send each pipeline its request; return the first fault, if any."""
+    def ask(self, url: str) -> None:
+        """Send each pipeline its request."""
+        self._ask_all(url)
+
+    def _ask_all(self, url: str) -> list[tuple[_Question, _Fault | None]]:
         with ThreadPoolExecutor(len(self._questions) or 1) as pool:
-            return next(filter(None, pool.map(lambda asked: asked.ask(url), self._questions)), None)
+            return list(pool.map(lambda asked: (asked, asked.ask(url)), self._questions))
+
+    def _judge(
+        self, asked: _Question, fault: _Fault | None, executions: Mapping[str, Executions]
+    ) -> str | None:
+        """Return the fault of a pipeline, from its answer and the progress of its models."""
+        models = {name: executions[name] for name in asked.models if name in executions}
+        stuck = self._progress.update(asked.pipeline, models, asked.work, answered=fault is None)
+        if fault is None:
+            return None
+        if not fault.may_be_busy or not models:
+            return None if fault.is_refusal else fault.text
+        return stuck and f"{fault.text}, and {stuck}"
 
 
 def find_server_fault(url: str) -> str | None:
     """Return the fault of the server itself, which is ready once all models are loaded."""
-    live = _fault("the server", f"{url}/v2/health/live")
-    return live or _fault("the server", f"{url}/v2/health/ready")
+    live = _find_fault("the server", f"{url}/v2/health/live")
+    return live or _find_fault("the server", f"{url}/v2/health/ready")
+
+
+class _Fault(NamedTuple):
+    """Fault in a few words.
+
+    Attributes:
+        may_be_busy: Whether a server that computes other requests may show it, too.
+        is_refusal: Whether a step refused the request because of overload.
+    """
+
+    text: str
+    may_be_busy: bool = False
+    is_refusal: bool = False
 
 
 class _Question(NamedTuple):
-    """Request to a pipeline; `is_cached` if a response cache may hold the answer."""
+    """Request to a pipeline.
+
+    Attributes:
+        models: Names of the models of the ensemble whose progress shows that it is busy.
+        work: Tokens of the largest batch, by those of the request.
+        is_cached: Whether a response cache may hold the answer.
+    """
 
     pipeline: str
     body: bytes
+    models: Sequence[str] = ()
+    work: float = 1.0
     generates: bool = False
     is_cached: bool = False
 
-    def ask(self, url: str) -> str | None:
+    def ask(self, url: str) -> _Fault | None:
         """Return the fault of the pipeline."""
         url = f"{url}/v2/models/{self.pipeline}"
         if self.generates:
             return _fault(self.pipeline, f"{url}/generate", self.body)
-        body = _with_deadline(make_unique(self.body) if self.is_cached else self.body)
+        body = _with_parameters(
+            make_unique(self.body) if self.is_cached else self.body,
+            {"timeout": round(_TIMEOUT_S * 1e6)},
+        )
         headers = {"Inference-Header-Content-Length": str(body.index(b"\n") + 1)}
         return _fault(self.pipeline, f"{url}/infer", body, headers)
 
@@ -86,17 +164,18 @@ def _read_question(pipeline: ServedPipeline) -> _Question | None:
         return _Question(pipeline.name, prompt.read_bytes(), generates=True)
     if not (file := folder / QUESTION_FILE).is_file():
         return None
-    is_cached = mentions(folder, RESPONSE_CACHE)
-    return _Question(pipeline.name, file.read_bytes(), is_cached=is_cached)
+    body, is_cached = file.read_bytes(), mentions(folder, RESPONSE_CACHE)
+    work = json.loads(body.partition(b"\n")[0]).get("parameters", {}).get(WORK_FIELD, 1.0)
+    return _Question(pipeline.name, body, pipeline.steps, work, is_cached=is_cached)
 
 
-def _with_deadline(body: bytes) -> bytes:
-    """Return a request that an overloaded pipeline rejects before the check ends.
+def _with_parameters(body: bytes, parameters: Mapping[str, object]) -> bytes:
+    """Return a request with these parameters alone.
 
-    Without a deadline it may let the request wait for longer, which would look like a fault.
+    With a deadline, a pipeline that cannot answer in time need not compute the request.
     """
     head, _, values = body.partition(b"\n")
-    request = {**json.loads(head), "parameters": {"timeout": round(_TIMEOUT_S * 1e6)}}
+    request = {**json.loads(head), "parameters": parameters}
     return json.dumps(request).encode() + b"\n" + values
 
 
@@ -120,25 +199,36 @@ def make_unique(body: bytes) -> bytes:
     return json.dumps(request).encode() + b"\n" + before + length + value
 
 
-def _fault(
-    what: str, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
-) -> str | None:
+def _find_fault(what: str, url: str) -> str | None:
+    fault = _fault(what, url)
+    return None if fault is None else fault.text
+
+
+def _open(url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> Any:
     # The probe talks to its own machine; a proxy meant for the outside must not come between.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return opener.open(urllib.request.Request(url, body, headers or {}), timeout=_TIMEOUT_S)
+
+
+def _fault(
+    what: str, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+) -> _Fault | None:
     try:
-        with opener.open(
-            urllib.request.Request(url, body, headers or {}), timeout=_TIMEOUT_S
-        ) as answer:
+        with _open(url, body, headers) as answer:
             answer.read()
     except urllib.error.HTTPError as error:
         said = error.read(1000).decode("utf-8", "replace")
-        if body is not None:
-            # A pipeline that has as much work as it takes is a healthy one.
-            busy = error_code(said) == OVERLOADED
-            return None if busy else f"{what} does not answer (HTTP {error.code}: {said})"
-        return f"{what} is not ready (HTTP {error.code})"
+        if body is None:
+            return _Fault(f"{what} is not ready (HTTP {error.code})")
+        code = error_code(said)
+        # Triton itself refuses requests with this status if a queue is full or a wait too long.
+        by_triton = code is None and error.code == HTTPStatus.SERVICE_UNAVAILABLE
+        text = f"{what} does not answer (HTTP {error.code}: {said})"
+        return _Fault(text, by_triton or code == OVERLOADED, code == OVERLOADED)
     except OSError as error:
-        return f"{what} does not answer ({getattr(error, 'reason', error)})"
+        reason = getattr(error, "reason", error)
+        is_slow = isinstance(reason, TimeoutError)
+        return _Fault(f"{what} does not answer ({reason})", is_slow and body is not None)
     return None
 
 
@@ -162,7 +252,8 @@ def main() -> int:
         return 1
     fault = "the repository holds no ensemble"
     if pipelines:
-        fault = HealthCheck(pipelines).find_fault(settings.health_url) or ""
+        check = HealthCheck(pipelines, settings.metrics_url, STATE_FILE)
+        fault = check.find_fault(settings.health_url) or ""
     names = ", ".join(pipeline.name for pipeline in pipelines)
     print(f"unhealthy: {fault}" if fault else f"healthy: {names}")
     return 1 if fault else 0

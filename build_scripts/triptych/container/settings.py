@@ -52,6 +52,11 @@ class Settings(NamedTuple):
         host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
         return f"http://{host}:{self.http_port}"
 
+    @property
+    def metrics_url(self) -> str:
+        """Address of the server's metrics, on this machine."""
+        return f"{self.health_url.rpartition(':')[0]}:{self.metrics_port}/metrics"
+
 
 def read_settings(
     variables: Mapping[str, str] = os.environ, *, repository: str | None = None

@@ -93,7 +93,7 @@ _STEADY_S = 60.0
 _MEANWHILE_S = 0.3
 HEALTH_INTERVAL_S = 2.0
 """Interval of the health check, as in the image: a request of one row to each pipeline."""
-REPLACED_ALONE_AFTER = 10
+REPLACED_ALONE_AFTER = 3
 """Number of failed checks in a row until a server is restarted while no other one is healthy."""
 
 
@@ -238,5 +238,6 @@ def _wait_for_crash(server: Server, meanwhile: Callable[[], object]) -> UserErro
 def _new_check(server: Server, pool: ThreadPoolExecutor) -> PeriodicCheck:
     """Return the health check of a server, with the questions of the builds on the disk now."""
     pipelines = [p for p in find_pipelines(server.repository) if p.name in server.served_models]
-    health, url = HealthCheck(pipelines), f"http://{server.http_url}"
+    health = HealthCheck(pipelines, server.metrics_url)
+    url = f"http://{server.http_url}"
     return PeriodicCheck(pool, lambda: health.find_fault(url), HEALTH_INTERVAL_S)

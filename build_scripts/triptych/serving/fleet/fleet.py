@@ -119,6 +119,8 @@ class Replica:
         self._ending = threading.Lock()
         self._ended = False
         self._was_started = False
+        self._checked_build: ReplicaBuild | None = None
+        self._health = HealthCheck([])
 
     @property
     def has_failed_for_good(self) -> bool:
@@ -157,7 +159,10 @@ class Replica:
 
     def find_fault(self) -> str | None:
         """Ask each of its pipelines the question of the image's health check; return the fault."""
-        return HealthCheck(self.pipelines).find_fault(f"http://{self.server.http_url}")
+        if self._checked_build is not self.build:
+            self._health = HealthCheck(self.pipelines, self.server.metrics_url)
+            self._checked_build = self.build
+        return self._health.find_fault(f"http://{self.server.http_url}")
 
     def drain(self) -> None:
         """Answer the requests in flight, then stop the server."""
