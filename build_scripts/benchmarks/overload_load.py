@@ -38,6 +38,7 @@ _OPTIONS = [
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", -1),
 ]
+_TICK_S = 0.05
 _REFUSED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
 _ANSWERED, _REFUSAL, _EXPIRED, _FAILED = "answered", "refused", "expired", "failed"
 
@@ -104,6 +105,8 @@ class LoadSummary:
             open load.
         failures: Number of other errors by their first text, in the whole load.
         load_cores: Processor time of this process by the duration, in processors.
+        lag_s: Longest delay of this process after it should have run. Latencies contain it, and the
+            summary is of no use if it is more than a small part of a deadline.
     """
 
     answers: list[int]
@@ -119,6 +122,7 @@ class LoadSummary:
     refusals_by_client: list[float]
     failures: dict[str, int] = field(default_factory=dict)
     load_cores: float = 0.0
+    lag_s: float = 0.0
 
 
 def summarize(load: Load, outcomes: Sequence[Outcome], **more: Any) -> LoadSummary:
@@ -189,7 +193,7 @@ def run(
         inputs: Text of each input of a row; by default a sentence as the input ``text``.
         on_second: Receives a line about each second.
     """
-    sending = _Sending(model, load, inputs or {"text": TEXT}, on_second)
+    sending = LoadSending(model, load, inputs or {"text": TEXT}, on_second)
     return _runner().run(sending.send_all(url))
 
 
@@ -204,7 +208,7 @@ def waits_alone(
 ) -> list[float]:
     """Return the seconds until each answer to one client without a deadline, in order."""
     load = Load(clients=1, seconds=seconds, settle_s=0.0)
-    sending = _Sending(model, load, inputs or {"text": TEXT}, None)
+    sending = LoadSending(model, load, inputs or {"text": TEXT}, None)
     _runner().run(sending.send_all(url))
     return [each.ended_s - each.sent_s for each in sending.outcomes if each.kind == _ANSWERED]
 
@@ -215,8 +219,13 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-class _Sending:
-    """The clients of one load."""
+class LoadSending:
+    """Clients of one load.
+
+    Attributes:
+        outcomes: Ended attempts.
+        failures: Number of errors that are neither refusals nor expired deadlines, by their text.
+    """
 
     def __init__(
         self,
@@ -234,19 +243,21 @@ class _Sending:
             request = infer_request(model, columns, range(load.rows), parameters, {})
             self._requests.append(request.SerializeToString())
         self.outcomes: list[Outcome] = []
-        self._failures: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self._lag_s = 0.0
 
     async def send_all(self, url: str) -> LoadSummary:
-        """Run the load and return its summary."""
+        """Send the load to a server and return its summary."""
         async with AsyncExitStack() as stack:
-            self._calls: list[Callable[..., Awaitable[bytes]]] = []
+            calls = []
             for _ in range(_CHANNELS):
                 channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
                 await stack.enter_async_context(channel)
                 await channel.channel_ready()
-                self._calls.append(channel.unary_unary(_METHOD))
-            used_s, self._began = time.process_time(), time.monotonic()
-            work = [self._print_seconds()]
+                calls.append(channel.unary_unary(_METHOD))
+            used_s = time.process_time()
+            self.connect(calls, time.monotonic())
+            work = [self._watch()]
             if self._load.clients is None:
                 work.append(self._arrive())
             else:
@@ -260,8 +271,13 @@ class _Sending:
             if errors:
                 raise errors[0]
             cores = (time.process_time() - used_s) / self._load.seconds
-        failures = dict(self._failures)
-        return summarize(self._load, self.outcomes, failures=failures, load_cores=cores)
+        failures = dict(self.failures)
+        more = {"failures": failures, "load_cores": cores, "lag_s": self._lag_s}
+        return summarize(self._load, self.outcomes, **more)
+
+    def connect(self, calls: Sequence[Callable[..., Awaitable[bytes]]], began: float) -> None:
+        """Send requests by these calls from now on, in turn by client; times are from `began`."""
+        self._calls, self._began = calls, began
 
     def _now_s(self) -> float:
         return time.monotonic() - self._began
@@ -270,9 +286,11 @@ class _Sending:
         """Send a request of a client once, record its outcome, and return whether it failed."""
         turn = client % len(self._requests)
         sent_s, kind = self._now_s(), _ANSWERED
+        deadline_s = self._load.deadlines_s[turn]
         try:
-            call = self._calls[client % _CHANNELS]
-            await call(self._requests[turn], timeout=self._load.deadlines_s[turn])
+            await self._calls[client % len(self._calls)](self._requests[turn], timeout=deadline_s)
+            if deadline_s is not None and self._now_s() - sent_s > deadline_s:
+                kind = _EXPIRED  # it came in time, and this process was late
         except grpc.aio.AioRpcError as error:
             kind = _FAILED
             if error.code() in _REFUSED:
@@ -280,7 +298,7 @@ class _Sending:
             elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 kind = _EXPIRED
             else:
-                self._failures[f"{error.code().name}: {error.details()}"[:200]] += 1
+                self.failures[f"{error.code().name}: {error.details()}"[:200]] += 1
         self.outcomes.append(Outcome(client, sent_s, self._now_s(), kind))
         return kind != _ANSWERED
 
@@ -295,25 +313,33 @@ class _Sending:
             while True:
                 due_s += drawn.expovariate(self._load.rate_per_s)
                 await asyncio.sleep(due_s - self._now_s())
-                group.create_task(self._attempts(client))
+                group.create_task(self.send_attempts(client))
                 client += 1
 
-    async def _attempts(self, client: int) -> None:
+    async def send_attempts(self, client: int) -> None:
+        """Send a request of a client of an open load until it is answered."""
         for number in range(1 + self._load.retries):
             if number:
                 await asyncio.sleep(self._load.pause_s)
             if not await self._attempt(client):
                 return
 
-    async def _print_seconds(self) -> None:
-        counted = 0
-        while self._on_second is not None:
-            second = int(self._now_s() + 0.5) + 1
-            await asyncio.sleep(second - self._now_s())
+    async def _watch(self) -> None:
+        """Measure how late this process is, and report each second."""
+        counted, reported = 0, 0
+        while True:
+            due_s = self._now_s() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            now_s = self._now_s()
+            if now_s > self._load.settle_s:
+                self._lag_s = max(self._lag_s, now_s - due_s)
+            if self._on_second is None or int(now_s) == reported:
+                continue
+            reported = int(now_s)
             new = Counter(each.kind for each in self.outcomes[counted:])
             counted = len(self.outcomes)
-            kinds = _ANSWERED, _REFUSAL, _EXPIRED, _FAILED
-            self._on_second(f"{second:4} s  " + ", ".join(f"{new[k]:6} {k}" for k in kinds))
+            kinds = ", ".join(f"{new[k]:6} {k}" for k in (_ANSWERED, _REFUSAL, _EXPIRED, _FAILED))
+            self._on_second(f"{reported:4} s  {kinds}")
 
 
 def main() -> None:
