@@ -19,7 +19,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
 # What is built here is cached here, not in the user's cache.
 export TRIPTYCH_CACHE ?= $(CURDIR)/.cache/triptych
 
-.PHONY: help install setup setup-generation docs tables recording demo demo-chat test test-in-container test-long check coverage serve image engine-in-container examples compare compare-path compare-tasks compare-generation grid scaling precisions gpu-test soak fuzz results clean
+.PHONY: help install setup setup-generation docs tables recording demo demo-chat test test-in-container test-long check coverage serve image engine-in-container examples compare compare-path compare-tasks compare-generation grid scaling precisions gpu-test overload soak fuzz results clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 21
 
@@ -177,6 +177,9 @@ PYTHON_IS_NAMED := $(filter-out file default,$(firstword $(origin PYTHON)))
 GPU_PYTHON := $(if $(PYTHON_IS_NAMED),$(PYTHON),$(BIN)/python)
 gpu-test: $(if $(PYTHON_IS_NAMED),,setup)  ## Test engines on a GPU: parity, speed, served (PYTHON=..., ARGS="--minutes 8")
 	PYTHONPATH="build_scripts$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+
+overload: setup  ## Compare goodput under overload: flow control, none, Envoy in front of none (ARGS="--loads 2 5")
+	$(BIN)/python build_scripts/benchmarks/overload.py $(ARGS)
 
 soak: setup  ## Watch memory over 200,000 requests
 	$(BIN)/python build_scripts/benchmarks/soak.py $(ARGS)

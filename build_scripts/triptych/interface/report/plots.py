@@ -170,10 +170,15 @@ def curves(
     *,
     axes: tuple[str, str],
     limits: Mapping[str, float] | None = None,
+    log_x: bool = False,
+    log_y: bool | None = None,
 ) -> Markup:
     """Return a plot of finite points (0 or more), with a line for each of `limits` (text to value).
 
-    `axes` are the titles of the horizontal and the vertical axis.
+    Args:
+        axes: Titles of the horizontal and the vertical axis.
+        log_x: Whether the horizontal axis is logarithmic; all `x` must then be above 0.
+        log_y: Whether the vertical axis is logarithmic; None decides by `MIN_LOG_RATIO`.
     """
     series = [one for one in series if one.dots]
     dots = [each for one in series for each in one.dots]
@@ -182,11 +187,16 @@ def curves(
     limits, draw = limits or {}, SvgCanvas()
     draw.top = _legend(draw, series, axes[1])
     draw.bottom = draw.top + 206
-    widest = max(max(each.x, *(each.x_span or (0,))) for each in dots)
-    x = Scale(0, widest * 1.06 or 1.0, _LEFT, _RIGHT)
+    if log_x:
+        x = log_scale([each.x for each in dots], _LEFT, _RIGHT)
+    else:
+        widest = max(max(each.x, *(each.x_span or (0,))) for each in dots)
+        x = Scale(0, widest * 1.06 or 1.0, _LEFT, _RIGHT)
     heights = [v for each in dots for v in (each.y, *(each.y_span or ()))]
     above = [value for value in (*heights, *limits.values()) if value > 0]
-    if above and max(above) / min(above) > MIN_LOG_RATIO:
+    if log_y is None:
+        log_y = bool(above) and max(above) / min(above) > MIN_LOG_RATIO
+    if log_y:
         y = log_scale(above, draw.bottom, draw.top + 8)
     else:
         y = Scale(0, max(above, default=1.0) * 1.12, draw.bottom, draw.top)
