@@ -11,7 +11,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
-PICTURES = ("build_scripts/documentation/demo.svg",)
+PICTURES = ("build_scripts/documentation/demo.svg", "docker/overload.svg")
 """Files that pages show."""
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
