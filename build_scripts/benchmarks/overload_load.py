@@ -38,6 +38,7 @@ _OPTIONS = [
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", -1),
 ]
+_CONNECT_S = 10.0
 _TICK_S = 0.05
 _REFUSED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
 _ANSWERED, _REFUSAL, _EXPIRED, _FAILED = "answered", "refused", "expired", "failed"
@@ -253,7 +254,7 @@ class LoadSending:
             for _ in range(_CHANNELS):
                 channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
                 await stack.enter_async_context(channel)
-                await channel.channel_ready()
+                await asyncio.wait_for(channel.channel_ready(), _CONNECT_S)
                 calls.append(channel.unary_unary(_METHOD))
             used_s = time.process_time()
             self.connect(calls, time.monotonic())
