@@ -29,22 +29,21 @@ from triptych.serving.bench.perf_analyzer import find_perf_analyzer
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
-DTYPES = {"BYTES": np.object_, "INT32": np.int32, "INT64": np.int64}
+DTYPES = {"BYTES": np.object_, "BOOL": np.bool_, "INT32": np.int32, "INT64": np.int64}
 
 
 @pytest.fixture(scope="module")
 def server(
     tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path, tiny_model: Path
 ) -> Iterator[Server]:
-    """A server with two pipelines that have a response cache."""
+    """A server with a pipeline that has a response cache, and one without."""
     base = tmp_path_factory.mktemp("cached")
     topics = task_models.text_classifier(base / "model", minilm_folder, traffic_texts())
-    for name, task, model in (
-        ("topics", "text-classification", topics),
-        ("vectors", "text-embedding", tiny_model),
+    cached = {"response_cache": True, "versions": [7, 6]}
+    for name, task, model, serving in (
+        ("topics", "text-classification", topics, {"class_scores": True}),
+        ("vectors", "text-embedding", tiny_model, cached),
     ):
-        serving: dict[str, Any] = {"response_cache": True, "class_scores": name == "topics"}
-        serving["versions"] = [7, 6] if name == "vectors" else [1]
         spec = {"task": task, "model": {"source": str(model)}, "serving": serving}
         build_into(write_pipeline(base / "pipelines" / name, **spec), base / "repository")
     repository = base / "repository"
@@ -61,23 +60,24 @@ def raw(server: Server) -> Iterator[Any]:
 Lookups = Callable[..., None]
 
 
-def read_lookups(raw: Any, pipeline: str) -> tuple[int, int]:
-    """Return the hits and the misses of a pipeline's cache."""
-    found = [each.inference_stats for each in raw.get_inference_statistics(pipeline).model_stats]
+def read_lookups(raw: Any) -> tuple[int, int]:
+    """Return the hits and the misses of the cache."""
+    found = [each.inference_stats for each in raw.get_inference_statistics("vectors").model_stats]
     return sum(s.cache_hit.count for s in found), sum(s.cache_miss.count for s in found)
 
 
 @pytest.fixture
 def lookups(raw: Any) -> Lookups:
-    """Checks the hits and misses of a pipeline's cache since the last call."""
-    before = {pipeline: read_lookups(raw, pipeline) for pipeline in ("topics", "vectors")}
+    """Checks the hits and misses of the cache since the last call."""
+    before = read_lookups(raw)
 
-    def check(pipeline: str, hits: int, misses: int, *, of: str = "") -> None:
-        wanted = before[pipeline][0] + hits, before[pipeline][1] + misses
+    def check(hits: int, misses: int, *, of: str = "") -> None:
+        nonlocal before
+        wanted = before[0] + hits, before[1] + misses
         # The server may count a request after its answer.
-        assert eventually(lambda: sum(read_lookups(raw, pipeline)) >= sum(wanted)), of
-        assert read_lookups(raw, pipeline) == wanted, of
-        before[pipeline] = wanted
+        assert eventually(lambda: sum(read_lookups(raw)) >= sum(wanted)), of
+        assert read_lookups(raw) == wanted, of
+        before = wanted
 
     return check
 
@@ -93,12 +93,16 @@ def text(*rows: str, module: Any = triton) -> Any:
     return tensor("text", "BYTES", [[row.encode()] for row in rows], module)
 
 
-def top_k(*rows: int, module: Any = triton) -> Any:
-    return tensor("top_k", "INT32", [[row] for row in rows], module)
+def top_k(*rows: int) -> Any:
+    return tensor("top_k", "INT32", [[row] for row in rows])
 
 
-def labels(answer: Any) -> NDArray[Any]:
-    found: NDArray[Any] = answer.as_numpy("label")
+def dimensions(size: int, module: Any = triton) -> Any:
+    return tensor("dimensions", "INT32", [[size]], module)
+
+
+def vectors(answer: Any) -> NDArray[Any]:
+    found: NDArray[Any] = answer.as_numpy("embedding")
     return found
 
 
@@ -109,7 +113,7 @@ def test_a_client_may_ask_for_a_version_of_the_pipeline(
     for version, answered in (("", "7"), ("7", "7"), ("6", "6"), ("6", "6")):
         answer = raw.infer("vectors", [row], model_version=version)
         assert answer.get_response().model_version == answered
-    lookups("vectors", 2, 2)  # a version has answers of its own in the cache
+    lookups(2, 2)  # a version has answers of its own in the cache
     with pytest.raises(InferenceServerException, match="version 1"):
         raw.infer("vectors", [row], model_version="1")
     config = (server.repository / "vectors/config.pbtxt").read_text()
@@ -119,19 +123,54 @@ def test_a_client_may_ask_for_a_version_of_the_pipeline(
 def test_a_cached_answer_is_that_of_the_same_options(server: Server, lookups: Lookups) -> None:
     row = ["my parcel is late"]
     # The default has a key of its own.
-    asked: list[dict[str, Any]] = [{"top_k": 1}, {"top_k": 3}, {}]
-    with Client("topics", server.grpc_url) as client:
-        first = [client.classify(row, **options) for options in asked]
-        assert [len(each[0]) for each in first] == [1, 3, 1]
-        lookups("topics", 0, 3)
-        assert [client.classify(row, **options) for options in asked] == first
-        lookups("topics", 3, 0)
+    asked: list[dict[str, Any]] = [{"dimensions": 8}, {"dimensions": 16}, {}]
     with Client("vectors", server.grpc_url) as client:
-        whole, again = client.embed(row), client.embed(row)
-        bits = client.embed(row, encoding="binary", dimensions=16)
-        lookups("vectors", 1, 2)
-        assert np.array_equal(again, whole)
-        assert (bits.shape, bits.dtype.name) == ((1, 2), "int8")
+        first = [client.embed(row, **options) for options in asked]
+        assert [each.shape for each in first] == [(1, 8), (1, 16), (1, 32)]
+        lookups(0, 3)
+        for options, found in zip(asked, first, strict=True):
+            assert np.array_equal(client.embed(row, **options), found)
+        lookups(3, 0)
+
+
+OPTIONS: list[tuple[str, str, Any]] = [
+    ("", "", None),
+    ("dimensions", "INT32", 8),
+    ("normalize_embeddings", "BOOL", True),
+    ("encoding", "BYTES", b"float"),
+]
+
+
+def test_a_cached_answer_has_all_outputs_whatever_another_client_requested(
+    server: Server, raw: Any, lookups: Lookups
+) -> None:
+    """Triton's key lacks the names of requested outputs, and no step of an ensemble sees them."""
+    (only,) = [output.name for output in raw.get_model_metadata("vectors").outputs]
+    assert only == "embedding"
+    requests: list[list[str]] = [[], [only]]
+    for number, (name, dtype, value) in enumerate(OPTIONS):
+        for order in (requests, requests[::-1]):
+            inputs = [text(f"{number} {order}")]
+            inputs += [tensor(name, dtype, [[value]])] if name else []
+            outputs = [[triton.InferRequestedOutput(each) for each in some] for some in order]
+            first, second = (raw.infer("vectors", inputs, outputs=some) for some in outputs)
+            assert vectors(first).size, name
+            assert np.array_equal(vectors(first), vectors(second)), name
+            lookups(1, 1, of=name)
+    # Another output, and an option that would ask for another one, fail their own request.
+    row, wanted = [text("int8")], [triton.InferRequestedOutput("embedding_int8")]
+    refused: dict[str, dict[str, Any]] = {
+        "unexpected inference output 'embedding_int8'": {"inputs": row, "outputs": wanted},
+        "`input encoding` must be one of float": {
+            "inputs": [*row, tensor("encoding", "BYTES", [[b"int8"]])]
+        },
+        "Send it as the input tensor encoding": {"inputs": row, "parameters": {"encoding": "int8"}},
+    }
+    for cause, request in refused.items():
+        with pytest.raises(InferenceServerException, match=cause) as caught:
+            raw.infer("vectors", **request)
+        assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+    assert vectors(raw.infer("vectors", row)).shape == (1, 32)
 
 
 def test_the_classification_extension_gives_the_best_labels(server: Server, raw: Any) -> None:
@@ -160,8 +199,7 @@ def test_the_health_check_is_not_answered_from_the_cache(server: Server, lookups
     pipelines = find_pipelines(server.repository)
     for _ in range(2):
         assert HealthCheck(pipelines).find_fault(f"http://{server.http_url}") is None
-        lookups("topics", 0, 1)
-        lookups("vectors", 0, 1)
+        lookups(0, 1)
 
 
 def test_options_that_differ_share_a_batch_and_a_bad_one_fails_alone(raw: Any) -> None:
@@ -175,18 +213,19 @@ def test_options_that_differ_share_a_batch_and_a_bad_one_fails_alone(raw: Any) -
         with pytest.raises(InferenceServerException, match=message) as caught:
             bad.result()
     assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
-    assert [labels(other.result()).shape[1] for other in others] == [2, 3, 1]
+    shapes = [other.result().as_numpy("label").shape for other in others]
+    assert shapes == [(1, 2), (1, 3), (1, 1)]
 
 
 def over_tritonclient(module: Any, url: str) -> NDArray[Any]:
     with module.InferenceServerClient(url) as client:
-        inputs = [text("client", module=module), top_k(2, module=module)]
-        return labels(client.infer("topics", inputs))
+        inputs = [text("client", module=module), dimensions(8, module=module)]
+        return vectors(client.infer("vectors", inputs))
 
 
 def over_shared_memory(server: Server) -> NDArray[Any]:
     """Both inputs in one region of system shared memory."""
-    values = [serialize_byte_tensor(np.array([[b"client"]], np.object_)), np.array([[2]], np.int32)]
+    values = [serialize_byte_tensor(np.array([[b"client"]], np.object_)), np.array([[8]], np.int32)]
     text_bytes = 4 + len(b"client")
     name = f"options-{os.getpid()}"
     with triton.InferenceServerClient(server.grpc_url) as client:
@@ -198,11 +237,11 @@ def over_shared_memory(server: Server) -> NDArray[Any]:
             client.register_system_shared_memory(name, f"/{name}", text_bytes + 4, headers=headers)
             inputs = [
                 triton.InferInput("text", [1, 1], "BYTES"),
-                triton.InferInput("top_k", [1, 1], "INT32"),
+                triton.InferInput("dimensions", [1, 1], "INT32"),
             ]
             inputs[0].set_shared_memory(name, text_bytes)
             inputs[1].set_shared_memory(name, 4, text_bytes)
-            answer = labels(client.infer("topics", inputs))
+            answer = vectors(client.infer("vectors", inputs))
             client.unregister_system_shared_memory(name, headers=headers)
         finally:
             shared_memory.destroy_shared_memory_region(region)
@@ -210,48 +249,50 @@ def over_shared_memory(server: Server) -> NDArray[Any]:
 
 
 def over_pytriton(server: Server) -> NDArray[Any]:
-    with ModelClient(f"grpc://{server.grpc_url}", "topics") as client:
-        answer = client.infer_batch(text=np.array([[b"client"]]), top_k=np.array([[2]], np.int32))
-    found: NDArray[Any] = answer["label"]
+    with ModelClient(f"grpc://{server.grpc_url}", "vectors") as client:
+        size = np.array([[8]], np.int32)
+        answer = client.infer_batch(text=np.array([[b"client"]]), dimensions=size)
+    found: NDArray[Any] = answer["embedding"]
     return found
 
 
 def over_triptych(server: Server) -> NDArray[Any]:
-    with Client("topics", server.grpc_url) as client:
-        found: NDArray[Any] = client.infer({"text": ["client"]}, parameters={"top_k": 2})["label"]
+    with Client("vectors", server.grpc_url) as client:
+        answer = client.infer({"text": ["client"]}, parameters={"dimensions": 8})
+    found: NDArray[Any] = answer["embedding"]
     return found
 
 
 JSON = (
     b'{"inputs":[{"name":"text","datatype":"BYTES","shape":[1,1],"data":["client"]},'
-    b'{"name":"top_k","datatype":"INT32","shape":[1,1],"data":[2]}]}'
+    b'{"name":"dimensions","datatype":"INT32","shape":[1,1],"data":[8]}]}'
 )
 MLSERVER = (
     b'{"inputs":[{"name":"text","shape":[1,1],"datatype":"BYTES","parameters":{"content_type":"str"},'
-    b'"data":["client"]},{"name":"top_k","shape":[1,1],"datatype":"INT32","parameters":'
-    b'{"content_type":"np"},"data":[2]}]}',
-    b'{"parameters":{"content_type":"str","top_k":2},"inputs":[{"name":"text","shape":[1,1],'
+    b'"data":["client"]},{"name":"dimensions","shape":[1,1],"datatype":"INT32","parameters":'
+    b'{"content_type":"np"},"data":[8]}]}',
+    b'{"parameters":{"content_type":"str","dimensions":2},"inputs":[{"name":"text","shape":[1,1],'
     b'"datatype":"BYTES","parameters":{"content_type":"str"},"data":["client"]}]}',
 )
-"""Request bodies with `top_k` as input and as parameter, as mlserver 1.7.1 writes them."""
+"""Request bodies with `dimensions` as input and as parameter, as mlserver 1.7.1 writes them."""
 KSERVE = (
-    b'{"id":"1","model_name":"topics","inputs":[{"name":"text","shape":[1,1],"datatype":"BYTES",'
-    b'"parameters":{"binary_data_size":10}},{"name":"top_k","shape":[1,1],"datatype":"INT32",'
-    b'"parameters":{"binary_data_size":4}}]}\x06\x00\x00\x00client\x02\x00\x00\x00',
-    b'{"id":"1","model_name":"topics","inputs":[{"name":"text","shape":[1,1],"datatype":"BYTES",'
-    b'"data":["client"]}],"parameters":{"top_k":2}}',
+    b'{"id":"1","model_name":"vectors","inputs":[{"name":"text","shape":[1,1],"datatype":"BYTES",'
+    b'"parameters":{"binary_data_size":10}},{"name":"dimensions","shape":[1,1],"datatype":"INT32",'
+    b'"parameters":{"binary_data_size":4}}]}\x06\x00\x00\x00client\x08\x00\x00\x00',
+    b'{"id":"1","model_name":"vectors","inputs":[{"name":"text","shape":[1,1],"datatype":"BYTES",'
+    b'"data":["client"]}],"parameters":{"dimensions":2}}',
 )
-"""Those of `InferRequest.to_rest` of kserve 0.21.0; the first has binary data after 215 bytes."""
+"""Those of `InferRequest.to_rest` of kserve 0.21.0; the first has binary data after 221 bytes."""
 LITELLM = b'{"inputs":[{"name":"input_text","shape":[1],"datatype":"BYTES","data":["client"]}]}'
 """Request body of `litellm.embedding(model="triton/...")`, litellm 1.110.2."""
 
 
 def post(server: Server, body: bytes, json_bytes: int | None = None) -> NDArray[Any]:
     headers = {} if json_bytes is None else {"Inference-Header-Content-Length": str(json_bytes)}
-    url = f"http://{server.http_url}/v2/models/topics/infer"
+    url = f"http://{server.http_url}/v2/models/vectors/infer"
     with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as response:
-        (found,) = [o for o in json.load(response)["outputs"] if o["name"] == "label"]
-    return np.array([[label.encode() for label in found["data"]]], object)
+        (found,) = json.load(response)["outputs"]
+    return np.array([found["data"]], np.float32)
 
 
 CLIENTS: dict[str, Callable[[Server], NDArray[Any]]] = {
@@ -262,15 +303,15 @@ CLIENTS: dict[str, Callable[[Server], NDArray[Any]]] = {
     "`tritonclient` with shared memory": over_shared_memory,
     "`pytriton.client`": over_pytriton,
     "MLServer, Seldon (`mlserver.types`)": lambda server: post(server, MLSERVER[0]),
-    "KServe (`kserve.InferRequest`)": lambda server: post(server, KSERVE[0], 215),
+    "KServe (`kserve.InferRequest`)": lambda server: post(server, KSERVE[0], 221),
 }
 
 
 def test_parameters_of_documented_clients_reach_the_steps(server: Server, raw: Any) -> None:
     """A pipeline with a response cache refuses them by name."""
-    refused = "Send it as the input tensor top_k"
+    refused = "Send it as the input tensor dimensions"
     with pytest.raises(InferenceServerException, match=refused):
-        raw.infer("topics", [text("parameter")], parameters={"top_k": 2})
+        raw.infer("vectors", [text("parameter")], parameters={"dimensions": 8})
     # LiteLLM has another input.
     for body, message in ((MLSERVER[1], refused), (KSERVE[1], refused), (LITELLM, "input_text")):
         with pytest.raises(urllib.error.HTTPError) as caught:
@@ -284,12 +325,12 @@ def test_parameters_of_documented_clients_reach_the_steps(server: Server, raw: A
 
 @pytest.mark.filterwarnings("ignore:tritonclient.grpc doesn't support timeout")
 def test_every_documented_client_sends_options(server: Server, raw: Any, lookups: Lookups) -> None:
-    expected = labels(raw.infer("topics", [text("client"), top_k(2)]))
-    assert expected.shape == (1, 2)
-    lookups("topics", 0, 1)
+    expected = vectors(raw.infer("vectors", [text("client"), dimensions(8)]))
+    assert expected.shape == (1, 8)
+    lookups(0, 1)
     for name, ask in CLIENTS.items():
         assert np.array_equal(ask(server), expected), name
-        lookups("topics", 1, 0, of=name)  # the bytes of the tensors are equal, too
+        lookups(1, 0, of=name)  # the bytes of the tensors are equal, too
     documented = (ROOT / "pipelines/clients.md").read_text(encoding="utf-8")
     section = documented.partition("### Options as inputs")[2].partition("###")[0]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines()]
@@ -298,10 +339,10 @@ def test_every_documented_client_sends_options(server: Server, raw: Any, lookups
 
 ANALYZERS = {
     "`perf_analyzer`": (
-        "-m topics -u {url} -i grpc --input-data={data} --request-count=40 --concurrency-range=1"
+        "-m vectors -u {url} -i grpc --input-data={data} --request-count=40 --concurrency-range=1"
     ),
     "Model Analyzer (`perf_analyzer_flags`)": (
-        "-m topics -b 1 -u {url} -i grpc -f {data}.csv --verbose-csv --concurrency-range=1 "
+        "-m vectors -b 1 -u {url} -i grpc -f {data}.csv --verbose-csv --concurrency-range=1 "
         "--input-data={data} --measurement-mode=count_windows --stability-percentage=999"
     ),
 }
@@ -313,9 +354,9 @@ def test_perf_analyzer_sends_options(server: Server, raw: Any, tmp_path: Path) -
     analyzer = find_perf_analyzer()
     for client, words in ANALYZERS.items():
         data = tmp_path / "data.json"
-        rows = [{"text": [client], "top_k": [3]}, {"text": [client], "top_k": [2]}]
+        rows = [{"text": [client], "dimensions": [size]} for size in (8, 16)]
         data.write_text(json.dumps({"data": rows}))
-        before = read_lookups(raw, "topics")
+        before = read_lookups(raw)
         done = subprocess.run(
             [analyzer.binary.resolve(), *words.format(url=server.grpc_url, data=data).split()],
             env={**analyzer.environment(), "no_grpc_proxy": "127.0.0.1"},
@@ -324,5 +365,5 @@ def test_perf_analyzer_sends_options(server: Server, raw: Any, tmp_path: Path) -
             timeout=120,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert eventually(lambda: read_lookups(raw, "topics")[0] >= before[0] + 38), client  # noqa: B023
-        assert read_lookups(raw, "topics")[1] == before[1] + 2, client
+        assert eventually(lambda: read_lookups(raw)[0] >= before[0] + 38), client  # noqa: B023
+        assert read_lookups(raw)[1] == before[1] + 2, client

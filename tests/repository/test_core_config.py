@@ -10,19 +10,23 @@ from conftest import ROOT, write_pipeline
 from mistakes import check_refused, refusal
 from plan_cases import facts
 from triptych.base.releases import parse_release, without_newer_fields
+from triptych.core.inputs import check_cached_outputs, task_of
 from triptych.interface.cli.plan_text import describe_plan
 from triptych.repository.config import core_config, parse_config, print_config
 from triptych.repository.config_comments import explain
 from triptych.repository.config_text import GENERATED, check_config_texts, merge_config_text
 from triptych.repository.render import render
+from triptych.spec.model_fields import load_model_spec
 from triptych.spec.plan import Plan, make_plan
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.catalog import (
+    TASKS,
     TEXT_CLASSIFICATION,
     TEXT_EMBEDDING,
     TOKEN_CLASSIFICATION,
     ZERO_SHOT_CLASSIFICATION,
 )
+from triptych.spec.tasks.own import own_task
 from triptych.spec.tasks.task import with_class_scores
 from triptych.spec.traffic import Lengths
 
@@ -125,6 +129,41 @@ def test_class_scores_need_all_classes_of_a_classification() -> None:
         check_refused("is only supported for text-classification", with_class_scores, other, info)
 
 
+def test_a_response_cache_needs_a_pipeline_with_one_output(tmp_path: Path) -> None:
+    """Triton's key has no names of outputs, so a part of several would be stored as the whole."""
+    cached = ["serving.response_cache=true"]
+    allowed = {"text-embedding": "embedding", "token-classification": "entities"}
+    allowed["reranking"] = "score"
+    for name, task in TASKS.items():
+        folder = write_pipeline(tmp_path / name, task=name)
+        check_cached_outputs(load_spec(folder), task)
+        spec = load_spec(folder, cached)
+        if name in allowed:
+            check_cached_outputs(spec, task_of(spec))
+            assert [tensor.name for tensor in task_of(spec).outputs] == [allowed[name]]
+        else:
+            error = refusal(check_cached_outputs, spec, task_of(spec))
+            assert error.field == "serving.response_cache"
+            assert error.given == ", ".join(tensor.name for tensor in task.outputs)
+    added = [{"name": "language", "dtype": "BYTES", "dims": [1]}]
+    spec = load_spec(write_pipeline(tmp_path / "added", outputs=added), cached)
+    assert refusal(check_cached_outputs, spec, task_of(spec)).given == "embedding, language"
+    # Requests of the pipeline cannot choose another output.
+    rule = task_of(load_spec(tmp_path / "text-embedding", cached)).parameters(facts())["encoding"]
+    assert rule.choices == ("float",)
+    field = {"type": "float"}
+    for names in (["y"], ["y", "z"]):
+        fields = {"inputs": {"x": field}, "outputs": dict.fromkeys(names, field)}
+        folder = write_pipeline(
+            tmp_path / "-".join(names), task="model", model={"onnx": "a.onnx"}, **fields
+        )
+        own = load_model_spec(folder, cached)
+        if names == ["y"]:
+            check_cached_outputs(own, own_task(own))
+        else:
+            check_refused("one output", check_cached_outputs, own, own_task(own))
+
+
 def test_memory_of_contexts_is_found_anew_where_the_server_can(tmp_path: Path) -> None:
     wanted = [*CASES["bucketed"], "core.engine.context_memory=on_profile_change"]
     plan = plan_of(tmp_path, wanted)
@@ -215,7 +254,7 @@ def test_a_text_is_merged_by_the_rules_of_protobuf() -> None:
 def test_what_the_build_decides_cannot_be_set() -> None:
     for field in GENERATED:
         values = {"max_batch_size": ": 4", "ensemble_scheduling": " { }"}
-        kinds = ("input", "output", "batch_input", "batch_output", "model_warmup")
+        kinds = ("input", "output", "batch_input", "batch_output", "model_warmup", "response_cache")
         value = values.get(field, " { }" if field in kinds else ': "x"')
         error = refusal(check_config_texts, {"core": field + value})
         assert "must not set what is decided elsewhere" in error.message, field

@@ -33,9 +33,11 @@ from triptych.spec.plan import Layout, Plan, make_plan
 from triptych.spec.spec import SPEC_FILE, PipelineSpec
 from triptych.spec.tasks import Task, find_task
 from triptych.spec.tasks.catalog import (
+    FLOAT_EMBEDDING,
     PAIR_CLASSIFICATION,
     PROMPT,
     TEXT_CLASSIFICATION,
+    TEXT_EMBEDDING,
     with_logit_score,
 )
 from triptych.spec.tasks.custom import custom_task, with_added_outputs
@@ -207,7 +209,27 @@ def task_of(spec: CompiledSpec) -> Task:
             remedy="Remove it; question-answering and reranking always read pairs",
         )
     task = find_task(spec.task) if spec.custom is None else custom_task(spec.custom)
-    return with_added_outputs(PAIR_CLASSIFICATION if spec.pairs else task, spec.outputs)
+    if spec.pairs:
+        task = PAIR_CLASSIFICATION
+    elif spec.serving.response_cache and task is TEXT_EMBEDDING:
+        task = FLOAT_EMBEDDING
+    return with_added_outputs(task, spec.outputs)
+
+
+def check_cached_outputs(spec: CompiledSpec, task: Task) -> None:
+    """Raise a `UserError` if a response cache could store a part of the outputs as the whole.
+
+    The key has the inputs of a request, not the names of the outputs that it requests. No step sees
+    these names either: an ensemble requests every output of its steps.
+    """
+    if spec.serving.response_cache and len(task.outputs) > 1:
+        raise UserError(
+            "serving.response_cache",
+            "is only supported for a pipeline with one output: Triton would store the answer to a "
+            "request for some of several outputs, and return it to requests for all of them",
+            given=", ".join(tensor.name for tensor in task.outputs),
+            remedy="Remove it",
+        )
 
 
 def read_inputs(
@@ -226,6 +248,7 @@ def read_inputs(
         UserError: The spec, the model, the hooks or the traffic has a mistake.
     """
     task = task_of(spec)
+    check_cached_outputs(spec, task)
     files_of(spec)
     check_config_texts(spec.serving.config, shares_core=spec.core.shared_from is not None)
     report_settings(spec, progress)

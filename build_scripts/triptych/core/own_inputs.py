@@ -24,7 +24,12 @@ from triptych.core.gate_rows import (
     GATE_ROWS,
     split_traffic,
 )
-from triptych.core.inputs import PipelineInputs, load_checked_hooks, report_settings
+from triptych.core.inputs import (
+    PipelineInputs,
+    check_cached_outputs,
+    load_checked_hooks,
+    report_settings,
+)
 from triptych.core.own_chain import Chain
 from triptych.core.own_reader import OwnReader
 from triptych.core.own_stages import APART_ROWS, Stages, find_stages, takes_rows
@@ -73,6 +78,7 @@ def read_own_inputs(
     check_config_texts(spec.serving.config, shares_core=shares)
     files_of(spec)
     task = own_task(spec)
+    check_cached_outputs(spec, task)
     report_settings(spec, progress)
     hooks = load_checked_hooks(spec)
     reader = OwnReader(spec, task)

@@ -25,6 +25,7 @@ GENERATED = {
     "ensemble_scheduling": "task",
     "default_model_filename": "core.backend",
     "model_warmup": "the traffic",
+    "response_cache": "serving.response_cache",
 }
 """Fields of a config that must fit the graph and the steps, and what decides them."""
 REPLACED = ("instance_group", "version_policy")

@@ -443,7 +443,8 @@ class Serving(Frozen):
             instance of the core, Triton would delay single requests, and ``triton`` is built as
             ``none``. ``none``: that of arrival, without limits.
         response_cache: Whether the server answers a request with the same inputs as an earlier one
-            from its cache, without the steps. Options must then be sent as inputs.
+            from its cache, without the steps. Options must then be sent as inputs. Only for
+            pipelines with one output; text-embedding then has the encoding ``float`` alone.
         class_scores: Whether a classification also returns the scores of all labels, in the order
             of the model's labels, for Triton's classification extension.
         python_env: Whether the repository has the Python packages of its steps, for images of

@@ -450,7 +450,7 @@ def response_cache(model: Model) -> Iterator[Flaw]:
     """Check that a cached response depends only on what the key of the cache contains.
 
     The key is a hash of model, version and input tensors (TritonCache::Hash in src/cache_manager.cc
-    of Triton's core). Request parameters are not part of it.
+    of Triton's core). Request parameters and the names of requested outputs are not part of it.
     """
     config, models = model.config, model.repository.models
     if not config.response_cache.enable:
@@ -474,6 +474,13 @@ def response_cache(model: Model) -> Iterator[Flaw]:
             "enables it on the ensemble",
         )
         return
+    if len(config.output) > 1:
+        yield warning(
+            "should have one output to cache its responses: the answer to a request for some of "
+            "the outputs is stored, and returned to requests for all of them",
+            f"response_cache of {model.name} with {names(output.name for output in config.output)}",
+            "Remove response_cache",
+        )
     for each in steps or [model]:
         yield from _hidden_parameters(model, each)
 

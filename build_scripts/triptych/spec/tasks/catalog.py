@@ -102,6 +102,17 @@ TEXT_EMBEDDING = Task(
 )
 
 
+FLOAT_EMBEDDING = replace(
+    TEXT_EMBEDDING,
+    outputs=(Tensor("embedding", "FP32", ("dimensions",)),),
+    parameters=lambda info: {
+        **_text_embedding_parameters(info),
+        "encoding": Rule("str", default="float", choices=ENCODINGS[:1]),
+    },
+)
+"""Text embedding of pipelines with a response cache, whose requests must not choose the output."""
+
+
 TEXT_CLASSIFICATION = Task(
     name="text-classification",
     inputs=(TEXT,),
