@@ -21,7 +21,8 @@ RUN test -f "${LD_PRELOAD}" \
     --only-binary=:all: --require-hashes --requirement /opt/triptych/requirements.txt \
  && python3 -c "import numpy, PIL, tokenizers" \
  # The Python of a step ignores PYTHONDONTWRITEBYTECODE; it must not write into the repository.
- && echo "import sys; sys.dont_write_bytecode = True" \
+ # An isolated Python (-I), which imports nothing from the working directory, ignores PYTHONPATH.
+ && printf '%s\n' "import sys; sys.dont_write_bytecode = True" /opt/triptych \
     > "$(python3 -c 'import site; print(site.getsitepackages()[0])')/triptych.pth"
 
 COPY build_scripts/triptych/__init__.py /opt/triptych/triptych/
@@ -43,6 +44,6 @@ EXPOSE 8000 8001 8002
 # The start is longer than a first load of large engines with CUDA graphs. A step that is frozen is
 # noticed within 10 s.
 HEALTHCHECK --start-period=300s --interval=2s --timeout=5s --retries=2 \
-    CMD ["python3", "-m", "triptych.container.health"]
+    CMD ["python3", "-I", "-m", "triptych.container.health"]
 # NVIDIA's own entry point first: it prepares CUDA forward compatibility, then becomes its arguments.
-ENTRYPOINT ["/opt/nvidia/nvidia_entrypoint.sh", "python3", "-m", "triptych.container.entrypoint"]
+ENTRYPOINT ["/opt/nvidia/nvidia_entrypoint.sh", "python3", "-I", "-m", "triptych.container.entrypoint"]

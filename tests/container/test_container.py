@@ -26,8 +26,20 @@ from container_cases import (
 from mistakes import check_refused, refusal
 from triptych.base.releases import TRITON_VERSIONS, Release
 from triptych.container import health, lock_check
-from triptych.container.entrypoint import find_release, flags_for, main
-from triptych.container.flags import GrpcTls, ServerFlags, Trace, production_flags
+from triptych.container.entrypoint import (
+    describe_loader,
+    find_release,
+    flags_for,
+    main,
+    server_variables,
+)
+from triptych.container.flags import (
+    GrpcTls,
+    ServerFlags,
+    Trace,
+    absolute_paths,
+    production_flags,
+)
 from triptych.container.health import PROMPT_FILE, QUESTION_FILE, HealthCheck
 from triptych.container.lock_check import check_repository, has_version_compatible_plans
 from triptych.container.machine import Machine, VisibleGpu, find_driver, find_gpus, find_tensorrt
@@ -136,6 +148,30 @@ def test_an_option_adds_its_flag_and_nothing_has_it_otherwise() -> None:
         (rule,) = (flag.partition("=")[2] for flag in flags() if flag.startswith(option))
         services, _, header = rule.partition(":")
         assert (header, set(services.split(","))) == (f"triptych-key={KEY}", closed)
+
+
+def test_paths_of_the_operator_are_relative_to_its_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has another one, from which nothing can be imported."""
+    monkeypatch.chdir(tmp_path)
+    here = str(Path.cwd())
+    for given, wanted in {
+        "--log-file=a.log": f"--log-file={here}/a.log",
+        "--backend-directory b": f"--backend-directory {here}/b",
+        "--trace-config=triton,file=c": f"--trace-config=triton,file={here}/c",
+        "--grpc-server-key=/k --log-verbose=1": "--grpc-server-key=/k --log-verbose=1",
+        "--model-store s3://models --http-port 1": "--model-store s3://models --http-port 1",
+        "--cache-config=local,size=1": "--cache-config=local,size=1",
+    }.items():
+        assert absolute_paths(given.split()) == wanted.split()
+    assert read_settings({}, repository="models").repository == Path(here, "models")
+    assert server_variables({"TRIPTYCH_SAMPLES": "rows"})["TRIPTYCH_SAMPLES"] == f"{here}/rows"
+
+
+def test_libraries_that_a_server_loads_are_named() -> None:
+    named = describe_loader({"LD_PRELOAD": "/a.so", "LD_LIBRARY_PATH": "", "PATH": "/bin"})
+    assert named == "note: the server and its steps load libraries of LD_PRELOAD=/a.so\n"
 
 
 def test_the_repository_switches_on_what_it_asks_for(tmp_path: Path) -> None:

@@ -81,6 +81,9 @@ def test_an_image_is_built_of_pinned_parts_and_without_rights(kind: str) -> None
     assert modules
     assert here.issuperset(modules)
     assert "/opt/nvidia/nvidia_entrypoint.sh" in text
+    if kind == "serve":  # it may be started in any folder, whose modules must not be imported
+        for instruction in ("ENTRYPOINT", "HEALTHCHECK"):
+            assert '"python3", "-I", "-m"' in " ".join(arguments_of(path, instruction)[-1])
 
 
 def test_the_images_hold_the_versions_that_were_tested_here() -> None:

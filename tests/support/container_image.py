@@ -28,16 +28,18 @@ exec {program} "$@" {flags}
 
 
 class Image(NamedTuple):
-    """What stands for the image: its files, its environment."""
+    """What stands for the image: its files, its environment, the container's working directory."""
 
     files: Path
     variables: dict[str, str]
+    folder: Path | None = None
 
     def run(self, module: str, *arguments: str) -> subprocess.Popen[str]:
         # Without site: nothing of this environment is there but the files of the image.
         return subprocess.Popen(
             [sys.executable, "-S", "-m", f"triptych.container.{module}", *arguments],
             env=self.variables,
+            cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -109,6 +111,7 @@ def image_of(folder: Path, repository: Path) -> Iterator[Image]:
     environment = {
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(copy_of_the_images_files(folder / "opt")),
+        "PYTHONSAFEPATH": "1",
         "TRIPTYCH_TRITON": str(find_release()),
         "TRIPTYCH_HOST": "127.0.0.1",
         "TRIPTYCH_REPOSITORY": str(repository),

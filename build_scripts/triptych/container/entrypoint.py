@@ -19,7 +19,13 @@ from pathlib import Path
 from triptych.base.errors import UserError, escape_for_terminal
 from triptych.base.release_changes import defects_of
 from triptych.base.releases import Release, parse_release
-from triptych.container.flags import ServerFlags, cache_flags, production_flags, uses_rate_limiter
+from triptych.container.flags import (
+    ServerFlags,
+    absolute_paths,
+    cache_flags,
+    production_flags,
+    uses_rate_limiter,
+)
 from triptych.container.health import HealthCheck, find_server_fault
 from triptych.container.lock_check import (
     EXIT_MISTAKE,
@@ -65,7 +71,19 @@ _VERSION_FILE = Path("/opt/tritonserver/TRITON_VERSION")
 def server_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the server and its steps, without the operators' key."""
     kept = {name: value for name, value in variables.items() if name != KEY_VARIABLE}
+    if samples := kept.get("TRIPTYCH_SAMPLES"):  # the server has another working directory
+        kept["TRIPTYCH_SAMPLES"] = str(Path(samples).absolute())
     return {**kept, **_STEPS}
+
+
+def describe_loader(variables: Mapping[str, str]) -> str:
+    """Return a line for each variable that loads foreign libraries into the server."""
+    names = ("LD_PRELOAD", "LD_LIBRARY_PATH")
+    return "".join(
+        f"note: the server and its steps load libraries of {name}={variables[name]}\n"
+        for name in names
+        if variables.get(name)
+    )
 
 
 def find_release(variables: Mapping[str, str], version_file: Path = _VERSION_FILE) -> Release:
@@ -127,7 +145,7 @@ def command(settings: Settings, machine: Machine, release: Release) -> list[str]
             remedy="Use an image of tritonserver",
         )
     return [
-        program,
+        str(Path(program).absolute()),
         f"--model-repository={settings.repository}",
         f"--http-address={settings.host}",
         f"--grpc-address={settings.host}",
@@ -155,8 +173,9 @@ def main(arguments: Sequence[str]) -> int:
         release = find_release(os.environ)
         prefix = os.environ.setdefault(PREFIX_VARIABLE, new_prefix())
         named = f"--backend-config=python,shm-region-prefix-name={prefix}"
-        words = [*command(settings, machine, release), named, *arguments]
+        words = [*command(settings, machine, release), named, *absolute_paths(arguments)]
         warn_of(release)
+        print(describe_loader(os.environ), end="", file=sys.stderr, flush=True)
     except UserError as error:
         print(escape_for_terminal(f"error: {error.message}"), file=sys.stderr, flush=True)
         return EXIT_MISTAKE

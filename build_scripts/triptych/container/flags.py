@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,23 @@ def cache_flags(
         name, *settings = cache
         return [f"--cache-config={name},{setting}" for setting in settings]
     return [f"--cache-config=local,size={(size_mib or CACHE_MIB) * _MIB}"]
+
+
+_PATH = re.compile(
+    r"--(?:[\w-]+-(?:repository|store|directory|file|cert|key)|trace-config=\w+,file)"
+)
+
+
+def absolute_paths(flags: Sequence[str]) -> list[str]:
+    """Return flags of the operator for a server with another working directory."""
+    made: list[str] = []
+    for flag in flags:
+        name, equals, value = flag.rpartition("=")
+        named = name if equals else made[-1] if made else ""
+        if _PATH.fullmatch(named) and "://" not in value:  # a repository may be in an object store
+            flag = f"{name}{equals}{Path(value).absolute()}"
+        made.append(flag)
+    return made
 
 
 RESPONSE_CACHE = "response_cache"

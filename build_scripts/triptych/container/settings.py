@@ -70,7 +70,7 @@ def read_settings(
     """
     given = {name: value for name, value in variables.items() if value}
     return Settings(
-        repository=Path(repository or given.get("TRIPTYCH_REPOSITORY", "/models")),
+        repository=Path(repository or given.get("TRIPTYCH_REPOSITORY", "/models")).absolute(),
         server=given.get("TRIPTYCH_SERVER", "tritonserver"),
         host=given.get("TRIPTYCH_HOST", "0.0.0.0"),
         http_port=_number(given, "TRIPTYCH_HTTP_PORT", 8000, _PORT_MAX),
@@ -190,7 +190,7 @@ def _pem_file(given: Mapping[str, str], name: str) -> str | None:
         raise UserError(name, "must be a readable file", given=given[name]) from error
     if b"-----BEGIN " not in content:
         raise UserError(name, "must be a PEM file", given=given[name])
-    return given[name]
+    return str(Path(given[name]).absolute())
 
 
 def _read_pattern(given: Mapping[str, str]) -> str | None:

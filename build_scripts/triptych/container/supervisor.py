@@ -222,7 +222,8 @@ def supervise(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: asked.append(number))
     # In a separate session, signals of a terminal reach only this process, which forwards them.
-    server = subprocess.Popen(command, env=variables, start_new_session=True)
+    # The stubs of the Python backend import from the server's working directory first.
+    server = subprocess.Popen(command, env=variables, start_new_session=True, cwd="/")
     try:
         code = _watch(server, asked, is_ready)
         return _stop(server, grace_s, ask) if code is None else code

@@ -161,7 +161,8 @@ def find_installation(private: Path, *, own_backends: Path | None = None) -> Ins
     on_path = shutil.which("tritonserver")
     if on_path and own_backends is None:
         # Without an activated environment, its Python steps would use another Python's packages.
-        return Installation(executable=Path(on_path), environment={"PATH": server_path()})
+        path = Path(on_path).absolute()
+        return Installation(executable=path, environment={"PATH": server_path()})
     machine = read_platform()
     check_requirements(machine)
     wheel = find_wheel()

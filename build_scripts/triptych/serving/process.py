@@ -43,6 +43,7 @@ class ServerProcess:
         log_file: File to which standard output and error are appended.
         own_paths: Files and folders to remove with the server.
         orphan_paths: Files and folders to remove if this process dies before it calls `end`.
+        folder: Working directory; None for that of this process.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ServerProcess:
         log_file: Path,
         own_paths: Sequence[Path],
         orphan_paths: Sequence[Path] = (),
+        folder: Path | None = None,
     ) -> None:
         self._tag = tag
         self._regions = SharedRegions(tag)
@@ -68,7 +70,7 @@ class ServerProcess:
         def keep() -> None:
             try:
                 self._guard = self._start_guard([*own_paths, *orphan_paths])
-                self._server = self._start_server(command, variables, log_file)
+                self._server = self._start_server(command, variables, log_file, folder)
             except OSError as error:
                 errors.append(error)
                 return
@@ -133,12 +135,17 @@ class ServerProcess:
         )
 
     def _start_server(
-        self, command: Sequence[str], variables: Mapping[str, str], log_file: Path
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        log_file: Path,
+        folder: Path | None,
     ) -> subprocess.Popen[bytes]:
         with log_file.open("ab") as log:
             return subprocess.Popen(
                 launched(command),
                 env={**variables, PROCESS_TAG_VARIABLE: self._tag},
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

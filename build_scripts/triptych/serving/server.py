@@ -19,6 +19,7 @@ from triptych.base.releases import flags_newer_than
 from triptych.container.entrypoint import (
     PLAIN,
     check_model_names,
+    describe_loader,
     flags_for,
     is_plain,
     server_variables,
@@ -30,6 +31,7 @@ from triptych.container.flags import (
     FREE_REQUESTS,
     RESTRICTED_HEADER,
     SHARED_MEMORY,
+    absolute_paths,
     restricted_flags,
 )
 from triptych.container.health import HealthCheck
@@ -289,6 +291,8 @@ class Server:
         self.second_repository = private / "second"
         try:
             self.second_repository.mkdir()
+            # The stubs of the Python backend import from the server's working directory first.
+            (private / "empty").mkdir()
             if not is_plain(self.repository):
                 self._served = private / "repository"
                 self._served.symlink_to(self.repository, target_is_directory=True)
@@ -306,6 +310,7 @@ class Server:
                 log_file=log_file,
                 own_paths=[private],
                 orphan_paths=[] if self._keep_log else [log_file],
+                folder=private / "empty",
             )
         except BaseException:
             shutil.rmtree(private, ignore_errors=True)
@@ -452,6 +457,7 @@ class Server:
         # What an earlier server wrote would be taken for this one's; steps may log what users sent.
         handle = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode=0o600)
         os.fchmod(handle, 0o600)  # the file may have existed
+        os.write(handle, os.fsencode(describe_loader(os.environ)))
         os.close(handle)
         return self.log_file
 
@@ -485,7 +491,7 @@ class Server:
             embedded = installation.backend_directory is not None
             release = EMBEDDED_RELEASE if embedded else find_release()
             command += [] if flags_newer_than([ALLOW_CLIENT_SHM], release) else [ALLOW_CLIENT_SHM]
-        return [*command, *self._profile_flags, *self._extra_args]
+        return [*command, *self._profile_flags, *absolute_paths(self._extra_args)]
 
     def _started(self) -> ServerProcess:
         if self._process is None:

@@ -1,5 +1,5 @@
 """``python -m triptych.interface.cli``."""
 
-from triptych.interface.cli import main
+from triptych.interface import main
 
 main()
