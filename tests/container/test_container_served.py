@@ -5,13 +5,15 @@ import http.client
 import json
 import os
 import re
+import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -193,6 +195,21 @@ def test_the_health_check_names_the_ensemble_or_what_is_wrong(
 def has_fault(image: Image, fault: str) -> bool:
     exit_code, said = image.health()
     return exit_code == 1 and said.startswith(f"unhealthy: {fault}")
+
+
+def test_more_idle_connections_than_files_of_the_usual_limit_leave_a_server_healthy(
+    image: Image,
+) -> None:
+    address = ("127.0.0.1", int(image.variables["TRIPTYCH_HTTP_PORT"]))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    try:
+        with ExitStack() as opened:
+            for _ in range(1100):
+                opened.enter_context(socket.create_connection(address, timeout=60))
+            assert eventually(lambda: image.health() == (0, "healthy: minilm_packed"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_the_services_of_operators_want_the_key(image: Image) -> None:

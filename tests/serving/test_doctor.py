@@ -56,6 +56,7 @@ MACHINE = MachineInfo(
     driver="595.10",
     tensorrt="11.2.1",
     perf_analyzer=Path("/usr/bin/perf_analyzer"),
+    limits={"stack": 1 << 30, "nofile": 1 << 16},
 )
 
 

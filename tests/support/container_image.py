@@ -21,6 +21,8 @@ from triptych.serving.ports import reserve_ports
 from triptych.serving.readiness import is_cpu_starved
 
 KEY = "a-key-of-the-operators"
+USUAL_LIMITS = ("/bin/sh", "-c", 'ulimit -S -n 1024; exec "$0" "$@"')
+"""Command that runs another with the usual soft limit of open files."""
 WRAPPER = """#!/bin/sh
 export {variables}
 exec {program} "$@" {flags}
@@ -37,7 +39,7 @@ class Image(NamedTuple):
     def run(self, module: str, *arguments: str) -> subprocess.Popen[str]:
         # Without site: nothing of this environment is there but the files of the image.
         return subprocess.Popen(
-            [sys.executable, "-S", "-m", f"triptych.container.{module}", *arguments],
+            [*USUAL_LIMITS, sys.executable, "-S", "-m", f"triptych.container.{module}", *arguments],
             env=self.variables,
             cwd=self.folder,
             stdout=subprocess.PIPE,

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
+from typing import NamedTuple
 
 from triptych.runtime.in_flight import InFlight
 
@@ -186,15 +187,66 @@ EXIT_DEAD = 3
 _POLL_S = 0.2
 EXIT_S = 5.0
 """Maximum seconds for Triton's exit after draining: it also waits for idle connections."""
-STACK_BYTES = 1 << 30
-"""Stack of the server's threads. Triton reads JSON by recursion: a body of 300,000 ``[`` is more
-than the usual 8 MiB hold, and ends the server. Only what is used takes memory."""
 
 
-def stack_limits() -> tuple[int, int]:
-    """Return the soft and the hard limit of a server's stack in bytes, as the system allows."""
-    _, most = resource.getrlimit(resource.RLIMIT_STACK)
-    return STACK_BYTES if most == resource.RLIM_INFINITY else min(STACK_BYTES, most), most
+class Limit(NamedTuple):
+    """Limit of a server's process, by its name in the options of Docker and systemd.
+
+    It is raised to `wanted` where the system allows it. With less than `enough`, `effect` happens.
+    """
+
+    name: str
+    number: int
+    unit: str
+    wanted: int
+    enough: int
+    effect: str
+
+    @property
+    def rule(self) -> str:
+        return f"a server should have {self.enough:,} {self.unit}: with less, {self.effect}"
+
+    @property
+    def remedy(self) -> str:
+        return (
+            f"Raise the hard limit: `docker run --ulimit {self.name}={self.wanted}`, or "
+            f"`Limit{self.name.upper()}={self.wanted}` in a unit of systemd"
+        )
+
+
+_FILES_EFFECT = "as many connections, also idle ones, keep it from answering"
+# Triton reads JSON by recursion: a body of 300,000 ``[`` is more than the usual 8 MiB hold. Of the
+# stack, only what is used takes memory.
+_STACK_EFFECT = "a body of deeply nested JSON ends it"
+LIMITS = (
+    Limit("nofile", resource.RLIMIT_NOFILE, "open files", 1 << 16, 10_000, _FILES_EFFECT),
+    Limit("stack", resource.RLIMIT_STACK, "bytes of stack", 1 << 30, 1 << 30, _STACK_EFFECT),
+)
+"""Limits of the processes that serve."""
+
+
+def server_limits() -> dict[Limit, tuple[int, int]]:
+    """Return the soft and the hard value of each limit of a server, as the system allows."""
+    values = {}
+    for limit in LIMITS:
+        soft, most = resource.getrlimit(limit.number)
+        # More files are kept. A larger stack is not: of an unlimited one, glibc gives threads less.
+        wanted = max(limit.wanted, soft) if limit.name == "nofile" else limit.wanted
+        values[limit] = (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most)
+    return values
+
+
+def raise_limits() -> None:
+    """Raise the limits of this process and of those that it starts."""
+    for limit, values in server_limits().items():
+        resource.setrlimit(limit.number, values)
+
+
+def warn_of_limits() -> None:
+    """Print the limits of this system that are too low for a server."""
+    for limit, (value, _) in server_limits().items():
+        if value < limit.enough:
+            _say(f"warning: {limit.rule}. Here: {value:,}. {limit.remedy}")
 
 
 def supervise(
@@ -217,7 +269,8 @@ def supervise(
     Returns:
         The exit code: 0 after an orderly stop, never 0 after a death.
     """
-    resource.setrlimit(resource.RLIMIT_STACK, stack_limits())
+    warn_of_limits()
+    raise_limits()
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: asked.append(number))

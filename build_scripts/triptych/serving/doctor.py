@@ -18,6 +18,7 @@ from triptych.base.extras import extra_requirements, install_command
 from triptych.base.release_changes import defects_of
 from triptych.container.machine import find_driver, find_tensorrt
 from triptych.container.processor import find_instruction_sets, find_processor, sets_for
+from triptych.container.supervisor import LIMITS, server_limits
 from triptych.serving.embedded import (
     EMBEDDED_RELEASE,
     REQUIREMENTS,
@@ -66,6 +67,7 @@ class MachineInfo:
         extras: Version of each package, by extra and package; None if the package is missing.
             Empty if triptych itself is not installed.
         torch_pin: Version of torch that the `build` extra requires.
+        limits: Soft limits of a server's process, by their names.
     """
 
     platform: Platform
@@ -84,6 +86,7 @@ class MachineInfo:
     driver: str | None
     tensorrt: str | None
     perf_analyzer: Path | None
+    limits: Mapping[str, int]
     processor: str = ""
     instruction_sets: tuple[str, ...] = ()
 
@@ -118,6 +121,7 @@ def read_machine(ports: Mapping[str, int], shm_path: Path) -> MachineInfo:
         driver=driver,
         tensorrt=find_tensorrt(os.environ),
         perf_analyzer=_on_path("perf_analyzer"),
+        limits={limit.name: soft for limit, (soft, _) in server_limits().items()},
         processor=find_processor(),
         instruction_sets=find_instruction_sets(),
     )
@@ -293,6 +297,16 @@ def _resources(machine: MachineInfo) -> Iterable[Finding]:
         "In a container: `docker run --shm-size=1g`, or in Kubernetes an emptyDir with medium "
         f"Memory on {machine.shm_path}. Elsewhere: `mount -o remount,size=1g {machine.shm_path}`",
     )
+    for limit in LIMITS:
+        value = machine.limits[limit.name]
+        yield _finding(
+            f"limit-{limit.name}",
+            value >= limit.enough,
+            limit.rule,
+            f"{value:,} {limit.unit}",
+            "warning",
+            limit.remedy,
+        )
 
 
 def _packages(machine: MachineInfo) -> Iterable[Finding]:

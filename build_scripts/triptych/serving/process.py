@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from triptych.container.shared_memory import SharedRegions
-from triptych.container.supervisor import stack_limits
+from triptych.container.supervisor import server_limits
 from triptych.serving import orphan_cleanup
 from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, remove_orphans
 
@@ -25,9 +25,9 @@ def launched(command: Sequence[str]) -> list[str]:
 
     The thread that starts it must live as long as the process.
     """
-    stack_bytes, _ = stack_limits()
+    limits = [f"{limit.number}={soft}" for limit, (soft, _) in server_limits().items()]
     # Without site: only the standard library is needed, and the start takes 20 ms.
-    return [*_ISOLATED, "-S", str(_LAUNCHER), str(os.getpid()), str(stack_bytes), *command]
+    return [*_ISOLATED, "-S", str(_LAUNCHER), str(os.getpid()), ",".join(limits), *command]
 
 
 class ServerProcess:

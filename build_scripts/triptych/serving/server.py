@@ -45,6 +45,7 @@ from triptych.container.supervisor import (
     dead_steps,
     drain,
     step_processes,
+    warn_of_limits,
 )
 from triptych.serving.embedded import (
     EMBEDDED_RELEASE,
@@ -142,6 +143,7 @@ def check_and_make_flags(repository: Path, *, production: bool, one_gpu: bool = 
             given=repository,
             remedy="Fix the errors above, or set TRIPTYCH_LOCK_CHECK=warn",
         )
+    warn_of_limits()
     if machine is None:
         return []
     release = find_release()
