@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx2
@@ -208,6 +208,40 @@ def test_a_flood_of_connections_is_refused_and_ends(
         for each in flood:
             each.close()
     assert client.get("/v1/models").status_code == 200
+
+
+def test_idle_connections_give_way_to_new_ones(address: Address) -> None:
+    """The limit is 20 connections here, and each idle one may stay for 300 s."""
+    request = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    begun = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+
+    def is_answered(connection: socket.socket) -> bool:
+        connection.sendall(request)
+        return connection.recv(12) == b"HTTP/1.1 200"
+
+    with ExitStack() as opened:
+
+        def connect(sent: bytes = b"") -> socket.socket:
+            made = opened.enter_context(socket.create_connection(address, timeout=300))
+            made.sendall(sent)
+            return made
+
+        sending, first = connect(begun), connect()
+        kept = connect()
+        assert is_answered(kept)
+        first.sendall(request[:9])
+        flood = [connect() for _ in range(18)]
+        # Of those that send no request, the one that has been idle for the longest time ends.
+        assert first.recv(10) == b""
+        assert is_answered(connect())
+        assert is_answered(flood[-1])
+        sending.sendall(b'{"a": 12}')
+        assert sending.recv(12) == b"HTTP/1.1 400"
+        # Where all are busy, another gets a 503.
+        for _ in range(25):
+            connect(begun)
+        refused = connect(request)
+        assert refused.recv(12) == b"HTTP/1.1 503"
 
 
 def test_the_openapi_document_names_each_type(client: httpx2.Client) -> None:

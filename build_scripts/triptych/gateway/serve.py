@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 import sys
 from collections.abc import Callable
@@ -14,13 +15,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from triptych.base.api_keys import file_stamps
 from triptych.base.errors import UserError
 from triptych.base.server_tls import ServerTls
+from triptych.container.supervisor import raise_limits
 from triptych.gateway import GRACE_S
 from triptych.gateway.app import make_app
 from triptych.gateway.http import Shared
 from triptych.gateway.pipelines import Pipelines
 
 MAX_CONNECTIONS = 1000
-"""Maximum number of connections; another gets the status 503."""
+"""Maximum number of connections. Another takes the place of the one that has been idle for the
+longest time, or gets the status 503 if none is idle."""
 
 HEADERS_S = 10.0
 """Maximum time to receive the headers of a request, in seconds."""
@@ -36,10 +39,17 @@ class _Protocol(HttpToolsProtocol):  # type: ignore[misc]
     """HTTP/1.1 connection that ends if its headers are slow, or its response is not read."""
 
     _timer: asyncio.TimerHandle | None = None
+    _idle_since = math.inf  # a request is in flight
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._start(HEADERS_S)
+        if len(self.connections) >= MAX_CONNECTIONS:
+            longest = min(self.connections, key=lambda each: each._idle_since)
+            if longest._idle_since < math.inf:
+                self.connections.discard(longest)  # it would count until it is closed
+                longest.transport.abort()
+        self._idle_since = self.loop.time()
         if len(self.connections) > 2 * MAX_CONNECTIONS:  # beyond the limit of uvicorn, a 503
             transport.abort()
 
@@ -49,7 +59,12 @@ class _Protocol(HttpToolsProtocol):  # type: ignore[misc]
 
     def on_headers_complete(self) -> None:
         self._stop()
+        self._idle_since = math.inf
         super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -133,6 +148,7 @@ def make_server(
     Raises:
         UserError: A file of `tls` cannot be read.
     """
+    raise_limits()
     context = None if tls is None else tls.context()
     config = uvicorn.Config(
         make_app(pipelines, shared),
