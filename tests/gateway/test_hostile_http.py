@@ -1,5 +1,6 @@
 """Hostile and malformed HTTP against a gateway: each gets a clear error, and others are served."""
 
+import gzip
 import json
 import socket
 import threading
@@ -172,6 +173,12 @@ def test_each_api_has_its_own_error_format(client: httpx2.Client) -> None:
         found = (response.status_code, response.json()["error"]["param"])
         assert found == (status, param), path
     assert client.post("/v1/embeddings", data={"model": "minilm"}).status_code == 415
+    body = gzip.compress(b'{"model": "minilm", "input": "a"}')
+    response = client.post(
+        "/v1/embeddings", content=body, headers={**JSON, "content-encoding": "gzip"}
+    )
+    assert (response.status_code, response.headers["accept-encoding"]) == (415, "identity")
+    assert "`content-encoding` must be identity. Given: b'gzip'." in response.text
 
 
 def test_a_server_that_does_not_answer_is_a_503_with_a_time_to_retry_or_a_504(

@@ -63,6 +63,8 @@ class ApiError(Exception):
         headers = {"connection": "close"} if self.closes else {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if self.status == 415:
+            headers["accept-encoding"] = "identity"
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
             headers["retry-after-ms"] = str(math.ceil(1000 * self.retry_after_s))

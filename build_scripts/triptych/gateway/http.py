@@ -258,17 +258,22 @@ class EndpointApp:
         """Return the body; None if the client disconnected.
 
         Raises:
-            ApiError: The body is too large or too slow, or its media type is not JSON.
+            ApiError: The body is too large or too slow, or it is not JSON or is compressed.
         """
         limit = self._limits.body_bytes
-        kind = headers.get(b"content-type", b"application/json").partition(b";")[0].strip()
-        if kind.lower() != b"application/json":
-            raise ApiError(
-                415,
-                "unsupported_media_type",
-                f"`content-type` must be application/json. Given: {kind!r:.80}. Send JSON.",
-                closes=True,
-            )
+        for header, wanted in (
+            (b"content-type", b"application/json"),
+            (b"content-encoding", b"identity"),
+        ):
+            given = headers.get(header, wanted).partition(b";")[0].strip()
+            if given.lower() != wanted:
+                raise ApiError(
+                    415,
+                    "unsupported_media_type",
+                    f"`{header.decode()}` must be {wanted.decode()}. Given: {given!r:.80}. "
+                    "Send JSON that is not compressed.",
+                    closes=True,
+                )
         stated = headers.get(b"content-length", b"0")
         size = int(stated) if stated.isdigit() else 0
         if size <= limit:
