@@ -22,8 +22,10 @@ print(find_tensorrt(os.environ))')" \
     --target /opt/triptych/packages --requirement /opt/triptych/requirements.txt \
     "tensorrt-cu${cuda}-bindings==${tensorrt}.*" "cuda-bindings==${cuda}.*"
 COPY docker/tensorrt.py /opt/triptych/packages/tensorrt.py
-# The bindings and the library must mean the same TensorRT.
-RUN python3 -c "import os, sys, tensorrt; from triptych.container.machine import find_tensorrt; \
+# The bindings and the library must mean the same TensorRT. Files of a checkout under another umask must be
+# readable for every user.
+RUN chmod -R a+rX /opt/triptych \
+ && python3 -c "import os, sys, tensorrt; from triptych.container.machine import find_tensorrt; \
 library = find_tensorrt(os.environ); print('TensorRT', library, tensorrt.__version__); \
 sys.exit(not tensorrt.__version__.startswith(library))"
 

@@ -34,8 +34,10 @@ COPY build_scripts/triptych/runtime/__init__.py build_scripts/triptych/runtime/r
      build_scripts/triptych/runtime/in_flight.py \
      /opt/triptych/triptych/runtime/
 
-# For samples: a new volume that is mounted there gets this owner.
-RUN install --directory --owner=1000 --group=1000 --mode=0700 /samples
+# The files of a checkout under another umask must be readable for every user. For samples: a new volume
+# that is mounted there gets this owner, and group 0, which a platform gives to a user of its own.
+RUN chmod -R a+rX /opt/triptych \
+ && install --directory --owner=1000 --group=0 --mode=0770 /samples
 
 # NVIDIA's images call this user triton-server.
 USER 1000

@@ -67,6 +67,10 @@ def test_an_image_is_built_of_pinned_parts_and_without_rights(kind: str) -> None
             assert (ROOT / source).exists(), source
             assert any(source == there or source.startswith(there + "/") for there in let_in)
     assert arguments_of(path, "USER")[-1] == ["1000"]
+    # Any other user of group 0 can read the files, whatever the umask of the checkout was.
+    assert "RUN chmod -R a+rX /opt/triptych" in text[text.rindex("COPY") :]
+    for words in arguments_of(path, "RUN"):
+        assert "--directory" not in words or {"--group=0", "--mode=0770"} <= set(words)
     assert not re.search(r"\b(curl|wget|apt-get|sudo|chmod 777)\b", text)
     assert not arguments_of(path, "ADD")
     # The base image is named by the build only.

@@ -104,6 +104,8 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
         (repository, {"image": "Serve it"}, reports, "in your registry"),
         (repository, {"repository_image": "models:1"}, reports, "Leave the tag out"),
         (repository, {"max_growth": 11.0}, reports, "--max-growth"),
+        (repository, {"run_as_user": "1001"}, reports, "1001, --target kubernetes. Leave it out"),
+        (repository, {"run_as_user": "none", "target": "compose"}, reports, "kubernetes or kserve"),
         (repository, {"prometheus": "prometheus:9090"}, reports, "http://"),
         (repository, {"rps_per_replica": float("nan")}, reports, "above 0"),
         (built["shared"], {}, reports, "core.shared_from"),

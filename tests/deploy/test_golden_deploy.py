@@ -185,11 +185,11 @@ class Made(NamedTuple):
         return texts
 
 
-def make(case: str, folder: Path) -> Made:
-    """Write what a build and a bench leave, and make the manifests of an option set."""
+def make(case: str, folder: Path, **more: str) -> Made:
+    """Write what a build and a bench leave, and make the manifests of an option set and `more`."""
     fields, chosen = CASES[case]
     target = case.partition("_")[0] if case.startswith(("kserve", "compose")) else "kubernetes"
-    chosen = {"target": target, **chosen}
+    chosen = {"target": target, **chosen, **more}
     words: dict[str, str] = {}
     if "overrides" in fields or "text2text" in fields:
         name = "talk"
@@ -364,6 +364,34 @@ def with_mounts(proxy: Path, folder: Path) -> Path:
         text = file.read_text().replace("/etc/envoy-config", str(folder))
         (folder / file.name).write_text(text.replace("/run/triptych", str(folder)))
     return folder / proxy.name
+
+
+def test_openshift_takes_the_pods_of_every_target(made: dict[str, Made], tmp_path: Path) -> None:
+    schema = yaml.safe_load((ROOT / "tests/data/openshift.yaml").read_text())
+    admits = jsonschema.Draft202012Validator(schema)
+    for case, one in made.items():
+        if "compose.yaml" in one.documents:
+            continue
+        free = make(case, tmp_path / case, run_as_user="none")
+        for path, document in free.documents.items():
+            for pod in pods_of(document):
+                admits.validate(pod)
+                is_patch = path.startswith("overlays/") and "http-api" not in path
+                assert is_patch or all("securityContext" in each for each in pod["containers"])
+            own = [pod for pod in pods_of(one.documents[path]) if "securityContext" in pod]
+            assert not any(map(admits.is_valid, own)), (case, path)
+        assert '"fsGroup"' not in json.dumps(free.documents)
+        if case in ("kubernetes_watch", "kserve_canary"):
+            for resource in kustomized(free.folder / "out", free.manifests):
+                check_resource(json.dumps(resource))
+
+
+def pods_of(node: Any) -> Iterator[dict[str, Any]]:
+    """Yield the specs of pods at any depth of a document: what has containers."""
+    if isinstance(node, dict) and isinstance(node.get("containers"), list):
+        yield node
+    for each in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from pods_of(each)
 
 
 def test_a_rollout_goes_by_the_rules_of_the_alerts(made: dict[str, Made]) -> None:

@@ -9,7 +9,6 @@ from triptych.base.explained import ExplainedValue, render_files
 from triptych.deploy.context import DeploymentContext, Manifests
 from triptych.deploy.envoy_access import secret_files
 from triptych.deploy.kubernetes import (
-    ENVOY_USER,
     TEMPLATES,
     drain_script,
     envoy_configuration,
@@ -48,7 +47,6 @@ def make_files(c: DeploymentContext) -> Manifests:
         "replicas": replicas,
         "folder": f"${{TRIPTYCH_REPOSITORY:-{_escape(os.fspath(c.repository.resolve()))}}}",
         "memory_mib": ExplainedValue(memory.value.removesuffix("Mi"), memory.reason),
-        "envoy_user": ENVOY_USER,
         "proxy": {**values["proxy"], **proxy},
         "http_api_tls": _escape(os.fspath(Path(c.options.http_api_tls or "").resolve())),
     }

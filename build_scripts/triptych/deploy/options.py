@@ -148,6 +148,14 @@ class DeployOptions:
         ),
         Formerly("--gpu"),
     ] = None
+    run_as_user: Annotated[
+        str,
+        typer.Option(
+            metavar="none",
+            help="User of the containers: `none` leaves it to the cluster, as OpenShift requires. "
+            "Default: 1000, and 101 for Envoy.",
+        ),
+    ] = ""
     envoy_image: Annotated[str, typer.Option(metavar="IMAGE", help="Image of the Envoy proxy.")] = (
         ENVOY_IMAGE
     )
@@ -426,6 +434,13 @@ def _rules(o: DeployOptions) -> list[_Rule]:
                 ("--replicas", o.replicas, "compose"),
                 ("--mirror", o.mirrored, "kubernetes"),
             )
+        ),
+        _Rule(
+            "--run-as-user",
+            o.run_as_user in ("", "none") and not (o.run_as_user and o.target == "compose"),
+            "must be none, with --target kubernetes or kserve",
+            f"{o.run_as_user}, --target {o.target}",
+            "Leave it out: the images run as user 1000, and Envoy as 101",
         ),
         _Rule(
             "--affinity-header",
