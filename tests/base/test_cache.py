@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT, quiet
+from mistakes import check_refused
+from rights import without_rights
 from triptych.base import cache
-from triptych.base.cache import cache_root, cached_stage, code_hash, sha256_of
-from triptych.base.files import scratch_folder
+from triptych.base.cache import CACHE_VARIABLE, cache_root, cached_stage, code_hash, sha256_of
+from triptych.base.files import expand_home, scratch_folder
 from triptych.core.engine.stage import CODE as ENGINE_CODE
 from triptych.core.export.to_onnx import CODE as EXPORT_CODE
 from triptych.core.gate.cached import CODE as GATE_CODE
@@ -171,6 +173,51 @@ with scratch_folder("triptych-lint-") as folder:
     print(folder, flush=True)
     sys.stdin.read()
 """
+
+
+def test_a_user_without_a_home_or_a_cache_to_write_is_told_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("HOME", "XDG_CACHE_HOME", CACHE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    with monkeypatch.context() as patch:  # as in a container with a user of its own
+        patch.setattr("pwd.getpwuid", {}.__getitem__)
+        check_refused("`TRIPTYCH_CACHE` is required for a user without a home", cache_root)
+        assert expand_home("~/model") == Path("~/model")
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+        assert cache_root() == tmp_path / "xdg/triptych"
+    home, given = tmp_path / "home", tmp_path / "given"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+
+    def make(weights: Path | None = None) -> None:
+        def work(folder: Path) -> None:
+            if weights is not None:
+                weights.read_bytes()
+            write_weights(folder)
+
+        without_rights(cached_stage, "s", {"weights": str(weights)}, work, quiet)
+
+    make()
+    another = "or name another folder with TRIPTYCH_CACHE."
+    (entry,) = (home / ".cache/triptych/s").iterdir()
+    # What another user made and this one cannot read is not damaged.
+    entry.chmod(0)
+    check_refused([f"{home}/.cache/triptych` is not a writable folder", another], make)
+    entry.chmod(0o700)
+    make()
+    monkeypatch.setenv("HOME", str(tmp_path / "closed"))
+    (tmp_path / "closed").mkdir(mode=0o500)
+    check_refused([f"{tmp_path}/closed/.cache/triptych` is not a writable", another], make)
+    # A file elsewhere that cannot be read is no fault of the cache.
+    monkeypatch.setenv(CACHE_VARIABLE, str(given))
+    weights = tmp_path / "model/weights"
+    weights.parent.mkdir()
+    weights.touch(mode=0)
+    with pytest.raises(PermissionError, match="model/weights"):
+        make(weights)
+    assert list((given / "s").iterdir()) == []
 
 
 def test_a_killed_build_leaves_nothing_for_long(

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from triptych.base.errors import Progress
-from triptych.base.files import os_errors_as_user_errors, sync, sync_folder
+from triptych.base.errors import Progress, UserError
+from triptych.base.files import expand_home, os_errors_as_user_errors, sync, sync_folder
 
 CACHE_VARIABLE = "TRIPTYCH_CACHE"
 PACKAGE = Path(__file__).parents[1]
@@ -31,13 +31,24 @@ def cache_root() -> Path:
 
     That of the user is ``triptych`` in ``$XDG_CACHE_HOME``, by default ``~/.cache``. An existing
     ``.cache/triptych`` in the working directory, as earlier releases wrote, is used before it.
+
+    Raises:
+        UserError: This user has no home folder, and no variable names one.
     """
     if given := os.environ.get(CACHE_VARIABLE):
         return Path(given).absolute()
     former = Path(".cache", "triptych").absolute()
     if former.is_dir():
         return former
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "triptych").absolute()
+    named = Path(os.environ.get("XDG_CACHE_HOME") or expand_home("~/.cache"))
+    if named.parts[0] == "~":
+        raise UserError(
+            CACHE_VARIABLE,
+            "is required for a user without a home folder",
+            given=f"user {os.getuid()}, and no HOME",
+            remedy="Set it to a folder that this user can write to",
+        )
+    return Path(named, "triptych").absolute()
 
 
 def sha256_of(path: Path) -> str:
@@ -105,9 +116,14 @@ def cached_stage(
     entry whose files changed is removed and rebuilt, which `progress` reports.
 
     Raises:
-        UserError: The cache is not writable, or its disk is full.
+        UserError: The cache cannot be read or written, or its disk is full.
     """
     folder = cache_root() / stage / key_of(stage, inputs)[:32]
+    with os_errors_as_user_errors(cache_root(), CACHE_VARIABLE):
+        return _find_or_make(folder, work, progress)
+
+
+def _find_or_make(folder: Path, work: Callable[[Path], None], progress: Progress) -> Stage:
     existed = folder.exists()  # before reading: another build may create it in between
     there = _intact(folder)
     if there is not None:
@@ -116,7 +132,7 @@ def cached_stage(
         if (folder / HASHES_FILE).exists():  # else it was made before there were hashes
             progress("cache", f"{folder} is damaged and is rebuilt")
         shutil.rmtree(folder)
-    with os_errors_as_user_errors(cache_root()), _partial(folder.parent) as partial:
+    with _partial(folder.parent) as partial:
         work(partial)
         files = _hashes_of(partial)
         (partial / HASHES_FILE).write_text(json.dumps(files), encoding="utf-8")
@@ -137,6 +153,8 @@ def _intact(folder: Path) -> dict[str, str] | None:
     try:
         written = json.loads((folder / HASHES_FILE).read_bytes())
         found = _hashes_of(folder)
+    except PermissionError:
+        raise
     except (OSError, ValueError):
         return None
     return found if found == written else None

@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
@@ -19,8 +20,8 @@ import yaml
 
 from triptych.base.errors import UserError
 
-_ROOM = ("has too little free space", "Free some space there, or use another folder")
-_WRITABLE = ("is not a writable folder", "Change its permissions, or use another folder")
+_ROOM = ("has too little free space", "Free some space there, or {another}")
+_WRITABLE = ("is not a writable folder", "Change its permissions, or {another}")
 _REFUSALS = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
@@ -32,7 +33,7 @@ _REFUSALS = {
     errno.EEXIST: _WRITABLE,
     errno.EXDEV: (
         "is not on the same file system as its parent folder, where files are staged",
-        "Mount the parent folder, or use another folder",
+        "Mount the parent folder, or {another}",
     ),
 }
 
@@ -86,20 +87,85 @@ def clear_scratch(prefix: str, parent: Path) -> None:
 
 
 @contextlib.contextmanager
-def os_errors_as_user_errors(folder: Path) -> Iterator[None]:
+def os_errors_as_user_errors(folder: Path, setting: str = "") -> Iterator[None]:
     """Convert disk-full, permission and quota errors in the block to `UserError`.
+
+    Args:
+        folder: Folder that the block writes.
+        setting: Option or variable that names the folder, if there is one.
 
     Raises:
         UserError: The disk is full, or a permission or a limit of this process forbids writing.
-        OSError: Any other error.
+        OSError: Any other error, also one about a file elsewhere.
     """
     try:
         yield
     except OSError as error:
-        if error.errno not in _REFUSALS:
+        if error.errno not in _REFUSALS or not _is_beside(error, folder):
             raise
         rule, remedy = _REFUSALS[error.errno]
+        another = f"name another folder with {setting}" if setting else "use another folder"
+        remedy = remedy.format(another=another)
         raise UserError(str(folder), rule, given=error, remedy=remedy) from error
+
+
+def _is_beside(error: OSError, folder: Path) -> bool:
+    """Whether an error is about a folder, a file in it or a hidden one beside it, or no file."""
+    if error.filename is None:
+        return True
+    file, here = Path(str(error.filename)).absolute(), folder.absolute()
+    shared = Path(os.path.commonpath((file, here)))
+    if shared in (file, here):
+        return True
+    return shared == here.parent and file.relative_to(shared).parts[0].startswith(".")
+
+
+def as_user_error(error: OSError) -> UserError | None:
+    """Return the error of a file that this user may not use, or of a full disk; None for others."""
+    file = str(error.filename2 or error.filename or "disk")
+    if isinstance(error, PermissionError):
+        return UserError(
+            file,
+            f"cannot be used by user {os.geteuid()}",
+            given=error.strerror,
+            remedy="Let this user read or write it (`chmod`), or run this as its owner",
+        )
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+        return None
+    rule, remedy = _REFUSALS[error.errno]
+    return UserError(file, rule, given=error.strerror, remedy=remedy.format(another="use another"))
+
+
+def expand_home(path: str) -> Path:
+    """Return a path in which ``~`` is the home folder, if this user has one."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def check_writable(folder: Path, setting: str = "") -> None:
+    """Check that a folder can be written to, or created if it is missing.
+
+    Args:
+        folder: Folder that a later stage writes.
+        setting: Option or variable that names the folder, if there is one.
+
+    Raises:
+        UserError: It cannot.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    with os_errors_as_user_errors(there, setting), tempfile.TemporaryFile(dir=there) as file:
+        file.write(bytes(4096))
+
+
+def let_others_read(folder: Path) -> None:
+    """Let every user read the files in a folder, whatever the umask, as a container's user must."""
+    for path in (folder, *folder.rglob("*")):
+        mode = path.lstat().st_mode
+        more = mode | (0o555 if stat.S_ISDIR(mode) else 0o444)
+        if more != mode and not stat.S_ISLNK(mode):
+            path.chmod(more & 0o7777)
 
 
 def sync(path: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError, closest
-from triptych.base.files import parse_yaml
+from triptych.base.files import expand_home, parse_yaml
 from triptych.spec.kind import GENERATING, GENERATION
 from triptych.spec.model_source import check_model_files
 from triptych.spec.scaffold_graph import fit_graph
@@ -195,7 +195,7 @@ def _written_source(model: str, local: Path | None, folder: Path) -> str:
     """Return the source of a model as the spec in `folder` has it."""
     if local is None:
         return model
-    if Path(model).expanduser().is_absolute():
+    if expand_home(model).is_absolute():
         return str(local)
     # `..` of a linked folder is not its parent in the path, so links are resolved.
     return os.path.relpath(local.resolve(), folder.parent.resolve() / folder.name)
@@ -222,7 +222,7 @@ def _fill(template: Path, target: Path, *, with_hooks: bool, marks: Mapping[str,
 
 def _local_model(model: str) -> Path | None:
     """Return the folder or ONNX file that `model` names; None for a Hub id or a package."""
-    path = Path(model).expanduser()
+    path = expand_home(model)
     if path.is_dir() or (path.suffix == ".onnx" and path.is_file()):
         return path
     if model.startswith((".", "/", "~")) or path.exists():

@@ -21,7 +21,7 @@ import yaml
 
 from triptych.base.errors import UserError, closest
 from triptych.base.extras import install_command
-from triptych.base.files import parse_yaml
+from triptych.base.files import expand_home, parse_yaml
 from triptych.spec.spec import SPEC_FILE, check_folder
 
 BUILT_IN = Path(__file__).parent / "templates"
@@ -134,7 +134,7 @@ def find_template(choice: TemplateChoice) -> Path | str:
         UserError: There is no such template.
     """
     given = choice.template
-    path = Path(given).expanduser()
+    path = expand_home(given)
     if re.search(r"[/:\\]", given) or given.startswith((".", "~")):
         if path.is_dir():
             return path.resolve()

@@ -13,6 +13,7 @@ import warnings
 from typing import TextIO
 
 from triptych.base.errors import RenamedWarning, UserError
+from triptych.base.files import as_user_error
 from triptych.interface.cli import (  # noqa: F401  (their verbs)
     deploy,
     gateway,
@@ -58,7 +59,10 @@ def main() -> None:
     warnings.showwarning = _show_warning
     try:
         app()
-    except UserError as error:
+    except (UserError, OSError) as caught:
+        error = as_user_error(caught) if isinstance(caught, OSError) else caught
+        if error is None:
+            raise
         if "--json" in sys.argv:
             print(json.dumps({"error": error.as_dict()}))
         status.print(f"error: {error.message}", style="red", markup=False)
