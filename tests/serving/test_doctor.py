@@ -1,9 +1,12 @@
 """What `doctor` says about this machine, and about broken ones."""
 
+import os
 import socket
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import yaml
 
 from conftest import ROOT
 from mistakes import refusal
+from rights import without_rights
 from triptych.base.errors import Finding, UserError
 from triptych.serving.doctor import (
     GpuSummary,
@@ -20,7 +24,13 @@ from triptych.serving.doctor import (
     examine,
     read_machine,
 )
-from triptych.serving.embedded import REQUIREMENTS, Platform, check_requirements
+from triptych.serving.embedded import (
+    REQUIREMENTS,
+    Platform,
+    check_requirements,
+    find_installation,
+)
+from triptych.serving.server import new_shell_safe_dir
 
 MIB = 2**20
 PLATFORM = Platform(
@@ -44,8 +54,7 @@ MACHINE = MachineInfo(
     tritonserver=None,
     prefix="/project/.venv",
     stub_python=StubPython(Path("/project/.venv/bin/python3"), "3.11", "/project/.venv"),
-    temporary_folder=Path("/tmp"),
-    temporary_folder_runs_programs=True,
+    temporary_fault="",
     ports={"grpc": 8001, "http": 8000, "metrics": 8002},
     busy_ports=(),
     shm_path=Path("/dev/shm"),
@@ -170,3 +179,54 @@ def test_what_nvidia_smi_says_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
         program.chmod(0o755)
         machine = read_machine({}, Path("/dev/shm"))
         assert (machine.gpus, machine.driver) == (gpus, driver)
+
+
+def test_a_temporary_folder_that_cannot_hold_a_server_is_told_by_doctor_and_by_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mounts that are full or have `noexec` are in test_store.py."""
+    real = os.statvfs(tmp_path)
+    fine, closed = tmp_path / "fine", tmp_path / "closed"
+    fine.mkdir()
+    closed.mkdir(mode=0o500)
+
+    def status(free: int = 9 * MIB, flags: int = 0) -> SimpleNamespace:
+        return SimpleNamespace(f_frsize=1, f_blocks=0, f_bfree=0, f_bavail=free, f_flag=flags)
+
+    def start() -> None:
+        find_installation(tmp_path / "server", own_backends=tmp_path)
+
+    def told() -> str:
+        def find() -> Finding:
+            (found,) = [one for one in examine() if one.id == "temporary-folder"]
+            return found
+
+        tempfile.tempdir = None
+        finding: Finding = without_rights(find)
+        assert finding.severity == ("error" if finding.remedy else "info")
+        if finding.remedy:
+            tempfile.tempdir = None
+            error = refusal(without_rights, start)
+            assert (error.field, error.given) == ("TMPDIR", finding.given)
+        return finding.given
+
+    try:
+        for folder, found, given in (
+            (fine, real, f"{fine}"),
+            (f"{fine}/../fine/", real, f"{fine}"),
+            (closed, real, f"{closed}, which is full or cannot be written"),
+            (tmp_path / "none", real, f"{tmp_path}/none, which is full or cannot be written"),
+            (fine, status(7 * MIB), f"{fine}, with 7 MiB free"),
+            (fine, status(), f"{fine}"),
+            (fine, status(flags=os.ST_NOEXEC), f"{fine}, whose mount has `noexec`"),
+        ):
+            monkeypatch.setenv("TMPDIR", str(folder))
+            monkeypatch.setattr(os, "statvfs", lambda _folder, found=found: found)
+            assert told() == given
+        with monkeypatch.context() as patch:
+            patch.setattr(tempfile, "_candidate_tempdir_list", list)
+            assert "No usable temporary directory" in told()
+            refused = refusal(new_shell_safe_dir)
+            assert "must be a writable folder whose path" in refused.message
+    finally:
+        tempfile.tempdir = None

@@ -22,7 +22,10 @@ from triptych.container.supervisor import LIMITS, server_limits
 from triptych.serving.embedded import (
     EMBEDDED_RELEASE,
     REQUIREMENTS,
+    TEMPORARY_REMEDY,
+    TEMPORARY_RULE,
     Platform,
+    find_temporary_fault,
     package_version,
     read_platform,
     server_path,
@@ -60,7 +63,7 @@ class MachineInfo:
         tritonserver: Server program on PATH; None outside an NGC container.
         prefix: Environment of this Python.
         stub_python: None if ``python3`` is missing or does not run.
-        temporary_folder_runs_programs: Whether the folder is mounted without ``noexec``.
+        temporary_fault: Fault of the folder for temporary files; empty if there is none.
         ports: Port by name (``grpc``); 0 requests any free port.
         busy_ports: Names of the ports that are in use.
         shm_free_bytes: Free shared memory in bytes; None without such a mount.
@@ -74,8 +77,7 @@ class MachineInfo:
     tritonserver: Path | None
     prefix: str
     stub_python: StubPython | None
-    temporary_folder: Path
-    temporary_folder_runs_programs: bool
+    temporary_fault: str
     ports: Mapping[str, int]
     busy_ports: tuple[str, ...]
     shm_path: Path
@@ -99,15 +101,13 @@ def read_machine(ports: Mapping[str, int], shm_path: Path) -> MachineInfo:
     """
     requirements = extra_requirements()
     torch = requirements.get("build", {}).get("torch", "")
-    temporary_folder = Path(tempfile.gettempdir())
     gpus, driver = _read_gpus()
     return MachineInfo(
         platform=read_platform(),
         tritonserver=_on_path("tritonserver"),
         prefix=sys.prefix,
         stub_python=_read_stub_python(),
-        temporary_folder=temporary_folder,
-        temporary_folder_runs_programs=not os.statvfs(temporary_folder).f_flag & os.ST_NOEXEC,
+        temporary_fault=find_temporary_fault(),
         ports=dict(ports),
         busy_ports=tuple(name for name, port in ports.items() if port and port_is_busy(port)),
         shm_path=shm_path,
@@ -268,11 +268,11 @@ def _embedded(machine: MachineInfo) -> Iterable[Finding]:
     )
     yield _finding(
         "temporary-folder",
-        machine.temporary_folder_runs_programs,
-        "the temporary folder must allow programs to run, such as Triton's stub for Python steps",
-        machine.temporary_folder,
+        not machine.temporary_fault,
+        f"the temporary folder {TEMPORARY_RULE}",
+        machine.temporary_fault or tempfile.gettempdir(),
         severity,
-        "Set TMPDIR to a folder on a mount without `noexec`",
+        TEMPORARY_REMEDY,
     )
 
 

@@ -8,6 +8,7 @@ import platform
 import shutil
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -24,6 +25,13 @@ from triptych.serving.generation_environment import step_variables
 # Release of the server in the `nvidia-pytriton` wheel.
 EMBEDDED_RELEASE = Release(24, 10)
 _GLIBC_MIN = (2, 35)
+_MIN_FREE_MIB = 8
+TEMPORARY_RULE = (
+    f"must be a writable folder with {_MIN_FREE_MIB} MiB free, on a mount without `noexec`: the "
+    "embedded server runs its backends and their steps there"
+)
+"""Rule of the folder for temporary files."""
+TEMPORARY_REMEDY = "Set TMPDIR to another folder"
 _NOT_CODE = shutil.ignore_patterns("__pycache__")
 _EMULATED_BACKENDS = Path(__file__).parent / "backends"
 
@@ -165,6 +173,8 @@ def find_installation(private: Path, *, own_backends: Path | None = None) -> Ins
         return Installation(executable=path, environment={"PATH": server_path()})
     machine = read_platform()
     check_requirements(machine)
+    if fault := find_temporary_fault() or find_temporary_fault(private.parent):
+        raise UserError("TMPDIR", TEMPORARY_RULE, given=fault, remedy=TEMPORARY_REMEDY)
     wheel = find_wheel()
     if wheel is None or machine.libpython is None:
         raise RuntimeError("the requirements are met, so the wheel and libpython exist")
@@ -180,6 +190,26 @@ def find_release() -> Release:
     if shutil.which("tritonserver"):
         return find_image_release(os.environ)
     return EMBEDDED_RELEASE
+
+
+def find_temporary_fault(folder: Path | None = None) -> str:
+    """Return the fault of a folder for temporary files; empty if the embedded server can run there.
+
+    By default it is that of TMPDIR, in place of which Python may silently use another.
+    """
+    if folder is None:
+        named = os.environ.get("TMPDIR")
+        try:
+            folder = Path(tempfile.gettempdir())
+        except OSError as error:
+            return str(error.strerror)
+        if named and not (Path(named).exists() and folder.samefile(named)):
+            return f"{named}, which is full or cannot be written"
+    status = os.statvfs(folder)
+    if status.f_flag & os.ST_NOEXEC:
+        return f"{folder}, whose mount has `noexec`"
+    free_mib = status.f_bavail * status.f_frsize >> 20
+    return f"{folder}, with {free_mib} MiB free" if free_mib < _MIN_FREE_MIB else ""
 
 
 def check_requirements(machine: Platform) -> None:

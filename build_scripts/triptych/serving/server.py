@@ -105,8 +105,8 @@ def check_models(repository: Path, wanted: Sequence[str]) -> None:
 
 def new_shell_safe_dir() -> Path:
     """Return a new temporary folder whose path needs no shell quoting, wherever TMPDIR is."""
-    parent = next(parent for parent in (tempfile.gettempdir(), "/tmp") if is_plain(parent))
     try:
+        parent = next(parent for parent in (tempfile.gettempdir(), "/tmp") if is_plain(parent))
         return Path(tempfile.mkdtemp(prefix="triptych-server-", dir=parent))
     except OSError as error:
         raise UserError(
