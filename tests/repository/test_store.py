@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import stat
 import subprocess
 import sys
 import tempfile
@@ -15,9 +16,19 @@ import pytest
 from echo_server import write_model
 from killed_commits import tree
 from mistakes import check_refused
+from rights import without_rights
 from triptych.base.cache import cached_stage
 from triptych.base.errors import UserError
-from triptych.repository.store import Work, recover, sibling_work_dir, write_models
+from triptych.base.files import check_writable, write_files
+from triptych.deploy.folder import write_manifests
+from triptych.repository.bundle import Link
+from triptych.repository.store import (
+    Work,
+    check_target,
+    recover,
+    sibling_work_dir,
+    write_models,
+)
 from triptych.serving.server import Server
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -143,7 +154,10 @@ from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 from test_store import OLD, tree, write_and_cache
 from triptych.base.errors import UserError
-from triptych.repository.store import Work, recover, sibling_work_dir, write_models
+from triptych.repository.store import (
+    Work, check_target, recover, sibling_work_dir, write_models
+)
+from triptych.serving.embedded import find_temporary_fault
 
 def mount(name, *words):
     folder = Path(sys.argv[1]) / name
@@ -153,10 +167,11 @@ def mount(name, *words):
     return folder
 
 def write_one(folder):
-    try:
-        write_models(folder / "r", {"a/x": b"new"})
-    except UserError as error:
-        print(error)
+    for call in (write_models, check_target):
+        try:
+            call(folder / "r", *([{"a/x": b"new"}] if call is write_models else []))
+        except UserError as error:
+            print(error)
     recover(folder / "r")  # for a server: there is nothing to do, and no leave is needed
     assert sorted(path.name for path in folder.iterdir()) == [".r.lock", "r"]
 
@@ -173,6 +188,9 @@ assert tree(kept / "r") == OLD
 (Path(sys.argv[1]) / "other/r").mkdir(parents=True)
 mount("other/r", "-t", "tmpfs", "-o", "size=1m", "tmpfs")
 write_one(kept.with_name("other"))
+assert not list((kept.with_name("other") / "r").iterdir())
+for options in ("size=1m", "size=30m,noexec"):
+    print(find_temporary_fault(mount(options, "-t", "tmpfs", "-o", options, "tmpfs")))
 """
 
 
@@ -191,11 +209,58 @@ def test_a_full_a_read_only_and_another_disk_are_told(tmp_path: Path) -> None:
     said = done.stdout.splitlines()
     reasons = (
         *("has too little free space",) * 2,
-        "is not a writable folder",
-        "is not on the same file system as its parent folder",
+        *("is not a writable folder",) * 2,
+        *("is not on the same file system as its parent folder",) * 2,
+        "size=1m, with 1 MiB free",
+        "size=30m,noexec, whose mount has `noexec`",
     )
     for line, reason in zip(said, reasons, strict=True):
         assert reason in line
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:
+    write_models(tmp_path / "r", OLD)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for repository in (tmp_path / "r", tmp_path / "a/new/r"):
+        check_target(repository)
+    closed = tmp_path / "closed"
+    write_models(closed / "r", OLD)
+    for folder in (closed, closed / "r"):
+        folder.chmod(0o555)
+        said = [f"`{folder}` is not a writable folder", "name another folder with --repository."]
+        check_refused(said, without_rights, check_target, closed / "r")
+        folder.chmod(0o755)
+    check_target(closed / "r")
+    said = ["is not a writable folder", "name another folder with --reports."]
+    check_refused(said, check_writable, tmp_path / "r/a/x/reports", "--reports")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        check_refused("does not allow files of this size", check_writable, tmp_path / "reports")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "closed"])
+
+
+@pytest.mark.parametrize(
+    ("umask", "folder", "file"), [(0o077, 0o755, 0o644), (0o002, 0o775, 0o664)]
+)
+def test_files_of_a_build_and_manifests_can_be_read_by_every_user(
+    tmp_path: Path, umask: int, folder: int, file: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        write_models(tmp_path / "r", OLD)
+        write_models(tmp_path / "r", {**OLD, "b/1/y": b"new", "c/1/y": Link("b/1/y")})
+        write_manifests(tmp_path / "m", {"base/envoy.yaml": {}})
+        write_files(tmp_path / "secret", {"key": "s"}, is_private=True)
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "r", tmp_path / "m", *(tmp_path / "r").rglob("*"), tmp_path / "m/base"):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (folder if path.is_dir() else file), path
+    assert stat.S_IMODE((tmp_path / "m/base/envoy.yaml").stat().st_mode) == file
+    assert stat.S_IMODE((tmp_path / "secret/key").stat().st_mode) == 0o600
 
 
 def test_a_repository_that_is_a_file_is_told(tmp_path: Path) -> None:

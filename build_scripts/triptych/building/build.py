@@ -12,7 +12,7 @@ A stage with the inputs and the code of an earlier run takes its result from the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from triptych.core.precision.stage import CheckedCore
 from triptych.repository.lint.checks import lint_rendered
 from triptych.repository.manifest import read_manifest_data
 from triptych.repository.records import GateResult
-from triptych.repository.store import write_models
+from triptych.repository.store import check_target, write_models
 from triptych.spec.kind import Kind
 from triptych.spec.plan import Plan
 
@@ -75,6 +75,7 @@ def build(
     built_after: Sequence[str] = (),
     accept: str = "",
     engine_dry_run: bool = True,
+    before_write: Callable[[Any], object] | None = None,
 ) -> BuildOutcome:
     """Build a pipeline of any kind; nothing is written unless every check passed.
 
@@ -88,23 +89,34 @@ def build(
         accept: Reason why a failed gate is accepted, for the build manifest; empty to fail instead.
         engine_dry_run: Whether an engine that cannot be built here is built in a dry run, see
             `core.engine.dry_run`.
+        before_write: Called with the checked model just before the files are written; an error of
+            it leaves the repository as it was.
 
     Raises:
         EngineFailure: The engine differs from the graph, which is written without it.
         GateFailure: The model differs from the original one, and `accept` is empty.
         LintFailure: A server would refuse the repository.
         UserError: The model cannot be exported or converted, a hook fails on the traffic, NVIDIA's
-            parser or builder refuses the graph, or another build is running.
+            parser or builder refuses the graph, another build is running, or the repository
+            cannot be written.
     """
+    check_target(repository)
     steps = STEPS[inputs.spec.kind]
     steps.check(inputs, progress)
     write = partial(write_repository, progress=progress)
     core = steps.make_core(inputs, repository, progress, accept, built_after, write)
-    return write_repository(core, repository, progress, engine_dry_run=engine_dry_run)
+    return write_repository(
+        core, repository, progress, engine_dry_run=engine_dry_run, before_write=before_write
+    )
 
 
 def write_repository(
-    core: Any, repository: Path, progress: Progress, *, engine_dry_run: bool = True
+    core: Any,
+    repository: Path,
+    progress: Progress,
+    *,
+    engine_dry_run: bool = True,
+    before_write: Callable[[Any], object] | None = None,
 ) -> BuildOutcome:
     """Render, lint and write the pipeline of a checked model, and build its engine if possible.
 
@@ -118,6 +130,8 @@ def write_repository(
     findings = lint_rendered(files, triton=spec.serving.triton, beside=rendered.beside)
     models = {path.partition("/")[0] for path in files}
     retired = {path.partition("/")[0] for path in before} - models
+    if before_write is not None:
+        before_write(core)
     changed = write_models(repository, files, retired=sorted(retired))
     progress("write", f"{repository}: {', '.join(changed) or 'up to date'}")
     changed = sorted({*changed, *steps.build_engine(core, repository, progress)})

@@ -9,7 +9,12 @@ from typing import Any
 
 from triptych.base.errors import UserError
 from triptych.base.explained import yaml_of
-from triptych.base.files import os_errors_as_user_errors, scratch_folder, sync_folder
+from triptych.base.files import (
+    let_others_read,
+    os_errors_as_user_errors,
+    scratch_folder,
+    sync_folder,
+)
 
 _MARK = "# Written by `triptych deploy`; put changes into an overlay of your own. sha256 "
 
@@ -34,6 +39,7 @@ def write_manifests(out: Path, files: Mapping[str, Any]) -> None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 body = yaml_of(document)
                 file.write_text(f"{_MARK}{_digest(body)}\n{body}", encoding="utf-8")
+            let_others_read(scratch / "new")
             sync_folder(scratch / "new")
             if out.exists():
                 out.rename(scratch / "old")

@@ -33,7 +33,9 @@ from typing import Any, Literal, get_args
 from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
 from triptych.base.files import (
+    check_writable,
     clear_scratch,
+    let_others_read,
     os_errors_as_user_errors,
     scratch_folder,
     sync,
@@ -374,6 +376,8 @@ def write_models(
                             _stage(target, content, repository)
                 for model in removed:
                     (staging / "gone" / model).mkdir(parents=True)
+                if changed:
+                    let_others_read(staging / "new")
                 sync_folder(staging)
                 # Last, because it may remove builds whose files were just linked.
                 for model in (*changed, *removed):
@@ -383,6 +387,23 @@ def write_models(
                 raise
             _commit(repository, staging)
     return sorted([*changed, *removed])
+
+
+def check_target(repository: Path) -> None:
+    """Check that models can be moved into a repository, before the work of a build.
+
+    Raises:
+        UserError: The repository, or the folder beside it where files are staged, is not writable.
+    """
+    check_writable(repository.parent, "--repository")
+    if repository.is_dir():
+        with (
+            os_errors_as_user_errors(repository, "--repository"),
+            scratch_folder(f".{repository.name}.probe-", repository.parent) as scratch,
+        ):
+            (scratch / "probe").touch()
+            (scratch / "probe").rename(repository / scratch.name)
+            (repository / scratch.name).unlink()
 
 
 def recover(repository: Path) -> None:
@@ -440,7 +461,9 @@ def _linked(files: Mapping[str, Content], path: str) -> bytes | Path:
 @contextlib.contextmanager
 def locked(repository: Path) -> Iterator[None]:
     """Hold the repository for one writer; first complete or clear what a killed writer left."""
-    repository.mkdir(parents=True, exist_ok=True)
+    if not repository.is_dir():
+        repository.mkdir(parents=True, exist_ok=True)
+        let_others_read(repository)
     with (repository.parent / f".{repository.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -45,7 +45,7 @@ from triptych.repository.records import (
     read_record,
 )
 from triptych.repository.render import Content
-from triptych.repository.store import write_models
+from triptych.repository.store import check_target, write_models
 from triptych.spec.engine_plan import EnginePlan
 from triptych.spec.plan import Plan
 
@@ -216,6 +216,7 @@ class _Stage:
     """The engine stage of one core."""
 
     def __init__(self, repository: Path, name: str, progress: Progress) -> None:
+        check_target(repository)
         manifest = read_manifest(repository, name, EncoderManifest)
         owner = manifest.spec.core.shared_from or name
         if owner != name:

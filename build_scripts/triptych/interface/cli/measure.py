@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from triptych.base.errors import Formerly, UserError
+from triptych.base.files import check_writable
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
@@ -211,6 +212,7 @@ def bench(
         baselines=baseline,
         price=price.price(),
     )
+    check_writable(reports / name / "bench", "--reports")
     with sigterm_as_interrupt(), show_progress("bench", f"measuring {name}"):
         result = steps.bench(
             steps.read(spec, progress),
@@ -283,6 +285,8 @@ def tune(
         price=price.price(),
         overrides=tuple(overrides or ()),
     )
+    check_writable(folder)
+    check_writable(reports / name / "tune", "--reports")
     try:
         label = f"tuning {name}, at most {tuning.budget_s / 60:.0f} min"
         with sigterm_as_interrupt(), show_progress("tune", label):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from triptych.base.errors import Formerly, UserError
+from triptych.base.files import check_writable
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
@@ -241,6 +242,7 @@ def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRu
     began_s = time.process_time()
     spec = load_compiled(folders.pipelines / name)
     folder = options.reports / name / RUN_FOLDER
+    check_writable(folder, "--reports")
     timeline = read_timeline(folder)
     known = frozenset(timeline.files)
     sample = read_sample(options.samples, name, progress, keep_hours=_keep_hours(spec), known=known)
@@ -350,6 +352,7 @@ def shadow(
     from triptych.serving.bench.bench import parse_loads
     from triptych.spec.any_spec import load_compiled
 
+    check_writable(reports / name / "shadow", "--reports")
     closed, rates = ([clients], []) if rate is None else ([], [rate])
     (load,) = parse_loads(closed, rates, "poisson", 1)
     spec = load_compiled(folders.pipelines / name)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from triptych.base.errors import Finding, Formerly, UserError
+from triptych.base.files import check_writable
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
@@ -193,10 +194,17 @@ def build(
     reason = (accept or "").strip()
     if reports == REPORTS and folders.repository.name != REPOSITORY.name:
         reports = REPORTS / folders.repository.name  # not over the report of the current build
+    for spec in specs:
+        check_writable(reports / spec.name, "--reports")
     results = []
     for number, spec in enumerate(specs):
         status.print(f"{spec.name}", style="bold", markup=False)
         following = [later.name for later in specs[number + 1 :]]
+        report: dict[str, str] = {}
+
+        def write(core: Any, report: dict[str, str] = report) -> None:
+            report |= _report(core.plan, core.gate, reports)
+
         try:
             with show_progress("build", f"building {spec.name}"):
                 built = build_pipeline(
@@ -206,6 +214,7 @@ def build(
                     built_after=following,
                     accept=reason,
                     engine_dry_run=not no_dry_run,
+                    before_write=write,
                 )
         except (GateFailure, EngineFailure) as failure:
             plan = failure.plan if isinstance(failure, GateFailure) else None
@@ -216,7 +225,6 @@ def build(
         except LintFailure as failure:
             findings = [finding.as_dict() for finding in failure.findings]
             fail(as_json, {"pipeline": spec.name, "findings": findings}, str(failure))
-        report = _report(built.plan, built.gate, reports)
         if built.plan is not None:
             card = folders.repository / spec.name / CARD_FILE
             report["card"] = str(card)
