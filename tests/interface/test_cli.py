@@ -1,5 +1,6 @@
 """Each verb at the command line: results, ``--json``, exit codes, and messages without traces."""
 
+import errno
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 from conftest import ROOT, write_pipeline
 from processes import eventually, regions
+from rights import without_rights
 from served_command import TRIPTYCH, endpoints_of, serving
 from triptych.interface.cli import main
 
@@ -156,6 +159,74 @@ def test_a_mistake_exits_with_2_and_no_trace(project: Commands) -> None:
     error = json.loads(done.stdout)["error"]
     assert set(error) == {"field", "rule", "given", "remedy"}
     assert "Traceback" not in done.stderr
+
+
+def test_what_this_user_may_not_read_or_write_is_told_before_the_work(
+    project: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.umask(0o077)
+    try:
+        project.read_json("build", "tiny")
+    finally:
+        os.umask(before)
+    models = project.folder / "model_repository"
+    assert all(path.stat().st_mode & 0o004 for path in (models, *models.rglob("*")))
+    manifest = models / "tiny/triptych.lock.json"
+    content = manifest.read_bytes()
+    again = ("build", "tiny", "--set", "core.max_batch_size=3")
+
+    def told(closed: Path, *words: str, code: int = 2) -> str:
+        mode = closed.stat().st_mode
+        closed.chmod(0o500 if closed.is_dir() else 0)
+        exit_code, output, errors = without_rights(project.run, *words)
+        closed.chmod(mode)
+        assert exit_code == code, (words, output, errors)
+        assert "Traceback" not in errors
+        assert "  gate  " not in errors
+        assert manifest.read_bytes() == content
+        return " ".join((output + errors).split())
+
+    reports = project.folder / "reports"
+    verbs: list[tuple[str, ...]] = [
+        again,
+        ("bench", "tiny"),
+        ("tune", "tiny"),
+        ("shadow", "tiny", "0000"),
+    ]
+    for words in verbs:
+        said = told(reports / "tiny", *words)
+        assert "reports/tiny` is not a writable folder. Given: [Errno 13]" in said, words
+        assert "name another folder with --reports." in said, words
+    for folder in (models, project.folder):
+        assert "name another folder with --repository." in told(folder, *again), folder
+    pipeline = project.folder / "pipelines/tiny"
+    assert "`pipelines/tiny` is not a writable folder." in told(pipeline, "tune", "tiny")
+    user = f"by user {os.geteuid()}. "
+    remedy = "Run `chmod -R a+rX model_repository` as its owner, or run this as that user"
+    graph = models / "tiny_core/1/model.onnx"
+    for words in [("list",), ("serve", "model_repository"), ("gateway", "--insecure")]:
+        said = told(graph, *words)
+        assert f"`model_repository/tiny_core/1/model.onnx` cannot be read {user}{remedy}" in said
+    assert f"cannot be read {user}Given: model_repository/tiny_core" in told(graph, "lint", code=1)
+    for words in (("history", "tiny"), ("deploy", "tiny"), ("engine", "tiny")):
+        said = told(manifest, *words)
+        assert f"tiny/triptych.lock.json` cannot be used {user}Given: Permission denied" in said
+    said = told(pipeline / "pipeline.yaml", "inspect", "tiny")
+    assert f"`pipelines/tiny/pipeline.yaml` cannot be used {user}" in said
+    assert "Let this user read or write it (`chmod`), or run this as its owner." in said
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "reports/tiny/gate.json")
+
+    # A report that cannot be written after all leaves the build that is active.
+    monkeypatch.setattr("triptych.interface.report.gate.write_gate_report", fail)
+    code, _, errors = project.run(*again)
+    assert (code, "`--reports` must be a writable folder. Given: [Errno 28]" in errors) == (2, True)
+    assert manifest.read_bytes() == content
+    # A disk that is full elsewhere is no trace either.
+    monkeypatch.setattr("triptych.building.kinds.STEPS", defaultdict(fail))
+    errors = project.run("inspect", "tiny")[2]
+    assert "`reports/tiny/gate.json` has too little free space. Given: No space left on" in errors
 
 
 def test_serve_answers_starts_a_killed_server_again_and_ends_cleanly(

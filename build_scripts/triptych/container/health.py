@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from triptych.base.errors import UserError
 from triptych.container.flags import RESPONSE_CACHE, mentions
-from triptych.container.manifests import ServedPipeline, find_pipelines
+from triptych.container.manifests import ServedPipeline, check_readable, find_pipelines
 from triptych.container.progress import Executions, ProgressLog, read_executions
 from triptych.container.settings import read_settings
 from triptych.runtime.request_errors import OVERLOADED, read_step_error
@@ -246,6 +246,7 @@ def main() -> int:
     """Print one line and return the exit code."""
     try:
         settings = read_settings()
+        check_readable(settings.repository)
         pipelines = find_pipelines(settings.repository)
     except UserError as error:
         print(f"unhealthy: {error.message}")

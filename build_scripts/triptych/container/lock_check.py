@@ -20,6 +20,7 @@ from triptych.container.manifests import (
     ManifestError,
     ServedPipeline,
     StartupManifest,
+    check_readable,
     find_pipelines,
     find_wrong_files,
     remove_byte_code,
@@ -104,9 +105,10 @@ def enforce(settings: Settings, machine: Machine | None) -> bool:
     """Remove byte code, print the problems and return whether the server may start.
 
     Raises:
-        UserError: The repository does not exist.
+        UserError: The repository does not exist, or this user cannot read its files.
     """
     remove_byte_code(settings.repository)
+    check_readable(settings.repository)
     if settings.lock_check == "off":
         return True
     problems = check_repository(settings.repository, machine, hashes=settings.lock_hashes)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from triptych.base.errors import UserError
 from triptych.container.processor import FP32_LIMIT
 
 MANIFEST_FILE = "triptych.lock.json"
@@ -39,6 +40,27 @@ def read_manifest_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ManifestError(f"is {type(content).__name__}, not a JSON object")
     return content
+
+
+def check_readable(repository: Path) -> None:
+    """Check that this user can read the models; a file that cannot be read may look absent.
+
+    Raises:
+        UserError: A folder, or a file other than a document, exists and cannot be read.
+    """
+    tested = [(repository, os.R_OK | os.X_OK)]
+    for folder, folders, files in os.walk(repository):
+        folders[:] = [name for name in folders if name[0] != "." and name != "lost+found"]
+        tested += [(Path(folder, name), os.R_OK | os.X_OK) for name in folders]
+        tested += [(Path(folder, name), os.R_OK) for name in files if not name.endswith(".md")]
+    closed = [p for p, mode in tested if os.access(p, os.F_OK) and not os.access(p, mode)]
+    if closed:
+        raise UserError(
+            str(min(closed)),
+            f"cannot be read by user {os.geteuid()}",
+            given=f"{len(closed)} such files and folders" if len(closed) > 1 else "",
+            remedy=f"Run `chmod -R a+rX {repository}` as its owner, or run this as that user",
+        )
 
 
 class EngineTarget(NamedTuple):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from triptych.base.errors import UserError, closest
 from triptych.client import AsyncClient, Client, PipelineConfig
 from triptych.client.flows import CALL_PARAMETERS, PRIORITY
-from triptych.container.manifests import MANIFEST_FILE
+from triptych.container.manifests import MANIFEST_FILE, check_readable
 from triptych.gateway.errors import ApiError, invalid
 from triptych.gateway.http import Shared
 from triptych.gateway.keys import CALLER
@@ -344,6 +344,8 @@ class Pipelines:
         self._repository = repository
         self._options = dict(options)
         self._opened: dict[str, Pipeline] = {}
+        if repository is not None:
+            check_readable(repository)
         if not self.names():
             raise UserError(
                 "NAME",

@@ -289,6 +289,7 @@ def read_manifest(repository: Path, pipeline: str, expected: type[Manifest]) -> 
     Raises:
         UserError: There is no manifest, it is damaged or of another release of triptych, or the
             pipeline is of another kind.
+        PermissionError: This user may not read it.
     """
     path = repository / pipeline / MANIFEST_FILE
     named = f"{pipeline}/{MANIFEST_FILE}"
@@ -296,6 +297,8 @@ def read_manifest(repository: Path, pipeline: str, expected: type[Manifest]) -> 
     try:
         content = read_manifest_file(path)
     except ManifestError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise error.__cause__ from None
         if isinstance(error.__cause__, OSError):
             raise UserError(
                 pipeline,

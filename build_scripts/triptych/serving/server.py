@@ -37,7 +37,12 @@ from triptych.container.flags import (
 from triptych.container.health import HealthCheck
 from triptych.container.lock_check import enforce
 from triptych.container.machine import read_machine
-from triptych.container.manifests import core_variables, find_pipelines, remove_byte_code
+from triptych.container.manifests import (
+    check_readable,
+    core_variables,
+    find_pipelines,
+    remove_byte_code,
+)
 from triptych.container.settings import read_settings
 from triptych.container.supervisor import (
     EndlessLoad,
@@ -84,6 +89,7 @@ def check_models(repository: Path, wanted: Sequence[str]) -> None:
             given=repository,
             remedy="Run `triptych build NAME` first",
         )
+    check_readable(repository)
     models = list_models(repository)
     if not models:
         raise UserError(

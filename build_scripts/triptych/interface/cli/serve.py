@@ -468,9 +468,10 @@ def _announce(endpoints: dict[str, str], more: dict[str, Any], *, as_json: bool)
 
 def resolve_repository(named: Path) -> tuple[Path, list[str]]:
     """Return the repository and the models to serve: one named pipeline, or [] for all."""
+    from triptych.container.manifests import MANIFEST_FILE, check_readable
     from triptych.repository.config import CONFIG_FILE
-    from triptych.repository.manifest import MANIFEST_FILE
 
+    check_readable(named)
     if named.is_dir() and any(named.glob(f"*/{CONFIG_FILE}")):
         return named, []
     if named.name == str(named) and (REPOSITORY / named / CONFIG_FILE).is_file():

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from triptych.base.errors import UserError
+from triptych.container.manifests import check_readable
 from triptych.repository.config import CONFIG_FILE
 from triptych.repository.lint.engine import sha256_of
 from triptych.repository.lint.snapshot import (
@@ -43,7 +45,11 @@ _MAX_NEAR_DUPLICATES = 0.2
 
 
 def repository_readable(repository: Repository) -> Iterator[Flaw]:
-    """Check that the repository is a folder with at least one model folder."""
+    """Check that the repository is a folder with models, all of which this user can read."""
+    try:
+        check_readable(repository.root)
+    except UserError as closed:
+        yield error(closed.rule, f"{closed.field} ({closed.given})", closed.remedy, ".")
     if not repository.models:
         yield error(
             "must be a folder with one folder for each model",
