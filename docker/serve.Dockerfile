@@ -44,7 +44,7 @@ USER 1000
 WORKDIR /opt/triptych
 EXPOSE 8000 8001 8002
 # The start is longer than a first load of large engines with CUDA graphs. A step that is frozen is
-# noticed within 10 s.
+# noticed after twice its longest batch, at least 4 s.
 HEALTHCHECK --start-period=300s --interval=2s --timeout=5s --retries=2 \
     CMD ["python3", "-I", "-m", "triptych.container.health"]
 # NVIDIA's own entry point first: it prepares CUDA forward compatibility, then becomes its arguments.

@@ -36,7 +36,7 @@ QUESTION_FILE = "health.request"
 PROMPT_FILE = "health.generate"
 """File in the folder of an ensemble that generates text: JSON for Triton's generate extension."""
 
-COMMAND = ("python3", "-m", "triptych.container.health")
+COMMAND = ("python3", "-I", "-m", "triptych.container.health")
 """Command of the image's health check and of an orchestrator's probes."""
 
 WORK_FIELD = "x_triptych_work"

@@ -33,7 +33,7 @@ _METRIC = re.compile(
 
 
 class Executions(NamedTuple):
-    """What a model has computed since it was loaded.
+    """Batches and requests that a model has computed since it was loaded.
 
     Attributes:
         seconds: Sum over the requests of the durations of their batches.
@@ -114,7 +114,7 @@ class ProgressLog:
 
         Args:
             pipeline: Name of the pipeline.
-            models: What each of its models has computed.
+            models: Executions of each of its models.
             work: Tokens of the largest batch, by those of the request of the check.
             answered: Whether the pipeline answered the request.
         """

@@ -15,17 +15,18 @@ answered within `AHEAD_S`, the core is fast and gets several batches.
 them before the others. The age is the one that best separates the answered from the lost requests
 of the last `LEARNED_BATCHES`. This is the limit on the time in a queue of CoDel (Nichols and
 Jacobson, ACM Queue 2012), learned from the clients in place of a constant. Without lost requests
-there is no such age, and the order is that of arrival. If only older requests wait, the core gets
-few of them, so that a new one finds room.
+there is no such age, and the order is that of arrival. A little less than the age is used, because
+an answer takes time on its way to the client, so it falls slowly under lasting overload. If only
+older requests wait, the core gets half of what it may hold, so that a new one finds room.
 
 **Patient clients.** One of `TURNS` requests is the oldest, once it has waited for much longer than
 the age, so that clients without a deadline are answered among others that give up early. If its
 client has left, the core has no work with it, because Triton drops it between two steps.
 
-**Silence.** A request that is in the core for twice as long as usual is lost, or the core is slow.
-Then another one takes its place. If the core has not answered for as long as usual, the newest
-request is handed over. Before the first answer this is after `SILENCE_S`, and each time after twice
-as long, up to 8 times. A stopping server hands over all that waits.
+**Silence.** If the core has not answered for as long as a request usually takes, the requests in it
+may be lost, or the core stands still. Then the newest request is handed over, and some of those
+that come later. As long as nothing is answered, this is repeated, each time after twice as long. A
+stopping server hands over all that waits.
 
 **Rejections.** A request is rejected with UNAVAILABLE and a time after which to retry if it cannot
 be answered within its Triton timeout, has waited for ``serving.queue.max_backlog_ms``, or if more
@@ -45,11 +46,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .in_flight import REORDER_S, InFlight, Ticket
+from .in_flight import MARKS, REORDER_S, InFlight, Ticket
 from .request_errors import Overloaded, Stopping
 
 AHEAD_S = 0.05
 """Seconds of work that a fast core holds: much longer than preprocess takes to hand over more."""
+DEADLINE_SHARE = 0.9
+"""Share of a Triton timeout in which postprocess has to answer; the rest is for the way back."""
 TURNS = 8
 LESS, MORE = 0.8, 1.01
 """Change of what the core holds with each of the newest requests that is lost, or answered."""
@@ -58,15 +61,16 @@ MAX_LOST_SHARE = 0.2
 LEARNED_BATCHES = 8
 LOSS = 4.0
 """Weight of a row that is lost below the learned age, against one that is answered above it."""
+RETURN_S, RETURN_SHARE = 0.05, 0.1
+"""Time of an answer on its way to the client: seconds, and at most this share of its age."""
 PATIENT = 2.0
 """Age of patient requests, as a multiple of the learned age and the time in the core."""
 SILENCE_S = 0.25
 """Minimum seconds without an answer after which requests may be lost."""
-MAX_CORE_S = 86_400.0
 SHUTDOWN_GRACE_S = 0.05
 """Seconds after the stop signal in which requests are still admitted: they were sent before it."""
 MIN_RETRY_MS, MAX_RETRY_MS = 20.0, 10_000.0
-POLL_S = 0.002
+POLL_S = 0.005
 """Seconds between two looks at the marks while requests wait."""
 EXPIRY_S = 0.02
 """Seconds between two looks for requests that wait and cannot be answered in time any more."""
@@ -133,7 +137,7 @@ class FlowControl:
         self._full_rows = self._max_rows = float(settings["core_rows"] + self._batch_rows)
         self._began_at = self._ended_at = self._checked_at = 0.0
         self._waiting: list[Queued] = []  # in order of arrival
-        self._handed_over: deque[HandedOver] = deque()
+        self._handed_over: list[HandedOver] = []
         self._is_full = False  # requests had to wait at the last hand-over
         self._turn = 0
         # Ages of the last requests, each with its rows, which are negative if it was lost.
@@ -172,7 +176,9 @@ class FlowControl:
                 self._probed_at = now if probe else self._probed_at
                 return self._forward(probe) + [(job, Stopping()) for job in jobs[len(probe) :]]
             for job in jobs:
-                self._waiting.append(Queued(job, now, now + (job.left_s or math.inf)))
+                self._waiting.append(
+                    Queued(job, now, now + DEADLINE_SHARE * (job.left_s or math.inf))
+                )
                 self._marks.wait(1, job.rows)
                 if job.left_s is not None:
                     self._checked_at = 0.0
@@ -200,15 +206,18 @@ class FlowControl:
     def _look(self, now: float) -> list[tuple[Any, Any]]:
         """Return the jobs whose wait is over, as `make` does."""
         self._learn()
-        # What is in the core for much longer than usual is lost, or the core computes nothing.
-        max_s = 2 * max(SILENCE_S, self._core_s) if self._core_s else math.inf
-        requests, rows = self._marks.in_core(self._slack_s, min(max_s, MAX_CORE_S))
+        requests, rows = self._marks.in_core(self._slack_s)
         results = self._reject_late(now, rows)
-        # A stopping server gets no more requests, and Triton drops those whose clients have left.
-        chosen = self._choose(now, math.inf if self._marks.closed_at else self._max_rows - rows)
-        if not chosen and self._waiting and self._is_silent(now):
+        if self._marks.closed_at:
+            # No more requests come, and Triton drops those whose clients have left.
+            chosen = self._choose(now, math.inf)
+        elif self._waiting and requests and self._is_silent(now):
             self._probes, self._probed_at = self._probes + 1, now
             chosen = [self._waiting.pop().job]
+        elif self._probed_at > self._answered_at:
+            chosen = self._choose_new(now)
+        else:
+            chosen = self._choose(now, self._max_rows - rows)
         self._is_full = bool(self._waiting)
         for job in chosen:
             self._marks.wait(-1, -job.rows)
@@ -226,6 +235,11 @@ class FlowControl:
         return self._core_s if self._is_parallel else 0.0
 
     @property
+    def _return_s(self) -> float:
+        """Expected time of an answer on its way to the client."""
+        return min(RETURN_S, RETURN_SHARE * (self._limit_s + self._core_s))
+
+    @property
     def _patient_s(self) -> float:
         """Age from which on a request is patient."""
         return PATIENT * (self._limit_s + self._core_s)
@@ -237,9 +251,9 @@ class FlowControl:
     def _choose(self, now: float, room: float) -> list[Any]:
         """Take the jobs that the core gets now, about `room` rows, out of the queue."""
         waiting, chosen = self._waiting, list[Any]()
-        first = self._first_younger(now, self._limit_s)
-        while room > 0 and waiting:
-            if first >= len(waiting) and room <= self._max_rows - self._batch_rows / 4:
+        first = self._first_younger(now, self._limit_s - self._return_s)
+        while room > 0 and waiting and len(self._handed_over) + len(chosen) < MARKS:
+            if first >= len(waiting) and room <= self._max_rows / 2:
                 break  # the others have most likely left; a new request must find room
             self._turn = (self._turn + 1) % TURNS
             index = min(first, len(waiting) - 1)
@@ -254,27 +268,37 @@ class FlowControl:
             chosen.append(job)
         return chosen
 
+    def _choose_new(self, now: float) -> list[Any]:
+        """Take jobs that came since the core was found silent, as few as it computes at once."""
+        _, rows = self._marks.in_core(max_s=now - self._probed_at)
+        first, chosen = self._first_younger(now, now - self._probed_at), list[Any]()
+        while len(self._waiting) > first and rows < self._batch_rows / 4:
+            chosen.append(self._waiting.pop(first).job)
+            rows += chosen[-1].rows
+        return chosen
+
     def _learn(self) -> None:
         """Learn from the requests that were answered or lost since the last call."""
         answered, has_learned = self._marks.answered(), False
         if answered.at > self._answered_at:
             self._answered_at, self._probes = answered.at, 0
         lost_before = answered.newest - self._slack_s - REORDER_S
-        while self._handed_over:
-            first = self._handed_over[0]
-            is_lost = self._marks.is_set(first.ticket)
-            if is_lost and first.at >= lost_before:
-                break
-            self._handed_over.popleft()
-            share = min(first.rows / self._batch_rows, 1.0)
+        undecided = list[HandedOver]()
+        for each in self._handed_over:
+            is_lost = self._marks.is_set(each.ticket)
+            if is_lost and each.at >= lost_before:
+                undecided.append(each)
+                continue
+            share = min(each.rows / self._batch_rows, 1.0)
             if not is_lost:
-                core_s = self._marks.answered_at(first.ticket) - first.at
-                self._core_s = max(core_s, self._core_s + share / 32 * (core_s - self._core_s))
-            if first.was_chosen:
+                core_s = self._marks.answered_at(each.ticket) - each.at
+                self._core_s += (share / 2 if self._core_s else 1.0) * (core_s - self._core_s)
+            if each.was_chosen:
                 has_learned = True
-                self._outcomes.append((first.age_s, -first.rows if is_lost else first.rows))
-                if first.is_newest and first.age_s <= self._core_s / 4:
+                self._outcomes.append((each.age_s, -each.rows if is_lost else each.rows))
+                if each.is_newest and each.age_s <= self._core_s / 4:
                     self._set_max_rows(None if is_lost else core_s)
+        self._handed_over = undecided  # all others are decided before their marks are used again
         if has_learned:
             self._set_limit()
 
@@ -315,8 +339,9 @@ class FlowControl:
     def _is_silent(self, now: float) -> bool:
         """Whether the core has not answered for longer than it takes for a request."""
         last = max(self._answered_at, self._probed_at, self._marks.closed_at)
-        doubled = 1 if self._core_s else 2 ** min(self._probes, 3)
-        return now - last > max(SILENCE_S, self._core_s) * doubled
+        if self._handed_over:
+            last = max(last, self._handed_over[0].at)
+        return now - last > max(SILENCE_S, self._core_s) * 2.0 ** min(self._probes, 60)
 
     def _reject_late(self, now: float, core_rows: int) -> list[tuple[Any, Any]]:
         """Reject the requests that cannot be answered in time, or have waited too long."""

@@ -48,7 +48,7 @@ class Ticket(NamedTuple):
     number: int = 0
 
 
-class Answered(NamedTuple):
+class AnswerTimes(NamedTuple):
     """Time of the last answer, and of the hand-over of the newest request that is answered.
 
     Times are in seconds by `time.monotonic`.
@@ -159,8 +159,8 @@ class InFlight:
         """Return when the request of a cleared mark was answered, by `time.monotonic`."""
         return self._times[ticket.place] / 1e9
 
-    def answered(self) -> Answered:
-        return Answered(max(self._words(_DONE_AT)) / 1e9, self._newest() / 1e9)
+    def answered(self) -> AnswerTimes:
+        return AnswerTimes(max(self._words(_DONE_AT)) / 1e9, self._newest() / 1e9)
 
     def wait(self, requests: int, rows: int) -> None:
         """Add to the requests and rows of this process that are not in the core."""
@@ -177,7 +177,7 @@ class InFlight:
         Args:
             slack_s: A request counts as lost if one that was handed over more than these seconds
                 later is answered.
-            max_s: A request that was handed over longer ago counts as lost, too.
+            max_s: Requests that were handed over longer ago do not count.
         """
         oldest = max(self._newest() - int(1e9 * slack_s), time.monotonic_ns() - int(1e9 * max_s))
         requests = all_rows = 0
