@@ -76,8 +76,9 @@ class TritonPythonModel:
         try:
             inputs, options, sample = read_inputs(request), "", b""
             if "request_ticket" in inputs:
-                ticket, payload = _read_ticket(read_bytes(inputs, "request_ticket"))
-                options, sample = read_payload(payload)
+                ticket, payload, (options, sample) = _read_ticket(
+                    read_bytes(inputs, "request_ticket")
+                )
                 if sample and self._samples is not None and not self._marks.is_set(ticket):
                     self._samples.count_forged()
                     sample = b""
@@ -116,11 +117,11 @@ class TritonPythonModel:
                 self._marks.done(ticket)
 
 
-def _read_ticket(rows: Sequence[bytes]) -> tuple[Sequence[int], bytes]:
-    """Return a ticket and its payload, given by its rows."""
+def _read_ticket(rows: Sequence[bytes]) -> tuple[Sequence[int], bytes, tuple[str, bytes]]:
+    """Return a ticket, its payload, and the payload's options and sample, given by its rows."""
     try:
         ticket, payload = read_ticket(rows)
-        read_payload(payload)
+        content = read_payload(payload)
     except (ValueError, struct.error) as error:
         raise RequestError(
             "request_ticket",
@@ -128,7 +129,7 @@ def _read_ticket(rows: Sequence[bytes]) -> tuple[Sequence[int], bytes]:
             repr(rows[0])[:80],
             "Send the request to the ensemble, or leave out the ticket",
         ) from error
-    return ticket, payload
+    return ticket, payload, content
 
 
 def _read_output(inputs: Inputs, name: str) -> NDArray[Any]:
