@@ -223,6 +223,16 @@ def over_tritonclient(module: Any, url: str) -> NDArray[Any]:
         return vectors(client.infer("vectors", inputs))
 
 
+def is_unregistered(client: Any, name: str, headers: dict[str, str]) -> bool:
+    try:
+        client.unregister_system_shared_memory(name, headers=headers)
+    except InferenceServerException as error:
+        if "currently in use" in str(error):
+            return False
+        raise
+    return True
+
+
 def over_shared_memory(server: Server) -> NDArray[Any]:
     """Both inputs in one region of system shared memory."""
     values = [serialize_byte_tensor(np.array([[b"client"]], np.object_)), np.array([[8]], np.int32)]
@@ -242,7 +252,8 @@ def over_shared_memory(server: Server) -> NDArray[Any]:
             inputs[0].set_shared_memory(name, text_bytes)
             inputs[1].set_shared_memory(name, 4, text_bytes)
             answer = vectors(client.infer("vectors", inputs))
-            client.unregister_system_shared_memory(name, headers=headers)
+            # A request that has its answer keeps the region until Triton has released it.
+            assert eventually(lambda: is_unregistered(client, name, headers))
         finally:
             shared_memory.destroy_shared_memory_region(region)
     return answer

@@ -228,8 +228,14 @@ def test_a_page_answers_refuses_and_is_of_no_use_to_other_sites(page: DemoPage) 
 @contextmanager
 def command(*words: str) -> Iterator[subprocess.Popen[str]]:
     """`triptych ui --json` with these words; ended with the context."""
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([TRIPTYCH, "ui", *words, "--port=0", "--json"], **piped)  # type: ignore[call-overload]
+    environment = {name: given for name, given in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.Popen(
+        [TRIPTYCH, "ui", *words, "--port=0", "--json"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         yield process
     finally:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import ssl
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,7 @@ class _Protocol(HttpToolsProtocol):  # type: ignore[misc]
             if longest._idle_since < math.inf:
                 self.connections.discard(longest)  # it would count until it is closed
                 longest.transport.abort()
-        self._idle_since = self.loop.time()
+        self._idle_since = time.monotonic()  # uvloop counts milliseconds: too coarse
         if len(self.connections) > 2 * MAX_CONNECTIONS:  # beyond the limit of uvicorn, a 503
             transport.abort()
 
@@ -63,7 +64,7 @@ class _Protocol(HttpToolsProtocol):  # type: ignore[misc]
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
-        self._idle_since = self.loop.time()
+        self._idle_since = time.monotonic()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
