@@ -5,6 +5,7 @@ BERT of TensorRT 10 (NVIDIA/TensorRT issue 4397), a ResNet of 10 (issue 4020), a
 (pytorch pull request 66683), and NVIDIA's guide for moving to 11.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -295,6 +296,22 @@ def test_products_are_read_in_the_types_that_the_graph_gives_them(tmp_path: Path
         assert count_products(ask(write(tmp_path, nodes), precision)) == {precision: 1}
     with pytest.raises(UserError, match="none of 1 products is in int8"):
         count_products(ask(write(tmp_path, LOWER), "int8"))
+
+
+def test_no_garbage_is_collected_while_a_builder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of an older builder, as garbage, would wait forever for a lock of this one."""
+    trt, collects = RtxApi("8.9").trt, list[bool]()
+    make_builder = trt.Builder
+
+    def make_watched(logger: Any) -> Any:
+        collects.append(gc.isenabled())
+        return make_builder(logger)
+
+    monkeypatch.setattr(trt, "Builder", make_watched)
+    count_products(ask(write(tmp_path, PRODUCT), "fp32"))
+    assert (collects, gc.isenabled()) == ([False], True)
 
 
 def test_a_graph_that_cannot_be_read_or_built_is_an_error_in_words(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ GPU are rejected or wrong.
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -147,10 +148,15 @@ def make_engine(
     """
     messages = Messages()
     logger = messages.logger(api.trt)
+    collects = gc.isenabled()
+    gc.disable()  # TensorRT logs with a lock held that the end of an older builder waits for
     try:
         builder = api.trt.Builder(logger)
     except TypeError as error:  # raised by the bindings if TensorRT returns no object
         raise no_gpu("; ".join((*messages.errors, *messages.warnings)) or error) from error
+    finally:
+        if collects:
+            gc.enable()
     network = builder.create_network(api.network_flags())
     # The network may use weights that the parser owns, so the parser must outlive the build.
     parser = api.trt.OnnxParser(network, logger)
