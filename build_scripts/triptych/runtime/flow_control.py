@@ -15,9 +15,9 @@ answered within `AHEAD_S`, the core is fast and gets several batches.
 them before the others. The age is the one that best separates the answered from the lost requests
 of the last `LEARNED_BATCHES`. This is the limit on the time in a queue of CoDel (Nichols and
 Jacobson, ACM Queue 2012), learned from the clients in place of a constant. Without lost requests
-there is no such age, and the order is that of arrival. A little less than the age is used, because
-an answer takes time on its way to the client, so it falls slowly under lasting overload. If only
-older requests wait, the core gets half of what it may hold, so that a new one finds room.
+there is no such age, and the order is that of arrival. The age keeps a distance to the youngest
+lost request above it, because an answer takes time on its way to the client. If only older requests
+wait, the core gets half of what it may hold, so that a new one finds room.
 
 **Patient clients.** One of `TURNS` requests is the oldest, once it has waited for much longer than
 the age, so that clients without a deadline are answered among others that give up early. If its
@@ -61,8 +61,8 @@ MAX_LOST_SHARE = 0.2
 LEARNED_BATCHES = 8
 LOSS = 4.0
 """Weight of a row that is lost below the learned age, against one that is answered above it."""
-RETURN_S, RETURN_SHARE = 0.05, 0.1
-"""Time of an answer on its way to the client: seconds, and at most this share of its age."""
+RETURN_S, RETURN_SHARE = 0.1, 0.2
+"""Time of an answer on its way to the client: at most these seconds, and this share of its age."""
 PATIENT = 2.0
 """Age of patient requests, as a multiple of the learned age and the time in the core."""
 SILENCE_S = 0.25
@@ -235,11 +235,6 @@ class FlowControl:
         return self._core_s if self._is_parallel else 0.0
 
     @property
-    def _return_s(self) -> float:
-        """Expected time of an answer on its way to the client."""
-        return min(RETURN_S, RETURN_SHARE * (self._limit_s + self._core_s))
-
-    @property
     def _patient_s(self) -> float:
         """Age from which on a request is patient."""
         return PATIENT * (self._limit_s + self._core_s)
@@ -251,7 +246,7 @@ class FlowControl:
     def _choose(self, now: float, room: float) -> list[Any]:
         """Take the jobs that the core gets now, about `room` rows, out of the queue."""
         waiting, chosen = self._waiting, list[Any]()
-        first = self._first_younger(now, self._limit_s - self._return_s)
+        first = self._first_younger(now, self._limit_s)
         while room > 0 and waiting and len(self._handed_over) + len(chosen) < MARKS:
             if first >= len(waiting) and room <= self._max_rows / 2:
                 break  # the others have most likely left; a new request must find room
@@ -335,6 +330,11 @@ class FlowControl:
                     best, self._limit_s = lost + above, age_s
         if not lost:
             self._limit_s = math.inf
+            return
+        lost_above = (age_s for age_s, rows in ages if rows < 0 and age_s > self._limit_s)
+        lost_s = min(lost_above, default=math.inf)
+        return_s = min(RETURN_S, RETURN_SHARE * (lost_s + self._core_s), lost_s / 2)
+        self._limit_s = min(self._limit_s, lost_s - return_s)
 
     def _is_silent(self, now: float) -> bool:
         """Whether the core has not answered for longer than it takes for a request."""
