@@ -32,7 +32,7 @@ from triptych.spec.traffic import Lengths
 
 CONFIGS = ROOT / "tests/data/configs"
 LENGTHS = Lengths.of([5, 9, 12, 17, 30], max_length=32)
-OPTIONS = "{memory_limit_mib: 2, arena: as_requested, convolution_search: default"
+OPTIONS = "{memory_limit_mib: 2, arena: as_requested, convolution_search: default, tf32: true"
 TENSORRT_OPTIONS = (
     ", workspace_mib: 3, engine_cache: false, optimization_level: 4"
     ", min_subgraph_size: 5, share_context_memory: true, layer_norm_fp32: true"

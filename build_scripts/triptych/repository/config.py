@@ -307,6 +307,12 @@ def _optimize(plan: Plan, optimization: Any) -> None:
         optimization.execution_accelerators.gpu_execution_accelerator.add(
             name="tensorrt", parameters=_accelerator(engine, core)
         )
+    if core.backend == "onnxruntime" and not core.accelerator_options.tf32:
+        # Its CUDA kernels round the inputs of fp32 products to TF32 by default. Every supported
+        # release forwards the options of this accelerator (d992c5b of onnxruntime_backend, 24.06).
+        optimization.execution_accelerators.gpu_execution_accelerator.add(
+            name="cuda", parameters={"use_tf32": "0"}
+        )
 
 
 def _accelerator(engine: EnginePlan, core: CoreSettings) -> dict[str, str]:

@@ -25,6 +25,7 @@ _ACCELERATOR = (
     "Shapes of the planned profiles, so that no engine is built while requests wait. The caches "
     "keep the engines for the next start of the server."
 )
+_FP32 = "ONNX Runtime rounds the inputs of fp32 products to TF32 by default."
 _CPU_MEMORY = (
     "ONNX Runtime frees the memory of a large batch after it, and does not plan again for each new "
     "shape."
@@ -115,7 +116,10 @@ def _core_comments(plan: Plan) -> dict[str, str]:
             "CUDA graphs, captured at load; a batch uses the one with its number of rows or the "
             f"next larger number. {_sentence(plan.reasons.get('cuda_graphs', 'none'))}"
         ),
-        "optimization.execution_accelerators": _ACCELERATOR,
+        "optimization.execution_accelerators": " ".join(
+            [_ACCELERATOR] * (plan.spec.core.accelerator == "tensorrt")
+            + [_FP32] * (not plan.spec.core.accelerator_options.tf32)
+        ),
         "model_warmup": f"{warm_up}, alone{' and in a full batch' if on_gpu else ''}.",
         "parameters": " ".join(filter(None, parameters)),
     }

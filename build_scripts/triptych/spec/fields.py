@@ -167,6 +167,8 @@ class AcceleratorOptions(Frozen):
         min_subgraph_size: Minimum number of operators that TensorRT takes over. None: 1.
         share_context_memory: Whether the engines of a graph share their scratch memory.
         layer_norm_fp32: Whether TensorRT computes layer norms of an fp16 core in fp32.
+        tf32: Whether fp32 multiplications may round their inputs to 10 bits of mantissa, which
+            the accuracy gate, on a CPU, does not see. The TensorRT accelerator always does.
     """
 
     memory_limit_mib: Positive | None = None
@@ -178,6 +180,7 @@ class AcceleratorOptions(Frozen):
     min_subgraph_size: Positive | None = None
     share_context_memory: bool = False
     layer_norm_fp32: bool = False
+    tf32: bool = False
 
     @property
     def of_tensorrt(self) -> bool:
@@ -186,6 +189,7 @@ class AcceleratorOptions(Frozen):
             memory_limit_mib=self.memory_limit_mib,
             arena=self.arena,
             convolution_search=self.convolution_search,
+            tf32=self.tf32,
         )
         return self != usual
 

@@ -12,6 +12,7 @@ from typing import Any
 from triptych.repository.lint.snapshot import Flaw, Model, enum_name, error, names, warning
 
 _BOOLEANS = ("true", "on", "1", "false", "off", "0")
+_ORT_FALSE, _ORT_TRUE = ("0", "False", "false"), ("1", "True", "true")
 _MODES = ("FP32", "FP16", "BF16", "INT8")
 
 
@@ -105,11 +106,31 @@ def execution_accelerators(model: Model) -> Iterator[Flaw]:
         )
     for each in on_gpu:
         yield from _parameters(each)
+    cuda, tensorrt = (
+        {key: text for each in on_gpu if each.name == name for key, text in each.parameters.items()}
+        for name in ("cuda", "tensorrt")
+    )
+    in_fp32 = tensorrt.get("precision_mode", "FP32") == "FP32"
+    if cuda.get("use_tf32") in _ORT_FALSE and in_fp32 and "tensorrt" in {e.name for e in on_gpu}:
+        # The backend of no release forwards an option for it, and ONNX Runtime has none.
+        yield warning(
+            "should not run fp32 on the TensorRT accelerator, which rounds the inputs of products "
+            "to TF32 in every release",
+            f"use_tf32 {cuda['use_tf32']} of the cuda accelerator, which TensorRT ignores",
+            "Set NVIDIA_TF32_OVERRIDE=0 in the server's environment, which turns TF32 off for all "
+            "of its models, or use core.accelerator: cuda, or allow TF32 with "
+            "core.accelerator_options.tf32: true",
+        )
 
 
 def _parameters(accelerator: Any) -> Iterator[Flaw]:
     given = dict(accelerator.parameters)
     if accelerator.name == "cuda":
+        tf32 = given.get("use_tf32", "0")
+        if tf32 not in (*_ORT_FALSE, *_ORT_TRUE):
+            yield error(
+                "must be 0 or 1 for the cuda accelerator", f"use_tf32 {tf32}", "Correct the value"
+            )
         lost = [name for name in _OVERWRITTEN if name in given]
         if lost:
             yield warning(
