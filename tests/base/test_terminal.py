@@ -106,6 +106,7 @@ def test_serving_other_machines_needs_keys_or_certificates(tmp_path: Path) -> No
         (keys, "only supported with --replicas or --http-api"),
         (("--replicas", "2", "--client-ca", "ca.pem"), "only supported with --tls-certificate"),
         (("--replicas", "2", "--tls-key", "key.pem"), "must be given together"),
+        (("--backend-directory", str(tmp_path)), "must be a folder that holds a folder for each"),
     ]
     with socket.socket() as busy:
         busy.bind(("", 0))

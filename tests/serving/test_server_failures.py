@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from echo_server import CONFIG as ECHO_CONFIG
 from echo_server import ECHO, ENSEMBLE, write_model
@@ -21,6 +22,7 @@ from processes import eventually
 from triptych.base.errors import UserError
 from triptych.base.releases import CONFIG_FIELDS, SERVER_FLAGS
 from triptych.container.supervisor import STARVED, _awaited_children
+from triptych.interface.cli import app
 from triptych.serving.embedded import find_release
 from triptych.serving.ports import port_is_busy, release_ports, reserve_ports
 from triptych.serving.readiness import ServerError, find_exit_reason, read_load_state
@@ -153,6 +155,22 @@ def test_a_model_without_a_file_is_named(tmp_path: Path) -> None:
     assert caught.value.step == caught.value.field == "empty"
     missing = r"Python model file not found in '.*/empty/1/model\.py'"
     assert re.fullmatch(missing, caught.value.reason)
+
+
+@pytest.mark.server
+@pytest.mark.replacement
+def test_serve_loads_the_libraries_of_its_backend_directory(tmp_path: Path) -> None:
+    write_model(tmp_path / "repository", "echo", config=ECHO_CONFIG, backend="onnxruntime")
+    library = tmp_path / "backends/onnxruntime/libtriton_onnxruntime.so"
+    library.parent.mkdir(parents=True)
+    library.write_text("this is no library")
+    words = ["serve", "repository", "--backend-directory", "backends", "--grpc-port", "0"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        done = CliRunner().invoke(app, [*words, "--http-port", "0", "--metrics-port", "0"])
+    assert "load     backends of backends: onnxruntime\n" in done.stderr
+    assert isinstance(done.exception, ServerError)
+    assert "libtriton_onnxruntime.so: file too short" in done.exception.message
 
 
 @pytest.mark.server

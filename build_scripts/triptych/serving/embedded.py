@@ -181,13 +181,30 @@ def find_installation(private: Path, *, own_backends: Path | None = None) -> Ins
     return _assemble(wheel, machine, private / "backends", _backend_folders(own_backends))
 
 
-def find_release() -> Release:
-    """Return the release of the server that `find_installation` starts without own backends.
+def list_backends(folder: Path) -> list[str]:
+    """Return the sorted names of Triton's compiled backends in a folder, each with a library.
+
+    Raises:
+        UserError: It has none, so that emulated backends would serve in their place.
+    """
+    found = sorted(p.parent.name for p in folder.glob("*/libtriton_*.so"))
+    if not found:
+        raise UserError(
+            "--backend-directory",
+            "must be a folder that holds a folder for each backend",
+            given=folder,
+            remedy="Give the folder that holds, for example, onnxruntime/libtriton_onnxruntime.so",
+        )
+    return found
+
+
+def find_release(*, own_backends: Path | None = None) -> Release:
+    """Return the release of the server that `find_installation` starts.
 
     Raises:
         UserError: The release of the tritonserver on PATH is unknown.
     """
-    if shutil.which("tritonserver"):
+    if own_backends is None and shutil.which("tritonserver"):
         return find_image_release(os.environ)
     return EMBEDDED_RELEASE
 

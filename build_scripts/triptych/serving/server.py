@@ -123,7 +123,13 @@ def new_shell_safe_dir() -> Path:
         ) from error
 
 
-def check_and_make_flags(repository: Path, *, production: bool, one_gpu: bool = False) -> list[str]:
+def check_and_make_flags(
+    repository: Path,
+    *,
+    production: bool,
+    one_gpu: bool = False,
+    backend_directory: Path | None = None,
+) -> list[str]:
     """Check the repository's files, and return the flags of the serving image's entry point.
 
     The image's environment variables apply, except host, ports, server and repository.
@@ -133,6 +139,7 @@ def check_and_make_flags(repository: Path, *, production: bool, one_gpu: bool = 
         production: Whether to use the production profile. Without it, no flags are returned and
             the server checks the engines itself.
         one_gpu: Whether the server will see only one GPU.
+        backend_directory: That of `Server`.
 
     Raises:
         UserError: A setting is wrong, or a pipeline cannot be served here. The reasons were printed
@@ -152,7 +159,7 @@ def check_and_make_flags(repository: Path, *, production: bool, one_gpu: bool = 
     warn_of_limits()
     if machine is None:
         return []
-    release = find_release()
+    release = find_release(own_backends=backend_directory)
     warn_of(release)
     return flags_for(repository, settings.options, machine, release)
 
@@ -496,8 +503,7 @@ class Server:
             command.append(f"--model-repository={self.second_repository}")
             command += [f"--load-model={name}" for name in self.served_models]
         if self._client_shm:
-            embedded = installation.backend_directory is not None
-            release = EMBEDDED_RELEASE if embedded else find_release()
+            release = find_release(own_backends=self._own_backends)
             command += [] if flags_newer_than([ALLOW_CLIENT_SHM], release) else [ALLOW_CLIENT_SHM]
         return [*command, *self._profile_flags, *absolute_paths(self._extra_args)]
 

@@ -229,6 +229,14 @@ class ServeOptions:
             "development profile and one server.",
         ),
     ] = False
+    backend_directory: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with backends of Triton's own, such as "
+            "onnxruntime/libtriton_onnxruntime.so, for the embedded server, which is then used "
+            "even if a tritonserver is on PATH. Default: emulated backends."
+        ),
+    ] = None
     http_api: Annotated[
         int | None,
         typer.Option(
@@ -287,6 +295,7 @@ def serve(
     from triptych.container.flags import USE_TLS
     from triptych.container.machine import find_gpus
     from triptych.repository.store import recover
+    from triptych.serving.embedded import list_backends
     from triptych.serving.fleet.access import Access
     from triptych.serving.fleet.mirror import check_same_pipelines, parse_mirror
     from triptych.serving.fleet.serve import check_gpus, count_replicas
@@ -320,7 +329,14 @@ def serve(
         options.host, api, replicas=count, has_http_api=options.http_api is not None
     )
     recover(repository)
-    flags = check_and_make_flags(repository, production=options.production, one_gpu=bool(named))
+    if (backends := options.backend_directory) is not None:
+        progress("load", f"backends of {backends}: {', '.join(list_backends(backends))}")
+    flags = check_and_make_flags(
+        repository,
+        production=options.production,
+        one_gpu=bool(named),
+        backend_directory=backends,
+    )
     if count > 1 and USE_TLS in flags:
         raise UserError(
             "TRIPTYCH_GRPC_TLS_CERTIFICATE_FILE",
@@ -332,6 +348,7 @@ def serve(
         "models": models,
         "host": host,
         "log_file": options.log_file,
+        "backend_directory": backends,
         "exchanges": not options.production,
         "production_flags": flags,
         **vars(ports),

@@ -129,6 +129,7 @@ def new_fleet(
     exchanges: bool = True,
     access: Access | None = None,
     log_file: Path | None = None,
+    backend_directory: Path | None = None,
     load_s: float = 120.0,
     on_change: Callable[[str], None],
     on_problem: Callable[[str], None],
@@ -165,6 +166,7 @@ def new_fleet(
             production_flags=production_flags,
             environment=variables,
             log_file=_sibling_log(log_file, name),
+            backend_directory=backend_directory,
         )
 
     with ExitStack() as opened:
