@@ -28,6 +28,18 @@ CLOSED = tuple(service for service in RESTRICTED if service != "statistics")
 ALLOW_CLIENT_SHM = "--allow-client-shm=true"
 FREE_REQUESTS = "--grpc-infer-allocation-pool-size=0"
 """Flag of every server; without it the memory of the eight largest gRPC requests is never freed."""
+KEEP_ALIVE = (
+    # Notice clients that vanished, and keep idle connections open through NAT and balancers.
+    "--grpc-keepalive-time=60000",
+    "--grpc-keepalive-timeout=20000",
+    "--grpc-keepalive-permit-without-calls=1",
+    # With the default of 2 an idle connection is pinged twice and never again.
+    "--grpc-http2-max-pings-without-data=0",
+    # A client that pings more often loses its connection with all requests in flight as soon as
+    # none of them gets an answer for four pings. Envoy pings every second (`serving.fleet`).
+    "--grpc-http2-min-recv-ping-interval-without-data=500",
+)
+"""Flags of every server: pings of gRPC in both directions."""
 USE_TLS = "--grpc-use-ssl=1"
 CACHE_MIB = 256
 """Default size of the response cache, for all pipelines of a server that have one."""
@@ -172,17 +184,10 @@ def _flags(options: ServerFlags) -> Iterator[str]:
     yield FREE_REQUESTS
     if options.client_shm:
         yield ALLOW_CLIENT_SHM
-    # Notice clients that vanished, and keep idle connections open through NAT and balancers.
-    yield "--grpc-keepalive-time=60000"
-    yield "--grpc-keepalive-timeout=20000"
-    yield "--grpc-keepalive-permit-without-calls=1"
-    # With the default of 2 an idle connection is pinged twice and never again.
-    yield "--grpc-http2-max-pings-without-data=0"
-    # Clients may ping every 10 s; the default hangs up on any that ping more than every 300 s.
-    yield "--grpc-http2-min-recv-ping-interval-without-data=10000"
-    # A connection stays on one replica, so clients must reconnect to find a new replica.
+    yield from KEEP_ALIVE
+    # A connection stays on one replica, so clients must reconnect to find a new replica. Without
+    # a grace period, Triton's default, a connection ends after the last of its requests.
     yield f"--grpc-max-connection-age={options.connection_age_s * 1000}"
-    yield f"--grpc-max-connection-age-grace={options.exit_timeout_s * 1000}"
     # Two threads, the default, take in all requests: too few for many short ones.
     yield f"--grpc-infer-thread-count={options.grpc_threads}"
     # One response a request: without a bound a slow reader makes the server hold all of them.

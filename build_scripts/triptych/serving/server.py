@@ -29,6 +29,7 @@ from triptych.container.flags import (
     ALLOW_CLIENT_SHM,
     CLOSED,
     FREE_REQUESTS,
+    KEEP_ALIVE,
     RESTRICTED_HEADER,
     SHARED_MEMORY,
     absolute_paths,
@@ -230,6 +231,7 @@ class Server:
         closed = [service for service in CLOSED if not client_shm or service != SHARED_MEMORY]
         self._profile_flags = tuple(production_flags) or (
             FREE_REQUESTS,
+            *KEEP_ALIVE,
             *restricted_flags(closed, self._key),
         )
         self._client_shm = client_shm
