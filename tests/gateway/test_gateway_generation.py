@@ -1,17 +1,22 @@
 """Chat completions and completions of the gateway, with the unchanged `openai` client."""
 
+import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx2
 import openai
+import psutil
 import pytest
 
 from client_toy import wait_until
 from gateway_environment import run_with_clients
-from generation_cases import TEXTS
-from generation_served import build_both
+from generation_cases import TEXTS, Streams
+from generation_served import build_both, gauges
 from hostile_bodies import send_hostile
+from processes import repeated
 from served_command import gateway
 from triptych.client import Client
 from triptych.serving.server import Server
@@ -168,15 +173,76 @@ def test_generated_requests_fit_the_published_documents(address: str) -> None:
     run_with_clients("gateway_properties.py", address, "completions")
 
 
-def test_clients_that_leave_streams_free_their_places(address: str) -> None:
+def leave(server: Server, address: str, way: str) -> None:
+    """Begin a generation that the engine never ends, and disconnect after its first token."""
+    sampling = {"seed": HELD}
+    if way == "client":
+        with (
+            Client("slow", server.grpc_url) as client,
+            client.generate(TEXTS[0], seed=HELD) as all_,
+        ):
+            assert next(all_).token_ids
+    elif way == "gRPC":
+        streams = Streams(server.grpc_url, "slow")
+        call = streams.open(
+            {"text_input": TEXTS[0], "sampling_parameters": sampling, "stream": True}
+        )
+        assert next(call).infer_response.outputs
+        call.cancel()
+        streams.close()
+    elif way == "HTTP":
+        inputs = {"text_input": TEXTS[0], "messages": "", "stream": True}
+        path = f"http://{server.http_url}/v2/models/slow/generate_stream"
+        read_first_line(path, {**inputs, "sampling_parameters": json.dumps(sampling)})
+    elif way == "gateway":
+        body = {"model": "slow", "prompt": TEXTS[0], "stream": True, **sampling}
+        read_first_line(f"{address}/v1/completions", body)
+    else:
+        body = {"model": "slow", "prompt": TEXTS[0], **sampling}
+        with suppress(httpx2.ReadTimeout):
+            waits = httpx2.Timeout(300, read=1)
+            httpx2.post(f"{address}/v1/completions", json=body, timeout=waits)
+
+
+def read_first_line(url: str, body: dict[str, Any]) -> None:
+    with httpx2.stream("POST", url, json=body, timeout=300) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert next(response.iter_lines()).startswith("data: {")
+
+
+def open_things(server: Server) -> dict[str, int]:
+    """Threads and open files of the server and its steps."""
+    process = psutil.Process(server.pid)
+    all_ = [process, *process.children(recursive=True)]
+    return {
+        "threads": sum(each.num_threads() for each in all_),
+        "files": sum(each.num_fds() for each in all_),
+    }
+
+
+def test_clients_that_leave_free_their_places_and_neighbors_get_their_tokens(
+    server: Server, address: str
+) -> None:
     """The engine has two places, and would hold the requests of clients that left for ever."""
-    body = {"model": "slow", "prompt": TEXTS[0], "seed": HELD, "stream": True}
-    for _ in range(3):
-        with httpx2.stream("POST", f"{address}/v1/completions", json=body, timeout=300) as response:
-            assert response.headers["content-type"].startswith("text/event-stream")
-            assert next(response.iter_lines()).startswith("data: {")
-    short = {"model": "slow", "prompt": TEXTS[0], "max_tokens": 3}
-    assert httpx2.post(f"{address}/v1/completions", json=short, timeout=300).status_code == 200
-    left = 'endpoint="/v1/completions",status="499"} 3.0'
+    ways = ("client", "gRPC", "HTTP", "gateway", "gateway without a stream")
+
+    def neighbor() -> str:
+        with Client("slow", server.grpc_url, timeout_s=300) as client:
+            return client.generate(TEXTS[0], max_tokens=3).whole().text
+
+    expected, before = neighbor(), open_things(server)
+    with repeated(neighbor) as answers, ThreadPoolExecutor(4) as pool:
+        left = [pool.submit(leave, server, address, way) for _ in range(6) for way in ways]
+        for each in left:
+            each.result()
+    assert set(answers) == {expected}
+    wait_until(lambda: gauges(server, "slow")["in_flight"] == 0, "all places are free")
+    # A connection of each way may still be closing.
+    limit = {name: count + len(ways) for name, count in before.items()}
+    wait_until(
+        lambda: all(count < limit[name] for name, count in open_things(server).items()),
+        f"nothing is left: {limit}",
+    )
+    counted = 'endpoint="/v1/completions",status="499"} 12.0'
     with httpx2.Client(base_url=address, timeout=300) as client:
-        wait_until(lambda: left in client.get("/metrics").text, "the work is canceled")
+        wait_until(lambda: counted in client.get("/metrics").text, "the work is canceled")
