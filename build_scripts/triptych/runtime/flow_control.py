@@ -265,7 +265,7 @@ class FlowControl:
 
     def _choose_new(self, now: float) -> list[Any]:
         """Take jobs that came since the core was found silent, as few as it computes at once."""
-        _, rows = self._marks.in_core(max_s=now - self._probed_at)
+        rows = sum(each.rows for each in self._handed_over if each.at >= self._probed_at)
         first, chosen = self._first_younger(now, now - self._probed_at), list[Any]()
         while len(self._waiting) > first and rows < self._batch_rows / 4:
             chosen.append(self._waiting.pop(first).job)

@@ -171,15 +171,12 @@ class InFlight:
         """Return how many requests and rows of all processes are not in the core."""
         return sum(self._words(_WAITING)), sum(self._words(_WAITING_ROWS))
 
-    def in_core(self, slack_s: float = 0.0, max_s: float = 1e9) -> tuple[int, int]:
+    def in_core(self, slack_s: float = 0.0) -> tuple[int, int]:
         """Return how many requests and rows are in the core and behind it.
 
-        Args:
-            slack_s: A request counts as lost if one that was handed over more than these seconds
-                later is answered.
-            max_s: Requests that were handed over longer ago do not count.
+        A request is lost if one that was handed over more than `slack_s` later is answered.
         """
-        oldest = max(self._newest() - int(1e9 * slack_s), time.monotonic_ns() - int(1e9 * max_s))
+        oldest = self._newest() - int(1e9 * slack_s)
         requests = all_rows = 0
         for slot, top in enumerate(self._words(_TOP)):
             place = slice(slot * MARKS, slot * MARKS + top)
