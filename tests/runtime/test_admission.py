@@ -71,7 +71,10 @@ OVERLOADS = [
     (FIFTY, Load(100), 0.8),
     (FIFTY, Load(250), 0.85),
     (FIFTY, Load(1000), 0.75),
-    (Setup(batch_s=(0.2, 0.0)), Load(256, deadlines_s=(0.5,)), 0.45),
+    (Setup(batch_s=(0.2, 0.0)), Load(256, deadlines_s=(0.5,)), 0.7),
+    (Setup(), Load(512, back_s=0.05), 0.85),
+    (Setup(), Load(rate=5 * Setup().capacity, back_s=0.05), 0.85),
+    (Setup(), Load(256, deadlines_s=(0.5,), back_s=0.05), 0.8),
     (SLOW, Load(128, deadlines_s=(6.5,)), 0.7),
 ]
 

@@ -76,6 +76,7 @@ class Load:
         deadlines_s: Seconds after which clients leave, given to them in turn; None for never.
         pause_s: Seconds until a client whose request failed sends again.
         tells: Whether the server knows the deadlines.
+        back_s: Seconds of an answer on its way to the client.
     """
 
     clients: int = 0
@@ -84,6 +85,7 @@ class Load:
     pause_s: float = 0.05
     rows: int = 1
     tells: bool = False
+    back_s: float = 0.0
 
 
 @dataclass
@@ -112,6 +114,7 @@ class Simulation:
         self._random = random.Random(1)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
+        self._load: Load | None = None
         self._busy = [False] * self.setup.cores
         self.start_s = self.clock.now
         settings = {
@@ -156,7 +159,7 @@ class Simulation:
 
     def start(self, load: Load) -> None:
         """Start a load that lasts until `stop`."""
-        self._load: Load | None = load
+        self._load = load
         for client in range(load.clients):
             self._at(self.clock.now + 0.2 * self._random.random(), self._sender(client))
         if load.rate:
@@ -229,6 +232,10 @@ class Simulation:
 
     def _answer(self, job: Job, ticket: Ticket) -> None:
         self.postprocess.done(ticket)
+        back_s = self._load.back_s if self._load else 0.0
+        self._at(self.clock.now + back_s, partial(self._arrive_at_client, job))
+
+    def _arrive_at_client(self, job: Job) -> None:
         if job.is_open:
             job.is_answered, job.ended_at = True, self.clock.now
             self.answers.append((self.clock.now - self.start_s, job.rows))
