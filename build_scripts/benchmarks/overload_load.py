@@ -5,6 +5,10 @@ random times (Poisson), whatever became of those before. A client waits for its 
 ends its call, as `client_timeout` of tritonclient does. It sends again after a pause if its request
 was refused or expired. The load runs on the processors of the server, so requests are serialized
 once, and responses are not parsed.
+
+An address that begins with ``http://`` is the embeddings endpoint of a gateway. A request for a
+stream counts as answered with its first response, and its client receives the rest before it
+sends again.
 """
 
 from __future__ import annotations
@@ -17,21 +21,28 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import aiohttp
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
+from tritonclient.grpc import service_pb2
 
-from triptych.client.wire import infer_request
+from triptych.client.wire import generation_request, infer_request
 
 TEXT = "my parcel has not arrived, and nobody has answered me since last week " * 3
 CAPACITY_CLIENTS = 32
-_METHOD = "/inference.GRPCInferenceService/ModelInfer"
+_SERVICE = "/inference.GRPCInferenceService/"
+_STATUSES = {
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
 _CHANNELS = 8
 _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # a connection for each channel
@@ -41,6 +52,7 @@ _OPTIONS = [
 _CONNECT_S = 10.0
 _TICK_S = 0.05
 _REFUSED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
+Call = Callable[..., Awaitable[Any]]
 _ANSWERED, _REFUSAL, _EXPIRED, _FAILED = "answered", "refused", "expired", "failed"
 
 
@@ -57,6 +69,7 @@ class Load:
         retries: Maximum number of further attempts for a request of an open load.
         sends_timeout: Whether the server receives the deadline as Triton's parameter `timeout`.
         rows: Number of rows in a request.
+        streams: Whether requests are for streams of a pipeline that generates text.
         seconds: Duration; requests in flight at its end are canceled and not counted.
         settle_s: Seconds at the start that count only in the lists of each second.
         seed: Seed of the arrivals.
@@ -69,6 +82,7 @@ class Load:
     retries: int = 0
     sends_timeout: bool = False
     rows: int = 1
+    streams: bool = False
     seconds: float = 12.0
     settle_s: float = 4.0
     seed: int = 0
@@ -236,12 +250,17 @@ class LoadSending:
         on_second: Callable[[str], None] | None,
     ) -> None:
         self._load, self._on_second = load, on_second
+        self._embeddings = {"model": model, "input": list(inputs.values()) * load.rows}
         self._requests = []
         for deadline_s in load.deadlines_s:
             columns = {name: [text.encode()] * load.rows for name, text in inputs.items()}
             timeout = {} if deadline_s is None else {"timeout": round(1e6 * deadline_s)}
             parameters = timeout if load.sends_timeout else {}
-            request = infer_request(model, columns, range(load.rows), parameters, {})
+            if load.streams:
+                texts = {name: text.encode() for name, text in inputs.items()}
+                request = generation_request(model, texts, stream=True, name="")
+            else:
+                request = infer_request(model, columns, range(load.rows), parameters, {})
             self._requests.append(request.SerializeToString())
         self.outcomes: list[Outcome] = []
         self.failures: Counter[str] = Counter()
@@ -250,12 +269,7 @@ class LoadSending:
     async def send_all(self, url: str) -> LoadSummary:
         """Send the load to a server and return its summary."""
         async with AsyncExitStack() as stack:
-            calls = []
-            for _ in range(_CHANNELS):
-                channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
-                await stack.enter_async_context(channel)
-                await asyncio.wait_for(channel.channel_ready(), _CONNECT_S)
-                calls.append(channel.unary_unary(_METHOD))
+            calls = await stack.enter_async_context(self._open_calls(url))
             used_s = time.process_time()
             self.connect(calls, time.monotonic())
             work = [self._watch()]
@@ -276,8 +290,33 @@ class LoadSending:
         more = {"failures": failures, "load_cores": cores, "lag_s": self._lag_s}
         return summarize(self._load, self.outcomes, **more)
 
-    def connect(self, calls: Sequence[Callable[..., Awaitable[bytes]]], began: float) -> None:
-        """Send requests by these calls from now on, in turn by client; times are from `began`."""
+    @asynccontextmanager
+    async def _open_calls(self, url: str) -> AsyncIterator[list[Call]]:
+        """Connect to a server while the block runs; yield the calls for `connect`."""
+        if url.startswith("http://"):
+            self._requests = [json.dumps(self._embeddings).encode()] * len(self._requests)
+            connector = aiohttp.TCPConnector(limit=0)
+            headers = {"content-type": "application/json"}
+            async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+                yield [partial(_post, session, url)]
+            return
+        async with AsyncExitStack() as stack:
+            calls: list[Call] = []
+            for _ in range(_CHANNELS):
+                channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
+                await stack.enter_async_context(channel)
+                await asyncio.wait_for(channel.channel_ready(), _CONNECT_S)
+                if self._load.streams:
+                    calls.append(partial(_begin_stream, channel))
+                else:
+                    calls.append(channel.unary_unary(f"{_SERVICE}ModelInfer"))
+            yield calls
+
+    def connect(self, calls: Sequence[Call], began: float) -> None:
+        """Send requests by these calls from now on, in turn by client; times are from `began`.
+
+        A call may return a coroutine that receives the rest of its answer.
+        """
         self._calls, self._began = calls, began
 
     def _now_s(self) -> float:
@@ -286,10 +325,10 @@ class LoadSending:
     async def _attempt(self, client: int) -> bool:
         """Send a request of a client once, record its outcome, and return whether it failed."""
         turn = client % len(self._requests)
-        sent_s, kind = self._now_s(), _ANSWERED
-        deadline_s = self._load.deadlines_s[turn]
+        sent_s, kind, rest = self._now_s(), _ANSWERED, None
+        deadline_s, call = self._load.deadlines_s[turn], self._calls[client % len(self._calls)]
         try:
-            await self._calls[client % len(self._calls)](self._requests[turn], timeout=deadline_s)
+            rest = await call(self._requests[turn], timeout=deadline_s)
             if deadline_s is not None and self._now_s() - sent_s > deadline_s:
                 kind = _EXPIRED  # it came in time, and this process was late
         except grpc.aio.AioRpcError as error:
@@ -301,6 +340,8 @@ class LoadSending:
             else:
                 self.failures[f"{error.code().name}: {error.details()}"[:200]] += 1
         self.outcomes.append(Outcome(client, sent_s, self._now_s(), kind))
+        if asyncio.iscoroutine(rest):
+            await rest
         return kind != _ANSWERED
 
     async def _repeat(self, client: int) -> None:
@@ -343,10 +384,58 @@ class LoadSending:
             self._on_second(f"{reported:4} s  {kinds}")
 
 
+async def _post(
+    session: aiohttp.ClientSession, url: str, body: bytes, *, timeout: float | None
+) -> bytes:
+    """Send a request over HTTP; raise the error of gRPC that its status stands for."""
+    try:
+        async with asyncio.timeout(timeout), session.post(url, data=body) as response:
+            content = await response.read()
+    except TimeoutError:
+        raise _error(grpc.StatusCode.DEADLINE_EXCEEDED) from None
+    except aiohttp.ClientError as error:
+        raise _error(grpc.StatusCode.UNKNOWN, repr(error)) from error
+    if response.status != 200:
+        code = _STATUSES.get(response.status, grpc.StatusCode.UNKNOWN)
+        raise _error(code, content.decode())
+    return content
+
+
+async def _begin_stream(
+    channel: grpc.aio.Channel, request: bytes, *, timeout: float | None
+) -> Coroutine[Any, Any, None]:
+    """Send a request for a stream; return what receives the rest after the first response."""
+    stream = channel.stream_stream(f"{_SERVICE}ModelStreamInfer")()
+    try:
+        async with asyncio.timeout(timeout):
+            await stream.write(request)
+            await stream.done_writing()
+            first = await stream.read()
+    except TimeoutError:
+        stream.cancel()
+        raise _error(grpc.StatusCode.DEADLINE_EXCEEDED) from None
+    fault = service_pb2.ModelStreamInferResponse.FromString(first or b"").error_message
+    if fault:
+        codes = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNKNOWN
+        raise _error(codes["[overloaded" not in fault], fault)
+
+    async def receive_rest() -> None:
+        while await stream.read():
+            pass
+
+    return receive_rest()
+
+
+def _error(code: grpc.StatusCode, text: str = "") -> grpc.aio.AioRpcError:
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(code, nothing, nothing, details=text)
+
+
 def main() -> None:
     """Send the load of the command line and print its summary as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("url", help="gRPC address of the server, as 127.0.0.1:8001")
+    url_help = "gRPC address of the server, as 127.0.0.1:8001, or http://…/v1/embeddings"
+    parser.add_argument("url", help=url_help)
     parser.add_argument("model")
     parser.add_argument("--clients", type=int, help="closed load with this number of clients")
     parser.add_argument("--rate", type=float, default=0.0, help="open load, requests per second")
@@ -357,6 +446,7 @@ def main() -> None:
     timeout_help = "send the deadline as Triton's `timeout`, too"
     parser.add_argument("--send-timeout", action="store_true", help=timeout_help)
     parser.add_argument("--rows", type=int, default=1, help="rows in a request")
+    parser.add_argument("--streams", action="store_true", help="of generated text")
     parser.add_argument("--seconds", type=float, default=12.0, help="duration of the load")
     parser.add_argument("--settle", type=float, default=4.0, help="seconds not counted")
     parser.add_argument("--text", default=TEXT, help="text of a row")
@@ -376,6 +466,7 @@ def main() -> None:
         retries=options.retries,
         sends_timeout=options.send_timeout,
         rows=options.rows,
+        streams=options.streams,
         seconds=options.seconds,
         settle_s=options.settle,
     )
