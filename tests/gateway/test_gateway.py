@@ -25,6 +25,8 @@ from otlp_receiver import check_trace, otlp_receiver
 from served_command import endpoints_of, gateway, serving
 from task_models import MODELS
 from triptych.client import Client
+from triptych.gateway.errors import OPENAI
+from triptych.gateway.http import Body, EndpointApp, Operation, Shared
 
 pytestmark = pytest.mark.server
 TEXTS = traffic_texts()[:100]
@@ -319,6 +321,29 @@ def test_limits_of_the_server_are_errors_of_the_api(toy: Toy, toy_api: str) -> N
             await asyncio.gather(*held, return_exceptions=True)
 
     asyncio.run(send())
+
+
+def test_no_work_begins_for_a_client_that_disconnected_before() -> None:
+    """Under overload a gateway reads requests whose clients have left meanwhile."""
+    begun, received = [], iter([{"type": "http.request", "body": b"{}"}])
+
+    async def work(_: Body) -> str:
+        begun.append(True)
+        return "answer"
+
+    async def receive() -> dict[str, Any]:
+        return next(received, {"type": "http.disconnect"})
+
+    async def send(_: Any) -> None:
+        raise AssertionError("there is nobody to answer")
+
+    operation = Operation("/work", "work", "work", work, OPENAI, body=Body)
+    shared = Shared()
+    scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+    asyncio.run(EndpointApp(operation, shared)(scope, receive, send))
+    assert not begun
+    value = shared.metrics.registry.get_sample_value
+    assert value("triptych_gateway_requests_total", {"endpoint": "/work", "status": "499"}) == 1
 
 
 def test_a_client_that_disconnects_cancels_its_work(toy: Toy, toy_api: str) -> None:

@@ -342,11 +342,17 @@ async def _receive(receive: Receive, limit: int) -> bytes | None:
 
 
 async def _unless_disconnected(work: Awaitable[Any], receive: Receive) -> Any:
-    """Return the result of `work`; cancel it and return None if the client disconnects."""
-    working = asyncio.ensure_future(work)
+    """Return the result of `work`; cancel it and return None if the client disconnects.
+
+    Work is not begun if the client has disconnected already: under overload a gateway reads many
+    requests late.
+    """
     leaving = asyncio.ensure_future(_disconnected(receive))
+    await asyncio.sleep(0)
+    working = asyncio.ensure_future(work)
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not leaving.done():
+            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
         leaving.cancel()
