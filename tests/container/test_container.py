@@ -320,7 +320,8 @@ def test_the_requests_of_the_health_check_have_its_deadline(
     monkeypatch.setattr(health, "_fault", note)
     for name, file in (("plain", QUESTION_FILE), ("chat", PROMPT_FILE)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.pbtxt").write_text('platform: "ensemble"')
+        step = 'platform: "ensemble"\nstep { model_name: "plain_core" }'
+        (tmp_path / name / "config.pbtxt").write_text(step)
         (tmp_path / name / file).write_bytes(b'{"inputs": []}\nvalues')
     HealthCheck(find_pipelines(tmp_path)).ask("http://host")
     assert sent["chat"] == b'{"inputs": []}\nvalues'

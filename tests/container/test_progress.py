@@ -12,11 +12,11 @@ from triptych.container import health
 from triptych.container.health import WORK_FIELD, HealthCheck
 from triptych.container.manifests import find_pipelines
 from triptych.container.progress import (
-    FIRST_BATCH_S,
+    FIRST_WORK_S,
     MAX_GAP_S,
     MIN_STUCK_S,
-    STUCK_BATCHES,
     Executions,
+    ModelProgress,
     ProgressLog,
     read_executions,
 )
@@ -26,6 +26,7 @@ METRICS = b"""# TYPE nv_inference_exec_count counter
 nv_inference_exec_count{model="p_core",version="1"} 4
 nv_inference_exec_count{model="p_core",version="2"} 1
 nv_inference_request_success{model="p_core",version="1"} 8
+nv_inference_count{model="p_core",version="1"} 64
 nv_inference_request_failure{model="p_core",reason="OTHER",version="1"} 3
 nv_inference_compute_infer_duration_us{model="p_core",version="1"} 2.5e+06
 nv_inference_exec_count{model="p_postprocess",version="1"} 7
@@ -48,13 +49,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+ROWS = 32
+"""Rows of the largest batch."""
+
+
 def batches(
-    core: int, core_s: float, *, first_s: float | None = None, steps: int = 1
+    core: int, core_s: float, *, row_s: float | None = None, steps: int = 1
 ) -> dict[str, Executions]:
-    """A core that took `core_s` seconds for each batch but the first, beside other steps."""
-    seconds = core * core_s if first_s is None else first_s + (core - 1) * core_s
-    own = Executions(core, core, seconds)
-    return {MODELS[0]: Executions(steps), MODELS[1]: own, MODELS[2]: Executions(steps)}
+    """A core that took `core_s` seconds for each batch but the first, a row, and other steps."""
+    seconds = (core_s if row_s is None else row_s) + (core - 1) * core_s
+    own = Executions(core, core, 1 + ROWS * (core - 1), seconds)
+    others = Executions(steps, steps, steps, 1e-3 * steps)
+    return {MODELS[0]: others, MODELS[1]: own, MODELS[2]: others}
 
 
 @pytest.fixture
@@ -91,46 +97,89 @@ def http_answers() -> Any:
 
 def test_metrics_are_read_for_each_model() -> None:
     assert read_executions(METRICS) == {
-        "p_core": Executions(5.0, 8.0, 2.5),
-        "p_postprocess": Executions(7.0, 0.0, 0.0),
+        "p_core": Executions(5.0, 8.0, 64.0, 2.5),
+        "p_postprocess": Executions(7.0),
     }
     assert read_executions(b"<html>not metrics</html>") == {}
 
 
-@pytest.mark.parametrize("batch_s", [0.01, 2.0, 31.6])
+def stuck_after_s(log: ProgressLog, clock: Clock, work: float, busy: int = 1) -> tuple[float, str]:
+    """Seconds and message with which models that compute nothing more are found."""
+    began, frozen, told = clock.now, {name: each.done for name, each in log._seen.items()}, None
+    while told is None:
+        assert clock.now - began < 1000.0
+        clock.now += 0.05
+        told = log.update(frozen, work, answered=False, busy=busy)
+    return clock.now - began, told
+
+
+@pytest.mark.parametrize("batch_s", [0.01, 2.0, 31.6, 200.0])
 def test_a_core_that_computes_is_busy_and_one_that_does_not_is_stuck(
     clock: Clock, batch_s: float
 ) -> None:
-    log, work = ProgressLog(None), 32 * 8
-    row_s = batch_s / work  # the rows of the check, alone
-    assert log.update("p", batches(1, row_s), work, answered=True) is None
+    log, work = ProgressLog(None), ROWS * 8
+    row_s = batch_s / work
+    assert log.update(batches(1, row_s), work, answered=True) is None
     done = 1
     for _ in range(100):  # each batch takes as long as the largest
-        for _ in range(5):
-            clock.now += batch_s / 5
-            executions = batches(done, batch_s, first_s=row_s, steps=done)
-            assert log.update("p", executions, work, answered=False) is None
+        for _ in range(20):
+            clock.now += batch_s / 20
+            executions = batches(done, batch_s, row_s=row_s, steps=done)
+            assert log.update(executions, work, answered=False) is None
         done += 1
-    limit_s = max(STUCK_BATCHES * batch_s, MIN_STUCK_S)
-    stuck_at = clock.now
-    frozen = batches(done, batch_s, first_s=row_s, steps=done)
-    told = None
-    while told is None:
-        assert clock.now - stuck_at < 1.5 * limit_s  # within 3 times the longest batch
-        clock.now += limit_s / 20
-        told = log.update("p", frozen, work, answered=False)
-    assert clock.now - stuck_at > 0.9 * limit_s
+    after_s, told = stuck_after_s(log, clock, work)
+    # The step before the core has not computed since the batch in the core began.
     assert told.startswith("p_preprocess has computed nothing for ")
-    assert log.update("p", frozen, work, answered=True) is None  # it has answered after all
+    assert max(batch_s, MIN_STUCK_S - batch_s) <= after_s < max(2 * batch_s, MIN_STUCK_S) + 0.2
+    # It has answered after all.
+    assert log.update(batches(done, batch_s, row_s=row_s), work, answered=True) is None
+
+
+def test_pipelines_that_compute_at_the_same_time_share_the_machine(clock: Clock) -> None:
+    log, found = ProgressLog(None), []
+    for busy in (1, 2, 3):
+        log.update(batches(1 + busy, 10.0), 1.0, answered=True)
+        found.append(stuck_after_s(log, clock, 1.0, busy)[0])
+    assert found == pytest.approx([20.0, 30.0, 40.0], abs=0.2)
+
+
+def test_a_slow_step_is_part_of_the_longest_work(clock: Clock) -> None:
+    """Rows of images are decoded for longer than the core computes."""
+    log, slow = ProgressLog(None), Executions(1, 1, ROWS, 10.0)
+    log.update(batches(1, 0.1) | {MODELS[0]: slow}, 1.0, answered=True)
+    assert stuck_after_s(log, clock, 1.0)[0] == pytest.approx(20.2, abs=0.2)
+
+
+def test_the_duration_of_a_row_is_kept_up_to_date(clock: Clock) -> None:
+    """A first row on a cold machine says little about the largest batch."""
+    log, work = ProgressLog(None), 1000.0
+    longest = []
+    for rows, seconds, answered in (
+        (1, 0.2, True),  # cold
+        (1, 0.01, True),
+        (1, 0.02, True),  # other programs began to compute
+        (ROWS, ROWS * 0.03, True),  # a batch of clients
+        (ROWS, ROWS * 0.015, False),
+        (ROWS, 25.0, False),
+    ):
+        done = log._seen.get(MODELS[1], ModelProgress()).done
+        new = Executions(1, 1, rows, seconds)
+        total = Executions(*(a + b for a, b in zip(done, new, strict=True)))
+        log.update({MODELS[1]: total}, work, answered=answered)
+        core = log._seen[MODELS[1]]
+        longest.append(max(core.longest_s, work * core.row_s))
+    assert longest == pytest.approx([200.0, 10.0, 20.0, 20.0, 15.0, 25.0])
+    log.update(batches(0, 0.0), work, answered=True)  # the server was started again
+    assert core.longest_s == core.row_s == 0.0
 
 
 def test_the_model_that_does_nothing_beside_others_is_named(clock: Clock) -> None:
     log = ProgressLog(None)
-    log.update("p", batches(1, 0.1), 1.0, answered=True)
+    log.update(batches(1, 0.1), 1.0, answered=True)
     told = None
     for done in range(2, 20):
-        executions = batches(done, 0.1, steps=done) | {MODELS[2]: Executions(1)}
-        told = told or log.update("p", executions, 1.0, answered=False)
+        executions = batches(done, 0.1, steps=done) | {MODELS[2]: Executions(1, 1, 1, 1e-3)}
+        told = told or log.update(executions, 1.0, answered=False)
         clock.now += 1.0
     assert told is not None
     assert told.startswith("p_postprocess has computed nothing")
@@ -138,18 +187,8 @@ def test_the_model_that_does_nothing_beside_others_is_named(clock: Clock) -> Non
 
 def test_without_a_measurement_the_first_batch_may_take_long(clock: Clock) -> None:
     log, nothing = ProgressLog(None), dict.fromkeys(MODELS, Executions())
-    for _ in range(int(STUCK_BATCHES * FIRST_BATCH_S)):
-        assert log.update("p", nothing, 1e9, answered=False) is None
-        clock.now += 1.0
-    clock.now += 1.0
-    assert log.update("p", nothing, 1e9, answered=False)
-    # What is scaled from single rows is at most that, what was measured is not limited.
-    for seconds, longest_s in ((1.0, FIRST_BATCH_S), (500.0, 500.0)):
-        log = ProgressLog(None)
-        log.update("p", batches(1, seconds), 1e9, answered=True)
-        assert log._seen["p"].longest_s == longest_s
-    log.update("p", batches(0, 0.0), 1e9, answered=True)  # the server was started again
-    assert log._seen["p"].longest_s == 0.0
+    log.update(nothing, 1.0, answered=False)
+    assert stuck_after_s(log, clock, 1.0)[0] == pytest.approx(2 * FIRST_WORK_S, abs=0.2)
 
 
 def test_another_process_goes_on_where_one_ended(clock: Clock, tmp_path: Path) -> None:
@@ -157,7 +196,7 @@ def test_another_process_goes_on_where_one_ended(clock: Clock, tmp_path: Path) -
 
     def check() -> str | None:
         log = ProgressLog(file)
-        told = log.update("p", frozen, 1.0, answered=False)
+        told = log.update(frozen, 1.0, answered=False)
         log.write()
         return told
 
@@ -169,7 +208,14 @@ def test_another_process_goes_on_where_one_ended(clock: Clock, tmp_path: Path) -
     assert told[:4] == [None] * 4
     clock.now += MAX_GAP_S + 1  # nobody has looked since
     assert check() is None
-    for damage in ("", "{", "[]", '{"p": {"unknown": 1}}', '{"p": 3}'):
+    for damage in (
+        "",
+        "{",
+        "[]",
+        '{"p": {"unknown": 1}}',
+        '{"p": {"done": [1], "x": 2}}',
+        '{"p": 3}',
+    ):
         file.write_text(damage)
         assert check() is None
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]

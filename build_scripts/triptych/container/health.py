@@ -84,7 +84,8 @@ class HealthCheck:
                 executions = read_executions(metrics.read(_METRICS_BYTES))
         except (OSError, ValueError):
             executions = {}
-        faults = [self._judge(asked, fault, executions) for asked, fault in answers]
+        busy = sum(fault is not None for _, fault in answers)
+        faults = [self._judge(asked, fault, executions, busy) for asked, fault in answers]
         self._progress.write()
         return next(filter(None, faults), None)
 
@@ -97,11 +98,15 @@ class HealthCheck:
             return list(pool.map(lambda asked: (asked, asked.ask(url)), self._questions))
 
     def _judge(
-        self, asked: _Question, fault: _Fault | None, executions: Mapping[str, Executions]
+        self,
+        asked: _Question,
+        fault: _Fault | None,
+        executions: Mapping[str, Executions],
+        busy: int,
     ) -> str | None:
         """Return the fault of a pipeline, from its answer and the progress of its models."""
         models = {name: executions[name] for name in asked.models if name in executions}
-        stuck = self._progress.update(asked.pipeline, models, asked.work, answered=fault is None)
+        stuck = self._progress.update(models, asked.work, answered=fault is None, busy=busy)
         if fault is None:
             return None
         if not fault.may_be_busy or not models:
@@ -132,7 +137,8 @@ class _Question(NamedTuple):
     """Request to a pipeline.
 
     Attributes:
-        models: Names of the models of the ensemble whose progress shows that it is busy.
+        models: Names of the models of the ensemble whose progress shows that it is busy; none if it
+            generates text.
         work: Tokens of the largest batch, by those of the request.
         is_cached: Whether a response cache may hold the answer.
     """
@@ -141,42 +147,31 @@ class _Question(NamedTuple):
     body: bytes
     models: Sequence[str] = ()
     work: float = 1.0
-    generates: bool = False
     is_cached: bool = False
 
     def ask(self, url: str) -> _Fault | None:
         """Return the fault of the pipeline."""
         url = f"{url}/v2/models/{self.pipeline}"
-        if self.generates:
+        if not self.models:
             return _fault(self.pipeline, f"{url}/generate", self.body)
-        body = _with_parameters(
-            make_unique(self.body) if self.is_cached else self.body,
-            {"timeout": round(_TIMEOUT_S * 1e6)},
-        )
-        headers = {"Inference-Header-Content-Length": str(body.index(b"\n") + 1)}
-        return _fault(self.pipeline, f"{url}/infer", body, headers)
+        head, _, values = (make_unique(self.body) if self.is_cached else self.body).partition(b"\n")
+        # With a deadline, a pipeline that cannot answer in time need not compute the request.
+        request = {**json.loads(head), "parameters": {"timeout": round(_TIMEOUT_S * 1e6)}}
+        head = json.dumps(request).encode() + b"\n"
+        headers = {"Inference-Header-Content-Length": str(len(head))}
+        return _fault(self.pipeline, f"{url}/infer", head + values, headers)
 
 
 def _read_question(pipeline: ServedPipeline) -> _Question | None:
     """Return the question of a pipeline; None if it is not one of this project."""
     folder = pipeline.repository / pipeline.name
     if (prompt := folder / PROMPT_FILE).is_file():
-        return _Question(pipeline.name, prompt.read_bytes(), generates=True)
+        return _Question(pipeline.name, prompt.read_bytes())
     if not (file := folder / QUESTION_FILE).is_file():
         return None
     body, is_cached = file.read_bytes(), mentions(folder, RESPONSE_CACHE)
     work = json.loads(body.partition(b"\n")[0]).get("parameters", {}).get(WORK_FIELD, 1.0)
     return _Question(pipeline.name, body, pipeline.steps, work, is_cached=is_cached)
-
-
-def _with_parameters(body: bytes, parameters: Mapping[str, object]) -> bytes:
-    """Return a request with these parameters alone.
-
-    With a deadline, a pipeline that cannot answer in time need not compute the request.
-    """
-    head, _, values = body.partition(b"\n")
-    request = {**json.loads(head), "parameters": parameters}
-    return json.dumps(request).encode() + b"\n" + values
 
 
 def make_unique(body: bytes) -> bytes:

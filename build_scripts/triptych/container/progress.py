@@ -1,13 +1,16 @@
 """Progress of the models of a server, from its metrics: what computes is busy, not stuck.
 
 A model is stuck if its pipeline has not answered and the model has finished no execution for
-`STUCK_BATCHES` times the longest batch of the pipeline's core on this server. The longest batch is
-measured. Before many rows have come, it is scaled from the first, single rows.
+twice the longest unit of work of the pipeline: the longest batches of its models, one after the
+other. They are measured on this server. Until the largest batch has come, its duration is that of a
+row times the rows and tokens of the largest batch. Pipelines that compute at the same time share
+the machine, so that for each further one the time of one more unit of work is allowed.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -18,22 +21,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-STUCK_BATCHES = 2.0
 MIN_STUCK_S = 4.0
-FIRST_BATCH_S = 60.0
-"""Longest batch until the pipeline has answered, and the maximum scaled from single rows."""
+FIRST_WORK_S = 60.0
+"""Longest unit of work of a pipeline with a model that has computed nothing yet."""
 MAX_GAP_S = 60.0
 """Seconds between two checks after which the first one says nothing about the second."""
 
 _METRIC = re.compile(
-    rb"^nv_inference_(exec_count|request_success|compute_infer_duration_us)"
+    rb"^nv_inference_(exec_count|request_success|count|compute_infer_duration_us)"
     rb'{model="([^"]+)",version="[^"]*"} (\S+)',
     re.MULTILINE,
 )
 
 
 class Executions(NamedTuple):
-    """Batches and requests that a model has computed since it was loaded.
+    """Batches, requests and rows that a model has computed since it was loaded.
 
     Attributes:
         seconds: Sum over the requests of the durations of their batches.
@@ -41,6 +43,7 @@ class Executions(NamedTuple):
 
     batches: float = 0.0
     requests: float = 0.0
+    rows: float = 0.0
     seconds: float = 0.0
 
 
@@ -54,6 +57,7 @@ def read_executions(metrics: bytes) -> dict[str, Executions]:
         model: Executions(
             values.get(b"exec_count", 0.0),
             values.get(b"request_success", 0.0),
+            values.get(b"count", 0.0),
             values.get(b"compute_infer_duration_us", 0.0) / 1e6,
         )
         for model, values in found.items()
@@ -61,39 +65,41 @@ def read_executions(metrics: bytes) -> dict[str, Executions]:
 
 
 @dataclass
-class Progress:
-    """Progress of a pipeline. Times are by `time.monotonic`, which all processes share.
+class ModelProgress:
+    """Progress of a model. Times are by `time.monotonic`, which all processes share.
 
     Attributes:
+        done: Executions at the last check.
         checked_at: Time of the last check.
-        longest_s: Duration of the longest batch of the core.
-        requests: Requests that the core has computed.
-        seconds: Sum of the durations of their batches.
-        unchanged: Batches of each model, and the time since when they have not changed; empty
-            after an answer.
+        since: Time since when requests have waited and no batch was finished.
+        longest_s: Duration of the longest batch.
+        row_s: Duration of the last row alone. Without one, the least mean of the rows of batches.
     """
 
-    checked_at: float = 0.0
+    done: Executions = field(default_factory=Executions)
+    checked_at: float = -math.inf
+    since: float = 0.0
     longest_s: float = 0.0
-    requests: float = 0.0
-    seconds: float = 0.0
-    unchanged: dict[str, tuple[float, float]] = field(default_factory=dict)
+    row_s: float = 0.0
 
-    def measure(self, core: Executions, work: float) -> None:
-        """Update the longest batch by the mean of those since the last check."""
-        if core.requests < self.requests:  # the server was started again
-            self.longest_s = self.requests = self.seconds = 0.0
-        new = core.requests - self.requests
-        if new:
-            batch_s = (core.seconds - self.seconds) / new
-            if not self.requests:
-                batch_s = max(min(work * batch_s, FIRST_BATCH_S), batch_s)
+    def update(self, done: Executions, now: float, *, answered: bool) -> None:
+        """Update the progress by the executions at a check."""
+        if done.requests < self.done.requests:  # the server was started again
+            self.done, self.longest_s, self.row_s = Executions(), 0.0, 0.0
+        new = Executions(*(after - before for after, before in zip(done, self.done, strict=True)))
+        if new.requests:
+            batch_s = new.seconds / new.requests
+            row_s = batch_s * new.batches / max(new.rows, 1.0)
+            is_alone = answered and new.rows == 1  # the request of the check itself
+            self.row_s = row_s if is_alone else min(self.row_s or row_s, row_s)
             self.longest_s = max(self.longest_s, batch_s)
-            self.requests, self.seconds = core.requests, core.seconds
+        if answered or new.batches or now - self.checked_at > MAX_GAP_S:
+            self.since = now
+        self.done, self.checked_at = done, now
 
 
 class ProgressLog:
-    """Progress of the pipelines of a server, from check to check.
+    """Progress of the models of a server, from check to check.
 
     Args:
         file: File that keeps the progress for later processes; None to keep it here only.
@@ -101,40 +107,35 @@ class ProgressLog:
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
-        self._seen: dict[str, Progress] = {}
+        self._seen: dict[str, ModelProgress] = {}
         if file is not None:
-            with suppress(OSError, ValueError, TypeError, AttributeError):  # none, or damaged
-                content = json.loads(file.read_bytes())
-                self._seen = {name: Progress(**values) for name, values in content.items()}
+            with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
+                for name, values in json.loads(file.read_bytes()).items():
+                    done = Executions(*values.pop("done"))
+                    self._seen[name] = ModelProgress(done, **values)
 
     def update(
-        self, pipeline: str, models: Mapping[str, Executions], work: float, *, answered: bool
+        self, models: Mapping[str, Executions], work: float, *, answered: bool, busy: int = 1
     ) -> str | None:
         """Add the result of a check; return which model is stuck in a few words, if one is.
 
         Args:
-            pipeline: Name of the pipeline.
-            models: Executions of each of its models.
+            models: Executions of each model of a pipeline.
             work: Tokens of the largest batch, by those of the request of the check.
             answered: Whether the pipeline answered the request.
+            busy: Number of pipelines that did not answer.
         """
-        now, seen = time.monotonic(), self._seen.setdefault(pipeline, Progress())
-        if answered or now - seen.checked_at > MAX_GAP_S:
-            seen.unchanged = {}
-        seen.checked_at = now
+        now = time.monotonic()
+        seen = {name: self._seen.setdefault(name, ModelProgress()) for name in models}
         for name, executions in models.items():
-            if name.endswith("_core"):
-                seen.measure(executions, work)
-            batches, since = seen.unchanged.get(name, (-1.0, now))
-            if not answered:
-                is_same = batches == executions.batches
-                seen.unchanged[name] = executions.batches, since if is_same else now
-        limit_s = max(STUCK_BATCHES * (seen.longest_s or FIRST_BATCH_S), MIN_STUCK_S)
-        for name, (_, since) in seen.unchanged.items():
-            if now - since > limit_s:
+            seen[name].update(executions, now, answered=answered)
+        longest = [max(each.longest_s, work * each.row_s) for each in seen.values()]
+        work_s = sum(longest) if all(longest) else FIRST_WORK_S
+        for name, each in seen.items():
+            if now - each.since > max((1 + busy) * work_s, MIN_STUCK_S):
                 return (
-                    f"{name} has computed nothing for {now - since:.0f} s; the longest batch of "
-                    f"{pipeline} takes {seen.longest_s:.1f} s"
+                    f"{name} has computed nothing for {now - each.since:.0f} s; the longest unit "
+                    f"of work takes {work_s:.1f} s"
                 )
         return None
 
