@@ -21,6 +21,7 @@ from deploy_cases import PROMISE, options, write_bench, write_built
 from envoy_front import LOOPBACK, SERVICE, envoy, send_http
 from processes import eventually
 from triptych.base.errors import UserError
+from triptych.container.periodic import PeriodicCheck
 from triptych.deploy.targets import make_manifests
 from triptych.repository.store import locked, write_models
 from triptych.serving.fleet.envoy import (
@@ -38,7 +39,6 @@ from triptych.serving.fleet.serve import (
     find_capacity_warnings,
     new_fleet,
 )
-from triptych.serving.periodic import PeriodicCheck
 from triptych.serving.server import Server
 
 SHARE = 0.25

@@ -135,7 +135,6 @@ def test_what_dies_is_restarted(repository: Path) -> None:
 
 def test_a_frozen_core_is_noticed(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The question of the health check, of one token, is not answered."""
-    monkeypatch.setattr(endpoint, "REPLACED_ALONE_AFTER", 2)
     monkeypatch.setattr(endpoint, "HEALTH_INTERVAL_S", 0.1)
     with running(Server(repository)) as server:
         check = HealthCheck(find_pipelines(repository))

@@ -181,12 +181,14 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_MISTAKE
     os.umask(0o077)  # shared memory has user data, which must be private
     regions = SharedRegions(prefix)
+    health = HealthCheck(find_pipelines(settings.repository), settings.metrics_url)
     try:
         return supervise(
             words,
             core_variables(settings.repository) | server_variables(os.environ),
             is_ready=lambda: find_server_fault(settings.health_url) is None,
-            ask=lambda: HealthCheck(find_pipelines(settings.repository)).ask(settings.health_url),
+            find_fault=lambda: health.find_fault(settings.health_url),
+            ask=lambda: health.ask(settings.health_url),
             grace_s=settings.options.exit_timeout_s,
         )
     finally:

@@ -15,11 +15,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
+from triptych.container.periodic import REPLACED_AFTER, PeriodicCheck
 from triptych.runtime.in_flight import InFlight
 
 _KEY = re.compile(rb"(?<=-restricted-)(protocol|api)([=\0][^=\0]*=)([^\0]+)")
@@ -185,6 +187,7 @@ def drain(server: int, grace_s: float, ask: Callable[[], object], prefix: str = 
 
 EXIT_DEAD = 3
 _POLL_S = 0.2
+_CHECK_S = 5.0  # beside the checks of an orchestrator
 EXIT_S = 5.0
 """Maximum seconds for Triton's exit after draining: it also waits for idle connections."""
 
@@ -254,15 +257,20 @@ def supervise(
     variables: Mapping[str, str],
     *,
     is_ready: Callable[[], bool],
+    find_fault: Callable[[], str | None],
     ask: Callable[[], object],
     grace_s: float,
 ) -> int:
     """Run a server until SIGTERM, SIGINT or the first death of the server or one of its steps.
 
+    A server that was healthy and then fails its health check `REPLACED_AFTER` times in a row ends,
+    too: Docker does not restart a container for its health check.
+
     Args:
         command: Command line of tritonserver.
         variables: Environment of the server.
         is_ready: Whether the server has loaded all of its models.
+        find_fault: The health check of a server that is ready.
         ask: Function that sends a request to each pipeline; see `drain`.
         grace_s: Maximum time of an orderly stop, in seconds.
 
@@ -278,7 +286,7 @@ def supervise(
     # The stubs of the Python backend import from the server's working directory first.
     server = subprocess.Popen(command, env=variables, start_new_session=True, cwd="/")
     try:
-        code = _watch(server, asked, is_ready)
+        code = _watch(server, asked, is_ready, find_fault)
         return _stop(server, grace_s, ask) if code is None else code
     finally:
         # The steps of a server that was killed, and the processes of their engines, may live on.
@@ -315,11 +323,16 @@ class _Steps:
 
 
 def _watch(
-    server: subprocess.Popen[bytes], asked: Sequence[int], is_ready: Callable[[], bool]
+    server: subprocess.Popen[bytes],
+    asked: Sequence[int],
+    is_ready: Callable[[], bool],
+    find_fault: Callable[[], str | None],
 ) -> int | None:
     """Return the exit code after a death; None once `asked` has a signal."""
     conceal_keys(server.pid)
     steps, endless = _Steps(), EndlessLoad()
+    health = PeriodicCheck(ThreadPoolExecutor(1), find_fault, _CHECK_S)
+    was_healthy = False
     while not asked:
         code = server.poll()
         if code is not None:
@@ -334,6 +347,12 @@ def _watch(
             _say(f"error: {told}")
             _kill(server)
             return EXIT_DEAD
+        if steps.watched and health.has_result():
+            was_healthy |= not health.failures
+            if was_healthy and health.failures >= REPLACED_AFTER:
+                _say(f"error: the server fails its health check: {health.fault}")
+                _kill(server)
+                return EXIT_DEAD
         time.sleep(_POLL_S)
     return None
 

@@ -14,10 +14,10 @@ from types import FrameType
 from triptych.base.errors import UserError
 from triptych.container.health import HealthCheck
 from triptych.container.manifests import find_pipelines
+from triptych.container.periodic import HEALTH_INTERVAL_S, REPLACED_AFTER, PeriodicCheck
 from triptych.repository.config import CONFIG_FILE
 from triptych.repository.store import recover
 from triptych.runtime.sampling import FOLDER_VARIABLE
-from triptych.serving.periodic import PeriodicCheck
 from triptych.serving.readiness import ServerError
 from triptych.serving.server import Server
 
@@ -91,10 +91,6 @@ def open_endpoint(
 MAX_PAUSE_S = 30.0
 _STEADY_S = 60.0
 _MEANWHILE_S = 0.3
-HEALTH_INTERVAL_S = 2.0
-"""Interval of the health check, as in the image: a request of one row to each pipeline."""
-REPLACED_ALONE_AFTER = 3
-"""Number of failed checks in a row until a server is restarted while no other one is healthy."""
 
 
 class _SignalReceived(BaseException):
@@ -171,7 +167,7 @@ def serve_until_signal(
 
     Signals are handled from the start on, also while models load; requests in flight are answered.
     If the server or a step crashes after it was ready, or its health check fails
-    `REPLACED_ALONE_AFTER` times in a row, the server is restarted on the same ports, with
+    `REPLACED_AFTER` times in a row, the server is restarted on the same ports, with
     `RestartBackoff`.
 
     Args:
@@ -222,7 +218,7 @@ def _wait_for_crash(server: Server, meanwhile: Callable[[], object]) -> UserErro
             crash = server.find_crash(within_s=_MEANWHILE_S)
             if crash is not None:
                 return crash
-            if check.has_result() and check.failures >= REPLACED_ALONE_AFTER:
+            if check.has_result() and check.failures >= REPLACED_AFTER:
                 return UserError(
                     "tritonserver",
                     "fails its health check",

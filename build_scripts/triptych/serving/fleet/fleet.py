@@ -20,15 +20,11 @@ from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors, scratch_folder
 from triptych.container.health import HealthCheck
 from triptych.container.manifests import ServedPipeline, find_pipelines
+from triptych.container.periodic import HEALTH_INTERVAL_S, REPLACED_AFTER, PeriodicCheck
 from triptych.repository.store import clone, link, locked
-from triptych.serving.endpoint import (
-    HEALTH_INTERVAL_S,
-    REPLACED_ALONE_AFTER,
-    RestartBackoff,
-)
+from triptych.serving.endpoint import RestartBackoff
 from triptych.serving.fleet.proxy import Proxy
 from triptych.serving.hot_reload import BuildPoller, find_wrong_pipelines
-from triptych.serving.periodic import PeriodicCheck
 from triptych.serving.server import Server
 
 
@@ -280,8 +276,6 @@ class CandidateServer:
         self._on_problem(f"{error.message} The candidate {again}; the fleet serves without it.")
 
 
-_REPLACED_AFTER = 3
-"""Number of failed checks in a row until a replica is replaced if others are healthy."""
 _PROXY_INTERVAL_S = 0.5
 _DRAIN_TIMEOUT_S = 10.0
 _HEALTHY_TIMEOUT_S = 30.0
@@ -487,8 +481,7 @@ class Fleet:
                 self._on_change(f"{replica.name} passes its health check again")
             else:
                 self._on_problem(f"{replica.name} fails its health check: {check.fault}.")
-        has_others = any(other.is_healthy for other in self.ready if other is not replica)
-        if check.failures >= (_REPLACED_AFTER if has_others else REPLACED_ALONE_AFTER):
+        if check.failures >= REPLACED_AFTER:
             error = UserError(
                 replica.name,
                 "is replaced, because it fails its health check",

@@ -1,10 +1,16 @@
-"""A check that may block, repeated in a thread while the fleet decides."""
+"""A check that may block, repeated in a thread while others look after the server."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+
+HEALTH_INTERVAL_S = 2.0
+"""Interval of the health check: a request of one row to each pipeline."""
+REPLACED_AFTER = 2
+"""Number of failed checks in a row until a server is restarted. The check itself allows for what
+the server computes; the second one excludes a lost connection."""
 
 
 class PeriodicCheck:
