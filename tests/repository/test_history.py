@@ -1,5 +1,6 @@
 """Builds that were replaced: kept, listed, put back as they were; shared cores; bad input."""
 
+import datetime
 import hashlib
 import json
 import shutil
@@ -191,6 +192,25 @@ def test_the_last_builds_are_kept_and_no_more(repository: Path) -> None:
     assert len(list_history(repository, "tiny")) == HISTORY_LENGTH
     assert builds[-1] in [one.build for one in list_history(repository, "tiny")]
     assert sorted(path.name for path in history_folder(repository).iterdir()) == ["tiny"]
+
+
+def test_the_order_of_builds_is_that_of_their_replacement_whatever_the_clock_says(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock is set back by a day before each build."""
+    days = iter(range(28, 0, -1))
+
+    class SetBack(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> "SetBack":
+            return cls(2026, 1, next(days), tzinfo=tz)
+
+    monkeypatch.setattr(datetime, "datetime", SetBack)
+    builds = [write_next(repository, "tiny", number) for number in range(2, HISTORY_LENGTH + 4)]
+    kept = [one.build for one in list_history(repository, "tiny")]
+    assert kept == builds[-2 : -HISTORY_LENGTH - 2 : -1]
+    rollback(repository, "tiny", None)
+    assert build_id(repository, "tiny") == builds[-2]
 
 
 def test_pipelines_that_share_a_core_go_back_together(repository: Path) -> None:

@@ -7,6 +7,9 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -21,10 +24,12 @@ from triptych.base.cache import cached_stage
 from triptych.base.errors import UserError
 from triptych.base.files import check_writable, write_files
 from triptych.deploy.folder import write_manifests
+from triptych.repository import store
 from triptych.repository.bundle import Link
 from triptych.repository.store import (
     Work,
     check_target,
+    locked,
     recover,
     sibling_work_dir,
     write_models,
@@ -78,6 +83,30 @@ write_models(repository, files)
 
 
 @pytest.mark.server
+def test_a_second_writer_waits_for_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two builds that end at the same moment both write; one that never ends is named."""
+    repository, waits, sleep = tmp_path / "r", threading.Event(), time.sleep
+
+    def note(seconds: float) -> None:
+        waits.set()
+        sleep(seconds)
+
+    write_models(repository, OLD)
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", note)
+        with locked(repository):
+            second = pool.submit(write_models, repository, {"a/x": b"new"})
+            assert waits.wait(60)
+            assert tree(repository) == OLD
+        assert second.result(60) == ["a"]
+    monkeypatch.setattr(store, "MAX_WAIT_S", 0.0)
+    with locked(repository), pytest.raises(UserError, match="is being written by another build"):
+        write_models(repository, OLD)
+    assert tree(repository) == {**OLD, "a/x": b"new"}
+
+
 def test_a_server_reads_whole_models_after_a_kill_between_two(tmp_path: Path) -> None:
     repository = tmp_path / "r"
     for name in ("a", "b"):

@@ -25,6 +25,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,10 @@ HISTORY_LENGTH = 5
 
 MIN_ID_DIGITS = 4
 """Minimum length of a build ID prefix."""
+
+MAX_WAIT_S = 120.0
+"""Maximum time to wait for another writer, in seconds; a write copies files of some gigabytes."""
+_LOCK_POLL_S = 0.1
 
 _REPLACED_FILE = "replaced.json"
 
@@ -212,9 +217,10 @@ def archive_build(repository: Path, pipeline: str) -> None:
         return
     names += [f"{pipeline}/{FIGURES_FILE}"] * (repository / pipeline / FIGURES_FILE).is_file()
     home = history_folder(repository)
+    history = list_history(repository, pipeline)
     stored = {
         (path, digest): other.folder / path
-        for other in reversed(list_history(repository, pipeline))
+        for other in reversed(history)
         if (known := read_build(other.folder, pipeline)) is not None
         for path, digest in known.files.items()
     }
@@ -228,11 +234,21 @@ def archive_build(repository: Path, pipeline: str) -> None:
                 link(same, fresh / name)
             else:
                 clone(repository / name, fresh / name)
-        now = datetime.datetime.now(datetime.timezone.utc).isoformat()
-        (fresh / _REPLACED_FILE).write_text(json.dumps({"replaced_at": now}), encoding="utf-8")
+        replaced_at = _time_after(history[0].replaced_at if history else "")
+        text = json.dumps({"replaced_at": replaced_at})
+        (fresh / _REPLACED_FILE).write_text(text, encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)
         fresh.rename(target)
     prune(repository, pipeline, HISTORY_LENGTH - 1)
+
+
+def _time_after(last: str) -> str:
+    """Return the time now, or just after `last` if the clock was set back since."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    with contextlib.suppress(ValueError, TypeError):  # empty, or without a time zone
+        step = datetime.timedelta(microseconds=1)
+        now = max(now, datetime.datetime.fromisoformat(last) + step)
+    return now.isoformat()
 
 
 def list_history(repository: Path, pipeline: str) -> list[HistoryBuild]:
@@ -460,20 +476,29 @@ def _linked(files: Mapping[str, Content], path: str) -> bytes | Path:
 
 @contextlib.contextmanager
 def locked(repository: Path) -> Iterator[None]:
-    """Hold the repository for one writer; first complete or clear what a killed writer left."""
+    """Hold the repository for one writer; first complete or clear what a killed writer left.
+
+    Raises:
+        UserError: Another command writes for longer than `MAX_WAIT_S`.
+    """
     if not repository.is_dir():
         repository.mkdir(parents=True, exist_ok=True)
         let_others_read(repository)
     with (repository.parent / f".{repository.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                str(repository),
-                "is being written by another build",
-                given=f"lock file {lock.name}",
-                remedy="Wait until the other build ends",
-            ) from error
+        deadline = time.monotonic() + MAX_WAIT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        str(repository),
+                        "is being written by another build",
+                        given=f"lock file {lock.name}, held for more than {MAX_WAIT_S:g} s",
+                        remedy="Wait until the other build ends",
+                    ) from error
+                time.sleep(_LOCK_POLL_S)
         staging = _staging(repository)
         if (staging / COMMIT_MARK).exists():
             _swap(repository, staging)
