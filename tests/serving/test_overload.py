@@ -128,7 +128,7 @@ def test_a_length_that_lies_fails_no_neighbor_of_this_client(minilm_server: Any)
 
 
 def test_large_requests_leave_little_behind(minilm_server: Any) -> None:
-    """Eight at a time, each refused: without `FREE_REQUESTS` Triton keeps 200 to 390 MB of them."""
+    """Eight at a time, each refused: without a flag Triton keeps 200 to 390 MB of them."""
     request = service_pb2.ModelInferRequest(model_name="minilm_packed")
     request.inputs.add(name="text", datatype="BYTES").shape.extend((1, 1))
     request.raw_input_contents.append(struct.pack("<I", LARGE_BYTES) + b"a" * LARGE_BYTES)

@@ -37,7 +37,6 @@ from triptych.deploy.rules import (
     burn_alerts,
     camel,
 )
-from triptych.repository.manifest import kind_of_build
 from triptych.serving.fleet.envoy import EndpointNames, Listen, Mirror, bootstrap, proxy_settings
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -220,7 +219,6 @@ def envoy_configuration(c: DeploymentContext, host: str) -> Any:
             math.floor(_HEAP_RATIO * envoy_memory(c).value),
             f"MiB, {_HEAP_RATIO:.0%} of the container's memory; the rest is for what is no heap",
         ),
-        hedges=kind_of_build(c.repository, c.pipeline).is_compiled,
     )
     listen = Listen("0.0.0.0", PORTS["grpc"], PORTS["http"], PORTS["metrics"], DRAIN_PORT)
     mirror = None

@@ -29,8 +29,7 @@ _BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 
 class ProxySettings:
     """Numbers of Envoy's configuration, each with its reason; units are in the names.
 
-    `affinity` is an optional header of streams that selects their replica. `hedge_s` is None if
-    answers may take as long as the client waits.
+    `affinity` is an optional header of streams that selects their replica.
     """
 
     max_request_mib: ExplainedValue
@@ -38,7 +37,6 @@ class ProxySettings:
     latency_buckets_ms: ExplainedValue
     max_heap_mib: ExplainedValue
     affinity: ExplainedValue | None = None
-    hedge_s: ExplainedValue | None = None
     retries: ExplainedValue = ExplainedValue(
         2,
         "two replicas may stop at the same time; a request that crashes its server crashes at most "
@@ -156,7 +154,6 @@ def proxy_settings(
     max_request_mib: int,
     limits_ms: Iterable[float] = (),
     affinity: str | None = None,
-    hedges: bool = True,
     max_heap_mib: ExplainedValue | None = None,
 ) -> ProxySettings:
     """Return the settings of a fleet.
@@ -166,8 +163,6 @@ def proxy_settings(
         max_request_mib: Maximum request size of the pipelines in MiB (`largest_request_mib`).
         limits_ms: Latency limits of the SLO in milliseconds (`Slo.limits_ms`).
         affinity: Header of streams; streams with the same value go to the same replica.
-        hedges: Whether a request without an answer is also sent to another replica; False for
-            pipelines that generate text, whose answers may take long.
         max_heap_mib: Maximum heap of Envoy in MiB; None for one by `max_request_mib`.
     """
     limits = sorted(set(limits_ms))
@@ -186,15 +181,6 @@ def proxy_settings(
             f"MiB: {_HEAP_MIB} for connections and short requests, and {_HEAP_REQUESTS} of the "
             "largest requests",
         ),
-        hedge_s=ExplainedValue(
-            max([3, *(math.ceil(limit / 1e3) for limit in limits)]),
-            "s without an answer, at least the limits of serving.slo, after which a request also "
-            "goes to another replica. A step may be frozen while its server runs on, and "
-            "HTTP/1 does not tell a frozen server from a slow one. A replica whose queue is full "
-            "refuses the copy",
-        )
-        if hedges
-        else None,
         max_request_mib=ExplainedValue(
             max_request_mib,
             "MiB, same as the limit of the servers: no pipeline accepts a larger request. Envoy "

@@ -15,7 +15,7 @@ from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors
 from triptych.container.manifests import find_pipelines, largest_request_mib
 from triptych.container.settings import read_trace
-from triptych.repository.manifest import EncoderManifest, find_manifest, kind_of_build
+from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.endpoint import in_order, until_signal
 from triptych.serving.fleet.access import Access
@@ -178,10 +178,6 @@ def new_fleet(
             replicas=replicas,
             max_request_mib=largest_request_mib(repository),
             limits_ms=_slo_limits_ms(repository),
-            hedges=all(
-                kind_of_build(repository, pipeline.name).is_compiled
-                for pipeline in find_pipelines(repository)
-            ),
         )
         mirror = candidate = None
         if mirrored is not None:
