@@ -44,8 +44,9 @@ USER 1000
 WORKDIR /opt/triptych
 EXPOSE 8000 8001 8002
 # The start is longer than a first load of large engines with CUDA graphs. A step that is frozen is
-# noticed after twice its longest batch, at least 4 s.
-HEALTHCHECK --start-period=300s --interval=2s --timeout=5s --retries=2 \
+# noticed after twice the longest unit of work, at least 4 s. The check waits 3 s for an answer; its
+# Python starts slowly while the processors are busy.
+HEALTHCHECK --start-period=300s --interval=2s --timeout=10s --retries=2 \
     CMD ["python3", "-I", "-m", "triptych.container.health"]
 # NVIDIA's own entry point first: it prepares CUDA forward compatibility, then becomes its arguments.
 ENTRYPOINT ["/opt/nvidia/nvidia_entrypoint.sh", "python3", "-I", "-m", "triptych.container.entrypoint"]

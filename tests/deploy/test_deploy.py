@@ -25,7 +25,7 @@ from deploy_cases import (
     write_generation,
     write_text2text,
 )  # fmt: skip
-from load_samples import point, rate_search, subject
+from load_samples import measurement, point, rate_search, step, subject
 from mistakes import check_refused
 from triptych.base.errors import Finding, UserError
 from triptych.deploy.assumptions import (
@@ -37,12 +37,13 @@ from triptych.deploy.assumptions import (
 )
 from triptych.deploy.checks import CHECKS, check_manifests
 from triptych.deploy.checks.pods import FIELDS, Known
-from triptych.deploy.context import Manifests
+from triptych.deploy.context import Manifests, read_context
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import TARGETS, parse_mebibytes
 from triptych.deploy.targets import known_of, make_manifests
 from triptych.deploy.variables import ALLOWED, REFUSED
 from triptych.interface.cli import app
+from triptych.serving.bench.results import LoadPoint, OfferedLoad
 from triptych.spec.model_fields import load_model_spec
 from triptych.spec.scaffold import scaffold
 from triptych.spec.slo import Slo
@@ -168,6 +169,20 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
     assert make_manifests(repository, "minilm", options(max_grace_seconds=50), reports)
 
 
+def test_the_largest_batch_as_measured_ends_before_its_server(tmp_path: Path) -> None:
+    """A row of the fullest batches took 0.1 s: 32 rows that are four times as long take 12.8 s."""
+    repository = write_built(tmp_path, mean_tokens=64.0)
+    full = replace(step("core", 0.0, 3_199_930.0, 32, 4), executions=4, rows=128)
+    alone = replace(step("core", 0.0, 500_000.0, 1, 4), executions=4, rows=4)
+    rounds = [replace(measurement(8), steps=(use,)) for use in (alone, full)]
+    points = tuple(LoadPoint("minilm", OfferedLoad("concurrency", 8), (one,)) for one in rounds)
+    reports = write_bench(tmp_path / "reports", points=points)
+    sizes = read_context(repository, "minilm", options(), reports).sizes
+    assert "the largest batch takes 12.8 s as measured" in sizes.exit_timeout_s.reason
+    none = read_context(repository, "minilm", options(**BY_HAND), tmp_path / "none").sizes
+    assert "the largest batch is not measured" in none.exit_timeout_s.reason
+
+
 def test_what_is_missing_is_assumed_marked_and_can_be_replaced(tmp_path: Path) -> None:
     repository = write_built(tmp_path, serving={})
     write_built(tmp_path / "more", "other")
@@ -185,7 +200,7 @@ def test_what_is_missing_is_assumed_marked_and_can_be_replaced(tmp_path: Path) -
     assert " ".join(done.stdout.split()).count("ASSUMED ") == len(abouts)
     files = [path.read_text() for path in (tmp_path / "out").rglob("*.yaml")]
     text = " ".join(word for word in " ".join(files).split() if word != "#")
-    for marked in ("capacity of a replica: 10/s", "processor cores of a replica: 3", "memory of"):
+    for marked in ("capacity of a replica: 2/s", "processor cores of a replica: 3", "memory of"):
         assert f"ASSUMED {marked}" in text, marked
     assert "p99 <= 500 ms (assumed)" in text
     given = ["--rps-per-replica=50", "--cpu=2", "--memory=2Gi", "--json"]

@@ -13,8 +13,6 @@ from triptych.spec.model_fields import CompiledSpec, is_own
 
 P99_MS = 500.0
 """Assumed latency limit at p99 in ms, which Triton's histogram has as a bound by default."""
-RATE_PER_S = 10.0
-"""Assumed requests per second of a replica: one at a time, 100 ms each."""
 STEP_MIB, SERVER_MIB, CORE_COPIES = 256, 256, 3
 """Assumed memory of a Python step and of the server in MiB; copies of the core's files in memory,
 since a runtime packs the weights while it loads them."""
@@ -77,7 +75,10 @@ def assume_alone(name: str, others: Iterable[str]) -> list[Assumption]:
 
 
 def assume_rate(build: EncoderManifest, bench: BenchResult | None) -> tuple[float, Assumption]:
-    """Return the requests per second of a replica: those of one client, if they are measured."""
+    """Return the requests per second of a replica: those of one client, if they are measured.
+
+    Else those that the build measured when it chose the precision, or that the SLO needs.
+    """
     points = [] if bench is None else bench.points
     rates = [
         measured.throughput_per_s
@@ -85,8 +86,15 @@ def assume_rate(build: EncoderManifest, bench: BenchResult | None) -> tuple[floa
         if point.load.kind == "concurrency" and point.load.value == 1
         for measured in point.rounds
     ]
-    rate = min(rates, default=RATE_PER_S)
-    reason = "of one client alone, measured" if rates else "one request at a time, 100 ms each"
+    tried = [trial for trial in build.gate.candidates if trial.status == "chosen"]
+    built = [trial.throughput_per_s for trial in tried if trial.throughput_per_s]
+    longest_ms = max(build.spec.serving.slo.limits_ms.values(), default=P99_MS)
+    if rates:
+        rate, reason = min(rates), "of one client alone, measured"
+    elif built:
+        rate, reason = built[0], "measured on the building machine, to choose the precision"
+    else:
+        rate, reason = 1e3 / longest_ms, f"one request at a time, {longest_ms:g} ms each by the SLO"
     return rate, Assumption(
         "capacity of a replica",
         f"{rate:.4g}/s",

@@ -40,7 +40,8 @@ class MeasuredReplica:
         capacity_per_s: Maximum requests per second within the SLO.
         cpu_cores: Number of busy cores at that rate.
         memory_mib: Maximum memory.
-        load_s: Time from start to ready; None if it is unknown.
+        load_s: Time from start to ready, with the warm-ups; None if it is unknown.
+        batch_s: Duration of the largest batch; None if it is unknown.
         gpu_memory_mib: Maximum memory in use on the GPU; None without one.
         assumptions: Assumptions among these numbers.
     """
@@ -49,6 +50,7 @@ class MeasuredReplica:
     cpu_cores: ExplainedValue
     memory_mib: ExplainedValue
     load_s: float | None
+    batch_s: float | None
     gpu_memory_mib: float | None
     assumptions: tuple[Assumption, ...] = ()
 
@@ -147,6 +149,7 @@ def _with_use(
             "that a bench does not send",
         ),
         load_s=None if bench is None else bench.load_s,
+        batch_s=_longest_batch_s(build, bench),
         gpu_memory_mib=max(gpus, default=None),
         assumptions=tuple(assumptions),
     )
@@ -231,6 +234,17 @@ def _rounds(bench: BenchResult) -> list[Measurement]:
     return [one for point in points for one in point.rounds]
 
 
+def _longest_batch_s(build: EncoderManifest, bench: BenchResult | None) -> float | None:
+    """Return the duration of the largest batch, by a row in the fullest batches of `bench`."""
+    rounds = [] if bench is None else _rounds(bench)
+    measured = [[use for use in one.steps if use.is_core and use.executions] for one in rounds]
+    uses = max(measured, key=lambda cores: sum(use.mean_batch for use in cores), default=[])
+    row_s = sum(use.compute_us / 1e6 / use.mean_batch for use in uses)
+    tokens = build.traffic.get("mean_tokens", build.plan.max_length)
+    longer = max(build.plan.max_length / max(tokens, 1), 1)
+    return row_s * build.plan.max_batch_size * longer or None
+
+
 def _where(bench: BenchResult) -> str:
     machine = bench.subject.machine
     kind = f"{machine.get('cores', '?')} cores of {machine.get('processor', 'a machine')}"
@@ -243,7 +257,7 @@ def _time(text: str) -> datetime.datetime:
 
 START_S = 300
 """Start period of the image's own health check, for a load that is not measured."""
-PROBE_S, PROBE_TIMEOUT_S, PROBE_FAILURES = 2, 5, 2
+PROBE_S, PROBE_TIMEOUT_S, PROBE_FAILURES = 2, 10, 2
 """Interval, timeout and retries of the image's own health check."""
 SCRAPE_S, POLL_S, SYNC_S, RATE_WINDOW_S = 15, 15, 15, 60
 """Intervals of Prometheus, KEDA and Kubernetes' autoscaler; the window of rates is four scrapes."""
@@ -299,7 +313,7 @@ def compute_sizes(
     share = headroom(options.max_growth, ready_s)
     threshold = share * measured.capacity_per_s.value
     fewest = _fewest(build, threshold)
-    exit_timeout = _exit_timeout(build)
+    exit_timeout = _exit_timeout(build, measured.batch_s)
     before_end = pre_stop(options)
     shm = _shm(build, options, repository)
     return Sizes(
@@ -384,21 +398,22 @@ def _start(measured: MeasuredReplica) -> ExplainedValue:
     seconds = max(_MIN_START_S, math.ceil(_START_TIMES * measured.load_s))
     return ExplainedValue(
         seconds,
-        f"{seconds} s in all: measured, the models load in {measured.load_s:.1f} s; "
+        f"{seconds} s in all: measured, the models load and warm up in {measured.load_s:.1f} s; "
         f"{_START_TIMES} times that (at least {_MIN_START_S} s) for a slow disk and a busy node",
     )
 
 
-def _exit_timeout(build: EncoderManifest) -> ExplainedValue:
-    """Return the maximum time in flight of a request: its wait plus its latency."""
-    slowest_ms = (
-        build.spec.serving.longest_wait_ms + max(build.spec.serving.slo.limits_us.values()) / 1e3
-    )
+def _exit_timeout(build: EncoderManifest, batch_s: float | None) -> ExplainedValue:
+    """Return the maximum time in flight of a request: its wait plus its latency or batch."""
+    wait_s = build.spec.serving.longest_wait_ms / 1e3
+    limit_s = max(build.spec.serving.slo.limits_us.values()) / 1e6
+    slowest_s = wait_s + max(limit_s, batch_s or 0)
     usual = ServerOptions.exit_timeout_s
+    largest = f"takes {batch_s:.3g} s as measured" if batch_s else "is not measured"
     return ExplainedValue(
-        str(max(usual, math.ceil(slowest_ms / 1e3))),
-        f"requests in flight may still take {slowest_ms / 1e3:g} s (serving.queue and the SLO);"
-        f" {usual} s is the image's own",
+        str(max(usual, math.ceil(slowest_s))),
+        f"requests in flight may still take {slowest_s:.3g} s (serving.queue and the SLO; the "
+        f"largest batch {largest}); {usual} s is the image's own",
     )
 
 

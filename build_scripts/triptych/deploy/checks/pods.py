@@ -142,7 +142,7 @@ def probe_timeout(server: ServerPods) -> Iterator[Flaw]:
                 "The health check waits 3 s for an answer after its own start: with a shorter "
                 "timeout a busy server is reported as unhealthy",
                 f"timeoutSeconds of {kind}: {seconds:g}",
-                "Set 5",
+                "Set 10",
             )
 
 
