@@ -445,6 +445,45 @@ def test_a_step_that_dies_as_the_server_gets_ready_is_noticed(
 
 
 @pytest.mark.parametrize(
+    ("groups", "counts"),
+    [
+        ("0::/\n", "memory.events"),
+        ("0::/pod/container\n", "pod/container/memory.events"),
+        ("5:cpu,cpuacct:/\n4:memory:/docker/1\n0::/\n", "memory/memory.oom_control"),
+        ("9:hugetlb,memory:/docker/1\n", "memory/docker/1/memory.oom_control"),
+    ],
+)
+def test_a_step_that_the_kernel_killed_for_memory_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    groups: str,
+    counts: str,
+) -> None:
+    """Of both versions of cgroups; the state of a container shows no death of a step."""
+    (tmp_path / "groups").write_text(groups)
+    monkeypatch.setattr(supervisor, "_OWN_CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(supervisor, "_CGROUPS", tmp_path)
+    file = tmp_path / counts
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("oom 4\noom_kill 2\n")
+
+    def kill(_server: int, steps: dict[int, str]) -> dict[int, str]:
+        file.write_text("oom 4\noom_kill 3\noom_group_kill 0\n")
+        return steps
+
+    monkeypatch.setattr(supervisor, "step_processes", lambda _server: {5: "a"})
+    monkeypatch.setattr(supervisor, "dead_steps", kill)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as server:
+        assert supervisor._watch(server, [], lambda: True) == EXIT_DEAD
+    said = capfd.readouterr().err
+    assert (
+        "a step has died: a (process 5); killed here by the kernel for lack of memory: 1." in said
+    )
+    assert supervisor.describe_memory_kills(3) == ""
+
+
+@pytest.mark.parametrize(
     ("attack", "told"),
     [
         ("the server is killed", "error: tritonserver ended by itself: signal SIGKILL"),

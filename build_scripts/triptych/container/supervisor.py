@@ -62,7 +62,8 @@ STUB = "triton_python_backend_stub"
 
 STARVED = (
     "a Python step did not run for a second: it got no CPU, which before 25.08 happens most of all "
-    "while it loads, or it was stopped or killed; if the CPUs are busy, give the steps more of them"
+    "while it loads, or it was stopped or killed, or the clock was set forward; if the CPUs are "
+    "busy, give the steps more of them"
 )
 """Explanation for a server that ended or never finishes loading for this reason."""
 
@@ -94,6 +95,38 @@ def step_processes(server: int) -> dict[int, str]:
 def dead_steps(server: int, steps: Mapping[int, str]) -> dict[int, str]:
     """Return the steps of `step_processes` whose process has ended."""
     return {pid: model for pid, model in steps.items() if not _is_child(pid, server)}
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_MEMORY_FILES = {False: "memory.events", True: "memory.oom_control"}
+"""File with the number of kills, by whether the hierarchy is that of one controller (cgroup v1)."""
+
+
+def count_memory_kills() -> int:
+    """Return how many processes of this container the kernel has killed for lack of memory.
+
+    It is 0 where the system does not tell. Only the death of a container's first process shows in
+    the container's state.
+    """
+    with suppress(OSError):
+        for line in _OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root = _CGROUPS / "memory" if controllers else _CGROUPS
+            # A container may have the path of the machine, and yet see its own group as the root.
+            for folder in (root / path.lstrip("/"), root):
+                with suppress(OSError):
+                    text = (folder / _MEMORY_FILES[bool(controllers)]).read_text()
+                    return sum(map(int, re.findall(r"(?m)^oom_kill (\d+)$", text)))
+    return 0
+
+
+def describe_memory_kills(before: int) -> str:
+    """Return text about the kills since `count_memory_kills` was `before`; empty without any."""
+    killed = count_memory_kills() - before
+    return f"; killed here by the kernel for lack of memory: {killed}" if killed > 0 else ""
 
 
 class EndlessLoad:
@@ -330,17 +363,18 @@ def _watch(
 ) -> int | None:
     """Return the exit code after a death; None once `asked` has a signal."""
     conceal_keys(server.pid)
-    steps, endless = _Steps(), EndlessLoad()
+    steps, endless, kills = _Steps(), EndlessLoad(), count_memory_kills()
     health = PeriodicCheck(ThreadPoolExecutor(1), find_fault, _CHECK_S)
     was_healthy = False
     while not asked:
         code = server.poll()
         if code is not None:
-            _say(f"error: tritonserver ended by itself: {_how(code)}")
+            _say(f"error: tritonserver ended by itself: {_how(code)}{describe_memory_kills(kills)}")
             return code if code > 0 else EXIT_DEAD
         if dead := steps.dead(server.pid, is_ready):
             named = ", ".join(f"{model} (process {pid})" for pid, model in dead.items())
-            _say(f"error: a step has died: {named}. The server cannot answer without it")
+            why = describe_memory_kills(kills)
+            _say(f"error: a step has died: {named}{why}. The server cannot answer without it")
             _kill(server)
             return EXIT_DEAD
         if not steps.watched and (told := endless.told(server.pid)):

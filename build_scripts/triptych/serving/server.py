@@ -48,7 +48,9 @@ from triptych.container.settings import read_settings
 from triptych.container.supervisor import (
     EndlessLoad,
     conceal_keys,
+    count_memory_kills,
     dead_steps,
+    describe_memory_kills,
     drain,
     step_processes,
     warn_of_limits,
@@ -244,6 +246,7 @@ class Server:
         self._tag = ""
         self.second_repository = Path()
         self._steps: dict[int, str] = {}
+        self._memory_kills = 0
 
     @property
     def pid(self) -> int:
@@ -293,6 +296,7 @@ class Server:
         if self._process is not None:
             raise RuntimeError("the server was started already")
         self._was_ready = False
+        self._memory_kills = count_memory_kills()
         check_models(self.repository, self._models)
         if kept := remove_byte_code(self.repository):
             raise UserError(
@@ -388,7 +392,7 @@ class Server:
             if dead and not self._started().wait(_DYING_S):
                 self._keep_log = True
                 pid, model = next(iter(dead.items()))
-                reason = f"its process {pid} has ended"
+                reason = f"its process {pid} has ended{describe_memory_kills(self._memory_kills)}"
                 return ServerError(model, "crashed", reason, self.log_file or Path())
             if time.monotonic() >= deadline:
                 return None
@@ -550,7 +554,8 @@ class Server:
             first, *others = state.failures
             also = f"; also failed: {', '.join(f.step for f in others)}" if others else ""
             return ServerError(first.step, "does not load", first.reason + also, log_file)
-        status = f"{self._started().exit_status}; log: {find_exit_reason(self._log_text())}"
+        why = describe_memory_kills(self._memory_kills)
+        status = f"{self._started().exit_status}{why}; log: {find_exit_reason(self._log_text())}"
         return ServerError("", "crashed", status, log_file)
 
     def _late(self, timeout_s: float, state: LoadState) -> ServerError:
