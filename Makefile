@@ -181,7 +181,7 @@ gpu-test: $(if $(PYTHON_IS_NAMED),,setup)  ## Test repositories on a GPU, served
 overload: setup  ## Compare goodput under overload: flow control, none, Envoy in front of none (ARGS="--loads 2 5")
 	$(BIN)/python build_scripts/benchmarks/overload.py $(ARGS)
 
-soak: setup  ## Watch memory over 200,000 requests
+soak: setup  ## Watch memory, open files and threads over 200,000 requests
 	$(BIN)/python build_scripts/benchmarks/soak.py $(ARGS)
 
 fuzz: setup  ## Send 100,000 broken requests while other clients' responses are checked (ARGS=--envoy)

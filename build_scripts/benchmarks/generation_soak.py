@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import finish, make_parser, progress
-from benchmarks.memory import SECONDS, make_growth_table, sample_memory
+from benchmarks.memory import SECONDS, make_growth_tables, sample_memory
 from benchmarks.model import CACHE, CHAT
 from triptych.building.build import build
 from triptych.building.generation.inputs import GenerationInputs, read_generation
@@ -157,7 +157,7 @@ def main() -> int:
         *(f"failed: {error}" for error in load.errors),
     ]
     data = {"counts": load.counts, "tokens": load.tokens, "left": left, "samples": samples}
-    finish(options, [make_growth_table(samples, load.counts.total())], data, notes)
+    finish(options, make_growth_tables(samples, load.counts.total()), data, notes)
     bad = sum(load.counts[outcome] for outcome in _BAD)
     return 1 if bad or left or death is not None else 0
 
