@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -20,6 +21,7 @@ from typing import Any
 from urllib.request import Request
 
 import numpy as np
+import onnx
 import psutil
 import pytest
 import tritonclient.grpc as triton
@@ -33,7 +35,7 @@ from deploy_cases import document, options, write_built
 from echo_server import write_model
 from failing_models import initializing_with
 from http_pages import fetch
-from processes import CORE_IS_A_PROCESS, eventually, mark_of, regions
+from processes import CORE_IS_A_PROCESS, eventually, mark_of, regions, running
 from served_command import endpoints_of, serving
 from triptych.base.explained import yaml_of
 from triptych.client import (
@@ -46,8 +48,9 @@ from triptych.client import (
 from triptych.container import shared_memory, supervisor
 from triptych.container.entrypoint import flags_for
 from triptych.container.flags import ServerFlags
+from triptych.container.health import HealthCheck
 from triptych.container.machine import read_machine
-from triptych.container.manifests import largest_request_mib
+from triptych.container.manifests import find_pipelines, largest_request_mib
 from triptych.container.shared_memory import SharedRegions, new_prefix
 from triptych.container.supervisor import EXIT_DEAD, STARVED, step_processes
 from triptych.deploy.targets import make_manifests
@@ -55,7 +58,10 @@ from triptych.interface.cli import app
 from triptych.runtime.in_flight import InFlight
 from triptych.serving.bench.resources import fetch_metrics
 from triptych.serving.embedded import find_release
+from triptych.serving.endpoint import wait_answers
 from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, SHM, tagged_processes
+from triptych.serving.readiness import ServerError
+from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
 
@@ -278,6 +284,64 @@ def test_a_repository_that_cannot_be_served_is_refused_before_the_server(
         assert "contains pipelines that failed the startup check" in str(done.exception)
         assert of_files in done.stderr
         assert of_lock in done.stderr
+
+
+def cut_vocabulary(repository: Path) -> None:
+    """Leave two tokens in the core, so that it loads and every inference fails."""
+    file = repository / "minilm_packed_core/1/model.onnx"
+    model = onnx.load(file)
+    (table,) = (each for each in model.graph.initializer if each.dims == [30522, 384])
+    table.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(table)[:2], table.name))
+    del model.graph.value_info[:]
+    onnx.save(model, file)
+
+
+def remove_warm_ups(repository: Path) -> None:
+    config = repository / "minilm_packed_core/config.pbtxt"
+    text = re.sub(r"(?ms)^model_warmup \{.*?^\}\n", "", config.read_text())
+    config.write_text(text)
+
+
+def test_a_core_that_fails_is_never_ready(
+    minilm_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton 24.10 may die as a warm-up fails: in 11 of 16 tries."""
+    repository, failure = copy_packed(minilm_repository, tmp_path / "models"), "data bounds"
+    monkeypatch.setenv("TRIPTYCH_LOCK_CHECK", "warn")
+    cut_vocabulary(repository)
+    ports = [f"--{name}-port=0" for name in ("grpc", "http", "metrics")]
+    done = CliRunner().invoke(app, ["serve", str(repository), *ports])
+    assert isinstance(done.exception, ServerError)
+    assert done.exception.step in ("", "minilm_packed_core")
+    warm_up = (
+        "signal SIGSEGV" if not done.exception.step else r"failed to run warmup sample '1x\d+'"
+    )
+    assert re.match(rf"{warm_up}.*{failure}", done.exception.reason), done.exception
+    done.exception.log_file.unlink()
+    with image_of(tmp_path / "image", repository) as image:
+        image.variables["TRIPTYCH_LOCK_CHECK"] = "warn"
+        with image.run("entrypoint") as process:
+            said = process.communicate(timeout=120)[0]
+    assert process.returncode in (1, EXIT_DEAD, 128 + signal.SIGSEGV), said
+    assert failure in said
+    # Without warm-ups the first request shows it.
+    remove_warm_ups(repository)
+    answer = rf"minilm_packed does not answer \(HTTP 500: .*{failure}"
+    with image_of(tmp_path / "other", repository) as image:
+        image.variables["TRIPTYCH_LOCK_CHECK"] = "warn"
+        with image.run("entrypoint") as process:
+            assert eventually(lambda: bool(re.search(answer, image.health()[1])))
+            assert image.health()[0] == 1
+            process.kill()
+    server = Server(repository)
+    with running(server):
+        health = HealthCheck(find_pipelines(repository), server.metrics_url)
+        find_fault, now = partial(health.find_fault, f"http://{server.http_url}"), time.monotonic()
+        with pytest.raises(
+            ServerError, match=rf"failed the health-check request.*{failure}"
+        ) as told:
+            wait_answers(server, find_fault, now)
+    told.value.log_file.unlink()
 
 
 HEADERS_MODEL = """

@@ -184,16 +184,19 @@ def serve_until_signal(
         The signal's name.
 
     Raises:
-        ServerError: A step did not load at the first start.
+        ServerError: A step did not load at the first start, or a pipeline did not answer its own
+            request.
     """
     with until_signal(in_order(before_stop, server.stop)) as signals:
+        deadline = time.monotonic() + timeout_s
         server.start()
         server.wait_ready(timeout_s, on_progress=on_progress)
+        wait_answers(server, _new_health(server), deadline, on_progress=on_progress)
         on_ready()
         pauses = RestartBackoff()
         while True:
             ready_at = time.monotonic()
-            crash: UserError | None = _wait_for_crash(server, meanwhile)
+            crash: ServerError | None = _wait_for_crash(server, meanwhile)
             while crash is not None:
                 pause_s = pauses.take_s(time.monotonic() - ready_at)
                 again = f"in {pause_s:g} s" if pause_s else "now"
@@ -209,7 +212,7 @@ def serve_until_signal(
     return signals[0]
 
 
-def _wait_for_crash(server: Server, meanwhile: Callable[[], object]) -> UserError:
+def _wait_for_crash(server: Server, meanwhile: Callable[[], object]) -> ServerError:
     """Return why a server that is ready has to be restarted."""
     pool = ThreadPoolExecutor(1, "health")
     try:
@@ -219,12 +222,8 @@ def _wait_for_crash(server: Server, meanwhile: Callable[[], object]) -> UserErro
             if crash is not None:
                 return crash
             if check.has_result() and check.failures >= REPLACED_AFTER:
-                return UserError(
-                    "tritonserver",
-                    "fails its health check",
-                    given=f"{check.fault}, {check.failures} times in a row",
-                    remedy=f"See the log: {server.log_file}",
-                )
+                reason = f"{check.fault}, {check.failures} times in a row"
+                return server.failure("fails its health check", reason)
             if meanwhile():
                 check = _new_check(server, pool)
     finally:
@@ -233,7 +232,47 @@ def _wait_for_crash(server: Server, meanwhile: Callable[[], object]) -> UserErro
 
 def _new_check(server: Server, pool: ThreadPoolExecutor) -> PeriodicCheck:
     """Return the health check of a server, with the questions of the builds on the disk now."""
+    return PeriodicCheck(pool, _new_health(server), HEALTH_INTERVAL_S)
+
+
+def _new_health(server: Server) -> Callable[[], str | None]:
+    """Return a function that returns the fault of a server."""
     pipelines = [p for p in find_pipelines(server.repository) if p.name in server.served_models]
     health = HealthCheck(pipelines, server.metrics_url)
-    url = f"http://{server.http_url}"
-    return PeriodicCheck(pool, lambda: health.find_fault(url), HEALTH_INTERVAL_S)
+    return lambda: health.find_fault(f"http://{server.http_url}")
+
+
+def wait_answers(
+    server: Server,
+    find_fault: Callable[[], str | None],
+    deadline: float,
+    *,
+    name: str = "",
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Wait until a server whose models are loaded passes its health check.
+
+    Args:
+        server: Server that is ready.
+        find_fault: Health check, which returns a fault.
+        deadline: Time at which to give up, on the clock of `time.monotonic`.
+        name: Name of the server in the error, if it is one of several.
+        on_progress: Called with each fault that differs from the one before.
+
+    Raises:
+        ServerError: A pipeline does not answer its own request, or the server crashed.
+    """
+    told = ""
+    while fault := find_fault():
+        if fault != told:
+            on_progress(fault)
+            told = fault
+        crash = server.find_crash(_MEANWHILE_S)
+        if crash is not None:
+            raise crash
+        if time.monotonic() > deadline:
+            error = server.failure(
+                "loaded its models but failed the health-check request", fault, name
+            )
+            server.stop(grace_s=0.0)  # the requests that it took are never answered
+            raise error

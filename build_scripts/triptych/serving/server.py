@@ -390,13 +390,17 @@ class Server:
             dead = dead_steps(self.pid, self._steps)
             # Steps end with their server, and their end may be seen first.
             if dead and not self._started().wait(_DYING_S):
-                self._keep_log = True
                 pid, model = next(iter(dead.items()))
-                reason = f"its process {pid} has ended{describe_memory_kills(self._memory_kills)}"
-                return ServerError(model, "crashed", reason, self.log_file or Path())
+                why = describe_memory_kills(self._memory_kills)
+                return self.failure("crashed", f"its process {pid} has ended{why}", model)
             if time.monotonic() >= deadline:
                 return None
         return self._failed(self._load_state())
+
+    def failure(self, rule: str, reason: str, step: str = "") -> ServerError:
+        """Return an error of this server or of one of its steps; the log is retained."""
+        self._keep_log = True
+        return ServerError(step, rule, reason, self.log_file or Path())
 
     def living_steps(self) -> dict[int, str]:
         """Return living steps as models by process id; `find_crash` then monitors them."""
@@ -548,21 +552,17 @@ class Server:
         return f"{host}:{self._ports[field]}"
 
     def _failed(self, state: LoadState) -> ServerError:
-        self._keep_log = True
-        log_file = self.log_file or Path()
         if state.failures:
             first, *others = state.failures
             also = f"; also failed: {', '.join(f.step for f in others)}" if others else ""
-            return ServerError(first.step, "does not load", first.reason + also, log_file)
+            return self.failure("does not load", first.reason + also, first.step)
         why = describe_memory_kills(self._memory_kills)
         status = f"{self._started().exit_status}{why}; log: {find_exit_reason(self._log_text())}"
-        return ServerError("", "crashed", status, log_file)
+        return self.failure("crashed", status)
 
     def _late(self, timeout_s: float, state: LoadState) -> ServerError:
-        self._keep_log = True
-        return ServerError(
-            state.loading[0] if state.loading else "",
+        return self.failure(
             f"was not ready within {timeout_s:g} s",
             f"still loading: {', '.join(state.loading)}" if state.loading else "no output",
-            self.log_file or Path(),
+            state.loading[0] if state.loading else "",
         )

@@ -22,7 +22,7 @@ from triptych.container.health import HealthCheck
 from triptych.container.manifests import ServedPipeline, find_pipelines
 from triptych.container.periodic import HEALTH_INTERVAL_S, REPLACED_AFTER, PeriodicCheck
 from triptych.repository.store import clone, link, locked
-from triptych.serving.endpoint import RestartBackoff
+from triptych.serving.endpoint import RestartBackoff, wait_answers
 from triptych.serving.fleet.proxy import Proxy
 from triptych.serving.hot_reload import BuildPoller, find_wrong_pipelines
 from triptych.serving.server import Server
@@ -78,9 +78,6 @@ def link_build(repository: Path, home: Path, number: int) -> ReplicaBuild:
 def _link(source: str, target: str) -> str:
     link(Path(source).resolve(), Path(target))
     return target
-
-
-_HEALTH_POLL_S = 0.2
 
 
 class Replica:
@@ -151,7 +148,7 @@ class Replica:
                 self.server.start()
         deadline = time.monotonic() + timeout_s
         self.server.wait_ready(timeout_s)
-        self._answer(deadline)
+        wait_answers(self.server, self.find_fault, deadline, name=self.name)
 
     def find_fault(self) -> str | None:
         """Ask each of its pipelines the question of the image's health check; return the fault."""
@@ -188,19 +185,6 @@ class Replica:
             return None
         self.again_at = now + pause_s
         return pause_s
-
-    def _answer(self, deadline: float) -> None:
-        while fault := self.find_fault():
-            crash = self.server.find_crash(_HEALTH_POLL_S)
-            if crash is not None:
-                raise crash
-            if time.monotonic() > deadline:
-                raise UserError(
-                    self.name,
-                    "loaded its models but failed the health-check request",
-                    given=fault,
-                    remedy="See the log of that replica",
-                )
 
 
 class CandidateServer:
