@@ -8,6 +8,7 @@ import socket
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 from echo_server import CONFIG as ECHO_CONFIG
-from echo_server import ECHO, ENSEMBLE, write_model
+from echo_server import ECHO, ENSEMBLE, ask, write_model
 from failing_models import STOP_ONCE, STOPPING, initializing_with
-from processes import eventually
+from processes import eventually, running
 from triptych.base.errors import UserError
 from triptych.base.releases import CONFIG_FIELDS, SERVER_FLAGS
 from triptych.container.supervisor import STARVED, _awaited_children
@@ -373,3 +374,35 @@ def test_a_server_on_path_is_taken_with_its_own_backends_and_this_python(
     assert f"--grpc-port={server.grpc_url.rpartition(':')[2]}" in arguments
     assert arguments[-2] == "--log-verbose=1"
     assert not [line for line in arguments if line.startswith("--backend-directory")]
+
+
+SHARED = """
+instance_group [{{ kind: KIND_CPU rate_limiter {{
+  resources [{{ name: "turn" global: true count: {count} }}]
+}} }}]
+"""
+
+
+@pytest.mark.server
+def test_models_that_share_a_resource_take_turns_and_one_that_cannot_get_it_is_named(
+    tmp_path: Path,
+) -> None:
+    repository, without = tmp_path / "repository", ECHO_CONFIG.partition("instance_group")[0]
+    for name in ("one", "other"):
+        config = (without + SHARED).format(backend="python", count=1)
+        write_model(repository, name, ECHO, config)
+    with running(Server(repository)) as server, ThreadPoolExecutor() as pool:
+        first, second = tmp_path / "first", tmp_path / "second"
+        slow = pool.submit(ask, server, f"sleep:3:{first}", "one")
+        assert eventually(first.exists)
+        ask(server, f"sleep:0:{second}", "other")
+        slow.result()
+        assert second.stat().st_mtime - first.stat().st_mtime > 2.9
+    config = (without + SHARED).format(backend="python", count=2)
+    (repository / "other/config.pbtxt").write_text(config)
+    server = Server(repository, extra_args=["--rate-limit-resource=turn:1"])
+    with started(server), pytest.raises(ServerError) as caught:
+        server.wait_ready()
+    assert caught.value.step == "other"
+    assert re.match('Resource count for "turn" is limited to 1 which', caught.value.reason)
+    caught.value.log_file.unlink()

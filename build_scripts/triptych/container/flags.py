@@ -40,6 +40,7 @@ KEEP_ALIVE = (
     "--grpc-http2-min-recv-ping-interval-without-data=500",
 )
 """Flags of every server: pings of gRPC in both directions."""
+RATE_LIMIT = "--rate-limit=execution_count"
 USE_TLS = "--grpc-use-ssl=1"
 CACHE_MIB = 256
 """Default size of the response cache, for all pipelines of a server that have one."""
@@ -168,7 +169,7 @@ def _flags(options: ServerFlags) -> Iterator[str]:
     # Answer what is in flight, then go; the orchestrator's own limit must be longer.
     yield f"--exit-timeout-secs={options.exit_timeout_s}"
     if options.rate_limit:
-        yield "--rate-limit=execution_count"
+        yield RATE_LIMIT
     if options.version_compatible:
         # Such plans contain host code, which the backend rejects without this flag.
         yield "--backend-config=tensorrt,version-compatible=true"

@@ -30,10 +30,12 @@ from triptych.container.flags import (
     CLOSED,
     FREE_REQUESTS,
     KEEP_ALIVE,
+    RATE_LIMIT,
     RESTRICTED_HEADER,
     SHARED_MEMORY,
     absolute_paths,
     restricted_flags,
+    uses_rate_limiter,
 )
 from triptych.container.health import HealthCheck
 from triptych.container.lock_check import enforce
@@ -512,6 +514,8 @@ class Server:
             command.append("--model-control-mode=explicit")
             command.append(f"--model-repository={self.second_repository}")
             command += [f"--load-model={name}" for name in self.served_models]
+        if RATE_LIMIT not in self._profile_flags and uses_rate_limiter(self.repository):
+            command.append(RATE_LIMIT)
         if self._client_shm:
             release = find_release(own_backends=self._own_backends)
             command += [] if flags_newer_than([ALLOW_CLIENT_SHM], release) else [ALLOW_CLIENT_SHM]
