@@ -1,6 +1,7 @@
 """The archive of packages for images that lack them, and a built pipeline with one."""
 
 import io
+import shutil
 import sys
 import tarfile
 import zipfile
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from conftest import build_into, lock_data, write_pipeline
-from echo_server import ask, write_model
+from echo_server import CONFIG, ask, write_model
 from processes import CORE_IS_A_PROCESS
 from triptych.base.errors import UserError
 from triptych.building.pipeline_checks import check_pipeline
@@ -25,6 +26,7 @@ from triptych.repository.python_env import (
     pack_env,
     with_required,
 )
+from triptych.serving.readiness import ServerError
 from triptych.serving.server import Server
 
 
@@ -79,7 +81,9 @@ class TritonPythonModel:
 
 
 @pytest.mark.server
-def test_a_step_finds_a_package_that_only_the_archive_has(tmp_path: Path) -> None:
+def test_a_step_finds_packages_in_its_environment_and_nothing_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With this machine's Python in place of the image's, on the real Python backend."""
     packages = Path(np.__file__).parents[1]  # of the tests: the real archive has numpy of its own
     made = wheel(
@@ -88,14 +92,26 @@ def test_a_step_finds_a_package_that_only_the_archive_has(tmp_path: Path) -> Non
     )
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     home = str(Path(getattr(sys, "_base_executable", sys.executable)).resolve().parent)
-    repository = write_model(tmp_path / "repository", "echo", CODE)
-    (repository / "echo" / ENV_FILE).write_bytes(pack_env({version: [made]}, home=home))
-    with (repository / "echo/config.pbtxt").open("a") as config:
-        config.write(
-            f'parameters {{ key: "{ENV_PARAMETER}" value {{ string_value: "{ENV_PATH}" }} }}'
-        )
+    repository, here = tmp_path / "repository", tmp_path / "here"
+    archive = pack_env({version: [made]}, home=home)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as members:
+        members.extractall(tmp_path / "folder", filter="data")
+    for name, path in (("archive", ENV_PATH), ("folder", tmp_path / "folder"), ("none", "/none")):
+        value = f'parameters {{ key: "{ENV_PARAMETER}" value {{ string_value: "{path}" }} }}'
+        config = CONFIG.format(backend="python") + value
+        write_model(repository, name, CODE, config)
+    (repository / "archive" / ENV_FILE).write_bytes(archive)
+    here.mkdir()
+    for module in ("json", "numpy", "only_here"):
+        (here / f"{module}.py").write_text("raise ImportError")
+    monkeypatch.chdir(here)
+    with pytest.raises(ServerError, match="canonical path for /none") as caught, Server(repository):
+        raise AssertionError("it started")
+    caught.value.log_file.unlink()
+    shutil.rmtree(repository / "none")
     with Server(repository) as server:
-        assert ask(server, "anything") == "from the archive, writes byte code: False"
+        for name in ("archive", "folder"):
+            assert ask(server, "a", name) == "from the archive, writes byte code: False", name
 
 
 @pytest.mark.server

@@ -24,7 +24,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from benchmarks.fuzz import fuzz
 from conftest import set_setting
 from processes import eventually, mark_of, repeated, running
-from triptych.client import Client, InferenceError
+from triptych.client import Client, InferenceError, InvalidRequestError
 from triptych.client.wire import infer_request
 from triptych.runtime.in_flight import InFlight
 from triptych.runtime.row_types import write_ticket
@@ -384,3 +384,33 @@ def test_broken_requests_lose_nothing(minilm_repository: Path, envoy: bool) -> N
     assert passed, ended
     assert ended["probe: right"] > 0
     assert ended["plain client: answered"] > 0
+
+
+def test_steps_that_preserve_the_order_of_responses_answer_all_and_rightly(
+    minilm_repository: Path, tmp_path: Path
+) -> None:
+    """Held requests and refusals, which are answered at once, wait for nobody behind them."""
+    for part in minilm_repository.glob("minilm_packed*"):
+        shutil.copytree(part, tmp_path / part.name)
+    for step in ("preprocess", "core", "postprocess"):
+        file = tmp_path / f"minilm_packed_{step}/config.pbtxt"
+        before, batching, after = file.read_text().partition("dynamic_batching {")
+        assert batching
+        file.write_text(f"{before}{batching} preserve_ordering: true{after}")
+    texts = ["word " * (1 + 4 * number) for number in range(32)]
+    with (
+        running(Server(tmp_path)) as server,
+        Client("minilm_packed", server.grpc_url, timeout_s=300) as client,
+    ):
+        expected = client.embed(texts)
+
+        def answer(number: int) -> bool:
+            if number % 3:
+                found = client.embed([texts[number % 32]])
+                return np.allclose(found[0], expected[number % 32], atol=1e-5)
+            with pytest.raises(InvalidRequestError, match="must be valid UTF-8"):
+                client.embed([b"\xff"])
+            return True
+
+        with ThreadPoolExecutor(32) as pool:
+            assert all(pool.map(answer, range(192)))
