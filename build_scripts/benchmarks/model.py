@@ -60,19 +60,13 @@ def open_session(graph: Path, provider: str) -> Any:
     return session
 
 
-def reference(texts: Sequence[str], folder: Path | None = None) -> NDArray[np.float32]:
-    """Return vectors ``[texts, dim]`` by transformers in PyTorch fp32, one text at a time.
-
-    Args:
-        texts: Texts to embed.
-        folder: Folder of a model with mean pooling. None: MiniLM.
-    """
+def reference(texts: Sequence[str]) -> NDArray[np.float32]:
+    """Return vectors ``[texts, dim]`` by transformers in PyTorch fp32, one text at a time."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    folder = folder or model_folder()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModel.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    model = AutoModel.from_pretrained(model_folder()).eval()
     rows = []
     with torch.inference_mode():
         for text in texts:

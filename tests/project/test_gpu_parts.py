@@ -5,6 +5,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,16 @@ import pytest
 
 from benchmarks.gpu import report, run, systems
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.parts import DONE, FAILED, INTERRUPTED, Part, Result, compare, list_parts
+from benchmarks.gpu.parts import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    Part,
+    Result,
+    compare,
+    list_parts,
+    read_result,
+)
 from benchmarks.gpu.report import ALL_MET, BAD, INCOMPLETE, NOT_RUN
 
 MACHINE = Machine({"device": "H"}, {"vLLM": "it is not installed"})
@@ -34,9 +44,13 @@ def run_parts(
         return INTERRUPTED, f"ended after {limit_s:.0f} s"
 
     monkeypatch.setattr(run, "run_apart", run_part)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    machine = Machine({"device": on}, MACHINE.missing)
-    return {one.part: (one.status, one.reason) for one in run.run(parts, machine, options)}
+    machine, saved = Machine({"device": on}, MACHINE.missing), list[list[str]]()
+    found = run.run(
+        parts, machine, options, lambda so_far: saved.append([one.part for one in so_far])
+    )
+    every = [one.part for one in found]
+    assert all(parts == every[: len(parts)] for parts in saved)
+    return {one.part: (one.status, one.reason) for one in found}
 
 
 def test_parts_are_run_once_skipped_with_a_reason_and_go_on_where_they_were(
@@ -84,7 +98,7 @@ def test_parts_are_run_once_skipped_with_a_reason_and_go_on_where_they_were(
     assert order == ["build a", "process broken"]
     assert run_all() == {}  # what is done is not run again, what failed is
     assert order[2:] == ["process broken", "process killed"]
-    kept = run.read_result(tmp_path, parts[-1], "H")
+    kept = read_result(tmp_path, parts[-1], "H")
     assert (kept.status, kept.data) == (INTERRUPTED, {"1": 4})
     assert run_all("--minutes", "0.1")["process killed"] == (
         NOT_RUN, "less than 20 s left of --minutes"
@@ -94,7 +108,7 @@ def test_parts_are_run_once_skipped_with_a_reason_and_go_on_where_they_were(
     order += [""] * 6
     assert run_all("--skip", "broken")["process killed"] == (DONE, "")
     # The figure from before stays, the other one is new.
-    assert run.read_result(tmp_path, parts[-1], "H").data == {"1": 4, "8": 7}
+    assert read_result(tmp_path, parts[-1], "H").data == {"1": 4, "8": 7}
     order.clear()
     assert run_all("--again", "build", "--skip", "process")["build a"] == (DONE, "")
     assert order == ["build a"]
@@ -218,6 +232,7 @@ def test_the_exit_code_is_0_only_where_all_ran_and_was_met() -> None:
         (outcomes(), False, ALL_MET),
         (outcomes(), True, INCOMPLETE),
         ([*outcomes(), *skipped], False, INCOMPLETE),
+        ([*outcomes(), replace(skipped[0], part="peer a")], False, ALL_MET),
         (outcomes()[1:], False, INCOMPLETE),
         ([*outcomes(), broken], False, BAD),
         ([*outcomes(), broken], True, BAD),

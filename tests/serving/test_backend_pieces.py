@@ -296,6 +296,9 @@ def test_settings_that_a_backend_lacks_are_refused(tmp_path: Path) -> None:
     ort_sessions.check_settings(settings(), kind="CPU")
     openvino = {"cpu_execution_accelerator": [{"name": "openvino"}]}
     accelerated: Any = {**settings(), "optimization": {"execution_accelerators": openvino}}
+    cuda = {"gpu_execution_accelerator": [{"name": "cuda", "parameters": {"use_tf32": "off"}}]}
+    ignored: Any = {**settings(), "optimization": {"execution_accelerators": cuda}}
+    ort_sessions.check_settings(ignored, kind="CPU")  # the native backend does not read it there
     nine = parsed("tensorrt", max_batch_size=9)
     shorter = tokens(16, 8, graph_lower_bound=tokens(2, 5))
     by_device = engine(cc_model_filenames={"9.0": "other.plan"})

@@ -24,7 +24,6 @@ from benchmarks.gpu.machine import PROVIDERS
 from benchmarks.gpu.pipelines import GpuModel, GpuPipeline, list_pipelines
 from benchmarks.gpu.systems import Prepare
 from benchmarks.harness import progress, run_load, say
-from benchmarks.model import reference
 from benchmarks.servers import MODEL
 from triptych.base.files import write_files
 from triptych.building.build import build
@@ -112,7 +111,8 @@ def _list_parts(model: GpuModel, options: argparse.Namespace) -> Iterator[Part]:
     first, device = pipelines[0], options.device
     needs: tuple[str, ...]
     expected = f"reference {model.name}"
-    yield Part(expected, ("packages",), partial(_reference, first), anywhere=True)
+    needs = ("packages", "sentence-transformers")
+    yield Part(expected, needs, partial(_reference, first), anywhere=True)
     for one in pipelines:
         run = partial(_build, one)
         yield Part(f"build {one.name}", ("packages",), run, (expected,), anywhere=True)
@@ -164,10 +164,11 @@ def _read_reference(pipeline: GpuPipeline) -> NDArray[np.float32]:
 
 
 def _reference(pipeline: GpuPipeline, result: Result) -> None:
-    """Compute the vectors of transformers in PyTorch fp32 on the CPU, one text at a time."""
+    """Compute the vectors of sentence-transformers in fp32 on the CPU, one text at a time."""
     file, texts = _reference_file(pipeline), pipeline.texts
     file.parent.mkdir(parents=True, exist_ok=True)
-    np.save(file, reference(texts, pipeline.model_folder))
+    encode = systems.open_sentence_transformers(pipeline, "cpu", "fp32")
+    np.save(file, systems.embed_all(encode, len(texts), size=1))
     result.data |= {"texts": len(texts), "weights": pipeline.model.weights}
 
 
@@ -256,6 +257,7 @@ def _serve_peer(
     """Serve the model with another server, check its answers, and load it."""
     wanted, texts = _read_reference(pipeline), pipeline.texts
     python = peers.find_python(name, options.peers)
+    wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
     for precision in [each for each in options.precisions if each in ("fp16", "fp32")]:
         found = result.data.setdefault(precision, {})
         folder = pipeline.model_folder

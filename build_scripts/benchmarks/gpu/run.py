@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,12 +31,13 @@ def main() -> int:
     """Run the parts that have no result yet, write the tables; return the exit code."""
     options = parse_options()
     every = list_parts(options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # parts and servers are stopped
     if options.run_part:
         return run_here(next(p for p in every if p.name == options.run_part), options)
     machine = read_machine(options)
     for name, text in {**machine.found, **machine.missing}.items():
         say(f"{name:22} {'' if name in machine.found else 'cannot be used: '}{text or 'yes'}")
-    outcomes = run(every, machine, options)
+    outcomes = run(every, machine, options, lambda so_far: report.write(options, so_far, machine))
     if options.check:
         print("\n".join(report.make_notes(outcomes, machine)))
         return report.INCOMPLETE if machine.missing else report.ALL_MET
@@ -93,8 +94,16 @@ def _peer(text: str) -> tuple[str, Path]:
     return name, Path(python)
 
 
-def run(every: Sequence[Part], machine: Machine, options: argparse.Namespace) -> list[Result]:
-    """Run each part that has no result yet; return all results, with the reasons of the rest."""
+def run(
+    every: Sequence[Part],
+    machine: Machine,
+    options: argparse.Namespace,
+    save: Callable[[Sequence[Result]], object],
+) -> list[Result]:
+    """Run each part that has no result yet; return all results, with the reasons of the rest.
+
+    `save` gets the results after each part.
+    """
     began, known = time.monotonic(), dict[str, Result]()
     for number, part in enumerate(every, start=1):
         result = known[part.name] = read_result(options.home, part, str(machine))
@@ -115,6 +124,7 @@ def run(every: Sequence[Part], machine: Machine, options: argparse.Namespace) ->
         if result.status == INTERRUPTED:
             result.status, result.reason = ended
             result.save()
+        save([*known.values()])
         say(f"  {result.status}{result.reason and f': {result.reason}'}")
     return [*known.values()]
 
@@ -164,7 +174,6 @@ def run_apart(part: Part, machine: str, limit_s: float) -> tuple[str, str]:
 
 def run_here(part: Part, options: argparse.Namespace) -> int:
     """Run a part in this process; keep its result."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stops servers
     result = read_result(options.home, part, options.run_on)
     result.status, result.reason = INTERRUPTED, ""
     result.save()

@@ -84,10 +84,7 @@ def open_sentence_transformers(pipeline: GpuPipeline, device: str, precision: st
     def prepare(numbers: Sequence[int]) -> Call:
         batch, size = [texts[number] for number in numbers], len(numbers)
         return lambda: np.asarray(
-            model.encode(
-                batch, batch_size=size, normalize_embeddings=True, show_progress_bar=False
-            ),
-            np.float32,
+            model.encode(batch, batch_size=size, show_progress_bar=False), np.float32
         )
 
     return prepare

@@ -144,7 +144,7 @@ def check_and_make_flags(
         production: Whether to use the production profile. Without it, no flags are returned and
             the server checks the engines itself.
         one_gpu: Whether the server will see only one GPU.
-        backend_directory: That of `Server`.
+        backend_directory: Folder with the caller's backends, as for `Server`.
 
     Raises:
         UserError: A setting is wrong, or a pipeline cannot be served here. The reasons were printed
