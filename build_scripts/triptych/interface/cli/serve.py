@@ -16,7 +16,12 @@ import typer
 
 from triptych.base.errors import UserError
 from triptych.interface.cli.command import verb
-from triptych.interface.cli.gateway import GatewayOptions, GatewayProcess, warn_of_refused
+from triptych.interface.cli.gateway import (
+    GatewayOptions,
+    GatewayProcess,
+    check_access,
+    warn_of_refused,
+)
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
     REPOSITORY,
@@ -361,39 +366,6 @@ def serve(
         warn_of_refused(access.refused)
         fleet = {"gpus": named, "access": access, **same}
         _serve_fleet(repository, options, count, mirrored, beside, fleet)
-
-
-def check_access(host: str, access: GatewayOptions, *, replicas: int, has_http_api: bool) -> str:
-    """Check who may send requests, and return the address on which Triton or Envoy listens.
-
-    Raises:
-        UserError: Other machines are served without keys and client certificates, or an option
-            needs Envoy or the gateway.
-    """
-    from triptych.serving.ports import is_loopback
-
-    has_envoy = replicas > 1
-    if has_envoy or has_http_api:
-        access.check(host)
-        # Triton itself does not authenticate clients: only the gateway may reach it.
-        return host if has_envoy or access.insecure else "127.0.0.1"
-    for option in ("keys", "tls_certificate", "tls_key", "client_ca"):
-        if getattr(access, option) is not None:
-            raise UserError(
-                f"--{option.replace('_', '-')}",
-                "is only supported with --replicas or --http-api",
-                given="one server",
-                remedy="Add --replicas 2, whose Envoy encrypts and authenticates, or --http-api",
-            )
-    if not is_loopback(host) and not access.insecure:
-        raise UserError(
-            "--host",
-            "must be this machine for one server, because Triton does not authenticate clients",
-            given=host,
-            remedy="Add --replicas 2 with --keys or --client-ca, or --insecure behind a proxy that "
-            "authenticates clients",
-        )
-    return host
 
 
 def _serve_one(
