@@ -126,12 +126,14 @@ def _list_parts(model: GpuModel, options: argparse.Namespace) -> Iterator[Part]:
     }
     for one in pipelines:
         needs = ("device", f"{one.backend} backend", "perf_analyzer")
-        yield Part(f"served {one.name}", needs, partial(_serve, one, options), (built[one.name],))
+        yield Part(
+            f"served {one.name}", needs, partial(_serve, one, options), (expected, built[one.name])
+        )
     for one in pipelines:
         of = "TensorRT" if one.backend == "tensorrt" else "ONNX Runtime"
         make = partial(_open_core, one, device)
         run = partial(_time, one, make, options)
-        yield Part(f"process {one.name}", ("device", of), run, (built[one.name],))
+        yield Part(f"process {one.name}", ("device", of), run, (expected, built[one.name]))
     eager = partial(systems.open_torch, first, device, compiled=False)
     compiled = partial(systems.open_torch, first, device, compiled=True)
     encode = partial(systems.open_sentence_transformers, first, device)
