@@ -91,6 +91,7 @@ class StartupManifest(NamedTuple):
         instruction_sets: Instruction sets of the processor with which the precision was measured.
         slowdown: Throughput of the chosen precision by that of fp32, where both were measured.
         fp32_by_openvino: Whether OpenVINO must compute the core in fp32.
+        machine: Name of the machine that ``config.pbtxt`` is planned for; empty if none was given.
     """
 
     files: Mapping[str, str]
@@ -100,6 +101,7 @@ class StartupManifest(NamedTuple):
     instruction_sets: tuple[str, ...] = ()
     slowdown: float | None = None
     fp32_by_openvino: bool = False
+    machine: str = ""
 
 
 class ServedPipeline(NamedTuple):
@@ -137,7 +139,7 @@ class ServedPipeline(NamedTuple):
             return None
         content = read_manifest_file(self.manifest_file)
         try:
-            return _parse(content, self.name)
+            return _parse(content, self.name)._replace(machine=_machine(content))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ManifestError(f"{type(error).__name__}: {error}") from error
 
@@ -187,6 +189,14 @@ def _parse(manifest: Mapping[str, Any], pipeline: str) -> StartupManifest:
     gpus = manifest["spec"]["serving"]["gpus"]
     numbers = None if gpus == "all" else tuple(map(int, gpus))
     return StartupManifest(files, True, record, numbers)
+
+
+def _machine(manifest: Mapping[str, Any]) -> str:
+    """Return the name of `serving.machine`, which may be a name or numbers."""
+    given = manifest["spec"]["serving"].get("machine") or ""
+    if isinstance(given, dict):
+        return f"{given['gpu']}x{given['cores']}" if given["gpu"] else f"cpu{given['cores']}"
+    return str(given)
 
 
 def _slowdown(gate: Mapping[str, Any]) -> float | None:

@@ -155,7 +155,9 @@ class PipelineInputs:
         spec = old.spec if core is None else old.spec.model_copy(update={"core": core})
         if is_own(spec):  # rows of equal shape have one layout
             return replace(self, plan=replace(old, spec=spec))
-        plan = make_plan(spec, old.info, old.task, old.parameters, old.lengths, layout=layout)
+        changed = replace(old, spec=spec)
+        asked = replace(changed, spec=changed.asked).encoder_spec  # it is placed again
+        plan = make_plan(asked, old.info, old.task, old.parameters, old.lengths, layout=layout)
         return replace(self, plan=replace(plan, gives_inputs=old.gives_inputs))
 
     def with_core_instances(self, count: int) -> PipelineInputs:

@@ -93,10 +93,10 @@ def row_cost(
     """
     device = GPU if on_gpu else CPU
     layers = info.layers or USUAL_LAYERS
-    packed = _row_us(info, device, lengths.mean, longest)
+    packed = row_us(info, device, lengths.mean, longest)
     packed += device.run_us * layers / rows
     shares = _shares(lengths, edges)
-    bucketed = sum(share * _row_us(info, device, edge, edge) for edge, share in shares.items())
+    bucketed = sum(share * row_us(info, device, edge, edge) for edge, share in shares.items())
     # A batch has one run per padded length among its rows.
     runs = sum(1 - (1 - share) ** rows for share in shares.values())
     each = device.graph_us if graphs else device.run_us
@@ -111,7 +111,7 @@ def _shares(lengths: Lengths, edges: Sequence[int]) -> dict[int, float]:
     }
 
 
-def _row_us(info: ModelInfo, device: Device, tokens: float, attended: float) -> float:
+def row_us(info: ModelInfo, device: Device, tokens: float, attended: float) -> float:
     """Return the time in µs for a row of `tokens`, each of which attends to `attended` tokens."""
     hidden = info.hidden_size
     widened = info.intermediate_size or USUAL_WIDENING * hidden

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from triptych.base.errors import UserError
 from triptych.base.releases import OLDEST
+from triptych.container.serving_machine import MAX_CORES, ServingMachine, parse_machine
 from triptych.spec.backends import BACKENDS, BackendName, DeviceName, Precision
 from triptych.spec.slo import Slo
 
@@ -303,6 +304,20 @@ class Instances(Frozen):
     postprocess: Positive = 1
 
 
+class MachineNumbers(Frozen):
+    """A machine in numbers.
+
+    Attributes:
+        gpu: Name of the GPU, such as ``h200``; None for a machine without one.
+        cores: Number of processor cores that the server may use.
+        memory_gib: Memory of the GPU in GiB. None: that of its model.
+    """
+
+    gpu: str | None = None
+    cores: Annotated[int, Field(ge=1, le=MAX_CORES)]
+    memory_gib: Annotated[float, Field(gt=0, le=10_000)] | None = None
+
+
 class Queue(Frozen):
     """Limits on waiting requests.
 
@@ -427,6 +442,9 @@ class Serving(Frozen):
     Attributes:
         triton: Oldest release (``YY.MM``) that must be able to load the repository. Fields that
             this release does not know are left out. 24.10 is the release of the local server.
+        machine: Machine that serves: a name such as ``h200x16`` (an H200 and 16 cores) or ``cpu8``,
+            or its numbers. Instances, ``core.threads`` and, on a GPU, ``core.max_batch_size`` that
+            are not set are planned for it. None: the same numbers for every machine.
         gpus: Device ids if ``core.device`` is ``gpu``; `instances.core` run on each. ``all``: each
             GPU that the server sees.
         rate_limiter: Order of executions with other models; None for no limit.
@@ -458,6 +476,7 @@ class Serving(Frozen):
     """
 
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
+    machine: str | MachineNumbers | None = None
     instances: Instances = Instances()
     gpus: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | Literal["all"] = [0]
     queue: Queue = Queue()
@@ -473,6 +492,15 @@ class Serving(Frozen):
     response_cache: bool = False
     class_scores: bool = False
     python_env: bool | Annotated[list[str], Field(min_length=1)] = False
+
+    @property
+    def served_by(self) -> ServingMachine | None:
+        """The machine of `machine`, with the memory of its GPU's model unless it has its own."""
+        if self.machine is None or isinstance(self.machine, str):
+            return None if self.machine is None else parse_machine(self.machine)
+        given = self.machine
+        made = parse_machine(ServingMachine(given.gpu or "", given.cores).name)
+        return made if given.memory_gib is None else made._replace(memory_gib=given.memory_gib)
 
     @property
     def queue_policy_of_triton(self) -> bool:
@@ -500,6 +528,7 @@ class Serving(Frozen):
     @model_validator(mode="after")
     def _is_supported(self) -> Serving:
         check_release(self.triton)
+        _ = self.served_by  # an unknown machine is an error
         if self.flow_control == "none" and self.queue.timeout_ms is not None:
             raise ValueError("queue.timeout_ms is not supported with flow_control none")
         if self.flow_control != "triptych" and self.queue.max_backlog_ms is not None:

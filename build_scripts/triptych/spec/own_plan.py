@@ -9,7 +9,7 @@ from typing import Any
 from triptych.spec.engine_plan import engine_plan
 from triptych.spec.model_fields import ModelSpec
 from triptych.spec.model_info import ModelInfo, OwnInterface
-from triptych.spec.plan import TENSOR_CORE_MULTIPLE, Plan, WarmUp, choose_edges
+from triptych.spec.plan import TENSOR_CORE_MULTIPLE, Plan, WarmUp, choose_edges, placed
 from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import Lengths
 
@@ -33,6 +33,10 @@ def make_own_plan(
         sizes: Size of the free axis for each core row of the traffic; none without such an axis.
         graph: Interface of the model's graph. That of `info` may have the tensors of several.
     """
+    placement, machine = None, spec.serving.served_by
+    if machine is not None:
+        placement = placed(spec, info, None, machine=machine)
+        spec = spec.model_copy(update=placement.changes)
     most = spec.core.max_batch_size
     edges: tuple[int, ...] = ()
     lengths = None
@@ -62,4 +66,5 @@ def make_own_plan(
         warm_ups=tuple(WarmUp(count, size) for size in edges or (1,) for count in sorted(rows)),
         engine=engine,
         cost=None,
+        placement=placement,
     )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.base.errors import UserError
 from triptych.base.tensors import (
     DIRECT_CALL,
     FIRST_SEGMENT,
@@ -25,6 +26,7 @@ from triptych.base.tensors import (
     ROW_SPAN,
     Tensor,
 )
+from triptych.container.serving_machine import ServingMachine
 from triptych.runtime.hooking import FORWARDED_PREFIX
 from triptych.runtime.packing import count_slots
 from triptych.spec.backends import BACKENDS, CoreBackend
@@ -39,6 +41,7 @@ from triptych.spec.engine_plan import (
 )
 from triptych.spec.model_fields import PREPROCESS, CompiledSpec, is_own
 from triptych.spec.model_info import ModelInfo, OwnStage
+from triptych.spec.placement import Placement, place, reference_costs, without
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks import Core, Task
 from triptych.spec.tasks.catalog import PROMPT
@@ -129,6 +132,7 @@ class Plan:
         stages: Functions and models of an own pipeline with several models; else empty. The plan is
             that of the first model.
         others: Plans of the other models.
+        placement: Plan for the machine that serves; None without `serving.machine`.
     """
 
     spec: CompiledSpec
@@ -149,6 +153,20 @@ class Plan:
     gives_inputs: bool = False
     stages: tuple[OwnStage, ...] = ()
     others: tuple[Plan, ...] = ()
+    placement: Placement | None = None
+
+    @property
+    def asked(self) -> CompiledSpec:
+        """The spec without the numbers that were planned for a machine."""
+        if self.placement is None:
+            return self.spec
+        core, serving = without(self.spec.core, self.placement), self.placement.asked.serving
+        return self.spec.model_copy(update={"core": core, "serving": serving})
+
+    @property
+    def largest_request(self) -> int:
+        """Maximum number of model rows of a request, which is the same on every machine."""
+        return _largest_request(self.asked, self.info, self.task, self.max_batch_size)
 
     @property
     def cores(self) -> tuple[Plan, ...]:
@@ -250,7 +268,7 @@ class Plan:
 
     @property
     def row_settings(self) -> dict[str, object]:
-        return row_settings(self.spec, self.info, self.task, max_core_rows=self.max_batch_size)
+        return row_settings(self.spec, self.info, self.task, max_core_rows=self.largest_request)
 
     @property
     def batch_mib(self) -> float | None:
@@ -278,16 +296,36 @@ class Plan:
             limit = f"usual for {task.name} (the model allows {allowed})"
         else:
             limit = f"the model's own limit ({allowed})"
-        full = "core.max_batch_size"
+        field = "core.max_batch_size"
+        planned = {} if self.placement is None else self.placement.values
+        full = planned[field].reason if field in planned else field
         if self.max_batch_size < spec.core.max_batch_size:
             full += (
                 f" allows {spec.core.max_batch_size}; more rows of {self.max_length} tokens would "
                 f"need more than core.max_batch_mib, {spec.core.max_batch_mib} MiB"
             )
-        reasons = {}
         if self.lengths is not None:
             tokens = self.max_batch_size * self.lengths.mean
             full += f"; about {tokens:.0f} tokens in a full batch of this traffic"
+        room = "as many as a batch holds"
+        if self.largest_request < self.max_batch_size:
+            room = "the same on every machine"
+        if task.request_rows is not None:
+            room = "more would hold up other requests"
+        return self._reasons_of_shapes() | {
+            "max_length": limit,
+            "max_batch_size": full,
+            "request_rows": room,
+            "queue": "no delay by default, since a busy core gathers a batch by itself"
+            if self.backend.batches
+            else "the backend runs each request alone",
+            "gather_kernel_buffer_threshold": (
+                "a kernel gathers this number of buffers or more; fewer are copied one by one"
+            ),
+        }
+
+    def _reasons_of_shapes(self) -> dict[str, str]:
+        reasons = {}
         if self.bucket_edges and self.lengths is not None:
             spans = ", ".join(f"{a + 1}-{b}" for a, b in pairwise((0, *self.bucket_edges)))
             rows = self.lengths.rows
@@ -302,20 +340,7 @@ class Plan:
                     "lengths and few rows. Each graph takes memory and load time; other shapes "
                     "run without"
                 )
-        room = "as many as a batch holds"
-        if task.request_rows is not None:
-            room = "more would hold up other requests"
-        return reasons | {
-            "max_length": limit,
-            "max_batch_size": full,
-            "request_rows": room,
-            "queue": "no delay by default, since a busy core gathers a batch by itself"
-            if self.backend.batches
-            else "the backend runs each request alone",
-            "gather_kernel_buffer_threshold": (
-                "a kernel gathers this number of buffers or more; fewer are copied one by one"
-            ),
-        }
+        return reasons
 
     @property
     def padding_share(self) -> float:
@@ -341,6 +366,46 @@ def core_rows_of(spec: PipelineSpec, info: ModelInfo, task: Task) -> int:
     if info.image is not None:
         return spec.core.max_batch_size
     return max_rows(spec, info, max_length_of(spec, info, task))
+
+
+def _largest_request(spec: CompiledSpec, info: ModelInfo, task: Task, most: int) -> int:
+    rows = spec.core.max_batch_size if is_own(spec) else core_rows_of(spec, info, task)
+    return min(most, rows)
+
+
+def placed(
+    spec: CompiledSpec,
+    info: ModelInfo,
+    lengths: Lengths | None,
+    *,
+    machine: ServingMachine,
+    max_length: int = 0,
+    most: int | None = None,
+) -> Placement:
+    """Return the plan of a spec for a machine; see `place`."""
+    steps = 1 + (len(spec.steps) if is_own(spec) else 1)
+    if most is None and machine.cores < steps:
+        raise UserError(
+            "serving.machine",
+            f"must have a core for each of the {steps} Python steps",
+            given=machine.name,
+            remedy="Name a larger machine, or remove it",
+        )
+    if spec.core.device == "gpu" and not machine.gpu:
+        raise UserError(
+            "serving.machine",
+            "must have a GPU for core.device: gpu",
+            given=machine.name,
+            remedy="Name one, such as l4x8, or set core.device: cpu",
+        )
+    row_mib = None
+    if lengths is not None and spec.core.device == "gpu":
+        precision = spec.core.precision
+        row_mib = batch_mib(
+            info, rows=1, tokens=max_length, precision=precision, on_gpu=True, packed=False
+        )
+    costs = reference_costs(spec, info, lengths, machine)
+    return place(spec, machine, costs, row_mib=row_mib, most=most)
 
 
 def max_rows(spec: PipelineSpec, info: ModelInfo, max_length: int) -> int:
@@ -420,6 +485,10 @@ def make_plan(
     `layout` overrides the spec's layout, for models that cannot be packed.
     """
     max_length = max_length_of(spec, info, task)
+    asked, placement, machine = spec, None, spec.serving.served_by
+    if machine is not None:
+        placement = placed(spec, info, lengths, machine=machine, max_length=max_length)
+        spec = spec.model_copy(update=placement.changes)
     core, on_gpu = spec.core, spec.core.device == "gpu"
     chosen: Layout = "fixed"
     edges: tuple[int, ...] = ()
@@ -449,13 +518,14 @@ def make_plan(
         lengths=lengths,
         max_length=max_length,
         max_batch_size=most,
-        request_rows=request_rows_of(most, task),
+        request_rows=request_rows_of(_largest_request(asked, info, task, most), task),
         bucket_edges=edges,
         core_inputs=inputs,
         core=task.core(info, parameters),
         warm_ups=_warm_ups(lengths, edges, most if on_gpu else 1),
         engine=engine,
         cost=cost,
+        placement=placement,
     )
 
 

@@ -124,14 +124,26 @@ def test(  # a verb, not a test
 
 @verb()
 def inspect(
-    name: Name, folders: Folders, overrides: Overrides = None, as_json: Json = False
+    name: Name,
+    folders: Folders,
+    overrides: Overrides = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Machine to plan for, such as h200x16, l4x8 or cpu8. Default: serving.machine of "
+            "the pipeline.",
+        ),
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Print the plan of a build (models, shapes, limits) with reasons."""
     from triptych.building.kinds import STEPS
     from triptych.interface.kinds import FACES
     from triptych.spec.any_spec import load_any_spec
 
-    spec = load_any_spec(folders.pipelines / name, overrides or ())
+    named = [] if machine is None else [f"serving.machine={machine}"]
+    spec = load_any_spec(folders.pipelines / name, [*(overrides or ()), *named])
     inputs = STEPS[spec.kind].read(spec, progress)
     _show(FACES[spec.kind].describe(inputs, folders.repository), as_json)
 

@@ -23,6 +23,7 @@ from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
 from triptych.spec.fields import TRITON_AS_NONE, PriorityLevels, SessionOptions
 from triptych.spec.model_source import OUT_OF_REACH
+from triptych.spec.placement import Placement
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.task import LABELS_FILE
 
@@ -80,6 +81,29 @@ def describe_gpu(plan: Plan) -> Described:
     if plan.engine is not None:
         described |= _describe_engine(plan, plan.engine)
     return described
+
+
+def describe_placement(placement: Placement) -> Described:
+    """Return what was planned for the machine that serves, with reasons and costs."""
+    costs, machine = placement.costs, placement.machine
+    gpu = f"{machine.gpu}, {machine.memory_gib:g} GiB" if machine.gpu else "no GPU"
+    return {
+        "name": f"{machine.name}: {gpu}, {amount(machine.cores, 'core')}",
+        **{
+            field: f"{explained.value}: {explained.reason}"
+            for field, explained in placement.values.items()
+        },
+        "costs": f"{costs.source}: "
+        + ", ".join(
+            f"{name} {cost.request_ms:.3g} core-ms a request and {cost.row_ms:.3g} a row"
+            for name, cost in costs.steps.items()
+        )
+        + f"; core {costs.batch_ms:.3g} ms a batch and {costs.row_ms:.3g} ms a row",
+        "expected": ", ".join(
+            f"{rate:,.0f} rows/s in requests of {amount(rows, 'row')}"
+            for rows, rate in placement.rates_per_s.items()
+        ),
+    }
 
 
 def describe_dry_run(plan: Plan, manifest: EncoderManifest | None) -> str:
@@ -214,6 +238,7 @@ def describe_plan(plan: Plan) -> Described:
             **({} if plan.cost is None else {"expected_cost": describe_cost(plan)}),
         },
         **({"gpu": describe_gpu(plan)} if core.device == "gpu" else {}),
+        **({} if plan.placement is None else {"machine": describe_placement(plan.placement)}),
         "request_parameters": {
             name: " ".join(f"{k}={v}" for k, v in rule.as_dict().items())
             + f" default={plan.parameters.get(name, 'none')}"
