@@ -28,6 +28,7 @@ from deploy_cases import (
 from load_samples import measurement, point, rate_search, step, subject
 from mistakes import check_refused
 from triptych.base.errors import Finding, UserError
+from triptych.container.serving_machine import parse_machine
 from triptych.deploy.assumptions import (
     SERVER_MIB,
     STEP_MIB,
@@ -306,10 +307,11 @@ def spoiled(mistake: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Known:
-    """Of a pipeline with an engine of an H200 that used 701 MiB."""
+    """Of a pipeline with an engine of an H200 that used 701 MiB, planned for 16 cores."""
     folder = tmp_path_factory.mktemp("known")
     repository = write_built(folder, engine=ENGINE, core={"backend": "tensorrt"})
-    return known_of(repository, "minilm", write_bench(folder / "reports"))
+    facts = known_of(repository, "minilm", write_bench(folder / "reports"))
+    return replace(facts, machine=parse_machine("h200x16"), plans=("h200x4",))
 
 
 def found_in(folder: Path, text: str, known: Known | None = None) -> list[Finding]:

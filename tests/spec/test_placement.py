@@ -10,7 +10,13 @@ from conftest import write_pipeline
 from plan_cases import facts
 from triptych.base.errors import UserError
 from triptych.spec.fields import CoreSettings
-from triptych.spec.placement import ASSUMED, BATCH_SIZES, GIVEN, Placement, StepCost
+from triptych.spec.placement import (
+    ASSUMED,
+    BATCH_SIZES,
+    GIVEN,
+    MachinePlan,
+    StepCost,
+)
 from triptych.spec.plan import Plan, make_plan
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.catalog import TEXT_EMBEDDING
@@ -27,7 +33,7 @@ def plan_on(folder: Path, machine: str, *overrides: str, **info: Any) -> Plan:
     return make_plan(spec, facts(**info), TEXT_EMBEDDING, {}, LENGTHS)
 
 
-def placement_of(plan: Plan) -> Placement:
+def placement_of(plan: Plan) -> MachinePlan:
     assert plan.placement is not None
     return plan.placement
 
@@ -114,7 +120,7 @@ def test_requests_of_many_rows_cost_less_a_row() -> None:
         ("h900x16", GPU, "the name of a machine"),
         ("cpu0", (), "the name of a machine"),
         ("cpu", (), "the name of a machine"),
-        ("cpu2000", (), "the name of a machine"),
+        ("cpu20000", (), "the name of a machine"),
         ("{gpu: h900, cores: 4}", GPU, "the name of a machine"),
         ("cpu1", (), "a core for each of the 2 Python steps"),
         ("cpu8", GPU, "a GPU for core.device: gpu"),

@@ -1,6 +1,7 @@
 """Entry point of the container: check the build manifests, make the flags, run the server.
 
-Usage: ``python3 -m triptych.container.entrypoint [FLAG…]``; flags given here come last and win.
+Usage: ``python3 -m triptych.container.entrypoint [--machine=NAME] [FLAG…]``; flags given here come
+last and win. The machine replaces that of ``TRIPTYCH_MACHINE``; else it is the one found.
 Exit codes before the server runs: 1 a pipeline cannot be served on this machine, 2 a setting is
 wrong or there is no repository or server. Afterwards: 0 after a stop signal, else the server or
 one of its steps has died, and the container should be restarted.
@@ -35,6 +36,7 @@ from triptych.container.lock_check import (
 )
 from triptych.container.machine import Machine, read_machine
 from triptych.container.manifests import core_variables, find_pipelines, largest_request_mib
+from triptych.container.serving_machine import choose_variant, find_machine
 from triptych.container.settings import KEY_VARIABLE, Settings, read_settings
 from triptych.container.shared_memory import SharedRegions, new_prefix
 from triptych.container.supervisor import supervise
@@ -156,6 +158,14 @@ def command(settings: Settings, machine: Machine, release: Release) -> list[str]
     ]
 
 
+def variant_flags(settings: Settings, machine: str) -> list[str]:
+    """Return the flag that selects the plan for this machine, and print which one it is."""
+    chosen = choose_variant(settings.repository, find_machine(settings.cores), machine)
+    for line in chosen.lines:
+        print(line, file=sys.stderr, flush=True)
+    return [f"--model-config-name={chosen.name}"] if chosen.name else []
+
+
 def warn_of(release: Release) -> None:
     """Print the defects of this release that every server has."""
     for defect in defects_of(release, {"any server"}):
@@ -167,13 +177,19 @@ def main(arguments: Sequence[str]) -> int:
     """Run the server with additional flags until a stop signal comes or a step dies."""
     try:
         settings = read_settings()
+        named = [one.partition("=")[2] for one in arguments if one.startswith("--machine=")]
+        arguments = [one for one in arguments if not one.startswith("--machine=")]
         machine = read_machine()
         if not enforce(settings, machine):
             return EXIT_REFUSED
         release = find_release(os.environ)
         prefix = os.environ.setdefault(PREFIX_VARIABLE, new_prefix())
-        named = f"--backend-config=python,shm-region-prefix-name={prefix}"
-        words = [*command(settings, machine, release), named, *absolute_paths(arguments)]
+        words = [
+            *command(settings, machine, release),
+            *variant_flags(settings, (named or [settings.machine])[-1]),
+            f"--backend-config=python,shm-region-prefix-name={prefix}",
+            *absolute_paths(arguments),
+        ]
         warn_of(release)
         print(describe_loader(os.environ), end="", file=sys.stderr, flush=True)
     except UserError as error:

@@ -11,14 +11,19 @@ import ctypes
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from triptych.base.errors import UserError
-from triptych.container.manifests import ManifestError, ServedPipeline, find_pipelines
+from triptych.container.machine import find_gpus
+from triptych.container.manifests import (
+    ManifestError,
+    ServedPipeline,
+    find_pipelines,
+)
 
-MAX_CORES = 1024
+MAX_CORES = 9999
 
 
 class GpuModel(NamedTuple):
@@ -81,7 +86,7 @@ def parse_machine(name: str, field: str = "serving.machine") -> ServingMachine:
     """
     found = re.fullmatch(r"(cpu|[a-z0-9]+x)([1-9]\d{0,3})", name)
     gpu = "" if found is None or found[1] == "cpu" else found[1][:-1]
-    if found is None or int(found[2]) > MAX_CORES or (gpu and gpu not in GPUS):
+    if found is None or (gpu and gpu not in GPUS):
         raise UserError(
             field,
             "must be the name of a machine: cpuCORES, or GPUxCORES",
@@ -91,25 +96,24 @@ def parse_machine(name: str, field: str = "serving.machine") -> ServingMachine:
     return ServingMachine(gpu, int(found[2]), GPUS[gpu].memory_gib if gpu else 0.0)
 
 
-def find_machine(gpu_names: Sequence[str], memory_gib: float | None = None) -> ServingMachine:
-    """Return this machine, with the cores that its control groups allow.
+def find_machine(most: int | None = None) -> ServingMachine:
+    """Return this machine, with the cores that its control groups allow, and `most` at most."""
+    gpus, cores = find_gpus(), find_cores()
+    cores = min(cores, most or cores)
+    return with_gpu(cores, gpus[0].name, find_gpu_memory_gib()) if gpus else with_gpu(cores)
 
-    Args:
-        gpu_names: Names of its GPUs by the driver.
-        memory_gib: Memory of the first one; None to ask the driver. Part of a GPU (MIG) has less
-            than the GPU.
+
+def with_gpu(cores: int, name: str = "", memory_gib: float = 0.0) -> ServingMachine:
+    """Return a machine with a GPU, by its name in the driver and its memory.
+
+    A part of a GPU (MIG), and one that is not in `GPUS`, is as the fastest one that has no more
+    memory, and no faster than an A100 if it is unknown.
     """
-    known = _GPU_NAME.search(gpu_names[0]) if gpu_names else None
-    cores = find_cores()
-    if known is None:
-        return ServingMachine("", cores)
-    gpu = known[1].lower().removesuffix("g")
-    memory = find_gpu_memory_gib() if memory_gib is None else memory_gib
-    # A part of a GPU is as the fastest one that has no more memory.
-    fitting = [name for name, model in GPUS.items() if model.memory_gib <= memory]
-    if gpu not in fitting:
-        gpu = fitting[-1] if fitting else ""
-    return ServingMachine(gpu, cores, memory if gpu else 0.0)
+    known = _GPU_NAME.search(name)
+    gpu = known[1].lower().removesuffix("g") if known else "a100"
+    order = list(GPUS)
+    fitting = [one for one in order[: order.index(gpu) + 1] if GPUS[one].memory_gib <= memory_gib]
+    return ServingMachine(fitting[-1], cores, memory_gib) if fitting else ServingMachine("", cores)
 
 
 def find_gpu_memory_gib(library: str = "libcuda.so.1") -> float:
@@ -132,7 +136,7 @@ def find_cores(root: Path = Path("/"), affinity: int | None = None) -> int:
         affinity: Number of cores that the scheduler gives this process; None to ask it.
     """
     most = float(affinity or len(os.sched_getaffinity(0)))
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
@@ -141,15 +145,15 @@ def find_cores(root: Path = Path("/"), affinity: int | None = None) -> int:
         # A container sees its own group as the root, or as the path that the host has.
         for folder in (place, *(up for up in place.parents if base in (up, *up.parents))):
             if controllers:
-                numbers = [_read(folder / f"cpu.cfs_{which}_us") for which in ("quota", "period")]
+                numbers = [_text(folder / f"cpu.cfs_{which}_us") for which in ("quota", "period")]
             else:
-                numbers = _read(folder / "cpu.max").split()
+                numbers = _text(folder / "cpu.max").split()
             if len(numbers) == 2 and all(text.strip().isdecimal() for text in numbers):
                 most = min(most, int(numbers[0]) / max(1, int(numbers[1])))
     return max(1, int(most))
 
 
-def _read(file: Path) -> str:
+def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -191,41 +195,62 @@ def choose_variant(
         if not machine.is_within(found):
             lines.append(f"warning: this machine, {found.name}, has less than {named}: it is used")
             machine = found
-    planned = {}
     pipelines = find_pipelines(repository)
     part = machine.shared_by(len(pipelines))
-    for pipeline in pipelines:
-        names, base = _planned(pipeline)
-        if names or base:
-            best = choose({*names, base} - {""}, part) or ""
-            planned[pipeline.name] = (names, base, best)
-    wanted = Counter(best for _, base, best in planned.values() if best not in ("", base))
+    planned = [each for each in (_plans_of(one, part) for one in pipelines) if each is not None]
+    for one in planned:
+        if one.best and not parse_machine(one.best).is_within(part):
+            line = f"its smallest plan, for {one.best}, is larger than {part.name}"
+            lines.append(f"warning: {one.name}: {line}: the steps take turns on the cores")
+    wanted = Counter(one.best for one in planned if one.best not in ("", one.base))
     if not wanted:
         return ChosenVariant("", tuple(lines))
     name = max(wanted, key=lambda each: (wanted[each], parse_machine(each).order))
     shared = f", shared by {len(pipelines)} pipelines" if len(pipelines) > 1 else ""
-    nearest = "" if name == part.name else " (the nearest one that is not larger)"
+    nearest = "" if name == part.name else " (the nearest one)"
     lines.append(f"note: the plan for {name} is used on {machine.name}{shared}{nearest}")
-    others = [key for key, (names, base, _) in planned.items() if name not in {*names, base}]
+    others = [one.name for one in planned if name not in {*one.names, one.base}]
     if others:
         lines.append(f"note: {', '.join(others)} has no plan for {name}, and uses config.pbtxt")
-    suffixed = f"{name}-{release}" if release else ""
-    is_suffixed = any(repository.glob(f"*/configs/{suffixed}.pbtxt")) if suffixed else False
-    return ChosenVariant(suffixed if is_suffixed else name, tuple(lines))
+    # The server would use the ``config.pbtxt``, with fields that it lacks, of any other model.
+    files = {path for one in planned for path in one.files}
+    own = [path for path in files if release and path.endswith(f"/configs/{release}.pbtxt")]
+    used = f"{name}-{release}" if own else name
+    lacking = [path for path in own if path.replace(f"{release}.", f"{used}.") not in files]
+    if lacking:
+        line = f"note: {min(lacking)} has no counterpart {used}.pbtxt: config.pbtxt is used"
+        return ChosenVariant("", (*lines[:-1], line))
+    return ChosenVariant(used, tuple(lines))
 
 
-def _planned(pipeline: ServedPipeline) -> tuple[Collection[str], str]:
-    """Return the machines that a pipeline has variants for, and that of its ``config.pbtxt``."""
+class _Plans(NamedTuple):
+    """Plans of a pipeline: machines with a variant, that of ``config.pbtxt``, and the best one."""
+
+    name: str
+    names: set[str]
+    base: str
+    best: str
+    files: Iterable[str]
+
+
+def _plans_of(pipeline: ServedPipeline, part: ServingMachine) -> _Plans | None:
+    """Return the plans of a pipeline for a part of a machine; None without a build manifest."""
     try:
         manifest = pipeline.read_manifest()
     except ManifestError:
-        manifest = None
+        return None
     if manifest is None:
-        return (), ""
-    return variants_in(manifest.files), manifest.machine
+        return None
+    names = variants_in(manifest.files)
+    base = next(iter(variants_in([f"model/configs/{manifest.machine}.pbtxt"])), "")
+    best = choose({*names, base} - {""}, part) or ""
+    if base and not best:  # `config.pbtxt` is not for two cores
+        best = min({*names, base}, key=lambda each: parse_machine(each).order)
+    return _Plans(pipeline.name, names, base, best, manifest.files)
 
 
 def variants_in(files: Iterable[str]) -> set[str]:
     """Return the machines whose variants are among the files of a build."""
-    found = (re.fullmatch(r"[^/]+/configs/((?:cpu|[a-z0-9]+x)\d+)\.pbtxt", path) for path in files)
+    pattern = rf"[^/]+/configs/((?:cpu|(?:{'|'.join(GPUS)})x)[1-9]\d{{0,3}})\.pbtxt"
+    found = (re.fullmatch(pattern, path) for path in files)
     return {match[1] for match in found if match}

@@ -11,11 +11,13 @@ from typing import Literal, NamedTuple
 
 from triptych.base.errors import UserError
 from triptych.container.flags import GrpcTls, ServerFlags, Trace
+from triptych.container.serving_machine import MAX_CORES
 
 LockCheckMode = Literal["enforce", "warn", "off"]
 
 _LOCK_CHECKS: dict[str, LockCheckMode] = {"enforce": "enforce", "warn": "warn", "off": "off"}
 KEY_VARIABLE = "TRIPTYCH_RESTRICTED_KEY"
+CORES_VARIABLE = "TRIPTYCH_CORES"
 _YES_NO = {"true": True, "false": False}
 # Triton cuts the flag at commas, colons and equals signs.
 _KEY = re.compile(r"[A-Za-z0-9._~-]{16,}")
@@ -45,6 +47,8 @@ class Settings(NamedTuple):
     metrics_port: int
     lock_check: LockCheckMode
     lock_hashes: bool
+    machine: str
+    cores: int | None
     options: ServerFlags
 
     @property
@@ -78,6 +82,8 @@ def read_settings(
         metrics_port=_number(given, "TRIPTYCH_METRICS_PORT", 8002, _PORT_MAX),
         lock_check=_LOCK_CHECKS[_choice(given, "TRIPTYCH_LOCK_CHECK", "enforce", _LOCK_CHECKS)],
         lock_hashes=_YES_NO[_choice(given, "TRIPTYCH_LOCK_HASHES", "true", _YES_NO)],
+        machine=given.get("TRIPTYCH_MACHINE", ""),
+        cores=_optional(given, CORES_VARIABLE, MAX_CORES),
         options=_read_options(given),
     )
 

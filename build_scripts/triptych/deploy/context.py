@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from triptych.base.errors import Finding, UserError
 from triptych.base.explained import ExplainedValue, reasons_of
 from triptych.container.manifests import find_pipelines
 from triptych.container.processor import node_label
+from triptych.container.settings import CORES_VARIABLE
 from triptych.deploy.assumptions import Assumption, assume_alone, assume_slo
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.numbers import MeasuredReplica, Sizes, compute_sizes, read_measurements
@@ -207,7 +209,14 @@ def read_context(
         gpus=build.spec.serving.gpus_of_replica if build.spec.core.device == "gpu" else 0,
         cores=ExplainedValue(measured.cpu_cores.value, "at capacity"),
         limits_ms=list(build.spec.serving.slo.limits_ms.values()),
-        environment=options.environment,
+        environment={
+            **options.environment,
+            CORES_VARIABLE: ExplainedValue(
+                str(math.ceil(measured.cpu_cores.value)),
+                "cores that the server is planned for: those requested, since the node may have "
+                "more",
+            ),
+        },
         sample=build.spec.serving.sample,
         candidate=candidate,
         baseline=baseline,

@@ -9,16 +9,25 @@ import datetime
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue
 from triptych.container.flags import CACHE_MIB
 from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.container.manifests import STEP_SHM_MIB, largest_request_mib
+from triptych.container.serving_machine import parse_machine, variants_in
 from triptych.container.supervisor import EXIT_S
-from triptych.deploy.assumptions import Assumption, assume_cores, assume_memory, assume_rate
+from triptych.deploy.assumptions import (
+    STEP_MIB,
+    Assumption,
+    assume_cores,
+    assume_memory,
+    assume_rate,
+)
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.variables import CACHE, CACHE_SIZE, step_shm_mib
+from triptych.repository.config import CONFIG_FILE, read_config
 from triptych.repository.manifest import EncoderManifest
 from triptych.serving.bench.results import (
     BenchResult,
@@ -129,10 +138,13 @@ def _with_use(
     where = "" if bench is None else f" ({_where(bench)})"
     seen = used.cores if used else 0
     gpus = [gpu.memory_mib for gpu in used.gpus] if used else []
+    planned = build.spec.serving.served_by
     return MeasuredReplica(
         capacity_per_s=capacity,
         cpu_cores=ExplainedValue(options.cpu_cores, "given by the user (--cpu)")
         if options.cpu_cores is not None
+        else ExplainedValue(planned.cores, f"the plan for {planned.name} (serving.machine)")
+        if planned is not None
         else _assume(assumptions, *assume_cores(build))
         if not is_measured
         else ExplainedValue(
@@ -315,7 +327,8 @@ def compute_sizes(
     fewest = _fewest(build, threshold)
     exit_timeout = _exit_timeout(build, measured.batch_s)
     before_end = pre_stop(options)
-    shm = _shm(build, options, repository)
+    more = count_more(build, repository, math.ceil(measured.cpu_cores.value))
+    shm = _shm(build, options, repository, more)
     return Sizes(
         start_s=_start(measured),
         pre_stop_s=before_end,
@@ -327,7 +340,7 @@ def compute_sizes(
             f"{delay_s:.0f} s from more load to a ready replica, so that each soon gets its share",
         ),
         shm_mib=shm,
-        memory_mib=_memory(build, options, measured, shm.value),
+        memory_mib=_memory(build, options, measured, shm.value, more),
         cpu_milli=ExplainedValue(
             f"{max(100, math.ceil(measured.cpu_cores.value * 10) * 100)}m",
             f"{measured.cpu_cores.reason}. No limit: throttling would cost the slowest requests, "
@@ -464,12 +477,36 @@ def _step_processes(build: EncoderManifest) -> int:
     return instances.preprocess + instances.postprocess
 
 
-def _shm(build: EncoderManifest, options: DeployOptions, repository: Path) -> ExplainedValue:
-    processes = _step_processes(build)
+class MoreInstances(NamedTuple):
+    """Instances of Python steps and cores that a plan has in addition to ``config.pbtxt``."""
+
+    python: int = 0
+    core: int = 0
+
+
+def count_more(build: EncoderManifest, repository: Path, cores: int) -> MoreInstances:
+    """Return the most instances that a plan for at most `cores` cores has in addition."""
+    most = MoreInstances()
+    for name in variants_in(build.files):
+        more = {True: 0, False: 0}
+        for path in build.files if parse_machine(name).cores <= cores else ():
+            model, _, file = path.partition("/")
+            if file == f"configs/{name}.pbtxt":
+                here, usual = (read_config(repository / model / f) for f in (file, CONFIG_FILE))
+                count = here.instance_group[0].count - usual.instance_group[0].count
+                more[here.backend == "python"] += count
+        most = MoreInstances(max(most.python, more[True]), max(most.core, more[False]))
+    return most
+
+
+def _shm(
+    build: EncoderManifest, options: DeployOptions, repository: Path, more: MoreInstances
+) -> ExplainedValue:
+    processes = _step_processes(build) + more.python
     request_mib = largest_request_mib(repository)
     own_mib = step_shm_mib(options.server_variables)
     return ExplainedValue(
-        shm_mib(build, repository) + processes * (own_mib - STEP_SHM_MIB),
+        processes * (own_mib + request_mib),
         f"{processes} Python processes (instances of preprocess and postprocess) x ({own_mib} "
         f"MiB + {request_mib} MiB, the largest request of the pipeline): tensors pass between "
         "Triton and its steps here, and steps die with the default of 64 MiB",
@@ -477,7 +514,11 @@ def _shm(build: EncoderManifest, options: DeployOptions, repository: Path) -> Ex
 
 
 def _memory(
-    build: EncoderManifest, options: DeployOptions, measured: MeasuredReplica, shm_mib: int
+    build: EncoderManifest,
+    options: DeployOptions,
+    measured: MeasuredReplica,
+    shm_mib: int,
+    more: MoreInstances,
 ) -> ExplainedValue:
     if options.memory_mib is not None:
         if options.memory_mib <= shm_mib:
@@ -490,18 +531,20 @@ def _memory(
         return ExplainedValue(
             f"{options.memory_mib}Mi", "given by the user (--memory); request and limit"
         )
-    instances = build.spec.serving.instances.core
+    instances = build.spec.serving.instances.core + more.core
     batch_mib = math.ceil((build.plan.batch_mib or 0) * instances)
     variables, cache_mib = options.server_variables, 0
     if build.spec.serving.response_cache and CACHE not in variables:
         cache_mib = int(variables.get(CACHE_SIZE, CACHE_MIB))
-    needed = measured.memory_mib.value + batch_mib + cache_mib + shm_mib
+    planned_mib = more.python * STEP_MIB
+    needed = measured.memory_mib.value + batch_mib + cache_mib + shm_mib + planned_mib
     rounded = math.ceil(needed / _MEMORY_STEP_MIB) * _MEMORY_STEP_MIB
     return ExplainedValue(
         f"{rounded}Mi",
         f"{measured.memory_mib.reason}; {batch_mib} MiB for {build.plan.max_batch_size} rows of "
         f"{build.plan.max_length} tokens in each of {instances} instances of the core, "
         f"estimated; {f'{cache_mib} MiB of response cache; ' if cache_mib else ''}"
+        f"{f'{planned_mib} MiB of further Python steps; ' if planned_mib else ''}"
         f"and {shm_mib} MiB of shared memory, which counts as memory "
         "of the container. Request equals limit, so that a node cannot run out of memory",
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from triptych.base.errors import UserError, closest
 from triptych.container.manifests import STEP_SHM_MIB
-from triptych.container.settings import read_settings
+from triptych.container.settings import CORES_VARIABLE, read_settings
 
 OPTION = "--variable"
 CACHE_SIZE, CACHE = "TRIPTYCH_RESPONSE_CACHE_MIB", "TRIPTYCH_RESPONSE_CACHE"
@@ -19,6 +19,7 @@ ALLOWED = (
     "TRIPTYCH_LOAD_THREADS",
     "TRIPTYCH_LOCK_CHECK",
     "TRIPTYCH_LOCK_HASHES",
+    "TRIPTYCH_MACHINE",
     "TRIPTYCH_MAX_REQUEST_MIB",
     "TRIPTYCH_PINNED_POOL_MIB",
     CACHE,
@@ -35,6 +36,7 @@ REFUSED = {
     **dict.fromkeys(
         (
             "TRIPTYCH_CONNECTION_AGE_S",
+            CORES_VARIABLE,
             "TRIPTYCH_EXIT_TIMEOUT_S",
             "TRIPTYCH_GRPC_PORT",
             "TRIPTYCH_HOST",

@@ -58,6 +58,9 @@ def explain(plan: Plan, step: str) -> dict[str, str]:
         }
     if step == "core":
         comments |= _core_comments(plan)
+    if step != "ensemble" and plan.placement is not None:
+        count = plan.placement.values[f"serving.instances.{plan.instances_of(step)}"]
+        comments["instance_group"] += f" On {plan.placement.machine.name}: {count.reason}."
     return own_comments(comments, serving.config.get(step, ""), step)
 
 

@@ -49,6 +49,11 @@ def check_config_texts(texts: Mapping[str, str], *, shares_core: bool = False) -
         _parse(step, text)
 
 
+def own_parameters(texts: Mapping[str, str], step: str) -> list[str]:
+    """Return the parameters that the text of a step sets."""
+    return list(_parse(step, texts[step]).parameters) if step in texts else []
+
+
 def merge_config_text(config: Any, texts: Mapping[str, str], step: str) -> Any:
     """Return a config with the text for its step merged into it.
 

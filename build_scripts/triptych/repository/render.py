@@ -13,6 +13,7 @@ import numpy as np
 from triptych.base.releases import OLDEST, fields_newer_than, parse_release, without_newer_fields
 from triptych.base.tensors import REQUEST_TICKET, ROW_SPAN, Tensor
 from triptych.container.health import QUESTION_FILE, WORK_FIELD
+from triptych.container.serving_machine import choose, parse_machine
 from triptych.repository.bundle import Link, bundle
 from triptych.repository.config import (
     CONFIG_FILE,
@@ -26,13 +27,13 @@ from triptych.repository.config import (
     warm_up_file,
 )
 from triptych.repository.config_comments import explain
-from triptych.repository.config_text import merge_config_text
+from triptych.repository.config_text import merge_config_text, own_parameters
 from triptych.repository.manifest import SAMPLES_FILE
 from triptych.repository.python_env import ENV_FILE, ENV_PARAMETER, ENV_PATH
 from triptych.runtime.decode_rows import RANGES_FILE
 from triptych.runtime.hooking import FILES_FOLDER
 from triptych.runtime.own_model import ROW_TYPES, make_array
-from triptych.runtime.triton_io import SETTINGS_FILE
+from triptych.runtime.triton_io import SETTINGS_FILE, SETTINGS_PARAMETER
 from triptych.spec.model_fields import files_of, is_own
 from triptych.spec.model_info import ModelNames, OwnInterface, OwnStage
 from triptych.spec.plan import Plan
@@ -168,20 +169,22 @@ def render(
         others: Files of the cores of the other models.
     """
     name = plan.spec.name
-    files, configs = _python_files(plan, tokenizer_file, hooks), {"ensemble": _ensemble(plan)}
+    files = _python_files(plan, tokenizer_file, hooks)
     steps = python_steps(plan, ranges)
-    for step, (read, made, own) in steps.items():
-        configs[step] = _python_step(plan, step, read, made)
+    for step, (_, _, own) in steps.items():
         folder = f"{plan.step(step)}/1"
         names = _find_settings_read(files, folder)
         used = {name: value for name, value in own.items() if name in names}
         files[f"{folder}/{SETTINGS_FILE}"] = print_settings(used)
     if python_env is not None:
         for step in steps:
-            configs[step].parameters[ENV_PARAMETER].string_value = ENV_PATH
             files[f"{plan.step(step)}/{ENV_FILE}"] = python_env
-    for step, config in configs.items():
-        files |= _config_files(plan, step, config)
+    cores = [CoreFiles(plan, core_file, warm_ups), *others]
+    owned = [core.plan for core in cores if core.warm_ups is not None]
+    configs = _configs(plan, owned, has_env=python_env is not None)
+    for model, config in configs.items():
+        files |= _config_files(model, config)
+    files |= _variant_files(plan, owned, configs, files)
     # Triton needs a version folder for an ensemble, too; git and archives drop empty folders.
     files |= {f"{name}/{version}/.keep": b"" for version in plan.spec.serving.versions}
     files[f"{name}/{QUESTION_FILE}"] = _request(plan, question)
@@ -192,10 +195,98 @@ def render(
         files[f"{plan.step('postprocess')}/1/{RANGES_FILE}"] = ranges.file
     if samples is not None:
         files[f"{name}/{SAMPLES_FILE}"] = samples
-    for core in (CoreFiles(plan, core_file, warm_ups), *others):
+    for core in cores:
         if core.warm_ups is not None:
             files |= _core_files(core.plan, core.file, core.warm_ups)
     return files
+
+
+class PlannedConfig(NamedTuple):
+    """Config of a model, with its plan and the step that it is in the pipeline."""
+
+    plan: Plan
+    step: str
+    config: Any
+
+
+Configs = dict[str, PlannedConfig]
+"""Configs by the name of the model."""
+
+
+def _configs(plan: Plan, cores: Sequence[Plan], *, has_env: bool) -> Configs:
+    """Return the configs of a pipeline.
+
+    Args:
+        plan: Plan of the pipeline.
+        cores: Plans of the cores that it owns.
+        has_env: Whether the Python steps have an archive of packages.
+    """
+    configs = {plan.spec.name: PlannedConfig(plan, "ensemble", _ensemble(plan))}
+    for step, (read, made, _) in python_steps(plan, None).items():
+        config = _python_step(plan, step, read, made)
+        if has_env:
+            config.parameters[ENV_PARAMETER].string_value = ENV_PATH
+        configs[plan.step(step)] = PlannedConfig(plan, step, config)
+    for core in cores:
+        configs[core.step("core")] = PlannedConfig(core, "core", core_config(core))
+    texts = plan.spec.serving.config
+    for name, each in configs.items():
+        for key in own_parameters(texts, each.step) if plan.placement is not None else ():
+            each.config.parameters.pop(key, None)  # planned, and replaced by the user's
+        merged = merge_config_text(each.config, texts, each.step)
+        configs[name] = each._replace(config=merged)
+    return configs
+
+
+def _variant_files(
+    plan: Plan, cores: Sequence[Plan], configs: Configs, files: Mapping[str, Content]
+) -> dict[str, Content]:
+    """Return the configs that differ on other machines; see `container.serving_machine`.
+
+    A plan that equals that of the machine which a server would use without it has no files. If the
+    embedded server needs configs of its own, each variant has them, too.
+    """
+    has_env = any(ENV_PARAMETER in each.config.parameters for each in configs.values())
+    has_oldest = any(f"{model}/configs/{OLDEST}.pbtxt" in files for model in configs)
+    own, found = plan.spec.serving.served_by, dict[str, Content]()
+    made = {"" if own is None else own.name: configs}
+    for name, variant in plan.variants.items():
+        changed = [core.on(parse_machine(name)) for core in cores]
+        if None in changed:
+            continue
+        here = _configs(variant, [core for core in changed if core is not None], has_env=has_env)
+        for model, each in here.items():
+            if each.step not in ("ensemble", "core"):
+                _set_settings(each, configs[model].plan)
+        nearest = choose(filter(None, made), parse_machine(name)) or next(iter(made))
+        same = {key for key, each in here.items() if each.config == made[nearest][key].config}
+        if same == here.keys():
+            continue
+        made[name] = here
+        changed_models = {key for key, each in here.items() if each.config != configs[key].config}
+        for model, each in here.items():
+            # One file is enough for the name to be known.
+            differs = model in (changed_models or {plan.step("preprocess")})
+            texts = _config_files(model, each)
+            if differs:
+                found[f"{model}/configs/{name}.pbtxt"] = texts[f"{model}/{CONFIG_FILE}"]
+            if has_oldest and (differs or f"{model}/configs/{OLDEST}.pbtxt" in files):
+                oldest = texts.get(
+                    f"{model}/configs/{OLDEST}.pbtxt", texts[f"{model}/{CONFIG_FILE}"]
+                )
+                found[f"{model}/configs/{name}-{OLDEST}.pbtxt"] = oldest
+    return found
+
+
+def _set_settings(variant: PlannedConfig, built: Plan) -> None:
+    """Write the settings that differ from those of the built plan into the config of a step."""
+    before, after = (
+        python_steps(plan, None)[variant.step].settings for plan in (built, variant.plan)
+    )
+    changed = {name: value for name, value in after.items() if value != before[name]}
+    if changed and "core_rows" in after:  # else it has no use for them
+        text = json.dumps(changed, sort_keys=True)
+        variant.config.parameters[SETTINGS_PARAMETER].string_value = text
 
 
 def stages_of(plan: Plan) -> tuple[OwnStage, ...]:
@@ -345,8 +436,7 @@ def _has_free_dimensions(plan: Plan) -> bool:
 
 
 def _core_files(plan: Plan, core_file: Path, warm_ups: Path) -> dict[str, Content]:
-    name = plan.step("core")
-    files = _config_files(plan, "core", core_config(plan))
+    name, files = plan.step("core"), dict[str, Content]()
     for part in sorted(core_file.parent.glob(f"{core_file.name}*")):
         files[f"{name}/1/{part.name}"] = part
     for warm_up in plan.warm_ups:
@@ -356,14 +446,13 @@ def _core_files(plan: Plan, core_file: Path, warm_ups: Path) -> dict[str, Conten
     return files
 
 
-def _config_files(plan: Plan, step: str, config: Any) -> dict[str, Content]:
-    """Return the step's config, and a second one if the embedded server lacks one of its fields.
+def _config_files(model: str, planned: PlannedConfig) -> dict[str, Content]:
+    """Return the config of a model, and a second one if the embedded server lacks a field of it.
 
     A server started with ``--model-config-name=24.10`` uses ``configs/24.10.pbtxt`` of the models
     that have it, and ``config.pbtxt`` of the others.
     """
-    model = str(config.name)
-    config = merge_config_text(config, plan.spec.serving.config, step)
+    plan, step, config = planned
     wanted = without_newer_fields(config, parse_release(plan.spec.serving.triton))
     comments = explain(plan, step)
     files: dict[str, Content] = {f"{model}/{CONFIG_FILE}": print_config(wanted, comments).encode()}

@@ -79,7 +79,7 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         folder = Path(__file__).parent
-        settings = read_settings(folder)
+        settings = read_settings(folder, args["model_config"])
         self._fields = settings["inputs"]
         self._encoded = settings["encoded_inputs"]
         self._max_text_bytes = settings["max_text_bytes"]

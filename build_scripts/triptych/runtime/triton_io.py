@@ -25,12 +25,20 @@ TEXTS_A_REQUEST = 8
 
 
 SETTINGS_FILE = "settings.json"
+SETTINGS_PARAMETER = "settings"
+"""Parameter of a config with JSON of the settings that differ where this config is used."""
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of the step whose ``model.py`` is in `folder`."""
+def read_settings(folder: Path, model_config: str = "{}") -> dict[str, Any]:
+    """Return the settings of the step whose ``model.py`` is in `folder`.
+
+    Args:
+        folder: Folder of the step's version.
+        model_config: Config of the step as JSON, whose parameter replaces settings of the file.
+    """
     settings: dict[str, Any] = json.loads((folder / SETTINGS_FILE).read_bytes())
-    return settings
+    changed = json.loads(model_config).get("parameters", {}).get(SETTINGS_PARAMETER, {})
+    return {**settings, **json.loads(changed.get("string_value", "{}"))}
 
 
 def error_response(error: Exception) -> Any:

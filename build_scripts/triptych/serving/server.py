@@ -46,6 +46,7 @@ from triptych.container.manifests import (
     find_pipelines,
     remove_byte_code,
 )
+from triptych.container.serving_machine import choose_variant, find_machine
 from triptych.container.settings import read_settings
 from triptych.container.supervisor import (
     EndlessLoad,
@@ -169,6 +170,14 @@ def check_and_make_flags(
     return flags_for(repository, settings.options, machine, release)
 
 
+def named_machine(option: str | None, servers: int) -> str:
+    """Return the machine of each of several servers here, by an option, else the environment."""
+    settings = read_settings()
+    if servers == 1 or option or settings.machine:
+        return option or settings.machine
+    return find_machine(settings.cores).shared_by(servers).name
+
+
 # Longer than any grace period, because `stop` limits how long requests in flight may take.
 _EXIT_TIMEOUT_S = 3600
 # While models load, no request is in flight and the server ignores SIGTERM.
@@ -200,6 +209,8 @@ class Server:
         environment: Variables that override those of this process.
         log_file: File of the server's log. None creates a temporary file, which `stop` removes
             unless the server failed.
+        machine: Machine whose plan the server uses, such as ``cpu8``; empty for this machine, None
+            for `config.pbtxt`. `wait_ready` reports which one it is.
         backend_directory: Folder with the caller's backends, which replace those of the embedded
             server. With it, the embedded server is used even if a tritonserver is on PATH.
     """
@@ -219,6 +230,7 @@ class Server:
         extra_args: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         log_file: Path | None = None,
+        machine: str | None = None,
         backend_directory: Path | None = None,
     ) -> None:
         self._served = self.repository = repository.resolve()  # `_served`: as the server sees it
@@ -241,6 +253,8 @@ class Server:
         self._client_shm = client_shm
         self._extra_args = tuple(extra_args)
         self.environment = dict(environment or {})
+        self._machine = machine
+        self.plan_lines: tuple[str, ...] = ()
         self._own_backends = backend_directory
         self._process: ServerProcess | None = None
         self._own_log = log_file is not None
@@ -356,6 +370,7 @@ class Server:
             ServerError: A model failed, the server exited, or the time ran out.
         """
         deadline = time.monotonic() + timeout_s
+        self._report_plan(on_progress)
         reported: set[str] = set()
         starts, endless = 1, EndlessLoad()
         while True:
@@ -505,8 +520,10 @@ class Server:
         if installation.backend_directory is not None:
             command.append(f"--backend-directory={installation.backend_directory}")
             command.append(f"--cache-directory={installation.executable.parents[1] / 'caches'}")
-            # Configs with fields that it lacks have one for it beside them.
-            command.append(f"--model-config-name={EMBEDDED_RELEASE}")
+        # The embedded server has configs of its own where it lacks fields of others.
+        own_configs = "" if installation.backend_directory is None else str(EMBEDDED_RELEASE)
+        if config_name := self._choose_plan(own_configs) or own_configs:
+            command.append(f"--model-config-name={config_name}")
         if self._holds_pipelines_only():
             # Otherwise Triton starts each step twice, first to complete its config.
             command.append("--disable-auto-complete-config")
@@ -520,6 +537,20 @@ class Server:
             release = find_release(own_backends=self._own_backends)
             command += [] if flags_newer_than([ALLOW_CLIENT_SHM], release) else [ALLOW_CLIENT_SHM]
         return [*command, *self._profile_flags, *absolute_paths(self._extra_args)]
+
+    def _choose_plan(self, release: str) -> str:
+        """Return the name of the configs that are planned for the machine, or an empty text."""
+        if self._machine is None:
+            return ""
+        found = find_machine(read_settings().cores)
+        chosen = choose_variant(self.repository, found, self._machine, release)
+        self.plan_lines = chosen.lines
+        return chosen.name
+
+    def _report_plan(self, report: Callable[[str], None] | None) -> None:
+        if report is not None:
+            for line in self.plan_lines:
+                report(line)
 
     def _started(self) -> ServerProcess:
         if self._process is None:

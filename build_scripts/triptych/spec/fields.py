@@ -445,6 +445,8 @@ class Serving(Frozen):
         machine: Machine that serves: a name such as ``h200x16`` (an H200 and 16 cores) or ``cpu8``,
             or its numbers. Instances, ``core.threads`` and, on a GPU, ``core.max_batch_size`` that
             are not set are planned for it. None: the same numbers for every machine.
+        variants: Names of further machines that a build has a plan for, beside that of `machine`. A
+            server uses the one for its GPU and cores. None: usual machines; an empty list: none.
         gpus: Device ids if ``core.device`` is ``gpu``; `instances.core` run on each. ``all``: each
             GPU that the server sees.
         rate_limiter: Order of executions with other models; None for no limit.
@@ -477,6 +479,7 @@ class Serving(Frozen):
 
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
     machine: str | MachineNumbers | None = None
+    variants: list[str] | None = None
     instances: Instances = Instances()
     gpus: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | Literal["all"] = [0]
     queue: Queue = Queue()
@@ -529,6 +532,8 @@ class Serving(Frozen):
     def _is_supported(self) -> Serving:
         check_release(self.triton)
         _ = self.served_by  # an unknown machine is an error
+        for name in self.variants or ():
+            parse_machine(name, "serving.variants")
         if self.flow_control == "none" and self.queue.timeout_ms is not None:
             raise ValueError("queue.timeout_ms is not supported with flow_control none")
         if self.flow_control != "triptych" and self.queue.max_backlog_ms is not None:

@@ -43,21 +43,21 @@ class StepCost(NamedTuple):
     request_ms: float
     row_ms: float
 
-    def of_row(self, rows: int) -> float:
+    def of_row(self, rows: float) -> float:
         """Return the cost of a row in requests of `rows` rows."""
         return self.request_ms / rows + self.row_ms
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a plan is computed from.
+    """Costs of a pipeline, from which its plan for a machine is computed.
 
     Attributes:
         steps: Costs of preprocess, postprocess and the server.
         batch_ms: Time of a batch in the core whatever its rows, in ms of the GPU, or of a processor
             core without one.
         row_ms: Additional time of each row.
-        source: Where the costs are from.
+        source: Origin of the costs.
     """
 
     steps: Mapping[str, StepCost]
@@ -114,7 +114,7 @@ def reference_costs(
 
 
 @dataclass(frozen=True)
-class Placement:
+class MachinePlan:
     """Numbers of a pipeline on a machine.
 
     Attributes:
@@ -154,7 +154,7 @@ def place(
     *,
     row_mib: float | None,
     most: int | None = None,
-) -> Placement:
+) -> MachinePlan:
     """Return the plan of a pipeline for a machine. Numbers that the spec sets are kept.
 
     Args:
@@ -200,13 +200,13 @@ def place(
             count, why = given, GIVEN
         values[field] = ExplainedValue(count, why)
         rates = {n: min(rate, 1e3 * count / cost.of_row(n)) for n, rate in rates.items()}
-    return Placement(spec, machine, costs, values, rates)
+    return MachinePlan(spec, machine, costs, values, rates)
 
 
 GIVEN = "set in pipeline.yaml or tuned.yaml, or by another pipeline or model"
 
 
-def without(core: CoreSettings, placement: Placement) -> CoreSettings:
+def without(core: CoreSettings, placement: MachinePlan) -> CoreSettings:
     """Return settings of a core with the values that a placement set as they were before it."""
     asked = placement.asked.core
     planned = {name.partition(".")[2] for name in placement.values if name.startswith("core.")}
@@ -241,7 +241,8 @@ def _core_instances(
 ) -> tuple[int, str]:
     if spec.core.device == "cpu":
         if not BACKENDS[spec.core.backend].batches:
-            return machine.cores, "one for each core, since each computes one request at a time"
+            count = max(1, machine.cores // 2)
+            return count, "one for each 2 cores, since each computes one request at a time"
         count = max(1, machine.cores // CORES_PER_SESSION)
         return count, f"one for each {CORES_PER_SESSION} cores, at least one"
     share = costs.batch_ms / costs.core_ms(rows)

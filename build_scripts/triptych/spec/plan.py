@@ -26,7 +26,7 @@ from triptych.base.tensors import (
     ROW_SPAN,
     Tensor,
 )
-from triptych.container.serving_machine import ServingMachine
+from triptych.container.serving_machine import ServingMachine, parse_machine
 from triptych.runtime.hooking import FORWARDED_PREFIX
 from triptych.runtime.packing import count_slots
 from triptych.spec.backends import BACKENDS, CoreBackend
@@ -41,7 +41,7 @@ from triptych.spec.engine_plan import (
 )
 from triptych.spec.model_fields import PREPROCESS, CompiledSpec, is_own
 from triptych.spec.model_info import ModelInfo, OwnStage
-from triptych.spec.placement import Placement, place, reference_costs, without
+from triptych.spec.placement import MachinePlan, place, reference_costs, without
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks import Core, Task
 from triptych.spec.tasks.catalog import PROMPT
@@ -92,6 +92,12 @@ def rows_within(
     each = batch_mib(info, rows=1, tokens=tokens, precision=precision, on_gpu=on_gpu, packed=False)
     return max(1, int(limit_mib / each))
 
+
+USUAL_MACHINES = {
+    "cpu": ("cpu1", "cpu2", "cpu4", "cpu8", "cpu16", "cpu32"),
+    "gpu": ("l4x4", "l4x8", "l4x16", "h100x8", "h100x16", "h100x32"),
+}
+"""Machines that a build has plans for, by the device of the core."""
 
 TENSOR_CORE_MULTIPLE = 8
 """Multiple of padded lengths on a GPU: tensor cores work on blocks of 8."""
@@ -153,7 +159,7 @@ class Plan:
     gives_inputs: bool = False
     stages: tuple[OwnStage, ...] = ()
     others: tuple[Plan, ...] = ()
-    placement: Placement | None = None
+    placement: MachinePlan | None = None
 
     @property
     def asked(self) -> CompiledSpec:
@@ -162,6 +168,59 @@ class Plan:
             return self.spec
         core, serving = without(self.spec.core, self.placement), self.placement.asked.serving
         return self.spec.model_copy(update={"core": core, "serving": serving})
+
+    def on(self, machine: ServingMachine) -> Plan | None:
+        """Return the plan of the same core on another machine; None if it cannot run there.
+
+        The largest batch may be lower, but holds the largest request.
+        """
+        try:
+            placement = placed(
+                self.asked,
+                self.info,
+                self.lengths,
+                machine=machine,
+                max_length=self.max_length,
+                most=self.max_batch_size,
+            )
+        except UserError:
+            return None
+        others = [other.on(machine) for other in self.others]
+        spec = self.spec.model_copy(update=placement.changes)
+        rows = min(self.max_batch_size, spec.core.max_batch_size)
+        if rows < self.largest_request or None in others:
+            return None
+        engine = self.engine
+        if engine is not None:
+            graphs = [graph for graph in engine.graph_specs if graph.batch_size <= rows]
+            engine = replace(engine, graph_specs=tuple(graphs))
+        return replace(
+            self,
+            spec=spec,
+            max_batch_size=rows,
+            warm_ups=tuple(replace(each, rows=min(each.rows, rows)) for each in self.warm_ups),
+            engine=engine,
+            others=tuple(other for other in others if other is not None),
+            placement=placement,
+        )
+
+    @property
+    def variants(self) -> dict[str, Plan]:
+        """Plans for other machines by their names, smallest first, without repetition."""
+        serving, own = self.spec.serving, self.spec.serving.served_by
+        names = USUAL_MACHINES[self.spec.core.device] if serving.variants is None else None
+        machines = [parse_machine(name) for name in names or serving.variants or ()]
+        wanted = sorted(set(machines) - {own}, key=lambda machine: machine.order)
+        plans = {machine.name: self.on(machine) for machine in wanted}
+        lost = [name for name, plan in plans.items() if plan is None]
+        if lost and serving.variants is not None:
+            raise UserError(
+                "serving.variants",
+                "must be machines with the GPU and the memory that the core needs",
+                given=lost[0],
+                remedy="Remove it",
+            )
+        return {name: plan for name, plan in plans.items() if plan is not None}
 
     @property
     def largest_request(self) -> int:
@@ -381,7 +440,7 @@ def placed(
     machine: ServingMachine,
     max_length: int = 0,
     most: int | None = None,
-) -> Placement:
+) -> MachinePlan:
     """Return the plan of a spec for a machine; see `place`."""
     steps = 1 + (len(spec.steps) if is_own(spec) else 1)
     if most is None and machine.cores < steps:

@@ -36,6 +36,7 @@ CHECKS = (
     LintCheck("shared-memory-measured", _servers, pods.shared_memory_measured),
     LintCheck("memory-limit", _servers, pods.memory_limit),
     LintCheck("memory-measured", _servers, pods.memory_measured),
+    LintCheck("cores-planned", _servers, pods.cores_planned),
     LintCheck("engine-gpu", _servers, pods.engine_gpu),
     LintCheck("pre-stop", _servers, pods.pre_stop),
     LintCheck("grace", _servers, pods.grace),

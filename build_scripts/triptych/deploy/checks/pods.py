@@ -5,15 +5,22 @@ Some checks compare with the build and the measurements of the pipeline.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import closest
 from triptych.container.flags import ServerFlags as ServerOptions
+from triptych.container.serving_machine import (
+    ServingMachine,
+    choose,
+    parse_machine,
+    variants_in,
+)
 from triptych.container.supervisor import EXIT_S
 from triptych.deploy.checks.objects import KIND, ServerPods, mapping, sequence
 from triptych.deploy.context import PRODUCT
@@ -316,6 +323,8 @@ class Known:
         gpus: Number of GPUs of a copy of the model; 0 for any number.
         memory_mib: Maximum memory that `bench` measured; None without a bench of this build.
         shm_mib: Maximum shared memory of the steps.
+        machine: Machine that the build is planned for, if the pipeline names one.
+        plans: Names of the machines with a plan of their own.
     """
 
     name: str
@@ -323,13 +332,23 @@ class Known:
     gpus: int
     memory_mib: float | None
     shm_mib: int
+    machine: ServingMachine | None = None
+    plans: Collection[str] = ()
 
 
 def known_encoder(repository: Path, pipeline: str, reports: Path) -> Known:
     """Return the facts about an encoder; see `targets.known_of`."""
     build = read_manifest(repository, pipeline, EncoderManifest)
     memory_mib = memory_seen_mib(build, reports)
-    return Known(pipeline, build.engine, 0, memory_mib, shm_mib(build, repository))
+    return Known(
+        pipeline,
+        build.engine,
+        0,
+        memory_mib,
+        shm_mib(build, repository),
+        build.spec.serving.served_by,
+        variants_in(build.files),
+    )
 
 
 def known_generating(repository: Path, pipeline: str, _reports: Path) -> Known:
@@ -371,6 +390,31 @@ def shared_memory_measured(server: ServerPods) -> Iterator[Flaw]:
                 f"sizeLimit: {size}; its instances and largest request take {known.shm_mib} MiB",
                 f"Set {known.shm_mib}Mi, and raise the memory limit by the same amount",
             )
+
+
+def cores_planned(server: ServerPods) -> Iterator[Flaw]:
+    """Say what a pod reaches that requests fewer cores than the build is planned for."""
+    known = server.owner.folder.known
+    requests = mapping(mapping(server.container.get("resources")).get("requests"))
+    cores = parse_cores(requests.get("cpu"))
+    if known is None or known.machine is None or not 0 < cores < known.machine.cores:
+        return
+    here = known.machine._replace(cores=max(1, math.ceil(cores)))
+    plans = {*known.plans, known.machine.name}
+    plan = choose(plans, here) or min(plans, key=lambda each: parse_machine(each).order)
+    yield warning(
+        "Pods should request the cores of serving.machine, for which the steps are planned",
+        f"cpu: {requests['cpu']}, and {known.machine.name} has {known.machine.cores}; the server "
+        f"uses the plan for {plan}, and reaches about "
+        f"{cores / known.machine.cores:.0%} of the planned rate",
+        f"Request {known.machine.cores} cores, or build with serving.machine: {here.name}",
+    )
+
+
+def parse_cores(quantity: object) -> float:
+    """Return the cores of a quantity of Kubernetes (``1500m``); 0 if it is not one."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(m?)", str(quantity))
+    return 0.0 if found is None else float(found[1]) / (1000 if found[2] else 1)
 
 
 def engine_gpu(server: ServerPods) -> Iterator[Flaw]:

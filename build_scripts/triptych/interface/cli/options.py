@@ -145,6 +145,18 @@ Repository = Annotated[
 Reports = Annotated[
     Path, typer.Option("--reports", help="Folder of the reports, with one folder per pipeline.")
 ]
+BackendDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder with backends of Triton's own, such as "
+        "onnxruntime/libtriton_onnxruntime.so, for the embedded server, which is then used "
+        "even if a tritonserver is on PATH. Default: emulated backends."
+    ),
+]
+PlannedMachine = Annotated[
+    str | None,
+    typer.Option(help="Machine whose plan is used, such as cpu8. Default: this one."),
+]
 Samples = Annotated[
     Path,
     typer.Option(

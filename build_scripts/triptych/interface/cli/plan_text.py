@@ -23,7 +23,7 @@ from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
 from triptych.spec.fields import TRITON_AS_NONE, PriorityLevels, SessionOptions
 from triptych.spec.model_source import OUT_OF_REACH
-from triptych.spec.placement import Placement
+from triptych.spec.placement import MachinePlan
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.task import LABELS_FILE
 
@@ -83,26 +83,21 @@ def describe_gpu(plan: Plan) -> Described:
     return described
 
 
-def describe_placement(placement: Placement) -> Described:
+def describe_placement(placement: MachinePlan) -> Described:
     """Return what was planned for the machine that serves, with reasons and costs."""
     costs, machine = placement.costs, placement.machine
     gpu = f"{machine.gpu}, {machine.memory_gib:g} GiB" if machine.gpu else "no GPU"
+    steps = [
+        f"{name} {cost.request_ms:.3g} core-ms a request and {cost.row_ms:.3g} a row"
+        for name, cost in costs.steps.items()
+    ]
+    core = f"core {costs.batch_ms:.3g} ms a batch and {costs.row_ms:.3g} ms a row"
+    rates = [f"{rate:,.0f} rows/s of {n} a request" for n, rate in placement.rates_per_s.items()]
     return {
         "name": f"{machine.name}: {gpu}, {amount(machine.cores, 'core')}",
-        **{
-            field: f"{explained.value}: {explained.reason}"
-            for field, explained in placement.values.items()
-        },
-        "costs": f"{costs.source}: "
-        + ", ".join(
-            f"{name} {cost.request_ms:.3g} core-ms a request and {cost.row_ms:.3g} a row"
-            for name, cost in costs.steps.items()
-        )
-        + f"; core {costs.batch_ms:.3g} ms a batch and {costs.row_ms:.3g} ms a row",
-        "expected": ", ".join(
-            f"{rate:,.0f} rows/s in requests of {amount(rows, 'row')}"
-            for rows, rate in placement.rates_per_s.items()
-        ),
+        **{field: f"{one.value}: {one.reason}" for field, one in placement.values.items()},
+        "costs": f"{costs.source}: {', '.join([*steps, core])}",
+        "expected": ", ".join(rates),
     }
 
 

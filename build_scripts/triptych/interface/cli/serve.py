@@ -26,11 +26,13 @@ from triptych.interface.cli.options import (
     EXIT_FINDINGS,
     REPOSITORY,
     SAMPLES,
+    BackendDirectory,
     Folders,
     Json,
     LoadTimeout,
     Name,
     Overrides,
+    PlannedMachine,
     Ports,
     Samples,
     Url,
@@ -234,14 +236,7 @@ class ServeOptions:
             "development profile and one server.",
         ),
     ] = False
-    backend_directory: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder with backends of Triton's own, such as "
-            "onnxruntime/libtriton_onnxruntime.so, for the embedded server, which is then used "
-            "even if a tritonserver is on PATH. Default: emulated backends."
-        ),
-    ] = None
+    backend_directory: BackendDirectory = None
     http_api: Annotated[
         int | None,
         typer.Option(
@@ -253,6 +248,7 @@ class ServeOptions:
             "process of its own; 0 picks a free port. Default: no gateway.",
         ),
     ] = None
+    machine: PlannedMachine = None
     samples: Samples = SAMPLES
     as_json: Json = False
 
@@ -305,7 +301,7 @@ def serve(
     from triptych.serving.fleet.mirror import check_same_pipelines, parse_mirror
     from triptych.serving.fleet.serve import check_gpus, count_replicas
     from triptych.serving.ports import is_loopback
-    from triptych.serving.server import check_and_make_flags
+    from triptych.serving.server import check_and_make_flags, named_machine
 
     repository, models = resolve_repository(repository)
     named = gpus.split(",") if gpus is not None else []
@@ -356,6 +352,7 @@ def serve(
         "backend_directory": backends,
         "exchanges": not options.production,
         "production_flags": flags,
+        "machine": named_machine(options.machine, count),
         **vars(ports),
     }
     beside = GatewayProcess(options.http_api, options.host, repository, models, api)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from triptych.base import releases
@@ -29,7 +30,14 @@ from triptych.repository.lint.engine import (
 )
 from triptych.repository.lint.ensemble import wirings
 from triptych.repository.lint.releases import changed_behavior, known_defects
-from triptych.repository.lint.snapshot import LintCheck, Repository, find_flaws, read_repository
+from triptych.repository.lint.snapshot import (
+    SEVERITIES,
+    LintCheck,
+    Repository,
+    find_flaws,
+    read_repository,
+    with_variants,
+)
 from triptych.repository.render import Content
 
 _KNOWN_DEFECT = LintCheck("known-defect", Repository.itself, known_defects)
@@ -133,7 +141,18 @@ def run_checks(
             remedy="Name the release that serves now, and with --triton the next one",
         )
     snapshot = read_repository(repository, release, is_exact=is_exact, upgraded_from=before)
-    return find_flaws(CHECKS, snapshot)
+    findings: list[Finding] = []
+    known: set[tuple[str, ...]] = set()
+    new: set[tuple[str, ...]] = set()
+    for each in with_variants(snapshot):
+        for finding in find_flaws(CHECKS, each):
+            # What every machine sees is told once.
+            if (key := (finding.id, finding.rule, finding.given)) not in known:
+                where = f"; on {each.variant}" if each.variant else ""
+                findings.append(replace(finding, given=finding.given + where))
+                new.add(key)
+        known |= new
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def find_known_defects(repository: Path, triton: str) -> list[Finding]:

@@ -10,7 +10,7 @@ import ast
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 from triptych.base.errors import Finding, Severity, UserError
 from triptych.base.onnx_graph import MODEL_FILE, GraphTensor, read_interface
 from triptych.base.releases import Release
+from triptych.container.serving_machine import variants_in
 from triptych.repository.config import CONFIG_FILE, new_config, read_config
 from triptych.repository.manifest import MANIFEST_FILE
-from triptych.runtime.triton_io import SETTINGS_FILE
+from triptych.runtime.triton_io import SETTINGS_FILE, SETTINGS_PARAMETER
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class LintCheck(NamedTuple):
     flaws: Callable[[Any], Iterator[Flaw]]
 
 
-_SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
 
 def find_flaws(checks: Iterable[LintCheck], checked: object) -> list[Finding]:
@@ -64,7 +65,7 @@ def find_flaws(checks: Iterable[LintCheck], checked: object) -> list[Finding]:
         for subject in check.subjects(checked)
         for flaw in check.flaws(subject)
     ]
-    return sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity))
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 error = partial(Flaw, "error")
@@ -351,9 +352,12 @@ class Model:
 
     def __init__(self, repository: Repository, folder: Path) -> None:
         self.repository, self.folder, self.name = repository, folder, folder.name
-        self.where = f"{folder.name}/{CONFIG_FILE}"
+        variant = f"configs/{repository.variant}.pbtxt"
+        is_variant = bool(repository.variant) and is_file(folder / variant)
+        config_file = variant if is_variant else CONFIG_FILE
+        self.where = f"{folder.name}/{config_file}"
         self.manifest_file = f"{folder.name}/{MANIFEST_FILE}"
-        self.config, self.config_problem = _read(folder / CONFIG_FILE, read_config)
+        self.config, self.config_problem = _read(folder / config_file, read_config)
         self.manifest, self.manifest_problem = _read(
             folder / MANIFEST_FILE, lambda path: json.loads(path.read_bytes())
         )
@@ -383,6 +387,8 @@ class Model:
             )
             if isinstance(settings, dict):
                 self.settings = settings
+                if SETTINGS_PARAMETER in config.parameters:
+                    self._replace_settings(config.parameters[SETTINGS_PARAMETER].string_value)
             elif not self.settings_problem:
                 self.settings_problem = NO_SETTINGS if settings is None else "no JSON object"
         self.sources = read_sources(self.served_folders if python else (), folder.parent)
@@ -400,12 +406,20 @@ class Model:
         has_graph = self.backend in GRAPH_BACKENDS
         if self.backend == "openvino":  # it loads an IR and other formats, too
             has_graph = own_file.endswith(".onnx")
-        if repository.reads_graphs and self.config is not None and has_graph:
+        if repository.graphs is not None:
+            self.graphs = repository.graphs.get(self.name, [])
+        elif repository.reads_graphs and self.config is not None and has_graph:
             for version in self.served_versions:
                 # A model with external weights may be a folder that contains the ONNX file.
                 places = [f"{version}/{name}", f"{version}/{name}/{name}"]
                 found = [place for place in places if is_file(folder / place)][:1]
                 self.graphs += [read_graph(folder / f, f"{folder.name}/{f}") for f in found]
+
+    def _replace_settings(self, text: str) -> None:
+        try:
+            self.settings = {**self.settings, **json.loads(text)}
+        except (ValueError, TypeError, RecursionError):
+            self.settings_file, self.settings_problem = self.where, f"parameter settings: {text}"
 
     def instances_of(self, group: Any) -> int:
         """Return the number of instances of an instance group, including the server's default."""
@@ -423,6 +437,8 @@ class Repository:
         reads_graphs: Whether the models have `graphs`, for which onnx must be installed.
         upgraded_from: Release that serves it now, if it is to be replaced by `triton`.
         models: Models by folder name, sorted.
+        variant: Name of the configs that the server uses where a model has them; empty for none.
+        graphs: Graphs of the models, if they were read before.
     """
 
     root: Path
@@ -431,6 +447,8 @@ class Repository:
     reads_graphs: bool
     upgraded_from: Release | None = None
     models: dict[str, Model] = field(default_factory=dict)
+    variant: str = ""
+    graphs: Mapping[str, list[Graph]] | None = None
     where = ""
 
     def itself(self) -> tuple[Repository]:
@@ -466,6 +484,17 @@ def read_repository(
     # Hidden folders are included, because the server treats every folder as a model.
     repository.models.update((f.name, Model(repository, f)) for f in _folders(root))
     return repository
+
+
+def with_variants(repository: Repository) -> Iterator[Repository]:
+    """Yield the repository, then as a server on each machine with configs of its own sees it."""
+    yield repository
+    files = (file.relative_to(repository.root) for file in repository.root.glob("*/configs/*"))
+    graphs = {model.name: model.graphs for model in repository.folders()}
+    for name in sorted(variants_in(file.as_posix() for file in files)):
+        there = replace(repository, models={}, variant=name, graphs=graphs)
+        there.models.update((model, Model(there, repository.root / model)) for model in graphs)
+        yield there
 
 
 def request_parameters(model: Model) -> list[str]:

@@ -130,6 +130,7 @@ def new_fleet(
     access: Access | None = None,
     log_file: Path | None = None,
     backend_directory: Path | None = None,
+    machine: str | None = None,
     load_s: float = 120.0,
     on_change: Callable[[str], None],
     on_problem: Callable[[str], None],
@@ -167,6 +168,7 @@ def new_fleet(
             environment=variables,
             log_file=_sibling_log(log_file, name),
             backend_directory=backend_directory,
+            machine=machine,
         )
 
     with ExitStack() as opened:
