@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from load_samples import bench
+from load_samples import point as sample_point
 from triptych.base.errors import UserError
 from triptych.interface.report.bench import write_bench_report
 from triptych.operate.tune.fields import FIELDS, Observation, Proposal
 from triptych.operate.tune.objective import CLIENTS, LoadFailed, ThroughputObjective
 from triptych.operate.tune.proposal import MeasuredLoad, estimate_capacity, read_measured_load
 from triptych.operate.tune.results import LOOKS, compare_scores, format_scores
+from triptych.operate.tune.tune import measured_costs
 from triptych.serving.bench.results import Measurement
 from triptych.spec.slo import Slo
 from triptych.spec.spec import PipelineSpec
@@ -197,3 +199,14 @@ def test_the_last_report_tells_what_was_measured(tmp_path: Path) -> None:
     (tmp_path / "bench/bench.json").write_text(json.dumps({"points": 3}), encoding="utf-8")
     with pytest.raises(UserError, match="must be a result of bench or tune"):
         read_measured_load(tmp_path)
+
+
+def test_costs_of_the_python_steps_are_those_at_the_highest_rate() -> None:
+    points = [sample_point(clients) for clients in (1, 8)]
+    found = measured_costs(points)
+    best = max((one for each in points for one in each.rounds), key=lambda m: m.throughput_per_s)
+    assert best.resources is not None
+    (used,) = [one for one in best.resources.processes if one.name == "minilm_preprocess"]
+    assert found["preprocess"] == pytest.approx(1e3 * used.cpu_cores / best.throughput_per_s, 0.01)
+    assert found.keys() == {"rows", "preprocess", "postprocess"}
+    assert measured_costs([]) == {}

@@ -16,11 +16,13 @@ from triptych.spec.placement import (
     GIVEN,
     MachinePlan,
     StepCost,
+    with_measured,
 )
 from triptych.spec.plan import Plan, make_plan
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.catalog import TEXT_EMBEDDING
 from triptych.spec.traffic import Lengths
+from triptych.spec.tuned import Tuned, write_tuned
 
 LENGTHS = Lengths.of([12, 20, 30, 52], max_length=256)
 GPU = ("core.device=gpu", "core.precision=fp16")
@@ -134,3 +136,18 @@ def test_a_machine_that_does_not_fit_is_an_error(
         plan_on(tmp_path, machine, *overrides)
     assert error.value.field == "serving.machine"
     assert error.value.remedy
+
+
+def test_costs_that_tune_measured_replace_assumed_ones(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "a")
+    costs = {"rows": 1.0, "preprocess": 3.67, "postprocess": 0}
+    overrides = {"serving.queue.max_delay_us": 0}
+    write_tuned(folder, Tuned(overrides, {"costs": costs}), spec_file="pipeline.yaml")
+    spec = load_spec(folder, ("serving.machine=h200x16", *GPU))
+    placement = placement_of(make_plan(spec, facts(), TEXT_EMBEDDING, {}, LENGTHS))
+    assumed = placement_of(plan_on(tmp_path, "h200x16", *GPU)).costs
+    assert placement.costs.steps["preprocess"].of_row(1) == pytest.approx(3.67)
+    assert placement.costs.steps["postprocess"] == assumed.steps["postprocess"]
+    assert placement.costs.source == f"preprocess measured by `tune`, others {ASSUMED}"
+    assert placement.values["serving.instances.postprocess"].value == 1  # preprocess is the limit
+    assert with_measured(assumed, {"rows": "many", "preprocess": None}) == assumed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from triptych.base.errors import UserError
@@ -111,6 +111,25 @@ def reference_costs(
     if info.image is not None:
         steps["preprocess"] = StepCost(_STEPS["preprocess"].request_ms, IMAGE_ROW_MS)
     return Costs(steps, batch_ms=layers * layer_ms, row_ms=row_ms, source=ASSUMED)
+
+
+def with_measured(costs: Costs, found: Mapping[str, object]) -> Costs:
+    """Return costs with those of the Python steps as `tune` measured them.
+
+    Args:
+        costs: Reference figures, whose ratio of requests to rows is kept.
+        found: ``rows`` of a request, and core-ms of a request by step; other values are ignored.
+    """
+    numbers = {key: float(v) for key, v in found.items() if isinstance(v, int | float) and v > 0}
+    rows = max(1.0, numbers.pop("rows", 1.0))
+    steps = dict(costs.steps)
+    for name in numbers.keys() & {"preprocess", "postprocess"}:
+        factor = numbers[name] / (rows * steps[name].of_row(rows))
+        steps[name] = StepCost(*(part * factor for part in steps[name]))
+    if steps == costs.steps:
+        return costs
+    measured = " and ".join(name for name in steps if steps[name] != costs.steps[name])
+    return replace(costs, steps=steps, source=f"{measured} measured by `tune`, others {ASSUMED}")
 
 
 @dataclass(frozen=True)

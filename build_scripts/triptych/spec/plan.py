@@ -41,11 +41,12 @@ from triptych.spec.engine_plan import (
 )
 from triptych.spec.model_fields import PREPROCESS, CompiledSpec, is_own
 from triptych.spec.model_info import ModelInfo, OwnStage
-from triptych.spec.placement import MachinePlan, place, reference_costs, without
+from triptych.spec.placement import MachinePlan, place, reference_costs, with_measured, without
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks import Core, Task
 from triptych.spec.tasks.catalog import PROMPT
 from triptych.spec.traffic import Lengths
+from triptych.spec.tuned import read_tuned
 
 ELEMENT_BYTES = {"fp32": 4}
 """Size of an activation in bytes by precision; 2 for all others. On a CPU activations are fp32."""
@@ -464,6 +465,9 @@ def placed(
             info, rows=1, tokens=max_length, precision=precision, on_gpu=True, packed=False
         )
     costs = reference_costs(spec, info, lengths, machine)
+    if spec.tuned and (tuned := read_tuned(spec.folder)) is not None:
+        found = tuned.provenance.get("costs")
+        costs = with_measured(costs, found if isinstance(found, dict) else {})
     return place(spec, machine, costs, row_mib=row_mib, most=most)
 
 

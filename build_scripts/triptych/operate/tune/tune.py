@@ -342,9 +342,30 @@ def _provenance(folder: Path, result: TuneResult) -> dict[str, object]:
         "traffic": {"requests": result.subject.requests, "padding": result.subject.padding},
         "spec_sha256": sha256_of(folder / SPEC_FILE),
         "trials": len(result.trials),
+        "costs": measured_costs(result.winner.points),
         "before": _summarize_outcome(result.baseline),
         "after": _summarize_outcome(result.winner),
     }
+
+
+def measured_costs(points: Sequence[LoadPoint]) -> dict[str, float]:
+    """Return the processor time of the Python steps at the highest rate, for later plans.
+
+    Returns:
+        ``rows``, the mean rows of a request, and the core-ms of a request in preprocess and
+        postprocess; empty if the processes were not observed. See `spec.placement`.
+    """
+    rounds = [one for point in points for one in point.rounds if one.resources and one.steps]
+    if not rounds:
+        return {}
+    best = max(rounds, key=lambda one: one.throughput_per_s)
+    first, processes = best.steps[0], () if best.resources is None else best.resources.processes
+    found = {"rows": round(first.rows / max(1, first.requests), 2)}
+    for use in processes:
+        step = use.name.rpartition("_")[2]
+        if step in ("preprocess", "postprocess"):
+            found[step] = round(1e3 * use.cpu_cores / best.throughput_per_s, 4)
+    return found if len(found) > 1 and best.throughput_per_s else {}
 
 
 def _summarize_outcome(outcome: Outcome) -> dict[str, object]:
