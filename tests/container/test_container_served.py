@@ -539,7 +539,7 @@ def test_a_step_that_the_kernel_killed_for_memory_is_told(
     monkeypatch.setattr(supervisor, "step_processes", lambda _server: {5: "a"})
     monkeypatch.setattr(supervisor, "dead_steps", kill)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as server:
-        assert supervisor._watch(server, [], lambda: True) == EXIT_DEAD
+        assert supervisor._watch(server, [], lambda: True, lambda: None) == EXIT_DEAD
     said = capfd.readouterr().err
     assert (
         "a step has died: a (process 5); killed here by the kernel for lack of memory: 1." in said
