@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -17,9 +19,11 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from .engine import Engine
+from .engine_queue import EngineQueue
 from .generation_messages import (
     CANCELLED,
     DIED,
+    LEFT,
     MIN_NAME,
     MODEL_FOLDER,
     NOTHING,
@@ -44,7 +48,7 @@ from .request_errors import (
     StepError,
     Stopping,
 )
-from .sampling_parameters import FIELD
+from .sampling_parameters import FIELD, PRIORITY
 from .triton_io import error_response, make_private, read_inputs, read_settings
 
 QUIET_S = 0.5
@@ -54,6 +58,8 @@ TICK_S = 0.1
 SETTLE_S = 0.005
 LOST_S = 2.0
 """Seconds after which a chunk that postprocess has not acknowledged counts as lost."""
+CONFIRM_S = 0.25
+"""Seconds after the first token in which a client that received it too late is found to leave."""
 EARLY_S = 60.0
 """Maximum seconds between a cancellation and the request that it cancels."""
 PROGRESS_S = 2.0
@@ -73,9 +79,14 @@ class _RequestStream:
         sent_at: Time of the last chunk, by `time.monotonic`.
         number: Number of that chunk among the chunks of all streams; 0 before the first.
         is_counted: Whether metrics include it.
+        age_s: Age with which it got a place in the engine, until its first token is received or its
+            client has left; None if no other one waited.
+        begun_at: Time of the first token, by `time.monotonic`.
     """
 
     is_counted = True
+    age_s: float | None = None
+    begun_at = math.inf
 
     def __init__(
         self, sender: Any, opening: Opening, cancel_at: str, name: str = "", tokens: int = 1
@@ -127,6 +138,9 @@ class TritonPythonModel:
         self._stream_interval: int = settings["stream_interval"]
         self._in_flight = InFlight(settings["pipeline"])
         self._sent = 0  # number of chunks of all requests
+        # An engine that forms batches of similar lengths chooses from all requests.
+        places = "max_requests" if settings["forms_batches"] else "max_sequences"
+        self._queue = EngineQueue(settings[places])
         self._unsettled = 0  # number of requests whose end postprocess has not acknowledged
         self._load, self._loaded_at = EngineLoad(), 0.0
         self._death: EngineDied | None = None
@@ -136,7 +150,7 @@ class TritonPythonModel:
         self._keys: dict[str, str] = {}  # by the name of the request
         self._early: dict[str, float] = {}  # time of cancellation, by names not known yet
         self._outbox: SimpleQueue[tuple[Any, Any] | None] = SimpleQueue()
-        self._inbox = CancelInbox(self._cancel)
+        self._inbox = CancelInbox(self._receive_cancel)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
         # Each send waits for the server, which must not block the engine's loop.
@@ -230,7 +244,7 @@ class TritonPythonModel:
                 self._cancel(stream.key)
 
     async def _generate(self, stream: _RequestStream, prompt: list[int], order: Order) -> None:
-        answer = self._engine.generate(stream.key, prompt, order.sampling)
+        answer = self._answer(stream, prompt, order)
         finished = False
         try:
             async for delta in answer:
@@ -265,13 +279,42 @@ class TritonPythonModel:
             self._unsettled += 1
             self._settle(stream)
 
+    async def _answer(
+        self, stream: _RequestStream, prompt: list[int], order: Order
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield the engine's answer once there is a place for the request."""
+        priority = -1 if order.is_health_check else order.sampling[PRIORITY] or 0
+        async with self._queue.place(priority) as stream.age_s:
+            if stream.age_s is not None:
+                # If its client has left, postprocess finds out, and this task is canceled.
+                self._send(stream)
+                while not self._is_clear(stream):
+                    await asyncio.sleep(SETTLE_S)
+            answer = self._engine.generate(stream.key, prompt, order.sampling)
+            async with aclosing(answer):
+                async for delta in answer:
+                    yield delta
+
     def _settle(self, stream: _RequestStream) -> None:
         """Count a request as answered once postprocess has its end; a shutdown waits for that."""
         if self._is_clear(stream):
+            self._learn(stream, is_lost=False)
             self._unsettled -= 1
             self._in_flight.wait(-1, -1)
         else:
             self._loop.call_later(SETTLE_S, self._settle, stream)
+
+    def _learn(self, stream: _RequestStream, *, is_lost: bool) -> None:
+        """Learn, once, whether the client of a stream still waited for its first token."""
+        if stream.age_s is not None:
+            self._queue.learn(stream.age_s, is_lost=is_lost)
+            stream.age_s = None
+
+    def _receive_cancel(self, key: str) -> None:
+        has_left, key = key.startswith(LEFT), key.removeprefix(LEFT)
+        if has_left and key in self._streams:
+            self._learn(self._streams[key], is_lost=True)
+        self._cancel(key)
 
     def _cancel(self, key: str) -> None:
         task = self._tasks.get(key)
@@ -308,7 +351,11 @@ class TritonPythonModel:
         """
         if not stream.waiting.enough:
             return False
+        now = time.monotonic()
+        if now - stream.begun_at > CONFIRM_S:
+            self._learn(stream, is_lost=False)
         if stream.waiting.ends or self._is_clear(stream):
+            stream.begun_at = min(stream.begun_at, now)
             delta = stream.waiting.take()
             if stream.is_counted:
                 self._metrics.count_delta(stream.clock, delta, stream.prompt_tokens)
@@ -358,6 +405,7 @@ class TritonPythonModel:
             self._early = {name: at for name, at in self._early.items() if now - at < EARLY_S}
             # An idle engine takes no steps and does not report its load.
             load = self._load if self._streams else EngineLoad()
+            load = load._replace(waiting=load.waiting + len(self._queue))
             if sending is None or sending.done():
                 due = self._metrics.take_due(load, len(self._streams))
                 if due:  # the call blocks, so it runs in a thread

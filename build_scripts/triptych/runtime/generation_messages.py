@@ -137,6 +137,8 @@ CONTEXT_TOKENS = 6
 
 CANCELLED = "cancelled"
 """Finish reason of an answer whose client has left; else ``stop`` or ``length``."""
+LEFT = "left "
+"""Begin of the message that cancels a request whose client has left; its key follows."""
 MIN_NAME, MAX_NAME = 16, 128
 """Minimum and maximum number of characters of a request id that can be canceled. Shorter ids may
 not be unique."""

@@ -6,6 +6,7 @@ The step has one instance and no batching, so that it gets all chunks of a reque
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer
 from .generation_messages import (
     CANCELLED,
     DIED,
+    LEFT,
     REFUSED,
     TOKENIZER_FILE,
     CancelSender,
@@ -45,7 +47,12 @@ class _Answer:
         self._unsent_text = ""
         self._unsent_ids: list[int] = []
         self._unsent_logprobs: list[dict[str, Any]] = []
-        self.checked_at = time.monotonic()
+        self.checked_at = -math.inf
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has a token."""
+        return self._tokens > 0
 
     def add(self, ids: list[int], chunk: CoreChunk) -> str:
         """Add a chunk; return the reason why the answer ends with it, or an empty text."""
@@ -149,7 +156,13 @@ class TritonPythonModel:
     def _take(self, request: Any, sender: Any) -> Any | None:
         inputs = read_inputs(request)
         chunk = CoreChunk.unpack(inputs["chunk"].as_numpy().ravel()[0])
-        self._in_flight.acknowledge(*chunk.place)
+        try:
+            return self._respond(chunk, inputs["token_ids"].as_numpy().ravel().tolist(), sender)
+        finally:
+            # The core has received by then that the client has left.
+            self._in_flight.acknowledge(*chunk.place)
+
+    def _respond(self, chunk: CoreChunk, ids: list[int], sender: Any) -> Any | None:
         if chunk.opening is not None:
             self._answers[chunk.key] = _Answer(self._tokenizer, chunk.opening)
         answer = self._answers.get(chunk.key)
@@ -163,18 +176,22 @@ class TritonPythonModel:
             special = {REFUSED: kinds.INVALID_ARG, DIED: kinds.UNAVAILABLE}
             kind = special.get(chunk.finish, kinds.INTERNAL)
             return pb_utils.InferenceResponse([], error=kinds(chunk.error, kind))
-        finish = answer.add(inputs["token_ids"].as_numpy().ravel().tolist(), chunk)
-        if not finish and self._has_left(answer, sender):
-            finish = CANCELLED
+        is_first = bool(ids) and not answer.has_begun
+        finish = answer.add(ids, chunk)
+        # The core learns from all first tokens, also of answers that end with them.
+        if (is_first or not finish) and self._has_left(answer, sender, now=is_first):
+            finish = finish or CANCELLED
+            self._cancels.send(chunk.cancel_at, LEFT + chunk.key)
+        elif finish and not chunk.finish:
+            self._cancels.send(chunk.cancel_at, chunk.key)
         if finish:
             del self._answers[chunk.key]
-            if not chunk.finish:
-                self._cancels.send(chunk.cancel_at, chunk.key)
         return answer.response(finish)
 
-    def _has_left(self, answer: _Answer, sender: Any) -> bool:
-        now = time.monotonic()
-        if now - answer.checked_at < CLIENT_CHECK_S:
+    def _has_left(self, answer: _Answer, sender: Any, *, now: bool) -> bool:
+        """Return whether the client has left; checked `now`, or after `CLIENT_CHECK_S`."""
+        time_s = time.monotonic()
+        if not now and time_s - answer.checked_at < CLIENT_CHECK_S:
             return False
-        answer.checked_at = now
+        answer.checked_at = time_s
         return bool(sender.is_cancelled())

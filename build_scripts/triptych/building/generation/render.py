@@ -49,12 +49,14 @@ class EngineModule:
         is_compared: Whether the gate can run the engine against transformers.
         fake: Answers of a fake engine of the tests; None for a real engine.
         settings: Settings of the engine in addition to those of every engine.
+        forms_batches: Whether the engine chooses the requests of a batch by their lengths.
     """
 
     file: str
     is_compared: bool = True
     fake: FakeModel | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
+    forms_batches: bool = False
 
 
 class FakeModel(Protocol):
@@ -67,7 +69,7 @@ class FakeModel(Protocol):
 ENGINES = {
     "vllm": EngineModule("engine_vllm.py"),
     "tensorrt_llm": EngineModule("engine_tensorrt_llm.py", is_compared=False),
-    "ctranslate2": EngineModule("engine_ctranslate2.py"),
+    "ctranslate2": EngineModule("engine_ctranslate2.py", forms_batches=True),
 }
 """Engines by the name that `core.backend` gives them."""
 
@@ -222,6 +224,7 @@ def _core_settings(inputs: GeneratingInputs) -> dict[str, object]:
         "max_length": inputs.max_length,
         "max_sequences": spec.core.max_num_seqs,
         "context_tokens": inputs.context_tokens,
+        "forms_batches": ENGINES[spec.core.backend].forms_batches,
         "stream_interval": spec.serving.stream_interval,
         "latency_bounds_ms": make_time_bounds(spec.serving.slo.limits_ms),
         **ENGINES[spec.core.backend].settings,
