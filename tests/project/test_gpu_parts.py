@@ -110,8 +110,17 @@ def test_parts_are_run_once_skipped_with_a_reason_and_go_on_where_they_were(
     # The figure from before stays, the other one is new.
     assert read_result(tmp_path, parts[-1], "H").data == {"1": 4, "8": 7}
     order.clear()
-    assert run_all("--again", "build", "--skip", "process")["build a"] == (DONE, "")
-    assert order == ["build a"]
+    parts.append(part("served d", after=("build a",)))
+    assert run_all("--only", "served")["served d"] == (DONE, "")
+    assert order == ["served d"]
+    assert run_all("--again", "build", "--skip", "process")["served d"] == (DONE, "")
+    assert order == ["served d", "build a", "served d"]
+    assert run_all("--again", "build", "--skip", "p", "served")["served d"] == (
+        NOT_RUN,
+        "of --skip",
+    )
+    assert not read_result(tmp_path, parts[-1], "H").data
+    del parts[-1]
     order.clear()
     order += [""] * 6
     run_all("--skip", "broken", on="another GPU")

@@ -104,9 +104,12 @@ def run(
 
     `save` gets the results after each part.
     """
-    began, known = time.monotonic(), dict[str, Result]()
+    began, known, renewed = time.monotonic(), dict[str, Result](), set[str]()
     for number, part in enumerate(every, start=1):
         result = known[part.name] = read_result(options.home, part, str(machine))
+        if renewed.intersection(part.after):  # its figures are of other files
+            result.file.unlink(missing_ok=True)
+            result = known[part.name] = read_result(options.home, part, str(machine))
         again = any(text in part.name for text in options.again)
         left_s = 60 * options.minutes - (time.monotonic() - began)
         if result.status == DONE and not again:
@@ -116,6 +119,7 @@ def run(
             result.status, result.reason = report.NOT_RUN, reason
             continue
         say(f"part {number} of {len(every)}: {part.name}")
+        renewed.add(part.name)
         if again:
             result.file.unlink(missing_ok=True)
         limit_s = min(60 * options.part_minutes, left_s)
