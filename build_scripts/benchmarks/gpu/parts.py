@@ -28,6 +28,7 @@ from benchmarks.servers import MODEL
 from triptych.base.files import write_files
 from triptych.building.build import build
 from triptych.client import Client
+from triptych.container.serving_machine import find_machine, parse_machine, variants_in
 from triptych.core.engine.stage import EngineFailure
 from triptych.core.engine.stage import build_engine as engine_stage
 from triptych.repository.manifest import EncoderManifest, read_manifest
@@ -220,9 +221,12 @@ def _time(
             report_load(result, str(size), loads[str(size)])
 
 
-def list_variants(_pipeline: GpuPipeline) -> list[str]:
-    """Return the names of the settings with which a built pipeline is served."""
-    return [AS_GENERATED]
+def list_variants(pipeline: GpuPipeline) -> list[str]:
+    """Return the plan of a plain server, and the plans for machines not larger than this one."""
+    built = read_manifest(pipeline.repository, pipeline.name, EncoderManifest)
+    found = find_machine()
+    names = sorted(variants_in(built.files), key=lambda name: parse_machine(name).order)
+    return [AS_GENERATED, *(name for name in names if parse_machine(name).is_within(found))]
 
 
 def _serve(pipeline: GpuPipeline, options: argparse.Namespace, result: Result) -> None:
@@ -237,6 +241,7 @@ def _serve(pipeline: GpuPipeline, options: argparse.Namespace, result: Result) -
             models=[pipeline.name],
             backend_directory=options.backend_directory,
             log_file=result.file.with_suffix(".log"),
+            machine=None if variant == AS_GENERATED else variant,
         )
         with server:
             with Client(pipeline.name, server.grpc_url) as client:
