@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu import report, run, systems
+from benchmarks.gpu import peers, report, run, systems
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import (
     DONE,
@@ -258,3 +258,40 @@ def test_the_exit_code_is_0_only_where_all_ran_and_was_met() -> None:
     assert "| 800 (1.00, 2.00) |" in text
     assert "| 0.80 |" in text
     assert "1.0e-05; WRONG: 2 of 9 rows" in text
+
+
+SERVER = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({{}})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.path == "/embeddings" and "float16" in sys.argv, (self.path, sys.argv)
+        rows = [{{"embedding": [len(text), 0.0, 2.0 * len(text)]}} for text in body["input"]]
+        self.answer({{"data": rows}})
+
+    def answer(self, value):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_another_server_is_started_asked_in_lists_and_stopped(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text(SERVER.format(python=sys.executable))
+    program.chmod(0o755)
+    name, texts = "infinity-emb", ["a" * length for length in range(1, 71)]
+    assert peers.find_python(name, {name: program}) == program
+    with peers.run_peer(name, program, tmp_path, "cuda", "fp16") as (url, endpoint):
+        found = peers.embed(url, endpoint, texts)
+    wanted = np.array([[1.0, 0.0, 2.0]] * 70) / np.sqrt(5)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    with pytest.raises(ConnectionRefusedError):
+        peers.embed(url, endpoint, texts)
