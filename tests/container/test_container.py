@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from container_cases import (
 )
 from mistakes import check_refused, refusal
 from triptych.base.releases import TRITON_VERSIONS, Release
-from triptych.container import health, lock_check, supervisor
+from triptych.container import health, lock_check
 from triptych.container.entrypoint import (
     describe_loader,
     find_release,
@@ -60,7 +59,6 @@ from triptych.container.processor import (
     sets_for,
 )
 from triptych.container.settings import read_settings
-from triptych.container.supervisor import EXIT_DEAD
 from triptych.serving.embedded import find_installation
 from triptych.serving.embedded import find_release as find_server_release
 from triptych.serving.server import check_and_make_flags
@@ -330,36 +328,6 @@ def test_the_requests_of_the_health_check_have_its_deadline(
     head, _, values = sent["plain"].partition(b"\n")
     assert json.loads(head) == {"inputs": [], "parameters": {"timeout": 3_000_000}}
     assert values == b"values"
-
-
-def test_a_server_that_fails_its_health_check_ends_if_it_was_healthy(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in (("_CHECK_S", 0.0), ("_POLL_S", 0.0), ("conceal_keys", lambda _pid: True)):
-        monkeypatch.setattr(supervisor, name, value)
-    for name in ("step_processes", "dead_steps"):
-        monkeypatch.setattr(supervisor, name, lambda _pid, *steps: {} if steps else {5: "a"})
-
-    def ends_after(*faults: str) -> int | None:
-        asked, left = list[int](), iter(faults)
-
-        def find_fault() -> str:
-            fault = next(left, None)
-            if fault is None:
-                asked.append(signal.SIGTERM)
-            return fault or ""
-
-        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as server:
-            try:
-                return supervisor._watch(server, asked, lambda: True, find_fault)
-            finally:
-                server.kill()
-
-    assert ends_after("", "it hangs", "it hangs") == EXIT_DEAD
-    assert "error: the server fails its health check: it hangs" in capfd.readouterr().err
-    assert ends_after("", "a lost connection", "", "another one") is None
-    # Docker, unlike Kubernetes, may have other pipelines there that answer.
-    assert ends_after(*["a mistake in its hooks"] * 5) is None
 
 
 BARE = """

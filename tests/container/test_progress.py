@@ -1,6 +1,9 @@
 """What computes is busy, what does not is stuck: the progress that the health check sees."""
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -8,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from triptych.container import health
+from triptych.container import health, supervisor
 from triptych.container.health import WORK_FIELD, HealthCheck
 from triptych.container.manifests import find_pipelines
 from triptych.container.progress import (
@@ -20,6 +23,7 @@ from triptych.container.progress import (
     ProgressLog,
     read_executions,
 )
+from triptych.container.supervisor import EXIT_DEAD
 
 MODELS = ("p_preprocess", "p_core", "p_postprocess")
 METRICS = b"""# TYPE nv_inference_exec_count counter
@@ -262,3 +266,33 @@ def test_a_refusal_is_judged_by_its_kind_and_by_progress(
 
 def test_the_state_of_the_image_is_in_its_own_shared_memory() -> None:
     assert health.STATE_FILE.parent == Path("/dev/shm")
+
+
+def test_a_server_that_fails_its_health_check_ends_if_it_was_healthy(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("_CHECK_S", 0.0), ("_POLL_S", 0.0), ("conceal_keys", lambda _pid: True)):
+        monkeypatch.setattr(supervisor, name, value)
+    for name in ("step_processes", "dead_steps"):
+        monkeypatch.setattr(supervisor, name, lambda _pid, *steps: {} if steps else {5: "a"})
+
+    def ends_after(*faults: str) -> int | None:
+        asked, left = list[int](), iter(faults)
+
+        def find_fault() -> str:
+            fault = next(left, None)
+            if fault is None:
+                asked.append(signal.SIGTERM)
+            return fault or ""
+
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as server:
+            try:
+                return supervisor._watch(server, asked, lambda: True, find_fault)
+            finally:
+                server.kill()
+
+    assert ends_after("", "it hangs", "it hangs") == EXIT_DEAD
+    assert "error: the server fails its health check: it hangs" in capfd.readouterr().err
+    assert ends_after("", "a lost connection", "", "another one") is None
+    # Docker, unlike Kubernetes, may have other pipelines there that answer.
+    assert ends_after(*["a mistake in its hooks"] * 5) is None
