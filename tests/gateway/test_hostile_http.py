@@ -1,11 +1,14 @@
 """Hostile and malformed HTTP against a gateway: each gets a clear error, and others are served."""
 
+import asyncio
 import gzip
 import json
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -13,12 +16,13 @@ import pytest
 from pydantic import ValidationError
 
 from client_toy import wait_until
-from triptych.gateway import serve
+from triptych.client import AsyncClient
+from triptych.gateway import pipelines, serve
 from triptych.gateway.chat import ChatRequest, CompletionRequest
 from triptych.gateway.errors import from_validation
 from triptych.gateway.http import Body, RequestLimits, Shared
 from triptych.gateway.openai import EmbeddingRequest
-from triptych.gateway.pipelines import Pipelines
+from triptych.gateway.pipelines import Pipeline, Pipelines
 from triptych.gateway.rerank import RerankRequest
 from triptych.gateway.tasks import TaskRequest
 from triptych.gateway.tei import PredictRequest
@@ -38,10 +42,10 @@ def gateway(url: str, *, timeout_s: float = 300.0, body_s: float = 300.0) -> Ite
         patch.setattr(serve, "HEADERS_S", 300.0)
         patch.setattr(serve, "MAX_CONNECTIONS", 20)
         options = {"url": url, "timeout_s": timeout_s}
-        pipelines = Pipelines(["minilm"], {"small": "minilm"}, None, options)
+        served = Pipelines(["minilm"], {"small": "minilm"}, None, options)
         limits = RequestLimits(body_bytes=200_000, body_s=body_s, items=100)
         server = serve.make_server(
-            pipelines, Shared(limits=limits), host="127.0.0.1", port=0, on_ready=ready.append
+            served, Shared(limits=limits), host="127.0.0.1", port=0, on_ready=ready.append
         )
         thread = threading.Thread(target=server.run)
         thread.start()
@@ -249,6 +253,44 @@ def test_idle_connections_give_way_to_new_ones(address: Address) -> None:
             connect(begun)
         refused = connect(request)
         assert refused.recv(12) == b"HTTP/1.1 503"
+
+
+def test_a_slow_disk_holds_up_nobody_else_and_is_not_asked_for_each_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of a pipeline are read beside the requests, and looked at once per second."""
+    began, may_end, reads = threading.Event(), threading.Event(), []
+    file = tmp_path / "p_preprocess/1/settings.json"
+    file.parent.mkdir(parents=True)
+    file.touch()
+
+    def read(folder: Path) -> Path:
+        reads.append(folder)
+        began.set()
+        assert may_end.wait(60), "nothing else runs meanwhile"
+        return folder
+
+    class Client(AsyncClient):
+        async def interface(self, *, timeout_s: float | None = None) -> Any:
+            return SimpleNamespace(steps=("p_preprocess", "p_core"))
+
+    async def ask() -> None:
+        async with Client("p", "127.0.0.1:1") as client:
+            pipeline = Pipeline("p", client, tmp_path)
+            steps = [asyncio.create_task(pipeline.step()) for _ in range(9)]
+            while not began.is_set():
+                await asyncio.sleep(0.01)
+            may_end.set()
+            found: list[Any] = await asyncio.gather(*steps)
+            assert set(found) == {file.parent}
+            assert reads == [file.parent]
+            monkeypatch.setattr(pipelines, "_CHECK_S", 0.0)
+            file.unlink()
+            while await pipeline.step() is not None:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(pipelines, "PreprocessFiles", read)
+    asyncio.run(ask())
 
 
 def test_the_openapi_document_names_each_type(client: httpx2.Client) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +25,8 @@ from triptych.runtime.triton_io import read_settings
 
 _MAX_INLINE_BYTES = 8192
 """Maximum size of texts that are tokenized on the event loop: about a millisecond."""
+_CHECK_S = 1.0
+"""Interval of the checks for changed files of the repository, whose disk may be slow."""
 _SAME_PROMPTS = {
     "query": ("query", "search_query"),
     "passage": ("passage", "document", "search_document"),
@@ -165,6 +168,8 @@ class Pipeline:
         self.client = client
         self._repository = repository
         self._step: tuple[Path, int, PreprocessFiles] | None = None
+        self._reading = asyncio.Lock()
+        self._step_until = self._levels_until = 0.0  # without another check, by `time.monotonic`
         self._levels: tuple[int, int] | None = None  # time of the manifest, and its priority levels
 
     async def config(self) -> PipelineConfig:
@@ -216,18 +221,30 @@ class Pipeline:
         if self._repository is None:
             return None
         folder = self._repository / (await self.config()).steps[0] / "1"
+        async with self._reading:
+            is_other = self._step is not None and self._step[0] != folder
+            if is_other or time.monotonic() > self._step_until:
+                self._step = await asyncio.to_thread(self._read_step, folder)
+                self._step_until = time.monotonic() + _CHECK_S
+            return None if self._step is None else self._step[2]
+
+    def _read_step(self, folder: Path) -> tuple[Path, int, PreprocessFiles] | None:
+        """Return a folder, the time of its settings and its files; None if they are missing."""
         try:
             changed = (folder / "settings.json").stat().st_mtime_ns
             if self._step is None or self._step[:2] != (folder, changed):
-                self._step = (folder, changed, PreprocessFiles(folder))
+                return folder, changed, PreprocessFiles(folder)
         except OSError:  # the repository has another build than the server
             return None
-        return self._step[2]
+        return self._step
 
     def priority_levels(self) -> int:
         """Return the number of priority levels; 0 without levels, or without a repository."""
         if self._repository is None:
             return 0
+        if self._levels is not None and time.monotonic() < self._levels_until:
+            return self._levels[1]
+        self._levels_until = time.monotonic() + _CHECK_S
         try:
             changed = (self._repository / self.name / MANIFEST_FILE).stat().st_mtime_ns
         except OSError:
@@ -246,7 +263,8 @@ class Pipeline:
             return []
         folder = self._repository / (await self.config()).steps[-1] / "1"
         try:
-            return list(read_settings(folder).get("labels", ()))
+            settings = await asyncio.to_thread(read_settings, folder)
+            return list(settings.get("labels", ()))
         except OSError:
             return []
 
