@@ -26,6 +26,7 @@ pytestmark = pytest.mark.build
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CLIENTS = (ROOT / "pipelines/clients.md").read_text(encoding="utf-8")
 ACCURACY = (ROOT / "pipelines/accuracy.md").read_text(encoding="utf-8")
+FAULTS = (ROOT / "docker/faults.md").read_text(encoding="utf-8")
 PRECISION = (ROOT / "pipelines/precision.md").read_text(encoding="utf-8")
 COMMANDS = [
     line.split("  #")[0].strip()
@@ -207,6 +208,17 @@ def test_numbers_of_rows_are_those_of_the_gate() -> None:
         f"({LABELED_ROWS:,} at most are run)",
     ):
         assert words in text, words
+
+
+def test_situations_of_servers_name_tests_that_exist() -> None:
+    files = (ROOT / "tests").rglob("test_*.py")
+    defined = {name for file in files for name in re.findall(r"def (test_\w+)\(", file.read_text())}
+    rows = [row for row in table(FAULTS, "Situations") if row["what happens"]]
+    assert len(rows) > 40
+    for row in rows:
+        named = set(re.findall(r"test_\w+", row["tested by"]))
+        assert named, row
+        assert named <= defined, row
 
 
 def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
