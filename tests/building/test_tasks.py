@@ -7,11 +7,14 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import grpc  # type: ignore[import-untyped]
 import numpy as np
 import pytest
+from tritonclient.grpc import service_pb2_grpc
 
 from conftest import ROOT, build_into, traffic_texts
 from served_models import MASKS, NO_PADDING, RANKER, SERVED, TAGGER, TOPICS, VECTORS, save
@@ -26,13 +29,15 @@ from task_reference import (
 )
 from tokenizers_of_kinds import LONGEST
 from triptych.base.errors import UserError
-from triptych.client import Client, InvalidRequestError
+from triptych.client import Client, InvalidRequestError, PipelineFailedError
+from triptych.client.wire import encode_rows, infer_request, read_outputs
 from triptych.container.health import QUESTION_FILE, HealthCheck
 from triptych.container.manifests import find_pipelines
 from triptych.interface.page.demo import answer, open_pipeline
 from triptych.repository.lint.engine import unsupported
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
+from triptych.spec.tasks.catalog import ENCODINGS
 
 pytestmark = [
     pytest.mark.server,
@@ -343,6 +348,60 @@ def test_a_result_does_not_depend_on_its_neighbors(server: Server, name: str) ->
         for place, index in enumerate(order):
             same(values[index], shuffled[output][place])
             same(values[index], beside[index][output][0])
+
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    VECTORS: [{"dimensions": 8}, *({"encoding": name} for name in ENCODINGS)],
+    TOPICS: [{"top_k": 2}],
+    "image-classification": [{"top_k": 2}],
+    MASKS: [{"top_k": 2}],
+    TAGGER: [{"aggregation_strategy": "none"}],
+    "question-answering": [{"handle_impossible_answer": True}],
+    ZERO_SHOT: [{"multi_label": True}],
+}
+
+
+@each_of()
+def test_a_response_has_the_requested_outputs_that_its_options_give(
+    server: Server, name: str
+) -> None:
+    """Outputs of another encoding are left out, because no step sees which a request names."""
+    columns = {key: [rows[0]] for key, rows in rows_of(name).items()}
+    encoded = encode_rows(columns)
+    with grpc.insecure_channel(server.grpc_url) as channel, Client(name, server.grpc_url) as client:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        outputs = list(client.interface().outputs)
+        subsets = [each for n in range(len(outputs) + 1) for each in combinations(outputs, n)]
+        for options in [{}, *OPTIONS.get(TASKS[name], [])]:
+            whole = client.infer(columns, parameters=options)
+            assert whole
+            for subset in subsets:
+                request = infer_request(name, encoded.columns, [0], options, {})
+                for output in subset:
+                    request.outputs.add(name=output)
+                found = read_outputs(stub.ModelInfer(request, timeout=60))
+                expected = {key: whole[key] for key in subset or outputs if key in whole}
+                assert found.keys() == expected.keys(), (options, subset)
+                for key, values in expected.items():
+                    same(found[key], values)
+
+
+def test_a_response_without_outputs_is_an_error_for_the_client(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def name_another(*arguments: Any) -> Any:
+        request = infer_request(*arguments)
+        request.outputs.add(name="embedding_int8")
+        return request
+
+    monkeypatch.setattr("triptych.client.work.infer_request", name_another)
+    told = "response must have an output"
+    with Client("t5_vectors", server.grpc_url) as client:
+        with pytest.raises(PipelineFailedError, match=told):
+            client.infer({"text": ["a"]})
+        with pytest.raises(PipelineFailedError, match=told):
+            client.embed(["a"])
+        assert client.embed(["a"], encoding="int8").dtype == np.int8
 
 
 def same(a: Any, b: Any) -> None:

@@ -195,7 +195,12 @@ class Work:
         """
         self._retries.answered()
         rows = list(portion.rows)
-        for name, array in read_outputs(response).items():
+        outputs = read_outputs(response)
+        if not outputs:
+            raise PipelineFailedError(
+                "A response must have an output. Given: none. This is a bug of the pipeline."
+            )
+        for name, array in outputs.items():
             if array.shape[:1] != (len(rows),):
                 raise PipelineFailedError(
                     f"Output `{name}` must have one result a row. Given: shape "
