@@ -20,6 +20,7 @@ from triptych.spec.fields import CoreSettings
 from triptych.spec.model_fields import CompiledSpec, is_own
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.traffic import Lengths
+from triptych.spec.tuned import read_tuned
 
 BATCH_SIZES = (32, 64, 128, 256, 512)
 """Rows of the largest batch on a GPU that are compared."""
@@ -166,10 +167,39 @@ _INSTANCES = ("preprocess", "core", "postprocess")
 INSTANCES = "serving.instances."
 
 
+def _check(spec: CompiledSpec, machine: ServingMachine, *, is_built: bool) -> None:
+    steps = 1 + (len(spec.steps) if is_own(spec) else 1)
+    if is_built and machine.cores < steps:
+        raise UserError(
+            "serving.machine",
+            f"must have a core for each of the {steps} Python steps",
+            given=machine.name,
+            remedy="Name a larger machine, or remove it",
+        )
+    if spec.core.device == "gpu" and not machine.gpu:
+        raise UserError(
+            "serving.machine",
+            "must have a GPU for core.device: gpu",
+            given=machine.name,
+            remedy="Name one, such as l4x8, or set core.device: cpu",
+        )
+
+
+def _costs(
+    spec: CompiledSpec, info: ModelInfo, lengths: Lengths | None, machine: ServingMachine
+) -> Costs:
+    costs = reference_costs(spec, info, lengths, machine)
+    if spec.tuned and (tuned := read_tuned(spec.folder)) is not None:
+        found = tuned.provenance.get("costs")
+        costs = with_measured(costs, found if isinstance(found, dict) else {})
+    return costs
+
+
 def place(
     spec: CompiledSpec,
+    info: ModelInfo,
+    lengths: Lengths | None,
     machine: ServingMachine,
-    costs: Costs,
     *,
     row_mib: float | None,
     most: int | None = None,
@@ -178,14 +208,17 @@ def place(
 
     Args:
         spec: Spec as the user wrote it, with tuned values.
+        info: Information about the model.
+        lengths: Token lengths of the traffic; None if they are unknown.
         machine: Machine that serves.
-        costs: Costs on this machine.
         row_mib: Memory of a row of maximum length in a batch on a GPU; None if unknown.
         most: Largest batch that was built; None if this plan is built.
 
     Raises:
-        UserError: The core needs a GPU and the machine has none, or too little memory.
+        UserError: The machine has fewer cores than Python steps, or lacks a GPU or its memory.
     """
+    _check(spec, machine, is_built=most is None)
+    costs = _costs(spec, info, lengths, machine)
     on_gpu, rows = spec.core.device == "gpu", spec.core.max_batch_size
     values: dict[str, ExplainedValue] = {}
     if on_gpu:

@@ -41,12 +41,11 @@ from triptych.spec.engine_plan import (
 )
 from triptych.spec.model_fields import PREPROCESS, CompiledSpec, is_own
 from triptych.spec.model_info import ModelInfo, OwnStage
-from triptych.spec.placement import MachinePlan, place, reference_costs, with_measured, without
+from triptych.spec.placement import MachinePlan, place, without
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks import Core, Task
 from triptych.spec.tasks.catalog import PROMPT
 from triptych.spec.traffic import Lengths
-from triptych.spec.tuned import read_tuned
 
 ELEMENT_BYTES = {"fp32": 4}
 """Size of an activation in bytes by precision; 2 for all others. On a CPU activations are fp32."""
@@ -443,32 +442,13 @@ def placed(
     most: int | None = None,
 ) -> MachinePlan:
     """Return the plan of a spec for a machine; see `place`."""
-    steps = 1 + (len(spec.steps) if is_own(spec) else 1)
-    if most is None and machine.cores < steps:
-        raise UserError(
-            "serving.machine",
-            f"must have a core for each of the {steps} Python steps",
-            given=machine.name,
-            remedy="Name a larger machine, or remove it",
-        )
-    if spec.core.device == "gpu" and not machine.gpu:
-        raise UserError(
-            "serving.machine",
-            "must have a GPU for core.device: gpu",
-            given=machine.name,
-            remedy="Name one, such as l4x8, or set core.device: cpu",
-        )
     row_mib = None
     if lengths is not None and spec.core.device == "gpu":
         precision = spec.core.precision
         row_mib = batch_mib(
             info, rows=1, tokens=max_length, precision=precision, on_gpu=True, packed=False
         )
-    costs = reference_costs(spec, info, lengths, machine)
-    if spec.tuned and (tuned := read_tuned(spec.folder)) is not None:
-        found = tuned.provenance.get("costs")
-        costs = with_measured(costs, found if isinstance(found, dict) else {})
-    return place(spec, machine, costs, row_mib=row_mib, most=most)
+    return place(spec, info, lengths, machine, row_mib=row_mib, most=most)
 
 
 def max_rows(spec: PipelineSpec, info: ModelInfo, max_length: int) -> int:
