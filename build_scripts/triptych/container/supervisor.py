@@ -205,17 +205,19 @@ def drain(server: int, grace_s: float, ask: Callable[[], object], prefix: str = 
         pipeline.stop_admitting()
     asking = Thread()
     quiet_until = ask_at = time.monotonic() + _QUIET_S
-    while (now := time.monotonic()) < quiet_until:
+    while True:
+        now = time.monotonic()
         if any(pipeline.requests() for pipeline in pipelines):
             quiet_until = now + _LAST_WRITE_S
             if now > ask_at and not asking.is_alive():
                 ask_at = now + _ASK_S
                 asking = Thread(target=ask, daemon=True)
                 asking.start()
+        elif now >= quiet_until:
+            return True
         if now > deadline:
             return False
         time.sleep(_DRAIN_POLL_S)
-    return True
 
 
 EXIT_DEAD = 3

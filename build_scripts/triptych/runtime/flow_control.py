@@ -25,8 +25,8 @@ client has left, the core has no work with it, because Triton drops it between t
 
 **Silence.** If the core has not answered for as long as a request usually takes, the requests in it
 may be lost, or the core stands still. Then the newest request is handed over, and some of those
-that come later. As long as nothing is answered, this is repeated, each time after twice as long. A
-stopping server hands over all that waits.
+that come later. As long as nothing is answered, this is repeated, at first each time after twice as
+long. A stopping server hands over all that waits.
 
 **Rejections.** A request is rejected with UNAVAILABLE and a time after which to retry if it cannot
 be answered within its Triton timeout, has waited for ``serving.queue.max_backlog_ms``, or if more
@@ -67,6 +67,8 @@ PATIENT = 2.0
 """Age of patient requests, as a multiple of the learned age and the time in the core."""
 SILENCE_S = 0.25
 """Minimum seconds without an answer after which requests may be lost."""
+MAX_DOUBLINGS = 2
+"""Number of times that the time between two probes is doubled."""
 SHUTDOWN_GRACE_S = 0.05
 """Seconds after the stop signal in which requests are still admitted: they were sent before it."""
 MIN_RETRY_MS, MAX_RETRY_MS = 20.0, 10_000.0
@@ -341,7 +343,8 @@ class FlowControl:
         last = max(self._answered_at, self._probed_at, self._marks.closed_at)
         if self._handed_over:
             last = max(last, self._handed_over[0].at)
-        return now - last > max(SILENCE_S, self._core_s) * 2.0 ** min(self._probes, 60)
+        silence_s = max(SILENCE_S, self._core_s)
+        return now - last > silence_s * 2.0 ** min(self._probes, MAX_DOUBLINGS)
 
     def _reject_late(self, now: float, core_rows: int) -> list[tuple[Any, Any]]:
         """Reject the requests that cannot be answered in time, or have waited too long."""
@@ -349,9 +352,9 @@ class FlowControl:
             return []
         self._checked_at, waiting, results = now, list[Queued](), list[tuple[Any, Any]]()
         for queued in self._waiting:
-            wait_ms, left_ms = 1e3 * (now - queued.since), 1e3 * (queued.until - now)
+            wait_ms, left_ms = 1e3 * (now - queued.since), 1e3 * max(queued.until - now, 0)
             takes_ms = 1e3 * self._compute_s(core_rows + queued.job.rows)
-            if left_ms < takes_ms:
+            if left_ms <= takes_ms:
                 why = f"The deadline is in {left_ms:.0f} ms, and the core needs {takes_ms:.0f} ms"
                 results.append(self._reject(queued, why))
             elif wait_ms > 1e3 * self._max_wait_s:
