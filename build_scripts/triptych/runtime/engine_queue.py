@@ -1,4 +1,4 @@
-"""Which request for text gets the next place in the engine.
+"""Order in which requests for text get a place in the engine.
 
 An engine answers in order of arrival. Under overload that is the order of clients who have given
 up, so the core gives the engine little more than it computes at once. The rule for the others is
