@@ -297,9 +297,10 @@ def cut_vocabulary(repository: Path) -> None:
 
 
 def remove_warm_ups(repository: Path) -> None:
-    config = repository / "minilm_packed_core/config.pbtxt"
-    text = re.sub(r"(?ms)^model_warmup \{.*?^\}\n", "", config.read_text())
-    config.write_text(text)
+    """Of the config, and of those for other machines."""
+    for config in (repository / "minilm_packed_core").rglob("*.pbtxt"):
+        text = re.sub(r"(?ms)^model_warmup \{.*?^\}\n", "", config.read_text())
+        config.write_text(text)
 
 
 def test_a_core_that_fails_is_never_ready(
@@ -313,17 +314,17 @@ def test_a_core_that_fails_is_never_ready(
     done = CliRunner().invoke(app, ["serve", str(repository), *ports])
     assert isinstance(done.exception, ServerError)
     assert done.exception.step in ("", "minilm_packed_core")
-    warm_up = (
-        "signal SIGSEGV" if not done.exception.step else r"failed to run warmup sample '1x\d+'"
-    )
-    assert re.match(rf"{warm_up}.*{failure}", done.exception.reason), done.exception
+    # A server that dies of it need not have written the core's error to its log.
+    wanted = rf"failed to run warmup sample '1x\d+'.*{failure}"
+    wanted = wanted if done.exception.step else "signal SIGSEGV"
+    assert re.match(wanted, done.exception.reason), done.exception
     done.exception.log_file.unlink()
     with image_of(tmp_path / "image", repository) as image:
         image.variables["TRIPTYCH_LOCK_CHECK"] = "warn"
         with image.run("entrypoint") as process:
             said = process.communicate(timeout=120)[0]
     assert process.returncode in (1, EXIT_DEAD, 128 + signal.SIGSEGV), said
-    assert failure in said
+    assert failure in said or "SIGSEGV" in said, said
     # Without warm-ups the first request shows it.
     remove_warm_ups(repository)
     answer = rf"minilm_packed does not answer \(HTTP 500: .*{failure}"
