@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from .learned_age import find_separating_age
+
 AHEAD_SHARE = 0.125
 """Requests that wait in the engine, as a share of those that it computes at once."""
 TURNS = 8
 LEARNED_BATCHES, MIN_LEARNED, MAX_LEARNED = 8, 128, 256
-LOSS = 4.0
-"""Weight of a request that is lost below the learned age, against one that is answered above it."""
 RETURN_S, RETURN_SHARE = 0.1, 0.1
 """Time of a token on its way to the client: seconds, and at most this share of the age."""
 PATIENT = 2.0
@@ -48,8 +48,8 @@ class EngineQueue:
     def __init__(self, sequences: int) -> None:
         self._free = sequences + math.ceil(AHEAD_SHARE * sequences)
         learned = min(max(LEARNED_BATCHES * sequences, MIN_LEARNED), MAX_LEARNED)
-        # Ages of the last requests, and whether they were lost.
-        self._outcomes: deque[tuple[float, bool]] = deque(maxlen=learned)
+        # Ages of the last requests, each with 1, or -1 if it was lost.
+        self._outcomes: deque[tuple[float, int]] = deque(maxlen=learned)
         self._limit_s = math.inf  # the learned age
         self._waiting: list[_Waiting] = []  # in order of arrival
         self._turn = 0
@@ -77,18 +77,8 @@ class EngineQueue:
 
     def learn(self, age_s: float, *, is_lost: bool) -> None:
         """Learn whether a client still waited for the first token of a request of this age."""
-        self._outcomes.append((age_s, is_lost))
-        ages = sorted(self._outcomes)
-        above = sum(not is_lost for _, is_lost in ages)
-        lost, best, limit_s = 0.0, math.inf, ages[-1][0] / 2  # if all were lost
-        for each_s, each_is_lost in ages:
-            if each_is_lost:
-                lost += LOSS
-            else:
-                above -= 1
-                if lost + above <= best:
-                    best, limit_s = lost + above, each_s
-        self._limit_s = limit_s if lost else math.inf
+        self._outcomes.append((age_s, -1 if is_lost else 1))
+        self._limit_s = find_separating_age(self._outcomes)
 
     def _hand_over(self) -> None:
         while self._free and self._waiting:

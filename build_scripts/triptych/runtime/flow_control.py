@@ -47,6 +47,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .in_flight import MARKS, REORDER_S, InFlight, Ticket
+from .learned_age import find_separating_age
 from .request_errors import Overloaded, Stopping
 
 AHEAD_S = 0.05
@@ -59,8 +60,6 @@ LESS, MORE = 0.8, 1.01
 MAX_LOST_SHARE = 0.2
 """Share of lost rows up to which the core gets more."""
 LEARNED_BATCHES = 8
-LOSS = 4.0
-"""Weight of a row that is lost below the learned age, against one that is answered above it."""
 RETURN_S, RETURN_SHARE = 0.1, 0.2
 """Time of an answer on its way to the client: at most these seconds, and this share of its age."""
 PATIENT = 2.0
@@ -318,23 +317,11 @@ class FlowControl:
         total = sum(abs(rows) for _, rows in self._outcomes)
         while total > LEARNED_BATCHES * self._batch_rows and len(self._outcomes) > 1:
             total -= abs(self._outcomes.popleft()[1])
-        ages = sorted(self._outcomes)
-        above = sum(rows for _, rows in ages if rows > 0)
-        self._lost_share = 1 - above / total
-        lost, best = 0.0, math.inf
-        self._limit_s = ages[-1][0] / 2  # if all were lost
-        for age_s, rows in ages:
-            if rows < 0:
-                lost -= LOSS * rows
-            else:
-                above -= rows
-                if lost + above <= best:
-                    best, self._limit_s = lost + above, age_s
-        if not lost:
-            self._limit_s = math.inf
-            return
-        lost_above = (age_s for age_s, rows in ages if rows < 0 and age_s > self._limit_s)
-        lost_s = min(lost_above, default=math.inf)
+        lost_rows = sum(-rows for _, rows in self._outcomes if rows < 0)
+        self._lost_share = lost_rows / total
+        self._limit_s = find_separating_age(self._outcomes)
+        lost_ages = (age_s for age_s, rows in self._outcomes if rows < 0)
+        lost_s = min((age_s for age_s in lost_ages if age_s > self._limit_s), default=math.inf)
         return_s = min(RETURN_S, RETURN_SHARE * (lost_s + self._core_s), lost_s / 2)
         self._limit_s = min(self._limit_s, lost_s - return_s)
 
