@@ -208,13 +208,13 @@ def test_the_number_of_requests_is_limited_over_all_instances(simulate: Any) -> 
 
 
 @pytest.mark.parametrize("silent_s", [0.0, 0.3, 100.0])
-@pytest.mark.parametrize("burst", [40, 90, 400])
+@pytest.mark.parametrize("burst", [40, 90, 400, 1500])
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 1.0])
 def test_a_request_after_an_abandoned_burst_is_never_rejected(
     simulate: Any, silent_s: float, burst: int, seconds: float
 ) -> None:
     """Whatever the burst has left in the core and in the queue."""
-    simulation = simulate(max_requests=1000)
+    simulation = simulate(max_requests=2000)
     simulation.send(*(Job() for _ in range(burst)))
     simulation.run(seconds)
     simulation.leave(*simulation.jobs)

@@ -68,6 +68,8 @@ SILENCE_S = 0.25
 """Minimum seconds without an answer after which requests may be lost."""
 MAX_DOUBLINGS = 2
 """Number of times that the time between two probes is doubled."""
+PROBE_MARKS = 32
+"""Number of marks of a process that are kept for the probes of a stopping server."""
 SHUTDOWN_GRACE_S = 0.05
 """Seconds after the stop signal in which requests are still admitted: they were sent before it."""
 MIN_RETRY_MS, MAX_RETRY_MS = 20.0, 10_000.0
@@ -248,7 +250,8 @@ class FlowControl:
         """Take the jobs that the core gets now, about `room` rows, out of the queue."""
         waiting, chosen = self._waiting, list[Any]()
         first = self._first_younger(now, self._limit_s)
-        while room > 0 and waiting and len(self._handed_over) + len(chosen) < MARKS:
+        free = MARKS - PROBE_MARKS - len(self._handed_over)
+        while room > 0 and waiting and len(chosen) < free:
             if first >= len(waiting) and room <= self._max_rows / 2:
                 break  # the others have most likely left; a new request must find room
             self._turn = (self._turn + 1) % TURNS
