@@ -505,7 +505,10 @@ def test_a_step_that_dies_as_the_server_gets_ready_is_noticed(
     ready = iter([False, False, True])
     monkeypatch.setattr(supervisor, "step_processes", lambda _server: next(looks))
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as server:
-        assert supervisor._watch(server, [], lambda: next(ready), lambda: None) == EXIT_DEAD
+        assert (
+            supervisor._watch(server, [], lambda: next(ready), lambda: None, lambda: False)
+            == EXIT_DEAD
+        )
     assert "error: a step has died: b (process 7). The server" in capfd.readouterr().err
 
 
@@ -540,7 +543,7 @@ def test_a_step_that_the_kernel_killed_for_memory_is_told(
     monkeypatch.setattr(supervisor, "step_processes", lambda _server: {5: "a"})
     monkeypatch.setattr(supervisor, "dead_steps", kill)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as server:
-        assert supervisor._watch(server, [], lambda: True, lambda: None) == EXIT_DEAD
+        assert supervisor._watch(server, [], lambda: True, lambda: None, lambda: False) == EXIT_DEAD
     said = capfd.readouterr().err
     assert (
         "a step has died: a (process 5); killed here by the kernel for lack of memory: 1." in said

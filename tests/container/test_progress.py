@@ -287,7 +287,7 @@ def test_a_server_that_fails_its_health_check_ends_if_it_was_healthy(
 
         with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as server:
             try:
-                return supervisor._watch(server, asked, lambda: True, find_fault)
+                return supervisor._watch(server, asked, lambda: True, find_fault, lambda: False)
             finally:
                 server.kill()
 

@@ -423,3 +423,20 @@ def test_a_core_fitted_to_one_phrase_is_stopped(tmp_path: Path) -> None:
     broken = {verdict.metric for verdict in result.probe.verdicts if not verdict.passed}
     assert broken >= {"mean_cosine", "mean_neighbor_loss"}
     assert any(line.startswith(OUTSIDE) and "FAILED" in line for line in told)
+
+
+def test_rows_for_the_device_that_serves_have_no_value_of_the_traffic(
+    inputs: dict[str, PipelineInputs],
+) -> None:
+    for name, each in inputs.items():
+        requests = each.make_device_rows()
+        assert 8 < len(requests) <= gate_rows.DEVICE_ROWS, name
+        tokens = [len(row.ids) for row in rows_of(requests) if isinstance(row, TokenRow)]
+        assert sum(tokens) <= gate_rows.DEVICE_TOKENS, name
+        real = {value for row in each.traffic for value in row.values()}
+        made = {value for request in requests for value in request.sent.values()}
+        assert not made & real, name
+        made_labels = ["science", "sports", "business"]
+        for request in requests:
+            labels = request.parameters.get("candidate_labels", made_labels)
+            assert labels == each.plan.parameters.get("candidate_labels", made_labels), name

@@ -16,11 +16,12 @@ import pytest
 
 import task_models
 from conftest import ROOT, build_into, traffic_texts, write_pipeline
+from triptych.container.device_check import ROWS_FILE
 
 pytestmark = pytest.mark.build
 
 GOLDEN = ROOT / "tests/data/golden"
-MEASURED = ("triptych.lock.json", "README.md", "ranges.npy")
+MEASURED = ("triptych.lock.json", "README.md", "ranges.npy", ROWS_FILE)
 """Files with dates or with values that depend on the machine."""
 FILES, HASHES = "files.txt", "hashes.json"
 CORES: dict[str, dict[str, Any]] = {

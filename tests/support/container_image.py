@@ -14,6 +14,7 @@ import psutil
 
 from container_cases import copy_of_the_images_files
 from processes import eventually
+from triptych.base.cache import cache_root
 from triptych.container.supervisor import STARVED
 from triptych.serving.embedded import find_installation, find_release
 from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, new_process_tag, remove_orphans
@@ -119,6 +120,8 @@ def image_of(folder: Path, repository: Path) -> Iterator[Image]:
         "TRIPTYCH_REPOSITORY": str(repository),
         "TRIPTYCH_RESTRICTED_KEY_FILE": str(folder / "key"),
         "TRIPTYCH_RESTRICTED_KEY": KEY,
+        # Only the first container of all tests checks a build on this device.
+        "TRIPTYCH_STATE": str(cache_root() / "device-checks"),
         PROCESS_TAG_VARIABLE: mark,
         **ports,
     }

@@ -9,6 +9,8 @@ from pathlib import Path
 from triptych.base.cache import versions_of
 from triptych.base.errors import Progress
 from triptych.building.auto import WriteRepository, check_possible, choose
+from triptych.building.device_rows import keep_passed_gate, write_device_rows
+from triptych.container.device_check import ROWS_FILE
 from triptych.container.processor import find_instruction_sets, sets_for
 from triptych.core.engine.dry_run import run_dry_build
 from triptych.core.engine.stage import (
@@ -142,6 +144,8 @@ def render_encoder(
         python_env=make_python_env(plan, progress) if plan.spec.serving.python_env else None,
         ranges=find_ranges(core.inputs, progress),
     )
+    if (rows := write_device_rows(core, progress)) is not None:
+        files[f"{name}/{ROWS_FILE}"] = rows
     license = read_license(core.inputs.model_folder)
     files[f"{name}/{CARD_FILE}"] = render_card(
         plan, core.gate, license=license, unpacked=core.not_packed_reason
@@ -185,6 +189,7 @@ def render_encoder(
         instruction_sets=_instruction_sets(core),
     )
     files[f"{name}/{MANIFEST_FILE}"] = manifest.as_bytes()
+    keep_passed_gate(manifest, progress)
     shared = [each for each in plan.cores if each.spec.core.shared_from is not None]
     return Rendered(files, [repository / each.step("core") for each in shared])
 

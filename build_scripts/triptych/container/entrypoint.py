@@ -3,8 +3,9 @@
 Usage: ``python3 -m triptych.container.entrypoint [--machine=NAME] [FLAG…]``; flags given here come
 last and win. The machine replaces that of ``TRIPTYCH_MACHINE``; else it is the one found.
 Exit codes before the server runs: 1 a pipeline cannot be served on this machine, 2 a setting is
-wrong or there is no repository or server. Afterwards: 0 after a stop signal, else the server or
-one of its steps has died, and the container should be restarted.
+wrong or there is no repository or server. Afterwards: 0 after a stop signal, 1 if a pipeline fails
+the accuracy gate on this device, else the server or one of its steps has died, and the container
+should be restarted.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ from pathlib import Path
 from triptych.base.errors import UserError, escape_for_terminal
 from triptych.base.release_changes import defects_of
 from triptych.base.releases import Release, parse_release
+from triptych.container.device_check import (
+    MODE_VARIABLE,
+    DeviceChecks,
+    PassedChecks,
+    find_checks,
+    unchecked_mark,
+)
 from triptych.container.flags import (
     ServerFlags,
     absolute_paths,
@@ -173,6 +181,20 @@ def warn_of(release: Release) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def find_device_checks(settings: Settings, machine: Machine, release: Release) -> DeviceChecks:
+    """Return the checks that the server has to pass on this device before it is ready."""
+    return DeviceChecks(
+        find_checks(settings.repository, machine, str(release)),
+        PassedChecks(settings.state or Path(f"/dev/shm/triptych-checks-{os.getuid()}")),
+        settings.device_check,
+        tell_of_check,
+    )
+
+
+def tell_of_check(line: str) -> None:
+    print(escape_for_terminal(line), file=sys.stderr, flush=True)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the server with additional flags until a stop signal comes or a step dies."""
     try:
@@ -192,22 +214,40 @@ def main(arguments: Sequence[str]) -> int:
         ]
         warn_of(release)
         print(describe_loader(os.environ), end="", file=sys.stderr, flush=True)
+        checks = find_device_checks(settings, machine, release)
     except UserError as error:
         print(escape_for_terminal(f"error: {error.message}"), file=sys.stderr, flush=True)
         return EXIT_MISTAKE
     os.umask(0o077)  # shared memory has user data, which must be private
     regions = SharedRegions(prefix)
     health = HealthCheck(find_pipelines(settings.repository), settings.metrics_url)
+    mark = unchecked_mark(settings.http_port)
+    mark.unlink(missing_ok=True)
+    if checks.pending:
+        mark.touch()
+
+    def is_ready() -> bool:
+        url = settings.health_url
+        if find_server_fault(url) is not None or not checks.is_done(url):
+            return False
+        if not checks.refusal:
+            mark.unlink(missing_ok=True)
+        return True
+
     try:
         return supervise(
             words,
             core_variables(settings.repository) | server_variables(os.environ),
-            is_ready=lambda: find_server_fault(settings.health_url) is None,
+            is_ready=is_ready,
             find_fault=lambda: health.find_fault(settings.health_url),
             ask=lambda: health.ask(settings.health_url),
             grace_s=settings.options.exit_timeout_s,
+            is_refused=lambda: bool(checks.refusal),
         )
     finally:
+        if checks.refusal:
+            tell_of_check(f"error: {checks.refusal}: build it there, or set {MODE_VARIABLE}=warn")
+        mark.unlink(missing_ok=True)
         regions.remove()
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from triptych.base.errors import UserError
+from triptych.container.device_check import unchecked_mark
 from triptych.container.flags import RESPONSE_CACHE, mentions
 from triptych.container.manifests import ServedPipeline, check_readable, find_pipelines
 from triptych.container.progress import Executions, ProgressLog, read_executions
@@ -250,6 +251,8 @@ def main() -> int:
     if pipelines:
         check = HealthCheck(pipelines, settings.metrics_url, STATE_FILE)
         fault = check.find_fault(settings.health_url) or ""
+        if unchecked_mark(settings.http_port).exists():
+            fault = fault or "the accuracy gate still runs on this device"
     names = ", ".join(pipeline.name for pipeline in pipelines)
     print(f"unhealthy: {fault}" if fault else f"healthy: {names}")
     return 1 if fault else 0

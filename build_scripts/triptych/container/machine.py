@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from triptych.container.processor import find_instruction_sets
+from triptych.container.processor import find_instruction_sets, find_processor
 
 # Of cuda.h: CUdevice_attribute.
 _COMPUTE_CAPABILITY_MAJOR = 75
@@ -42,18 +42,26 @@ class Machine(NamedTuple):
     """Machine that build manifests are compared with; None for anything that was not found.
 
     `tensorrt` is as long as it is known (``10.16.1`` or ``10.16.1.11``); the GPUs are in the order
-    of their ids, and `instruction_sets` as in `find_instruction_sets`.
+    of their ids, and `instruction_sets` as in `find_instruction_sets`. The name of the `processor`
+    is empty if it is unknown.
     """
 
     tensorrt: str | None
     gpus: tuple[VisibleGpu, ...]
     driver: str | None
     instruction_sets: tuple[str, ...] = ()
+    processor: str = ""
 
 
 def read_machine(variables: Mapping[str, str] = os.environ) -> Machine:
     """Return this machine as a server with these variables sees it."""
-    return Machine(find_tensorrt(variables), find_gpus(), find_driver(), find_instruction_sets())
+    return Machine(
+        find_tensorrt(variables),
+        find_gpus(),
+        find_driver(),
+        find_instruction_sets(),
+        find_processor(),
+    )
 
 
 def find_tensorrt(

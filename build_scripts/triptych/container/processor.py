@@ -53,8 +53,9 @@ def find_instruction_sets(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
 
 
 def find_processor(cpuinfo: Path = CPUINFO) -> str:
-    """Return the processor's name; empty if unknown."""
-    return _field(cpuinfo, "model name")
+    """Return the processor's name, on ARM its numbers of maker and part; empty if unknown."""
+    part = [_field(cpuinfo, name) for name in ("CPU implementer", "CPU part")]
+    return _field(cpuinfo, "model name") or " ".join(filter(None, part))
 
 
 def _field(cpuinfo: Path, name: str) -> str:

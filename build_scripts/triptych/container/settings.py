@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from triptych.base.errors import UserError
+from triptych.container.device_check import MODE_VARIABLE, DeviceCheckMode
 from triptych.container.flags import GrpcTls, ServerFlags, Trace
 from triptych.container.serving_machine import MAX_CORES
 
 LockCheckMode = Literal["enforce", "warn", "off"]
 
-_LOCK_CHECKS: dict[str, LockCheckMode] = {"enforce": "enforce", "warn": "warn", "off": "off"}
+_MODES: dict[str, LockCheckMode] = {"enforce": "enforce", "warn": "warn", "off": "off"}
 KEY_VARIABLE = "TRIPTYCH_RESTRICTED_KEY"
 CORES_VARIABLE = "TRIPTYCH_CORES"
 _YES_NO = {"true": True, "false": False}
@@ -37,7 +38,11 @@ _CACHE = re.compile(r"[a-z0-9_]+(,[a-z0-9_]+=[^,\s]+)+")
 
 
 class Settings(NamedTuple):
-    """Checked settings; docker/server.md describes each."""
+    """Checked settings; docker/server.md describes each.
+
+    Attributes:
+        state: Folder for what outlives the server; None without one.
+    """
 
     repository: Path
     server: str
@@ -49,6 +54,8 @@ class Settings(NamedTuple):
     lock_hashes: bool
     machine: str
     cores: int | None
+    device_check: DeviceCheckMode
+    state: Path | None
     options: ServerFlags
 
     @property
@@ -80,12 +87,22 @@ def read_settings(
         http_port=_number(given, "TRIPTYCH_HTTP_PORT", 8000, _PORT_MAX),
         grpc_port=_number(given, "TRIPTYCH_GRPC_PORT", 8001, _PORT_MAX),
         metrics_port=_number(given, "TRIPTYCH_METRICS_PORT", 8002, _PORT_MAX),
-        lock_check=_LOCK_CHECKS[_choice(given, "TRIPTYCH_LOCK_CHECK", "enforce", _LOCK_CHECKS)],
+        lock_check=_MODES[_choice(given, "TRIPTYCH_LOCK_CHECK", "enforce", _MODES)],
         lock_hashes=_YES_NO[_choice(given, "TRIPTYCH_LOCK_HASHES", "true", _YES_NO)],
         machine=given.get("TRIPTYCH_MACHINE", ""),
         cores=_optional(given, CORES_VARIABLE, MAX_CORES),
+        device_check=_MODES[_choice(given, MODE_VARIABLE, "enforce", _MODES)],
+        state=find_state(given),
         options=_read_options(given),
     )
+
+
+def find_state(given: Mapping[str, str]) -> Path | None:
+    """Return the folder that outlives the server: the one that is set, else that of samples."""
+    if state := given.get("TRIPTYCH_STATE"):
+        return Path(state).absolute()
+    samples = given.get("TRIPTYCH_SAMPLES")
+    return Path(samples, ".device-checks").absolute() if samples else None
 
 
 def _read_options(given: Mapping[str, str]) -> ServerFlags:

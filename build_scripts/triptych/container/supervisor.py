@@ -21,6 +21,7 @@ from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
+from triptych.container.lock_check import EXIT_REFUSED
 from triptych.container.periodic import REPLACED_AFTER, PeriodicCheck
 from triptych.runtime.in_flight import InFlight
 
@@ -295,6 +296,7 @@ def supervise(
     find_fault: Callable[[], str | None],
     ask: Callable[[], object],
     grace_s: float,
+    is_refused: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run a server until SIGTERM, SIGINT or the first death of the server or one of its steps.
 
@@ -308,9 +310,11 @@ def supervise(
         find_fault: The health check of a server that is ready.
         ask: Function that sends a request to each pipeline; see `drain`.
         grace_s: Maximum time of an orderly stop, in seconds.
+        is_refused: Whether the server must not serve. It is killed then.
 
     Returns:
-        The exit code: 0 after an orderly stop, never 0 after a death.
+        The exit code: 0 after an orderly stop, `EXIT_REFUSED` of a server that must not serve,
+        never 0 after a death.
     """
     warn_of_limits()
     raise_limits()
@@ -321,7 +325,7 @@ def supervise(
     # The stubs of the Python backend import from the server's working directory first.
     server = subprocess.Popen(command, env=variables, start_new_session=True, cwd="/")
     try:
-        code = _watch(server, asked, is_ready, find_fault)
+        code = _watch(server, asked, is_ready, find_fault, is_refused)
         return _stop(server, grace_s, ask) if code is None else code
     finally:
         # The steps of a server that was killed, and the processes of their engines, may live on.
@@ -362,6 +366,7 @@ def _watch(
     asked: Sequence[int],
     is_ready: Callable[[], bool],
     find_fault: Callable[[], str | None],
+    is_refused: Callable[[], bool],
 ) -> int | None:
     """Return the exit code after a death; None once `asked` has a signal."""
     conceal_keys(server.pid)
@@ -379,6 +384,9 @@ def _watch(
             _say(f"error: a step has died: {named}{why}. The server cannot answer without it")
             _kill(server)
             return EXIT_DEAD
+        if is_refused():
+            _kill(server)
+            return EXIT_REFUSED
         if not steps.watched and (told := endless.told(server.pid)):
             _say(f"error: {told}")
             _kill(server)

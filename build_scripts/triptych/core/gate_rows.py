@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from triptych.base.tensors import TokenRow
 from triptych.core.reader import RequestReader
 from triptych.core.requests import (
     MIN_RECOMMENDED_ROWS,
@@ -64,7 +65,7 @@ def edge_images(reader: RequestReader, example: GateRequest) -> list[GateRequest
     """Return edge-case images in place of the example's, as far as the pipeline accepts them."""
     (name,) = example.sent
     made = (
-        reader.make_synthetic({name: _bitmap(*size)}, example.parameters, preview)
+        reader.make_synthetic({name: make_bitmap(*size)}, example.parameters, preview)
         for preview, size in EDGE_IMAGES.items()
     )
     return reader.accepted([request for request in made if request is not None])
@@ -147,7 +148,7 @@ def _text_of_length(length: Callable[[str], int]) -> Callable[[int], str] | None
     return None
 
 
-def _bitmap(width: int, height: int) -> bytes:
+def make_bitmap(width: int, height: int) -> bytes:
     """Return a BMP file with 24 bits per pixel, dark to light from left to right."""
     row = b"".join(bytes([x * 255 // width] * 3) for x in range(width))
     pixels = (row + bytes(-len(row) % 4)) * height
@@ -346,6 +347,52 @@ def gate_rows(
         tuple(islice(calibration, CALIBRATION_ROWS)),
         probe,
     )
+
+
+DEVICE_ROWS = 32
+"""Maximum number of rows for the check on the device that serves."""
+DEVICE_TOKENS = 4096
+"""Maximum number of tokens of these rows, so that the check takes seconds."""
+_MADE_LABELS = ("science", "sports", "business")
+_MADE_IMAGES = ((64, 48), (224, 224))
+
+
+def device_rows(
+    reader: RequestReader, example: GateRequest, *, images: bool, mask_token: str = ""
+) -> tuple[GateRequest, ...]:
+    """Return edge cases and made-up rows, without values of the traffic.
+
+    Args:
+        reader: Reader of the pipeline.
+        example: A request of the traffic, whose inputs and parameters are replaced.
+        images: Whether the task reads images.
+        mask_token: Token that replaces a word, if the task needs one.
+    """
+    made_labels = {
+        name: list(_MADE_LABELS) for name in example.parameters.keys() - reader.parameters.keys()
+    }
+    example = replace(example, parameters={**made_labels, **reader.parameters})
+    if images:
+        (name,) = example.sent
+        bitmaps = [
+            reader.make_synthetic({name: make_bitmap(*size)}, example.parameters, f"{size} pixels")
+            for size in _MADE_IMAGES
+        ]
+        made = reader.accepted([request for request in bitmaps if request is not None])
+        return (*edge_images(reader, example), *made)
+    first = probe_texts()[0]
+    neutral = {**dict.fromkeys(example.sent, first.question), list(example.sent)[-1]: first.text}
+    example = replace(example, sent=neutral)
+    probe = probe_requests(reader, example, mask_token=mask_token)
+    edges = edge_texts(reader, example, mask_token=mask_token)
+    step = max(1, len(probe) // max(1, DEVICE_ROWS - len(edges)))
+    rows, tokens = list[GateRequest](), 0
+    for request in (*edges, *probe[::step]):
+        own = sum(len(row.ids) for row in request.rows if isinstance(row, TokenRow))
+        if len(rows) < DEVICE_ROWS and tokens + own <= DEVICE_TOKENS:
+            rows.append(request)
+            tokens += own
+    return tuple(rows)
 
 
 NEAR = 0.8

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from triptych.base.errors import Progress, UserError
 from triptych.core.export.own_graph import RunGraph
-from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, gate_rows
+from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, device_rows, gate_rows
 from triptych.core.own_chain import Chain
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, Sample
@@ -90,6 +91,8 @@ class PipelineInputs:
         others: Inputs of the other models.
         upstream: Hashes of the cores whose results are among the requests, by model.
         coarsest: Lowest precision of these cores.
+        make_device_rows: Makes requests without values of the traffic, for the check on the device
+            that serves.
     """
 
     plan: Plan
@@ -105,6 +108,7 @@ class PipelineInputs:
     others: tuple[PipelineInputs, ...] = ()
     upstream: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     coarsest: Precision = "fp32"
+    make_device_rows: Callable[[], Sequence[GateRequest]] = tuple
 
     @property
     def model(self) -> str:
@@ -301,6 +305,9 @@ def read_inputs(
         hooks=None if hooks is None else (spec.folder / HOOKS_FILE).read_bytes(),
         labeled=_read_labeled(spec, task, reader, progress),
         traffic=tuple(request.sent for request in requests),
+        make_device_rows=partial(
+            device_rows, reader, requests[0], images=images, mask_token=mask_token
+        ),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -114,6 +115,7 @@ def read_own_inputs(
         probe=(),
         hooks=None if hooks is None else (spec.folder / HOOKS_FILE).read_bytes(),
         traffic=tuple(reader.encode(request.sent) for request in requests),
+        make_device_rows=partial(reader.device_rows, maker, sent, stage.models[0]),
     )
     if not spec.models:
         return inputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.errors import UserError, closest
-from triptych.core.gate_rows import EDGE_TEXTS
+from triptych.core.gate_rows import EDGE_TEXTS, make_bitmap, probe_texts
 from triptych.core.own_chain import Chain, rows_of_model
 from triptych.core.reader import check_line
 from triptych.core.requests import GateRequest, hash_inputs, preview_text
@@ -31,6 +31,11 @@ from triptych.spec.model_info import (
 from triptych.spec.tasks.own import step_settings
 from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import PARAMETERS, require_lines
+
+_DEVICE_ROWS = 8
+"""Number of rows for the check on the device that serves."""
+_ROWS_OF_CATEGORY = 3
+"""Minimum mean number of rows with the same text if the text is the name of a category."""
 
 
 class OwnReader:
@@ -232,13 +237,55 @@ class OwnReader:
         names: ModelNames,
     ) -> list[GateRequest]:
         """Return requests with unusual texts and numbers, as far as the pipeline accepts them."""
+        edges = (
+            (kind, {**example.sent, name: value})
+            for name, kind, value in self._edge_values(traffic)
+        )
+        return self._synthetic(maker, edges, example.parameters, names)
+
+    def device_rows(
+        self, maker: OwnRowMaker, traffic: Sequence[Mapping[str, Any]], names: ModelNames
+    ) -> list[GateRequest]:
+        """Return requests without values of the traffic, as far as the pipeline accepts them.
+
+        Texts are those of the general probe, unless the traffic repeats a few: these are names of
+        categories, which functions may require. Files are small images. Numbers are drawn from the
+        range of the traffic, in the shape of its first row. Other inputs have their default.
+        """
+        drawn = np.random.default_rng(0)
+        rows = []
+        for row in range(_DEVICE_ROWS):
+            sent: dict[str, Any] = {}
+            for name, field in self._spec.inputs.items():
+                known = [np.asarray(each[name]) for each in traffic if name in each]
+                if field.type == "bytes" and not field.shape:
+                    sent[name] = make_bitmap(64 + row, 48)
+                elif field.type == "text" and not field.shape:
+                    kinds = sorted({str(each) for each in known})
+                    few = len(kinds) * _ROWS_OF_CATEGORY <= len(known)
+                    sent[name] = kinds[row % len(kinds)] if few else probe_texts()[row].text
+                elif field.type in ("int", "float") and known:
+                    low, high = (
+                        limit([limit(each) for each in known]) for limit in (np.min, np.max)
+                    )
+                    draw = drawn.integers if field.type == "int" else drawn.uniform
+                    high = high + 1 if field.type == "int" else high
+                    sent[name] = draw(low, high, known[0].shape).tolist()
+            rows.append(("made up", sent))
+        return self._synthetic(maker, rows, self.parameters, names)
+
+    def _synthetic(
+        self,
+        maker: OwnRowMaker,
+        rows: Iterable[tuple[str, Mapping[str, Any]]],
+        parameters: Mapping[str, Any],
+        names: ModelNames,
+    ) -> list[GateRequest]:
+        """Return the requests of rows, each with its kind, that the pipeline accepts."""
         requests = []
-        for name, kind, value in self._edge_values(traffic):
-            sent = {**example.sent, name: value}
+        for kind, sent in rows:
             try:
-                made = self.request(
-                    sent, example.parameters, f"{kind}: {preview_text(sent)}", edge=True
-                )
+                made = self.request(sent, parameters, f"{kind}: {preview_text(sent)}", edge=True)
                 (core_rows,) = maker.make([made.row_inputs])
             except (RequestError, TypeError, ValueError):
                 continue

@@ -187,7 +187,7 @@ def render(
     files |= _variant_files(plan, owned, configs, files)
     # Triton needs a version folder for an ensemble, too; git and archives drop empty folders.
     files |= {f"{name}/{version}/.keep": b"" for version in plan.spec.serving.versions}
-    files[f"{name}/{QUESTION_FILE}"] = _request(plan, question)
+    files[f"{name}/{QUESTION_FILE}"] = _question(plan, question)
     if plan.spec.serving.class_scores:
         lines = [" ".join(label.split()) for label in plan.info.labels]
         files[f"{name}/{LABELS_FILE}"] = ("\n".join(lines) + "\n").encode()
@@ -464,7 +464,15 @@ def _config_files(model: str, planned: PlannedConfig) -> dict[str, Content]:
     return files
 
 
-def _request(plan: Plan, values: Mapping[str, Any]) -> bytes:
+def _question(plan: Plan, values: Mapping[str, Any]) -> bytes:
+    tokens = 1.0
+    if plan.lengths is not None:
+        tokens = plan.max_length / max(min(plan.lengths.counts), MIN_TOKEN_COST)
+    work = round(plan.max_batch_size * max(tokens, 1.0))
+    return make_request(plan, values, {WORK_FIELD: work})
+
+
+def make_request(plan: Plan, values: Mapping[str, Any], parameters: Mapping[str, object]) -> bytes:
     """Return one row as a Triton HTTP request: one line of JSON, then the values."""
     parts, inputs = [], []
     own = plan.spec.inputs if is_own(plan.spec) else {}
@@ -478,11 +486,7 @@ def _request(plan: Plan, values: Mapping[str, Any]) -> bytes:
         size, datatype = {"binary_data_size": len(data)}, field["dtype"]
         shape = list(array.shape)
         inputs.append({"name": name, "shape": shape, "datatype": datatype, "parameters": size})
-    tokens = 1.0
-    if plan.lengths is not None:
-        tokens = plan.max_length / max(min(plan.lengths.counts), MIN_TOKEN_COST)
-    work = {WORK_FIELD: round(plan.max_batch_size * max(tokens, 1.0))}
-    head = json.dumps({"inputs": inputs, "parameters": work})
+    head = json.dumps({"inputs": inputs, "parameters": dict(parameters)})
     return head.encode() + b"\n" + b"".join(parts)
 
 

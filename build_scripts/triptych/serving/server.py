@@ -255,7 +255,7 @@ class Server:
         self.environment = dict(environment or {})
         self._machine = machine
         self.plan_lines: tuple[str, ...] = ()
-        self._own_backends = backend_directory
+        self.own_backends = backend_directory
         self._process: ServerProcess | None = None
         self._own_log = log_file is not None
         self._was_ready = False
@@ -333,7 +333,7 @@ class Server:
             if not is_plain(self.repository):
                 self._served = private / "repository"
                 self._served.symlink_to(self.repository, target_is_directory=True)
-            installation = find_installation(private, own_backends=self._own_backends)
+            installation = find_installation(private, own_backends=self.own_backends)
             log_file = self._open_log()
             self._process = ServerProcess(
                 self._command(installation, tag),
@@ -534,7 +534,7 @@ class Server:
         if RATE_LIMIT not in self._profile_flags and uses_rate_limiter(self.repository):
             command.append(RATE_LIMIT)
         if self._client_shm:
-            release = find_release(own_backends=self._own_backends)
+            release = find_release(own_backends=self.own_backends)
             command += [] if flags_newer_than([ALLOW_CLIENT_SHM], release) else [ALLOW_CLIENT_SHM]
         return [*command, *self._profile_flags, *absolute_paths(self._extra_args)]
 

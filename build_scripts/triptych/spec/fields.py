@@ -456,6 +456,10 @@ class Serving(Frozen):
             no limit. Needs a server of 25.11 or later.
         slo: SLO that `bench` and `tune` use unless their options give one.
         sample: Rows that are sampled for monitoring; None for none.
+        device_check: Rows in the repository that a server answers at its first start on a device
+            that the accuracy gate never saw. ``synthetic``: rows that `build` makes up.
+            ``traffic``: also rows of the traffic, which everybody with the repository can then
+            read. ``none``: no rows, and no check.
         config: Further settings of Triton by step (``ensemble``, ``preprocess``, ``core``,
             ``postprocess``), as text in the format of ``config.pbtxt``.
         versions: Version numbers of the ensemble, ``[1]`` if none are given. The largest answers
@@ -489,6 +493,7 @@ class Serving(Frozen):
     max_inflight_requests: Positive | None = None
     slo: Slo = Slo()
     sample: SamplingSettings | None = None
+    device_check: Literal["synthetic", "traffic", "none"] = "synthetic"
     config: ConfigTexts = Field(default_factory=dict)
     versions: Versions = Field(default_factory=lambda: [1])
     flow_control: Literal["triptych", "triton", "none"] = "triptych"

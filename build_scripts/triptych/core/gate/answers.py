@@ -13,9 +13,11 @@ from triptych.core.gate.cached import decoding_of
 from triptych.core.gate.reference import reference_of
 from triptych.core.gate.runs import (
     Decoded,
+    RunBatch,
     decode,
     decode_reference,
     reference_row_outputs,
+    run_rows,
 )
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import GateRequest, by_request, rows_of
@@ -50,6 +52,22 @@ def reference_answers(
         UserError: A hook of the pipeline fails on the reference's outputs for a row.
     """
     decoded = _decode(inputs, progress, keep=keep)
+    after = inputs.find_hook("after")
+    return decoded if after is None else _call_after(after, inputs, decoded)
+
+
+def core_answers(inputs: PipelineInputs, run: RunBatch) -> list[DecodedAnswer]:
+    """Return the answer of a core to each request of the gate; `run` runs a batch on the core.
+
+    Raises:
+        Incomparable: The core fails.
+        UserError: A hook of the pipeline fails on the core's outputs for a row.
+    """
+    requests, decoding = inputs.requests, decoding_of(inputs)
+    rows = rows_of(requests)
+    outputs = run_rows(run, rows, range(len(rows)), inputs.plan.max_batch_size)
+    own = by_request(requests, [outputs[index] for index in range(len(rows))])
+    decoded = _answer_each(inputs, lambda index: decode(decoding, [requests[index]], own[index])[0])
     after = inputs.find_hook("after")
     return decoded if after is None else _call_after(after, inputs, decoded)
 

@@ -373,6 +373,7 @@ def _serve_one(
     same: Mapping[str, Any],
 ) -> None:
     """Run one server until interrupted; `same` are arguments that a fleet takes as well."""
+    from triptych.serving.device import check_device
     from triptych.serving.fleet.serve import gpu_variables
     from triptych.serving.hot_reload import HotReload
     from triptych.serving.server import Server
@@ -384,6 +385,12 @@ def _serve_one(
     )
 
     def announce() -> None:
+        check_device(
+            server.repository,
+            server.served_models,
+            server,
+            lambda line: progress("gate", line),
+        )
         endpoints = {
             "grpc": server.grpc_url,
             "http": server.http_url,

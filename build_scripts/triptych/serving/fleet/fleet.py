@@ -22,6 +22,7 @@ from triptych.container.health import HealthCheck
 from triptych.container.manifests import ServedPipeline, find_pipelines
 from triptych.container.periodic import HEALTH_INTERVAL_S, REPLACED_AFTER, PeriodicCheck
 from triptych.repository.store import clone, link, locked
+from triptych.serving.device import check_device
 from triptych.serving.endpoint import RestartBackoff, wait_answers
 from triptych.serving.fleet.proxy import Proxy
 from triptych.serving.hot_reload import BuildPoller, find_wrong_pipelines
@@ -486,6 +487,8 @@ class Fleet:
                 self.proxy.wait_drained(replica.server, _DRAIN_TIMEOUT_S)
                 replica.drain()
             replica.start(build, self._load_s)
+            served = [pipeline.name for pipeline in replica.pipelines]
+            check_device(build.folder, served, replica.server, self._on_change)
 
         replica.again_at = None
         replica.work = self._pool.submit(work)
