@@ -60,8 +60,8 @@ LESS, MORE = 0.8, 1.01
 MAX_LOST_SHARE = 0.2
 """Share of lost rows up to which the core gets more."""
 LEARNED_BATCHES = 8
-RETURN_S, RETURN_SHARE = 0.1, 0.2
-"""Time of an answer on its way to the client: at most these seconds, and this share of its age."""
+RETURN_SHARE = 0.25
+"""Share of the time between a request and its answer that is left for the way to the client."""
 PATIENT = 2.0
 """Age of patient requests, as a multiple of the learned age and the time in the core."""
 SILENCE_S = 0.25
@@ -325,7 +325,7 @@ class FlowControl:
         self._limit_s = find_separating_age(self._outcomes)
         lost_ages = (age_s for age_s, rows in self._outcomes if rows < 0)
         lost_s = min((age_s for age_s in lost_ages if age_s > self._limit_s), default=math.inf)
-        return_s = min(RETURN_S, RETURN_SHARE * (lost_s + self._core_s), lost_s / 2)
+        return_s = min(RETURN_SHARE * (lost_s + self._core_s), lost_s / 2)
         self._limit_s = min(self._limit_s, lost_s - return_s)
 
     def _is_silent(self, now: float) -> bool:
