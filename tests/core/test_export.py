@@ -10,6 +10,7 @@ import onnxruntime
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import architectures as models
 from architectures import OTHERS, SHARED
@@ -228,6 +229,61 @@ def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
     broken.save_pretrained(tmp_path)
     words = ["1 of", "embeddings.word_embeddings.weight", "NaN"]
     check_refused(words, load_model, tmp_path, "AutoModel")
+
+
+def add_weights(folder: Path, *names: str) -> None:
+    """Add a weight of each name to the checkpoint in a folder."""
+    file = folder / "model.safetensors"
+    weights = load_file(file) | {name: torch.ones(2, 3) for name in names}
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+IGNORED = {
+    "encoder.layer.0.attention.self.distance_embedding.weight": ["BertModel does not use"],
+    "bert.encoder.layer.0.attention.self.query.lora_A.weight": ["Merge the adapter", "query.lora"],
+    "bert.encoder.layer.1.attention.self.query.weight": ["1 of them: bert.encoder.layer.1"],
+    "embeddings.other.weight": ["save_pretrained"],
+}
+ALLOWED = (
+    "cls.predictions.bias",
+    "cls.seq_relationship.weight",
+    "classifier.out_proj.weight",
+    "bert.embeddings.position_ids",
+    "vision_model.encoder.layers.0.mlp.fc1.weight",
+    "decoder.block.0.layer.0.SelfAttention.q.weight",
+    "logit_scale",
+)
+
+
+def test_weights_of_the_base_model_that_its_class_ignores_are_refused(tmp_path: Path) -> None:
+    for number, (name, words) in enumerate(IGNORED.items()):
+        models.save_model("bert", "AutoModel", tmp_path / str(number))
+        add_weights(tmp_path / str(number), name)
+        check_refused([name, *words], load_model, tmp_path / str(number), "AutoModel")
+    models.save_model("bert", "AutoModel", tmp_path)
+    add_weights(tmp_path, *ALLOWED)
+    assert load_model(tmp_path, "AutoModel").encoder.layer[0].output.dense.weight.abs().max() > 0
+    models.save_model("bert", SEQUENCES, tmp_path)
+    add_weights(tmp_path, "classifier.lora_B.weight")
+    check_refused(["classifier.lora_B.weight"], load_model, tmp_path, SEQUENCES)
+    load_model(tmp_path, "AutoModel")  # without the head
+
+
+def test_a_kind_of_positions_that_a_class_ignores_is_refused(tmp_path: Path) -> None:
+    for kind in ("relative_key", "relative_key_query", "alibi"):
+        models.save_model("bert", SEQUENCES, tmp_path, position_embedding_type=kind)
+        for auto_class in ("AutoModel", SEQUENCES):
+            words = ["position_embedding_type in config.json", kind, "transformers 4.57"]
+            check_refused(words, load_model, tmp_path, auto_class)
+    models.save_model("bert", SEQUENCES, tmp_path, position_embedding_type="absolute")
+    load_model(tmp_path, SEQUENCES)
+    sizes: dict[str, Any] = {**SIZES, "vocab_size": 33, "mask_token_id": 4, "pad_token_id": 1}
+    for kind in ("rotary", "relative_key"):
+        config = transformers.EsmConfig(**sizes, position_embedding_type=kind)
+        transformers.EsmModel(config).save_pretrained(tmp_path / kind)
+        add_weights(tmp_path / kind, "embeddings.position_embeddings.weight")
+    load_model(tmp_path / "rotary", "AutoModel")  # with a table that this kind does not read
+    check_refused(["EsmModel", "relative_key"], load_model, tmp_path / "relative_key", "AutoModel")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from triptych.base.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import MODEL_FILE, hashes_of_graph, save_onnx
 from triptych.base.tensors import LONGEST, ROW_OFFSET, ROW_SPAN, Tensor, made_by_server
-from triptych.core.export.model_checks import check_model
+from triptych.core.export.model_checks import check_model, check_unused
 from triptych.core.export.operators import keep_padding, write_add, write_gelu, write_squeeze
 from triptych.runtime.packing import MULTIPLE
 from triptych.spec.model_info import ModelInfo
@@ -42,7 +42,8 @@ def load_model(folder: Path, auto_class: str) -> Any:
     needs decoder inputs, or if the full model lacks weights.
 
     Raises:
-        UserError: transformers cannot load the model with that class, or weights are missing.
+        UserError: transformers cannot load the model with that class, weights are missing, or the
+            class ignores weights of its base model.
     """
     import torch
     import transformers
@@ -68,6 +69,7 @@ def load_model(folder: Path, auto_class: str) -> Any:
     if report["mismatched_keys"]:
         raise _mismatch(model.config, sorted(report["mismatched_keys"])[0])
     model = model.eval()
+    check_unused(model, report["unexpected_keys"])
     check_model(model)
     missing = _learned(model, report["missing_keys"])
     refused = bool(missing) and _matter(model, missing)
