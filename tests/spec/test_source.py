@@ -19,7 +19,8 @@ from triptych.base.errors import UserError
 from triptych.core.export.to_onnx import load_model
 from triptych.spec.fields import ModelSource
 from triptych.spec.model_info import Dense, Loader, Normalize
-from triptych.spec.model_source import AFTER_PADDING, locate, read_model_info, read_tokenizer
+from triptych.spec.model_source import AFTER_PADDING, locate, read_model_info
+from triptych.spec.model_tokenizer import read_tokenizer
 
 pytestmark = pytest.mark.build
 

@@ -150,7 +150,13 @@ def _read_model(spec: PipelineSpec, task: Task) -> tuple[Sequence[str], Path | N
         return (), None
     for_images = any(tensor.content == "image" for tensor in task.inputs)
     folder = locate(spec.model, spec.folder)
-    info, tokenizer = read_model(folder, lambda *_: None, for_images=for_images, loader=task.loader)
+    info, tokenizer = read_model(
+        folder,
+        lambda *_: None,
+        for_images=for_images,
+        loader=task.loader,
+        tokenizer=spec.tokenizer.source,
+    )
     return labels_of(task, info), tokenizer
 
 

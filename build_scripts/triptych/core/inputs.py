@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from triptych.base.errors import Progress, UserError
+from triptych.core.checkpoint import check_architecture, check_tokenizer
 from triptych.core.export.own_graph import RunGraph
 from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, device_rows, gate_rows
 from triptych.core.own_chain import Chain
@@ -29,7 +30,7 @@ from triptych.spec.backends import Precision
 from triptych.spec.fields import TRITON_AS_NONE, CoreSettings
 from triptych.spec.model_fields import CompiledSpec, files_of, is_own
 from triptych.spec.model_info import ModelInfo
-from triptych.spec.model_source import locate, read_model
+from triptych.spec.model_source import OTHER_TOKENIZER, locate, read_model
 from triptych.spec.plan import Layout, Plan, make_plan
 from triptych.spec.spec import SPEC_FILE, PipelineSpec
 from triptych.spec.tasks import Task, find_task
@@ -262,7 +263,13 @@ def read_inputs(
     lines = read_traffic(file.parent, [tensor.name for tensor in task.inputs], file=file.name)
     folder = locate(spec.model, spec.folder)
     for_images = any(tensor.content == "image" for tensor in task.inputs)
-    info, tokenizer = read_model(folder, progress, for_images=for_images, loader=task.loader)
+    info, tokenizer = read_model(
+        folder,
+        progress,
+        for_images=for_images,
+        loader=task.loader,
+        tokenizer=spec.tokenizer.source,
+    )
     info = _with_prompts(info, spec, task)
     progress("source", f"{info.architecture}, from {spec.model.source}")
     task.check(info)
@@ -294,7 +301,12 @@ def read_inputs(
         reader, requests[:most], images=images, mask_token=mask_token, prompts=info.prompts
     )
     progress("traffic", str(rows))
+    other = None if tokenizer is None else tokenizer.parent / OTHER_TOKENIZER
+    if other is not None and other.is_dir():
+        from_file = RequestReader(spec, task, info, other, before)
+        check_tokenizer(from_file, (*rows.requests, *rows.probe))
     plan = make_plan(spec, info, task, reader.parameters, lengths)
+    check_architecture(plan.core.auto_class, info.architecture, spec.model)
     return PipelineInputs(
         plan=replace(plan, gives_inputs=has_parameter(getattr(hooks, "after", None), "inputs")),
         model_folder=folder,

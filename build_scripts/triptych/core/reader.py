@@ -113,7 +113,7 @@ class RequestReader:
         """
         requests = [self._read_line(file, line) for line in lines]
         first = requests[:with_rows]
-        for index, made in enumerate(self._with_rows(first)):
+        for index, made in enumerate(self.with_rows(first)):
             if isinstance(made, Exception):
                 raise UserError(
                     self._where(file, lines[index].line),
@@ -148,7 +148,7 @@ class RequestReader:
 
         Requests with an empty row are omitted.
         """
-        made = self._with_rows(requests)
+        made = self.with_rows(requests)
         return [
             request
             for request in made
@@ -206,7 +206,8 @@ class RequestReader:
             (row,) = call_before(self._before, [row], list(sent), encoded=self._images)
         return {name: row[name] for name in self._names}
 
-    def _with_rows(self, requests: Sequence[GateRequest]) -> list[GateRequest | Exception]:
+    def with_rows(self, requests: Sequence[GateRequest]) -> list[GateRequest | Exception]:
+        """Return each request with the core rows that the batch encoder makes, or its error."""
         inputs = [request.row_inputs for request in requests]
         if self._images:
             return [

@@ -70,6 +70,17 @@ class ModelSource(Frozen):
     revision: str | None = None
 
 
+class EncoderSource(ModelSource):
+    """Location of an encoder's files.
+
+    Attributes:
+        accept_architecture: Whether the task may be another one than that of the class in
+            ``config.json`` (``architectures``).
+    """
+
+    accept_architecture: bool = False
+
+
 def name_of_source(source: str) -> str:
     """Return the name of a model by its source: the last part of a path, or the source itself."""
     is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
@@ -79,9 +90,13 @@ def name_of_source(source: str) -> str:
 
 
 class Tokenizer(Frozen):
-    """Limits on tokenized text.
+    """Tokenizer of the model, and limits on tokenized text.
 
     Attributes:
+        source: Origin of the tokenizer: ``tokenizer.json`` of the model, as the tokenizers library,
+            TEI and vLLM's Rust code read it (``file``), or the class in transformers, which ignores
+            parts of the file (``class``). None: the class, and a text of which both make different
+            tokens ends the build.
         max_length: Maximum number of tokens in a row, including special tokens. None: the model's
             own limit.
         truncation: Whether a longer row is truncated or its request rejected.
@@ -89,6 +104,7 @@ class Tokenizer(Frozen):
             tokenized, so that one request cannot delay a batch.
     """
 
+    source: Literal["file", "class"] | None = None
     max_length: Annotated[int, Field(ge=3)] | None = None
     truncation: Literal["truncate", "reject"] = "truncate"
     max_text_bytes: Positive = 131_072

@@ -39,6 +39,14 @@ from triptych.spec.model_text import (
     read_pair_template,
     read_relevance,
 )
+from triptych.spec.model_tokenizer import (
+    TOKENIZER_FILE,
+    TokenizerSource,
+    has_vocabulary,
+    load_tokenizer,
+    read_other_tokenizer,
+    read_tokenizer,
+)
 
 CARD = "README.md"
 _HEAD = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
@@ -184,10 +192,6 @@ def _entries(value: object) -> Iterator[str]:
                     yield key
 
 
-VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
-OUT_OF_REACH = 1 << 30
-
-
 def locate(model: ModelSource, pipeline_folder: Path) -> Path:
     """Return the local folder with the model's files, downloading a Hub model into the cache.
 
@@ -278,6 +282,7 @@ def read_model_info(
     *,
     for_images: bool = True,
     loader: Loader = "SentenceTransformer",
+    tokenizer: TokenizerSource | None = None,
 ) -> ModelInfo:
     """Read information about the model from the files in `folder`.
 
@@ -287,6 +292,7 @@ def read_model_info(
         for_images: Whether a ``preprocessor_config.json`` is read; False for tasks that read texts,
             where it is that of another part of the model.
         loader: Class of sentence-transformers that loads the model for the reference.
+        tokenizer: Origin of the tokenizer, by default the class.
 
     Raises:
         UserError: A setting that affects results is not supported.
@@ -303,8 +309,9 @@ def read_model_info(
     labels = read_labels(config)
     image = _image_info(folder) if for_images else None
     texts = _TextInfo()
-    if not image or _has_vocabulary(folder):
-        texts = _read_texts(folder, config, saved.modules if is_pairs else None)
+    if not image or has_vocabulary(folder):
+        scored = saved.modules if is_pairs else None
+        texts = _read_texts(folder, config, scored, tokenizer)
     relevance: Activation = "sigmoid"
     if is_pairs:
         relevance = read_relevance(config, saved.sentence, 1 if texts.logit_score else len(labels))
@@ -351,27 +358,6 @@ def read_model_info(
     )
 
 
-def read_tokenizer(folder: Path) -> str:
-    """Return the model's tokenizer as the text of a ``tokenizer.json``, without padding.
-
-    Where it cuts long texts at their beginning, the text says so, with a limit out of reach;
-    otherwise it says nothing of truncation. It is loaded through transformers, which applies
-    ``tokenizer_config.json`` and converts the older formats, so that it tokenizes exactly as the
-    reference does.
-
-    Raises:
-        UserError: the folder has no tokenizer, or only one without a fast form.
-    """
-    tokenizer = load_tokenizer(folder)
-    backend = tokenizer.backend_tokenizer
-    backend.no_padding()
-    backend.no_truncation()
-    if tokenizer.truncation_side != "right":
-        backend.enable_truncation(OUT_OF_REACH, direction=tokenizer.truncation_side)
-    text: str = backend.to_str()
-    return text
-
-
 class _TextInfo(NamedTuple):
     """The part of `ModelInfo` that the tokenizer knows."""
 
@@ -386,9 +372,14 @@ class _TextInfo(NamedTuple):
     pair_template: tuple[tuple[str, ...], ...] | None = ()
 
 
-def _read_texts(folder: Path, config: ModelConfig, scored: Sequence[Module] | None) -> _TextInfo:
+def _read_texts(
+    folder: Path,
+    config: ModelConfig,
+    scored: Sequence[Module] | None,
+    source: TokenizerSource | None,
+) -> _TextInfo:
     """Return what the tokenizer knows; `scored` are the modules of a cross-encoder."""
-    tokenizer, logit_score = load_tokenizer(folder), None
+    tokenizer, logit_score = load_tokenizer(folder, source), None
     if scored is not None:
         logit_score = read_logit_score(folder, scored, config, tokenizer.convert_tokens_to_ids)
     template: tuple[tuple[str, ...], ...] | None = ()
@@ -429,52 +420,6 @@ def _segments(tokenizer: Any, known_to_model: int) -> int:
             remedy="Choose a model with such token types, or none",
         )
     return known_to_model
-
-
-_WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer that transformers loads, as its pipelines do.
-
-    Raises:
-        UserError: The folder has no tokenizer, or only one without a fast form.
-    """
-    from transformers import AutoTokenizer
-
-    named = read_json(folder / "tokenizer_config.json", default={}).get("tokenizer_class")
-    if named in _WITHOUT_VOCABULARY:
-        raise UserError(
-            "model.source",
-            "must have a tokenizer with a fast form",
-            given=f"{named}, which reads characters or bytes without a vocabulary",
-            remedy="Choose a model with another tokenizer",
-        )
-    try:
-        # Without any vocabulary transformers returns an empty tokenizer without an error.
-        if not _has_vocabulary(folder):
-            raise FileNotFoundError(f"none of {', '.join(VOCABULARIES)}")
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        raise UserError(
-            "model.source",
-            "must hold a tokenizer with a fast form (tokenizer.json)",
-            given=" ".join(str(error).split())[:200],
-            remedy="Save the model's fast tokenizer into the folder",
-        ) from error
-    if not tokenizer.is_fast:
-        raise UserError(
-            "model.source",
-            "must have a tokenizer with a fast form",
-            given=f"{type(tokenizer).__name__}, of which transformers has none",
-            remedy="Choose another model, or put a tokenizer.json that makes the same tokens into "
-            "the folder and name PreTrainedTokenizerFast in tokenizer_config.json",
-        )
-    return tokenizer
-
-
-def _has_vocabulary(folder: Path) -> bool:
-    return any(True for pattern in VOCABULARIES for _ in folder.glob(pattern))
 
 
 def _image_info(folder: Path) -> ImageInfo | None:
@@ -563,14 +508,22 @@ def hash_model(folder: Path) -> str:
 
 
 CODE = ("spec/model_*.py", "spec/image_*.py", "spec/model_text.py")
+OTHER_TOKENIZER = "other"
+"""Folder beside the ``tokenizer.json`` of a class, with that of the model if it may differ."""
 
 
 def read_model(
-    folder: Path, progress: Progress, *, for_images: bool, loader: Loader
+    folder: Path,
+    progress: Progress,
+    *,
+    for_images: bool,
+    loader: Loader,
+    tokenizer: TokenizerSource | None = None,
 ) -> tuple[ModelInfo, Path | None]:
     """Return the information about the model in `folder` and the cached ``tokenizer.json``.
 
-    An image model has no tokenizer. `for_images` and `loader` are as in `read_model_info`.
+    An image model has no tokenizer. `for_images`, `loader` and `tokenizer` are as in
+    `read_model_info`. Unless `tokenizer` is given, `OTHER_TOKENIZER` is beside the file.
 
     Raises:
         UserError: A setting that affects results is not supported, or there is no fast tokenizer.
@@ -580,16 +533,24 @@ def read_model(
         "model": sha256,
         "for_images": for_images,
         "loader": loader,
+        "tokenizer": tokenizer,
         "versions": versions_of("transformers", "tokenizers"),
         "code": code_hash(*CODE),
     }
 
     def work(target: Path) -> None:
-        info = read_model_info(folder, sha256, for_images=for_images, loader=loader)
+        info = read_model_info(
+            folder, sha256, for_images=for_images, loader=loader, tokenizer=tokenizer
+        )
         (target / "facts.json").write_text(json.dumps(asdict(info)), encoding="utf-8")
         if info.image is None:
-            (target / "tokenizer.json").write_text(read_tokenizer(folder), encoding="utf-8")
+            served = read_tokenizer(folder, tokenizer or "class")
+            (target / TOKENIZER_FILE).write_text(served, encoding="utf-8")
+            other = None if tokenizer else read_other_tokenizer(folder, served)
+            if other is not None:
+                (target / OTHER_TOKENIZER).mkdir()
+                (target / OTHER_TOKENIZER / TOKENIZER_FILE).write_text(other, encoding="utf-8")
 
     stage = cached_stage("model", inputs, work, progress)
     info = TypeAdapter(ModelInfo).validate_json((stage.folder / "facts.json").read_bytes())
-    return info, stage.folder / "tokenizer.json" if info.image is None else None
+    return info, stage.folder / TOKENIZER_FILE if info.image is None else None

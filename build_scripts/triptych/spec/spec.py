@@ -22,9 +22,9 @@ from triptych.spec.fields import (
     CoreSettings,
     Custom,
     CustomOutput,
+    EncoderSource,
     Frozen,
     Image,
-    ModelSource,
     Serving,
     Tokenizer,
 )
@@ -71,7 +71,7 @@ class PipelineSpec(BaseModel):
     folder: Path = Path()
     tuned: dict[str, bool | int | float | str | None] = {}
     task: str
-    model: ModelSource
+    model: EncoderSource
     parameters: dict[str, bool | int | float | str | list[str]] = {}
     prompts: dict[str, str] | Literal["any"] = {}
     custom: Custom | None = None

@@ -18,7 +18,8 @@ from triptych.base.errors import Progress, UserError
 from triptych.runtime.generation_messages import TOKENIZER_FILE
 from triptych.runtime.prompts import TEMPLATE_FILE, ChatTemplate
 from triptych.runtime.sampling_parameters import DEFAULTS, find_fault
-from triptych.spec.model_source import OUT_OF_REACH, hash_model, read_tokenizer
+from triptych.spec.model_source import hash_model
+from triptych.spec.model_tokenizer import OUT_OF_REACH, read_tokenizer
 from triptych.spec.scaffold import LIMITS
 
 CONVERTED = {"int8": "int", "fp8": "float"}

@@ -41,7 +41,8 @@ from triptych.runtime.engine_ctranslate2 import COMPUTE_TYPES, VOCABULARY_FILE
 from triptych.runtime.generation_messages import TOKENIZER_FILE
 from triptych.runtime.prompts import PIECES_FILE, SPACE
 from triptych.spec.generation_fields import Text2TextSpec
-from triptych.spec.model_source import hash_model, locate, read_tokenizer
+from triptych.spec.model_source import hash_model, locate
+from triptych.spec.model_tokenizer import read_tokenizer
 from triptych.spec.traffic import TRAFFIC_FILE
 
 SOURCE_FILE = "source.spm"

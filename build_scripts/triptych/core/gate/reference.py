@@ -29,7 +29,7 @@ from triptych.runtime.rows_spans import MAX_STRIDE
 from triptych.spec.model_fields import is_own
 from triptych.spec.model_info import Activation, ModelInfo
 from triptych.spec.model_source import CODE as MODEL_CODE
-from triptych.spec.model_source import load_tokenizer
+from triptych.spec.model_tokenizer import load_tokenizer
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.catalog import PROMPT
 from triptych.spec.tasks.task import Core
@@ -42,6 +42,7 @@ OVERRIDES = {
     "config.use_cache=False": "keys and values of one row are used once; results are the same",
     "ignore_mismatched_sizes=True": "mismatched weights are then reported by name and refused",
     "set_pooling_include_prompt(False)": "as for hkunlp/instructor-*, which a user loads by name",
+    "processor": "with tokenizer.source: file, the tokenizer is that of tokenizer.json",
     "max_seq_length": "tokenizer.max_length of the pipeline shortens rows before they come here",
     "truncation": "for the same reason; a pipeline of transformers fails for a longer text",
     "backend=pil": "a server resizes by Pillow; with torchvision, transformers takes its kernels",
@@ -279,19 +280,34 @@ def check_tokens(inputs: PipelineInputs) -> Any:
         library = "sentence-transformers"
         model = load_as_user(inputs.model_folder, pairs=plan.core.activation is not None)
         _check_template(model, plan)
+        if plan.encoder_spec.tokenizer.source == "file":
+            model[0].processor = _tokenizer_of_file(inputs.model_folder, plan.info)
         model.max_seq_length = plan.max_length
         reader = model.transformers_model
         make: Callable[[GateRequest], list[_Features]] = partial(_of_sentences, model, plan.info)
     else:
         library = "a pipeline of transformers"
         reader = model_class(inputs.model_folder, plan.core.auto_class)
-        make = partial(_of_pipeline, load_tokenizer(inputs.model_folder), plan)
+        tokenizer = load_tokenizer(inputs.model_folder, plan.encoder_spec.tokenizer.source)
+        make = partial(_of_pipeline, tokenizer, plan)
     typed = reader is not None and takes(reader, TYPES)
     for request in inputs.requests:
         wanted = [_row_of(features, typed=typed) for features in make(request)]
         if wanted != list(request.rows):
             raise _other_rows(request, wanted, library)
     return model
+
+
+def _tokenizer_of_file(folder: Path, info: ModelInfo) -> Any:
+    """Return the tokenizer of ``tokenizer.json`` as sentence-transformers would have it."""
+    from tokenizers.normalizers import Lowercase, Normalizer, Sequence
+
+    made = load_tokenizer(folder, "file")
+    if info.lowercase:
+        own: Normalizer | None = made.backend_tokenizer.normalizer
+        steps = [Lowercase(), *([] if own is None else [own])]
+        made.backend_tokenizer.normalizer = Sequence(steps)
+    return made
 
 
 def _check_template(model: Any, plan: Plan) -> None:

@@ -22,7 +22,7 @@ from triptych.runtime.engine_ctranslate2 import UNKNOWN
 from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
 from triptych.spec.fields import TRITON_AS_NONE, PriorityLevels, SessionOptions
-from triptych.spec.model_source import OUT_OF_REACH
+from triptych.spec.model_tokenizer import OUT_OF_REACH
 from triptych.spec.placement import MachinePlan
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.task import LABELS_FILE

@@ -1,0 +1,96 @@
+"""Checks of a checkpoint's files against the pipeline: its class, and its ``tokenizer.json``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from triptych.base.errors import UserError
+from triptych.base.tensors import TokenRow
+from triptych.core.reader import RequestReader
+from triptych.core.requests import GateRequest
+from triptych.spec.fields import EncoderSource
+
+HEAD = re.compile(r"(For[A-Z]\w*|(With)?LMHeadModel)$")
+"""End of the name of a class of transformers with a head."""
+
+TASKS_OF_HEADS: Mapping[str, str] = {
+    "ForSequenceClassification": "text-classification, reranking or zero-shot-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMaskedLM": "fill-mask",
+    "ForImageClassification": "image-classification",
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForConditionalGeneration": "text2text-generation",
+}
+"""Beginning of a head's name to the tasks of a model with it; any model fits text-embedding."""
+
+MASKED = ("ForPreTraining", "WithLMHeadModel", "ForConditionalGeneration")
+"""Other heads that predict a masked token in some families, and lack no weight there."""
+
+SHOWN_TOKENS = 32
+"""Maximum number of token ids of a text in an error."""
+
+
+def check_architecture(auto_class: str, architecture: str, model: EncoderSource) -> None:
+    """Check that the class in ``config.json`` was made for the task.
+
+    A head of another class may have weights of the same names and shapes.
+
+    Args:
+        auto_class: Class of transformers that loads the model for the task.
+        architecture: Class in ``config.json``.
+        model: Field `model` of the spec, which may accept any class.
+
+    Raises:
+        UserError: The class has another head.
+    """
+    wanted, named = auto_class.removeprefix("AutoModel"), HEAD.search(architecture)
+    if model.accept_architecture or not wanted or named is None or named[0].startswith(wanted):
+        return
+    if wanted == "ForMaskedLM" and named[0] in MASKED:
+        return
+    fitting = [task for head, task in TASKS_OF_HEADS.items() if named[0].startswith(head)]
+    raise UserError(
+        "task",
+        f"does not fit the class in the model's config.json: it needs a head {wanted}",
+        given=architecture,
+        remedy=f"Use task {(fitting or ['text-embedding'])[0]}, or choose a model fine-tuned for "
+        "the task. If the class in config.json is wrong, set model.accept_architecture: true",
+    )
+
+
+def check_tokenizer(from_file: RequestReader, requests: Sequence[GateRequest]) -> None:
+    """Check that ``tokenizer.json`` makes the same rows as the class of the tokenizer.
+
+    Args:
+        from_file: Reader with the tokenizer of the file.
+        requests: Requests with the rows of the class.
+
+    Raises:
+        UserError: The tokens of a text differ.
+    """
+    for request, made in zip(requests, from_file.with_rows(requests), strict=True):
+        rows = () if isinstance(made, Exception) else made.rows
+        if rows != request.rows:
+            raise UserError(
+                "tokenizer.source",
+                "must say which tokenizer of the model is right: its tokenizer.json or its class "
+                "in transformers, which ignores parts of the file",
+                given=f"{request.preview!r} has the tokens {_show(rows)} by the file, "
+                f"{_show(request.rows)} by the class",
+                remedy="Set it to `file` (as the tokenizers library and TEI read "
+                "the model) or `class` (as transformers 5 does)",
+            )
+
+
+def _show(rows: Sequence[object]) -> str:
+    """Return the ids of a request's tokens, and how many of a pair have type 0."""
+    shown = []
+    for row in rows:
+        if isinstance(row, TokenRow):
+            types = "" if row.first_segment == len(row.ids) else f" ({row.first_segment} of type 0)"
+            more = ", ..." * (len(row.ids) > SHOWN_TOKENS)
+            shown.append(f"[{', '.join(map(str, row.ids[:SHOWN_TOKENS]))}{more}]{types}")
+    return " ".join(shown) or "none"
