@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .row_types import CoreRows
+from .row_types import CoreRows, make_int32
 
 
 class PaddedLayout:
@@ -32,12 +33,8 @@ class PaddedLayout:
 
 def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> NDArray[np.int32]:
     """Return lists of int as INT32 ``[len(rows), width]``, padded on the right with `fill`."""
-    if len(rows) == 1 and len(rows[0]) == width:
-        return np.array(rows, dtype=np.int32)
-    padded = np.full((len(rows), width), fill, dtype=np.int32)
-    for target, row in zip(padded, rows, strict=True):
-        target[: len(row)] = row
-    return padded
+    padding = [fill] * width
+    return make_int32([*chain.from_iterable([*row, *padding[len(row) :]] for row in rows)], width)
 
 
 def order_by_length(

@@ -182,15 +182,16 @@ class FlowControl:
                 self._waiting.append(
                     Queued(job, now, now + DEADLINE_SHARE * (job.left_s or math.inf))
                 )
-                self._marks.wait(1, job.rows)
                 if job.left_s is not None:
                     self._checked_at = 0.0
+            self._marks.wait(len(jobs), sum(job.rows for job in jobs))
             results = self._look(now)
             for queued in reversed(self._waiting):
                 if queued.job.sender is not None:
                     break
                 queued.job.sender = queued.job.request.get_response_sender()
-            self._changed.notify()
+            if self._waiting:  # else the thread would take the interpreter's lock for nothing
+                self._changed.notify()
             self._ended_at = time.monotonic()
         return results
 
@@ -222,9 +223,10 @@ class FlowControl:
         else:
             chosen = self._choose(now, self._max_rows - rows)
         self._is_full = bool(self._waiting)
-        for job in chosen:
-            self._marks.wait(-1, -job.rows)
-        beyond = requests + len(chosen) + self._marks.waiting()[0] - self._max_requests
+        self._marks.wait(-len(chosen), -sum(job.rows for job in chosen))
+        beyond = 0
+        if self._waiting:
+            beyond = requests + len(chosen) + self._marks.waiting()[0] - self._max_requests
         for _ in range(min(beyond, len(self._waiting))):
             # The client of the oldest one has most likely left, if it is above the learned age.
             queued = self._waiting.pop(0 if self._first_younger(now, self._limit_s) else -1)

@@ -179,11 +179,10 @@ class InFlight:
         oldest = self._newest() - int(1e9 * slack_s)
         requests = all_rows = 0
         for slot, top in enumerate(self._words(_TOP)):
-            place = slice(slot * MARKS, slot * MARKS + top)
-            marks = zip(self._numbers[place], self._times[place], self._rows[place], strict=True)
-            for number, sent_at, rows in marks:
-                if number and sent_at >= oldest:
-                    requests, all_rows = requests + 1, all_rows + rows
+            first = slot * MARKS
+            for place, number in enumerate(self._numbers[first : first + top].tolist(), first):
+                if number and self._times[place] >= oldest:
+                    requests, all_rows = requests + 1, all_rows + self._rows[place]
         return requests, all_rows
 
     def requests(self) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .row_types import make_int32
+
 MULTIPLE = 16
 """The core rounds the longest row of a batch up to a multiple of this number of tokens. Matrix
 kernels and softmax then handle a row's keys in the same order alone and in any batch, so that its
@@ -50,10 +52,9 @@ def pack_rows(
     count, lengths = len(rows), list(map(len, rows))
     total = sum(lengths)
     stride = max(1, -(-total // count))
-    ids = np.array([*chain.from_iterable(rows), *repeat(fill, count * stride - total)], np.int32)
+    ids = make_int32([*chain.from_iterable(rows), *repeat(fill, count * stride - total)], stride)
     starts = accumulate(lengths[:-1], initial=0)
-    offset = [[start - index * stride] for index, start in enumerate(starts)]
-    return ids.reshape(count, stride), np.array(offset, np.int32)
+    return ids, make_int32([start - index * stride for index, start in enumerate(starts)])
 
 
 def count_slots(tokens: int) -> int:

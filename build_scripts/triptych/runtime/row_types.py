@@ -7,6 +7,7 @@ A request's rows become rows of the model (`CoreRows`). Metadata of each model r
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -100,6 +101,15 @@ Arrays = Mapping[str, NDArray[Any]]
 """Outputs of the core, ``[model rows, ...]`` each, or of the ensemble, ``[n, ...]`` each."""
 
 Parameters = Mapping[str, Any]
+
+
+def make_int32(values: list[int], width: int = 1) -> NDArray[np.int32]:
+    """Return integers as INT32 ``[n, width]``; `array` reads a list several times as fast as numpy.
+
+    Raises:
+        OverflowError: An integer has more than 32 bits.
+    """
+    return np.frombuffer(array("i", values), np.int32).reshape(-1, width)
 
 
 NO_TICKET = (0, 0)

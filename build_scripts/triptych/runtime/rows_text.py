@@ -8,12 +8,11 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, normalizers
 
 from .request_errors import RequestError
-from .row_types import CoreRows, Row, RowInputs, find_class
+from .row_types import CoreRows, Row, RowInputs, find_class, make_int32
 
 Input = str | tuple[str, str]
 
@@ -108,9 +107,9 @@ class TokenRowMaker(ABC):
     def _finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row] | Exception:
         try:
             for number, encoding in enumerate(encodings):
-                if isinstance(encoding, RequestError):
-                    raise encoding
                 if isinstance(encoding, Exception):
+                    if isinstance(encoding, RequestError):
+                        raise encoding
                     raise RequestError(
                         "text", "cannot be tokenized", encoding, "Correct it", number
                     )
@@ -171,11 +170,11 @@ class TokenRowMaker(ABC):
     def _tensors(self, rows: Sequence[Row]) -> CoreRows:
         ids = [row.ids for row in rows]
         tensors: dict[str, NDArray[Any]] = self._layout.tensors(ids)
-        tensors["row_length"] = np.array([[len(row)] for row in ids], dtype=np.int32)
+        tensors["row_length"] = make_int32([*map(len, ids)])
         if self.segments:
-            tensors["first_segment"] = np.array([[r.first_segment] for r in rows], dtype=np.int32)
+            tensors["first_segment"] = make_int32([row.first_segment for row in rows])
         if self.prompt_end_ids is not None:
-            tensors["prompt_length"] = np.array([[row.prompt] for row in rows], dtype=np.int32)
+            tensors["prompt_length"] = make_int32([row.prompt for row in rows])
         width = tensors["input_ids"].shape[1]
         return CoreRows(tensors, [row.metadata for row in rows], width)
 

@@ -63,9 +63,13 @@ def read_texts(
     Raises:
         RequestError: A row is not UTF-8, or the texts exceed a limit.
     """
+    rows = read_bytes(inputs, field)
+    if sum(map(len, rows)) <= max_bytes:
+        with suppress(UnicodeDecodeError):
+            return [data.decode("utf-8") for data in rows]
     texts = []
     total = 0
-    for row, data in enumerate(read_bytes(inputs, field)):
+    for row, data in enumerate(rows):
         if len(data) > max_bytes:
             raise RequestError(
                 field,
