@@ -199,16 +199,15 @@ def list_server_metrics() -> str:
     from triptych.runtime import sample_writer  # imports Triton's module
 
     RowTokens({"pipeline": "NAME", "token_bounds": [1]})
-    for name, _, description, values in sample_writer.METRICS:
+    for name, description, values in sample_writer.METRICS:
         labels = {"reason": [*values]} if len(values) > 1 else {}
         families.append((name, "COUNTER", description, labels))
     made = generation_metrics.GenerationMetrics("NAME", generation_metrics.make_time_bounds({}))
     made.send({})
     generation_metrics.PreprocessErrors("NAME")
-    former = {old.name for old in generation_metrics.FORMER.values()}
     rows = []
     for name, kind, description, labels in families:
-        if name in former or re.search("_(count|sum)$", name):
+        if re.search("_(count|sum)$", name):
             continue
         is_histogram = name.endswith("_bucket")
         kind = "histogram" if is_histogram else kind.lower()

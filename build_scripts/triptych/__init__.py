@@ -29,9 +29,6 @@ __all__ = [
     "new",
     "serve",
 ]
-_FORMER = ("Build", "Served")
-"""Former names of classes, which `triptych.interface.api` still has, with a warning."""
-
 _ELSEWHERE = {
     "Client": "triptych.client",
     "GateFailure": "triptych.core.gate.cached",
@@ -45,7 +42,7 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("triptych")
-    if name not in __all__ and name not in _FORMER:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 

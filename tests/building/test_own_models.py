@@ -38,7 +38,6 @@ from triptych.container.health import QUESTION_FILE, HealthCheck
 from triptych.container.manifests import find_pipelines
 from triptych.core.gate.cached import GateFailure
 from triptych.core.gate.verify import verify_pipeline
-from triptych.runtime.hooking import load_file
 from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.bench.baseline_calls import OWN, open_rows, read_work, work_of
 from triptych.serving.bench.baselines import Baselines
@@ -121,11 +120,10 @@ def test_a_detector_finds_the_squares(folder: Path, server: Any) -> None:
             assert sorted(label for label in labels if label) == wanted
             assert boxes[: len(wanted)].any(axis=1).all()
             assert not boxes[len(wanted) :].any()
-        typed: Any = load_file(folder / "repository/detector/client.py", "typed_detector")
-        strict = typed.infer_detector(client, images[:1], min_score=1.0)
-        assert strict.label.shape == (1, 0)
-        usual = typed.infer_detector(client, image=images[:1])
-        np.testing.assert_array_equal(usual.box[0], found["box"][0][: usual.box.shape[1]])
+        strict = client.infer({"image": images[:1]}, parameters={"min_score": 1.0})
+        assert strict["label"].shape == (1, 0)
+        usual = client.infer({"image": images[:1]})["box"]
+        np.testing.assert_array_equal(usual[0], found["box"][0][: usual.shape[1]])
         first, second = client.infer_each({"image": [images[0], b"no image"]})
     assert "cannot be decoded" in str(second)
     assert not isinstance(first, InvalidRequestError)
@@ -141,10 +139,7 @@ def test_a_table_answers_as_its_graph(folder: Path, server: Any) -> None:
     with Client("table", server.grpc_url) as client:
         got = client.infer({"features": features, "bias": bias})
         np.testing.assert_allclose(got["risk"], wanted, atol=1e-5)
-        typed: Any = load_file(folder / "repository/table/client.py", "typed_table")
-        answer = typed.infer_table(client, features, bias=bias)
-        np.testing.assert_allclose(answer.risk, wanted, atol=1e-5)
-        got = typed.infer_table(client, features.tolist())._asdict()
+        got = client.infer({"features": features.tolist()})
         np.testing.assert_allclose(got["risk"], usual, atol=1e-5)
 
 

@@ -173,7 +173,6 @@ def model(tiny_model: Path) -> Any:
 def test_a_prompt_is_chosen_by_name(server: Server, model: Any) -> None:
     choices: tuple[tuple[dict[str, Any], str], ...] = (
         ({"prompt": "query"}, "query: "),
-        ({"prompt_name": "query"}, "query: "),
         ({"prompt": "none"}, ""),
         ({}, "passage: "),
     )
@@ -184,10 +183,10 @@ def test_a_prompt_is_chosen_by_name(server: Server, model: Any) -> None:
         with pytest.raises(InvalidRequestError, match="one of none, passage, query"):
             client.embed(["a"], prompt="qeury")
     with Client("strict", server.grpc_url) as client:  # its prompts are those of the model
-        found = client.embed(["a text"], prompt_name="query")
+        found = client.embed(["a text"], prompt="query")
         assert np.abs(found - model.encode(["query: a text"])).max() < 1e-5
         with pytest.raises(InvalidRequestError, match="one of document, query"):
-            client.embed(["a"], prompt_name="nope")
+            client.embed(["a"], prompt="nope")
 
 
 def test_a_long_row_is_rejected_where_the_spec_says_so(server: Server) -> None:

@@ -409,8 +409,3 @@ def test_the_command_line_tells_findings_and_ends_as_lint_does(tmp_path: Path) -
     places = ["--repository", str(repository), "--reports", str(tmp_path / "reports")]
     words = ["lint", str(tmp_path / "fine"), "minilm", *places]
     assert CliRunner().invoke(app, words).exit_code == 0
-    # The former verb takes the same options.
-    words = ["deploy", "minilm", *places, "--check", str(tmp_path / "fine")]
-    done = CliRunner().invoke(app, words)
-    assert (done.exit_code, done.stdout) == (0, "0 errors, 0 other findings\n")
-    assert "`deploy --check` is now called `lint`" in done.stderr

@@ -1,4 +1,4 @@
-"""Help, version, former names and settings of the command line."""
+"""Help, version and settings of the command line."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from triptych.base.counted import counted
 from triptych.base.errors import UserError
 from triptych.deploy.options import DeployOptions
 from triptych.interface.cli import app, options
-from triptych.interface.cli.command import IGNORED, MOVED, RENAMED, VERBS
+from triptych.interface.cli.command import VERBS
 from triptych.interface.cli.deploy import read_settings
 from triptych.spec.scaffold import tasks
 
@@ -117,30 +117,6 @@ def test_fields_describes_every_field_of_a_task() -> None:
     assert "Name" in refused("fields", "--task", "nor").message
 
 
-def test_former_names_work_and_name_the_new_ones() -> None:
-    """Each is accepted: what fails is the pipeline, which is not there."""
-    former = {old for command in COMMANDS.values() for old in command.former}
-    assert {"--as", "--rows", "--budget", "--rehearse", "--candidate"} <= former
-    for words, warning in (
-        ("watch x --every 1h --rows 5", "`watch` is now called `monitor`"),
-        ("watch x --servers=2", "`--servers` is now called `--server-count`"),
-        ("traffic x --from-sample", "`--from-sample` has no effect"),
-        ("deploy x --as y --ready 3", "`--ready` is now called `--startup-seconds`"),
-        ("bench x --find-rate", "`--find-rate` is now called `--find-max-rate`"),
-        ("bench --compare a b", "`bench --compare` is now called `bench-diff`"),
-        ("tune x --check a --check=b", "`tune --check` is now called `drift`"),
-        ("deploy --check nowhere", "`deploy --check` is now called `lint`"),
-        ("engine x --rehearse", "`--rehearse` is now called `--dry-run`"),
-        ("shadow --candidate other x", "`--candidate VALUE` is now called `VALUE`"),
-    ):
-        done = CliRunner().invoke(app, words.split())
-        assert isinstance(done.exception, UserError), (words, done.output)
-        assert warning in done.stderr, (words, done.stderr)
-        assert done.stdout in ("", "x\n"), words
-    assert set(RENAMED.values()) | {moved.new for moved in MOVED} <= set(COMMANDS)
-    assert {verb for verb, _ in IGNORED} <= set(COMMANDS)
-
-
 def test_settings_of_deploy_stand_in_a_file(tmp_path: Path) -> None:
     path, context = tmp_path / "deploy.yaml", typer.Context(COMMANDS["deploy"])
     assert read_settings(path, context) == {}
@@ -211,9 +187,6 @@ def test_functions_name_arguments_and_the_package_lists_its_names(tmp_path: Path
     assert {"build", "serve", "Client", "__version__"} <= set(dir(triptych))
     assert triptych.__version__ == version("triptych")
     assert shown("--version") == f"triptych {version('triptych')}\n"
-    for old, new in (("Build", "BuildResult"), ("Served", "ServerHandle")):
-        with pytest.warns(DeprecationWarning, match=f"`{old}` is now called `{new}`"):
-            assert getattr(triptych, old) is getattr(triptych, new)
 
 
 def test_long_verbs_show_their_time_and_how_far_a_loop_is(monkeypatch: pytest.MonkeyPatch) -> None:

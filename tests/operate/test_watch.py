@@ -190,10 +190,6 @@ def test_metrics_are_in_prometheus_text_format() -> None:
     assert evidence == pytest.approx(3.5 / 3)
     assert samples["triptych_monitor_metric", "label_agreement", "p"] == 0
     assert samples["triptych_monitor_last_run_timestamp_seconds", "p"] > 1e9
-    # the names of earlier releases
-    assert samples["triptych_watch_alarms", "p"] == 1
-    assert samples["triptych_watch_evidence", "label_agreement", "p"] == evidence
-    assert samples["triptych_watch_value", "label_agreement", "p"] == 0
 
 
 def test_verdict_on_a_candidate(tmp_path: Path) -> None:

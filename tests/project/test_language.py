@@ -20,8 +20,8 @@ SHARED_BY_INTERFACE = {
 }
 """Class names that several modules define because a caller finds the class by this name."""
 
-FORMER_NAMES = re.compile(r"NeighbourFailed|aria-labelledby|`?\"?\w+_neighbour\w*|neighbour_\w+")
-"""Former names that are still accepted, and a name of HTML."""
+HTML_NAME = re.compile("aria-labelledby")
+"""Name of HTML in British spelling."""
 BRITISH = re.compile(
     r"(?:label|model|travel|signal)l(?:ed|ing)|neighbour|colour|favour|honour|behaviour|licence|catalogue"
     r"|(?:quant|normal|summar|recogn|maxim|minim|util|initial|serial|optim|organ|general|token|real|synchron)is(?:e|ed|es|ing|er|ers|ation)\b",
@@ -58,7 +58,7 @@ def test_the_spelling_is_american() -> None:
         *ROOT.glob("pipelines/**/*.md"),
         *ROOT.glob("docker/*.md"),
     ]
-    texts = {path: FORMER_NAMES.sub("", path.read_text(encoding="utf-8")) for path in files}
+    texts = {path: HTML_NAME.sub("", path.read_text(encoding="utf-8")) for path in files}
     mistakes = [
         f"{path.relative_to(ROOT)}:{text[: word.start()].count(chr(10)) + 1}: {word[0]}"
         for path, text in texts.items()

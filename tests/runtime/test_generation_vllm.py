@@ -84,7 +84,7 @@ def test_the_example_passes_its_gate_streams_and_gives_up(
         calls[0].cancel()
         wait_until(server, "chat", running=1)
         calls[1].cancel()
-        wait_until(server, "chat", running=0, kv_cache_share=0)
+        wait_until(server, "chat", running=0, kv_cache_usage_ratio=0)
         calls = [chat.open(long) for _ in range(4)]
         for call in calls:
             next(call)

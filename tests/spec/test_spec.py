@@ -1,7 +1,6 @@
 """Specifications and what tuning sets: mistakes end in field, rule, given, remedy."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -9,12 +8,9 @@ import generation_cases
 from conftest import write_pipeline
 from mistakes import check_refused
 from triptych.base.cache import sha256_of
-from triptych.base.errors import RenamedWarning
-from triptych.runtime.request_errors import RequestError
-from triptych.runtime.triton_io import check_parameters
 from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.slo import Slo, parse_slo
-from triptych.spec.spec import PipelineSpec, load_spec
+from triptych.spec.spec import load_spec
 from triptych.spec.tasks import find_task
 from triptych.spec.traffic import Lengths, read_traffic
 from triptych.spec.tuned import (
@@ -26,46 +22,6 @@ from triptych.spec.tuned import (
     tuned_text,
     write_tuned,
 )
-
-
-def test_former_names_are_read_with_a_warning(tmp_path: Path) -> None:
-    former: dict[str, Any] = {
-        "serving": {"queue": {"max_size": 7}},
-        "accuracy": {"neighbour_effect": 0.5},
-        "parameters": {"labels": ["a"]},
-    }
-    folder = write_pipeline(tmp_path / "a", **former)
-    with pytest.warns(RenamedWarning) as caught:
-        spec = load_spec(folder, ["serving.max_inflight=3", "core={share: b}"])
-    assert [str(one.message).split(". ")[0] for one in caught] == [
-        f"`{folder}/pipeline.yaml: serving.queue.max_size` is now called "
-        "`serving.queue.max_in_flight`",
-        f"`{folder}/pipeline.yaml: accuracy.neighbour_effect` is now called "
-        "`accuracy.batch_sensitivity`",
-        f"`{folder}/pipeline.yaml: parameters.labels` is now called `parameters.candidate_labels`",
-        "`--set serving.max_inflight` is now called `serving.max_inflight_requests`",
-        "`--set core.share` is now called `core.shared_from`",
-    ]
-    assert spec.serving.queue.max_in_flight == 7
-    assert (spec.serving.max_inflight_requests, spec.core.shared_from) == (3, "b")
-    assert spec.accuracy.batch_sensitivity == 0.5
-    assert spec.parameters == {"candidate_labels": ["a"]}
-    stored = spec.model_dump(mode="json", exclude={"folder"})
-    stored["serving"]["queue"]["max_size"] = stored["serving"]["queue"].pop("max_in_flight")
-    assert PipelineSpec.model_validate(stored) == spec.model_copy(update={"folder": Path()})
-
-    former["serving"]["queue"]["max_in_flight"] = 8
-    folder = write_pipeline(tmp_path / "b", **former)
-    check_refused("is the former name of", load_spec, folder)
-
-
-def test_former_names_of_request_parameters_are_accepted() -> None:
-    rules = {"candidate_labels": {"type": "list"}}
-    with pytest.warns(FutureWarning, match="`labels` is now called `candidate_labels`"):
-        assert check_parameters('{"labels": "a, b"}', rules, {}) == {"candidate_labels": ["a", "b"]}
-    with pytest.raises(RequestError, match="`parameter labels` is not known"):
-        check_parameters('{"labels": "a"}', {}, {})
-
 
 MISTAKES: list[tuple[str, list[str]]] = [
     ("core.layoot=packed", ["`--set core.layoot`", "not a field", "mean `layout`?"]),
@@ -203,12 +159,6 @@ def test_a_pipeline_that_generates_text_is_tuned_alike(tmp_path: Path) -> None:
     assert load_generation_spec(folder, untuned=True).tuned == {}
     said = describe_tuned(folder, tuned, spec_file="pipeline.yaml")
     assert said == "core.max_num_seqs=4, core.enable_prefix_caching=False (tuned.yaml)"
-    old = "{core.max_sequences: 4, core.prefix_caching: false, core.kv_cache.precision: fp8}"
-    (folder / TUNED_FILE).write_text(f"set: {old}")
-    with pytest.warns(RenamedWarning) as caught:
-        spec = load_generation_spec(folder)
-    assert len(caught) == 3
-    assert spec.tuned == {**overrides, "core.kv_cache.dtype": "fp8"}
     (folder / "pipeline.yaml").write_text("task: text-generation")
     said = describe_tuned(folder, tuned, spec_file="pipeline.yaml")
     assert "has changed since: run `triptych tune talk` again" in said

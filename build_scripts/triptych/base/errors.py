@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -34,29 +33,6 @@ def closest(given: str, known: Iterable[str]) -> str:
     """Return ``Did you mean `…`? `` if one of `known` is similar to `given`, else an empty text."""
     found = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
     return f"Did you mean `{found[0]}`? " if found else ""
-
-
-class RenamedWarning(FutureWarning):
-    """Use of a former name that a later release will not accept."""
-
-
-class Formerly:
-    """Former names of an option or argument, as metadata of its annotation."""
-
-    def __init__(self, *names: str) -> None:
-        self.names = names
-
-
-def describe_renamed(old: str, new: str) -> str:
-    """Return the text of a warning that `old` has a new name."""
-    return f"`{old}` is now called `{new}`. A later release will not accept the old name."
-
-
-def warn_renamed(
-    old: str, new: str, category: type[Warning] = RenamedWarning, *, stacklevel: int = 3
-) -> None:
-    """Warn that `old` has a new name; the command line prints a `RenamedWarning` as one line."""
-    warnings.warn(describe_renamed(old, new), category, stacklevel=stacklevel)
 
 
 class UserError(Exception):

@@ -41,8 +41,6 @@ from triptych.repository.records import DryRun
 from triptych.repository.render import CoreFiles, Rendered, render
 from triptych.repository.sharing import check_sharers, owner_of_core
 from triptych.repository.store import hash_files
-from triptych.repository.typed_client import CLIENT_FILE, render_client
-from triptych.spec.model_fields import is_own
 from triptych.spec.model_source import read_license
 
 
@@ -151,8 +149,6 @@ def render_encoder(
         plan, core.gate, license=license, unpacked=core.not_packed_reason
     )
     previous = find_manifest(repository, name, EncoderManifest)
-    if is_own(plan.spec):
-        files[f"{name}/{CLIENT_FILE}"] = render_client(plan.spec)
     # The hashes are of the graph that the gate ran, so `serve` rejects a file changed since then.
     graph = {
         f"{each.plan.step('core')}/1/{part}": digest

@@ -18,7 +18,6 @@ from triptych.client.errors import (
     PipelineNotFoundError,
     PipelineNotReadyError,
     ServerUnreachableError,
-    former_class,
 )
 from triptych.client.generation import Chunk, Completion, Sampling, Usage
 from triptych.client.retry import Retry
@@ -59,7 +58,3 @@ __all__ = [
     "TokenChoice",
     "Usage",
 ]
-
-
-def __getattr__(name: str) -> type[InferenceError]:
-    return former_class(__name__, name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from triptych.base.errors import warn_renamed
 from triptych.runtime.request_errors import (
     ENGINE_DIED,
     ENGINE_FAILED,
@@ -257,35 +256,3 @@ def _kind(code: str, message: str) -> type[InferenceError]:
         if row_code == code and text in message:
             return kind
     return _CODES.get(code, PipelineFailedError)
-
-
-_FORMER = {
-    "AccessDenied": AccessDeniedError,
-    "Cancelled": CanceledError,
-    "DeadlineExceeded": DeadlineExceededError,
-    "InvalidRequest": InvalidRequestError,
-    "NeighbourFailed": BatchNeighborError,
-    "Overloaded": OverloadedError,
-    "PipelineFailed": PipelineFailedError,
-    "PipelineNotFound": PipelineNotFoundError,
-    "PipelineNotReady": PipelineNotReadyError,
-    "ServerUnreachable": ServerUnreachableError,
-}
-"""Former name of each class that was renamed."""
-
-
-def former_class(module: str, name: str) -> type[InferenceError]:
-    """Return the error class with a former name, with a `DeprecationWarning`.
-
-    Raises:
-        AttributeError: No class had that name.
-    """
-    if name not in _FORMER:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    kind = _FORMER[name]
-    warn_renamed(f"{module}.{name}", kind.__name__, DeprecationWarning, stacklevel=4)
-    return kind
-
-
-def __getattr__(name: str) -> type[InferenceError]:
-    return former_class(__name__, name)

@@ -18,7 +18,7 @@ from weakref import WeakSet
 from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2
 
-from triptych.base.errors import UserError, warn_renamed
+from triptych.base.errors import UserError
 from triptych.client.connection import (
     CREDENTIALS,
     MAX_MESSAGE_BYTES,
@@ -64,8 +64,6 @@ _DNS_REFRESH_S = 30.0
 
 PRIORITY = "priority"
 """Request parameter of Triton with the level of a request, 1 for the first."""
-_NOT_GIVEN: Any = object()
-"""Default of a former keyword, to tell whether it is given."""
 
 
 CALL_HEADERS: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("call_headers", default=())
@@ -112,7 +110,6 @@ class PipelineClient:
         keep_alive: KeepAlive | None = _KEEP_ALIVE,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         dns_refresh_s: float | None = _DNS_REFRESH_S,
-        renew_s: float | None = _NOT_GIVEN,
     ) -> None:
         """Create a client of a pipeline; it connects at the first call.
 
@@ -135,14 +132,10 @@ class PipelineClient:
             dns_refresh_s: Interval in seconds at which a name is resolved again, to find new
                 servers.
                 None: gRPC resolves it when a connection breaks.
-            renew_s: Former name of `dns_refresh_s`.
 
         Raises:
             UserError: A setting is invalid.
         """
-        if renew_s is not _NOT_GIVEN:
-            warn_renamed("renew_s", "dns_refresh_s")
-            dns_refresh_s = renew_s
         for name, value in (
             ("rows_per_request", rows_per_request),
             ("max_in_flight", max_in_flight),

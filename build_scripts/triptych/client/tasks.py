@@ -32,11 +32,6 @@ class TokenChoice(NamedTuple):
     token: str
     score: float
 
-    @property
-    def label(self) -> str:
-        """The token, under its name in former versions."""
-        return self.token
-
 
 class Entity(NamedTuple):
     """A named entity in a text.
@@ -162,7 +157,6 @@ def embed(
     normalize_embeddings: bool | None = None,
     encoding: Encoding | None = None,
     prompt: str | None = None,
-    prompt_name: str | None = None,
     timeout_s: float | None = None,
 ) -> TaskCall[Vectors, Vectors]:
     """Return an embedding of each text.
@@ -170,7 +164,7 @@ def embed(
     `dimensions` keeps that many leading numbers of a vector and normalizes it again, unless
     `normalize_embeddings` is False; if that is True, all vectors are normalized. `encoding` is
     float, int8, uint8, or binary or ubinary (one bit per number, eight per byte). `prompt` names
-    the prompt put before each text (`prompt_name` is its former name), or is its text in a pipeline
+    the prompt put before each text, or is its text in a pipeline
     with `prompts: any`.
 
     Returns:
@@ -201,7 +195,7 @@ def embed(
             dimensions=dimensions,
             normalize_embeddings=normalize_embeddings,
             encoding=encoding,
-            prompt=prompt_name if prompt is None else prompt,
+            prompt=prompt,
         ),
         outputs,
         read,

@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from triptych.base.errors import UserError, warn_renamed
+from triptych.base.errors import UserError
 from triptych.base.tensors import TokenRow
 from triptych.core.requests import GateRequest, preview_text
 from triptych.runtime.hooking import Hook, call_before
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import RowMaker, TextRowMaker, find_class
-from triptych.runtime.triton_io import FORMER_NAMES, check_parameters
+from triptych.runtime.triton_io import check_parameters
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.plan import core_rows_of, max_length_of, row_settings
 from triptych.spec.spec import PipelineSpec
@@ -249,12 +249,11 @@ def check_line(
     Raises:
         UserError: A parameter is unknown or invalid.
     """
-    sent = {}
-    for name, value in given.items():
-        if name in FORMER_NAMES:
-            warn_renamed(f"{where}: {name}", FORMER_NAMES[name])
-        # In the form that a client sends: a list is JSON text.
-        sent[FORMER_NAMES.get(name, name)] = json.dumps(value) if isinstance(value, list) else value
+    # In the form that a client sends: a list is JSON text.
+    sent = {
+        name: json.dumps(value) if isinstance(value, list) else value
+        for name, value in given.items()
+    }
     try:
         return check_parameters(json.dumps(sent), rules, defaults)
     except RequestError as error:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from triptych.base.errors import Formerly, UserError
+from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue
 from triptych.base.releases import Release, parse_release
 from triptych.deploy.variables import OPTION, read_variables
@@ -71,14 +71,12 @@ class DeployOptions:
             help="Image that contains the model repository, without a tag, which is the hash of "
             "the build manifest. Default: a PersistentVolumeClaim.",
         ),
-        Formerly("--models"),
     ] = None
     name: Annotated[
         str,
         typer.Option(
             metavar="NAME", help="Name of the Kubernetes objects. Default: the pipeline's name."
         ),
-        Formerly("--as"),
     ] = ""
     namespace: Annotated[str, typer.Option(help="Namespace of the Kubernetes objects.")] = "default"
     prometheus: Annotated[
@@ -91,7 +89,6 @@ class DeployOptions:
     rps_per_replica: Annotated[
         float | None,
         typer.Option(help="Requests/s that one replica sustains. Default: as measured by bench."),
-        Formerly("--capacity"),
     ] = None
     cpu_cores: Annotated[
         float | None,
@@ -115,21 +112,18 @@ class DeployOptions:
             help="Seconds from scaling up until a new replica serves requests. "
             "Default: the measured load time of the models.",
         ),
-        Formerly("--ready"),
     ] = None
     max_growth: Annotated[
         float,
         typer.Option(
             help="Maximum growth of the request rate within a minute: 0.5 for half as much again."
         ),
-        Formerly("--growth"),
     ] = 0.5
     peak_rps: Annotated[
         float | None,
         typer.Option(
             help="Maximum load in requests/s. Default: the load of 4 times the minimum replicas."
         ),
-        Formerly("--peak-rate"),
     ] = None
     max_grace_seconds: Annotated[
         int | None,
@@ -138,7 +132,6 @@ class DeployOptions:
             help="Maximum termination grace period that the platform allows, in seconds. "
             "Default: no maximum.",
         ),
-        Formerly("--grace"),
     ] = None
     gpu_product: Annotated[
         str | None,
@@ -146,7 +139,6 @@ class DeployOptions:
             metavar="PRODUCT",
             help="GPU product in the labels of the nodes. Default: the engine's GPU.",
         ),
-        Formerly("--gpu"),
     ] = None
     run_as_user: Annotated[
         str,
@@ -180,7 +172,6 @@ class DeployOptions:
             help="Header whose equal values select the same replica, for text generation. "
             "Default: none.",
         ),
-        Formerly("--affinity"),
     ] = None
     canary_percent: Annotated[
         int | None,
@@ -188,7 +179,6 @@ class DeployOptions:
             metavar="PERCENT",
             help="Percentage of requests for a new build (kserve). Default: no canary.",
         ),
-        Formerly("--canary"),
     ] = None
     replicas: Annotated[
         int | None,
@@ -202,7 +192,6 @@ class DeployOptions:
             metavar="IMAGE",
             help="Image that runs `triptych monitor` on sampled rows. Default: no monitoring.",
         ),
-        Formerly("--watch-image"),
     ] = None
     http_api_image: Annotated[
         str | None,
@@ -270,7 +259,6 @@ class DeployOptions:
             help="Repository of the active build that `shadow` compares a canary with. "
             "Default: no comparison.",
         ),
-        Formerly("--replaces"),
     ] = None
 
     @property

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from triptych.base.errors import Progress, UserError, warn_renamed
+from triptych.base.errors import Progress, UserError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -209,7 +209,6 @@ def build(
     overrides: Mapping[str, Any] | None = None,
     accept_failed_gate: str = "",
     engine_dry_run: bool = True,
-    rehearsal: bool | None = None,
     progress: Progress | None = print_progress,
 ) -> BuildResult:
     """Build a pipeline of any kind, as `triptych build` does, without a report.
@@ -221,7 +220,6 @@ def build(
         overrides: Fields of the spec by their dotted keys, such as ``core.precision``.
         accept_failed_gate: Reason to accept a failed gate, which is recorded.
         engine_dry_run: Whether a machine that cannot build the engine does a dry run of its build.
-        rehearsal: Former name of `engine_dry_run`.
         progress: Called with each stage and its outcome; None for no output.
 
     Raises:
@@ -234,9 +232,6 @@ def build(
     from triptych.building.kinds import STEPS
     from triptych.spec.any_spec import load_any_spec
 
-    if rehearsal is not None:
-        warn_renamed("rehearsal", "engine_dry_run", DeprecationWarning)
-        engine_dry_run = rehearsal
     changes = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
     report = progress or _no_progress
     with _name_arguments():
@@ -297,14 +292,3 @@ def serve(
     )
     with server, ExitStack() as clients:
         yield ServerHandle(server.grpc_url, server.http_url, server.metrics_url, _open=clients)
-
-
-_RENAMED = {"Build": "BuildResult", "Served": "ServerHandle"}
-
-
-def __getattr__(name: str) -> Any:
-    """Return a class by its former name, with a warning."""
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warn_renamed(name, _RENAMED[name], DeprecationWarning)
-    return globals()[_RENAMED[name]]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
-    AliasChoices,
     ConfigDict,
     Discriminator,
     Field,
@@ -48,9 +47,6 @@ FIGURES_FILE = "BENCH.md"
 removed with the build."""
 
 SCHEMA = 5
-
-FORMER_SCHEMAS = ("generation-2",)
-"""Schemas of earlier versions whose fields are those of `SCHEMA`."""
 
 NOT_A_MANIFEST = "is not a build manifest of this release of triptych"
 
@@ -149,8 +145,7 @@ class EncoderManifest(BuildManifest):
         core_key: Hash of everything that decided the core.
         source_key: Hash of everything that decided the fp32 graph it was made of.
         engine: The engine in the repository, if it was built of this core.
-        dry_run: Result of the dry-run engine build; None if there was none. Older manifests call it
-            ``rehearsal``.
+        dry_run: Result of the dry-run engine build; None if there was none.
         cores: Record of each core by the name of its model, if there are several models.
         instruction_sets: Instruction sets of this processor that made the precision faster, where
             it was chosen or checked for a CPU; see `container.processor`.
@@ -167,9 +162,7 @@ class EncoderManifest(BuildManifest):
     source_key: str
     plan: PlanRecord
     engine: EngineRecord | None
-    dry_run: Annotated[
-        DryRun | None, Field(validation_alias=AliasChoices("dry_run", "rehearsal"))
-    ] = None
+    dry_run: DryRun | None = None
     cores: Mapping[str, CoreRecord] = field(default_factory=dict)
     instruction_sets: tuple[str, ...] = ()
 
@@ -307,8 +300,6 @@ def read_manifest(repository: Path, pipeline: str, expected: type[Manifest]) -> 
                 remedy=f"Run `triptych build {pipeline}` first",
             ) from error
         raise UserError(named, NOT_A_MANIFEST, given=error, remedy=rebuild) from error
-    if content.get("schema") in FORMER_SCHEMAS:
-        content["schema"] = SCHEMA
     task = _task_in(content)
     try:
         # JSON has lists where the fields are tuples, which a strict model refuses.

@@ -16,7 +16,6 @@ from pydantic import BeforeValidator, SkipValidation, TypeAdapter
 
 from triptych.spec.backends import Precision
 from triptych.spec.engine_plan import ShapeRange
-from triptych.spec.renamed import METRICS
 from triptych.spec.tasks.labeled import LabeledResult
 
 
@@ -40,9 +39,6 @@ def plain_data(value: Any) -> Any:
 Record = TypeVar("Record")
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """A float that may be infinite or NaN, which is null in JSON."""
-
-MetricName = Annotated[str, BeforeValidator(lambda name: METRICS.get(name, name))]
-"""Name of a metric; manifests and caches of earlier releases have former names."""
 
 GatePrecision = Annotated[Precision, SkipValidation]
 """Precision of a gate's artifact. Pipelines that generate text have others too, such as
@@ -139,7 +135,7 @@ class Verdict:
         passed: Whether `value` is within `limit`.
     """
 
-    metric: MetricName
+    metric: str
     value: Number
     limit: float | None
     passed: bool

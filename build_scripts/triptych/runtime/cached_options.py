@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from .request_errors import RequestError
-from .triton_io import FORMER_NAMES, own_parameters
+from .triton_io import own_parameters
 
 
 def refuse_options(text: str, rules: Container[str]) -> None:
@@ -14,11 +14,10 @@ def refuse_options(text: str, rules: Container[str]) -> None:
     A response cache ignores parameters, so that later requests would get this request's response.
     """
     for name, value in own_parameters(text, rules).items() if len(text) > 2 else ():
-        known = FORMER_NAMES.get(name, name)
-        if known in rules:
+        if name in rules:
             raise RequestError(
                 f"parameter {name}",
                 "is not accepted by a pipeline with a response cache, which ignores parameters",
                 f"{value!r:.80}",
-                f"Send it as the input tensor {known}",
+                f"Send it as the input tensor {name}",
             )

@@ -8,7 +8,7 @@ few seconds. No failure of the metrics may fail a request.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,14 @@ class CounterSet:
     """The counters of one step, each labeled with the name of the pipeline.
 
     Triton removes a metric together with its family, so this object holds both.
+
+    Args:
+        pipeline: Name of the pipeline.
+        gauges: Names of the metrics that are gauges in place of counters.
     """
 
-    def __init__(self, pipeline: str) -> None:
-        self._pipeline = pipeline
+    def __init__(self, pipeline: str, gauges: Container[str] = ()) -> None:
+        self._pipeline, self._gauges = pipeline, gauges
         self._families: list[Any] = []
         self._metrics: dict[Series, Any] = {}
 
@@ -40,31 +44,29 @@ class CounterSet:
         Raises:
             Exception: The server has no custom metrics.
         """
-        for value, metric in self._make(name, description, label, values).items():
-            self._metrics[name, value] = metric
-
-    def _make(
-        self, name: str, description: str, label: str, values: Sequence[str], kind: str = "COUNTER"
-    ) -> dict[str, Any]:
-        """Return a new metric for each value of its label."""
         # Imported here because the names in this module are also used where there is no server.
         from triton_python_backend_utils import MetricFamily
 
-        family = MetricFamily(name=name, description=description, kind=getattr(MetricFamily, kind))
+        kind = MetricFamily.GAUGE if name in self._gauges else MetricFamily.COUNTER
+        family = MetricFamily(name=name, description=description, kind=kind)
         self._families.append(family)
         own = {"pipeline": self._pipeline}
-        return {
-            value: family.Metric(labels=own | ({label: value} if label else {})) for value in values
-        }
+        for value in values:
+            labels = own | ({label: value} if label else {})
+            self._metrics[name, value] = family.Metric(labels=labels)
 
     def update(self, values: Mapping[Series, float]) -> None:
-        """Increment the counters, in the order of `values`.
+        """Increment the counters and set the gauges, in the order of `values`.
 
         Raises:
             Exception: The server has no such metrics any more.
         """
         for series, value in values.items():
-            self._metrics[series].increment(value)
+            metric = self._metrics[series]
+            if series[0] in self._gauges:
+                metric.set(value)
+            else:
+                metric.increment(value)
 
     def clear(self) -> None:
         """Take all metrics off the page, each before its family."""

@@ -13,7 +13,6 @@ from contextlib import suppress
 
 from .counters import CounterSet, Histogram, Series
 from .generation_messages import Delta, EngineLoad
-from .metric_set import Deprecated, MetricSet
 
 FLUSH_S, GAUGES_S = 5.0, 0.2
 """Seconds between two updates of counters, and of gauges."""
@@ -56,27 +55,8 @@ def _list_names() -> tuple[str, ...]:
     return tuple(f"{PREFIX}_{name}" for name in (*GAUGES, *COUNTERS, *parts))
 
 
-def _former() -> dict[str, Deprecated]:
-    former = {
-        "in_flight": Deprecated("under_way"),
-        "kv_cache_usage_ratio": Deprecated("kv_cache_share"),
-        "requests_total": Deprecated("ended", "how"),
-        "preprocess_errors_total": Deprecated("unprepared", "how"),
-    }
-    for metric in LATENCY_METRICS:
-        for part in PARTS:
-            former[f"{metric}_seconds_{part}"] = Deprecated(f"{metric}_ms_{part}", factor=1e3)
-    return {
-        f"{PREFIX}_{name}": old._replace(name=f"{PREFIX}_{old.name}")
-        for name, old in former.items()
-    }
-
-
-FORMER = _former()
-"""Former names, exported for one more minor release."""
-
-NAMES = (*_list_names(), *(old.name for old in FORMER.values()))
-"""Names of all series, old ones included."""
+NAMES = _list_names()
+"""Names of all series."""
 
 
 def make_time_bounds(limits_ms: Mapping[str, float]) -> dict[str, list[float]]:
@@ -101,7 +81,7 @@ class PreprocessErrors:
     """
 
     def __init__(self, pipeline: str) -> None:
-        self._metrics = MetricSet(pipeline, FORMER)
+        self._metrics = CounterSet(pipeline)
         with suppress(Exception):  # a server without custom metrics
             _add(self._metrics, "preprocess_errors_total", "outcome", ("refused", "error"))
 
@@ -155,7 +135,7 @@ class GenerationMetrics:
         self._counted: Counter[Series] = Counter()
         self._shown: dict[str, float] = {}
         self._flush_at = self._gauges_at = 0.0
-        self._metrics = MetricSet(pipeline, FORMER, {f"{PREFIX}_{name}" for name in GAUGES})
+        self._metrics = CounterSet(pipeline, {f"{PREFIX}_{name}" for name in GAUGES})
         self._has_metrics: bool | None = None
 
     def count_delta(self, clock: RequestClock, delta: Delta, prompt_tokens: int) -> None:

@@ -23,9 +23,8 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from .counters import Series
+from .counters import CounterSet, Series
 from .hooking import REDACT, RowForm, load_hooks
-from .metric_set import Deprecated, MetricSet
 from .sampling import (
     FOLDER_VARIABLE,
     SampledRows,
@@ -54,15 +53,14 @@ WRITTEN, DROPS, BYTES = (
     "triptych_sample_written_bytes_total",
 )
 METRICS = (
-    (WRITTEN, "triptych_sample_kept", "Sampled rows that were written", ("",)),
+    (WRITTEN, "Sampled rows that were written", ("",)),
     (
         DROPS,
-        "triptych_sample_dropped",
         "Sampled rows that were dropped, by reason; requests for the reasons `waiting` and "
         "`forged`",
         DROPPED,
     ),
-    (BYTES, "triptych_sample_bytes", "Bytes of samples that were written", ("",)),
+    (BYTES, "Bytes of samples that were written", ("",)),
 )
 Redact = Callable[[dict[str, Any], dict[str, Any]], "tuple[Any, Any] | None"]
 
@@ -116,12 +114,10 @@ class SampleWriter:
         self._reservoir_bytes = self._seen = self._forged = 0
         self._settled_at = 0.0
         self._counts: Counter[Series] = Counter()
-        self._metrics: MetricSet | None = None
+        self._metrics: CounterSet | None = None
         with suppress(Exception):  # a server without custom metrics
-            metrics = MetricSet(
-                self._pipeline, {name: Deprecated(old) for name, old, *_ in METRICS}
-            )
-            for name, _, description, values in METRICS:
+            metrics = CounterSet(self._pipeline)
+            for name, description, values in METRICS:
                 label = "reason" if len(values) > 1 else ""
                 metrics.add(name, description, label=label, values=values)
             self._metrics = metrics

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Container, Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -118,14 +117,6 @@ TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "list": (str,),
 }
-FORMER_NAMES = {
-    "aggregation": "aggregation_strategy",
-    "impossible_answer": "handle_impossible_answer",
-    "labels": "candidate_labels",
-    "max_answer_tokens": "max_answer_len",
-    "prompt_name": "prompt",
-}
-"""Former name of a parameter, still accepted, to its name in the pipelines of transformers."""
 OF_CARRIERS = frozenset(
     ("accept", "authorization", "baggage", "content_type", "headers", "traceparent", "tracestate")
 )
@@ -145,8 +136,6 @@ def check_parameters(
 ) -> Mapping[str, Any]:
     """Return the parameters of a request (JSON text) with defaults, checked by `rules`.
 
-    A former name is accepted, with a warning on standard error the first time.
-
     A rule has ``type`` (bool, int, float, str or list) and may have ``min``, ``max``, ``choices``.
 
     Raises:
@@ -156,11 +145,6 @@ def check_parameters(
         return defaults
     parameters = dict(defaults)
     for name, value in own_parameters(text, rules).items():
-        if FORMER_NAMES.get(name) in rules:
-            former, name = name, FORMER_NAMES[name]
-            # Python prints a warning with the same text only once.
-            text = f"The request parameter `{former}` is now called `{name}`."
-            warnings.warn(text, FutureWarning, stacklevel=1)
         rule = rules.get(name)
         if rule is None:
             known = ", ".join(sorted(rules)) or "none"
@@ -182,18 +166,17 @@ def add_options(text: str, inputs: Inputs, rules: Mapping[str, Mapping[str, Any]
             the same name and another value.
     """
     parameters = json.loads(text)
-    named = {FORMER_NAMES.get(name, name): value for name, value in parameters.items()}
     for name, rule in rules.items():
         if name not in inputs:
             continue
         field = f"input {name}"
         value = _read_option(field, inputs[name].as_numpy().tolist())
         checked = _checked(field, value, rule)
-        if name in named and _checked(f"parameter {name}", named[name], rule) != checked:
+        if name in parameters and _checked(f"parameter {name}", parameters[name], rule) != checked:
             raise RequestError(
                 field,
                 "must have the value of the request parameter of the same name",
-                f"{value!r:.80}, and {named[name]!r:.80} as parameter",
+                f"{value!r:.80}, and {parameters[name]!r:.80} as parameter",
                 "Send one of the two",
             )
         parameters[name] = value

@@ -31,7 +31,7 @@ from triptych.spec.fields import (
 )
 from triptych.spec.kind import Kind
 from triptych.spec.slo import GenerationSlo
-from triptych.spec.spec import load_as, with_present_names
+from triptych.spec.spec import load_as
 from triptych.spec.tuned import TUNABLE_GENERATION, read_tuned
 
 Device = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
@@ -225,11 +225,6 @@ class GeneratingSpec(Frozen):
     def gpus_per_copy(self) -> int:
         """Number of GPUs that one copy of the model needs; 0 for an engine on the CPU."""
         return 0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rename(cls, given: Any) -> Any:
-        return with_present_names(given)
 
     @field_validator("parameters")
     @classmethod

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from triptych.base.errors import UserError, closest, warn_renamed
+from triptych.base.errors import UserError, closest
 from triptych.base.files import parse_yaml
 from triptych.spec.fields import (
     Accuracy,
@@ -29,7 +29,6 @@ from triptych.spec.fields import (
     Tokenizer,
 )
 from triptych.spec.kind import GENERATION, STEP_SUFFIXES, TEXT2TEXT, Kind, kind_of_task
-from triptych.spec.renamed import former_fields, rename_fields
 from triptych.spec.tuned import TUNED_FILE, read_tuned
 
 SPEC_FILE = "pipeline.yaml"
@@ -102,11 +101,6 @@ class PipelineSpec(BaseModel):
     def max_text_bytes(self) -> int:
         return self.tokenizer.max_text_bytes
 
-    @model_validator(mode="before")
-    @classmethod
-    def _rename(cls, given: Any) -> Any:
-        return with_present_names(given)
-
     @model_validator(mode="after")
     def _owns_its_core(self) -> PipelineSpec:
         if self.core.shared_from is not None and self.serving.priority is not None:
@@ -117,14 +111,6 @@ class PipelineSpec(BaseModel):
                 remedy=f"Set it in {self.core.shared_from}",
             )
         return self
-
-
-def with_present_names(given: Any) -> Any:
-    """Return the document of a spec, as read from a file, with the present names of its fields."""
-    if isinstance(given, dict):
-        given = copy.deepcopy(given)
-        rename_fields(given, str(given.get("task", "")), warn=False)
-    return given
 
 
 def load_spec(
@@ -207,13 +193,10 @@ def load_as(
     """
     path = folder / SPEC_FILE
     document = _read_document(folder)
-    task = str(document.get("task", ""))
-    rename_fields(document, task, source=f"{path}: ", warn=True)
     for key, value in measured.items():
         _set(document, key, value, source=f"{folder / TUNED_FILE}: ")
     for override in overrides:
-        _apply_override(document, override, former_fields(task))
-    rename_fields(document, task, source="--set ", warn=True)
+        _apply_override(document, override)
     for reserved in RESERVED:
         if reserved in document:
             raise UserError(
@@ -229,7 +212,7 @@ def load_as(
         where = problems[0].field
         source = f"{folder / TUNED_FILE if where in measured else path}: "
         keys = (override.partition("=")[0] for override in overrides)
-        if where in {former_fields(task).get(key, key) for key in keys}:
+        if where in keys:
             source = "--set "
         raise _as_user_error(source, problems) from error
 
@@ -303,7 +286,7 @@ def check_folder(folder: Path, path: Path) -> None:
         )
 
 
-def _apply_override(document: dict[str, Any], override: str, former: Mapping[str, str]) -> None:
+def _apply_override(document: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not all(key.split(".")):
         raise UserError(
@@ -318,9 +301,7 @@ def _apply_override(document: dict[str, Any], override: str, former: Mapping[str
         raise UserError(
             f"--set {key}", "must have a YAML value", given=error, remedy="Quote the value"
         ) from error
-    if key in former:
-        warn_renamed(f"--set {key}", former[key])
-    _set(document, former.get(key, key), value, source="--set ")
+    _set(document, key, value, source="--set ")
 
 
 def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 import yaml
 
 from triptych.base.cache import sha256_of
-from triptych.base.errors import UserError, warn_renamed
+from triptych.base.errors import UserError
 from triptych.base.files import parse_yaml, write_files
-from triptych.spec.renamed import former_fields
 
 TUNED_FILE = "tuned.yaml"
 TUNABLE = (
@@ -91,9 +90,7 @@ def read_tuned(folder: Path, tunable: Sequence[str] = TUNABLE) -> Tuned | None:
             given=f"{document!r:.100}",
             remedy=remedy,
         )
-    former = former_fields("text-generation")  # no other task has renamed tunable fields
-    present = {former.get(key, key): value for key, value in overrides.items()}
-    strange = [key for key in overrides if former.get(key, key) not in tunable]
+    strange = [key for key in overrides if key not in tunable]
     if strange:
         raise UserError(
             f"{path}: {strange[0]}",
@@ -101,9 +98,7 @@ def read_tuned(folder: Path, tunable: Sequence[str] = TUNABLE) -> Tuned | None:
             given=strange[0],
             remedy=f"Move it to pipeline.yaml, or remove it. Allowed: {', '.join(tunable)}",
         )
-    for key in overrides.keys() - present.keys():
-        warn_renamed(f"{path}: {key}", former[key])
-    return Tuned(present, provenance)
+    return Tuned(overrides, provenance)
 
 
 def write_tuned(folder: Path, tuned: Tuned, *, spec_file: str) -> Path:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import io
 import json
 import sys
-import warnings
-from typing import TextIO
 
-from triptych.base.errors import RenamedWarning, UserError
+from triptych.base.errors import UserError
 from triptych.base.files import as_user_error
 from triptych.interface.cli import (  # noqa: F401  (their verbs)
     deploy,
@@ -32,31 +30,12 @@ from triptych.interface.cli.options import EXIT_MISTAKE, status
 __all__ = ["app", "main"]
 
 
-_python_shows = warnings.showwarning
-
-
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Print a former name that was used as one line, without the place in the code."""
-    if issubclass(category, RenamedWarning):
-        status.print(f"warning: {message}", style="yellow", markup=False)
-    else:
-        _python_shows(message, category, filename, lineno, file, line)
-
-
 def main() -> None:
     """Run the ``triptych`` command."""
     for stream in (sys.stdout, sys.stderr):
         # Escape characters that the terminal's encoding lacks, instead of raising an error.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    warnings.showwarning = _show_warning
     try:
         app()
     except (UserError, OSError) as caught:

@@ -1,4 +1,4 @@
-"""Turn functions into verbs: options from dataclasses, former names, help in groups of verbs.
+"""Turn functions into verbs: options from dataclasses, help in groups of verbs.
 
 A verb is a function under `@verb()`. Each parameter that is a dataclass stands for its fields, so
 that an option is declared once, where its value is used.
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import copy_context
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
-
-from triptych.base.errors import Formerly, describe_renamed
 
 VERBS = {
     "Create": ("new", "templates", "fields", "update", "test", "dev"),
@@ -43,79 +41,11 @@ MAX_HELP_WIDTH = 120
 """Maximum width of the help, in columns; a narrower terminal has narrower help."""
 WORDS = {Path: "PATH", str: "TEXT", int: "N", float: "N"}
 """Words in the help for the values of options, by type."""
-POSITIONAL = ""
-"""New name of an option whose value is an argument now."""
-
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
 
-@dataclass(frozen=True)
-class Moved:
-    """An option that is a verb now.
-
-    Attributes:
-        values: Number of values that the option takes.
-        name_first: Whether the verb takes NAME before these values.
-    """
-
-    verb: str
-    option: str
-    new: str
-    values: int = 1
-    name_first: bool = False
-
-
-RENAMED = {"watch": "monitor"}
-"""Former names of verbs."""
-MOVED = (
-    Moved("deploy", "--check", "lint"),
-    Moved("bench", "--compare", "bench-diff", values=2),
-    Moved("tune", "--check", "drift", name_first=True),
-)
-IGNORED = {("traffic", "--from-sample")}
-"""Verbs with options that have no effect any more."""
-
-
-def _warn_renamed(old: str, new: str) -> None:
-    print(f"warning: {describe_renamed(old, new)}", file=sys.stderr)
-
-
-def _forward(words: Sequence[str]) -> list[str]:
-    """Return a command line with former verbs, and options that are verbs now, replaced."""
-    name, *rest = words
-    if name in RENAMED:
-        _warn_renamed(name, RENAMED[name])
-        name = RENAMED[name]
-    for moved in MOVED:
-        if moved.verb == name:
-            left, values = _take(rest, moved)
-            if values:
-                _warn_renamed(f"{moved.verb} {moved.option}", moved.new)
-                return [moved.new, *(left + values if moved.name_first else values + left)]
-    return [name, *rest]
-
-
-def _take(words: Sequence[str], moved: Moved) -> tuple[list[str], list[str]]:
-    """Return the words without `moved`, and its values."""
-    left, values, index = [], [], 0
-    while index < len(words):
-        option, has_value, value = words[index].partition("=")
-        if option != moved.option:
-            left.append(words[index])
-        elif has_value:
-            values.append(value)
-        else:
-            values += words[index + 1 : index + 1 + moved.values]
-            index += moved.values
-        index += 1
-    return left, values
-
-
 class _Program(TyperGroup):
-    """The program: accepts former verbs, and lists the verbs in groups."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        return super().resolve_command(ctx, _forward(args))
+    """The program, which lists the verbs in groups."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [name for names in VERBS.values() for name in names]
@@ -129,9 +59,7 @@ class _Program(TyperGroup):
 
 
 class _Verb(TyperCommand):
-    """A verb that accepts the former names of its options."""
-
-    former: dict[str, str]
+    """A verb, whose interruption says what it has kept."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -139,35 +67,12 @@ class _Verb(TyperCommand):
             if isinstance(parameter, TyperArgument):  # Typer would add a type such as <list[Path]>.
                 parameter.display_type_rich = lambda ctx: ""  # type: ignore[method-assign]
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, self._replace_former(args))
-
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             print(f"interrupted{KEPT.get(str(self.name), '')}", file=sys.stderr)
             raise typer.Exit(EXIT_INTERRUPTED) from None
-
-    def _replace_former(self, words: Sequence[str]) -> list[str]:
-        options: list[str] = []
-        arguments: list[str] = []
-        rest = iter(words)
-        for word in rest:
-            if word == "--":
-                return [*options, *arguments, word, *rest]
-            option, has_value, value = word.partition("=")
-            if (self.name, option) in IGNORED:
-                print(f"warning: `{option}` has no effect and can be left out.", file=sys.stderr)
-            elif option not in self.former:
-                options.append(word)
-            elif (new := self.former[option]) == POSITIONAL:
-                _warn_renamed(f"{option} VALUE", "VALUE")
-                arguments.append(value if has_value else next(rest, ""))
-            else:
-                _warn_renamed(option, new)
-                options.append(new + has_value + value)
-        return [*options, *arguments]
 
 
 app = typer.Typer(
@@ -186,29 +91,10 @@ def verb(name: str | None = None) -> Callable[[_Function], _Function]:
     """Register a function as the verb `name`; its docstring is the help."""
 
     def register(function: _Function) -> _Function:
-        command = _expand(function)
-        former = {
-            old: _new_name(parameter)
-            for parameter in inspect.signature(command).parameters.values()
-            for marker in getattr(parameter.annotation, "__metadata__", ())
-            if isinstance(marker, Formerly)
-            for old in marker.names
-        }
-        cls = type(_Verb.__name__, (_Verb,), {"former": former})
-        app.command(name, cls=cls)(command)
+        app.command(name, cls=_Verb)(_expand(function))
         return function
 
     return register
-
-
-def _new_name(parameter: inspect.Parameter) -> str:
-    """Return the first name of a parameter's option, or `POSITIONAL`."""
-    for info in parameter.annotation.__metadata__:
-        if isinstance(info, typer.models.OptionInfo):
-            names = (info.default, *(info.param_decls or ()))
-            given = [name for name in names if isinstance(name, str)]
-            return given[0] if given else "--" + parameter.name.replace("_", "-")
-    return POSITIONAL
 
 
 def _expand(function: Callable[..., None]) -> Callable[..., None]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from triptych.base.errors import Formerly, UserError
+from triptych.base.errors import UserError
 from triptych.base.files import check_writable
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
@@ -40,7 +40,6 @@ TimeBudget = Annotated[
     typer.Option(
         "--time-budget", metavar="TIME", help="Maximum total time, such as 90s, 15m or 1h."
     ),
-    Formerly("--budget"),
 ]
 
 
@@ -82,7 +81,6 @@ class PriceOptions:
         typer.Option(
             help="Peak load in requests/s. Default: the report has no number of machines."
         ),
-        Formerly("--peak-rate"),
     ] = None
     headroom: Annotated[
         float,
@@ -155,7 +153,6 @@ class LoadOptions:
     window_seconds: Annotated[
         float,
         typer.Option(min=0.3, help="Duration of each measurement, in seconds."),
-        Formerly("--seconds"),
     ] = 3.0
     time_budget: TimeBudget = "10m"
 
@@ -178,7 +175,6 @@ def bench(
     find_max_rate: Annotated[
         bool,
         typer.Option("--find-max-rate", help="Search the highest rate that meets the SLO."),
-        Formerly("--find-rate"),
     ] = False,
     baseline: Annotated[
         bool,

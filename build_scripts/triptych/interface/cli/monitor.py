@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from triptych.base.errors import Formerly, UserError
+from triptych.base.errors import UserError
 from triptych.base.files import check_writable
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
@@ -54,7 +54,6 @@ class MonitorOptions:
     max_rows: Annotated[
         int,
         typer.Option(min=1, help="Maximum number of rows compared in one run."),
-        Formerly("--rows"),
     ] = 2000
     reports: Reports = REPORTS
     server_count: Annotated[
@@ -64,7 +63,6 @@ class MonitorOptions:
             help="Number of servers that wrote the samples, for the requests/s of each. "
             "Default: unknown.",
         ),
-        Formerly("--servers"),
     ] = None
     show_texts: Annotated[
         bool,
@@ -142,7 +140,6 @@ def monitor(
         typer.Option(
             metavar="TIME", help="Time between two runs, such as 15m or 1h. Default: a single run."
         ),
-        Formerly("--every"),
     ] = None,
     textfile: Annotated[
         Path | None,
@@ -301,7 +298,6 @@ def shadow(
     candidate: Annotated[
         str,
         typer.Argument(help="Repository with the other build, or the ID of a replaced build."),
-        Formerly("--candidate"),
     ],
     folders: Folders,
     samples: Samples = SAMPLES,
@@ -311,7 +307,6 @@ def shadow(
     max_rows: Annotated[
         int,
         typer.Option(min=1, help="Maximum number of rows that are replayed."),
-        Formerly("--rows"),
     ] = 2000,
     clients: Annotated[int, typer.Option(min=1, max=128, help="Number of requests in flight.")] = 8,
     rate: Annotated[
@@ -328,12 +323,10 @@ def shadow(
             help="Maximum number of rounds under load on each build. They end with a "
             "verdict that 95 % confidence allows; 0 compares the answers only.",
         ),
-        Formerly("--rounds"),
     ] = 30,
     window_seconds: Annotated[
         float,
         typer.Option(min=0.3, help="Duration of each measurement, in seconds."),
-        Formerly("--seconds"),
     ] = 3.0,
     reports: Reports = REPORTS,
     as_json: Json = False,
@@ -403,7 +396,7 @@ def traffic(
         bool, typer.Option("--replace", help="Remove the present rows of traffic.jsonl.")
     ] = False,
     max_rows: Annotated[
-        int, typer.Option(min=1, help="Maximum number of rows that are added."), Formerly("--rows")
+        int, typer.Option(min=1, help="Maximum number of rows that are added.")
     ] = 2000,
     samples: Samples = SAMPLES,
     as_json: Json = False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from triptych.base.errors import Finding, Formerly, UserError
+from triptych.base.errors import Finding, UserError
 from triptych.base.files import check_writable
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
@@ -53,7 +53,6 @@ def engine(
         typer.Option(
             "--dry-run", help="Build with TensorRT for RTX, without a GPU, and discard the result."
         ),
-        Formerly("--rehearse"),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -178,7 +177,6 @@ def build(
             "--no-dry-run",
             help="Skip the dry run of the TensorRT engine on machines that cannot build engines.",
         ),
-        Formerly("--no-rehearsal"),
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from triptych.base.errors import Formerly, UserError
+from triptych.base.errors import UserError
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
@@ -64,7 +64,6 @@ def new(
             f"ONNX file): "
             f"{', '.join(tasks())}."
         ),
-        Formerly("--task"),
     ] = None,
     template: Annotated[
         str | None,

@@ -14,18 +14,6 @@ from triptych.operate.monitor.results import MonitorRun
 
 PATH = "/metrics"
 
-_OLD_NAMES = {
-    "triptych_monitor_last_run_timestamp_seconds": "triptych_watch_at_seconds",
-    "triptych_monitor_rows": "triptych_watch_rows",
-    "triptych_monitor_alarms": "triptych_watch_alarms",
-    "triptych_monitor_drifts": "triptych_watch_drifts",
-    "triptych_monitor_mean_loss": "triptych_watch_mean_loss",
-    "triptych_monitor_allowed_loss": "triptych_watch_allowed_loss",
-    "triptych_monitor_alarm_evidence_ratio": "triptych_watch_evidence",
-    "triptych_monitor_metric": "triptych_watch_value",
-}
-"""Names of earlier releases, exported beside the new names for one minor release."""
-
 
 class RunCollector(Collector):
     """Metrics of the last monitoring run; none before the first run.
@@ -40,14 +28,9 @@ class RunCollector(Collector):
         self.port = 0
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the metrics under their names, then under the names of earlier releases."""
-        families = [] if self.run is None else list(_make_families(self.run))
-        yield from families
-        for family in families:
-            old = GaugeMetricFamily(_OLD_NAMES[family.name], f"Deprecated: use {family.name}")
-            for sample in family.samples:
-                old.add_sample(old.name, sample.labels, sample.value)
-            yield old
+        """Yield the metrics."""
+        if self.run is not None:
+            yield from _make_families(self.run)
 
 
 def metrics_text(run: MonitorRun) -> str:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from math import log
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Literal, TypeVar
+from typing import Literal, TypeVar
 
-from pydantic import AliasChoices, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from triptych.base.confidence import Ratio, limit_ratio
 from triptych.base.errors import UserError
@@ -133,13 +133,13 @@ class Bottleneck:
             instances are always busy while cores are free), ``compute`` (all cores or the GPU are
             busy), ``client`` (the load generator), ``none`` (nothing is saturated at this load).
         step: Step of the bottleneck; empty if it is not a step.
-        explanation: Cause with the metric values; ``says`` in files of earlier releases.
+        explanation: Cause with the metric values.
         remedy: Recommended change.
     """
 
     kind: Literal["queue delay", "instances", "compute", "client", "none"]
     step: str
-    explanation: Annotated[str, Field(validation_alias=AliasChoices("explanation", "says"))]
+    explanation: str
     remedy: str
 
 
